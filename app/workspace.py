@@ -25,7 +25,7 @@ from ragblend.kvstore.lock import writer_lock
 
 if TYPE_CHECKING:
     from ragblend.app.answering.rerank import CrossEncoder
-    from ragblend.engine.engine import Engine
+    from ragblend.engine.interface import EngineInterface
     from ragblend.kvstore.store import KVStore
 
 T = TypeVar("T")
@@ -300,10 +300,10 @@ class Workspace(Closing):
     @property
     def queues(self) -> tuple[DeviceQueue, ...]:
         """Those before all models: the one that answers, the embedder, rerankers."""
-        return self.engine.runtime.queue, self.embedder.queue, self.workspaces.reranking
+        return *self.engine.queues, self.embedder.queue, self.workspaces.reranking
 
     @cached_property
-    def engine(self) -> "Engine":
+    def engine(self) -> "EngineInterface":
         from ragblend.engine.engine import Engine
 
         chosen = {name: getattr(self.settings, name) for name in ENGINE_SETTINGS}

@@ -39,7 +39,7 @@ from ragblend.app.quality.prefilling import cpu_name
 from ragblend.engine import engine as engine_module
 from ragblend.engine.config import resolve_home
 from ragblend.engine.prompts.segments import Prompt
-from ragblend.engine.scheduling.order import WINDOW, Claim, Order, Ticket
+from ragblend.engine.scheduling.order import WINDOW, Claim, RequestOrder, Ticket
 from ragblend.engine.scheduling.queue import PAUSE_S
 from ragblend.kvstore.blob import file_nbytes
 from ragblend.kvstore.keys import ChunkKey
@@ -132,7 +132,7 @@ class Clock:
         return busy or (left_s > PAUSE_S and not self._engine.finish_background(timeout_s=0.01))
 
 
-class TimedOrder(Order):
+class TimedOrder(RequestOrder):
     """Notes how long choosing took, and by how many the unluckiest was passed."""
 
     spent_s, most_passed = 0.0, 0

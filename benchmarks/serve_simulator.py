@@ -1,8 +1,8 @@
 """Requests under load in made-up time: the product's queue, store, knowledge tree and eviction, and no model.
 
-`Order` says whose turn it is, `KVStore` and `tree.match` what is stored, on files of a few bytes a token. What a prompt
-then takes, `Costs` says, fitted to what the real engine took (`measure_serve.py`). The loop around them is that of
-`engine/scheduling/queue.py`, with a clock that is a number; but each token of an answer is a pass of its own here.
+`RequestOrder` says whose turn it is, `KVStore` and `tree.match` what is stored, on files of a few bytes a token. What a
+prompt then takes, `Costs` says, fitted to what the real engine took (`measure_serve.py`). The loop around them is that
+of `engine/scheduling/queue.py`, with a clock that is a number; but each token of an answer is a pass of its own here.
 """
 
 import tempfile
@@ -19,7 +19,7 @@ import torch
 
 from ragblend.engine.config import DEFAULT_RATIO
 from ragblend.engine.prompts.paths import ASKED_AGAIN
-from ragblend.engine.scheduling.order import WINDOW, Claim, Order, Ticket
+from ragblend.engine.scheduling.order import WINDOW, Claim, RequestOrder, Ticket
 from ragblend.engine.scheduling.queue import PAUSE_S, SLICE_S
 from ragblend.kvstore.blob import file_nbytes
 from ragblend.kvstore.chunks import ChunkKV, Geometry
@@ -150,7 +150,7 @@ class Simulator:
 
     def run(self, requests: Sequence[Request]) -> Outcome:
         """All of them, to the end."""
-        order, outcome, now = Order(window=self.system.window), Outcome(), 0.0
+        order, outcome, now = RequestOrder(window=self.system.window), Outcome(), 0.0
         coming, ring = deque(requests), deque[Ticket]()
         jobs: dict[Ticket, Job] = {}
         while coming or jobs:
@@ -179,7 +179,7 @@ class Simulator:
             if job.tokens < job.request.answer_tokens:
                 ring.append(ticket)
             else:
-                order.leave(ticket)
+                order.remove(ticket)
                 self._follow_up(jobs.pop(ticket).request)
         return outcome
 
@@ -239,7 +239,7 @@ class Simulator:
         return self.costs.seconds(Found(total - path - fused, path, fused, pieces))
 
     def _follow_up(self, request: Request) -> None:
-        """As `engine.prefill.follow_up` does: what was computed is entered beside the device, the rest waits for it."""
+        """As `queue_background_work` does: what was computed is entered beside the device, the rest waits for it."""
         if self.system.method == "exact":
             self._grow(request)
         elif self.system.paths and self._learn not in [chore.func for chore in self._chores]:

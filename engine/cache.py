@@ -1,31 +1,27 @@
 """FusedCache: the KV of one whole prompt, partly stored, partly new, as the cache that transformers' layers update."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from ragblend.engine.scheduling.queue import Cancel
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import Cancelled
-
-if TYPE_CHECKING:
-    from ragblend.engine.correction import Correction
-    from ragblend.engine.loader import LayerLoader
 
 GROW_TOKENS = 128
 ROOM_STEP = 256
 
 
 class FusedLayer(DynamicLayer):
-    """One layer's buffers, (1, H, capacity, D), of which the first `length` tokens count. Appending copies nothing.
+    """One layer's buffers, (1, H, capacity, D), of which the first `length` tokens are valid. Appending copies nothing.
 
-    Room for more comes in steps, and holds zeros: products over all of a buffer, with weights of nothing behind what
-    counts, are right, and oneDNN, which keeps half a megabyte for each shape, sees few of them.
-    evicted: how many tokens each head has lost; to positions and masks they count as if they were there.
+    Capacity grows in steps and is zeroed: products over a whole buffer, with zero weights after the valid tokens, are
+    right, and oneDNN, which caches half a megabyte for each shape, sees few shapes.
+    evicted: how many tokens each head has lost; for positions and masks they still count.
     """
 
     keys: Tensor
@@ -53,30 +49,30 @@ class FusedLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append (1, H, t, D) in place; the buffers grow by a copy only when their room is used up."""
+        """Append (1, H, t, D) in place; the buffers are copied only when their capacity is used up."""
         start = self.keys.shape[2]
         stop = start + key_states.shape[2]
-        self.made_room(key_states.shape[2])
+        self.ensure_room(key_states.shape[2])
         self.key_buffer[:, :, start:stop] = key_states
         self.value_buffer[:, :, start:stop] = value_states
         self.set_length(stop)
         return self.keys, self.values
 
-    def made_room(self, tokens: int) -> int:
-        """Have room for so many more; returns the capacity."""
+    def ensure_room(self, tokens: int) -> int:
+        """Make room for so many more tokens; returns the capacity."""
         stop = self.keys.shape[2] + tokens
         if stop > self.key_buffer.shape[2]:
             self.key_buffer, self.value_buffer = _grown(self.keys, stop), _grown(self.values, stop)
         return self.key_buffer.shape[2]
 
     def write(self, rows: Tensor, key_states: Tensor, value_states: Tensor) -> None:
-        """What `update` does, where there is room: (1, H, t, D) go to rows (t,), the next ones."""
+        """Append (1, H, t, D) at rows (t,), the next ones; there must be room."""
         self.key_buffer.index_copy_(2, rows, key_states)
         self.value_buffer.index_copy_(2, rows, value_states)
         self.set_length(self.keys.shape[2] + rows.shape[0])
 
     def keep(self, rows: Tensor) -> None:
-        """Of what it holds, keep for each head rows (H, kept), ascending, and give the memory of the others back."""
+        """Keep rows (H, kept) of each head, ascending, and free the memory of the others."""
         held = self.keys.shape[2]
         self.key_buffer = _gathered(self.keys, rows)
         self.value_buffer = _gathered(self.values, rows)
@@ -87,50 +83,62 @@ class FusedLayer(DynamicLayer):
         return int(self.keys.shape[2]) + self.evicted
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys, and the position of the first: what is left stands, for a mask, right before what comes."""
+        """Number of keys, and the first one's position: for a mask the kept keys stand directly before new ones."""
         return int(self.keys.shape[2]) + query_length, self.evicted
 
 
-class LayerLeft(Exception):
-    """What was wanted of a layer is known: leave it. Never seen by a caller."""
+class LayerStopped(Exception):
+    """Ends a layer early, when what was wanted of it is known. Never seen by a caller."""
 
 
-class NewKV(LayerLeft):
-    """A layer's new keys and values, (H, R, D) each: what a peek is for."""
+class NewKV(LayerStopped):
+    """A layer's new keys and values, (H, R, D) each: the result of a peek."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self.keys, self.values = keys, values
 
 
+class LayerSource(Protocol):
+    """Loads stored KV into the cache (`loader.LayerLoader`)."""
+
+    def wait(self, layer: int) -> None: ...
+
+
+class LayerCorrection(Protocol):
+    """Corrects stored KV in the cache from what was recomputed (`correction.Correction`)."""
+
+    def apply(self, layer: int, new_keys: Tensor, new_values: Tensor) -> None: ...
+
+
 @dataclass(frozen=True)
 class Append:
-    """New tokens go to the end. leave: asked at each layer whether the pass is to be left: then Cancelled is raised."""
+    """New tokens go to the end. cancel: asked in each layer; Cancelled is raised if it is set."""
 
-    leave: Callable[[], bool] | None = None
+    cancel: Cancel | None = None
 
 
 @dataclass(frozen=True)
 class Scatter:
     """New rows are written over the stored ones.
 
-    rows (R,): where they stand; None: they are all rows. loader: of the stored KV, awaited before that; correction:
-    applied to it before that; peek: nothing is written, and the layer is left with `NewKV`; stop: how much of the
-    prompt the rows may see, None for all; seen (S,): positions of the keys that they are given, None for all.
+    rows (R,): their positions; None: they are all rows. loader: awaited first; correction: applied to the stored KV
+    then; peek: nothing is written, and the layer ends with `NewKV`; stop: how much of the prompt the rows may see, None
+    for all; seen (S,): positions of the keys that they are given, None for all.
     """
 
     rows: Tensor | None = None
-    loader: "LayerLoader | None" = None
-    correction: "Correction | None" = None
+    loader: LayerSource | None = None
+    correction: LayerCorrection | None = None
     peek: bool = False
     stop: int | None = None
     seen: Tensor | None = None
 
 
 class FusedCache(DynamicCache):
-    """Fused buffers for all layers; what `DynamicCache` is to `generate`, without a copy at hand-over.
+    """Fused buffers for all layers, which `generate` uses as it uses a `DynamicCache`.
 
-    step: what `update` does with the KV that a layer hands it.
+    step: what `update` does with a layer's new KV.
     """
 
     def __init__(self, geometry: Geometry, tokens: int, room_tokens: int, device: torch.device) -> None:
@@ -138,7 +146,7 @@ class FusedCache(DynamicCache):
         self.geometry = geometry
         self.prompt_tokens = tokens
         self.fused = [FusedLayer(geometry, tokens, room_tokens, device) for _ in range(geometry.layers)]
-        self.layers = list(self.fused)  # by the name that transformers knows
+        self.layers = list(self.fused)  # the name that transformers uses
         self.step: Append | Scatter = Append()
 
     def span(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -152,8 +160,8 @@ class FusedCache(DynamicCache):
         """Called by each attention with its new KV, (1, H, R, D); returns the whole layer, (1, H, T, D)."""
         step, held = self.step, self.fused[layer_idx]
         if isinstance(step, Append):
-            if step.leave is not None and step.leave():
-                raise Cancelled("the pass was left between two layers")
+            if step.cancel is not None and step.cancel.is_set():
+                raise Cancelled("the pass was cancelled between two layers")
             return held.update(key_states, value_states)
         if step.loader is not None:
             step.loader.wait(layer_idx)
@@ -162,7 +170,7 @@ class FusedCache(DynamicCache):
         if step.correction is not None:
             step.correction.apply(layer_idx, key_states[0], value_states[0])
         held.set_length(step.stop or self.prompt_tokens)
-        if step.rows is None:  # every row: nothing of the old survives
+        if step.rows is None:  # every row is overwritten
             held.keys.copy_(key_states)
             held.values.copy_(value_states)
         else:
@@ -178,13 +186,13 @@ class FusedCache(DynamicCache):
         return keys.index_select(1, rows), values.index_select(1, rows)
 
     def blank(self, layer: int, rows: Tensor) -> None:
-        """Zeros for rows (R,) that hold nothing yet: under a mask garbage still counts, for 0 times NaN is NaN."""
+        """Zero rows (R,) that hold nothing yet: garbage counts even under a mask, as 0 times NaN is NaN."""
         held = self.fused[layer]
         held.key_buffer[0].index_fill_(1, rows, 0)
         held.value_buffer[0].index_fill_(1, rows, 0)
 
     def truncate(self, kept: int = 0) -> None:
-        """Forget all but `kept` tokens after the prompt, whose own KV stays as the prefill, or an eviction, left it."""
+        """Drop all but `kept` tokens after the prompt. The prompt's KV stays as prefill or eviction left it."""
         for held in self.fused:
             held.set_length(self.prompt_tokens - held.evicted + kept)
 
@@ -195,13 +203,13 @@ class FusedCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the prompt's KV in all layers, without what was evicted."""
+        """Bytes of the prompt's KV in all layers, without evicted tokens."""
         tokens = sum(self.prompt_tokens - held.evicted for held in self.fused)
         return tokens * self.geometry.token_bytes // self.geometry.layers
 
 
 def _gathered(held: Tensor, rows: Tensor) -> Tensor:
-    """A new buffer with room that begins with held (1, H, T, D) at rows (H, kept)."""
+    """A new buffer with free capacity, filled with rows (H, kept) of held (1, H, T, D)."""
     kept = rows.shape[1]
     buffer = _with_room(held, kept)
     torch.gather(held[0], 1, rows[..., None].expand(-1, -1, held.shape[3]), out=buffer[0, :, :kept])
@@ -209,7 +217,7 @@ def _gathered(held: Tensor, rows: Tensor) -> Tensor:
 
 
 def _grown(held: Tensor, tokens: int) -> Tensor:
-    """For so many tokens; those that are not written yet are zeros, too: what was to write them may fail."""
+    """A copy with capacity for so many tokens. Tokens that are not written yet are zeroed: writing them may fail."""
     grown = _with_room(held, tokens)
     grown[:, :, : held.shape[2]] = held
     grown[:, :, held.shape[2] : tokens].zero_()
@@ -217,7 +225,7 @@ def _grown(held: Tensor, tokens: int) -> Tensor:
 
 
 def _with_room(like: Tensor, tokens: int) -> Tensor:
-    """A buffer for these tokens, which are to be written, and zeros behind them."""
+    """A buffer for these tokens, which the caller writes; the capacity after them is zeroed."""
     buffer = like.new_empty((*like.shape[:2], _capacity(tokens + GROW_TOKENS), like.shape[3]))
     buffer[:, :, tokens:].zero_()
     return buffer

@@ -1,4 +1,4 @@
-"""What goes into the engine and what it reports: frozen values, checked when they are made; where data lives."""
+"""Configuration, decode options and reports of the engine: frozen, checked when they are made; the home folder."""
 
 import math
 import os
@@ -18,8 +18,8 @@ from ragblend.kvstore.places import Place
 from ragblend.kvstore.policy import policy_named
 
 HOME_VARIABLE = "RAGBLEND_HOME"
-VLLM_URL = "http://127.0.0.1:8000"  # where `vllm serve` listens unless it is told otherwise
-# How a prompt is read unless something else is asked for; docs/methods.md has what was measured of it.
+VLLM_URL = "http://127.0.0.1:8000"  # the default of `vllm serve`
+# The defaults; docs/methods.md says what was measured of them.
 DEFAULT_METHOD = "probe-shift"
 DEFAULT_RATIO = 0.15
 
@@ -28,13 +28,13 @@ DEFAULT_RATIO = 0.15
 class EngineConfig:
     """How one engine is opened.
 
-    model: `default`, a hub id, a local folder or a `.gguf` file; device: `cpu`, `cuda`, `mps` or None for the
-    best there is; dtype: a name or None for what the device does fast; collection: a namespace of node ids, and
-    the salt of its chunk keys; store, memory and device budgets: bytes of KV on the disk, in host memory and on the
-    device (None: a share of what is free, see `kvstore.store` and `device.default_budgets`); store_policy: what every
-    tier evicts by (None: as the store has it); kv_codec: how KV is packed from now on, a row of `kvstore.codec.CODECS`
-    (None: raw); remote: URL of a store that other machines share, see docs/vllm.md; url: of the vLLM server
-    that has the model (None: it is loaded here).
+    model: `default`, a hub id, a local folder or a `.gguf` file; device: `cpu`, `cuda`, `mps` or None for the best
+    available; dtype: a name or None for one that is fast on the device; collection: a namespace of node ids, and the
+    salt of its chunk keys; store, memory and device budgets: bytes of KV on the disk, in host memory and on the device
+    (None: a share of what is free, see `kvstore.store` and `device.default_budgets`); store_policy: the eviction policy
+    of every tier (None: the store's); kv_codec: how new KV is packed, a row of `kvstore.codec.CODECS` (None: raw);
+    remote: URL of a store that other machines share, see docs/vllm.md; url: of the vLLM server that has the
+    model (None: it is loaded here).
     """
 
     model: str = "default"
@@ -61,7 +61,7 @@ class EngineConfig:
         if self.store_policy is not None:
             policy_named(self.store_policy)
         if self.kv_codec is not None:
-            from ragblend.kvstore.codec import codec_named  # it needs torch, which nothing else in here does
+            from ragblend.kvstore.codec import codec_named  # imports torch, which nothing else here does
 
             codec_named(self.kv_codec)
         if self.remote is not None:
@@ -70,13 +70,12 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """How the tokens after the prompt are chosen; temperature 0 is greedy.
+    """How the tokens of an answer are chosen; temperature 0 is greedy.
 
-    repetition_penalty: what has been said already counts less by that factor (CTRL, arXiv 1909.05858), the prompt left
-    out; 1 is off. one_sentence: end behind the first sentence, or line. keep_tokens: of the passages each key head
-    keeps so many once the first token is out (`eviction.py`); None: all. grammar: what the answer may be
-    (`grammar.py`). logprobs: how many other tokens' log-probabilities to tell beside each token's own; None: no such
-    thing.
+    repetition_penalty: the answer's own tokens count less by that factor (CTRL, arXiv 1909.05858), the prompt's do not;
+    1 is off. one_sentence: end after the first sentence, or line. keep_tokens: passage tokens that each key head keeps
+    after the first token (`eviction.py`); None: all. grammar: what the answer may be (`grammar.py`). logprobs: how many
+    of the most likely tokens' log-probabilities to return with each token's own; None: neither.
     """
 
     max_new_tokens: int = 256
@@ -137,7 +136,7 @@ class DecodeOptions:
 class TokenCounts:
     """How the prompt's tokens were served; reused + recomputed + fresh + missing = prompt.
 
-    recomputed counts the stored tokens that were computed through the last layer.
+    recomputed: stored tokens that were computed through the last layer.
     """
 
     prompt: int = 0
@@ -150,8 +149,8 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class Timings:
-    """Milliseconds; load_ms is the readers' own time, stall_ms how long compute waited for them; probe_ms
-    the layers of rows that were run to choose, with the waits inside them.
+    """In milliseconds. load_ms: the readers' own time; stall_ms: how long the compute waited for them; probe_ms: the
+    layers of rows that were run to select, waits included.
     """
 
     load_ms: float = 0.0
@@ -168,14 +167,16 @@ class Timings:
 
 @dataclass(frozen=True)
 class Report:
-    """What one request did. recomputed_fraction is the ratio that was spent, selection included.
+    """What one request did.
 
-    decision: what the loading controller chose and expected; trace: what was done when. Both None where nothing was
-    fused. probe_rows: rows that were run to choose; computed_fraction: all rows that were computed, probes included,
-    averaged over layers, as a share of the prompt (full prefill is 1). served: a letter for each token of the prompt:
-    `r`eused, re`c`omputed, `f`resh, `m`issing. evicted_tokens: how many each key head lost after the first token.
-    unsupported_figures: those of the answer that stand nowhere in the prompt, where it has chunks (`figures.py`).
-    read_again_at: behind how many tokens of the answer the prompt was read in full, for a figure that was not sure.
+    ratio: rows recomputed of chunk tokens with stored KV, averaged over layers, selection included; None for methods
+    without a ratio. recomputed_fraction: the same as a share of all stored tokens, those of a session included.
+    decision: the loading controller's ratio and predictions; trace: what was done when. Both None if nothing was fused.
+    probe_rows: rows that were run to select; computed_fraction: all rows computed, probes included, averaged over
+    layers, as a share of the prompt (full prefill is 1). served: a letter for each token of the prompt: `r`eused,
+    re`c`omputed, `f`resh, `m`issing. evicted_tokens: how many each key head lost after the first token.
+    unsupported_figures: figures of the answer that are not in the prompt, if it has chunks (`figures.py`).
+    read_again_at: after how many tokens of the answer the prompt was read in full, for an uncertain figure.
     """
 
     method: str
@@ -197,7 +198,7 @@ class Report:
 
 
 def server_url(backend: str | None, url: str | None) -> str | None:
-    """Of the vLLM server that has the model, without `/v1`; None where it is loaded here. Raises UsageError."""
+    """The url of the vLLM server that has the model, without `/v1`; None if it is loaded here. Raises UsageError."""
     if backend not in (None, "vllm"):
         raise UsageError(f"the backend {backend!r} is unknown; pass `vllm`, or none to load the model here")
     if backend is None and url is None:
@@ -211,7 +212,7 @@ def server_url(backend: str | None, url: str | None) -> str | None:
 
 def is_server_url(url: str) -> bool:
     """Whether it is http or https, with a host, and without a password, which would be shown."""
-    with suppress(ValueError):  # a port that is none
+    with suppress(ValueError):  # an invalid port
         parts = urlsplit(url)
         has_place = bool(parts.hostname) and parts.port != 0 and not parts.query
         return parts.scheme in ("http", "https") and has_place and "@" not in parts.netloc

@@ -1,21 +1,22 @@
-"""A chunk's KV: the chunk read alone, behind the encoding prefix.
+"""Encodes a chunk: computes its KV alone, after the encoding prefix.
 
-Behind nothing a chunk's first token becomes its own attention sink, and its KV is of little use elsewhere; behind the
+After nothing a chunk's first token becomes its own attention sink, and its KV is of little use elsewhere; after the
 prefix that it will follow, the first chunk of a prompt is exact (design: encoding prefix).
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ragblend.engine.cache import Append, FusedCache
 from ragblend.engine.model.decoder import BLOCK_ROWS, Decoder
+from ragblend.engine.scheduling.queue import Cancel
 from ragblend.kvstore.chunks import ChunkKV
 
 
 class ChunkEncoder:
-    """Encodes chunks behind one prefix, which is read once, while somebody else holds the model."""
+    """Encodes chunks after one prefix, which is computed once. It does not keep the model from being freed."""
 
     def __init__(self, decoder: Decoder, prefix_ids: Sequence[int], room_tokens: int = 1024) -> None:
         self._decoder = weakref.ref(decoder)
@@ -26,28 +27,27 @@ class ChunkEncoder:
 
     @property
     def decoder(self) -> Decoder:
-        """The model's, which who only waits for a turn does not keep from being freed; see `is_of`."""
         decoder = self._decoder()
-        assert decoder is not None, "only asked for while the model is there"
+        assert decoder is not None, "only asked for while the model is loaded"
         return decoder
 
     def is_of(self, decoder: Decoder) -> bool:
-        """Whether it is that one, and not one that is gone."""
+        """Whether it encodes with that decoder, and not with one that was freed."""
         return self._decoder() is decoder
 
-    def go_on(self, read: ChunkKV) -> None:
-        """Have that KV, of what stands right behind what was read so far, before all that is encoded from now on."""
+    def extend_prefix(self, kv: ChunkKV) -> None:
+        """Append KV to the prefix: that of the tokens that follow it."""
         self._cache.truncate()
-        for held, keys, values in zip(self._cache.fused, read.keys, read.values, strict=True):
+        for held, keys, values in zip(self._cache.fused, kv.keys, kv.values, strict=True):
             held.update(keys[None].to(held.device), values[None].to(held.device))
-        self.start += len(read.token_ids)
+        self.start += len(kv.token_ids)
         self._cache.prompt_tokens = self.start
 
-    def encode(self, token_ids: Sequence[int], leave: Callable[[], bool] | None = None) -> ChunkKV:
-        """The chunk's KV on the CPU, in tensors of its own. Raises Cancelled if leave() says so before a layer."""
+    def encode(self, token_ids: Sequence[int], cancel: Cancel | None = None) -> ChunkKV:
+        """The chunk's KV on the CPU, in tensors of its own. Raises Cancelled between layers."""
         assert token_ids, "a chunk has at least one token"
         self._cache.truncate()
-        self._cache.step = Append(leave)
+        self._cache.step = Append(cancel)
         self._append(token_ids)
         stop, geometry = self.start + len(token_ids), self.decoder.geometry
         layers = [self._cache.span(layer, self.start, stop) for layer in range(geometry.layers)]

@@ -1,7 +1,7 @@
-"""The one layer loop: compute the chosen rows against the fused KV (CacheBlend §4.2, §5).
+"""The layer loop: computes the chosen rows against the fused KV (CacheBlend §4.2, §5).
 
-Every method runs through `Fusion`; `full` is the policy that keeps every row. A policy may have some rows run
-first, through the KV as it was stored, to collect what they attend to (a probe, design section 5), in the same loop.
+Every method runs through `Fusion`; `full` is the policy that keeps every row. A policy may run some rows first, over
+the stored KV, to collect what they attend to (a probe, design section 5), in the same loop.
 """
 
 from dataclasses import dataclass, field, replace
@@ -10,13 +10,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ragblend.engine.cache import Append, FusedCache, LayerLeft, NewKV, Scatter
+from ragblend.engine.cache import Append, FusedCache, LayerStopped, NewKV, Scatter
 from ragblend.engine.correction import Correction
 from ragblend.engine.loader import LayerLoader
 from ragblend.engine.model.attention import Collect, Collector
 from ragblend.engine.model.decoder import BLOCK_ROWS, Decoder, RowBlock
 from ragblend.engine.plan import Kind, Plan
-from ragblend.engine.scheduling.queue import Turn
+from ragblend.engine.scheduling.queue import DeviceTurn
 from ragblend.engine.selection.base import COLLECTED_ROWS, Attention, Evidence, Policy, Probed
 from ragblend.engine.trace import Recorder
 from ragblend.kvstore.errors import UsageError
@@ -24,10 +24,10 @@ from ragblend.kvstore.errors import UsageError
 
 @dataclass
 class Spent:
-    """What the loop did: layer-rows that were computed.
+    """What was computed, in layer-rows (a row in one layer).
 
     layer_rows: all; stored_layer_rows: of stored tokens; again_layer_rows: of fresh tokens, in the probe, that were
-    computed again after it. recomputed: stored tokens computed through the last layer. probe_rows: of the probe.
+    computed again after it. recomputed: stored tokens computed through the last layer. probe_rows: rows of the probe.
     rows: (R,) those that the last layer computed.
     """
 
@@ -40,10 +40,10 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class Work:
-    """Rows (R,) before a layer, hidden (1, R, hidden), and the blocks in which they pass.
+class ActiveRows:
+    """The rows (R,) being computed, hidden (1, R, hidden), and the blocks in which they pass a layer.
 
-    stored: how many of the rows are of stored tokens; correction: what they bring about.
+    stored: how many are of stored tokens; correction: of the rows that are not computed.
     """
 
     rows: Tensor
@@ -55,8 +55,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Settled:
-    """What a probe has computed for good: all rows before position `tokens`; of these, rows (R,) with hidden
-    (1, R, hidden) have still to pass `layer` and those behind it.
+    """What a probe has computed finally: all rows before position `tokens`. Of these, rows (R,) with hidden
+    (1, R, hidden) have still to pass `layer` and the layers after it.
     """
 
     tokens: int = 0
@@ -75,7 +75,7 @@ class Fusion:
     cache: FusedCache
     loader: LayerLoader
     recorder: Recorder
-    turn: Turn | None = None
+    turn: DeviceTurn | None = None
     spent: Spent = field(default_factory=Spent)
 
     @torch.inference_mode()
@@ -93,7 +93,7 @@ class Fusion:
             with part("prepare", stream="device"):
                 work = self._embedded(rows[rows >= settled.tokens] if settled.tokens else rows)
             for layer in range(plan.layers):
-                self._give_way()
+                self._yield_device()
                 work = self._layer(layer, self._joined(work, settled) if layer == settled.layer else work)
             self.spent.recomputed += work.stored
             self.spent.rows = work.rows
@@ -102,13 +102,13 @@ class Fusion:
         finally:
             self.cache.step = Append()
 
-    def _give_way(self) -> None:
+    def _yield_device(self) -> None:
         self.loader.pace()
         if self.turn is not None:
             self.turn.between_layers()
 
-    def _layer(self, layer: int, work: Work) -> Work:
-        """Take the rows through one layer, and leave behind those that the policy does not keep."""
+    def _layer(self, layer: int, work: ActiveRows) -> ActiveRows:
+        """Take the rows through one layer, and drop those that the policy does not keep."""
         policy, plan, spent, record = self.policy, self.plan, self.spent, self.recorder.part
         if policy.peeks(plan, layer):
             spent.stored_layer_rows += plan.attention_share * work.stored
@@ -132,7 +132,7 @@ class Fusion:
             return self._narrowed(work, policy.narrow(plan, evidence, layer + 1))
 
     def _all_needed(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        """What a policy has chosen of these rows. Raises UsageError if a row would be neither computed nor loaded."""
+        """The rows that a policy chose. Raises UsageError if a row would be neither computed nor loaded."""
         if self.policy.times_only:
             return chosen
         left_out = torch.zeros(self.plan.tokens, dtype=torch.bool, device=rows.device)
@@ -147,22 +147,24 @@ class Fusion:
             )
         return chosen
 
-    def _embedded(self, rows: Tensor, collected: int = 0, absent: Tensor | None = None) -> Work:
+    def _embedded(self, rows: Tensor, collected: int = 0, absent: Tensor | None = None) -> ActiveRows:
         """Rows (R,) before the first layer."""
         return self._work(rows, self.decoder.embed(self.plan.token_ids[rows]), collected, absent)
 
-    def _work(self, rows: Tensor, hidden: Tensor, collected: int = 0, absent: Tensor | None = None) -> Work:
-        """Rows (R,) before a layer, cut into blocks, with the correction that they bring about.
+    def _work(
+        self, rows: Tensor, hidden: Tensor, collected: int = 0, absent: Tensor | None = None
+    ) -> ActiveRows:
+        """Rows (R,) before a layer, cut into blocks, with the correction that their changes cause.
 
-        collected: of how many, the last ones, attention can be collected; absent (T,) bool: keys that no row sees.
+        collected: of how many of the last rows attention can be collected; absent (T,) bool: keys that no row sees.
         """
         decoder, plan = self.decoder, self.plan
         if self.policy.exact:
             return self._in_pieces(rows, hidden)
         corrects = collected == 0 and self.policy.corrects(plan)
-        # All rows in one block take attention's own causal path, which is faster than any mask. And where attention
-        # looks at the whole buffers under a mask, what later blocks will write must not be there as garbage: 0 times
-        # NaN is NaN. A correction must know of all changes before the first row attends to it.
+        # All rows in one block take attention's own causal path, which is faster than any mask. With a mask attention
+        # reads the whole buffers, and rows that later blocks will write must not be garbage: 0 times NaN is NaN. A
+        # correction must know all changes before the first row attends to it.
         whole = rows.numel() == plan.tokens or not decoder.tiles or corrects
         parts = rows.split([rows.numel()] if whole else _block_sizes(rows.numel(), collected))
         last = len(parts) - 1
@@ -172,13 +174,12 @@ class Fusion:
         ]
         stored = int((plan.kinds[rows] > Kind.MISSING).sum())
         correction = Correction(decoder, plan, self.policy, self.cache, rows) if corrects else None
-        return Work(rows, hidden, blocks, stored, correction)
+        return ActiveRows(rows, hidden, blocks, stored, correction)
 
-    def _in_pieces(self, rows: Tensor, hidden: Tensor) -> Work:
-        """Rows that end with a chunk, or with the prompt, pass together and see nothing behind them.
+    def _in_pieces(self, rows: Tensor, hidden: Tensor) -> ActiveRows:
+        """Blocks that end with a chunk, or with the prompt, and see nothing after them.
 
-        So what is computed of a chunk, bit for bit, depends on what stands before it alone: neither on what follows,
-        nor on how much was stored.
+        So a chunk's KV depends, bit for bit, only on the tokens before it: not on later ones, nor on what was stored.
         """
         stops = torch.tensor([*self.plan.piece_stops, self.plan.tokens], device=rows.device)
         ends = torch.searchsorted(rows, stops).tolist()
@@ -186,18 +187,18 @@ class Fusion:
         blocks, hiddens = [], hidden.split(sizes, dim=1)
         for part, its_hidden in zip(rows.split(sizes), hiddens, strict=True):
             blocks.append(self.decoder.row_block(part, int(part[-1]) + 1, its_hidden))
-        return Work(rows, hidden, blocks, stored=0)
+        return ActiveRows(rows, hidden, blocks, stored=0)
 
-    def _through(self, layer: int, work: Work, collect: Collect | None = None) -> Tensor:
-        """The rows' hidden states behind that layer. Raises LayerLeft where collect does."""
+    def _through(self, layer: int, work: ActiveRows, collect: Collect | None = None) -> Tensor:
+        """The rows' hidden states after that layer. Raises LayerStopped if collect does."""
         moved = []
         for block, hidden in _blocks(work):
             self.cache.step = self._step(work, block)
             moved.append(self.decoder.run_layer(layer, hidden, block, self.cache, collect))
         return moved[0] if len(moved) == 1 else torch.cat(moved, dim=1)
 
-    def _peek(self, layer: int, work: Work) -> Evidence:
-        """The rows' KV in that layer, which is left before its attention, beside what is stored."""
+    def _peek(self, layer: int, work: ActiveRows) -> Evidence:
+        """The rows' new and stored KV in that layer, which ends before its attention."""
         keys, values = [], []
         for block, hidden in _blocks(work):
             self.cache.step = self._step(work, block, peek=True)
@@ -210,26 +211,26 @@ class Fusion:
         new_kv = torch.cat(keys, dim=1), torch.cat(values, dim=1)
         return Evidence(layer, work.rows, *new_kv, *self.cache.rows(layer, work.rows))
 
-    def _step(self, work: Work, block: RowBlock, peek: bool = False) -> Scatter:
+    def _step(self, work: ActiveRows, block: RowBlock, peek: bool = False) -> Scatter:
         rows = block.rows if block.rows.numel() < self.plan.tokens else None
         return Scatter(rows, self.loader, work.correction, peek, block.total_tokens, block.seen)
 
-    def _narrowed(self, work: Work, keep: Tensor) -> Work:
-        """The same work with only the rows `keep`, ascending positions among the current ones."""
+    def _narrowed(self, work: ActiveRows, keep: Tensor) -> ActiveRows:
+        """Only the rows `keep`, ascending positions among the current ones."""
         self._all_needed(work.rows, keep)
         if keep.numel() == work.rows.numel():
             return work
         return self._work(keep, work.hidden.index_select(1, torch.searchsorted(work.rows, keep)))
 
-    def _joined(self, work: Work, settled: Settled) -> Work:
-        """The work, with the rows that a probe left before this layer, which stand before all others."""
+    def _joined(self, work: ActiveRows, settled: Settled) -> ActiveRows:
+        """The rows with those that a probe stopped before this layer, which stand first in the prompt."""
         if settled.rows is None or settled.hidden is None or not settled.rows.numel():
             return work
         rows = torch.cat([settled.rows, work.rows])
         return self._work(rows, torch.cat([settled.hidden, work.hidden], dim=1))
 
     def _probe(self) -> tuple[Probed | None, Settled]:
-        """The fresh rows that the policy wants to run first, up to the last layer whose attention it collects."""
+        """Run the fresh rows that the policy asks for, up to the last layer whose attention it collects."""
         policy, plan, spent = self.policy, self.plan, self.spent
         rows = policy.probe_rows(plan)
         if rows is None:
@@ -247,13 +248,13 @@ class Fusion:
         ends_early = layers.stop < plan.layers
         scores: dict[int, Tensor] = {}
         for layer in range(layers.stop):
-            self._give_way()
+            self._yield_device()
             if blank.numel():
                 self.cache.blank(layer, blank)
             last = layer == layers.stop - 1
             with self.recorder.part("probe", layer, stream="device"):
                 if layer in layers:
-                    work = self._probed_layer(layer, work, scores, leaves=last or digest is not None)
+                    work = self._probed_layer(layer, work, scores, stops=last or digest is not None)
                     spent.layer_rows += rows.numel()
                 if layer not in layers or (digest is not None and not last):
                     work = replace(work, hidden=self._through(layer, replace(work, blocks=between)))
@@ -264,20 +265,22 @@ class Fusion:
         if count := plan.settled_by(rows):
             spent.again_layer_rows -= count * layers.stop
             settled = Settled(plan.settled_tokens)
-            if ends_early:  # the last layer was left, and is computed again for those that wait
+            if ends_early:  # the last layer was stopped, and is computed again for these rows
                 settled = Settled(plan.settled_tokens, layers.stop - 1, rows[:count], work.hidden[:, :count])
                 spent.again_layer_rows += count
         return Probed(scores, spent.again_layer_rows / plan.layers), settled
 
-    def _seeing(self, work: Work, keys: Tensor) -> list[RowBlock]:
-        """The work's blocks, given the keys at positions (S,) alone: what stands behind one may not be written yet."""
+    def _seeing(self, work: ActiveRows, keys: Tensor) -> list[RowBlock]:
+        """The blocks, given only the keys at positions (S,): later ones may not be written yet."""
         dtype = work.hidden.dtype
         return [self.decoder.seeing(block, keys[keys <= block.rows[-1]], dtype) for block in work.blocks]
 
-    def _probed_layer(self, layer: int, work: Work, scores: dict[int, Tensor], leaves: bool) -> Work:
-        """Take the probe's rows through one layer, of whose attention the policy makes scores.
+    def _probed_layer(
+        self, layer: int, work: ActiveRows, scores: dict[int, Tensor], stops: bool
+    ) -> ActiveRows:
+        """Take the probe's rows through one layer, whose attention the policy turns into scores.
 
-        leaves: nothing of the layer is wanted but these, so the rows stay before it.
+        stops: only the scores are wanted, so the rows stay before the layer.
         """
 
         def collect(
@@ -287,12 +290,12 @@ class Fusion:
             attention = Attention(layer, first, queries, keys, scaling, collector.mask, weights)
             found = self.policy.layer_scores(self.plan, attention)
             scores[layer] = torch.nn.functional.pad(found, (first, 0))
-            if leaves:
-                raise LayerLeft
+            if stops:
+                raise LayerStopped
 
         try:
             return replace(work, hidden=self._through(layer, work, collect))
-        except LayerLeft:
+        except LayerStopped:
             return work
 
 
@@ -305,6 +308,6 @@ def _block_sizes(rows: int, collected: int) -> list[int]:
     return sizes or [0]
 
 
-def _blocks(work: Work) -> list[tuple[RowBlock, Tensor]]:
+def _blocks(work: ActiveRows) -> list[tuple[RowBlock, Tensor]]:
     sizes = [block.rows.numel() for block in work.blocks]
     return list(zip(work.blocks, work.hidden.split(sizes, dim=1), strict=True))

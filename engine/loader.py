@@ -1,4 +1,4 @@
-"""The layer loader: stored KV into the fused buffers, layer by layer, ahead of the compute (CacheBlend §5.1)."""
+"""Loads stored KV into the fused buffers, layer by layer, ahead of the compute (CacheBlend §5.1)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,14 +18,14 @@ from ragblend.kvstore.codec import RAW, Part, Source
 from ragblend.kvstore.errors import CorruptBlobError, RemoteError, StoreError
 from ragblend.kvstore.memory import HeldChunk
 
-# Layers whose files are read before the device is given them: what they take is pinned.
+# Layers whose files are read before they are copied to the device: their memory is pinned.
 READ_AHEAD = 4
-QUEUED_AHEAD = 2  # layers that are given to the device before it comes to them
-Fill = Callable[[], object]  # fills a chunk's place in one layer
+QUEUED_AHEAD = 2  # layers whose copies are queued before the device computes them
+Fill = Callable[[], object]  # fills a chunk's rows in one layer
 
 
 class LostChunk(Exception):
-    """A stored chunk could not be read, damaged or not there in time: the request starts again without it."""
+    """A stored chunk is damaged or did not arrive in time: the request starts again without it."""
 
     def __init__(self, span: Span, why: StoreError) -> None:
         super().__init__(f"the stored KV of tokens {span.start}..{span.stop} is lost: {why}")
@@ -33,10 +33,10 @@ class LostChunk(Exception):
 
 
 class LayerLoader:
-    """Reads every span's layers in the order of use, in threads; `wait(layer)` is called by the compute.
+    """Reads the layers of all spans in threads, in order of use; the computing thread calls `wait(layer)`.
 
-    This one is the CPU's: reads go straight into the fused buffers, and the computing thread moves the keys when it
-    needs them: both cores compute, so a thread that moved them beside it would only take its place.
+    On the CPU reads go directly into the fused buffers, and the computing thread rotates the keys when it needs them: a
+    thread that rotated them at the same time would only take a core from it.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class LayerLoader:
         self._reads[layer] = [self._pool.submit(self._read, *each, layer) for each in numbered]
 
     def wait(self, layer: int) -> None:
-        """Return when that layer's stored KV stands in the buffers, moved. Raises LostChunk if it cannot be read."""
+        """Wait until that layer's stored KV is in the buffers, rotated. Raises LostChunk if it cannot be read."""
         if layer in self._done:
             return
         self._done.add(layer)
@@ -80,11 +80,11 @@ class LayerLoader:
                 move_keys_(keys, span.delta, self._decoder.rope(layer))
 
     def pace(self) -> None:
-        """Between two layers: the device is not left far behind."""
+        """Between two layers: keep the host from running far ahead of the device."""
         self._transfers.pace()
 
     def finish(self) -> None:
-        """Stop what has not begun and wait for what has: after this nobody writes to the buffers."""
+        """Cancel the reads that have not begun and wait for the others: then nothing writes to the buffers."""
         reads = [read for layer in self._reads.values() for read in layer]
         for read in reads:
             read.cancel()
@@ -92,10 +92,10 @@ class LayerLoader:
             if not read.cancelled():
                 read.exception()
         self._transfers.finish()
-        self._reads.clear()  # an error among them holds this, and with it all of the cache
+        self._reads.clear()  # an error among them refers to this loader, and so to the whole cache
 
     def _read(self, number: int, span: Span, layer: int) -> Any:
-        """In a thread: one chunk's layer."""
+        """In a thread: read one chunk's layer."""
         with self._recorder.part("load", layer, number):
             keys, values = self._cache.span(layer, span.start, span.stop)
             try:
@@ -105,20 +105,19 @@ class LayerLoader:
 
 
 class StagedLoader(LayerLoader):
-    """Before an accelerator: threads read files, and the computing thread queues copies and moves, a layer at a time,
-    ahead of the layer that it queues.
+    """For an accelerator: threads read files, and the computing thread queues copies and rotations ahead, by layer.
 
-    Threads that queued them themselves took the interpreter from it, at every call of hundreds.
+    Reading threads that queued them blocked the interpreter at every one of hundreds of calls.
     """
 
     def _begin(self) -> None:
         self._from_files = [each for each in enumerate(self._spans) if not _reader(each[1]).in_memory]
-        self._placing = _Placing(self._spans, self._cache, self._decoder.device)
+        self._placement = _RawPlacement(self._spans, self._cache, self._decoder.device)
         moved = [span for span in self._spans if self._moves_keys and span.delta]
-        self._moves = _Moves(moved, self._decoder) if moved else None
-        self._tickets: list[Any] = []  # by layer, of those that the device was given
+        self._rotation = _Rotation(moved, self._decoder) if moved else None
+        self._deliveries: list[Any] = []  # of the layers whose copies are queued
         self._fills: list[Fill] = []
-        self._next = 0  # the layer that will be waited for
+        self._next = 0  # the next layer to wait for
         self._transfers.begin()
         for layer in range(min(READ_AHEAD, self._cache.geometry.layers)):
             self._submit(layer, self._from_files)
@@ -129,26 +128,26 @@ class StagedLoader(LayerLoader):
         self._done.add(layer)
         self._next = layer + 1
         with self._recorder.part("stall", layer, stream="device"):
-            while len(self._tickets) <= layer:
+            while len(self._deliveries) <= layer:
                 self._queue()
-            self._transfers.arrive(self._tickets[layer])
+            self._transfers.arrive(self._deliveries[layer])
 
     def pace(self) -> None:
         super().pace()
-        while len(self._tickets) < min(self._next + QUEUED_AHEAD, self._cache.geometry.layers):
-            if not all(read.done() for read in self._reads[len(self._tickets)]):
+        while len(self._deliveries) < min(self._next + QUEUED_AHEAD, self._cache.geometry.layers):
+            if not all(read.done() for read in self._reads[len(self._deliveries)]):
                 return
             self._queue()
 
     def _queue(self) -> None:
-        """Give the device its next layer."""
-        layer = len(self._tickets)
+        """Queue the copies of the next layer."""
+        layer = len(self._deliveries)
         reads = iter([read.result() for read in self._reads[layer]])
         fills = [
             self._filled(number, span, layer) if _reader(span).in_memory else next(reads)
             for number, span in enumerate(self._spans)
         ]
-        self._tickets.append(self._transfers.deliver(partial(self._copied, layer, fills)))
+        self._deliveries.append(self._transfers.deliver(partial(self._copied, layer, fills)))
         self._reads[layer] = []
         if not self._transfers.keeps_reads:
             self._fills += fills
@@ -163,18 +162,18 @@ class StagedLoader(LayerLoader):
         with self._recorder.part("copy", layer, stream="copy"):
             for fill in fills:
                 fill()
-            self._placing.place(layer)
-            if self._moves is not None:
-                self._moves.move(layer, self._cache.fused[layer].key_buffer[0])
+            self._placement.place(layer)
+            if self._rotation is not None:
+                self._rotation.rotate(layer, self._cache.fused[layer].key_buffer[0])
 
     def _filled(self, number: int, span: Span, layer: int) -> Fill:
-        if number in self._placing.rooms:
-            return partial(_reader(span).read_packed, layer, self._placing.rooms[number])
+        if number in self._placement.rooms:
+            return partial(_reader(span).read_packed, layer, self._placement.rooms[number])
         keys, values = self._cache.span(layer, span.start, span.stop)
         return partial(_reader(span).read_layer, layer, keys, values)
 
     def _read(self, number: int, span: Span, layer: int) -> Fill:
-        """In a thread: one chunk's layer into memory; what then fills its place, where the transfer stream says."""
+        """In a thread: read one chunk's layer into memory; returns what then fills its rows on the device."""
         reader, staging = _reader(span), self._transfers.staging
         keys, values = self._cache.span(layer, span.start, span.stop)
         with self._recorder.part("load", layer, number):
@@ -186,23 +185,22 @@ class StagedLoader(LayerLoader):
                         reader.token_ids, reader.start, reader.geometry, [host_keys], [host_values]
                     )
                     return partial(held.read_layer, 0, keys, values)
-                # As it is packed: half the bytes cross to the device, and are unpacked there.
+                # Packed: half the bytes are copied to the device, and unpacked there.
                 nbytes = reader.codec.layer_nbytes(reader.geometry, span.length)
                 packed = staging(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
                 reader.read_packed(layer, packed)
             except (CorruptBlobError, RemoteError) as error:
                 raise LostChunk(span, error) from error
-        if number in self._placing.rooms:
-            return partial(self._placing.rooms[number].copy_, packed, non_blocking=True)
+        if number in self._placement.rooms:
+            return partial(self._placement.rooms[number].copy_, packed, non_blocking=True)
         unpack, geometry = reader.codec.unpack, reader.geometry
         return lambda: unpack(packed.to(keys.device, non_blocking=True), geometry, keys, values)
 
 
-class _Placing:
-    """Of spans that are stored as they are, one layer is unpacked together: keys and values of each by themselves take
-    the host longer than the device.
+class _RawPlacement:
+    """Places one layer of all spans that are stored unpacked at once: one call for each takes the host too long.
 
-    rooms: by the span's number, where its layer is to lie first, (bytes,) uint8.
+    rooms: by the span's number, the buffer that its layer is read into first, (bytes,) uint8.
     """
 
     def __init__(self, spans: Sequence[Span], cache: FusedCache, device: torch.device) -> None:
@@ -222,7 +220,7 @@ class _Placing:
             self._places = torch.cat(places).to(device)
 
     def place(self, layer: int) -> None:
-        """Into that layer's buffers what lies in the rooms."""
+        """Copy the rooms into that layer's buffers."""
         if self.rooms:
             held = self._cache.fused[layer]
             keys, values = torch.cat(self._parts, dim=2, out=self._joined)
@@ -230,8 +228,8 @@ class _Placing:
             held.value_buffer[0].index_copy_(1, self._places, values)
 
 
-class _Moves:
-    """Keys of several spans, moved together: a call for each span would take as long as its copy."""
+class _Rotation:
+    """Rotates the keys of several spans at once: a call for each span would take as long as its copy."""
 
     def __init__(self, spans: Sequence[Span], decoder: Decoder) -> None:
         self._decoder = decoder
@@ -241,8 +239,8 @@ class _Moves:
         angles = {kind: deltas[:, None] * inv_freq for kind, inv_freq in decoder.ropes.items()}
         self._angles = {kind: (each.cos(), each.sin()) for kind, each in angles.items()}
 
-    def move(self, layer: int, keys: Tensor) -> None:
-        """Those of a layer's buffer (H, capacity, D)."""
+    def rotate(self, layer: int, keys: Tensor) -> None:
+        """Rotate these rows of a layer's buffer (H, capacity, D)."""
         rope = self._decoder.rope(layer)
         if rope.layout != UNROTATED:
             moved = keys.index_select(1, self._rows)
@@ -251,12 +249,12 @@ class _Moves:
 
 
 def loader_of(transfers: TransferStream) -> type[LayerLoader]:
-    """The kind for that device."""
+    """The loader for that device."""
     return StagedLoader if transfers.staged else LayerLoader
 
 
 def _is_raw(reader: Source) -> bool:
-    """Whether its keys and values lie somewhere as they are, one behind the other."""
+    """Whether its keys and values are stored unpacked, one after the other."""
     return reader.codec is RAW and not isinstance(reader, Part | HeldChunk)
 
 

@@ -1,4 +1,4 @@
-"""What is known of a prompt before anything is computed: which tokens have stored KV, and where they stand."""
+"""The plan of a prefill: which tokens have stored KV, at which positions, and how many rows may be recomputed."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -16,15 +16,15 @@ class Kind(IntEnum):
 
     FRESH = 0  # a literal: always computed
     MISSING = 1  # of a chunk that the store does not have: computed in place
-    EXACT = 2  # stored behind these very tokens: nothing to repair
+    EXACT = 2  # stored after these very tokens: nothing to correct
     REUSABLE = 3  # stored, and a candidate for recomputing
 
 
 @dataclass(frozen=True)
 class Span:
-    """One chunk in the prompt: its place, and its stored KV if there is any. exact: it was encoded right here.
+    """A chunk in the prompt: its position, and its stored KV if there is any. exact: it was encoded after these tokens.
 
-    held: no chunk, but what a session holds of the prompt's beginning.
+    held: not a chunk, but the prompt's beginning as a session holds it.
     """
 
     start: int
@@ -48,10 +48,10 @@ class Span:
 class Plan:
     """The prompt as rows. kinds (T,) int8 of `Kind`; token_ids (T,) int64; both on the device.
 
-    The counts are of the host, so that asking for them never waits for the device. settled_tokens: how many the prompt
-    begins with that nothing behind them can change: fresh ones and exact ones. budget: stored rows whose computing is
-    paid for, averaged over layers, choosing included. figures: where figures and lines are, on
-    the device; None where there is no tokenizer to tell.
+    The counts are on the host, so that reading them never waits for the device. settled_tokens: how many fresh and
+    exact tokens the prompt begins with, whose KV nothing after them can change. budget: stored rows that may be
+    recomputed, averaged over layers, selection included. figures: where figures and lines are, on the device; None
+    without a tokenizer.
     """
 
     token_ids: Tensor
@@ -74,12 +74,17 @@ class Plan:
 
     @property
     def ratio(self) -> float:
-        """The budget as a share of the stored tokens; 0 where there are none."""
+        """The budget as a share of the stored tokens; 0 if there are none."""
         return self.budget / self.stored_tokens if self.stored_tokens else 0.0
 
     def at(self, ratio: float) -> "Plan":
         """The same plan with that share of the stored tokens as its budget."""
         return replace(self, budget=round(ratio * self.stored_tokens))
+
+    @property
+    def held_tokens(self) -> int:
+        """Stored tokens that a session holds."""
+        return sum(span.length for span in self.spans if span.held)
 
     @property
     def always(self) -> Tensor:
@@ -92,22 +97,22 @@ class Plan:
         return self.kinds == Kind.REUSABLE
 
     def settled_by(self, rows: Tensor) -> int:
-        """How many of these rows stand once computed: all that the prompt begins with and nothing changes, or none."""
+        """How many of these rows have their final KV once computed: all rows of the settled tokens, or none."""
         found = int((rows < self.settled_tokens).sum())
         return found if found == int(self.always[: self.settled_tokens].sum()) else 0
 
     @property
     def piece_stops(self) -> list[int]:
-        """Where the prefix ends, and each chunk."""
+        """The ends of the prefix and of each chunk."""
         return sorted({span.stop for span in self.spans} | {span.start for span in self.spans[:1]})
 
     @property
     def suffix_start(self) -> int:
-        """Position behind the last chunk; the last token's at most."""
+        """Position after the last chunk; the last token's at most."""
         return min(max((span.stop for span in self.spans), default=0), self.tokens - 1)
 
     def without(self, lost: Iterable[Span]) -> "Plan":
-        """The same plan after these spans' stored KV turned out to be unusable."""
+        """The same plan without the stored KV of these spans."""
         starts = {span.start for span in lost}
         spans = tuple(
             replace(span, reader=None, exact=False) if span.start in starts else span for span in self.spans

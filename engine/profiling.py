@@ -1,7 +1,7 @@
-"""Measuring a device for the controller: prefill over a grid, and how fast a loader brings KV from each tier.
+"""Measures a device for the controller: prefill over a grid, and how fast KV is loaded from each tier.
 
-Everything is timed through the very loop and loader that serve requests: the layers with nothing to load, and the
-tiers with nothing to compute, on chunks of random values.
+Everything is timed through the loop and the loader that serve requests: the layers with nothing to load, and the tiers
+with nothing to compute, on chunks of random values.
 """
 
 import statistics
@@ -32,19 +32,19 @@ from ragblend.kvstore.policy import PrefillProfile
 from ragblend.kvstore.store import KVStore
 
 CACHED = (0, 512, 2048, 4096)
-# 256 is where linear layers change the order of their weights (packing.MOST_ROWS), so there is a point behind it too.
+# At 256 rows linear layers change the order of their weights (packing.MOST_ROWS), so there is a point after it too.
 NEW = (16, 64, 256, 320, 512, BLOCK_ROWS)
 REPEATS = 7
-ENOUGH_MS = 1000.0  # of one thing
+ENOUGH_MS = 1000.0  # then one measurement is not repeated any more
 CHUNK_TOKENS = 512
-CHUNKS = 4  # read at once: one alone would be over before the threads have shared it out
-MOVED_TOKENS = 8  # so that keys have to be moved, as they nearly always have
+CHUNKS = 4  # read at once: one alone would be read before the threads have shared the work
+MOVED_TOKENS = 8  # so that keys are rotated, as they nearly always are
 Opened = Callable[[int], AbstractContextManager[Source]]
 
 
 @dataclass(frozen=True)
 class Spread(Policy):
-    """Computes so many rows, evenly spread, the last one among them: as rows are that a policy has chosen."""
+    """Computes so many rows, evenly spread and with the last one, as a policy would choose them."""
 
     count: int = 0
     name: str = field(default="profile", kw_only=True)
@@ -57,16 +57,16 @@ class Spread(Policy):
 
 
 def measure(runtime: Runtime, progress: Callable[[int, int], None] | None = None) -> DeviceProfile:
-    """Profile this model on this device, with the device in hand: seconds for a small model on a CPU.
+    """Profile this model on this device, with the device in hand; takes seconds for a small model on a CPU.
 
-    What is longer than the model's window is left out. progress(done, total).
+    Sizes beyond the model's window are left out. progress(done, total).
     """
     decoder, (cached, new) = runtime.decoder, _axes(runtime.context_window)
     total, done = len(cached) * len(new) + (3 if runtime.transfers.staged else 2), 0
 
     def median(once_ms: Callable[[], float]) -> float:
         nonlocal done
-        times = [once_ms()]  # fewer of what takes long: a profile should take seconds
+        times = [once_ms()]  # fewer repeats of slow ones: a profile should take seconds
         while len(times) < REPEATS and sum(times) < ENOUGH_MS:
             times.append(once_ms())
         done += 1
@@ -83,7 +83,7 @@ def measure(runtime: Runtime, progress: Callable[[int, int], None] | None = None
         lambda behind, count: median(lambda: _prefill_ms(runtime, behind, count)),
     )
     count = max(1, min(CHUNKS, (runtime.context_window - MOVED_TOKENS) // CHUNK_TOKENS))
-    chunk, tiers = _made_up(decoder), []
+    chunk, tiers = _random_chunk(decoder), []
     for name, opened in _tiers(runtime, chunk, count):
         load_ms = median(lambda: _load_ms(runtime, count, opened))  # noqa: B023
         tiers.append(Tier(name, count * chunk.nbytes / load_ms * 1e3))
@@ -97,7 +97,7 @@ def _axes(window: int) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def _tiers(runtime: Runtime, chunk: ChunkKV, count: int) -> Iterator[tuple[str, Opened]]:
-    """Every tier that KV may lie in, the fastest first, and what opens one of its chunks."""
+    """Every tier, the fastest first, and what opens one of its chunks."""
     device, store = runtime.device, runtime.store
     held = held_copy(HeldChunk.of(chunk), "memory", torch.device("cpu"), pinned=device.type == "cuda")
     if runtime.transfers.staged:
@@ -114,15 +114,13 @@ def _tiers(runtime: Runtime, chunk: ChunkKV, count: int) -> Iterator[tuple[str, 
 
 
 def _prefill_ms(runtime: Runtime, behind: int, count: int) -> float:
-    """So many rows of a sequence, with nothing to load."""
+    """Computing so many rows of a sequence, with nothing to load."""
     decoder, transfers = runtime.decoder, runtime.transfers
     tokens = behind + count
     ids = torch.ones(tokens, dtype=torch.int64, device=decoder.device)
     plan = make_plan(ids, (), decoder.geometry.layers, 0.0, decoder.attention_share)
     cache = FusedCache(decoder.geometry, tokens, 0, decoder.device)
-    for layer in range(
-        plan.layers
-    ):  # touches the buffers; and bits that happen to be NaN are slower on some CPUs
+    for layer in range(plan.layers):  # touches the buffers; and NaNs in them are slower on some CPUs
         cache.blank(layer, torch.arange(tokens, device=decoder.device))
     transfers.synchronize()
     begun, recorder = time.perf_counter(), Recorder(transfers)
@@ -133,7 +131,7 @@ def _prefill_ms(runtime: Runtime, behind: int, count: int) -> float:
 
 
 def _load_ms(runtime: Runtime, count: int, opened: Opened) -> float:
-    """Until so many chunks of that tier stand in new buffers, moved."""
+    """Loading so many chunks of that tier into new buffers, rotated."""
     decoder, transfers = runtime.decoder, runtime.transfers
     starts = [MOVED_TOKENS + number * CHUNK_TOKENS for number in range(count)]
     with ExitStack() as sources:
@@ -152,7 +150,7 @@ def _load_ms(runtime: Runtime, count: int, opened: Opened) -> float:
         return (time.perf_counter() - begun) * 1e3
 
 
-def _made_up(decoder: Decoder) -> ChunkKV:
+def _random_chunk(decoder: Decoder) -> ChunkKV:
     geometry = decoder.geometry
     shapes = [(geometry.kv_heads, CHUNK_TOKENS, size) for size in (geometry.key_size, geometry.value_size)]
     keys, values = (
@@ -163,6 +161,6 @@ def _made_up(decoder: Decoder) -> ChunkKV:
 
 def _cold(store: KVStore, key: ChunkKey, chunk: ChunkKV) -> ChunkReader:
     reader = store.open_chunk(key, chunk.token_ids)
-    assert isinstance(reader, ChunkReader), "it has just been stored, and nothing brought it up"
+    assert isinstance(reader, ChunkReader), "it has just been stored, and was not promoted"
     reader.drop_page_cache()
     return reader

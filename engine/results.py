@@ -1,28 +1,28 @@
-"""What the engine hands back."""
+"""Results of the engine: reports, a prefilled prompt, an answer, and an answer as a stream."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from ragblend.engine.config import Report
-from ragblend.engine.prompts.segments import Prompt
-from ragblend.engine.scheduling.queue import end_at_exit
+from ragblend.engine.prompts.segments import Chunk, Prompt
+from ragblend.engine.scheduling.background import end_at_exit
+from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.errors import Cancelled, without_frames
 from ragblend.kvstore.files import Closing
 from ragblend.kvstore.keys import ChunkKey
+from ragblend.kvstore.tree import Node
 
-if TYPE_CHECKING:
-    from ragblend.engine.prompts.paths import Computed
-    from ragblend.kvstore.blob import Blob
+OnText = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class EncodeReport:
-    """encoded and skipped count chunks; tokens those that were encoded; keys one a text, in order (None: no KV)."""
+    """encoded, skipped: chunks; tokens: of the encoded ones; keys: one per text, in order (None: no KV)."""
 
     encoded: int
     skipped: int
@@ -32,10 +32,10 @@ class EncodeReport:
 
 @dataclass(frozen=True)
 class Missing:
-    """Nodes without KV, the most asked for first; their tokens, the bytes that their KV takes on the disk (of equal
-    passages one is counted), and those that the store's budget has left for it.
+    """Nodes without KV, the most requested first; their tokens, the bytes of their KV on the disk (equal passages count
+    once), and room_bytes, the free bytes of the store's budget.
 
-    left_out: how many get none: longer than the model's window, or not entered for its tokenizer.
+    left_out: how many can have none: longer than the model's window, or not entered for its tokenizer.
     """
 
     node_ids: tuple[str, ...]
@@ -45,29 +45,39 @@ class Missing:
     left_out: int = 0
 
 
+@dataclass(frozen=True)
+class Computed:
+    """The KV of a node of the knowledge tree, as views (H, T, D) of the cache in which it was computed, L of each."""
+
+    node: Node
+    chunk: Chunk
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+
+
 @dataclass
 class Prefilled:
     """A prompt that has been read. logits (vocab,) float32 of its last row.
 
-    cache: transformers' kind of cache; None for a model that cannot be fused. computed: what of it may be entered in
-    the knowledge tree. arrived: values that were read from a shared store, to be kept here. sure: the policy's, where
-    stored KV was used that other text changes; else 0.
+    cache: transformers' kind of cache; None for a model that cannot be fused. computed: KV that may be stored in the
+    knowledge tree. arrived: values that were read from a shared store, to be stored here. sure: the policy's, if stored
+    KV was used that other text changes; else 0.
     """
 
     prompt: Prompt
     logits: Tensor
     cache: Any
     report: Report
-    computed: Sequence["Computed"] = ()
-    arrived: Mapping[ChunkKey, "Blob"] = field(default_factory=dict)
+    computed: Sequence[Computed] = ()
+    arrived: Mapping[ChunkKey, Blob] = field(default_factory=dict)
     sure: float = 0.0
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token that was chosen, the logarithm of its probability, and the same of the most likely ones.
+    """A generated token, its log-probability, and those of the most likely tokens.
 
-    The model's own probabilities: before temperature, penalties and grammars.
+    They are the model's own: before temperature, penalties and grammars.
     """
 
     token_id: int
@@ -77,10 +87,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Result:
-    """An answer: its text, the ids of its tokens (the end token included), what it took, and to which prompt.
+    """An answer: its text, its token ids (the end token included), the report and the prompt.
 
-    stopped: by its end token or a stop string, rather than by the most tokens that were wanted. logprobs: of each token
-    but the end token, where they were asked for.
+    stopped: it ended with an end token or a stop string, and not at the token limit. logprobs: of each token but the
+    end token, if they were asked for.
     """
 
     text: str
@@ -91,31 +101,31 @@ class Result:
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 
-Work = Callable[[Callable[[str], None], threading.Event], Result]  # (on_text, cancel) -> the whole answer
+Answering = Callable[[OnText, threading.Event], Result]  # (on_text, cancel) -> the whole answer
 
 
 class Stream(Closing):
-    """An answer on its way: iterate for the pieces of text; `result` is there when they have ended.
+    """An answer in progress: iterate for the pieces of text; `result` is available when they have ended.
 
-    The device works in a thread of its own; `close()` (or leaving a `with` block) stops it between two layers or two
-    tokens. An error of the work is raised by the iteration.
+    The answer is computed in a thread of its own; `close()` (or the end of a `with` block) stops it between two layers
+    or two tokens. Its errors are raised by the iteration.
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, answer: Answering) -> None:
         self._pieces: SimpleQueue[str | BaseException | Result] = SimpleQueue()
         self._cancel = threading.Event()
         self._result: Result | None = None
         self._ended = False
-        # The thread holds no reference to the stream: one that nobody holds any more is collected, and stops the work.
+        # The thread holds no reference to the stream: a stream that nobody holds is collected, which stops the thread.
         self._thread = threading.Thread(
-            target=_produce, args=(work, self._pieces, self._cancel), name="ragblend-stream", daemon=True
+            target=_produce, args=(answer, self._pieces, self._cancel), name="ragblend-stream", daemon=True
         )
         self._thread.start()
         end_at_exit(self)
 
     @property
     def result(self) -> Result:
-        """The whole answer. Asked for early, it waits for the end and drops the pieces not yet taken."""
+        """The whole answer. It waits for the end, and drops the pieces that were not taken yet."""
         for _ in self:
             pass
         if self._result is None:
@@ -134,25 +144,25 @@ class Stream(Closing):
             self._result = piece
 
     def stop(self) -> None:
-        """Ask the work to stop, and return at once; the iteration then ends with Cancelled."""
+        """Ask the answer to stop, and return at once; the iteration then ends with Cancelled."""
         self._cancel.set()
 
     def close(self) -> None:
-        """Stop the work and wait until the device is free; closing twice, or after the end, does nothing."""
+        """Stop the answer and wait until the device is free; closing again, or after the end, does nothing."""
         self._cancel.set()
         self._thread.join()
         self._ended = True
 
-    end = close  # when the process ends
+    end = close  # called when the process ends
 
     def __del__(self) -> None:
         self._cancel.set()
 
 
 def _produce(
-    work: Work, pieces: "SimpleQueue[str | BaseException | Result]", cancel: threading.Event
+    answer: Answering, pieces: "SimpleQueue[str | BaseException | Result]", cancel: threading.Event
 ) -> None:
     try:
-        pieces.put(work(pieces.put, cancel))
+        pieces.put(answer(pieces.put, cancel))
     except BaseException as error:
         pieces.put(without_frames(error))

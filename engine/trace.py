@@ -1,7 +1,7 @@
-"""What one prefill did and when: reads, moves, waits and layers, on the host's threads and on the device's streams.
+"""Traces a prefill: when it read, rotated, waited and computed layers, on host threads and on device streams.
 
-The recorder is always on: an event costs a few microseconds, and a prefill has a few hundred. Times on a device
-are those of its streams, so a trace shows whether copies really ran beside the layers.
+The recorder is always on: an event costs a few microseconds, and a prefill has a few hundred. Times on a device are
+those of its streams, so a trace shows whether copies really ran in parallel with the layers.
 """
 
 import threading
@@ -20,11 +20,11 @@ HOST = "host"  # the track of the computing thread
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """One thing that was done.
+    """One step of a prefill.
 
-    part: `lookup` (of stored chunks), `load`, `copy` (to the device, moved), `move`, `stall` (waiting for a load),
-    `prepare` (embedding, rotary tables, masks), `compute` (a layer; on the CPU its stall and move lie inside), `probe`
-    (the same, of rows that are run to choose), `select` or `head`. start_ms counts from the beginning of the prefill;
+    part: `lookup` (of stored chunks), `load`, `copy` (to the device, rotated), `move`, `stall` (waiting for a load),
+    `prepare` (embedding, rotary tables, masks), `compute` (a layer; on the CPU its stall and move are inside), `probe`
+    (the same, of rows that are run to select), `select` or `head`. start_ms counts from the beginning of the prefill;
     chunk is its number in the prompt, from 0.
     """
 
@@ -42,36 +42,36 @@ class TraceEvent:
 
 @dataclass(frozen=True)
 class Trace:
-    """The events of one prefill, in the order of their beginnings."""
+    """The events of one prefill, by start time."""
 
     events: tuple[TraceEvent, ...] = ()
 
     @property
     def tracks(self) -> tuple[str, ...]:
-        """Threads and streams, the computing ones first."""
+        """Threads and streams, those that compute first."""
         order = {"device": 0, HOST: 1, "copy": 2}
         return tuple(sorted({event.track for event in self.events}, key=lambda t: (order.get(t, 3), t)))
 
     def total_ms(self, part: str) -> float:
-        """All events of that part, added up over tracks."""
+        """The time of all events of that part, on all tracks."""
         return sum(event.duration_ms for event in self.events if event.part == part)
 
 
 class Recorder:
-    """Collects the events of one prefill; safe for threads. Made by the computing thread."""
+    """Collects the events of one prefill; safe for threads. Create it in the computing thread."""
 
     def __init__(self, transfers: "TransferStream", begun: float | None = None) -> None:
         self._transfers = transfers
         self._begun = time.perf_counter() if begun is None else begun
         self._owner = threading.get_ident()
-        self._found: list[tuple[bool, TraceEvent]] = []  # with stamps for times; appending is atomic
+        self._found: list[tuple[bool, TraceEvent]] = []  # times are stamps; appending is atomic
         transfers.begin_clock()
 
     @contextmanager
     def part(
         self, name: str, layer: int | None = None, chunk: int | None = None, stream: str = ""
     ) -> Iterator[None]:
-        """Around work of the host; stream: around work that is given to that stream of the device, if it has any."""
+        """Record work of the host; stream: work that is queued on that stream of the device, if it has streams."""
         streamed = bool(stream) and self._transfers.staged
         host = HOST if threading.get_ident() == self._owner else threading.current_thread().name
         start = self._stamp(streamed)
@@ -82,14 +82,14 @@ class Recorder:
             self._found.append((streamed, event))
 
     def finish(self) -> Trace:
-        """The trace, once the device has done all it was given (`TransferStream.synchronize`)."""
+        """The trace; call it after `TransferStream.synchronize`."""
         events = sorted(
             starmap(self._timed, self._found), key=lambda event: (event.start_ms, -event.duration_ms)
         )
         return Trace(tuple(events))
 
     def _timed(self, streamed: bool, event: TraceEvent) -> TraceEvent:
-        """In milliseconds, what had stamps."""
+        """The event with its stamps in milliseconds."""
         start, stop = event.start_ms, event.duration_ms
         if streamed:
             start, stop = self._transfers.time_of(start), self._transfers.time_of(stop)

@@ -13,7 +13,7 @@ from ragblend.kvstore.errors import StoreError, UnsupportedModelError, UsageErro
 
 if TYPE_CHECKING:
     from ragblend.engine.config import Report
-    from ragblend.engine.engine import Engine
+    from ragblend.engine.interface import EngineInterface
     from ragblend.engine.prompts.segments import Message, Prompt, Segment, ToolCall
     from ragblend.engine.prompts.tools import Tool
     from ragblend.engine.results import Result
@@ -60,7 +60,7 @@ class Backend:
     url: str | None = None
 
     @cached_property
-    def engine(self) -> "Engine":
+    def engine(self) -> "EngineInterface":
         from ragblend.engine.engine import Engine
 
         return Engine.open(

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ragblend.engine.scheduling.queue import Cancel, DeviceQueue, Turn
+from ragblend.engine.scheduling.queue import Cancel, DeviceQueue, DeviceTurn
 from ragblend.kvstore.errors import ModelNotFoundError
 
 Embeddings = NDArray[np.float32]
@@ -98,7 +98,7 @@ class MiniLMEmbedder:
             encode = self._model.tokenizer.encode
             return sum(len(encode(text, add_special_tokens=False).ids) for text in texts)
 
-    def _load(self, turn: Turn) -> None:
+    def _load(self, turn: DeviceTurn) -> None:
         if self._model is None:
             self._model = _load_model(self._dtype)
         turn.between_layers()
@@ -111,7 +111,7 @@ class MiniLMEmbedder:
         edges = [len(offsets) * i // count for i in range(count + 1)]
         return [text[offsets[a][0] : offsets[b - 1][1]] for a, b in pairwise(edges)]
 
-    def _embed(self, windows: Sequence[Sequence[str]], turn: Turn) -> list[Embeddings]:
+    def _embed(self, windows: Sequence[Sequence[str]], turn: DeviceTurn) -> list[Embeddings]:
         """windows: for each text, its windows -> for each text (W, 384)."""
         flat = [window for group in windows for window in group]
         if not flat:
@@ -156,7 +156,7 @@ class _MiniLM:
         chosen_dtype = getattr(torch, pick_dtype(torch.device("cpu"), dtype))
         self._bert = BertModel.from_pretrained(folder, local_files_only=True, dtype=chosen_dtype).eval()
 
-    def embed(self, texts: Sequence[str], turn: Turn) -> Embeddings:
+    def embed(self, texts: Sequence[str], turn: DeviceTurn) -> Embeddings:
         """(n, 384) float32, normalised; each text at most a window long. Raises Cancelled."""
         import torch
 

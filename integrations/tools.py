@@ -8,7 +8,7 @@ from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
     from ragblend.engine.decoding.grammar import Grammar
-    from ragblend.engine.engine import Engine
+    from ragblend.engine.interface import EngineInterface
     from ragblend.engine.prompts.tools import Tool
 
 ANY = ("any", "required", True)
@@ -58,7 +58,7 @@ class Wanted:
             json_grammar(schema)
         return cls(tuple(chosen), is_forced, not is_forced if is_parallel is None else is_parallel, schema)
 
-    def grammar(self, engine: "Engine") -> "Grammar | None":
+    def grammar(self, engine: "EngineInterface") -> "Grammar | None":
         """What the answer is held to; loads the tokenizer for tools. Raises UnsupportedModelError where it has none."""
         from ragblend.engine.decoding.grammar import json_grammar, json_rule
         from ragblend.engine.prompts.tools import tools_grammar

@@ -236,10 +236,12 @@ class SettingsTab:
 
     def measure(self) -> Iterator[str]:
         """Measure model and disk, for estimates of full prefill and for `auto`."""
+        from ragblend.engine.engine import loaded_here
+
         yield problem("Measuring: about a minute, in which questions wait …", "info")
         workspaces = self._desk.workspaces
         try:
-            workspaces.first.engine.profile()
+            loaded_here(workspaces.first.engine, "measuring the device").profile()
             yield problem("Measured. From now on answers say what full prefill would have taken.", "info")
         except RagBlendError as error:
             yield problem(str(error))

@@ -64,11 +64,14 @@ def compare(
     cancel: threading.Event | None = None,
 ) -> Iterator[Comparison]:
     """A fuller comparison each time. Raises UsageError, LibraryError, PromptTooLongError, Cancelled."""
+    from ragblend.engine.engine import loaded_here
+
     longest = min(talks.settings.answer_tokens, ANSWER_TOKENS)
     asked = talks.prepare(question, AskOptions((collection,), max_new_tokens=longest, least_score=ANY))
-    context, engine = asked.context, talks.engine
+    context = asked.context
     if context is None:
         raise LibraryError(f"Comparing: {asked.notice}")
+    engine = loaded_here(talks.engine, "comparing logits")
     now = Comparison(len(context.prompt.token_ids), len(context.sources), asked.notice)
     yield now
 

@@ -21,7 +21,7 @@ from ragblend.engine.scheduling.queue import Cancel
 from ragblend.kvstore.errors import Cancelled, PromptTooLongError
 
 if TYPE_CHECKING:
-    from ragblend.engine.engine import Engine
+    from ragblend.engine.interface import EngineInterface
 
 PLAIN_SYSTEM = "You are a helpful assistant. If you do not know something, say so."
 MORE = "More passages:\n\n"
@@ -98,7 +98,7 @@ def numbered(found: Sequence[Source], messages: Sequence[Message], turns: Sequen
 
 
 def fit(
-    engine: "Engine",
+    engine: "EngineInterface",
     room: int,
     words: Words,
     messages: Sequence[Message],
@@ -158,7 +158,11 @@ def fit(
 
 
 def build(
-    engine: "Engine", words: Words, turns: Sequence[PastTurn], question: str, sources: Sequence[Source]
+    engine: "EngineInterface",
+    words: Words,
+    turns: Sequence[PastTurn],
+    question: str,
+    sources: Sequence[Source],
 ) -> Prompt:
     """The tokenized prompt. Of each turn the passages that no earlier one brought, the best of them last."""
     messages = [PromptMessage("system", (Literal(words.system),))] if words.system else []

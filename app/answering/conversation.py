@@ -30,7 +30,7 @@ from ragblend.engine.scheduling.queue import Cancel
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
-    from ragblend.engine.engine import Engine
+    from ragblend.engine.interface import EngineInterface
     from ragblend.engine.prompts.session import Session
     from ragblend.engine.results import Stream
 
@@ -89,7 +89,7 @@ class Conversations:
         return self._workspaces.settings
 
     @property
-    def engine(self) -> "Engine":
+    def engine(self) -> "EngineInterface":
         """Any collection's: each passage says which collection's KV it has."""
         return self._workspaces.first.engine
 

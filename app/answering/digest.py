@@ -30,7 +30,7 @@ from ragblend.engine.prompts.tokenizing import OPENING, SEPARATOR, SYSTEM
 from ragblend.kvstore.errors import Cancelled, LibraryError, PromptTooLongError, RagBlendError
 
 if TYPE_CHECKING:
-    from ragblend.engine.engine import Engine
+    from ragblend.engine.interface import EngineInterface
     from ragblend.engine.results import Result
 
 NOTE_TOKENS, SUMMARY_TOKENS = 96, 256  # what is written of one window, and of all
@@ -56,7 +56,7 @@ class Reading:
     _reports: list[Report] = field(default_factory=list)
 
     @property
-    def engine(self) -> "Engine":
+    def engine(self) -> "EngineInterface":
         return self.workspace.engine
 
     def work(self, on_text: Callable[[str], None], cancel: threading.Event) -> "Result":
@@ -116,7 +116,7 @@ class Reading:
 
     def _encode(self, nodes: Sequence[str], cancel: threading.Event) -> None:
         missing = self.engine.missing(nodes).node_ids
-        for done, tokens in enumerate(self.engine.encode_nodes(missing, cancel.is_set), start=1):
+        for done, tokens in enumerate(self.engine.encode_nodes(missing, cancel), start=1):
             self.encoded += bool(tokens)
             self._tell("encode", done, len(missing))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ragblend.engine.model.checkpoints import checked_folder
 from ragblend.engine.model.hub import download, is_hub_id, local_copy
-from ragblend.engine.scheduling.queue import DeviceQueue, Turn
+from ragblend.engine.scheduling.queue import DeviceQueue, DeviceTurn
 from ragblend.kvstore.errors import (
     CorruptModelError,
     DeviceError,
@@ -68,7 +68,7 @@ class CrossEncoder(Closing):
                     "reranker or none (`reranker` in the settings)."
                 ) from error
 
-    def _scores(self, question: str, texts: Sequence[str], turn: Turn) -> list[float]:
+    def _scores(self, question: str, texts: Sequence[str], turn: DeviceTurn) -> list[float]:
         import torch
 
         # A tokenizer may know no limit, and of a RoBERTa's positions two are not for tokens.
@@ -88,7 +88,7 @@ class CrossEncoder(Closing):
                 scores[at] = score
         return scores
 
-    def _load(self, turn: Turn) -> None:
+    def _load(self, turn: DeviceTurn) -> None:
         if self._model is not None:
             return
         folder = find_reranker(self.name)

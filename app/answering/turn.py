@@ -20,7 +20,7 @@ from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.kvstore.files import Closing
 
 if TYPE_CHECKING:
-    from ragblend.engine.engine import Engine
+    from ragblend.engine.interface import EngineInterface
     from ragblend.engine.results import Result, Stream
 
 UNSAVED = -1
@@ -53,7 +53,9 @@ class Turn(Closing):
     the iteration. Without `chats` nothing is kept.
     """
 
-    def __init__(self, asked: Asked, engine: "Engine", stream: "Stream | None", chats: Chats | None) -> None:
+    def __init__(
+        self, asked: Asked, engine: "EngineInterface", stream: "Stream | None", chats: Chats | None
+    ) -> None:
         self._asked, self._engine, self._stream, self._chats = asked, engine, stream, chats
         self.question, self.sources = asked.question, asked.context.sources if asked.context else ()
         self.notice = asked.notice if stream is not None else None

@@ -87,14 +87,14 @@ def _measure(cli: Cli, source: Source, settings: "Settings", asked: Tuning, fold
     from ragblend.app.quality import tune as tuning
     from ragblend.app.quality.prefilling import check_extra
     from ragblend.app.quality.quality_report import fitting, quality_journal
-    from ragblend.engine.engine import Engine
+    from ragblend.engine.engine import Engine, loaded_here
     from ragblend.engine.selection import METHODS
 
     check_extra()
     stands = tuning.standing(settings.method, settings.ratio)
     variants = tuning.candidates(METHODS, asked.most_ratio, stands)
     questions = read(source)
-    engine = Engine.open(**engine_arguments(cli))
+    engine = loaded_here(Engine.open(**engine_arguments(cli)), "comparing methods")
     loaded = fitting(engine, questions, tuning.ANSWER_TOKENS)
     for skipped in loaded.skipped:
         cli.note(f"left out  {skipped.reason}")

@@ -12,6 +12,7 @@ from typing import Literal
 
 from ragblend.app.progress import Pace, silent
 from ragblend.app.workspace import Workspace
+from ragblend.engine.scheduling.queue import CallbackCancel
 from ragblend.kvstore.errors import Cancelled, StoreLockedError
 from ragblend.kvstore.lock import read_holder, writer_lock
 
@@ -118,7 +119,9 @@ def _encode(
     shown(passages[missing.node_ids[0]])
     begun = time.monotonic()
     try:
-        for node_id, new in zip(missing.node_ids, engine.encode_nodes(missing.node_ids, leave), strict=False):
+        for node_id, new in zip(
+            missing.node_ids, engine.encode_nodes(missing.node_ids, CallbackCancel(leave)), strict=False
+        ):
             done, encoded, tokens, left = done + 1, encoded + bool(new), tokens + new, left - new
             if new:
                 pace.add(time.monotonic() - begun, new)

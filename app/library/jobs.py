@@ -23,7 +23,7 @@ from ragblend.app.library.removal import Removed, erase_removed, remove_document
 from ragblend.app.library.uploads import drop_upload, drop_uploads, keep_upload
 from ragblend.app.progress import Pace, Stage
 from ragblend.app.workspace import Workspaces
-from ragblend.engine.scheduling.queue import end_at_exit
+from ragblend.engine.scheduling.background import end_at_exit
 from ragblend.kvstore.errors import Cancelled, DocumentError, RagBlendError
 
 log = logging.getLogger("ragblend")

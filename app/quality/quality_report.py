@@ -57,9 +57,12 @@ def report_quality(
     pairs = parse_pairs(request.compare or (), variants)
     loaded = sources.read(source)
     folder = make_folder(request.output)
-    from ragblend.engine.engine import Engine  # once all that was asked for is known to be possible
+    from ragblend.engine.engine import (
+        Engine,
+        loaded_here,
+    )  # once all that was asked for is known to be possible
 
-    engine = Engine.open(**engine_arguments)
+    engine = loaded_here(Engine.open(**engine_arguments), "comparing methods")
     # How stored KV is packed: an engine that others use as well takes the codec it was opened with last.
     kv_codec = engine_arguments.get("kv_codec") or "raw"
     asked = request.max_new_tokens or (FIGURE_ANSWER_TOKENS if source.figures else None)

@@ -75,7 +75,7 @@ class Encoded:
 
 def report_ttft(engine_arguments: Row, request: "TtftRequest") -> Row:
     """Measure and write `ttft.json`, `ttft.png` and a timeline a row; the results, and `files` by kind."""
-    from ragblend.engine.engine import Engine
+    from ragblend.engine.engine import Engine, loaded_here
     from ragblend.engine.selection import METHODS, WITHOUT_RATIO
 
     check_extra()
@@ -94,7 +94,10 @@ def report_ttft(engine_arguments: Row, request: "TtftRequest") -> Row:
     folder = make_folder(request.output)
     memory_bytes = MEMORY_BYTES if "memory" in plan.caches else None
     # No tier on the device: what is copied there behind an answer would be timed with the next one.
-    engine = Engine.open(**engine_arguments, memory_budget_bytes=memory_bytes, device_budget_bytes=0)
+    engine = loaded_here(
+        Engine.open(**engine_arguments, memory_budget_bytes=memory_bytes, device_budget_bytes=0),
+        "measuring the device",
+    )
     # The child has to open what this process opened: the home and the device that were found, not asked for.
     found = {"home": str(engine.home), "device": engine.device, "dtype": engine.dtype}
     child = engine_arguments | found if request.memory else None

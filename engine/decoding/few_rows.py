@@ -82,7 +82,7 @@ class Places:
 
     def of(self, held: FusedLayer, group: int) -> tuple[Tensor, Tensor]:
         """Rows (count,) of its buffers, with room for them, and addends (1, group * count or 1, capacity) of scores."""
-        begin, capacity = held.keys.shape[2], held.made_room(self.count)
+        begin, capacity = held.keys.shape[2], held.ensure_room(self.count)
         if (begin, capacity) not in self._made:
             at = self.positions - held.evicted
             unseen = torch.arange(capacity, device=at.device) > at[:, None]
@@ -172,7 +172,7 @@ class RecordedRows(FewRows):
             return super()._passed(reads, begins)
         ((cache, token_ids),), (begin,), count = reads, begins, len(reads[0][1])
         for held in cache.fused:
-            held.made_room(count)
+            held.ensure_room(count)
         buffers = tuple(
             (held.key_buffer.data_ptr(), held.value_buffer.data_ptr(), held.key_buffer.shape, held.evicted)
             for held in cache.fused

@@ -1,6 +1,5 @@
 """Tokens after the prompt, carrying on from the fused cache, as text, timed."""
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,22 +19,22 @@ from ragblend.engine.model.decoder import regime_tokens
 from ragblend.engine.model.load import end_ids
 from ragblend.engine.prompts.figures import figures_in, unsupported_figures
 from ragblend.engine.prompts.segments import Prompt
-from ragblend.engine.results import Prefilled, Result, TokenLogprob
+from ragblend.engine.results import OnText, Prefilled, Result, TokenLogprob
 from ragblend.engine.runtime import Runtime
-from ragblend.engine.scheduling.queue import Turn, Worth
+from ragblend.engine.scheduling.background import Priority
+from ragblend.engine.scheduling.queue import CallbackCancel, Cancel, DeviceTurn
 from ragblend.kvstore.errors import Cancelled, UnsupportedModelError
 
 OnToken = Callable[[int], None]
-OnText = Callable[[str], None]
 
 
 def answered(
     runtime: Runtime,
     prefilled: Prefilled,
     options: DecodeOptions,
-    turn: Turn,
+    turn: DeviceTurn,
     on_text: OnText | None = None,
-    cancel: threading.Event | None = None,
+    cancel: Cancel | None = None,
     begun: float | None = None,
 ) -> Result:
     """Decode from a prefilled prompt. turn: gives way to others between two tokens; begun: of which ttft_ms is counted.
@@ -88,7 +87,7 @@ def answered(
     if cache is not None:
         report = replace(report, evicted_tokens=cache.evicted_tokens, read_again_at=read_again_at)
         if runtime.choice.is_open:
-            runtime.chores.add(runtime.choose_steps, worth=Worth.MEASURE)
+            runtime.background.add(runtime.choose_steps, priority=Priority.MEASURE)
     # An answer ends early for no other reasons than its end token and our own criterion.
     ended = ids[-1] in end_ids(model)
     stopped = stream.stopped or len(ids) < options.max_new_tokens or ended
@@ -107,7 +106,7 @@ def _decoded(
     processors: Any,
     on_token: OnToken,
     halted: Callable[[], bool],
-    turn: Turn,
+    turn: DeviceTurn,
 ) -> tuple[list[int], int | None]:
     """Ids of the generated tokens, the end token included if it came; and behind how many the prompt was read again.
 
@@ -159,20 +158,20 @@ def _decoded(
 
 
 def _read_anew(
-    runtime: Runtime, prompt: Sequence[int], answer: Sequence[int], turn: Turn
+    runtime: Runtime, prompt: Sequence[int], answer: Sequence[int], turn: DeviceTurn
 ) -> tuple[FusedCache, Tensor]:
     """All of it by the model's own forward, in a cache of its own; the logits behind it, (1, vocab) float32.
 
     What was evicted is there again. Raises Cancelled between layers.
     """
 
-    def leave() -> bool:
+    def is_cancelled() -> bool:
         turn.between_layers()
         return False
 
     decoder = runtime.decoder
     cache = FusedCache(decoder.geometry, len(prompt), len(answer) + ROOM_STEP, decoder.device)
-    cache.step = Append(leave)
+    cache.step = Append(CallbackCancel(is_cancelled))
     ids = torch.tensor([[*prompt, *answer]], device=decoder.device)
     with torch.inference_mode():
         logits = decoder.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
@@ -188,7 +187,7 @@ def _generated(
     processors: Any,
     on_token: OnToken,
     halted: Callable[[], bool],
-    turn: Turn,
+    turn: DeviceTurn,
 ) -> list[int]:
     """The same for a model that is not fused, by transformers' `generate`, which reads the prompt too."""
     from transformers import StoppingCriteriaList

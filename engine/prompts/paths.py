@@ -1,21 +1,22 @@
-"""Prompts in the knowledge tree: which nodes a prompt's chunks are, and how what was computed exactly gets there."""
+"""Prompts in the knowledge tree: the nodes that a prompt's chunks are, and storing what was computed exactly."""
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 
 import torch
-from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.encode import ChunkEncoder
 from ragblend.engine.nodes import Nodes
 from ragblend.engine.plan import Span
 from ragblend.engine.prompts.segments import Chunk, Prompt
+from ragblend.engine.results import Computed
 from ragblend.engine.runtime import Runtime
-from ragblend.engine.scheduling.queue import Asking, Worth, patient
+from ragblend.engine.scheduling.background import Priority
+from ragblend.engine.scheduling.queue import CallbackCancel, background_claim
 from ragblend.kvstore.blob import file_nbytes
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.codec import RAW
@@ -24,14 +25,14 @@ from ragblend.kvstore.fingerprint import node_key
 from ragblend.kvstore.memory import whole
 from ragblend.kvstore.tree import Node, match
 
-# What joins two chunks of a path: a separator, or a heading. Longer text may be somebody's own words, as between the
-# passages of two questions, and none of that is stored beside a passage.
+# The longest text between two chunks of a path: a separator, or a heading. Longer text may be a user's own words, as
+# between the passages of two questions, and is never stored beside a passage.
 JOINT_TOKENS = 16
-ASKED_AGAIN = 1.5  # retrievals; a little of the earlier ones has faded
+ASKED_AGAIN = 1.5  # retrievals: twice, as earlier ones count a little less
 
 
 def path_of(runtime: Runtime, prompt: Prompt, collection: str) -> list[tuple[Node, Chunk]]:
-    """The chunks that stand one behind the other, as places in the tree; the last token of a prompt is in none."""
+    """The first chunks that follow each other, as nodes of the tree. None holds the last token of the prompt."""
     path, everything, parent = list[tuple[Node, Chunk]](), prompt.token_ids, None
     start = len(prompt.prefix_ids)
     for chunk, (offset, stop) in zip(prompt.chunks, prompt.places, strict=True):
@@ -47,20 +48,10 @@ def path_of(runtime: Runtime, prompt: Prompt, collection: str) -> list[tuple[Nod
     return path
 
 
-@dataclass(frozen=True)
-class Computed:
-    """The KV of a node, as views (H, T, D) of the cache in which it was computed, L keys and L values."""
-
-    node: Node
-    chunk: Chunk
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
-
-
 def computed_in(
     cache: FusedCache, path: Sequence[tuple[Node, Chunk]], spans: Sequence[Span]
 ) -> list[Computed]:
-    """What of the path was computed by a policy that is exact: all that it has not read."""
+    """The nodes of the path that an exact policy computed: those that were not loaded."""
     read = {span.stop for span in spans if span.reader is not None}
     layers, found = range(cache.geometry.layers), list[Computed]()
     for node, chunk in path:
@@ -70,27 +61,27 @@ def computed_in(
     return found
 
 
-def grow(runtime: Runtime, collection: str, computed: Sequence[Computed]) -> None:
-    """Enter nodes, from the first on, without the device: where requests never leave it alone, none would be entered.
+def store_computed(runtime: Runtime, collection: str, computed: Sequence[Computed]) -> None:
+    """Store computed nodes in the tree, the first first, without the device: it may never be idle.
 
-    While the store has room all of them; what would displace others only where it is asked for again. The tree's first
-    level is what is encoded alone, behind the canonical prefix: behind another one, which may hold somebody's words,
-    there are paths only where passages were encoded behind it on purpose.
+    Nodes for which others would be evicted are stored only if they were asked for before. The first level of the tree
+    is KV encoded alone after the canonical prefix: another prefix may hold a user's own words, so there are paths after
+    it only if passages were encoded after it on purpose.
     """
     geometry, store = runtime.fingerprint.geometry, runtime.store
     for each in computed:
         node, salt = each.node, each.chunk.collection or collection
         alone = runtime.key_of(runtime.canonical_prefix, node.token_ids, salt)
-        with runtime.use.turn():
+        with runtime.store_lock:
             if store.contains(node.key):
                 continue
             has_room = file_nbytes(geometry, len(node.token_ids), RAW) <= store.room_bytes
             is_wanted = has_room or store.times_asked(node.key) >= ASKED_AGAIN
         is_root_elsewhere = node.parent is None and node.key != alone
-        if runtime.codec is not RAW or runtime.chores.hurried or is_root_elsewhere or not is_wanted:
+        if runtime.codec is not RAW or runtime.background.stopping or is_root_elsewhere or not is_wanted:
             return
         try:
-            if not Nodes(runtime, salt).keep_computed(each.chunk, node.key, partial(_copied, runtime, each)):
+            if not Nodes(runtime, salt).keep_for(each.chunk, node.key, partial(_copied, runtime, each)):
                 return
         except StoreFullError:
             return
@@ -105,13 +96,13 @@ def _copied(runtime: Runtime, each: Computed) -> ChunkKV:
     return ChunkKV(node.token_ids, node.start, geometry, keys, values, node.parent)
 
 
-def learn(runtime: Runtime, prompt: Prompt, collection: str) -> None:
-    """When nobody needs the device, compute the first node of the path that is not stored, once asked for again.
+def compute_next_node(runtime: Runtime, prompt: Prompt, collection: str) -> None:
+    """While the device is idle, compute the first node of the path that is not stored, if it was asked for before.
 
-    Raises Cancelled where it is given up.
+    Raises Cancelled.
     """
     path, store = path_of(runtime, prompt, collection), runtime.store
-    with runtime.use.turn():
+    with runtime.store_lock:
         stored = list(takewhile(lambda place: store.contains(place[0].key), path))
         if not stored or len(stored) == len(path):
             return
@@ -119,21 +110,22 @@ def learn(runtime: Runtime, prompt: Prompt, collection: str) -> None:
         if runtime.codec is not RAW or store.times_asked(node.key) < ASKED_AGAIN:
             return
 
-    def given_up() -> bool:
-        return runtime.chores.gives_up(Worth.PREPARE)
+    def should_stop() -> bool:
+        return runtime.background.should_stop(Priority.PREPARE)
 
-    def made() -> ChunkKV:
-        with runtime.queue.turn(Asking(given_up), background=True, claim=patient()) as turn:
+    def compute() -> ChunkKV:
+        cancel = CallbackCancel(should_stop)
+        with runtime.queue.turn(cancel, background=True, claim=background_claim()) as turn:
             if runtime.loaded_now is None:
-                raise Cancelled("the model was let go")
+                raise Cancelled("the model was closed")
             encoder = ChunkEncoder(runtime.decoder, prompt.prefix_ids)
             for source in match(store.open_chunk, [place for place, _ in stored], runtime.decoder.geometry):
                 with source:
-                    encoder.go_on(whole(source))
+                    encoder.extend_prefix(whole(source))
             if encoder.start != node.start:
-                raise Cancelled("what the node stands behind is gone")
-            kv = encoder.encode(node.token_ids, lambda: turn.is_wanted() or given_up())
+                raise Cancelled("the parent of the node was deleted")
+            kv = encoder.encode(node.token_ids, CallbackCancel(lambda: turn.is_wanted() or should_stop()))
             return replace(kv, parent=node.parent)
 
-    with suppress(CorruptBlobError, StoreFullError):  # the next time, if there is one
-        Nodes(runtime, chunk.collection or collection).keep_computed(chunk, node.key, made)
+    with suppress(CorruptBlobError, StoreFullError):  # it is tried again when it is asked for again
+        Nodes(runtime, chunk.collection or collection).keep_for(chunk, node.key, compute)

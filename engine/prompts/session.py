@@ -1,6 +1,6 @@
-"""A conversation's context, kept in memory between two questions: what the model has read need not be read again.
+"""Keeps a conversation's KV in memory between two questions, so that it is not computed again.
 
-It is a fused context going on, as in any chat, so nothing of it may be stored: only chunks that were encoded alone may.
+It is the KV of a fused context, so it is never stored: only the KV of chunks that were encoded alone is.
 """
 
 import weakref
@@ -13,12 +13,12 @@ from ragblend.engine.plan import Span
 from ragblend.engine.prompts.segments import Prompt
 from ragblend.kvstore.memory import HeldChunk
 
-TEMPLATE_TOKENS = 8  # that stand before an answer, and not where it is repeated
+TEMPLATE_TOKENS = 8  # of the chat template before a new answer; before an old one they may differ
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """A cache, the ids of the tokens whose KV it holds, and the loaded model that made it."""
+    """A cache, the ids of the tokens whose KV it holds, and the loaded model that computed it."""
 
     token_ids: tuple[int, ...]
     cache: FusedCache
@@ -26,7 +26,7 @@ class _Kept:
 
 
 class Session:
-    """What was read and written last in one conversation. Safe for threads; the last answer wins."""
+    """The context of one conversation's last answer. Safe for threads; the last answer wins."""
 
     def __init__(self) -> None:
         self._kept: _Kept | None = None
@@ -38,39 +38,39 @@ class Session:
         return len(kept.token_ids) if kept else 0
 
     def keep(self, token_ids: tuple[int, ...], cache: FusedCache, decoder: Decoder) -> None:
-        """Hold the KV of these tokens, as far as the cache goes; nobody else may change that cache from now on.
+        """Hold the KV of these tokens, up to the cache's length; the caller must not change the cache any more.
 
-        What was thinned out after the first token is no context to go on from, so of that nothing is held.
+        A cache that was thinned out after the first token is not held: it is no context for another question.
         """
         kept = _Kept(token_ids[: cache.get_seq_length()], cache, weakref.ref(decoder))
         self._kept = None if cache.evicted_tokens else kept
 
     def common_tokens(self, token_ids: tuple[int, ...]) -> int:
-        """How many of these, from the first on, it holds."""
+        """How many of these tokens, from the first on, are held."""
         kept = self._kept
         return _common(kept.token_ids, token_ids) if kept else 0
 
     def is_of(self, token_ids: tuple[int, ...]) -> bool:
-        """Whether these go on from the prompt that was answered last, but for what a template ends a prompt with."""
+        """Whether these tokens continue the last prompt, except for the chat template at its end."""
         kept = self._kept
         return (
             kept is not None and self.common_tokens(token_ids) >= kept.cache.prompt_tokens - TEMPLATE_TOKENS
         )
 
     def fork(self) -> "Session":
-        """Another conversation with the same beginning: what is held is lent, and each goes on by itself."""
+        """Another conversation with the same context, which it shares; both continue on their own."""
         forked = Session()
         forked._kept = self._kept
         return forked
 
     def forget(self) -> None:
-        """Let go of the memory."""
+        """Free the memory."""
         self._kept = None
 
     def span(self, prompt: Prompt, decoder: Decoder) -> Span | None:
-        """The beginning of the prompt that is held, up to a chunk that begins inside it and does not end there."""
+        """The beginning of the prompt that is held. It ends before a chunk that is not held to its end."""
         kept = self._kept
-        if kept is None or kept.decoder() is not decoder:  # another model's, or one that was closed since
+        if kept is None or kept.decoder() is not decoder:  # of another model, or of one that was closed since
             return None
         length = _common(kept.token_ids, prompt.token_ids)
         length = next((start for start, stop in prompt.places if start < length < stop), length)

@@ -1,8 +1,8 @@
-"""Whose turn it is: which of the waiting requests is begun next. Pure: no clock, no lock and no device.
+"""Chooses which waiting request begins next. Pure: no clock, no lock and no device.
 
-RAGCache (arXiv 2404.12457) §5.2: what is cached of a request says which goes first, and nobody is passed by more than a
-window of others. Its measure, cached length by computed length, puts long prompts first where all of them are stored;
-here the least to compute goes first. Fairness between clients, and chunks in common, are ours.
+RAGCache (arXiv 2404.12457) §5.2: requests are ranked by what is cached of them, and at most a window of later ones may
+overtake a request. Its measure, cached length by computed length, puts long prompts first where all are stored; here
+the least to compute goes first. Fairness between clients, and chunks in common, are ours.
 """
 
 import math
@@ -11,20 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-WINDOW = 32  # a request is passed by no more than so many: RAGCache §6
-MOST_BEGUN = 8  # answers on the device in turn; of more none would come at reading speed
-LOADED = 0.05  # of what computing a token takes, loading one does: docs/load.md
-LEAD_S = 2.0  # of the device's time that a client may be ahead of one who waits
+WINDOW = 32  # at most so many requests may overtake one: RAGCache §6
+MOST_BEGUN = 8  # answers that take turns on the device; more would come slower than people read
+LOADED = 0.05  # the time to load a token as a share of the time to compute one: docs/load.md
+LEAD_S = 2.0  # of the device's time that a client may be ahead of a waiting one
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What is known of a request before it is begun.
+    """What is known of a request before it begins.
 
-    shares: it gives way between its tokens, so others may be begun beside it; without, it is served alone and in the
-    order of coming, and nobody passes it. client: whose it is; cached: tokens of its chunks that are loaded, by chunk;
+    shares: it yields between its tokens, so others may begin beside it; otherwise it is served alone, in order of
+    arrival, and none overtakes it. client: whose it is; cached: tokens of its chunks that are loaded, by chunk;
     new_tokens: to compute, again or for the first time; nbytes: of its context on the device; deadline: by the clock of
-    who asks `begin`.
+    the caller of `begin`.
     """
 
     shares: bool = False
@@ -37,17 +37,17 @@ class Claim:
 
 @dataclass(eq=False)
 class Ticket:
-    """A request in the queue. passed: by how many; is_reading: begun, and without its first token yet."""
+    """A request in the queue. passed: how many overtook it; is_reading: begun, without its first token yet."""
 
     claim: Claim
     passed: int = 0
     is_reading: bool = False
 
 
-class Order:
-    """Requests that wait and those that are begun. budget_bytes: of all contexts together; None: as much as they take.
+class RequestOrder:
+    """The requests that wait and those that have begun. budget_bytes: of all contexts together; None: no limit.
 
-    What does not fit waits until others end; alone everything fits.
+    A request that does not fit waits until others end; alone, every request fits.
     """
 
     def __init__(
@@ -57,44 +57,38 @@ class Order:
         most_begun: int = MOST_BEGUN,
         lead_s: float = LEAD_S,
     ) -> None:
-        self.budget_bytes, self._window, self._most_begun, self._lead_s = (
-            budget_bytes,
-            window,
-            most_begun,
-            lead_s,
-        )
+        self.budget_bytes, self._window = budget_bytes, window
+        self._most_begun, self._lead_s = most_begun, lead_s
         self.waiting: list[Ticket] = []
         self.begun: list[Ticket] = []
         self._used_s: dict[str, float] = defaultdict(float)  # of the device, by client
-        self._warm: Mapping[
-            str, int
-        ] = {}  # the chunks of the request that was begun last: loading them is free
+        self._warm: Mapping[str, int] = {}  # chunks of the request that began last: loading them is free
 
     def add(self, claim: Claim) -> Ticket:
-        """Let it wait. A client who was away has no time saved up."""
-        ticket, here = Ticket(claim), {each.claim.client for each in (*self.waiting, *self.begun)}
-        if claim.client not in here:
-            least = min((self._used_s[client] for client in here), default=0.0)
-            self._used_s = defaultdict(float, {client: self._used_s[client] for client in here})
+        """Queue a request. A client saves up no time while it has no request."""
+        ticket, clients = Ticket(claim), {each.claim.client for each in (*self.waiting, *self.begun)}
+        if claim.client not in clients:
+            least = min((self._used_s[client] for client in clients), default=0.0)
+            self._used_s = defaultdict(float, {client: self._used_s[client] for client in clients})
             self._used_s[claim.client] = max(self._used_s[claim.client], least)
         self.waiting.append(ticket)
         return ticket
 
-    def leave(self, ticket: Ticket) -> None:
-        """It has ended, or was given up."""
+    def remove(self, ticket: Ticket) -> None:
+        """The request has ended or was cancelled."""
         for tickets in (self.waiting, self.begun):
             if ticket in tickets:
                 tickets.remove(ticket)
 
     def charge(self, ticket: Ticket, seconds: float) -> None:
-        """It had the device for so long."""
+        """Add to the time for which the request's client had the device."""
         self._used_s[ticket.claim.client] += seconds
 
     def begin(self, now: float) -> Ticket | None:
-        """Who is begun now; None while nobody may be: one request is read at a time."""
+        """The request that begins now; None while none may: one prompt is read at a time."""
         if len(self.begun) >= self._most_begun or any(each.is_reading for each in self.begun):
             return None
-        chosen = self._chosen(now)
+        chosen = self._choose(now)
         if chosen is None:
             return None
         for each in self.waiting[: self.waiting.index(chosen)]:
@@ -104,27 +98,29 @@ class Order:
         chosen.is_reading, self._warm = True, chosen.claim.cached
         return chosen
 
-    def _chosen(self, now: float) -> Ticket | None:
+    def _choose(self, now: float) -> Ticket | None:
         if any(not each.claim.shares for each in self.begun):
             return None
         timely = [each for each in self.waiting if each.claim.deadline > now]
-        open_ = list(takewhile(lambda each: each.claim.shares, timely))
-        if timely and not open_:
+        sharing = list(takewhile(lambda each: each.claim.shares, timely))
+        if timely and not sharing:
             return None if self.begun else timely[0]
-        late = next((each for each in open_ if each.passed >= self._window), None)
-        if late is not None:
-            return late if self._fits(late) else None
-        fitting = [each for each in open_ if self._fits(each)]
-        least = min((self._used_s[each.claim.client] for each in open_), default=0.0)
-        fair = [each for each in fitting if self._used_s[each.claim.client] <= least + self._lead_s]
-        return min(fair, key=self.length, default=None)  # of equals the first
+        overtaken = next((each for each in sharing if each.passed >= self._window), None)
+        if overtaken is not None:
+            return overtaken if self._fits(overtaken) else None
+        least = min((self._used_s[each.claim.client] for each in sharing), default=0.0)
+        fair = [
+            each
+            for each in sharing
+            if self._fits(each) and self._used_s[each.claim.client] <= least + self._lead_s
+        ]
+        return min(fair, key=self.length, default=None)  # the first of equals
 
     def length(self, ticket: Ticket) -> float:
-        """What it takes, in computed tokens; what the last one had loaded is not loaded again."""
+        """The work of a request, in computed tokens; chunks that the last request loaded are not loaded again."""
         cached = ticket.claim.cached.items()
-        return ticket.claim.new_tokens + LOADED * sum(
-            tokens for chunk, tokens in cached if chunk not in self._warm
-        )
+        to_load = sum(tokens for chunk, tokens in cached if chunk not in self._warm)
+        return ticket.claim.new_tokens + LOADED * to_load
 
     def _fits(self, ticket: Ticket) -> bool:
         if self.budget_bytes is None or not self.begun:

@@ -1,26 +1,26 @@
-"""A device that failed: an answer of which nobody has seen a word is computed once more on an engine loaded anew.
+"""Retries a request on a model that is loaded again after its device failed, unless part of the answer was shown.
 
-So a request is lost neither to a lack of memory that others have given back since, nor to a device's passing fault
-(RAGCache §6). Whoever has read a part of his answer is told.
+So no request is lost to a lack of memory that others have freed since, or to a passing device fault (RAGCache §6).
 """
 
 import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from ragblend.engine.decoding.loop import OnText
+from ragblend.engine.results import OnText
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.kvstore.errors import DeviceError
 
 T = TypeVar("T")
+C = TypeVar("C", bound=Cancel)
 log = logging.getLogger("ragblend")
 # What torch raises of a device, its memory, its driver; ours are RagBlendErrors.
 FAILURES = (RuntimeError, MemoryError)
 NOT_THE_DEVICE = (RecursionError, NotImplementedError)  # RuntimeErrors of programs, which would fail again
 
 
-class Shown:
+class _TextWatcher:
     """Passes text on, and knows whether there was any and what its receiver raised."""
 
     def __init__(self, on_text: OnText) -> None:
@@ -36,36 +36,34 @@ class Shown:
             raise
 
 
-def twice(
+def retry_after_device_failure(
     runtime: Runtime,
-    work: Callable[[OnText | None], T],
-    on_text: OnText | None,
-    cancel: Cancel | None = None,
+    work: Callable[[OnText | None, C | None], T],
+    on_text: OnText | None = None,
+    cancel: C | None = None,
 ) -> T:
-    """What `work` gives, at the second time where the device failed before any text was shown. Raises DeviceError."""
-    before, shown = runtime.loaded_ref, Shown(on_text) if on_text is not None else None
+    """What `work(on_text, cancel)` returns, run again if the device failed before any text. Raises DeviceError."""
+    before, shown = runtime.loaded_ref, _TextWatcher(on_text) if on_text is not None else None
     try:
-        return work(shown)
+        return work(shown, cancel)
     except FAILURES as error:
-        _reraise(error, shown)
-        said = _said(error)
-    log.warning("the device failed (%s); the model is loaded again, and the prompt read once more", said)
+        _check_retry(error, shown)
+        said = _summary(error)
+    log.warning("the device failed (%s); the model is loaded again, and the prompt read again", said)
     runtime.rebuild(before or runtime.loaded_ref, cancel)
     try:
-        return work(shown)
+        return work(shown, cancel)
     except FAILURES as error:
-        _reraise(error, shown)
-        log.error("the device failed again (%s)", _said(error))
+        _check_retry(error, shown)
+        log.error("the device failed again (%s)", _summary(error))
         raise DeviceError(
             f"the device failed twice ({type(error).__name__}). What is stored is kept. Where memory is short: fewer "
             "or shorter passages, a smaller model, or --device cpu"
         ) from error
 
 
-def _reraise(error: BaseException, shown: Shown | None) -> None:
-    """What the receiver of the text raised is his, a program's fault nobody's device's; and what somebody has read
-    cannot be begun again.
-    """
+def _check_retry(error: BaseException, shown: _TextWatcher | None) -> None:
+    """Raise the error if it is not the device's: the text receiver's or a bug; and DeviceError if text was shown."""
     if (shown is not None and error is shown.raised) or isinstance(error, NOT_THE_DEVICE):
         raise error
     if shown is not None and shown.any:
@@ -74,6 +72,6 @@ def _reraise(error: BaseException, shown: Shown | None) -> None:
         ) from error
 
 
-def _said(error: BaseException) -> str:
+def _summary(error: BaseException) -> str:
     first = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first:.200}" if first else type(error).__name__

@@ -1,16 +1,16 @@
-"""Reading a prompt before it is known to be the right one, while a slow retrieval goes on.
+"""Reads a prompt ahead, before retrieval has ended and it is known to be the final one.
 
-RAGCache (arXiv 2404.12457) §5.3, Algorithm 2: what retrieval has found so far is read if nobody needs the device, goes
-on while the next stages find the same, and is dropped at a layer's end when one does not. Kept is a prefill of exactly
-the last prompt, or nothing.
+RAGCache (arXiv 2404.12457) §5.3, Algorithm 2: the prompt found so far is read if the device is idle, further while the
+next stages find the same one, and dropped at the end of a layer if one does not. The result is a prefill of exactly the
+last prompt, or none.
 """
 
 import logging
-import math
 import threading
 from contextlib import suppress
 
-from ragblend.engine.prefill import Request, claim_of, prefill
+from ragblend.engine.prefill import prefill
+from ragblend.engine.request import Request, claim_of
 from ragblend.engine.results import Prefilled
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.scheduling.queue import Cancel
@@ -21,51 +21,49 @@ log = logging.getLogger("ragblend")
 
 
 class Speculation(Closing):
-    """Of one request, by one thread: `offer` each prompt as it comes, then `settle` for the last one."""
+    """For one answer, in one thread: `offer` each request as it comes, then `settle` for the last one."""
 
-    def __init__(self, runtime: Runtime, client: str) -> None:
-        self._runtime, self._client = runtime, client
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
         self._reading: _Reading | None = None
 
     def offer(self, request: Request) -> None:
-        """Begin to read it if the model is here and nobody has the device; what was begun of another one is dropped."""
+        """Begin to read the prompt if the model is loaded and the device is free; another one's prefill is dropped."""
         if self._reading is not None and self._reading.request == request:
             return
         self.close()
         if self._runtime.loaded_now is not None and not self._runtime.queue.inside:
-            self._reading = _Reading(self._runtime, request, self._client)
+            self._reading = _Reading(self._runtime, request)
 
     def settle(self, cancel: Cancel | None) -> Prefilled | None:
-        """The last prompt, read, when it is; None where it was not begun, or was left for somebody else or by `cancel`.
-        Once.
+        """The last prompt's prefill, when it is done; None if it did not begin, or stopped for another request or for
+        `cancel`. It is returned once.
         """
         reading, self._reading = self._reading, None
         return None if reading is None else reading.result(cancel)
 
     def close(self) -> None:
-        """Drop what was begun, and wait until the device is free of it."""
+        """Drop the prefill, and wait until it has left the device."""
         if self._reading is not None:
             self._reading.drop()
         self._reading = None
 
 
 class _Reading:
-    """A prefill on its way, in a thread of its own. Until its result is asked for it is left for whoever comes."""
+    """A prefill in a thread of its own. Until its result is asked for, it stops for any other request."""
 
-    def __init__(self, runtime: Runtime, request: Request, client: str) -> None:
+    def __init__(self, runtime: Runtime, request: Request) -> None:
         self.request, self._runtime = request, runtime
         self._is_wanted = self._is_dropped = False
         self._cancel: Cancel | None = None
         self._prefilled: Prefilled | None = None
-        self._thread = threading.Thread(
-            target=self._read, args=(client,), name="ragblend-speculation", daemon=True
-        )
+        self._thread = threading.Thread(target=self._read, name="ragblend-speculation", daemon=True)
         self._thread.start()
 
     def is_set(self) -> bool:
-        """Whether to leave it: what the queue and each layer ask."""
-        left = self._is_dropped or (self._cancel is not None and self._cancel.is_set())
-        return left or (self._runtime.queue.wanted and not self._is_wanted)
+        """As a cancel token for the queue and the layers."""
+        cancelled = self._is_dropped or (self._cancel is not None and self._cancel.is_set())
+        return cancelled or (self._runtime.queue.has_waiting and not self._is_wanted)
 
     def drop(self) -> None:
         self._is_dropped = True
@@ -76,10 +74,10 @@ class _Reading:
         self._thread.join()
         return self._prefilled
 
-    def _read(self, client: str) -> None:
+    def _read(self) -> None:
         try:
-            claim = claim_of(self._runtime, self.request, client, math.inf)
+            claim = claim_of(self._runtime, self.request)
             with suppress(Cancelled), self._runtime.queue.turn(self, claim=claim) as turn:
                 self._prefilled = prefill(self._runtime, self.request, turn, answering=True)
-        except Exception:  # whoever reads the prompt in earnest meets it again
+        except Exception:  # it is raised again when the final prompt is read
             log.info("reading ahead failed; the prompt is read when it is known", exc_info=True)

@@ -12,7 +12,8 @@ from ragblend.engine.model.device import reads_at_once
 from ragblend.engine.model.gate import GateVerdict
 from ragblend.engine.model.hub import is_hub_id
 from ragblend.engine.model.load import LoadedModel
-from ragblend.engine.runtime import Runtime, once
+from ragblend.engine.runtime import Runtime
+from ragblend.engine.runtime_base import once
 from ragblend.integrations.vllm.settings import Settings
 from ragblend.kvstore.errors import UnsupportedModelError
 from ragblend.kvstore.memory import MemoryTier

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ragblend.engine.background_work import queue_storing_arrived
 from ragblend.engine.config import Report
 from ragblend.engine.encode import ChunkEncoder
 from ragblend.engine.model.gate import TEXT
 from ragblend.engine.nodes import Nodes
-from ragblend.engine.prefill import Request, follow_arrivals, keys_of, prefill
+from ragblend.engine.prefill import prefill
+from ragblend.engine.request import Request, keys_of
 from ragblend.engine.selection import policy_named
 from ragblend.integrations.vllm.finder import Ids
 from ragblend.integrations.vllm.gate import judged
@@ -168,11 +170,11 @@ class WorkerSide:
         )
         written = time.perf_counter()
         self._note(order, prefilled.report, fused - begun, written - fused)
-        self._runtime.chores.add(self._runtime.store.save_uses)
+        self._runtime.background.add(self._runtime.store.save_uses)
         # What has a node can be deleted again.
         known = {key for chunk, _, key in keys_of(self._runtime, request) if chunk.node_id is not None}
         arrived = {key: blob for key, blob in prefilled.arrived.items() if key in known}
-        follow_arrivals(self._runtime, request, replace(prefilled, arrived=arrived))
+        queue_storing_arrived(self._runtime, request, replace(prefilled, arrived=arrived))
 
     def _note(self, order: Order, report: Report, fused_s: float, write_s: float) -> None:
         tokens = report.tokens

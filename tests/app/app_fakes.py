@@ -118,7 +118,7 @@ class FakeEngine:
         tokens = sum(self.count_tokens((self.nodes / node).read_text()) for node in entered)
         return Missing(tuple(entered), tokens, tokens * 10, self.room_bytes, self.left_out)
 
-    def encode_nodes(self, node_ids, leave=lambda: False):
+    def encode_nodes(self, node_ids, cancel=None):
         self.folder.mkdir(exist_ok=True)
         self.weights_loaded = True
         for node in node_ids:
@@ -127,7 +127,7 @@ class FakeEngine:
             text = (self.nodes / node).read_text() if (self.nodes / node).exists() else None
             if text is not None:
                 self.on_encode(text)
-                if leave():
+                if cancel is not None and cancel.is_set():
                     raise Cancelled("left")
             if text is None or not (self.nodes / node).exists():  # deleted meanwhile
                 yield 0

@@ -31,6 +31,21 @@ def make_text(seed: int, words: int = 24) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=words))
 
 
+def watch_lock(monkeypatch, runtime, on_locked) -> None:
+    """Call on_locked each time the lock of store and node index is about to be taken."""
+    lock = runtime.store_lock
+
+    class Watched:
+        def __enter__(self):
+            on_locked()
+            return lock.__enter__()
+
+        def __exit__(self, *error):
+            return lock.__exit__(*error)
+
+    monkeypatch.setattr(runtime, "store_lock", Watched())
+
+
 def make_prompt(texts: list[str], suffix: str = SUFFIX, prefix: str = PREFIX) -> Prompt:
     """Prefix, the texts as chunks with separators, suffix."""
     segments: list[Any] = [Literal(prefix)] if prefix else []

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 import torch
-from benches import make_prompt, make_text
+from benches import make_prompt, make_text, watch_lock
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.selection import METHODS
@@ -76,6 +76,7 @@ def test_the_recomputed_fraction_is_what_was_computed(llama, monkeypatch, method
     peeked = share * (counted["peek"] - fresh) if counted["peek"] else 0.0
     spent = (counted["run"] - fresh * layers + peeked) / (stored * layers)
     assert report.recomputed_fraction == pytest.approx(spent, abs=1e-6)
+    assert report.ratio in (None, report.recomputed_fraction), "of what was done, not of what was asked for"
     computed = counted["run"] + share * counted["peek"]
     assert report.computed_fraction == pytest.approx(computed / (layers * tokens.prompt), abs=1e-6)
     selection = {True: (1 + share) / layers + 0.01, False: 0.0}[method.startswith("cacheblend")]
@@ -132,7 +133,7 @@ def test_an_empty_node_is_known(fresh):
     assert fresh.engine.prefill(prompt).report.hits == 1
 
 
-def test_forget_frees_what_nobody_shares(fresh):
+def test_forget_frees_kv_that_no_other_node_shares(fresh):
     engine = fresh.engine
     engine.encode([TEXTS[0], TEXTS[0], TEXTS[1]], node_ids=["a", "b", "c"])
     assert engine.store.stats().entries == 2
@@ -156,7 +157,7 @@ def test_a_node_whose_text_changed_gives_up_its_old_kv(fresh):
 
 
 @pytest.mark.parametrize("how", ["forget", "encode"])
-def test_killed_before_the_kv_went_the_next_call_removes_it(fresh, monkeypatch, how):
+def test_after_a_kill_the_next_call_deletes_the_kv(fresh, monkeypatch, how):
     """The rows were gone by then, so that nothing could name the KV, and a second `docs rm` freed nothing."""
     engine = fresh.engine
     engine.encode([make_text(1)], node_ids=["a"])
@@ -169,30 +170,28 @@ def test_killed_before_the_kv_went_the_next_call_removes_it(fresh, monkeypatch, 
     assert engine.store.stats().entries == 0 and engine.forget([]) == 0
 
 
-def test_much_is_deleted_in_parts_and_what_came_back_in_between_stays(fresh, monkeypatch):
+def test_kv_is_deleted_in_batches_and_what_has_a_node_again_stays(fresh, monkeypatch):
     """Who asks a question waits for one part: one document's passages, each in a change of its own, took seconds."""
     engine, parts, turns = fresh.engine, [], []
-    nodes, store, use = engine.runtime.nodes, engine.store, engine.runtime.use
+    nodes, store, delete = engine.runtime.nodes, engine.store, engine.store.delete
     keys = engine.encode(TEXTS, node_ids=[f"n{number}" for number in range(5)]).keys
     last = max(range(5), key=lambda number: keys[number].digest)  # deleted in order of the keys
     ids = engine.tokenize(Prompt([Chunk(TEXTS[last])])).chunks[0].token_ids
     kept = store.get(keys[last], ids)
-    delete, turn = store.delete, use.turn
 
     def deleted(some):
         parts.append(len(some))
         return delete(some)
 
-    def taken(*given):
+    def locked():
         turns.append(len(parts))
         if parts == [2] and turns.count(1) == 1:
             nodes.put_many(engine.runtime.scope("default"), [("again", ids, keys[last])])
             store.put(keys[last], kept)
-        return turn(*given)
 
-    monkeypatch.setattr("ragblend.engine.nodes.LOOKED_UP", 2)
+    monkeypatch.setattr("ragblend.engine.nodes.BATCH", 2)
     monkeypatch.setattr(store, "delete", deleted)
-    monkeypatch.setattr(use, "turn", taken)
+    watch_lock(monkeypatch, engine.runtime, locked)
     assert engine.forget([f"n{number}" for number in range(5)]) > 0
     assert parts == [2, 2] and turns[:3] == [0, 0, 1]
     assert [key for key in keys if store.contains(key)] == [keys[last]] and nodes.outbox() == {}
@@ -201,7 +200,7 @@ def test_much_is_deleted_in_parts_and_what_came_back_in_between_stays(fresh, mon
     assert store.stats().entries == 0
 
 
-def test_forgetting_a_node_leaves_other_collections_theirs(fresh_bench_for, tmp_path):
+def test_forgetting_a_node_keeps_that_of_other_collections(fresh_bench_for, tmp_path):
     one, two = (
         fresh_bench_for("llama", home=tmp_path / "h", collection=name).engine for name in ("one", "two")
     )

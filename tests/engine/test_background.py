@@ -6,14 +6,15 @@ import shutil
 import threading
 
 import pytest
-from benches import make_prompt, make_text
+from benches import make_prompt, make_text, watch_lock
 from waiting import until
 
 from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.engine.encode import ChunkEncoder
-from ragblend.engine.nodes import Nodes
+from ragblend.engine.node_encoder import LocalNodeEncoder
 from ragblend.engine.prompts.session import Session
 from ragblend.engine.scheduling.order import Claim
+from ragblend.engine.scheduling.queue import CallbackCancel
 from ragblend.kvstore.errors import Cancelled, PromptTooLongError
 
 TEXTS = [make_text(seed) for seed in range(6)]
@@ -42,7 +43,7 @@ def test_nodes_are_entered_without_the_weights(model_folder, tmp_path):
     engine.close()
 
 
-def test_what_is_missing_is_encoded_and_takes_the_bytes_that_were_said(fresh):
+def test_missing_nodes_are_encoded_and_take_the_predicted_bytes(fresh):
     engine = entered(fresh)
     missing = engine.missing(NODES)
     assert missing.node_ids == tuple(NODES) and missing.room_bytes == engine.store.budget_bytes
@@ -53,7 +54,7 @@ def test_what_is_missing_is_encoded_and_takes_the_bytes_that_were_said(fresh):
     assert engine.prefill(make_prompt(TEXTS), method="reuse").report.misses == 0
 
 
-def test_of_equal_passages_one_is_counted_and_what_can_have_none_is_left_out(fresh):
+def test_equal_passages_count_once_and_too_long_ones_are_left_out(fresh):
     engine = fresh.engine
     engine.enter([TEXTS[0], TEXTS[0], " ".join(TEXTS * 40), TEXTS[1]], [*NODES[:2], "long", NODES[2]])
     nodes = [*NODES[:2], "long", "never entered", NODES[2]]
@@ -65,28 +66,23 @@ def test_of_equal_passages_one_is_counted_and_what_can_have_none_is_left_out(fre
     assert engine.missing(nodes).node_ids == () and engine.missing(nodes).left_out == 2
 
 
-def test_whoever_asks_waits_for_some_of_the_nodes_that_are_looked_up(fresh, monkeypatch):
+def test_looking_up_nodes_frees_the_lock_after_each_batch(fresh, monkeypatch):
     """Not for all: there may be 100,000."""
     engine, looked_up = entered(fresh), []
-    get, use = engine.runtime.nodes.get, engine.runtime.use
-    turn = use.turn
-
-    def taken(*given):
-        looked_up.append(0)
-        return turn(*given)
+    get = engine.runtime.nodes.get
 
     def got(*given):
         looked_up[-1] += 1
         return get(*given)
 
-    monkeypatch.setattr("ragblend.engine.nodes.LOOKED_UP", 2)
-    monkeypatch.setattr(use, "turn", taken)
+    monkeypatch.setattr("ragblend.engine.nodes.BATCH", 2)
+    watch_lock(monkeypatch, engine.runtime, lambda: looked_up.append(0))
     monkeypatch.setattr(engine.runtime.nodes, "get", got)
     assert engine.missing(NODES).node_ids == tuple(NODES)
     assert max(looked_up) == 2 and sum(looked_up) == len(NODES)
 
 
-def test_who_leaves_waits_for_no_pause(fresh):
+def test_cancelling_does_not_wait_for_an_idle_device(fresh):
     """On a server that is never idle: for as long as another has the device."""
     engine, stopped = entered(fresh), threading.Event()
     engine.prefill(make_prompt(TEXTS[:1]))
@@ -94,7 +90,7 @@ def test_who_leaves_waits_for_no_pause(fresh):
 
     def encode() -> None:
         with pytest.raises(Cancelled):
-            list(engine.encode_nodes(NODES[1:], lambda: True))
+            list(engine.encode_nodes(NODES[1:], CallbackCancel(lambda: True)))
         stopped.set()
 
     with engine.runtime.queue.turn():
@@ -114,7 +110,7 @@ def test_the_budget_ends_it_and_nothing_is_evicted(fresh_bench_for):
     assert engine.missing(NODES).node_ids == tuple(NODES[len(encoded) :])
 
 
-def test_what_was_asked_for_comes_first(fresh):
+def test_requested_nodes_are_encoded_first(fresh):
     engine = entered(fresh)
     ids = engine.tokenize(Prompt([Chunk(TEXTS[4])])).chunks[0].token_ids
     key = engine.runtime.key_of(engine.runtime.canonical_prefix, ids, "default")
@@ -130,7 +126,7 @@ def test_a_node_that_is_deleted_while_it_is_encoded_gets_no_kv(fresh):
             asked.append(engine.forget(NODES[:1]))
         return False
 
-    first, second = engine.encode_nodes(NODES[:2], delete)
+    first, second = engine.encode_nodes(NODES[:2], CallbackCancel(delete))
     assert first == 0 < second
     assert asked and engine.store.stats().entries == 1
     engine.forget(NODES)
@@ -148,7 +144,7 @@ def test_a_node_that_is_deleted_while_a_question_waits_gets_no_kv(fresh):
     assert engine.store.stats().entries == 0
 
 
-def test_kv_that_a_question_brought_goes_with_its_node(fresh):
+def test_kv_encoded_for_a_question_is_deleted_with_its_node(fresh):
     """Of a node that a framework names and that was never encoded as such."""
     chunks = [Chunk(TEXTS[0], "theirs-0"), Chunk(TEXTS[1], "theirs-1")]
     fresh.engine.prefill(Prompt([Literal("Passages: "), *chunks, Literal(" Where?")]))
@@ -158,9 +154,7 @@ def test_kv_that_a_question_brought_goes_with_its_node(fresh):
 
 
 @pytest.mark.parametrize("full", ["budget", "disk", "disk that does not say so"])
-def test_where_the_store_is_full_a_line_says_so_and_nothing_is_computed_for_it(
-    fresh_bench_for, monkeypatch, caplog, full
-):
+def test_a_full_store_is_logged_in_a_line_and_nothing_is_encoded(fresh_bench_for, monkeypatch, caplog, full):
     """Each question once computed each passage in vain, with a traceback for each."""
     engine = fresh_bench_for(store_budget_bytes=1000 if full == "budget" else None).engine
     prompt, encoded = engine.tokenize(make_prompt(TEXTS[:2])), []
@@ -186,15 +180,15 @@ def test_where_the_store_is_full_a_line_says_so_and_nothing_is_computed_for_it(
         assert engine.finish_background(60) and engine.store.stats().entries == 2
 
 
-def test_encoding_is_left_between_two_layers(fresh):
+def test_encoding_is_cancelled_between_two_layers(fresh):
     engine, layers = entered(fresh), []
 
-    def leave() -> bool:
+    def is_cancelled() -> bool:
         layers.append(1)
         return len(layers) > 2
 
     with pytest.raises(Cancelled):
-        list(engine.encode_nodes(NODES, leave))
+        list(engine.encode_nodes(NODES, CallbackCancel(is_cancelled)))
     assert engine.store.stats().entries == 0
     assert len(list(engine.encode_nodes(NODES))) == 6, "and gone on with"
     assert engine.prefill(make_prompt(TEXTS), method="reuse").report.misses == 0
@@ -209,32 +203,32 @@ def test_a_chunk_is_written_while_the_next_is_computed(fresh, monkeypatch):
         seen.append(computing.wait(60))
         return put(*kv)
 
-    def leave() -> bool:
+    def is_cancelled() -> bool:
         asked.append(1)
         if len(asked) > 1 + layers:  # the second chunk's: each is asked once, and once a layer
             computing.set()
         return False
 
     monkeypatch.setattr(engine.store, "put", waiting)
-    assert len(list(engine.encode_nodes(NODES[:2], leave))) == 2
+    assert len(list(engine.encode_nodes(NODES[:2], CallbackCancel(is_cancelled)))) == 2
     assert seen == [True, True] and len(asked) == 2 * (1 + layers) and engine.store.stats().entries == 2
 
 
 @pytest.mark.parametrize("stop_at", [2, 3], ids=["the second", "the third"])
-def test_what_was_computed_before_it_was_left_is_kept(fresh, stop_at):
+def test_cancelling_keeps_what_was_computed_before(fresh, stop_at):
     engine, layers = entered(fresh), fresh.engine.runtime.fingerprint.geometry.layers
     left, said = [], []
 
-    def leave() -> bool:
+    def is_cancelled() -> bool:
         left.append(1)
         return len(left) > (stop_at - 1) * (1 + layers)
 
     with pytest.raises(Cancelled):
-        said.extend(engine.encode_nodes(NODES, leave))
+        said.extend(engine.encode_nodes(NODES, CallbackCancel(is_cancelled)))
     assert len(said) == engine.store.stats().entries == stop_at - 1
 
 
-def test_a_passage_that_is_too_long_costs_none_before_it(fresh):
+def test_passages_before_one_that_is_too_long_are_stored(fresh):
     engine = entered(fresh)
     engine.enter([" ".join(TEXTS * 40)], ["long"])
     said = []
@@ -260,7 +254,7 @@ def test_a_question_does_not_wait_for_a_passage(fresh):
         engine.prefill(make_prompt([make_text(9)], suffix=" Who?"))
         answered.set()
 
-    def leave() -> bool:
+    def is_cancelled() -> bool:
         """At the first layer of the first passage a question comes; the layer ends when it is in the queue."""
         if not asking_now:
             asking_now.append(threading.Thread(target=ask))
@@ -269,7 +263,7 @@ def test_a_question_does_not_wait_for_a_passage(fresh):
                 answered.wait(0.01)
         return False
 
-    encoding = engine.encode_nodes(NODES, leave)
+    encoding = engine.encode_nodes(NODES, CallbackCancel(is_cancelled))
     next(encoding)  # of node-0, which is stored already under another prefix or not
     if not asking_now:
         next(encoding)
@@ -300,7 +294,7 @@ def test_the_bundled_model_is_not_converted_for_its_tokenizer(tmp_path):
     engine.close()
 
 
-def test_nothing_is_begun_before_the_answer_is_out(fresh):
+def test_background_work_waits_for_the_answer(fresh):
     """What was missing is encoded by a thread that would otherwise run beside the answer's tokens."""
     idle = []
     asked = make_prompt(TEXTS)
@@ -312,7 +306,7 @@ def test_nothing_is_begun_before_the_answer_is_out(fresh):
     assert fresh.engine.prefill(asked, method="reuse").report.misses == 0
 
 
-def test_what_is_closed_behind_an_answer_stays_closed(fresh):
+def test_an_engine_closed_after_an_answer_stays_closed(fresh):
     """What its prompt had missed was encoded after that, on a model that was loaded anew for it."""
     engine, session = fresh.engine, Session()
     closing = threading.Thread(target=engine.close)
@@ -320,7 +314,7 @@ def test_what_is_closed_behind_an_answer_stays_closed(fresh):
     def show(_):
         if not closing.ident:
             closing.start()
-            until(lambda: engine.runtime.queue.wanted)
+            until(lambda: engine.runtime.queue.has_waiting)
 
     asked = make_prompt(TEXTS)
     with engine.stream(asked, max_new_tokens=6, session=session) as stream:
@@ -332,7 +326,7 @@ def test_what_is_closed_behind_an_answer_stays_closed(fresh):
     assert session.tokens == 0
 
 
-def test_who_only_asks_about_the_model_waits_for_no_answer(fresh):
+def test_asking_about_the_model_waits_for_no_answer(fresh):
     """Each took a turn to look at the gate, and behind one that is not shared all others waited."""
     engine, answered = entered(fresh), threading.Event()
     assert engine.gate.passed and list(engine.encode_nodes(NODES[:1])) != [0]
@@ -350,13 +344,13 @@ def test_who_only_asks_about_the_model_waits_for_no_answer(fresh):
         assert answered.wait(60)
 
 
-def test_where_somebody_is_always_there_a_passage_is_encoded_in_turn_and_once(fresh, monkeypatch):
+def test_on_a_busy_device_a_passage_is_encoded_in_turn_and_once(fresh, monkeypatch):
     """Each question left it to be done again, in a pause that never came."""
     engine, asked, done = fresh.engine, make_prompt(TEXTS[:1]), threading.Event()
-    begun, encode, encoded = threading.Event(), Nodes.encode_later, []
+    begun, encode, encoded = threading.Event(), LocalNodeEncoder.encode_later, []
     monkeypatch.setattr("ragblend.engine.nodes.PATIENCE_S", 0.0)
-    monkeypatch.setattr(Nodes, "encode_later", lambda *given: (encoded.append(1), encode(*given)))
-    engine.runtime.chores.add(lambda: begun.wait(60))  # until all have asked
+    monkeypatch.setattr(LocalNodeEncoder, "encode_later", lambda *given: (encoded.append(1), encode(*given)))
+    engine.runtime.background.add(lambda: begun.wait(60))  # until all have asked
 
     def answer() -> None:
         with engine.runtime.queue.turn(claim=Claim(shares=True)) as turn:

@@ -37,7 +37,7 @@ def test_blocks_of_20_rows_give_what_one_gives(fresh_bench_for, monkeypatch, mas
     """A block must not see the rows of the next one: what they left in the buffers is here NaN."""
     bench = fresh_bench_for(name)
     bench.engine.encode([TEXTS[0], TEXTS[2]])
-    monkeypatch.setattr(bench.engine.runtime.chores, "add", lambda *chore, **how: None)
+    monkeypatch.setattr(bench.engine.runtime.background, "add", lambda *chore, **how: None)
     prompt = chat(bench, TEXTS)
     if masks == ON_ACCELERATORS:
         masked(bench)

@@ -1,13 +1,11 @@
 """What the queue is told of a request: what is loaded for it, and what it must compute."""
 
-import math
-
 import pytest
 from benches import make_prompt, make_text
 
 from ragblend import Chunk, Literal, Prompt
-from ragblend.engine.prefill import Request, claim_of
 from ragblend.engine.prompts.session import Session
+from ragblend.engine.request import Request, claim_of
 from ragblend.engine.selection import policy_named
 
 TEXTS = [make_text(seed, words=30) for seed in range(3)]
@@ -16,7 +14,7 @@ TEXTS = [make_text(seed, words=30) for seed in range(3)]
 def claim(bench, prompt, method, session=None):
     """Of that prompt at a ratio of a quarter."""
     request = Request(bench.engine.tokenize(prompt), policy_named(method), 0.25, "default", session=session)
-    return claim_of(bench.engine.runtime, request, "", math.inf)
+    return claim_of(bench.engine.runtime, request)
 
 
 @pytest.fixture
@@ -26,7 +24,7 @@ def fresh(fresh_bench_for):
     return bench
 
 
-def test_what_is_computed_again_counts_as_much_as_it_costs(fresh):
+def test_recomputed_tokens_count_as_much_as_they_cost(fresh):
     prompt = make_prompt(TEXTS)
     tokens = len(fresh.engine.tokenize(prompt).token_ids)
     assert claim(fresh, prompt, "probe-shift").new_tokens == tokens
@@ -39,7 +37,7 @@ def test_what_is_computed_again_counts_as_much_as_it_costs(fresh):
     assert sum(found["probe-shift"].cached.values()) == stored
 
 
-def test_a_chunk_in_several_places_and_a_part_of_one_count_as_often_and_as_much_as_they_are_read(fresh):
+def test_repeated_and_partial_chunks_count_as_they_are_computed(fresh):
     fresh.engine.encode(TEXTS[:1])
     whole = fresh.engine.tokenize(make_prompt(TEXTS[:1])).chunks[0].token_ids
     for chunks, stored in (
@@ -52,7 +50,7 @@ def test_a_chunk_in_several_places_and_a_part_of_one_count_as_often_and_as_much_
         assert sum(found.cached.values()) == len(whole), "it is loaded once"
 
 
-def test_what_a_session_holds_is_not_counted_twice(fresh):
+def test_tokens_of_a_session_are_counted_once(fresh):
     fresh.engine.encode(TEXTS)
     prompt, session = make_prompt(TEXTS), Session()
     with fresh.engine.stream(prompt, session=session, max_new_tokens=2) as stream:

@@ -31,7 +31,7 @@ def serves(stored):
 
 
 @pytest.mark.parametrize("step", ["put", "contains", "node ids"])
-def test_closing_waits_for_what_an_encode_is_doing_and_it_goes_on(fresh, monkeypatch, step):
+def test_closing_waits_for_the_current_chunk_of_an_encode_which_goes_on(fresh, monkeypatch, step):
     """The store was closed under a put: `the KV store has been closed; open it again`, and the rest was not encoded."""
     engine = fresh.engine
     owner, name = {
@@ -140,7 +140,7 @@ def test_cancelled_while_it_waits(stored, serves):
         done.result(timeout=10)
 
 
-def test_a_policy_that_fails_takes_nobody_with_it(stored, serves):
+def test_a_failing_policy_fails_its_request_alone(stored, serves):
     class Fails(Policy):
         def peeks(self, plan, layer):
             if layer == 2:
@@ -165,7 +165,7 @@ def test_closing_a_stream_frees_the_device(stored, serves, endless):
         _ = stream.result
 
 
-def test_a_stream_that_nobody_holds_any_more_stops(stored, serves, endless):
+def test_a_stream_without_references_stops(stored, serves, endless):
     """`for piece in engine.stream(...): break` must not keep the device for 1500 tokens."""
     for _ in stored.engine.stream(make_prompt(TEXTS), max_new_tokens=1500):
         break
@@ -175,7 +175,7 @@ def test_a_stream_that_nobody_holds_any_more_stops(stored, serves, endless):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted by /proc")
-def test_who_waits_for_the_device_and_who_decodes_holds_no_file_open(stored, serves):
+def test_waiting_and_decoding_requests_hold_no_file_open(stored, serves):
     """Each held three of the index, for as long as its answer took: some hundreds of streams would be the end."""
     engine, begun, more = stored.engine, threading.Semaphore(0), threading.Event()
     home = str(engine.home.resolve())
@@ -232,13 +232,13 @@ def test_eight_threads_get_their_own_answers(stored, serves):
     assert together == [alone] * 3
 
 
-def test_requests_that_give_way_between_all_layers_answer_the_same(stored, serves, monkeypatch):
+def test_requests_that_yield_the_device_between_all_layers_answer_the_same(stored, serves, monkeypatch):
     """Each has its own cache, plan and probes: nothing of one is another's, wherever they are interleaved."""
     monkeypatch.setattr("ragblend.engine.scheduling.queue.SLICE_S", SHORT_S)
     prompts = [make_prompt([TEXTS[(n + i) % 6] for i in range(4)], suffix=f" Which {n}?") for n in range(6)]
     methods = ["probe-shift", "full", "reuse", "cacheblend", "a3", "prophet"]
     engine, handed = stored.engine, []
-    monkeypatch.setattr(DeviceQueue, "give_way", counted(DeviceQueue.give_way, handed))
+    monkeypatch.setattr(DeviceQueue, "yield_device", counted(DeviceQueue.yield_device, handed))
 
     def ask(number):
         options = {"method": methods[number], "ratio": 0.5, "temperature": 0.7, "seed": number}
@@ -255,13 +255,13 @@ def test_requests_that_give_way_between_all_layers_answer_the_same(stored, serve
 SHORT_S = 1e-9
 
 
-def counted(give_way, handed):
+def counted(yield_device, handed):
     """Notes after how long the device was given away, whenever others waited for it."""
 
     def noting(self, ticket, cancel, after_s):
-        if self.wanted:
+        if self.has_waiting:
             handed.append(after_s)
-        give_way(self, ticket, cancel, after_s)
+        yield_device(self, ticket, cancel, after_s)
 
     return noting
 
@@ -290,7 +290,7 @@ def test_a_stream_goes_on_while_another_prompt_is_read(stored, serves, monkeypat
     assert said[-1] == "first"
 
 
-def test_one_that_gave_way_can_be_cancelled_and_closing_waits_for_the_others(stored, serves, monkeypatch):
+def test_a_request_that_yielded_can_be_cancelled_and_closing_waits_for_others(stored, serves, monkeypatch):
     engine, cancel, begun, go = stored.engine, threading.Event(), threading.Event(), threading.Event()
     outcome = []
 

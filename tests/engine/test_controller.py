@@ -57,7 +57,7 @@ def simulated_ms(compute, load):
 
 @pytest.mark.parametrize("megabytes", [0.1, 1, 2, 5, 20])
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
-def test_the_prediction_is_what_a_pipeline_takes(megabytes, ratio):
+def test_the_prediction_is_the_time_of_a_pipeline(megabytes, ratio):
     found, request = profile(), work(megabytes)
     compute, load = compute_ms(found, request, ratio), load_ms(found, request)
     assert compute == pytest.approx(0.1 * (100 + ratio * 1000))
@@ -80,7 +80,7 @@ def test_what_loading_hides_costs_nothing_and_more_does(megabytes, expected):
     assert taken <= free + 0.1 * 1000 * hidden / LAYERS + 1e-9
 
 
-def test_where_reading_takes_what_computes_nothing_is_hidden():
+def test_on_a_cpu_loading_hides_nothing():
     """On two cores reading takes turns with computing: `reuse` was predicted a third too short, as if it did not."""
     found = profile(overlaps=False)
     assert hidden_ratio(found, work(50)) == 0.0
@@ -127,7 +127,7 @@ def test_a_policy_says_what_it_will_cost(fresh, monkeypatch, method):
 
 
 @pytest.mark.parametrize("method", ["full", "prefix"])
-def test_what_computes_all_is_predicted_with_all_its_rows(fresh, monkeypatch, method):
+def test_methods_that_compute_everything_are_predicted_so(fresh, monkeypatch, method):
     """A chunk right behind its prefix is no candidate, but `full` computes it: it was predicted as if it did not."""
     engine = fresh.engine
     engine.encode(TEXTS, prefix=PREFIX)
@@ -155,7 +155,7 @@ def test_a_profile_survives_the_disk_and_a_broken_one_is_named(tmp_path):
         path.write_text(broken)
         with pytest.raises(UsageError, match="doctor --profile"):
             DeviceProfile.read(path)
-    with pytest.raises(UsageError, match="makes no sense"):
+    with pytest.raises(UsageError, match="not above 0 bytes"):
         Tier("disk", 0.0)
 
 
@@ -177,17 +177,18 @@ def test_the_engine_measures_once_and_decides_from_then_on(fresh):
     engine.encode(TEXTS)
     prompt = make_prompt(TEXTS)
     before = engine.prefill(prompt, ratio="auto").report
-    assert before.decision.predicted_ttft_ms is None and before.ratio == 0.15
+    assert before.decision.predicted_ttft_ms is None and before.decision.ratio == 0.15
     seen = []
     measured = engine.profile(lambda *progress: seen.append(progress))
     assert seen[-1][0] == seen[-1][1] == len(seen)
     assert [tier.name for tier in measured.tiers] == ["memory", "disk"]
     assert engine.store.stats().entries == len(TEXTS)  # what it stored for that is gone again
     after = engine.prefill(prompt, ratio="auto").report
-    assert after.decision.predicted_ttft_ms > 0 and after.ratio == after.decision.ratio >= 0.15
+    assert after.decision.predicted_ttft_ms > 0 and after.decision.ratio >= 0.15
+    assert after.ratio == pytest.approx(after.decision.ratio, abs=0.01), "whole rows"
     engine.close()
     again = engine.prefill(prompt, ratio=0.3).report  # from the file
-    assert again.decision.predicted_ttft_ms > 0 and again.decision.ratio == again.ratio == 0.3
+    assert again.decision.predicted_ttft_ms > 0 and again.decision.ratio == 0.3
     assert engine.prefill(prompt, method="reuse").report.decision.ratio == 0.0
     full = engine.prefill(prompt, method="full").report
     assert full.ratio is None and full.decision.predicted_load_ms == 0.0
@@ -215,7 +216,7 @@ def runtime(tmp_path, monkeypatch):
     return Runtime(EngineConfig(), tmp_path)
 
 
-def test_with_one_a_token_costs_what_it_takes_as_a_multiple_of_a_usual_one(runtime):
+def test_with_a_profile_a_tokens_cost_is_a_multiple_of_a_typical_one(runtime):
     DeviceProfile("made up", GRID, ()).save(runtime.profile_path)
     assert runtime._token_cost(0, 512) == 1.0
     assert runtime._token_cost(0, 256) == pytest.approx((2.0) / (1.5))

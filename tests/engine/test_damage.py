@@ -113,7 +113,7 @@ def test_all_chunks_damaged_at_once_and_one_of_them_twice(fresh):
     assert engine.prefill(prompt, "reuse").report.hits == 4
 
 
-def test_evicted_while_it_is_needed(fresh_bench_for):
+def test_a_store_that_evicts_needed_chunks_still_answers(fresh_bench_for):
     """A budget for two values: encoding a third evicts one, and asking for all three still works."""
     whole = fresh_bench_for("llama")
     size = whole.engine.encode(TEXTS) and whole.engine.store.stats().bytes // 3
@@ -160,7 +160,7 @@ def test_kv_of_another_model_under_a_chunks_key_is_a_miss_and_heals(fresh, other
     assert engine.prefill(prompt, method="reuse").report.misses == 0
 
 
-def test_a_context_that_was_begun_in_vain_is_let_go(fresh, monkeypatch):
+def test_the_cache_of_a_restarted_prefill_is_freed(fresh, monkeypatch):
     """Whatever its errors hold: on a full device the second one would not fit beside the first."""
     keys, made = fresh.engine.encode(TEXTS).keys, []
 

@@ -214,7 +214,7 @@ def test_what_a_killed_conversion_left_is_cleared_away_a_day_later(tmp_path):
     assert {path.name for path in models.iterdir()} == {"made", ".converting-at work"}
 
 
-def test_without_a_disk_to_write_to_a_conversion_says_so(tmp_path, monkeypatch):
+def test_a_conversion_on_a_full_disk_says_so(tmp_path, monkeypatch):
     def full(*given, **named):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -223,7 +223,7 @@ def test_without_a_disk_to_write_to_a_conversion_says_so(tmp_path, monkeypatch):
         _make(tmp_path / "models" / "made", "config.json", lambda draft: None)
 
 
-def test_without_a_disk_to_write_to_a_file_is_hashed_all_the_same(tmp_path, monkeypatch):
+def test_a_file_is_hashed_even_on_a_full_disk(tmp_path, monkeypatch):
     def full(*given):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -266,7 +266,7 @@ def test_impossible_settings(model_folder, tmp_path, monkeypatch, options, named
         _ = Engine.open(**{"model": str(model_folder("llama")), "home": tmp_path} | options).device
 
 
-def test_the_verdict_is_kept_and_a_damaged_one_made_anew(fresh_bench_for, tmp_path, monkeypatch):
+def test_the_verdict_is_saved_and_a_damaged_one_is_replaced(fresh_bench_for, tmp_path, monkeypatch):
     from ragblend.engine import runtime
 
     judged, judge = [], runtime.run_gate

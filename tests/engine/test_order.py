@@ -1,4 +1,4 @@
-"""Whose turn it is, by the pure `Order` alone: a clock that is a number, no threads and no device."""
+"""The order of requests, by `RequestOrder` alone: time is a number, there are no threads and no device."""
 
 import math
 import random
@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import pytest
 
-from ragblend.engine.scheduling.order import WINDOW, Claim, Order
+from ragblend.engine.scheduling.order import WINDOW, Claim, RequestOrder
 
 
 def asks(cached=0, new=100, client="", chunks=None, **more):
@@ -23,32 +23,30 @@ def begun(order, count=100, now=0.0):
         if ticket is None:
             break
         found.append(ticket)
-        order.leave(ticket)
+        order.remove(ticket)
     return found
 
 
-def test_nothing_known_is_first_come_first_served():
-    order = Order()
-    tickets = [order.add(asks()) for _ in range(50)]
-    assert begun(order) == tickets
-
-
-def test_more_cached_for_less_to_compute_goes_first():
-    order = Order()
-    none, half, most = (order.add(asks(cached, new)) for cached, new in ((0, 900), (450, 450), (800, 100)))
-    assert begun(order) == [most, half, none]
-
-
-def test_of_what_is_all_stored_the_least_to_compute_goes_first():
-    """By cached length over computed length the longest would."""
-    order = Order()
-    long, short = order.add(asks(2000, 400)), order.add(asks(500, 160))
-    assert begun(order) == [short, long]
+@pytest.mark.parametrize(
+    ("requests", "served"),
+    [
+        ([(0, 100)] * 5, [0, 1, 2, 3, 4]),  # nothing is known: first come, first served
+        ([(0, 900), (450, 450), (800, 100)], [2, 1, 0]),  # more cached, less to compute
+        (
+            [(2000, 400), (500, 160)],
+            [1, 0],
+        ),  # by cached length over computed length the longest would be first
+    ],
+)
+def test_the_least_to_compute_goes_first(requests, served):
+    order = RequestOrder()
+    tickets = [order.add(asks(cached, new)) for cached, new in requests]
+    assert [tickets.index(ticket) for ticket in begun(order)] == served
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, WINDOW])
-def test_nobody_is_passed_by_more_than_the_window(window):
-    order = Order(window=window)
+def test_at_most_a_window_of_requests_overtakes_one(window):
+    order = RequestOrder(window=window)
     unlucky = order.add(asks(0, 5000))
     served = []
     while unlucky not in served:
@@ -58,8 +56,8 @@ def test_nobody_is_passed_by_more_than_the_window(window):
     assert len(served) == window + 1
 
 
-def test_requests_that_share_chunks_go_together():
-    order = Order()
+def test_requests_with_common_chunks_follow_each_other():
+    order = RequestOrder()
     chunks = [{"a": 100}, {"b": 100}, {"a": 100}, {"b": 100}, {"a": 100}]
     names = [
         next(iter(ticket.claim.cached))
@@ -68,20 +66,20 @@ def test_requests_that_share_chunks_go_together():
     assert names == ["a", "a", "a", "b", "b"]
 
 
-def test_one_is_read_at_a_time_and_others_follow_when_it_has_its_first_token():
-    order = Order(most_begun=2)
+def test_one_prompt_is_read_at_a_time_and_the_next_after_its_first_token():
+    order = RequestOrder(most_begun=2)
     first, second, third = (order.add(asks()) for _ in range(3))
     assert order.begin(0) is first and order.begin(0) is None
     first.is_reading = False
     assert order.begin(0) is second
     second.is_reading = False
     assert order.begin(0) is None  # two are on the device
-    order.leave(first)
+    order.remove(first)
     assert order.begin(0) is third
 
 
-def test_what_does_not_fit_waits_and_small_ones_pass_it_up_to_the_window():
-    order = Order(budget_bytes=100, window=3, most_begun=50)
+def test_a_request_that_does_not_fit_waits_and_small_ones_overtake_it():
+    order = RequestOrder(budget_bytes=100, window=3, most_begun=50)
 
     def answers(nbytes):
         order.add(asks(nbytes=nbytes))
@@ -94,75 +92,75 @@ def test_what_does_not_fit_waits_and_small_ones_pass_it_up_to_the_window():
     small = [answers(1) for _ in range(3)]
     assert None not in small and large not in small
     assert answers(1) is None  # it has been passed often enough: now it is waited for
-    order.leave(running)
+    order.remove(running)
     assert order.begin(0) is large
 
 
-def test_what_is_larger_than_all_memory_is_served_alone():
-    order = Order(budget_bytes=100)
+def test_a_request_larger_than_all_memory_is_served_alone():
+    order = RequestOrder(budget_bytes=100)
     huge = order.add(asks(nbytes=1000))
     assert order.begin(0) is huge
 
 
-def test_a_client_who_asks_much_does_not_keep_others_waiting():
-    order, served = Order(lead_s=1.0), []
+def test_clients_share_the_device_fairly():
+    order, served = RequestOrder(lead_s=1.0), []
     for _ in range(30):
         order.add(asks(1000, 1, client="many"))
     for number in range(3):
         order.add(asks(0, 1000, client=f"one {number}"))
     while (ticket := order.begin(0)) is not None:
         order.charge(ticket, 0.5)
-        order.leave(ticket)
+        order.remove(ticket)
         served.append(ticket.claim.client)
     # Three of 0.5 s are more than the lead; then those go who have had nothing.
     assert served[:3] == ["many"] * 3 and sorted(served[3:6]) == ["one 0", "one 1", "one 2"]
 
 
-def test_who_was_away_has_no_time_saved_up():
-    order = Order(lead_s=0.0)
+def test_a_client_without_requests_saves_up_no_time():
+    order = RequestOrder(lead_s=0.0)
     for _ in range(10):
         ticket = order.add(asks(client="steady"))
         assert order.begin(0) is ticket
         order.charge(ticket, 5.0)
         if _ < 9:
-            order.leave(ticket)
+            order.remove(ticket)
     back = [order.add(asks(client="back")) for _ in range(5)]
     steady = [order.add(asks(client="steady")) for _ in range(5)]
-    order.leave(ticket)
+    order.remove(ticket)
     first = []
     for _ in range(4):
         chosen = order.begin(0)
         order.charge(chosen, 1.0)
-        order.leave(chosen)
+        order.remove(chosen)
         first.append(chosen)
     assert len(set(first) & set(back)) == len(set(first) & set(steady)) == 2
 
 
-def test_past_its_deadline_nothing_is_begun():
-    order = Order()
+def test_a_request_does_not_begin_after_its_deadline():
+    order = RequestOrder()
     late, timely = order.add(asks(1000, 1, deadline=5.0)), order.add(asks(deadline=20.0))
     assert order.begin(10.0) is timely
-    order.leave(timely)
+    order.remove(timely)
     assert order.begin(10.0) is None and order.waiting == [late]
 
 
-def test_who_must_be_alone_waits_for_all_and_is_passed_by_nobody():
-    order = Order()
+def test_a_request_served_alone_waits_for_all_and_is_not_overtaken():
+    order = RequestOrder()
     first = order.add(asks())
     assert order.begin(0) is first
     first.is_reading = False
     alone, after = order.add(Claim()), order.add(asks(1000, 1))
     assert order.begin(0) is None
-    order.leave(first)
+    order.remove(first)
     assert order.begin(0) is alone and order.begin(0) is None
-    order.leave(alone)
+    order.remove(alone)
     assert order.begin(0) is after
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_comes_and_goes_the_promises_are_kept(seed):
     draw = random.Random(seed)
-    order, here, now = Order(100, window=8, most_begun=4), [], 0.0
+    order, here, now = RequestOrder(100, window=8, most_begun=4), [], 0.0
     for _ in range(400):
         now += draw.random()
         chunks = {f"chunk {draw.randrange(9)}": draw.randrange(500) for _ in range(draw.randrange(4))}
@@ -182,10 +180,10 @@ def test_whatever_comes_and_goes_the_promises_are_kept(seed):
             order.charge(ticket, draw.random())
             ticket.is_reading = ticket.is_reading and draw.random() < 0.5
             if draw.random() < 0.4:
-                order.leave(ticket)
+                order.remove(ticket)
         for ticket in order.waiting[:1]:
             if draw.random() < 0.1:  # somebody gives up
-                order.leave(ticket)
+                order.remove(ticket)
         assert len(order.begun) <= 4 and sum(ticket.is_reading for ticket in order.begun) <= 1
         assert len(order.begun) == 1 or sum(ticket.claim.nbytes for ticket in order.begun) <= 100
         assert len(order.begun) == 1 or all(ticket.claim.shares for ticket in order.begun)
@@ -193,7 +191,7 @@ def test_whatever_comes_and_goes_the_promises_are_kept(seed):
     served = begun(order, now=now) if not order.begun else []
     for _ in range(10_000):  # everybody is served, or past its deadline
         for ticket in list(order.begun):
-            order.leave(ticket)
+            order.remove(ticket)
         if order.begin(now) is None:
             break
     assert all(ticket.claim.deadline <= now for ticket in order.waiting), served
@@ -209,7 +207,7 @@ def simulated(order, requests, held_chunks):
             now = max(now, at)
             waiting[object()] = at, chunks
         if order:
-            ranked = Order(window=32)
+            ranked = RequestOrder(window=32)
             tickets = {
                 ranked.add(
                     asks(

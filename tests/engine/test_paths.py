@@ -45,7 +45,7 @@ def nodes(bench):
 @pytest.mark.parametrize(
     ("kind", "count"), [("llama", 200), ("gemma3", 40), ("phi3-partial", 40), ("gemma2", 40)]
 )
-def test_whatever_is_stored_the_logits_are_the_same_bits(fresh_bench_for, monkeypatch, kind, count):
+def test_logits_are_the_same_bits_whatever_is_stored(fresh_bench_for, monkeypatch, kind, count):
     """Random sequences of shared chunks, a store that has room for a few of them, chunks encoded alone or in place."""
     monkeypatch.setattr(scheduler, "PAUSE_S", 0)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
@@ -67,7 +67,7 @@ def test_whatever_is_stored_the_logits_are_the_same_bits(fresh_bench_for, monkey
     assert tree.engine.store.check() == []
 
 
-def test_the_first_level_is_what_is_encoded_alone(fresh_bench_for):
+def test_the_first_level_of_the_tree_is_kv_encoded_alone(fresh_bench_for):
     """Stored once, whoever computes it, under one key and with the same bits."""
     encoded, computed = fresh_bench_for(), fresh_bench_for()
     (key,) = encoded.engine.encode(TEXTS[:1]).keys
@@ -94,7 +94,7 @@ def test_a_long_prefix_or_passage_passes_in_the_same_blocks(fresh_bench_for, mon
     assert torch.equal(read(encoded, prompt).logits, expected)
 
 
-def test_a_path_is_read_as_far_as_it_goes(fresh):
+def test_a_path_is_loaded_as_far_as_it_is_stored(fresh):
     """Another order, another passage in between, and nothing behind that is the same."""
     read(fresh, chat(fresh, CHAIN))
     for texts, hits in (
@@ -121,7 +121,7 @@ def test_a_prompt_that_ends_with_a_passage_computes_all_of_it(fresh):
 
 
 @pytest.mark.parametrize("method", sorted(METHODS.keys() - {"exact", "auto"}))
-def test_what_another_method_computed_does_not_enter(fresh, method):
+def test_kv_computed_by_other_methods_is_not_stored_in_the_tree(fresh, method):
     """Not even full prefill's: in one pass its rows have other bits."""
     fresh.engine.encode(TEXTS[1:3])
     for _ in range(3):
@@ -129,7 +129,7 @@ def test_what_another_method_computed_does_not_enter(fresh, method):
     assert nodes(fresh) == {}
 
 
-def test_what_was_computed_enters_while_others_have_the_device(fresh, monkeypatch):
+def test_computed_kv_is_stored_while_others_have_the_device(fresh, monkeypatch):
     """Where one request follows the other, nothing would ever be learnt."""
     monkeypatch.setattr(scheduler, "PAUSE_S", 3600)
     fresh.engine.prefill(chat(fresh, CHAIN), method="exact")
@@ -138,7 +138,7 @@ def test_what_was_computed_enters_while_others_have_the_device(fresh, monkeypatc
         assert len(nodes(fresh)) == 2
 
 
-def test_what_a_session_holds_is_not_exact(fresh):
+def test_kv_of_a_session_is_not_exact(fresh):
     """Its KV was fused, and its answers were computed by another loop."""
     session, prompt = Session(), chat(fresh, CHAIN)
     fresh.engine.encode(CHAIN)
@@ -150,7 +150,7 @@ def test_what_a_session_holds_is_not_exact(fresh):
     assert len(nodes(fresh)) == 2
 
 
-def test_words_between_passages_are_not_kept(fresh):
+def test_text_between_passages_is_not_stored(fresh):
     """What somebody wrote between two questions' passages would be stored beside a passage that others share."""
     prefix = fresh.engine.runtime.canonical_prefix
     for count, entered in ((JOINT_TOKENS, 1), (JOINT_TOKENS + 1, 1)):
@@ -160,7 +160,7 @@ def test_words_between_passages_are_not_kept(fresh):
         assert len(nodes(fresh)) == entered
 
 
-def test_behind_another_prefix_nothing_is_begun(fresh):
+def test_no_path_begins_after_another_prefix(fresh):
     """It may hold a conversation. Where passages were encoded behind it on purpose, paths go on from there."""
     prompt = make_prompt(CHAIN)
     read(fresh, prompt)
@@ -183,7 +183,7 @@ def test_with_rounded_kv_nothing_is_exact(fresh_bench_for):
     assert nodes(rounded) == {}
 
 
-def test_a_full_store_takes_what_is_asked_for_again(fresh_bench_for):
+def test_a_full_store_takes_nodes_that_are_asked_for_again(fresh_bench_for):
     size = fresh_bench_for().engine.token_bytes
     bench = fresh_bench_for(store_budget_bytes=400 * size)
     bench.engine.encode([make_text(seed) for seed in range(50, 60)])  # more than there is room for
@@ -194,13 +194,13 @@ def test_a_full_store_takes_what_is_asked_for_again(fresh_bench_for):
     assert len(nodes(bench)) == 1
 
 
-def test_on_a_busy_device_few_contexts_wait_to_be_entered(fresh):
+def test_on_a_busy_device_one_context_waits_to_be_stored(fresh):
     """Each is held in memory until somebody has time for it."""
     engine = fresh.engine
     prompts = [chat(fresh, texts) for texts in (TEXTS[:2], TEXTS[1:3], TEXTS[2:4], TEXTS[3:5], TEXTS[4:6])]
     held = [engine.prefill(prompts[0], method="exact")]
     engine.finish_background()
-    with engine.runtime.use.turn():  # what is entered waits for it
+    with engine.runtime.store_lock:  # what is entered waits for it
         for prompt in prompts[1:]:
             held.append(engine.prefill(prompt, method="exact"))
     assert all(each.computed for each in held)
@@ -234,7 +234,7 @@ def test_two_collections_share_no_node(fresh):
 
 
 @pytest.mark.parametrize("forgotten", [0, 1, 2])
-def test_what_is_forgotten_takes_all_paths_through_it(fresh, forgotten):
+def test_forgetting_a_node_deletes_all_paths_through_it(fresh, forgotten):
     named = [f"node {number}" for number in range(3)]
     fresh.engine.encode(CHAIN, named)
     chunks = [Chunk(text, name, entered=True) for text, name in zip(CHAIN, named, strict=True)]
@@ -268,7 +268,7 @@ def test_a_damaged_node_is_computed_again(fresh, place):
     assert torch.equal(again.logits, expected)
 
 
-def test_half_a_path_gone_is_half_a_path_read(fresh):
+def test_the_remaining_half_of_a_path_is_loaded(fresh):
     prompt = chat(fresh, CHAIN)
     expected = read(fresh, prompt).logits
     first = next(parent for parent in nodes(fresh).values() if parent not in nodes(fresh))
@@ -282,7 +282,7 @@ def test_half_a_path_gone_is_half_a_path_read(fresh):
 # --- auto
 
 
-def test_auto_is_exact_as_far_as_the_path_goes(fresh):
+def test_auto_is_exact_as_far_as_the_path_is_stored(fresh):
     """Then it fuses: nearer to full prefill than without the path, at the same ratio."""
     fresh.engine.encode(TEXTS)
     known, prompt = chat(fresh, CHAIN), chat(fresh, [*CHAIN, *TEXTS[4:6]])
@@ -301,7 +301,7 @@ def test_auto_is_exact_as_far_as_the_path_goes(fresh):
     assert auto.report.computed_fraction <= blended.report.computed_fraction + 0.02
 
 
-def test_auto_learns_a_path_that_comes_again(fresh):
+def test_auto_stores_a_path_that_is_asked_for_again(fresh):
     """A node a time, computed when nobody needs the device; what was fused does not enter."""
     fresh.engine.encode(CHAIN)
     prompt, entered = chat(fresh, CHAIN), []

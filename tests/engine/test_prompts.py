@@ -204,7 +204,7 @@ def test_no_method_reads_what_it_did_not_write(fresh_bench_for, monkeypatch, nam
     engine = bench.engine
     engine.encode([TEXTS[0], TEXTS[1], TEXTS[3]])
     monkeypatch.setattr(
-        engine.runtime.chores, "add", lambda *chore, **how: None
+        engine.runtime.background, "add", lambda *chore, **how: None
     )  # both runs find the same store
     texts = [Chunk(text) for text in TEXTS]
     prompts = [make_prompt(TEXTS, suffix=""), engine.chat_prompt(None, texts, "who?")]

@@ -61,7 +61,7 @@ def test_a_failure_at_any_layer_costs_no_answer(asked, loads, monkeypatch, error
     assert len(loads) == engine.runtime.fingerprint.geometry.layers, "each time the model is loaded anew"
 
 
-def test_a_second_failure_is_told_and_the_next_question_is_answered(asked, monkeypatch):
+def test_a_second_failure_is_raised_and_the_next_question_is_answered(asked, monkeypatch):
     engine, expected = asked
     break_layer(monkeypatch, 0, RuntimeError, times=2)
     with pytest.raises(DeviceError, match="twice"):
@@ -70,7 +70,7 @@ def test_a_second_failure_is_told_and_the_next_question_is_answered(asked, monke
     assert engine.generate(ASKED, max_new_tokens=8).token_ids == expected
 
 
-def test_who_has_read_a_part_is_told(asked, loads):
+def test_a_failure_after_text_was_shown_is_raised(asked, loads):
     engine, _ = asked
     read, head = [], engine.runtime.loaded.model.get_output_embeddings()
 
@@ -87,7 +87,7 @@ def test_who_has_read_a_part_is_told(asked, loads):
     assert read and not loads
 
 
-def test_a_prompt_that_is_only_read_has_a_second_try_too(asked, loads, monkeypatch):
+def test_prefill_is_retried(asked, loads, monkeypatch):
     engine, expected = asked
     with monkeypatch.context() as once:
         left = break_layer(once, 1, MemoryError)
@@ -100,7 +100,7 @@ def test_a_prompt_that_is_only_read_has_a_second_try_too(asked, loads, monkeypat
     assert engine.generate(ASKED, max_new_tokens=8).token_ids == expected
 
 
-def test_a_passage_that_is_encoded_has_a_second_try_too(asked, loads, monkeypatch):
+def test_encoding_is_retried(asked, loads, monkeypatch):
     engine, _ = asked
     new, later = make_text(90), make_text(91)
     engine.enter([later], ["later"])
@@ -116,7 +116,7 @@ def test_a_passage_that_is_encoded_has_a_second_try_too(asked, loads, monkeypatc
         engine.encode([make_text(92)])
 
 
-def test_what_the_reader_raises_is_his(asked, loads):
+def test_an_error_of_the_text_receiver_is_raised_and_not_retried(asked, loads):
     engine, expected = asked
 
     def show(text):
@@ -149,7 +149,7 @@ def test_requests_that_fail_together_load_the_model_once(asked, loads, monkeypat
     assert found == [expected, expected] and len(loads) == 1
 
 
-def test_others_answers_and_chores_hold_up_no_second_try(asked, monkeypatch):
+def test_a_retry_waits_neither_for_other_answers_nor_for_background_tasks(asked, monkeypatch):
     """It waited for chores, which wait until nobody is there, and nobody could call it off."""
     engine, expected = asked
     waits, go = threading.Event(), threading.Event()
@@ -158,7 +158,7 @@ def test_others_answers_and_chores_hold_up_no_second_try(asked, monkeypatch):
         waits.set()
         go.wait(60)
 
-    engine.runtime.chores.add(chore)
+    engine.runtime.background.add(chore)
     assert waits.wait(60)
     break_layer(monkeypatch, 1, RuntimeError)
     found: list[object] = []
@@ -173,7 +173,7 @@ def test_others_answers_and_chores_hold_up_no_second_try(asked, monkeypatch):
         go.set()
 
 
-def test_a_second_try_is_called_off_while_others_have_the_device(asked, monkeypatch):
+def test_a_retry_can_be_cancelled_while_others_have_the_device(asked, monkeypatch):
     engine, _ = asked
     queue, cancel, found = engine.runtime.queue, threading.Event(), []
     fails, others, go = threading.Event(), threading.Event(), threading.Event()
@@ -208,7 +208,7 @@ def test_a_second_try_is_called_off_while_others_have_the_device(asked, monkeypa
     assert found == ["called off"]
 
 
-def test_the_failed_model_is_gone_when_the_next_is_loaded(asked, monkeypatch):
+def test_the_failed_model_is_freed_before_the_next_is_loaded(asked, monkeypatch):
     """Also where an encode under way waits with it: memory may be what was short."""
     engine, expected = asked
     nodes = ["a", "b"]
@@ -227,7 +227,7 @@ def test_the_failed_model_is_gone_when_the_next_is_loaded(asked, monkeypatch):
     assert all(encoding) and engine.missing(nodes).node_ids == ()
 
 
-def test_contexts_of_conversations_go_with_the_failed_model(asked, monkeypatch):
+def test_sessions_forget_the_context_of_a_failed_model(asked, monkeypatch):
     """They are of no use to another model, and their memory may be what was short."""
     engine, expected = asked
     session = Session()
@@ -238,7 +238,7 @@ def test_contexts_of_conversations_go_with_the_failed_model(asked, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [RecursionError, NotImplementedError])
-def test_a_fault_of_the_program_loads_no_model_anew(asked, loads, monkeypatch, error):
+def test_a_bug_is_not_retried(asked, loads, monkeypatch, error):
     engine, _ = asked
     break_layer(monkeypatch, 1, error)
     with pytest.raises(error):

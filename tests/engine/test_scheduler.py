@@ -1,14 +1,16 @@
-"""The queue before the device, and chores in the background."""
+"""The queue for the device, and background tasks."""
 
 import threading
 import time
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 from waiting import until
 
+from ragblend.engine.scheduling.background import BackgroundTasks, Priority
 from ragblend.engine.scheduling.order import Claim
-from ragblend.engine.scheduling.queue import Chores, DeviceQueue, Worth
+from ragblend.engine.scheduling.queue import DeviceQueue
 from ragblend.kvstore.errors import Cancelled
 
 
@@ -35,7 +37,7 @@ def test_first_come_first_served_and_one_at_a_time():
     assert order == list(range(8))
 
 
-def test_one_who_gives_up_does_not_hold_up_the_others():
+def test_a_cancelled_request_does_not_block_others():
     queue, cancel, outcome = DeviceQueue(), threading.Event(), []
 
     def gives_up():
@@ -61,8 +63,8 @@ def test_one_who_gives_up_does_not_hold_up_the_others():
     assert outcome == ["gave up", "served"]
 
 
-def test_who_has_begun_goes_on_behind_its_deadline():
-    """Alone as beside others: it is for those that wait to begin."""
+def test_a_request_that_has_begun_goes_on_after_its_deadline():
+    """Alone and beside others: a deadline is for requests that wait to begin."""
     queue, deadline = DeviceQueue(), time.monotonic() + 1
 
     def other():
@@ -80,8 +82,8 @@ def test_who_has_begun_goes_on_behind_its_deadline():
         pass
 
 
-def test_work_in_the_background_begins_when_no_next_call_comes(monkeypatch):
-    """Between two calls of one program it would be stopped again, and have taken the cores from retrieval."""
+def test_background_work_begins_after_a_pause(monkeypatch):
+    """Between two calls of one program it would be stopped again, and would take the cores from retrieval."""
     monkeypatch.setattr("ragblend.engine.scheduling.queue.PAUSE_S", 0.5)
     queue, order = DeviceQueue(), []
 
@@ -100,7 +102,7 @@ def test_work_in_the_background_begins_when_no_next_call_comes(monkeypatch):
     assert order == [0, 1, 2, "background"]
 
 
-def test_an_error_gives_the_device_back():
+def test_an_error_frees_the_device():
     queue = DeviceQueue()
     with pytest.raises(ZeroDivisionError), queue.turn():
         raise ZeroDivisionError
@@ -109,147 +111,146 @@ def test_an_error_gives_the_device_back():
     assert not queue.inside
 
 
-def test_chores_run_in_order_and_survive_a_failing_one(caplog):
-    chores, done = Chores(), []
-    chores.add(lambda: done.append(1))
-    chores.add(lambda: 1 / 0)
-    chores.add(lambda: done.append(2))
-    assert chores.finish(10)
-    assert done == [1, 2]
-    assert "failed" in caplog.text
+class BusyTasks(BackgroundTasks):
+    """Background tasks of which one is running, until `go` is set; done: what the others did."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.done, self.go, begun = [], threading.Event(), threading.Event()
+        self.add(lambda: (begun.set(), self.go.wait(60)))
+        assert begun.wait(10)
+
+    def note(self, what, name=None, priority=Priority.PREPARE):
+        self.add(partial(self.done.append, what), name, priority)
+
+    def run(self):
+        """What the others did, in order."""
+        self.go.set()
+        assert self.finish(10)
+        return self.done
 
 
-def test_what_waits_is_not_added_again_and_there_is_a_most_of_it(monkeypatch):
-    monkeypatch.setattr("ragblend.engine.scheduling.queue.MOST_WAITING", 3)
-    chores, done, begun, go = Chores(), [], threading.Event(), threading.Event()
-    chores.add(lambda: (begun.set(), go.wait(60)))
-    assert begun.wait(10)
+def test_tasks_run_in_order_and_survive_a_failing_one(caplog):
+    tasks = BusyTasks()
+    tasks.note(1)
+    tasks.add(lambda: 1 / 0)
+    tasks.note(2)
+    assert tasks.run() == [1, 2] and "failed" in caplog.text
+
+
+def test_a_waiting_task_is_not_added_again_and_there_is_a_limit(monkeypatch):
+    monkeypatch.setattr("ragblend.engine.scheduling.background.MAX_WAITING", 3)
+    tasks = BusyTasks()
     for number in (1, 2, 1, 2, 3, 4):
-        chores.add(partial(done.append, number), ("passage", number))
-    chores.add(done.clear)  # nobody would bring it again
-    chores.add(done.clear)
-    chores.add(partial(done.append, "last"))
-    go.set()
-    assert chores.finish(10)
-    assert done == ["last"]
+        tasks.note(number, ("passage", number))
+    for _ in range(2):
+        tasks.add(tasks.done.clear)  # without a name: no later request would add it again
+    tasks.note("last")
+    assert tasks.run() == ["last"]
 
 
-def test_work_for_which_no_thread_starts_waits_for_the_next(monkeypatch, caplog):
-    """Where processes may have no more threads it counted as begun for ever, and whoever ended it waited for ever."""
-    chores, done, start = Chores(), [], threading.Thread.start
+@contextmanager
+def without_threads(monkeypatch):
+    """No thread can be started for background tasks."""
+    start = threading.Thread.start
 
     def fails(thread):
-        if thread.name == "ragblend-chores":
+        if thread.name == "ragblend-background":
             raise RuntimeError("can't start new thread")
         start(thread)
 
     with monkeypatch.context() as limited:
         limited.setattr(threading.Thread, "start", fails)
-        chores.add(partial(done.append, 1), "one")
+        yield
+
+
+def test_tasks_wait_until_a_thread_can_be_started(monkeypatch, caplog):
+    """The thread counted as running for ever, and `finish` waited for ever."""
+    tasks, done = BackgroundTasks(), []
+    with without_threads(monkeypatch):
+        tasks.add(partial(done.append, 1), "one")
         assert "can't start new thread" in caplog.text
-        assert not chores.finish(10), "something is left to do"
-    chores.add(partial(done.append, 1), "one")  # the same waits already
-    assert chores.finish(10)
-    with monkeypatch.context() as limited:
-        limited.setattr(threading.Thread, "start", fails)
-        chores.add(partial(done.append, 2))
-    assert chores.finish(10)
-    assert done == [1, 2]
-    with monkeypatch.context() as limited:
-        limited.setattr(threading.Thread, "start", fails)
-        chores.add(partial(done.append, 3))
-        chores.add(partial(done.append, 4), worth=Worth.STORE)
-        chores.end()
-    assert chores.finish(10)
-    assert done == [1, 2, 4]
+        assert not tasks.finish(10), "a task is left"
+    tasks.add(partial(done.append, 1), "one")  # the same waits already
+    assert tasks.finish(10)
+    with without_threads(monkeypatch):
+        tasks.add(partial(done.append, 2))
+    assert tasks.finish(10) and done == [1, 2]
+    with without_threads(monkeypatch):
+        tasks.add(partial(done.append, 3))
+        tasks.add(partial(done.append, 4), priority=Priority.STORE)
+        tasks.end()
+    assert tasks.finish(10) and done == [1, 2, 4]
 
 
-def test_what_stores_goes_first_and_what_measures_last():
-    chores, done, begun, go = Chores(), [], threading.Event(), threading.Event()
-    chores.add(lambda: (begun.set(), go.wait(60)))
-    assert begun.wait(10)
-    for worth in (Worth.MEASURE, Worth.PREPARE, Worth.STORE):
+def test_tasks_that_store_run_first_and_those_that_measure_last():
+    tasks = BusyTasks()
+    for priority in (Priority.MEASURE, Priority.PREPARE, Priority.STORE):
         for number in (1, 2):
-            chores.add(partial(done.append, (worth, number)), worth=worth)
-    assert not chores.gives_up(Worth.STORE) and chores.gives_up(Worth.PREPARE)
-    go.set()
-    assert chores.finish(10)
-    assert done == [(worth, number) for worth in sorted(Worth) for number in (1, 2)]
-    assert not chores.gives_up(Worth.MEASURE)
+            tasks.note((priority, number), priority=priority)
+    assert not tasks.should_stop(Priority.STORE) and tasks.should_stop(Priority.PREPARE)
+    assert tasks.run() == [(priority, number) for priority in sorted(Priority) for number in (1, 2)]
+    assert not tasks.should_stop(Priority.MEASURE)
 
 
-def test_what_gave_way_to_what_stores_is_done_after_it_and_what_was_cancelled_else_is_dropped():
-    chores, done, begun, go = Chores(), [], threading.Event(), threading.Event()
+def test_a_task_that_made_way_runs_again_and_another_cancelled_one_is_dropped():
+    tasks, done, begun, go = BackgroundTasks(), [], threading.Event(), threading.Event()
 
     def prepare():
         begun.set()
         assert go.wait(60)
-        if chores.gives_up(Worth.PREPARE) or not done:
-            done.append("gave way")
+        if tasks.should_stop(Priority.PREPARE) or not done:
+            done.append("cancelled")
             raise Cancelled("for what stores")
         done.append("prepared")
 
-    chores.add(prepare)
+    tasks.add(prepare)
     assert begun.wait(10)
-    chores.add(partial(done.append, "stored"), worth=Worth.STORE)
+    tasks.add(partial(done.append, "stored"), priority=Priority.STORE)
     go.set()
-    assert chores.finish(10)
-    assert done == ["gave way", "stored", "prepared"]
+    assert tasks.finish(10) and done == ["cancelled", "stored", "prepared"]
     done.clear()
-    chores.add(prepare)
-    assert chores.finish(10)
-    assert done == ["gave way"]
+    tasks.add(prepare)
+    assert tasks.finish(10) and done == ["cancelled"]
 
 
-def test_at_the_end_of_a_process_what_stores_is_done_and_the_rest_is_dropped():
-    left = []
-    chores, done, begun, go = Chores(left.append), [], threading.Event(), threading.Event()
-    chores.add(lambda: (begun.set(), go.wait(60)))
-    assert begun.wait(10)
-    chores.add(partial(done.append, "prepared"))
-    chores.add(partial(done.append, "stored"), worth=Worth.STORE)
-    go.set()
-    chores.end()
-    assert done == ["stored"] and left == []
-
-
-def test_what_was_not_stored_in_the_time_that_there_is_is_told(monkeypatch):
-    monkeypatch.setattr("ragblend.engine.scheduling.queue.LAST_S", 0.0)
-    left = []
-    chores, done, begun, go = Chores(left.append), [], threading.Event(), threading.Event()
-    chores.add(lambda: (begun.set(), go.wait(60)))
-    assert begun.wait(10)
-    chores.add(partial(done.append, 1), "one", Worth.STORE)
-    go.set()
-    chores.end()
-    assert (done, left) == ([], [["one"]])
+@pytest.mark.parametrize(("time_s", "done", "unfinished"), [(60.0, ["stored"], []), (0.0, [], [["one"]])])
+def test_at_the_end_of_a_process_tasks_that_store_run_as_long_as_there_is_time(
+    monkeypatch, time_s, done, unfinished
+):
+    monkeypatch.setattr("ragblend.engine.scheduling.background.EXIT_S", time_s)
+    told = []
+    tasks = BusyTasks(told.append)
+    tasks.note("prepared")
+    tasks.note("stored", "one", Priority.STORE)
+    tasks.go.set()
+    tasks.end()
+    assert (tasks.done, told) == (done, unfinished)
 
 
 def test_finish_says_when_it_takes_too_long():
-    chores, go = Chores(), threading.Event()
-    chores.add(go.wait)
-    assert not chores.finish(0.05)
-    go.set()
-    assert chores.finish(10)
-    assert chores.finish(0)
+    tasks = BusyTasks()
+    assert not tasks.finish(0.05)
+    tasks.go.set()
+    assert tasks.finish(10) and tasks.finish(0)
 
 
-def test_work_in_the_background_lets_everybody_pass():
+def test_background_work_waits_for_all_requests():
     queue, order = DeviceQueue(), []
 
     def takes(name, background):
         with queue.turn(background=background):
-            order.append((name, queue.wanted))
+            order.append((name, queue.has_waiting))
 
     threads = []
     with queue.turn():
-        assert not queue.wanted
+        assert not queue.has_waiting
         for name, background in (("behind", True), ("first", False), ("second", False)):
             threads.append(threading.Thread(target=takes, args=(name, background)))
             threads[-1].start()
             wanted = len(threads)  # one in the background is not in the queue
             until(lambda n=wanted: queue.inside == n)
-        assert queue.wanted
+        assert queue.has_waiting
     for thread in threads:
         thread.join(10)
     assert order == [("first", True), ("second", False), ("behind", False)]

@@ -50,7 +50,7 @@ def remote_of(bench):
 
 
 @pytest.mark.parametrize("kind", ["redis", "s3"])
-def test_what_another_process_encoded_is_fused_here(kind, shared_of, fresh_bench_for, local, tmp_path):
+def test_kv_of_another_process_is_fused_here(kind, shared_of, fresh_bench_for, local, tmp_path):
     url = shared_of(kind).url + PATIENT
     other = [sys.executable, str(WORKER), str(local.folder), str(tmp_path / "other"), url, json.dumps(TEXTS)]
     done = subprocess.run(other, capture_output=True, text=True, check=True)
@@ -66,9 +66,7 @@ def test_what_another_process_encoded_is_fused_here(kind, shared_of, fresh_bench
     assert remote_of(here).stats().hits == 4  # not read again
 
 
-def test_passages_that_others_encoded_are_fetched_and_not_computed(
-    redis, fresh_bench_for, local, monkeypatch
-):
+def test_shared_passages_are_fetched_and_not_encoded(redis, fresh_bench_for, local, monkeypatch):
     share(fresh_bench_for(remote=redis.url() + PATIENT), TEXTS[:2])
     here = fresh_bench_for(remote=redis.url() + PATIENT)
     report = here.engine.encode(TEXTS, node_ids=[f"node{number}" for number in range(4)])
@@ -83,14 +81,14 @@ def test_passages_that_others_encoded_are_fetched_and_not_computed(
     assert third.engine.runtime.store.stats().entries == 4
 
 
-def test_what_a_prompt_lacked_is_encoded_here_and_shared(redis, fresh_bench_for):
+def test_missing_passages_are_encoded_here_and_shared(redis, fresh_bench_for):
     one, other = (fresh_bench_for(remote=redis.url() + PATIENT) for _ in range(2))
     assert one.engine.prefill(PROMPT).report.misses == 4
     assert one.engine.finish_background() and remote_of(one).flush()
     assert other.engine.prefill(PROMPT).report.hits == 4
 
 
-def test_what_came_and_has_no_room_here_is_said_in_a_line(redis, fresh_bench_for, caplog):
+def test_shared_kv_without_room_here_is_logged_in_a_line(redis, fresh_bench_for, caplog):
     share(fresh_bench_for(remote=redis.url() + PATIENT))
     here = fresh_bench_for(remote=redis.url() + PATIENT, store_budget_bytes=1000)
     for _ in range(2):
@@ -100,7 +98,7 @@ def test_what_came_and_has_no_room_here_is_said_in_a_line(redis, fresh_bench_for
     assert len(said) == 2 and not any(record.exc_info for record in caplog.records)
 
 
-def test_methods_that_load_nothing_ask_nobody(redis, fresh_bench_for):
+def test_methods_that_load_nothing_do_not_ask_the_shared_store(redis, fresh_bench_for):
     share(fresh_bench_for(remote=redis.url() + PATIENT))
     here = fresh_bench_for(remote=redis.url() + PATIENT)
     for method in ("full", "exact"):
@@ -148,7 +146,7 @@ def test_a_server_that_falls_silent_costs_one_time_out(redis, fresh_bench_for, m
         assert stats.state == "no answer within 0.34 s"
 
 
-def test_readers_that_were_lost_are_left_out_together(redis, fresh_bench_for, caplog):
+def test_lost_readers_are_left_out_together(redis, fresh_bench_for, caplog):
     """Else each of them would have the prefill begin again."""
     share(fresh_bench_for(remote=redis.url() + PATIENT))
     with proxy_to(redis.port, most=30_000, cuts=True) as proxy:  # behind the headers and some layers
@@ -159,7 +157,7 @@ def test_readers_that_were_lost_are_left_out_together(redis, fresh_bench_for, ca
     assert caplog.text.count("computed in place") == 1
 
 
-def test_over_a_slow_line_answers_go_on_and_what_does_not_fit_is_not_asked_for(redis, fresh_bench_for):
+def test_on_a_slow_network_only_what_arrives_in_time_is_requested(redis, fresh_bench_for):
     long = [make_text(seed, words=300) for seed in range(6)]  # half a megabyte each
     share(fresh_bench_for(remote=redis.url() + PATIENT), long)
     with proxy_to(redis.port, bytes_per_s=2e5) as proxy:
@@ -214,7 +212,7 @@ def test_a_part_of_a_passage_is_read_from_the_shared_store(redis, fresh_bench_fo
 # --- what the controller says
 
 
-def test_the_controller_leaves_there_what_is_computed_sooner(redis, fresh_bench_for):
+def test_the_controller_computes_what_would_take_longer_to_fetch(redis, fresh_bench_for):
     share(fresh_bench_for(remote=redis.url() + PATIENT))
     nbytes = 4 * 90 * 4 * 2 * 2 * 16 * 4  # of four passages of some 90 tokens
     with proxy_to(redis.port) as proxy:
@@ -225,7 +223,7 @@ def test_the_controller_leaves_there_what_is_computed_sooner(redis, fresh_bench_
         rate = remote_of(here).bytes_per_s
         load_ms = nbytes / rate * 1e3
         for row_ms, hits in ((load_ms / 1e5, 1), (load_ms, 4)):
-            engine.runtime.keep_profile(timed(row_ms))
+            engine.runtime.save_profile(timed(row_ms))
             report = engine.prefill(PROMPT).report
             assert report.hits == hits, (row_ms, load_ms)
             assert report.decision.predicted_ttft_ms is not None
@@ -245,7 +243,7 @@ def timed(row_ms: float) -> DeviceProfile:
 # --- deleting
 
 
-def test_what_is_forgotten_is_nowhere(redis, fresh_bench_for):
+def test_forgotten_kv_is_deleted_from_the_shared_store(redis, fresh_bench_for):
     here, names = fresh_bench_for(remote=redis.url() + PATIENT), RedisNames(redis)
     here.engine.encode(TEXTS, node_ids=["a", "b", "c", "d"])
     assert remote_of(here).flush() and len(names.names()) == 4
@@ -259,9 +257,7 @@ def line(redis):
         yield proxy
 
 
-def test_a_deletion_that_does_not_reach_the_server_says_so_and_is_done_when_it_is_back(
-    redis, line, fresh_bench_for, caplog
-):
+def test_a_deletion_is_finished_when_the_shared_store_answers_again(redis, line, fresh_bench_for, caplog):
     here, names = (
         fresh_bench_for(remote=f"{redis.url(line.port)}?timeout_s=60&retry_s=0.05"),
         RedisNames(redis),
@@ -281,9 +277,7 @@ def test_a_deletion_that_does_not_reach_the_server_says_so_and_is_done_when_it_i
     assert len(names.names()) == 1 and here.engine.runtime.nodes.outbox(shared=True) == {}
 
 
-def test_a_deletion_that_was_not_finished_is_finished_by_the_next_process(
-    redis, line, fresh_bench_for, tmp_path
-):
+def test_the_next_process_finishes_a_deletion(redis, line, fresh_bench_for, tmp_path):
     url, names = f"{redis.url(line.port)}?timeout_s=60&retry_s=600", RedisNames(redis)
     here = fresh_bench_for(home=tmp_path / "kept", remote=url)
     here.engine.encode(TEXTS[:2], node_ids=["a", "b"])
@@ -297,9 +291,7 @@ def test_a_deletion_that_was_not_finished_is_finished_by_the_next_process(
     assert len(names.names()) == 1 and again.engine.runtime.nodes.outbox(shared=True) == {}
 
 
-def test_while_the_server_is_away_what_is_owed_to_it_alone_is_not_deleted_here_again(
-    fresh_bench_for, monkeypatch
-):
+def test_deletions_owed_only_to_the_shared_store_are_not_repeated_here(fresh_bench_for, monkeypatch):
     """Each `enter` once deleted every owed key again, in the turn that questions need, and was called back for it."""
     engine = fresh_bench_for(remote=f"redis://127.0.0.1:{free_port()}/0?retry_s=600").engine
     engine.encode(TEXTS[:3], node_ids=["a", "b", "c"])
@@ -322,13 +314,13 @@ def test_while_the_server_is_away_what_is_owed_to_it_alone_is_not_deleted_here_a
     assert engine.store.stats().entries == 0 and engine.runtime.nodes.outbox() == {}
 
 
-def test_nobody_waits_behind_a_deletion_for_the_server(redis, fresh_bench_for, monkeypatch):
+def test_a_deletion_holds_no_lock_while_it_waits_for_the_shared_store(redis, fresh_bench_for, monkeypatch):
     engine, passed = fresh_bench_for(remote=redis.url() + PATIENT).engine, threading.Event()
     engine.encode(TEXTS[:1], node_ids=["a"])
     withdraw = engine.store.withdraw
 
     def question() -> None:
-        with engine.runtime.use.turn():
+        with engine.runtime.store_lock:
             passed.set()
 
     def withdrawing(keys) -> None:
@@ -342,13 +334,13 @@ def test_nobody_waits_behind_a_deletion_for_the_server(redis, fresh_bench_for, m
     assert engine.forget(["a"]) > 0 and engine.runtime.nodes.outbox(shared=True) == {}
 
 
-def test_what_is_deleted_while_it_is_read_is_not_kept(redis, fresh_bench_for):
+def test_kv_that_is_deleted_while_it_is_fetched_is_not_stored(redis, fresh_bench_for):
     share(fresh_bench_for(remote=redis.url() + PATIENT), TEXTS[:2])
     here = fresh_bench_for(remote=redis.url() + PATIENT)
     engine = here.engine
     engine.enter(TEXTS[:2], ["a", "b"])
     held = threading.Event()
-    engine.runtime.chores.add(lambda: held.wait(60))
+    engine.runtime.background.add(lambda: held.wait(60))
     prompt = engine.tokenize(
         Prompt(
             [

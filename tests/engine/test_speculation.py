@@ -72,7 +72,7 @@ def expected(bench, prompt, **options):
 
 
 @pytest.mark.parametrize("method", ["probe-shift", "exact", "full"])
-def test_what_stays_was_read_meanwhile(fresh, reads, method):
+def test_a_prompt_that_stays_the_same_is_read_ahead(fresh, reads, method):
     want = expected(fresh, RIGHT, method=method)
     fresh.engine.finish_background()
     reads.in_place = 0
@@ -86,7 +86,7 @@ def test_what_stays_was_read_meanwhile(fresh, reads, method):
     assert (reads.ahead, reads.in_place) == (["read"], 0)
 
 
-def test_what_is_being_read_when_it_turns_out_right_is_waited_for(fresh, reads):
+def test_a_prefill_in_progress_of_the_final_prompt_is_waited_for(fresh, reads):
     want = expected(fresh, RIGHT)
     fresh.engine.finish_background()
     reads.in_place, reads.holds = 0, True
@@ -101,7 +101,7 @@ def test_what_is_being_read_when_it_turns_out_right_is_waited_for(fresh, reads):
     assert (reads.ahead, reads.in_place) == (["read"], 0)
 
 
-def test_who_leaves_does_not_wait_for_what_is_being_read(fresh, reads):
+def test_cancelling_does_not_wait_for_the_prefill_in_progress(fresh, reads):
     reads.holds = True
 
     def prompts():
@@ -116,7 +116,7 @@ def test_who_leaves_does_not_wait_for_what_is_being_read(fresh, reads):
 
 
 @pytest.mark.parametrize("last", [RIGHT, make_prompt(TEXTS[:3], suffix="Another question?")])
-def test_what_changes_is_dropped_between_two_layers(fresh, reads, last):
+def test_a_changed_prompt_is_dropped_between_two_layers(fresh, reads, last):
     """The same passages with other words are another prompt."""
     want = expected(fresh, last)
     fresh.engine.finish_background()
@@ -131,7 +131,7 @@ def test_what_changes_is_dropped_between_two_layers(fresh, reads, last):
     assert reads.ahead[0] == "dropped"
 
 
-def test_while_somebody_has_the_device_nothing_is_read_ahead(fresh, reads):
+def test_nothing_is_read_ahead_on_a_busy_device(fresh, reads):
     want = expected(fresh, RIGHT)
     fresh.engine.finish_background()
     reads.in_place, has_it, let_go = 0, threading.Event(), threading.Event()
@@ -154,7 +154,7 @@ def test_while_somebody_has_the_device_nothing_is_read_ahead(fresh, reads):
     assert (reads.ahead, reads.in_place) == ([], 1)
 
 
-def test_whoever_comes_has_the_device_at_the_end_of_a_layer(fresh, reads):
+def test_another_request_gets_the_device_after_a_layer(fresh, reads):
     want = expected(fresh, RIGHT)
     fresh.engine.finish_background()
     reads.holds, served = True, []
@@ -170,7 +170,7 @@ def test_whoever_comes_has_the_device_at_the_end_of_a_layer(fresh, reads):
     assert served == [expected(fresh, WRONG)] and reads.ahead == ["dropped"]
 
 
-def test_a_failure_of_reading_ahead_is_nobodys(fresh, monkeypatch):
+def test_a_failure_of_reading_ahead_is_ignored(fresh, monkeypatch):
     def fails(*_, **__):
         raise RuntimeError("no memory left")
 
@@ -179,7 +179,7 @@ def test_a_failure_of_reading_ahead_is_nobodys(fresh, monkeypatch):
     assert answered(fresh, [RIGHT, RIGHT]) == want
 
 
-def test_what_retrieval_raises_comes_out_and_the_device_is_free(fresh, reads):
+def test_an_error_of_retrieval_is_raised_and_the_device_is_free(fresh, reads):
     fresh.engine.prefill(RIGHT)
 
     def prompts():

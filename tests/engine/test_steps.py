@@ -110,7 +110,7 @@ def test_rows_are_recorded_once_for_an_answer_and_number_of_rows(prefilled_for, 
     rows.run_together([(one.cache, [3]), (other.cache, [3])])
     assert len(made) == 3
     for held in one.cache.fused:
-        held.made_room(2 * held.key_buffer.shape[2])
+        held.ensure_room(2 * held.key_buffer.shape[2])
     found = rows.run(one.cache, [4])
     assert len(made) == 4
     one.cache.truncate(one.cache.get_seq_length() - one.cache.prompt_tokens - 1)
@@ -147,7 +147,7 @@ def test_room_for_rows_that_were_never_written_is_zeros(new_memory_is_nan, prefi
     """A pass that fails before it writes leaves it to the next one, whose products are over all of a buffer."""
     prefilled, _ = prefilled_for("llama")
     for held in prefilled.cache.fused:
-        held.made_room(2 * held.key_buffer.shape[2])
+        held.ensure_room(2 * held.key_buffer.shape[2])
         stop = held.keys.shape[2]
         assert not held.key_buffer[:, :, stop:].any() and not held.value_buffer[:, :, stop:].any()
         assert held.keys.isfinite().all()

@@ -81,7 +81,7 @@ def ask():
     return ask
 
 
-def test_what_waits_for_a_pass_goes_into_the_next_one_and_nobody_waits_for_others(ask):
+def test_waiting_requests_share_the_next_pass_and_wait_for_no_others(ask):
     squares = Squares()
     queue, found = ask.joined(*[squares] * 5)
     assert found == {number: number * number for number in range(5)}
@@ -89,14 +89,14 @@ def test_what_waits_for_a_pass_goes_into_the_next_one_and_nobody_waits_for_other
     assert max(map(len, squares.seen)) >= 4 and not queue.inside
 
 
-def test_no_more_go_into_a_pass_than_it_takes(ask):
+def test_a_pass_takes_at_most_as_many_as_it_can(ask):
     squares = Squares(together=2)
     _, found = ask.joined(*[squares] * 5)
     assert found == {number: number * number for number in range(5)}
     assert max(map(len, squares.seen)) == 2
 
 
-def test_passes_of_another_kind_are_left_to_their_own_turn(ask):
+def test_other_passes_run_in_their_own_turn(ask):
     one, other = Squares(), Squares()
     _, found = ask.joined(one, other, one, other)
     assert found == {number: number * number for number in range(4)}
@@ -104,7 +104,7 @@ def test_passes_of_another_kind_are_left_to_their_own_turn(ask):
     assert {number % 2 for numbers in other.seen for number in numbers} == {1}
 
 
-def test_one_whose_part_fails_takes_nobody_with_it(ask, caplog):
+def test_a_failing_request_of_a_pass_fails_alone(ask, caplog):
     squares = Squares(bad=(2,))
     queue, found = ask.joined(*[squares] * 4)
     assert isinstance(found.pop(2), RuntimeError) and found == {0: 0, 1: 1, 3: 9}
@@ -112,7 +112,7 @@ def test_one_whose_part_fails_takes_nobody_with_it(ask, caplog):
     assert not queue.inside
 
 
-def test_whoever_is_cancelled_in_a_pass_leaves_when_it_has_ended(ask):
+def test_a_request_cancelled_in_a_pass_ends_after_it(ask):
     """Its cache is written to until then: a conversation would have kept half a token of it."""
     squares, cancel = Squares(), {number: threading.Event() for number in range(3)}
     queue, threads, found = ask(*[squares] * 3, cancels=cancel)
@@ -154,7 +154,7 @@ def test_each_is_charged_for_its_share_of_a_pass(ask, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KNOWN)
-def test_rows_of_several_say_what_they_say_alone(stored_for, kind):
+def test_rows_of_several_requests_give_what_each_gives_alone(stored_for, kind):
     """Contexts of several lengths, one or more tokens of each, one of them thinned out, and all beyond their room."""
     engine = stored_for(kind).engine
     rows = FewRows(engine.runtime.decoder, {})
@@ -240,7 +240,7 @@ def test_an_answer_alone_has_passes_of_its_own(stored, rows):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_answers_are_those_that_each_has_alone_whoever_comes_and_goes(stored, rows, seed):
+def test_answers_are_the_same_whichever_requests_run_beside_them(stored, rows, seed):
     """Twelve requests begin, end and are cancelled at random, at most eight of them at once."""
     engine, draw, told = stored.engine, random.Random(seed), []
     lengths = [draw.randrange(12, 40) for _ in range(12)]
@@ -281,7 +281,7 @@ def test_answers_are_those_that_each_has_alone_whoever_comes_and_goes(stored, ro
     assert max(rows.sizes) >= 3 and engine.runtime.queue.inside == 0
 
 
-def test_a_stream_that_nobody_reads_stalls_nobody(stored, rows):
+def test_an_unread_stream_blocks_no_other_request(stored, rows):
     engine = stored.engine
     prompt, options = asked_of(0)
     expected = engine.generate(prompt, max_new_tokens=20, **options).text
@@ -310,7 +310,7 @@ def ask_four(engine, tokens=30):
         return [each.result(60) for each in work]
 
 
-def test_a_pass_that_fails_once_costs_no_answer(stored, rows, monkeypatch):
+def test_a_pass_that_fails_once_is_retried(stored, rows, monkeypatch):
     """All four of it would have been told that the device failed, in the middle of their answers."""
     engine, left = stored.engine, [3]
     expected = [
@@ -327,7 +327,7 @@ def test_a_pass_that_fails_once_costs_no_answer(stored, rows, monkeypatch):
     assert ask_four(engine) == expected and not left and 4 in rows.sizes
 
 
-def test_a_device_that_fails_for_good_is_told_to_each(stored, rows, monkeypatch):
+def test_a_device_that_keeps_failing_is_reported_to_each_request(stored, rows, monkeypatch):
     """Each has shown a word already; what is asked next is answered by the model that is there."""
     engine, run = stored.engine, rows.run_together
 

@@ -27,7 +27,7 @@ def test_every_layer_is_loaded_once_a_chunk_and_computed(traced, method):
     assert len(of(report.trace, "head")) == len(of(report.trace, "lookup")) == 1
 
 
-def test_a_layer_is_never_computed_before_it_is_there(traced):
+def test_a_layer_is_never_computed_before_it_is_loaded(traced):
     """The wait lies inside its layer's compute, and ends after that layer's last load."""
     trace = traced.prefill(make_prompt(TEXTS), method="reuse").report.trace
     waits = {event.layer: event for event in of(trace, "stall")}
@@ -66,7 +66,7 @@ class ClockedLane(StagedTransfers):
         self.done = True
 
 
-def test_what_streams_did_has_the_streams_times_and_is_asked_for_when_they_are_done(traced, monkeypatch):
+def test_device_work_has_the_times_of_its_stream(traced, monkeypatch):
     transfers = ClockedLane()
     monkeypatch.setattr(traced.runtime, "transfers", transfers)
     trace = traced.prefill(make_prompt(TEXTS), method="reuse").report.trace

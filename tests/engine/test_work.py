@@ -51,7 +51,7 @@ class Work(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("method", RECORDED)
-def test_a_prefill_does_no_more_than_it_did(stored, method):
+def test_a_prefill_makes_no_more_calls_than_recorded(stored, method):
     prompt, ratio = chat(stored, TEXTS), {} if method in ("full", "reuse") else {"ratio": 0.15}
     for _ in range(2):  # the first builds what is kept
         with Work() as work:
@@ -67,7 +67,7 @@ def test_a_prefill_does_no_more_than_it_did(stored, method):
     assert passes["compute"] == layers and passes["probe"] == (layers if method == "probe-shift" else 0)
 
 
-def test_before_an_accelerator_a_passage_more_is_one_copy_more_a_layer(stored, monkeypatch):
+def test_each_passage_adds_one_copy_a_layer_on_an_accelerator(stored, monkeypatch):
     """There calls take longer than the device: what was copied is unpacked for all passages together."""
     monkeypatch.setattr(stored.engine.runtime, "transfers", StagedTransfers())
     layers, calls = stored.engine.runtime.decoder.geometry.layers, []

@@ -1,6 +1,7 @@
 """Imports run down only, the engine and the store know no framework, and importing ragblend costs nothing."""
 
 import ast
+import graphlib
 import shutil
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,11 @@ LATE_LIBRARIES = {"platformdirs", "llguidance", "redis", "obstore"}
 OPTIONAL_LIBRARIES = {"isal"}
 HEAVY = {"chromadb", "gradio", "langchain", "langchain_core", "llama_index", "torch", "transformers"}
 LINT_IMPORTS = Path(sys.executable).parent / "lint-imports"
+# Modules of one role that know each other, until the store is one.
+KNOWN_CIRCLES = (
+    {"ragblend.kvstore.chunks", "ragblend.kvstore.keys"},
+    {f"ragblend.kvstore.{name}" for name in ("memory", "remote", "store", "tree", "upkeep", "uses")},
+)
 
 
 def imported_roots(tree: ast.AST, late: bool) -> Iterator[str]:
@@ -55,6 +61,52 @@ def test_foreign_imports_are_seen_inside_functions_and_classes(tmp_path) -> None
     (tmp_path / "early.py").write_text("import json, torch\nclass Model:\n    import gradio\n")
     assert foreign_imports(tmp_path, late=False) == {"early.py": {"gradio"}}
     assert foreign_imports(tmp_path, late=True) == {"early.py": {"gradio"}, "late.py": {"llama_index"}}
+
+
+def imports_within(root: Path, folders: tuple[str, ...]) -> dict[str, set[str]]:
+    """Which of the folders' modules each of them imports, in functions and for types only, too."""
+    names = dict[str, Path]()
+    for path in (path for folder in folders for path in sorted((root / folder).rglob("*.py"))):
+        parts = path.relative_to(root).with_suffix("").parts
+        names[".".join(("ragblend", *parts)).removesuffix(".__init__")] = path
+    found = {name: set[str]() for name in names}
+    for name, path in names.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+                found[name] |= submodules & names.keys() or {node.module} & names.keys()
+            elif isinstance(node, ast.Import):
+                found[name] |= {alias.name for alias in node.names} & names.keys()
+    return found
+
+
+def circle_in(imports: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle; none if there is no circle."""
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_modules_import_each_other_in_no_circle(repo) -> None:
+    imports = imports_within(repo, ("engine", "integrations", "kvstore"))
+    assert len(imports) > 50
+    for circle in KNOWN_CIRCLES:
+        for name in circle & imports.keys():
+            imports[name] -= circle
+    assert circle_in(imports) == []
+
+
+def test_circles_are_seen_for_types_and_inside_functions(tmp_path) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "one.py").write_text("def late():\n    from ragblend.engine import two\n")
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ragblend.engine.one import late\n"
+    (tmp_path / "engine" / "two.py").write_text(typed)
+    assert set(circle_in(imports_within(tmp_path, ("engine",)))) == {
+        "ragblend.engine.one",
+        "ragblend.engine.two",
+    }
 
 
 @pytest.fixture

@@ -154,7 +154,7 @@ def test_what_is_asked_when_the_collection_is_gone_is_no_later_keys(served) -> N
     desk.workspaces.create("dora")
     served.keys["dora"] = known.add(Client("dora", ("dora",)))
     served.engine.finish_background()
-    runtime.chores.add(lambda: begun.wait(SOON_S))
+    runtime.background.add(lambda: begun.wait(SOON_S))
     for passages in ((LEDGER, LIGHT), (LIGHT, LEDGER), (LEDGER, LIGHT)):
         assert served.chat("\n\n".join([*passages, "Who kept the ledgers?"]), "dora").status_code == 200
     desk.remove_collection("dora")

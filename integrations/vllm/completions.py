@@ -1,85 +1,84 @@
-"""OpenAI's completions interface as vLLM serves it, for prompts of token ids: a connection a request, named errors."""
+"""HTTP client of vLLM's completions API, for prompts of token ids: one connection per request, named errors."""
 
 import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
+from ragblend.engine.scheduling.queue import POLL_S, Cancel
 from ragblend.kvstore.errors import Cancelled, ModelServerError, PromptTooLongError, UsageError
 
 KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name for it
-SESSION_HEADER = "X-Session-ID"  # vLLM's router's (`--policy consistent_hash`)
+SESSION_HEADER = "X-Session-ID"  # of vLLM's router (`--policy consistent_hash`)
 CONNECT_S = 10.0
-SILENCE_S = 600.0  # before a token: a long prompt behind others
-POLL_S = 0.05
-_TOO_LONG = ("maximum context length", "max_model_len")  # in vLLM's words
-Stopped = Callable[[], bool]
+SILENCE_S = 600.0  # before a token: a long prompt after others
+_TOO_LONG = ("maximum context length", "max_model_len")  # in vLLM's messages
 
 
 class Completions:
-    """url: as `server_url` gives it. Safe for threads. What goes wrong is a ModelServerError that names the url."""
+    """The API at a url, as `server_url` returns it. Safe for threads. Failures are ModelServerErrors with the url."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self._parts = urlsplit(url)
 
-    def get(self, path: str, stopped: Stopped | None = None) -> Any:
-        """The JSON at that path, which is there at once if at all."""
-        return self._whole("GET", path, None, stopped, CONNECT_S)
+    def get(self, path: str, cancel: Cancel | None = None) -> Any:
+        """The JSON at that path, which must come at once."""
+        return self._whole("GET", path, None, cancel, CONNECT_S)
 
     def post(
         self,
         path: str,
         body: dict[str, Any],
-        stopped: Stopped | None = None,
+        cancel: Cancel | None = None,
         session: str | None = None,
         silence_s: float = SILENCE_S,
     ) -> Any:
-        """What that is answered with, as JSON. Raises Cancelled when stopped() says so, and as `stream` does.
+        """The JSON answer. Raises as `stream` does.
 
-        session: where several servers are behind one url, a router sends what has the same to the same.
+        session: a router in front of several servers sends requests of one session to one server.
         """
-        return self._whole("POST", path, body, stopped, silence_s, session)
+        return self._whole("POST", path, body, cancel, silence_s, session)
 
     def stream(
-        self, body: dict[str, Any], stopped: Stopped | None = None, session: str | None = None
+        self, body: dict[str, Any], cancel: Cancel | None = None, session: str | None = None
     ) -> Generator[dict[str, Any]]:
-        """The events of a streamed completion; closing the generator ends the work at the server.
+        """The events of a streamed completion; closing the generator ends the request at the server.
 
-        Raises Cancelled when stopped() says so, PromptTooLongError, UsageError for what the server refuses.
+        Raises Cancelled, PromptTooLongError, and UsageError for what the server refuses.
         """
         streamed = body | {"stream": True}
-        with closing(self._answer("POST", "/v1/completions", streamed, stopped, SILENCE_S, session)) as lines:
+        with closing(self._answer("POST", "/v1/completions", streamed, cancel, SILENCE_S, session)) as lines:
             for line in lines:
                 said = line.removeprefix(b"data: ").strip()
                 if said == b"[DONE]":
                     return
                 if line.startswith(b"data: "):
                     yield self._event(said)
-        raise self._gone(begun=True)
+        raise self._disconnected(begun=True)
 
     def _whole(
         self,
         method: str,
         path: str,
         body: dict[str, Any] | None,
-        stopped: Stopped | None,
+        cancel: Cancel | None,
         silence_s: float,
         session: str | None = None,
     ) -> Any:
-        with closing(self._answer(method, path, body, stopped, silence_s, session)) as lines:
+        with closing(self._answer(method, path, body, cancel, silence_s, session)) as lines:
             return self._json(b"".join(lines))
 
     def _event(self, said: bytes) -> dict[str, Any]:
-        """Raises what a stream says in the place of a status: its own is sent before the request is looked at."""
+        """Raises the error of an event: the status of a stream is sent before the request is checked."""
         event: dict[str, Any] = self._json(said)
         if "error" in event:
-            error = event["error"]  # of some proxies a text
+            error = event["error"]  # some proxies send a text
             raise self._refused(error.get("code") if isinstance(error, dict) else None, said)
         return event
 
@@ -88,7 +87,7 @@ class Completions:
             return json.loads(said)
         except ValueError as error:
             raise ModelServerError(
-                f"what answers at {self.url} is no vLLM: it said {said[:80]!r} in the place of JSON"
+                f"what answers at {self.url} is no vLLM: it sent {said[:80]!r} instead of JSON"
             ) from error
 
     def _answer(
@@ -96,11 +95,11 @@ class Completions:
         method: str,
         path: str,
         body: dict[str, Any] | None,
-        stopped: Stopped | None,
+        cancel: Cancel | None,
         silence_s: float,
         session: str | None,
     ) -> Generator[bytes]:
-        """The lines of the answer. Errors of the connection are named here, and nobody else's can get in."""
+        """The lines of the answer. Errors of the connection become ModelServerErrors."""
         connection, begun = self._connection(), False
         headers = {"Content-Type": "application/json", **_authorization()}
         if session is not None:
@@ -108,7 +107,7 @@ class Completions:
         try:
             connection.connect()
             connection.sock.settimeout(silence_s)
-            with _hung_up(connection.sock, stopped):
+            with _disconnecting(connection.sock, cancel):
                 connection.request(
                     method, self._parts.path + path, None if body is None else json.dumps(body), headers
                 )
@@ -117,16 +116,16 @@ class Completions:
                         raise self._refused(response.status, response.read(100_000))
                     begun = True
                     yield from response
-            if stopped is not None and stopped():
+            if cancel is not None and cancel.is_set():
                 raise Cancelled("the answer was cancelled")
-        except (OSError, HTTPException, UnicodeError) as error:  # the last one of a host or path that is none
-            if stopped is not None and stopped():
+        except (OSError, HTTPException, UnicodeError) as error:  # UnicodeError: an invalid host or path
+            if cancel is not None and cancel.is_set():
                 raise Cancelled("the answer was cancelled") from error
-            raise self._gone(begun, error) from error
+            raise self._disconnected(begun, error) from error
         finally:
             connection.close()
 
-    def _gone(self, begun: bool, error: BaseException | None = None) -> ModelServerError:
+    def _disconnected(self, begun: bool, error: BaseException | None = None) -> ModelServerError:
         said = "" if error is None else f" ({type(error).__name__}: {error})"
         if begun:
             return ModelServerError(
@@ -145,7 +144,7 @@ class Completions:
         said = _message(body)
         if status in (401, 403):
             return ModelServerError(
-                f"the server at {self.url} wants another API key than {KEY_VARIABLE} in the environment has: {said}"
+                f"the server at {self.url} rejects the API key in the environment variable {KEY_VARIABLE}: {said}"
             )
         if status in (400, 422):
             if any(words in said for words in _TOO_LONG):
@@ -155,17 +154,17 @@ class Completions:
 
 
 def _authorization() -> dict[str, str]:
-    """Raises ModelServerError for a key that no header can hold, without showing it."""
+    """Raises ModelServerError for a key that is not valid in a header, without showing it."""
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise ModelServerError(
-            f"{KEY_VARIABLE} in the environment holds characters that no API key has; set it to the server's key alone"
+            f"{KEY_VARIABLE} in the environment holds characters that no API key has; set it to the server's key only"
         )
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _message(said: bytes) -> str:
-    """What an error says, in whichever form."""
+    """The text of an error, in whichever form it was sent."""
     try:
         found = json.loads(said)
         return str((found.get("error") or found)["message"])[:500]
@@ -174,18 +173,18 @@ def _message(said: bytes) -> str:
 
 
 @contextmanager
-def _hung_up(connected: socket.socket, stopped: Stopped | None) -> Iterator[None]:
-    """Within it, the connection is shut when stopped() says so: whoever reads from it sees its end."""
-    if stopped is None:
+def _disconnecting(connected: socket.socket, cancel: Cancel | None) -> Iterator[None]:
+    """Shut the connection down when the request is cancelled: its reader then sees the end."""
+    if cancel is None:
         yield
         return
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(POLL_S):
-            if stopped():
+            if cancel.is_set():
                 with suppress(OSError):  # it has ended by itself
-                    # Not an SSLSocket's own, which takes the connection from under its reader.
+                    # Not SSLSocket's own method, which takes the connection from under its reader.
                     socket.socket.shutdown(connected, socket.SHUT_RDWR)
                 return
 

@@ -1,6 +1,4 @@
-"""An engine whose model a vLLM has, against a server that says what a vLLM says; a real one is asked in
-`tests/integrations/vllm`.
-"""
+"""The client of a vLLM server, against a fake server; the other tests of this folder need vLLM, these do not."""
 
 import logging
 import math
@@ -10,15 +8,16 @@ import traceback
 from dataclasses import replace
 
 import pytest
+import tiny_models
 import vllm_fake
 from benches import make_prompt, make_text
 from waiting import until
 
-from ragblend.engine.completions import Completions
-from ragblend.engine.engine import Engine
+from ragblend.engine.engine import Engine, loaded_here
 from ragblend.engine.model.gate import TEXT
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
-from ragblend.engine.served import ServedNodes
+from ragblend.integrations.vllm.client import ServerNodeEncoder
+from ragblend.integrations.vllm.completions import Completions
 from ragblend.kvstore.errors import (
     Cancelled,
     ModelServerError,
@@ -31,11 +30,16 @@ TEXTS = [make_text(seed) for seed in range(3)]
 ASKED = make_prompt(TEXTS)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_models.save_model("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
 @pytest.fixture
-def opened(model_folder, llama, tmp_path):
-    """An engine, and the server that has its model."""
-    folder = model_folder("llama")
-    with vllm_fake.serve(folder, llama.engine.runtime.tokenizing.literal_ids) as server:
+def opened(folder, tmp_path):
+    """The client, and the server that has its model."""
+    literal_ids = Engine.open(str(folder), tmp_path / "home").runtime.tokenizing.literal_ids
+    with vllm_fake.serve(folder, literal_ids) as server:
         engine = Engine.open(str(folder), tmp_path / "home", backend="vllm", url=f"{server.url}/v1/")
         yield engine, server
         engine.close()
@@ -45,7 +49,7 @@ def ids_of(engine, text):
     return engine.runtime.tokenizing.passage_ids(text)
 
 
-def test_a_prompt_goes_as_token_ids_and_comes_back_as_text(opened):
+def test_a_prompt_is_sent_as_token_ids_and_answered_as_text(opened):
     engine, server = opened
     server.answer = [*ids_of(engine, "The harbour master kept two ledgers"), 2]
     prompt, pieces = engine.tokenize(ASKED), []
@@ -63,16 +67,16 @@ def test_a_prompt_goes_as_token_ids_and_comes_back_as_text(opened):
     assert "method" not in wish, "the server reads so by itself, and may use its cache"
 
 
-def test_no_memory_is_taken_for_kv_that_is_read_elsewhere(opened, monkeypatch):
+def test_the_client_takes_no_memory_for_kv(opened, monkeypatch):
     """Asking a device what is free makes a context there, of some hundred MB that vLLM has counted as its own."""
     engine, _ = opened
     monkeypatch.setattr(
-        "ragblend.engine.runtime.memory_tiers", lambda *args: pytest.fail("the device was asked")
+        "ragblend.engine.model.device.free_bytes", lambda *args: pytest.fail("the device was asked")
     )
     assert engine.runtime.store.tiers == ()
 
 
-def test_the_report_says_what_the_connector_says(opened):
+def test_the_report_is_the_connectors(opened):
     engine, server = opened
     tokens = len(engine.tokenize(ASKED).token_ids)
     server.told["served"] = [["f", tokens - 28], ["r", 20], ["c", 5], ["m", 3]]
@@ -84,7 +88,7 @@ def test_the_report_says_what_the_connector_says(opened):
     assert 0 < report.timings.ttft_ms <= report.timings.total_ms
 
 
-def test_what_vllm_had_in_its_cache_was_reused(opened):
+def test_tokens_in_vllms_cache_count_as_reused(opened):
     engine, server = opened
     prompt = engine.tokenize(ASKED)
     (_, stop), *_ = prompt.places
@@ -95,7 +99,7 @@ def test_what_vllm_had_in_its_cache_was_reused(opened):
     assert report.hits == 1 and report.method == "full"
 
 
-def test_a_report_that_the_server_has_not_is_unknown(opened):
+def test_a_missing_report_is_a_warning(opened):
     """Of several engines behind one address another one may have answered."""
     engine, server = opened
     server.told = None
@@ -110,7 +114,7 @@ def test_a_report_that_the_server_has_not_is_unknown(opened):
         ({"one_sentence": True}, "The harbour master kept two ledgers."),
     ],
 )
-def test_an_answer_that_has_ended_is_not_waited_for(opened, options, text):
+def test_the_stream_is_closed_when_the_text_has_ended(opened, options, text):
     engine, server = opened
     server.answer = ids_of(engine, "The harbour master kept two ledgers. And wrote the names of the ships")
     server.hold = len(server.answer) - 1
@@ -119,7 +123,7 @@ def test_an_answer_that_has_ended_is_not_waited_for(opened, options, text):
     assert server.left.wait(60), "the server was told"
 
 
-def test_log_probabilities_are_those_of_ids(opened):
+def test_log_probabilities_have_token_ids(opened):
     engine, _ = opened
     result = engine.generate(ASKED, logprobs=2)
     assert len(result.logprobs) == 2, "the end token has none"
@@ -127,7 +131,7 @@ def test_log_probabilities_are_those_of_ids(opened):
     assert result.logprobs[0].most_likely == ((3, -0.25), (7, -0.5))
 
 
-def test_full_prefill_and_other_methods_are_asked_for(opened):
+def test_full_prefill_and_other_methods_are_requested(opened):
     engine, server = opened
     report = engine.prefill(ASKED, method="full").report
     assert report.timings.prefill_ms > 0
@@ -137,7 +141,7 @@ def test_full_prefill_and_other_methods_are_asked_for(opened):
     assert (other["method"], other["ratio"]) == ("cacheblend", 0.3)
 
 
-def test_passages_of_another_collection_are_named_as_its_own(opened):
+def test_the_collection_with_most_tokens_is_requested(opened):
     engine, server = opened
     theirs = [Chunk(text, collection="theirs") for text in TEXTS]
     engine.generate(Prompt([Literal("Passages: "), theirs[0], theirs[1], Chunk(TEXTS[2]), Literal(" Who?")]))
@@ -156,18 +160,18 @@ def test_missing_passages_are_encoded_behind_the_canonical_prefix(opened):
     assert wish["encode"] is True and wish["spans"] == [[len(prefix), len(prefix) + len(passage)]]
 
 
-def test_who_closes_waits_for_no_server(opened, monkeypatch):
+def test_closing_does_not_wait_for_the_server(opened, monkeypatch):
     engine, _ = opened
     engine.generate(make_prompt(TEXTS[:1]))
     engine.finish_background()
     begun, post = threading.Event(), engine.runtime.server.post
 
-    def silent(path, body, leave, *more):
+    def silent(path, body, cancel, *more):
         if "encode" not in body["kv_transfer_params"]:
-            return post(path, body, leave, *more)
+            return post(path, body, cancel, *more)
         begun.set()
-        until(leave)
-        raise Cancelled("it was left")
+        until(cancel.is_set)
+        raise Cancelled("it was cancelled")
 
     monkeypatch.setattr(engine.runtime.server, "post", silent)
     engine.generate(make_prompt(TEXTS[1:2]))
@@ -175,7 +179,7 @@ def test_who_closes_waits_for_no_server(opened, monkeypatch):
     engine.close()
 
 
-def test_passages_are_encoded_by_the_server_and_named_here(opened):
+def test_the_server_encodes_passages_that_are_named_here(opened):
     engine, server = opened
     done = []
     report = engine.encode(TEXTS, ["a", "b", "c"], lambda *counts: done.append(counts))
@@ -188,7 +192,7 @@ def test_passages_are_encoded_by_the_server_and_named_here(opened):
         engine.encode(TEXTS, prefix="another")
 
 
-def test_kv_of_a_node_that_was_deleted_meanwhile_does_not_stay(opened, monkeypatch):
+def test_kv_of_a_node_that_is_deleted_while_the_server_encodes_it_is_deleted(opened, monkeypatch):
     engine, _ = opened
     engine.enter(TEXTS[:1], ["a"])
     assert engine.gate.passed
@@ -213,7 +217,7 @@ def sessions_of(engine, server, prompt) -> set[str]:
     return set(server.sessions)
 
 
-def test_a_router_sends_what_has_the_same_passages_to_the_same_server(opened):
+def test_prompts_with_the_same_passages_have_one_session(opened):
     """In any order, in later turns, and the passage where it is encoded; what has no passages goes anywhere."""
     engine, server = opened
     (session,) = sessions_of(engine, server, ASKED)
@@ -227,7 +231,7 @@ def test_a_router_sends_what_has_the_same_passages_to_the_same_server(opened):
     assert len(set.union(*plain)) == 2, "one for an answer with its report"
 
 
-def test_prompts_that_share_most_passages_mostly_go_to_one_server(opened):
+def test_prompts_that_share_most_passages_mostly_have_one_session(opened):
     """Four of five: two of three times, by MinHash, and by the first passage alone never."""
     engine, server = opened
     texts = [make_text(seed) for seed in range(64)]
@@ -238,7 +242,7 @@ def test_prompts_that_share_most_passages_mostly_go_to_one_server(opened):
     assert same >= 8
 
 
-def test_plain_vllm_answers_and_that_is_said_once(opened, caplog):
+def test_a_server_without_connector_answers_with_one_warning(opened, caplog):
     engine, server = opened
     server.about = None
     with caplog.at_level(logging.WARNING, "ragblend"):
@@ -250,7 +254,7 @@ def test_plain_vllm_answers_and_that_is_said_once(opened, caplog):
     assert engine.encode(TEXTS).encoded == 0
 
 
-def test_a_connector_that_refuses_says_why(opened):
+def test_a_refusal_of_the_connector_is_reported(opened):
     engine, server = opened
     server.about = vllm_fake.ABOUT | {"refusal": "the layers of Odd have no attention"}
     assert engine.gate.reason == "the layers of Odd have no attention"
@@ -270,17 +274,17 @@ def after(engine, server):
     assert engine.generate(ASKED).token_ids == (7, 8, 9)
 
 
-def test_a_server_that_is_not_there(model_folder, tmp_path):
+def test_an_unreachable_server_is_named(folder, tmp_path):
     with vllm_fake.serve(".", lambda text: []) as server:
         url = server.url
-    engine = Engine.open(str(model_folder("llama")), tmp_path, backend="vllm", url=url)
+    engine = Engine.open(str(folder), tmp_path, backend="vllm", url=url)
     for ask in (lambda: engine.generate(ASKED), lambda: engine.stream(ASKED), lambda: engine.gate):
         with pytest.raises(ModelServerError, match="Is vLLM running there"):
             ask()
     assert engine.count_tokens("what needs no server") and engine.forget(["a"]) == 0
 
 
-def test_another_model_than_asked(opened):
+def test_a_server_of_another_model_is_refused(opened):
     engine, server = opened
     ours, server.cards = (
         server.cards,
@@ -313,7 +317,7 @@ def test_a_prompt_beyond_the_servers_window_is_never_sent(opened):
         ((500, "EngineCore encountered an issue"), ModelServerError, "status 500"),
     ],
 )
-def test_a_refusal_is_named(opened, status, error, said):
+def test_errors_of_the_server_have_their_own_classes(opened, status, error, said):
     engine, server = opened
     server.status = status
     with pytest.raises(error, match=said):
@@ -321,7 +325,7 @@ def test_a_refusal_is_named(opened, status, error, said):
     after(engine, server)
 
 
-def test_the_key_is_that_of_the_environment(opened, monkeypatch):
+def test_the_api_key_comes_from_the_environment(opened, monkeypatch):
     engine, server = opened
     server.key = "right"
     monkeypatch.setenv("VLLM_API_KEY", "wrong")
@@ -332,7 +336,7 @@ def test_the_key_is_that_of_the_environment(opened, monkeypatch):
     assert engine.generate(ASKED).token_ids == (7, 8, 9)
 
 
-def test_a_key_that_none_can_be_is_named_and_not_shown(opened, monkeypatch):
+def test_an_invalid_api_key_is_refused_and_not_shown(opened, monkeypatch):
     """It was a traceback with the key in it."""
     engine, server = opened
     server.key = "right"
@@ -345,13 +349,13 @@ def test_a_key_that_none_can_be_is_named_and_not_shown(opened, monkeypatch):
         assert "cret" not in "".join(traceback.format_exception(raised.value))
 
 
-def test_an_address_that_cannot_be_one_is_named(opened):
+def test_an_invalid_address_is_named(opened):
     for url in ("http://gpu..local:8000", f"{opened[1].url}/\xe4"):
         with pytest.raises(ModelServerError, match="is that its address"):
             Completions(url).get("/v1/models")
 
 
-def test_a_server_that_dies_within_an_answer(opened):
+def test_a_server_that_dies_during_an_answer_is_named(opened):
     engine, server = opened
     server.answer, server.breaks = ids_of(engine, "The harbour master kept two ledgers"), 4
     stream, pieces = engine.stream(ASKED), []
@@ -362,7 +366,7 @@ def test_a_server_that_dies_within_an_answer(opened):
     after(engine, server)
 
 
-def test_a_server_that_failed_is_asked_anew_what_it_is(opened):
+def test_after_a_failure_the_server_is_asked_again_what_it_is(opened):
     engine, server = opened
     assert engine.context_window == 512
     server.cards["data"][0]["max_model_len"], server.breaks = 400, 1
@@ -374,7 +378,7 @@ def test_a_server_that_failed_is_asked_anew_what_it_is(opened):
 @pytest.mark.parametrize(
     "status", [(503, "Server is overloaded"), (429, "Too many requests"), (400, "no such parameter")]
 )
-def test_an_answer_is_not_lost_with_its_report(opened, status):
+def test_a_failed_report_does_not_lose_the_answer(opened, status):
     """It is asked for after the stream, and a refusal there was raised in the place of the answer."""
     engine, server = opened
     server.told_status = status
@@ -386,7 +390,7 @@ def test_an_answer_is_not_lost_with_its_report(opened, status):
     assert report.warning is None and report.tokens.reused == 20
 
 
-def test_a_report_that_does_not_come_is_cancelled_as_an_answer_is(opened):
+def test_waiting_for_a_report_can_be_cancelled(opened):
     engine, server = opened
     server.told_late, cancel = True, threading.Event()
     timer = threading.Timer(0.5, cancel.set)
@@ -409,7 +413,7 @@ class Asked(threading.Event):
         return super().is_set()
 
 
-def test_a_busy_server_that_is_asked_what_it_is_keeps_nobody(opened):
+def test_waiting_for_a_busy_server_can_be_cancelled(opened):
     """The first question waited ten minutes, whatever its cancel and deadline said, and all others behind it."""
     engine, server = opened
     server.silent, ends = True, {}
@@ -440,33 +444,33 @@ def test_a_busy_server_that_is_asked_what_it_is_keeps_nobody(opened):
     after(engine, server)
 
 
-def test_a_server_that_does_not_say_what_it_is_is_given_up(opened, monkeypatch):
+def test_a_silent_server_is_given_up(opened, monkeypatch):
     engine, server = opened
     server.silent = True
-    monkeypatch.setattr("ragblend.engine.served.INTRODUCTION_S", 0.2)
+    monkeypatch.setattr("ragblend.integrations.vllm.server.INTRODUCTION_S", 0.2)
     with pytest.raises(ModelServerError, match="no answer from the server"):
         engine.generate(ASKED)
     server.silent = False
     after(engine, server)
 
 
-def test_a_passage_that_waits_for_a_silent_server_is_given_up_by_closing(opened):
+def test_closing_cancels_encoding_by_a_silent_server(opened):
     engine, server = opened
     server.silent = True
-    ServedNodes(engine.runtime, "default").add_chore(engine.tokenize(ASKED).chunks[0])
+    ServerNodeEncoder(engine.runtime, "default").queue_encoding(engine.tokenize(ASKED).chunks[0])
     assert server.asking.wait(60)
     engine.close()
     assert server.left.wait(60)
 
 
-def test_what_a_stream_says_in_the_place_of_a_status(opened):
+def test_an_error_event_of_a_stream_is_raised(opened):
     engine, server = opened
     server.fails = {"message": "Grammar error: no such rule", "code": 400}
     with pytest.raises(UsageError, match="no such rule"):
         engine.generate(ASKED)
 
 
-def test_what_is_no_vllm(opened, monkeypatch):
+def test_a_server_that_is_no_vllm_is_named(opened, monkeypatch):
     engine, server = opened
 
     def page(handler, value):
@@ -485,12 +489,12 @@ def test_what_is_no_vllm(opened, monkeypatch):
 @pytest.mark.parametrize(
     "url", ["ftp://127.0.0.1", "127.0.0.1:8000", "http://", "http://a:port", "http://me:secret@a", ""]
 )
-def test_a_url_that_is_none(model_folder, tmp_path, url):
+def test_an_invalid_url_or_backend_is_refused(folder, tmp_path, url):
     if url:
         with pytest.raises(UsageError, match=r"^(?!.*secret).*looks like http"):
-            Engine.open(str(model_folder("llama")), tmp_path, backend="vllm", url=url)
+            Engine.open(str(folder), tmp_path, backend="vllm", url=url)
     with pytest.raises(UsageError, match="'tgi' is unknown"):
-        Engine.open(str(model_folder("llama")), tmp_path, backend="tgi", url=url)
+        Engine.open(str(folder), tmp_path, backend="tgi", url=url)
 
 
 def test_a_cancelled_answer_ends_at_the_server_too(opened):
@@ -503,20 +507,24 @@ def test_a_cancelled_answer_ends_at_the_server_too(opened):
         engine.generate(ASKED, deadline=0.0)
 
 
-def test_what_a_server_has_not_is_refused_by_name(opened):
+def test_what_a_server_cannot_do_is_refused_by_name(opened):
     engine, server = opened
-    read = engine.prefill(ASKED)
-    for name, refused in {
-        "answering": lambda: engine.decode(read),
-        "comparing": lambda: engine.continue_logits(read, [7]),
-        "measuring": engine.profile,
-    }.items():
-        with pytest.raises(UnsupportedModelError, match=name):
-            refused()
+    engine.prefill(ASKED)
+    with pytest.raises(UnsupportedModelError, match="comparing logits cannot be had from vLLM at"):
+        loaded_here(engine, "comparing logits")
     for options in ({"keep_tokens": 9}, {"repetition_penalty": 1.1}):
         with pytest.raises(UsageError, match=f"{next(iter(options))} cannot be had"):
             engine.generate(ASKED, **options)
     assert len(server.asked) == 1 and engine.known_profile is None and not engine.measures_answers
+
+
+def test_the_last_of_staged_prompts_is_answered(opened):
+    engine, server = opened
+    stages = [make_prompt(TEXTS[:1]), ASKED]
+    assert engine.stream_staged(iter(stages)).result.token_ids == (7, 8, 9)
+    assert [body["prompt"] for body in server.asked] == [list(engine.tokenize(ASKED).token_ids)]
+    with pytest.raises(UsageError, match="no prompt came"):
+        list(engine.stream_staged([]))
 
 
 def test_engines_of_one_server_share_what_they_know(opened):

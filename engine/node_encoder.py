@@ -1,0 +1,158 @@
+"""Encodes the KV of nodes with the model that is loaded here: now, in the background, or one after the other."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+from ragblend.engine.encode import ChunkEncoder
+from ragblend.engine.nodes import NodeEncoder, TokenIds, UnencodedNode, log
+from ragblend.engine.prompts.segments import Chunk
+from ragblend.engine.runtime import Runtime
+from ragblend.engine.scheduling.order import Claim
+from ragblend.engine.scheduling.queue import PATIENCE_S, CallbackCancel, Cancel, DeviceTurn
+from ragblend.engine.scheduling.recovery import retry_after_device_failure
+from ragblend.kvstore.blob import file_nbytes
+from ragblend.kvstore.chunks import ChunkKV
+from ragblend.kvstore.errors import Cancelled, PromptTooLongError, StoreFullError
+from ragblend.kvstore.keys import ChunkKey
+
+
+class LocalNodeEncoder(NodeEncoder):
+    """Encodes with the model of a `Runtime`."""
+
+    _runtime: Runtime
+
+    def _encoder_after(self, prefix: TokenIds) -> Callable[[TokenIds, ChunkKey, str | None], int]:
+        return partial(self._encode_now, _PrefixedEncoder(self._runtime, prefix))
+
+    def _encode_now(
+        self, encoder: "_PrefixedEncoder", passage: TokenIds, key: ChunkKey, node_id: str | None
+    ) -> int:
+        if self.fetched(key, passage, encoder.prefix, node_id):
+            return 0
+        chunk = self._retrying(lambda: self._encode_in_turn(encoder, passage))
+        self.keep(key, chunk, node_id)
+        return len(passage)
+
+    def encode_missing(self, node_ids: Sequence[str], cancel: Cancel | None) -> Iterator[int]:
+        """A chunk is written while the next one is computed."""
+        runtime = self._runtime
+        encoder = _PrefixedEncoder(runtime, runtime.canonical_prefix)
+        runtime.judged()
+        computed: tuple[UnencodedNode, ChunkKV] | None = None  # not written yet
+        writing: Future[int] | None = None
+        with ThreadPoolExecutor(1, "ragblend-write") as writer:
+            try:
+                for node_id in node_ids:
+                    # Before the last one is written, which holds the store's lock.
+                    node = self._to_encode(node_id, computed[0].nbytes if computed is not None else 0)
+                    if node is None or (computed is not None and node.key == computed[0].key):
+                        if computed is not None:
+                            yield self._write(*computed)
+                            computed = None
+                        yield 0
+                        continue
+                    if not node.fits:
+                        break
+                    if computed is not None:
+                        writing, computed = writer.submit(self._write, *computed), None
+                    due = time.monotonic() + PATIENCE_S
+                    chunk = self._retrying(partial(self._encode_in_pause, encoder, node.passage, cancel, due))
+                    if writing is not None:
+                        yield writing.result()
+                    writing, computed = None, (node, chunk)
+            except (Cancelled, KeyboardInterrupt, PromptTooLongError):
+                if writing is not None:
+                    yield writing.result()
+                elif computed is not None:
+                    yield self._write(*computed)
+                raise
+            if computed is not None:
+                yield self._write(*computed)
+
+    def encode_later(self, chunk: Chunk, due: float) -> None:
+        """It is encoded alone, never taken from a fused cache."""
+        runtime = self._runtime
+        if runtime.loaded_now is None:  # the engine was closed after the answer
+            return
+        passage, prefix = chunk.encoded_ids, runtime.canonical_prefix
+        key = self._key_of(passage, prefix)
+        if key is None or self._is_stored(key):
+            return
+        nbytes = file_nbytes(runtime.fingerprint.geometry, len(passage), runtime.codec)
+        try:
+            with runtime.store_lock:
+                runtime.store.check_room(len(passage), nbytes)
+            if self._claim_named(chunk, key) and not self.fetched(key, passage, prefix, chunk.node_id):
+                encoder = _PrefixedEncoder(runtime, prefix, loads_model=False)
+                is_closed = CallbackCancel(lambda: runtime.loaded_now is None)
+                self.keep(key, self._encode_in_pause(encoder, passage, is_closed, due), chunk.node_id)
+        except Cancelled:
+            pass
+        except StoreFullError as error:  # the next question finds out whether there is room
+            log.warning("a passage has no KV for the next question: %s", error)
+
+    def prefetch(self, tokenized: Callable[[], Sequence[Chunk]]) -> None:
+        """Load the model if it is not loaded, and have the disk read the chunks' KV."""
+        runtime = self._runtime
+        if not runtime.judged().passed:
+            return
+        prefix = runtime.canonical_prefix
+        for chunk in tokenized():
+            collection = chunk.collection or self._collection
+            runtime.store.will_need(runtime.key_of(prefix, chunk.token_ids or (), collection))
+
+    def _retrying(self, encode: Callable[[], ChunkKV]) -> ChunkKV:
+        """If the device fails, try again with a model that is loaded again. Raises DeviceError."""
+        return retry_after_device_failure(self._runtime, lambda *_: encode())
+
+    def _encode_in_pause(
+        self, encoder: "_PrefixedEncoder", passage: TokenIds, cancel: Cancel | None, due: float
+    ) -> ChunkKV:
+        """Encode a passage while no request needs the device; after `due`, as a request among others."""
+        queue = self._runtime.queue
+        while time.monotonic() < due:
+            try:
+                with queue.turn(cancel, background=True, claim=Claim(deadline=due)) as turn:
+                    return encoder.encode(passage, turn, lambda: queue.has_waiting)
+            except Cancelled:  # a request came: the passage is encoded again after it
+                if cancel is not None and cancel.is_set():
+                    raise
+        return self._encode_in_turn(encoder, passage, cancel)
+
+    def _encode_in_turn(
+        self, encoder: "_PrefixedEncoder", passage: TokenIds, cancel: Cancel | None = None
+    ) -> ChunkKV:
+        """Encode a passage as a request among others, which get the device in between."""
+        with self._runtime.queue.turn(cancel, claim=Claim(shares=True, new_tokens=len(passage))) as turn:
+            return encoder.encode(passage, turn)
+
+    def _write(self, node: UnencodedNode, chunk: ChunkKV) -> int:
+        """The tokens stored: none if the node was deleted meanwhile."""
+        return len(node.passage) if self.keep(node.key, chunk, node.node_id) else 0
+
+
+class _PrefixedEncoder:
+    """Encodes after one prefix with the loaded model. loads_model: loads it again if it was closed meanwhile."""
+
+    def __init__(self, runtime: Runtime, prefix: TokenIds, loads_model: bool = True) -> None:
+        self._runtime, self.prefix, self._loads_model = runtime, prefix, loads_model
+        self._encoder: ChunkEncoder | None = None
+
+    def encode(
+        self, passage: TokenIds, turn: DeviceTurn, should_stop: Callable[[], bool] = lambda: False
+    ) -> ChunkKV:
+        """In that turn with the device. Raises Cancelled if the turn or should_stop() says so, or the model is gone."""
+        if not self._loads_model and self._runtime.loaded_now is None:
+            raise Cancelled("the model was closed")
+        decoder = self._runtime.decoder  # may load the model, which takes long
+        turn.between_layers()  # from here on the watchdog sees a hang
+        if self._encoder is None or not self._encoder.is_of(decoder):
+            self._encoder = ChunkEncoder(decoder, self.prefix)
+
+        def is_cancelled() -> bool:
+            turn.between_layers()
+            return should_stop()
+
+        return self._encoder.encode(passage, CallbackCancel(is_cancelled))

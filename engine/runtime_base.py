@@ -1,0 +1,293 @@
+"""What engines share wherever their model runs: tokenizer, store, node index and background tasks of one home."""
+
+import json
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar
+
+from ragblend.engine.config import EngineConfig
+from ragblend.engine.controller import DeviceProfile
+from ragblend.engine.model import load as model
+from ragblend.engine.model.checkpoints import tokenizer_digest
+from ragblend.engine.model.device import pick_device, pick_dtype
+from ragblend.engine.model.gate import GateVerdict
+from ragblend.engine.prompts.tokenizing import LONG_CHARACTERS, MAX_TOKEN_CHARACTERS, Tokenizing
+from ragblend.engine.prompts.tools import CallFormat, call_format
+from ragblend.engine.scheduling.background import BackgroundTasks
+from ragblend.kvstore.codec import RAW, Codec, codec_named
+from ragblend.kvstore.errors import PromptTooLongError
+from ragblend.kvstore.files import replace_durably
+from ragblend.kvstore.fingerprint import ModelFingerprint, chunk_key
+from ragblend.kvstore.keys import ChunkKey
+from ragblend.kvstore.memory import MemoryTier
+from ragblend.kvstore.nodes import NodeIndex, Scope
+from ragblend.kvstore.store import KVStore
+
+log = logging.getLogger("ragblend")
+_TYPICAL_TOKENS = 512
+T = TypeVar("T")
+_runtimes: dict[tuple[Any, ...], Any] = {}
+_sharing = threading.Lock()
+
+
+class once(Generic[T]):
+    """A property that the first thread computes while others wait; `close` forgets it."""
+
+    lock = "_loading"
+
+    def __init__(self, make: Callable[[Any], T]) -> None:
+        self._make, self._name = make, make.__name__
+
+    def __get__(self, runtime: "RuntimeBase | None", owner: object = None) -> T:
+        if runtime is None:  # asked of the class
+            return self  # type: ignore[return-value]
+        with getattr(runtime, self.lock):
+            if self._name not in vars(runtime):
+                vars(runtime)[self._name] = self._make(runtime)
+            found: T = vars(runtime)[self._name]
+            return found
+
+
+class light(once[T]):
+    """A `once` that does not wait while a model is converted or loaded."""
+
+    lock = "_light"
+
+
+class RuntimeBase(ABC):
+    """Parts that cost time or memory, made on first use. `close` frees them; the next use makes them again.
+
+    store_lock: held around store and node index where the device's turn is not. background: see `BackgroundTasks`.
+    """
+
+    def __init__(self, config: EngineConfig, home: Path) -> None:
+        self.config, self.home = config, home
+        self.device = pick_device(config.device)
+        self.dtype = pick_dtype(self.device, config.dtype)
+        self.store_lock, self.background = threading.Lock(), BackgroundTasks(self._note_unstored)
+        self._loading, self._light = threading.RLock(), threading.RLock()
+        self.codec: Codec = RAW  # for KV that is stored from now on
+        self._budgets: dict[str, int] = {}
+        self._remote: str | None = None
+        self._store_policy: str | None = None
+        self._digests = home / "models" / "digests.json"
+        self._adopt(config)
+
+    @classmethod
+    def shared(cls, config: EngineConfig, home: Path) -> Self:
+        """The process's runtime for that model, url, device, dtype and home, with this config's budgets."""
+        device = pick_device(config.device)
+        key = (cls, config.model, config.url, str(device), pick_dtype(device, config.dtype), home)
+        with _sharing:
+            if key in _runtimes:
+                _runtimes[key]._adopt(config)
+            else:
+                _runtimes[key] = cls(config, home)
+            found: Self = _runtimes[key]
+            return found
+
+    def _adopt(self, config: EngineConfig) -> None:
+        """Take budgets, codec, policy and shared store from a config (None: unchanged).
+
+        What is over a smaller budget is evicted by the next puts. An open store gets new tiers, another policy or
+        another shared store when it is opened again.
+        """
+        budgets = config.store_budget_bytes, config.memory_budget_bytes, config.device_budget_bytes
+        wanted = dict(zip(("disk", "memory", "device"), budgets, strict=True))
+        with self._light:
+            self._budgets |= {name: budget for name, budget in wanted.items() if budget is not None}
+            self._remote = config.remote or self._remote
+            self._store_policy = config.store_policy or self._store_policy
+            if config.kv_codec is not None:
+                self.codec = codec_named(config.kv_codec)
+            if "store" in vars(self):
+                tiers: list[KVStore | MemoryTier] = [self.store, *self.store.tiers]
+                for tier in tiers:
+                    tier.budget_bytes = self._budgets.get(tier.name, tier.budget_bytes)
+
+    def close(self) -> None:
+        """Stop background tasks and free everything that was loaded or opened."""
+        self.background.finish(stopping=True)
+        with self.store_lock:
+            self._free()
+
+    def _free(self) -> None:
+        """Forget every part; with the locks held."""
+        with self._loading, self._light:
+            names = [
+                name
+                for each in type(self).__mro__
+                for name, part in vars(each).items()
+                if isinstance(part, once)
+            ]
+            parts = {name: vars(self).pop(name) for name in names if name in vars(self)}
+        if "readers" in parts:
+            parts["readers"].shutdown()
+        for name in {"store", "nodes"} & set(parts):
+            parts[name].close()
+
+    # --- the model
+
+    @property
+    @abstractmethod
+    def gate(self) -> GateVerdict:
+        """Whether the model's KV may be fused."""
+
+    def judged(self) -> GateVerdict:
+        """The gate's verdict, for callers that do not hold the device."""
+        return self.gate
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> ModelFingerprint:
+        """What the keys of the model's KV are made of. Raises UnsupportedModelError."""
+
+    @property
+    @abstractmethod
+    def model_name(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def context_window(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def needs_conversion(self) -> bool:
+        """Whether the first use of the model converts it, which takes a minute."""
+
+    @abstractmethod
+    def refusal(self, tokens: int) -> str | None:
+        """Why a prompt of that length must not be fused; None if it may be."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is known, without waiting, that the model may be fused."""
+        return True
+
+    @property
+    def profile(self) -> DeviceProfile | None:
+        """What was measured of the model on this device; None if nothing was."""
+        return None
+
+    # --- passages whose KV the last process did not store
+
+    @property
+    def _unstored_path(self) -> Path:
+        return self.home / f"unstored-{self.fingerprint.digest[:16]}.json"
+
+    def _note_unstored(self, names: Sequence[Hashable]) -> None:
+        """Log passages, (collection, node id, token ids), that have no KV; save their ids for the next process."""
+        unstored: dict[str, list[str]] = {}
+        passages = [name for name in names if isinstance(name, tuple)]
+        if not passages:
+            return
+        for collection, node_id, _ in passages:
+            if node_id is not None:  # a framework's passage may have none
+                unstored.setdefault(collection, []).append(node_id)
+        log.warning(
+            "%d passages that were asked for have no KV yet: the process ends. Those of a library are encoded first "
+            "the next time; `ragblend ingest`, or `engine.finish_background()` at the end, encodes all.",
+            len(passages),
+        )
+        if unstored and "fingerprint" in vars(self):
+            with suppress(OSError):  # they are encoded when they are asked for again
+                replace_durably(self._unstored_path, json.dumps(unstored))
+
+    def take_unstored(self) -> dict[str, list[str]]:
+        """Node ids by collection that an earlier process left without KV; they are returned once."""
+        if not self.is_ready:  # a model that is not fused has no use for KV, and some have no fingerprint
+            return {}
+        try:
+            found = json.loads(self._unstored_path.read_text(encoding="utf-8"))
+            self._unstored_path.unlink()
+        except (OSError, ValueError):
+            return {}
+        if not isinstance(found, dict):
+            return {}
+        return {str(name): [str(each) for each in ids] for name, ids in found.items()}
+
+    def forget_unstored(self) -> None:
+        """Drop these ids when passages are deleted: deleted ones may be among them."""
+        for path in self.home.glob("unstored-*.json"):
+            path.unlink(missing_ok=True)
+
+    # --- the tokenizer, which needs no weights: those of a GGUF would have to be converted first
+
+    @light
+    def _tokenizer_folder(self) -> Path:
+        return model.locate_tokenizer(self.config.model, self.home, self.dtype)
+
+    @light
+    def tokenizing(self) -> Tokenizing:
+        return Tokenizing(model.load_tokenizer(self._tokenizer_folder))
+
+    @light
+    def call_format(self) -> CallFormat:
+        return call_format(self.tokenizing.tokenizer, self.config.model)
+
+    @light
+    def canonical_prefix(self) -> tuple[int, ...]:
+        return self.tokenizing.prefix_ids()
+
+    # --- the store
+
+    @light
+    def store(self) -> KVStore:
+        disk, policy = self._budgets.get("disk"), self._store_policy
+        return KVStore.open(self.home / "kv", disk, self._tiers(), policy, self._token_cost, self._remote)
+
+    def _tiers(self) -> list[MemoryTier]:
+        """The store's tiers above the disk."""
+        return []
+
+    @light
+    def nodes(self) -> NodeIndex:
+        return NodeIndex.open(self.home / "nodes.sqlite")
+
+    def scope(self, collection: str) -> Scope:
+        """What the node ids of a collection are looked up under."""
+        return Scope(collection, self._tokenizer_digest)
+
+    @light
+    def _tokenizer_digest(self) -> str:
+        return tokenizer_digest(self._tokenizer_folder, self._digests)
+
+    def key_of(self, prefix: tuple[int, ...], token_ids: tuple[int, ...], collection: str) -> ChunkKey:
+        return chunk_key(self.fingerprint, prefix, collection, token_ids)
+
+    def _token_cost(self, cached_tokens: int, new_tokens: int) -> float:
+        """Of computing a token, as a multiple of one of 512 after nothing; 1 if nothing was measured.
+
+        A multiple can be compared between models, and with what was stored before the measuring.
+        """
+        profile = self.profile
+        typical = profile.prefill.ms_per_token(0, _TYPICAL_TOKENS) if profile is not None else 0.0
+        if profile is None or not typical:
+            return 1.0
+        return profile.prefill.ms_per_token(cached_tokens, new_tokens) / typical
+
+    # --- the window
+
+    def fits_window(self, tokens: int) -> bool:
+        """Whether the window has room for an answer after so many tokens."""
+        return tokens < self.context_window
+
+    def check_text(self, characters: int) -> None:
+        """Raises PromptTooLongError for text that cannot fit the window, however it is tokenized."""
+        if characters > LONG_CHARACTERS and characters > MAX_TOKEN_CHARACTERS * self.context_window:
+            raise self._too_long(f"the prompt has {characters:,} characters")
+
+    def check_length(self, tokens: int, what: str) -> None:
+        """Raises PromptTooLongError for so many tokens of `what` that the window has no room for an answer."""
+        if not self.fits_window(tokens):
+            raise self._too_long(f"{what} has {tokens} tokens")
+
+    def _too_long(self, said: str) -> PromptTooLongError:
+        return PromptTooLongError(
+            f"{said}; {self.model_name} reads at most {self.context_window - 1} tokens and answers in the remaining "
+            "ones: use fewer or shorter passages, or a model with a longer window"
+        )

@@ -1,0 +1,215 @@
+"""Client of a vLLM server, as an engine: prompts are tokenized here, read and answered by the server, streamed back.
+
+What a server cannot do (logits, `keep_tokens`) is refused by name. It imports neither vLLM nor the connector.
+"""
+
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO, DecodeOptions, EngineConfig
+from ragblend.engine.engine_base import NO_PROMPT, EngineBase
+from ragblend.engine.interface import EngineInterface
+from ragblend.engine.nodes import NodeEncoder, TokenIds
+from ragblend.engine.prompts.segments import Chunk, Prompt
+from ragblend.engine.prompts.session import Session
+from ragblend.engine.request import Request
+from ragblend.engine.results import Missing, OnText, Prefilled, Result
+from ragblend.engine.runtime_base import log
+from ragblend.engine.scheduling.queue import CallbackCancel, Cancel, DeviceQueue
+from ragblend.engine.selection import Policy
+from ragblend.integrations.vllm.completion import Completion, session_of_passages
+from ragblend.integrations.vllm.server import ServerRuntime
+from ragblend.kvstore.errors import Cancelled, ModelServerError, UsageError
+from ragblend.kvstore.keys import ChunkKey
+
+
+@dataclass(frozen=True)
+class DeadlineCancel:
+    """Set once another cancel token is, or the deadline, of `time.monotonic`, has passed."""
+
+    cancel: Cancel | None
+    deadline: float
+
+    def is_set(self) -> bool:
+        return (self.cancel is not None and self.cancel.is_set()) or time.monotonic() >= self.deadline
+
+
+class ServerNodeEncoder(NodeEncoder):
+    """Has the server encode nodes into the store."""
+
+    _runtime: ServerRuntime
+
+    def _encoder_after(self, prefix: TokenIds) -> Callable[[TokenIds, ChunkKey, str | None], int]:
+        if prefix != self._runtime.canonical_prefix:
+            raise UsageError("a server encodes behind the canonical prefix alone; leave `prefix` out")
+        return self._encode
+
+    def encode_missing(self, node_ids: Sequence[str], cancel: Cancel | None) -> Iterator[int]:
+        for node_id in node_ids:
+            self._runtime.ensure_connected(cancel)
+            node = self._to_encode(node_id)
+            if node is not None and not node.fits:
+                return
+            yield 0 if node is None else self._encode(node.passage, node.key, node_id, cancel)
+
+    def encode_later(self, chunk: Chunk, due: float) -> None:
+        runtime = self._runtime
+        is_closing = CallbackCancel(lambda: runtime.background.stopping)
+        with suppress(Cancelled):  # the end of the process does not wait for a server
+            runtime.ensure_connected(is_closing)
+            key = self._key_of(chunk.encoded_ids, runtime.canonical_prefix)
+            if key is not None and not self._is_stored(key) and self._claim_named(chunk, key):
+                self._encode(chunk.encoded_ids, key, chunk.node_id, is_closing)
+
+    def _encode(
+        self, passage: TokenIds, key: ChunkKey, node_id: str | None, cancel: Cancel | None = None
+    ) -> int:
+        """The tokens that the server stored, 0 if it did not. KV of a node that was deleted meanwhile is deleted."""
+        runtime, prefix = self._runtime, self._runtime.canonical_prefix
+        options = {
+            "spans": [[len(prefix), len(prefix) + len(passage)]],
+            "encode": True,
+            "method": "reuse",
+            "collection": self._collection,
+        }
+        body = {
+            "model": runtime.info.name,
+            "prompt": [*prefix, *passage, passage[-1]],  # the last token is in no passage: vLLM computes it
+            "max_tokens": 2,  # an answer of one token carries no report
+            "ignore_eos": True,
+            "cache_salt": secrets.token_hex(),  # else vLLM might have all of it cached, and call no connector
+            "kv_transfer_params": options,
+        }
+        answer = runtime.server.post("/v1/completions", body, cancel, session_of_passages([passage]))
+        report = (answer.get("kv_transfer_params") or {}).get("ragblend") or {}
+        if "error" in report or report.get("missing_tokens") != 0:
+            log.warning(
+                "vLLM did not encode a passage of %d tokens: its log says why, or it has `encode_missing` off",
+                len(passage),
+            )
+            return 0
+        if node_id is not None:
+            with runtime.store_lock:
+                if not runtime.nodes.has(self._scope, node_id, key):
+                    runtime.store.delete([key])
+                    return 0
+        return len(passage)
+
+
+class VllmEngine(EngineBase):
+    """Encodes chunks and answers prompts on a vLLM server, which answers many at once."""
+
+    runtime_type: ClassVar[type[ServerRuntime]] = ServerRuntime
+    runtime: ServerRuntime
+
+    def __init__(self, config: EngineConfig, runtime: ServerRuntime) -> None:
+        super().__init__(config, runtime)
+        self._nodes = ServerNodeEncoder(runtime, config.collection)
+
+    @property
+    def device(self) -> str:
+        return f"vLLM at {self.runtime.server.url}"
+
+    @property
+    def dtype(self) -> str:
+        known = self.runtime.info.fingerprint
+        return "the server's" if known is None else known.geometry.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that the KV of one token takes on the disk. Raises UnsupportedModelError if KV cannot be stored."""
+        geometry = self.runtime.fingerprint.geometry
+        return geometry.layers * self.runtime.codec.layer_nbytes(geometry, 1)
+
+    @property
+    def queues(self) -> tuple[DeviceQueue, ...]:
+        """None: the device is the server's."""
+        return ()
+
+    @property
+    def measures_answers(self) -> bool:
+        return False
+
+    def missing(self, node_ids: Sequence[str]) -> Missing:
+        if self.runtime.info.refusal is not None:
+            return Missing(tuple(node_ids), 0, 0, 0)
+        return super().missing(node_ids)
+
+    def prefetch(self, chunks: Sequence[Chunk]) -> None:
+        """Does nothing: the server reads its own store."""
+
+    def prefill(
+        self,
+        prompt: Prompt,
+        method: str | Policy = DEFAULT_METHOD,
+        ratio: float | str = DEFAULT_RATIO,
+        seed: int = 0,
+        cancel: Cancel | None = None,
+    ) -> Prefilled:
+        """The report of reading the prompt. A server gives neither logits nor a cache."""
+        options = DecodeOptions(max_new_tokens=1, seed=seed)
+        request = self._request(prompt, method, ratio, options, cancel=cancel)
+        report = self._answer(request, DecodeOptions(max_new_tokens=1), None, cancel).report
+        return Prefilled(request.prompt, torch.empty(0), None, report)
+
+    # --- inside
+
+    def _request(
+        self,
+        prompt: Prompt,
+        method: str | Policy,
+        ratio: float | str,
+        options: DecodeOptions,
+        session: Session | None = None,
+        client: str = "",
+        deadline: float = math.inf,
+        cancel: Cancel | None = None,
+    ) -> Request:
+        """client and session have no effect: vLLM schedules, and its prefix cache holds conversations."""
+        self.runtime.ensure_connected(DeadlineCancel(cancel, deadline))
+        return super()._request(prompt, method, ratio, options, session, client, deadline, cancel)
+
+    def _answering(
+        self, request: Request, options: DecodeOptions
+    ) -> Callable[[OnText | None, Cancel | None], Result]:
+        return partial(self._answer, request, options)
+
+    def _answer_last(
+        self, requests: Iterator[Request], options: DecodeOptions, on_text: OnText, cancel: Cancel
+    ) -> Result:
+        found = list(requests)
+        if not found:
+            raise UsageError(NO_PROMPT)
+        return self._answer(found[-1], options, on_text, cancel)
+
+    def _answer(
+        self, request: Request, options: DecodeOptions, on_text: OnText | None, cancel: Cancel | None
+    ) -> Result:
+        runtime, not_begun = self.runtime, DeadlineCancel(cancel, request.deadline)
+        if not_begun.is_set():
+            raise Cancelled("the answer was cancelled before it began")
+        try:
+            runtime.ensure_connected(not_begun)  # forgotten if another request failed meanwhile
+            completion = Completion(runtime, request, options, on_text)
+            result = completion.result(cancel or threading.Event())
+        except ModelServerError:
+            runtime.forget_server()
+            raise
+        if result.report.misses:
+            for chunk in request.prompt.chunks:
+                if chunk.token_ids:
+                    ServerNodeEncoder(runtime, request.collection_of(chunk)).queue_encoding(chunk)
+        return result
+
+
+if TYPE_CHECKING:
+    _implements: type[EngineInterface] = VllmEngine

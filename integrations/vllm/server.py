@@ -1,0 +1,167 @@
+"""What a vLLM server is, and the runtime of an engine whose model it has: tokenizer, store and nodes are here.
+
+The home is the server's, or has a copy of its passages' names: KV is encoded and stored by the server (its connector is
+`connector.py`), and found, counted and deleted here if both have one home. A server without the connector answers too,
+and fuses nothing.
+"""
+
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ragblend.engine.config import EngineConfig
+from ragblend.engine.model.checkpoints import DEFAULT, find_model
+from ragblend.engine.model.gate import TEXT, GateVerdict
+from ragblend.engine.runtime_base import RuntimeBase, log
+from ragblend.engine.scheduling.queue import POLL_S, Cancel
+from ragblend.integrations.vllm.completions import SILENCE_S, Completions
+from ragblend.kvstore.chunks import Geometry
+from ragblend.kvstore.errors import Cancelled, ModelServerError, UnsupportedModelError
+from ragblend.kvstore.fingerprint import ModelFingerprint
+
+INTRODUCTION_S = (
+    30.0  # of silence while a server is asked what it is: one token, which may wait behind others
+)
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """name: of the model, in requests; window: in tokens; fingerprint: of its KV; method, ratio: its defaults for
+    prompts; refusal: why it fuses nothing, None if it does.
+    """
+
+    name: str
+    window: int
+    fingerprint: ModelFingerprint | None = None
+    method: str = ""
+    ratio: float = 0.0
+    refusal: str | None = None
+
+
+class ServerRuntime(RuntimeBase):
+    """The parts of an engine that are in this process. No weights are read, and no memory is taken for KV."""
+
+    def __init__(self, config: EngineConfig, home: Path) -> None:
+        super().__init__(config, home)
+        assert config.url is not None
+        self.server, self._asking = Completions(config.url), threading.Lock()
+        self._info: ServerInfo | None = None
+
+    @property
+    def info(self) -> ServerInfo:
+        return self.ensure_connected()
+
+    def ensure_connected(self, cancel: Cancel | None = None) -> ServerInfo:
+        """What the server is: asked on first use, by one thread while others wait.
+
+        Raises ModelServerError if another model is served or nothing answers, and Cancelled.
+        """
+        while (known := self._info) is None:
+            if cancel is not None and cancel.is_set():
+                raise Cancelled("the request was cancelled before it was known what the server is")
+            if self._asking.acquire(timeout=POLL_S):
+                try:
+                    self._info = self._info or self._asked(cancel)
+                finally:
+                    self._asking.release()
+        return known
+
+    def _asked(self, cancel: Cancel | None) -> ServerInfo:
+        try:
+            found = self._introduction(cancel)
+        except (KeyError, TypeError, AttributeError) as error:  # JSON of another kind
+            raise ModelServerError(
+                f"what answers at {self.server.url} is no vLLM that is known here ({type(error).__name__}: {error})"
+            ) from error
+        if found.refusal is not None:
+            log.warning("prompts are computed by vLLM alone: %s", found.refusal)
+        return found
+
+    def _introduction(self, cancel: Cancel | None) -> ServerInfo:
+        card = self._card(self.server.get("/v1/models", cancel))
+        self._check_tokenizer(card["id"], cancel)
+        found = ServerInfo(str(card["id"]), int(card["max_model_len"]))
+        told = self.report_of(found.name, "", cancel, silence_s=INTRODUCTION_S)
+        if told is None:
+            none = f"the vLLM at {self.server.url} has no connector of RAGBlend, or one that cannot begin (see its log)"
+            return replace(found, refusal=none)
+        model = told["model"] | {"geometry": Geometry(**told["model"]["geometry"])}
+        defaults = {name: told[name] for name in ("method", "ratio", "refusal")}
+        return replace(found, fingerprint=ModelFingerprint(**model), **defaults)
+
+    def report_of(
+        self,
+        name: str,
+        label: str,
+        cancel: Cancel | None = None,
+        session: str | None = None,
+        silence_s: float = SILENCE_S,
+    ) -> dict[str, Any] | None:
+        """The connector's report on itself and on the request with that label; None if there is no connector."""
+        body = {"model": name, "prompt": [0], "max_tokens": 1, "kv_transfer_params": {"report": label}}
+        said = self.server.post("/v1/completions", body, cancel, session, silence_s)
+        found: dict[str, Any] | None = (said.get("kv_transfer_params") or {}).get("ragblend")
+        return found
+
+    def forget_server(self) -> None:
+        """Ask again on the next use what the server is: it may have been replaced. Running requests go on."""
+        self._info = None
+
+    def close(self) -> None:
+        super().close()
+        self.forget_server()
+
+    @property
+    def gate(self) -> GateVerdict:
+        return GateVerdict(self.info.refusal is None, reason=self.info.refusal)
+
+    @property
+    def fingerprint(self) -> ModelFingerprint:
+        if self.info.fingerprint is None:
+            raise UnsupportedModelError(f"no KV can be stored: {self.info.refusal}")
+        return self.info.fingerprint
+
+    @property
+    def model_name(self) -> str:
+        return self.info.name
+
+    @property
+    def context_window(self) -> int:
+        return self.info.window
+
+    @property
+    def needs_conversion(self) -> bool:
+        return False
+
+    def refusal(self, tokens: int) -> str | None:
+        return self.info.refusal
+
+    def _card(self, cards: Any) -> dict[str, Any]:
+        """The server's description of the configured model."""
+        wanted, served = self.config.model, [dict(card) for card in cards["data"] if "max_model_len" in card]
+        for card in served:
+            if wanted == card["id"] or _is_named(wanted, str(card.get("root"))):
+                return card
+        names = " and ".join(f"{card['id']} ({card.get('root')})" for card in served)
+        raise ModelServerError(
+            f"the server at {self.server.url} has {names or 'no model'}, and {wanted} was asked for; name the one that "
+            "it has (--model, model=...), or start it with the other"
+        )
+
+    def _check_tokenizer(self, name: str, cancel: Cancel | None) -> None:
+        body = {"model": name, "prompt": TEXT, "add_special_tokens": False}
+        said = self.server.post("/tokenize", body, cancel, silence_s=INTRODUCTION_S)
+        if said["tokens"] != self.tokenizing.literal_ids(TEXT):
+            raise ModelServerError(
+                f"the tokenizer of {name} at {self.server.url} is another than that of {self.config.model} here: token "
+                "ids would mean something else there"
+            )
+
+
+def _is_named(wanted: str, root: str) -> bool:
+    """Whether a served checkpoint is the wanted one, as far as names tell; a GGUF is served converted."""
+    served = Path(root).name
+    if wanted == DEFAULT or wanted.endswith(".gguf"):
+        return served.startswith(f"{find_model(wanted).stem}-")
+    return root == wanted or served == Path(wanted).name
