@@ -24,7 +24,7 @@ from ragblend.engine.config import (
     server_url,
 )
 from ragblend.engine.controller import DeviceProfile
-from ragblend.engine.decoding.loop import OnText, answered, continue_logits
+from ragblend.engine.decoding.loop import OnText, continue_logits, decode_answer
 from ragblend.engine.model.decoder import kv_geometry
 from ragblend.engine.model.gate import GateVerdict
 from ragblend.engine.nodes import Nodes, Progress
@@ -185,7 +185,11 @@ class Engine:
             raise UsageError(f"{len(texts)} texts came with {len(node_ids)} node ids; each needs one")
         tokenizing = self.runtime.tokenizing
         ids = [tuple(tokenizing.passage_ids(text)) for text in texts]
-        behind = self.runtime.canonical_prefix if prefix is None else tokenizing.begun([Literal(prefix)])
+        behind = (
+            self.runtime.canonical_prefix
+            if prefix is None
+            else tokenizing.leading_literal_ids([Literal(prefix)])
+        )
         for passage in ids:
             self.runtime.check_length(len(behind) + len(passage), "a passage behind its prefix")
         keys = self._nodes.keys_of(ids, behind)
@@ -369,7 +373,7 @@ class Engine:
         """Answer a prompt that has been read; may be called again, each time from the prompt's end."""
         chosen = DecodeOptions.of(options)
         with self.runtime.queue.turn() as turn:
-            return answered(self.runtime, prefilled, chosen, turn)
+            return decode_answer(self.runtime, prefilled, chosen, turn)
 
     def continue_logits(self, prefilled: Prefilled, token_ids: Sequence[int]) -> Tensor:
         """(n, vocab) float32 logits that predict each of the tokens, given the prompt and the tokens before it."""
@@ -393,7 +397,7 @@ class Engine:
     @property
     def measures_answers(self) -> bool:
         """Whether, since the last answer, it is being measured how answers of this model are computed fastest."""
-        return self.runtime.gate.passed and self.runtime.choice.is_open
+        return self.runtime.gate.passed and self.runtime.choice.needs_measurement
 
     def finish_background(self, timeout_s: float | None = None) -> bool:
         """Wait until missing chunks have been encoded and all is measured; False if that took too long."""
@@ -428,7 +432,7 @@ class Engine:
                 begun, answer = time.perf_counter(), tuple[int, ...]()
                 prefilled = read or prefill(self.runtime, request, turn, answering=True)
                 try:
-                    result = answered(self.runtime, prefilled, options, turn, on_text, cancel, begun)
+                    result = decode_answer(self.runtime, prefilled, options, turn, on_text, cancel, begun)
                     answer = result.token_ids
                     return result
                 finally:  # also of an answer that was stopped: its prompt has been read
@@ -455,7 +459,7 @@ class Engine:
     ) -> Request:
         self._meet(cancel, deadline)
         policy = policy_named(method)
-        share = None if ratio == "auto" else policy.checked(ratio)
+        share = None if ratio == "auto" else policy.check_ratio(ratio)
         tokenized = self.tokenize(prompt)
         if not tokenized.token_ids:
             raise UsageError("the prompt is empty; give it at least one token")

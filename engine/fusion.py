@@ -13,11 +13,11 @@ from torch import Tensor
 from ragblend.engine.cache import Append, FusedCache, LayerLeft, NewKV, Scatter
 from ragblend.engine.correction import Correction
 from ragblend.engine.loader import LayerLoader
-from ragblend.engine.model.attention import Collect, Collector
+from ragblend.engine.model.attention import AttentionCollector, CollectAttention
 from ragblend.engine.model.decoder import BLOCK_ROWS, Decoder, RowBlock
 from ragblend.engine.plan import Kind, Plan
 from ragblend.engine.scheduling.queue import Turn
-from ragblend.engine.selection.base import COLLECTED_ROWS, Attention, Evidence, Policy, Probed
+from ragblend.engine.selection.base import COLLECTED_ROWS, Attention, Evidence, Policy, ProbeResult
 from ragblend.engine.trace import Recorder
 from ragblend.kvstore.errors import UsageError
 
@@ -133,7 +133,7 @@ class Fusion:
 
     def _all_needed(self, rows: Tensor, chosen: Tensor) -> Tensor:
         """What a policy has chosen of these rows. Raises UsageError if a row would be neither computed nor loaded."""
-        if self.policy.times_only:
+        if self.policy.measures_time_only:
             return chosen
         left_out = torch.zeros(self.plan.tokens, dtype=torch.bool, device=rows.device)
         left_out[rows] = True
@@ -188,7 +188,7 @@ class Fusion:
             blocks.append(self.decoder.row_block(part, int(part[-1]) + 1, its_hidden))
         return Work(rows, hidden, blocks, stored=0)
 
-    def _through(self, layer: int, work: Work, collect: Collect | None = None) -> Tensor:
+    def _through(self, layer: int, work: Work, collect: CollectAttention | None = None) -> Tensor:
         """The rows' hidden states behind that layer. Raises LayerLeft where collect does."""
         moved = []
         for block, hidden in _blocks(work):
@@ -228,7 +228,7 @@ class Fusion:
         rows = torch.cat([settled.rows, work.rows])
         return self._work(rows, torch.cat([settled.hidden, work.hidden], dim=1))
 
-    def _probe(self) -> tuple[Probed | None, Settled]:
+    def _probe(self) -> tuple[ProbeResult | None, Settled]:
         """The fresh rows that the policy wants to run first, up to the last layer whose attention it collects."""
         policy, plan, spent = self.policy, self.plan, self.spent
         rows = policy.probe_rows(plan)
@@ -267,12 +267,12 @@ class Fusion:
             if ends_early:  # the last layer was left, and is computed again for those that wait
                 settled = Settled(plan.settled_tokens, layers.stop - 1, rows[:count], work.hidden[:, :count])
                 spent.again_layer_rows += count
-        return Probed(scores, spent.again_layer_rows / plan.layers), settled
+        return ProbeResult(scores, spent.again_layer_rows / plan.layers), settled
 
     def _seeing(self, work: Work, keys: Tensor) -> list[RowBlock]:
         """The work's blocks, given the keys at positions (S,) alone: what stands behind one may not be written yet."""
         dtype = work.hidden.dtype
-        return [self.decoder.seeing(block, keys[keys <= block.rows[-1]], dtype) for block in work.blocks]
+        return [self.decoder.with_keys(block, keys[keys <= block.rows[-1]], dtype) for block in work.blocks]
 
     def _probed_layer(self, layer: int, work: Work, scores: dict[int, Tensor], leaves: bool) -> Work:
         """Take the probe's rows through one layer, of whose attention the policy makes scores.
@@ -281,7 +281,7 @@ class Fusion:
         """
 
         def collect(
-            collector: Collector, queries: Tensor, keys: Tensor, scaling: float, weights: Tensor
+            collector: AttentionCollector, queries: Tensor, keys: Tensor, scaling: float, weights: Tensor
         ) -> None:
             first = collector.first_key
             attention = Attention(layer, first, queries, keys, scaling, collector.mask, weights)

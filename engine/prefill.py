@@ -26,7 +26,7 @@ from ragblend.engine.results import Prefilled
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.scheduling.order import Claim
 from ragblend.engine.scheduling.queue import Turn, Worth
-from ragblend.engine.selection import BLIND, Policy
+from ragblend.engine.selection import ATTENTION_FREE, Policy
 from ragblend.engine.trace import Recorder, Trace
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.codec import Part, Source
@@ -85,7 +85,7 @@ def claim_of(runtime: Runtime, request: Request, client: str, deadline: float) -
     if (session := request.begins_with) and (held := session.common_tokens(prompt.token_ids)):
         cached[f"session {id(session)}"] = held
     with runtime.use.turn():
-        path = path_of(runtime, prompt, request.collection) if request.policy.follows and not held else []
+        path = path_of(runtime, prompt, request.collection) if request.policy.uses_tree and not held else []
         nodes = list(takewhile(runtime.store.contains, (node.key for node, _ in path)))
         cached |= {node.key.digest: len(node.token_ids) for node, _ in path[: len(nodes)]}
         exact = sum(cached.values())
@@ -113,7 +113,7 @@ def follow_up(runtime: Runtime, request: Request, prefilled: Prefilled) -> None:
     if prefilled.computed:
         if not runtime.chores.awaits(grow):  # each holds a whole context in memory
             runtime.chores.add(partial(grow, runtime, request.collection, prefilled.computed))
-    elif request.policy.follows and not runtime.chores.awaits(learn):
+    elif request.policy.uses_tree and not runtime.chores.awaits(learn):
         runtime.chores.add(partial(learn, runtime, request.prompt, request.collection))
     follow_arrivals(runtime, request, prefilled)
     for collection, node_ids in runtime.take_unstored().items():
@@ -135,9 +135,9 @@ def _fused(runtime: Runtime, request: Request, turn: Turn | None) -> Prefilled:
     if request.policy.needs_attention and not runtime.decoder.shows_attention:
         warning = (
             f"{request.policy.name} collects attention, which this model's layers do not show; "
-            f"the prompt is served by {BLIND.name}: chunks' first tokens and an even sample, the rest shifted"
+            f"the prompt is served by {ATTENTION_FREE.name}: chunks' first tokens and an even sample, the rest shifted"
         )
-        request = replace(request, policy=BLIND)
+        request = replace(request, policy=ATTENTION_FREE)
     with ExitStack() as readers:
         with recorder.part("lookup"):
             shared = _shared(runtime, request, readers)
@@ -195,7 +195,7 @@ def _find(runtime: Runtime, request: Request, readers: ExitStack, shared: Shared
         held = request.begins_with.span(prompt, runtime.decoder)
         if held is not None:
             spans, begin = [held], held.stop
-    if policy.follows and not spans:
+    if policy.uses_tree and not spans:
         path = [node for node, _ in path_of(runtime, prompt, request.collection)]
         for node, source in zip(path, match(runtime.store, path, runtime.decoder.geometry), strict=False):
             readers.enter_context(source)
@@ -321,7 +321,7 @@ def _keep_arrived(runtime: Runtime, request: Request, arrived: Mapping[ChunkKey,
 def _promote(runtime: Runtime, request: Request) -> None:
     """Bring what was used one tier up."""
     prompt, geometry = request.prompt, runtime.fingerprint.geometry
-    for node, _ in path_of(runtime, prompt, request.collection) if request.policy.follows else ():
+    for node, _ in path_of(runtime, prompt, request.collection) if request.policy.uses_tree else ():
         with runtime.use.turn():
             runtime.store.promote(node.key, node.token_ids, geometry, node.start, node.parent)
     for chunk, prefix, key in () if request.policy.exact else keys_of(runtime, request):

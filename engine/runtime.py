@@ -15,23 +15,23 @@ from typing import Any, Generic, TypeVar
 from ragblend.engine.config import EngineConfig
 from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.decoding.constrained import token_grammars
-from ragblend.engine.decoding.steps import Choice
+from ragblend.engine.decoding.implementations import DecodeSelector
 from ragblend.engine.model import load as model
 from ragblend.engine.model.checkpoints import tokenizer_digest
-from ragblend.engine.model.decoder import Decoder, regime_tokens
+from ragblend.engine.model.decoder import Decoder, constant_rope_tokens
 from ragblend.engine.model.device import (
     TransferStream,
-    free_cached,
     memory_tiers,
     pick_device,
     pick_dtype,
     reads_at_once,
+    release_cached_memory,
     transfer_stream,
 )
-from ragblend.engine.model.gate import TEXT, GateVerdict, kept_verdict, run_gate
+from ragblend.engine.model.gate import TEXT, GateVerdict, cached_verdict, run_gate
 from ragblend.engine.model.load import LoadedModel
 from ragblend.engine.prompts.session import Session
-from ragblend.engine.prompts.tokenizing import LONG_CHARACTERS, MAX_TOKEN_CHARACTERS, Tokenizing
+from ragblend.engine.prompts.tokenizing import LONG_CHARACTERS, MAX_TOKEN_CHARACTERS, PromptTokenizer
 from ragblend.engine.prompts.tools import CallFormat, call_format
 from ragblend.engine.scheduling.queue import Asking, Cancel, Chores, DeviceQueue, Worth, patient
 from ragblend.kvstore.codec import RAW, Codec, codec_named
@@ -167,7 +167,7 @@ class Runtime:
                     for session in list(self.sessions):  # of no use to another model
                         session.forget()
         gc.collect()
-        free_cached(self.device)
+        release_cached_memory(self.device)
 
     # --- the model
 
@@ -229,7 +229,7 @@ class Runtime:
             verdict = GateVerdict(False, (), loaded.unsupported)
         else:
             ids, folder = self.tokenizing.passage_ids(TEXT), self.home / "models"
-            verdict = kept_verdict(
+            verdict = cached_verdict(
                 folder,
                 self.fingerprint.digest,
                 decoder.device.type,
@@ -238,7 +238,7 @@ class Runtime:
             )
             decoder.layouts = list(verdict.layouts) or decoder.layouts
             if not verdict.shows_attention:
-                decoder.hide_attention()
+                decoder.disable_attention_collection()
         if not verdict.passed:
             log.warning(
                 "%s cannot be fused, and is served by full prefill: %s", self.model_name, verdict.reason
@@ -255,9 +255,11 @@ class Runtime:
             return self.gate
 
     @once
-    def choice(self) -> Choice:
+    def choice(self) -> DecodeSelector:
         """Of what computes the tokens of an answer."""
-        return Choice(self.decoder, self.home / "models", self.fingerprint.digest, self.has_quantized_weights)
+        return DecodeSelector(
+            self.decoder, self.home / "models", self.fingerprint.digest, self.has_quantized_weights
+        )
 
     @property
     def has_quantized_weights(self) -> bool:
@@ -276,8 +278,10 @@ class Runtime:
 
         while not given_up() and time.monotonic() < claim.deadline:
             with suppress(Cancelled), self.queue.turn(Asking(given_up), background=True, claim=claim) as turn:
-                choice: Choice | None = vars(self).get("choice")  # None: the model was let go meanwhile
-                if choice is not None and choice.is_open:
+                choice: DecodeSelector | None = vars(self).get(
+                    "choice"
+                )  # None: the model was let go meanwhile
+                if choice is not None and choice.needs_measurement:
                     choice.measure(ids, lambda: turn.is_wanted() or given_up())
                 return
         raise Cancelled("there was no pause in which to measure")
@@ -329,8 +333,8 @@ class Runtime:
         return model.locate_tokenizer(self.config.model, self.home, self.dtype)
 
     @light
-    def tokenizing(self) -> Tokenizing:
-        return Tokenizing(model.load_tokenizer(self._tokenizer_folder))
+    def tokenizing(self) -> PromptTokenizer:
+        return PromptTokenizer(model.load_tokenizer(self._tokenizer_folder))
 
     @light
     def call_format(self) -> CallFormat:
@@ -413,7 +417,7 @@ class Runtime:
         """Why a prompt of that length must not be fused; None if it may be."""
         if not self.gate.passed:
             return f"{self.model_name} is served by full prefill: {self.gate.reason}"
-        regime = regime_tokens(self.model_config)
+        regime = constant_rope_tokens(self.model_config)
         if regime is not None and tokens > regime:
             return (
                 f"this prompt of {tokens} tokens is served by full prefill: beyond {regime} tokens the model's RoPE "

@@ -31,8 +31,8 @@ from ragblend.engine.config import (
     TokenCounts,
 )
 from ragblend.engine.controller import DeviceProfile
-from ragblend.engine.decoding.loop import Clock, OnText, unsupported_in
-from ragblend.engine.decoding.text import TextStream, text_of
+from ragblend.engine.decoding.loop import AnswerTimer, OnText, figures_not_in_prompt
+from ragblend.engine.decoding.text import TextStream, decode_text
 from ragblend.engine.engine import Engine
 from ragblend.engine.model.checkpoints import DEFAULT, find_model
 from ragblend.engine.model.gate import TEXT, GateVerdict
@@ -384,7 +384,7 @@ class _Answer:
         self, runtime: ServedRuntime, request: Request, options: DecodeOptions, on_text: OnText | None
     ) -> None:
         self._runtime, self._request, self._options, self._on_text = runtime, request, options, on_text
-        self._label, self._clock = secrets.token_hex(), Clock(time.perf_counter())
+        self._label, self._clock = secrets.token_hex(), AnswerTimer(time.perf_counter())
         self._session = _session_of(request.prompt) or self._label
         self._text = TextStream(runtime.tokenizing.tokenizer, options.stop, options.one_sentence)
         self._ids, self._likely, self._ended = list[int](), list[TokenLogprob](), False
@@ -400,11 +400,11 @@ class _Answer:
                     break
         if piece := self._text.finish():
             self._say(piece)
-        text = text_of(self._runtime.tokenizing.tokenizer, ids, options.stop, options.one_sentence)
+        text = decode_text(self._runtime.tokenizing.tokenizer, ids, options.stop, options.one_sentence)
         told = tuple(self._likely[: len(ids) - self._ended]) if options.logprobs is not None else None
         stops = self._text.stopped or self._ended
         prompt = self._request.prompt
-        unsupported = unsupported_in(text, prompt, self._runtime.tokenizing.tokenizer)
+        unsupported = figures_not_in_prompt(text, prompt, self._runtime.tokenizing.tokenizer)
         report = replace(self._report(stopped), unsupported_figures=unsupported)
         return Result(text, tuple(ids), report, prompt, stops, told)
 

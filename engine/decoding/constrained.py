@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragblend.engine.decoding.grammar import Grammar, library
+from ragblend.engine.decoding.grammar import Grammar, load_llguidance
 from ragblend.kvstore.errors import UnsupportedModelError, UsageError
 
 MAX_CLOSING_TOKENS = 512  # an end that is further away than that is not looked for
@@ -15,7 +15,7 @@ _SOONEST = ' }]",:0123456789ntf-[{'
 
 def token_grammars(tokenizer: Any, vocabulary: int, end_ids: list[int]) -> Any:
     """What turns grammars into masks of this tokenizer's ids: a second of work, once for a model."""
-    library()
+    load_llguidance()
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise UnsupportedModelError(
             "the model's tokenizer has no table that a grammar could be compiled for (it is no fast tokenizer); "
@@ -35,7 +35,7 @@ class Constraint:
 
     def __init__(self, grammar: Grammar, tokens: Any, prompt_tokens: int, most: int) -> None:
         # Its own warnings go to stderr; ours are errors.
-        self._matcher = library().LLMatcher(tokens, grammar.text, log_level=0)
+        self._matcher = load_llguidance().LLMatcher(tokens, grammar.text, log_level=0)
         self._tokens, self._seen, self._end = tokens, prompt_tokens, prompt_tokens + most
         self._soonest = [tokens.tokenize_str(each)[0] for each in _SOONEST]
         self._raise_error()

@@ -2,7 +2,7 @@
 
 Only for models whose file held their weights in about as many: five, six and eight bits of a GGUF file move by less
 than rounding the rows between two layers to bfloat16 does. A matrix of which that is not true stays as it is
-(`steps.py` measures what all of them do), and so do weights that nobody had rounded. Torch's CPU kernel takes rows in
+(`implementations.py` measures what all of them do), and so do weights that nobody had rounded. Torch's CPU kernel takes rows in
 bfloat16; in float32 it is ten times slower.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 LARGEST = 127
-MOST_ERROR = 0.03  # what rounding moves weights by on average, as a part of their average size
+MAX_MEAN_ERROR = 0.03  # what rounding moves weights by on average, as a part of their average size
 KERNEL_SHAPE = 16, 32  # of which N and K are multiples: with others the kernel reads beyond the end
 BLOCK_ROWS = 4096  # rounded in one go
 
@@ -40,7 +40,7 @@ class EightBit:
 
 
 def eight_bit(weight: Tensor, go_on: Callable[[], None] = lambda: None) -> EightBit | None:
-    """This weight (N, K) rounded; None where that moves it by more than MOST_ERROR, or the kernel does not know it.
+    """This weight (N, K) rounded; None where that moves it by more than MAX_MEAN_ERROR, or the kernel does not know it.
 
     go_on: called before each block; raises where the work is to be left.
     """
@@ -55,6 +55,6 @@ def eight_bit(weight: Tensor, go_on: Callable[[], None] = lambda: None) -> Eight
         levels = (exact / scales.float()[:, None]).round_().clamp_(-LARGEST, LARGEST)
         moved += float((levels * scales.float()[:, None] - exact).abs_().sum())
         blocks.append(EightBit(levels.to(torch.int8), scales))
-    if moved > MOST_ERROR * float(weight.abs().sum(dtype=torch.float32)):
+    if moved > MAX_MEAN_ERROR * float(weight.abs().sum(dtype=torch.float32)):
         return None
     return EightBit.joined(blocks)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ragblend.engine.cache import Append, FusedCache, Scatter
-from ragblend.engine.model.attention import Collector
+from ragblend.engine.model.attention import AttentionCollector
 from ragblend.engine.model.decoder import FULL, Decoder
 from ragblend.engine.prompts.segments import Prompt
 from ragblend.kvstore.errors import UnsupportedModelError
@@ -56,7 +56,9 @@ def _votes(
     hidden = decoder.embed(torch.tensor(prompt.token_ids, device=decoder.device)[rows])
     block = decoder.row_block(rows, tokens, hidden, collected=rows.numel())
 
-    def vote(collector: Collector, queries: Tensor, keys: Tensor, scaling: float, weights: Tensor) -> None:
+    def vote(
+        collector: AttentionCollector, queries: Tensor, keys: Tensor, scaling: float, weights: Tensor
+    ) -> None:
         heads = keys.shape[0]
         votes = weights.float().sum(1).view(heads, -1, tokens).sum(1).masked_fill_(~passages, 0)
         pooled = nn.functional.max_pool1d(votes[None], KERNEL, stride=1, padding=KERNEL // 2)[0]

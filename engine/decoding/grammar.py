@@ -28,7 +28,7 @@ class Grammar:
 
 def json_grammar(schema: Mapping[str, Any]) -> Grammar:
     """JSON of this schema, its keys in the schema's order, and none that it does not name. Raises UsageError."""
-    return checked(Grammar(f"start: {json_rule(schema)}\n"), "the JSON schema")
+    return validated(Grammar(f"start: {json_rule(schema)}\n"), "the JSON schema")
 
 
 def json_rule(schema: Mapping[str, Any], name: str = "the JSON schema") -> str:
@@ -49,18 +49,18 @@ def json_rule(schema: Mapping[str, Any], name: str = "the JSON schema") -> str:
     return f"%json {text}"
 
 
-def checked(grammar: Grammar, name: str) -> Grammar:
+def validated(grammar: Grammar, name: str) -> Grammar:
     """The same grammar. Raises UsageError where no answer can be made by it."""
-    library()
-    if said := _validated(grammar.text):
+    load_llguidance()
+    if said := _compile_error(grammar.text):
         reason = said.partition("\n")[0].rpartition("failed to compile JSON schema: ")[2]
         raise UsageError(f"{name} cannot be kept to: {reason}")
     return grammar
 
 
 @lru_cache(maxsize=256)  # tools are said again with every call
-def _validated(text: str) -> str:
-    return library().LLMatcher.validate_grammar(text) or ""
+def _compile_error(text: str) -> str:
+    return load_llguidance().LLMatcher.validate_grammar(text) or ""
 
 
 def _tightened(schema: Any, is_part: bool = False) -> Any:
@@ -91,7 +91,7 @@ def _each_schema(schema: dict[str, Any], change: Callable[[Any, str], Any]) -> N
             schema[key] = change(value, key)
 
 
-def library() -> Any:
+def load_llguidance() -> Any:
     """llguidance. Raises UsageError where it is not installed."""
     try:
         import llguidance

@@ -13,10 +13,10 @@ from ragblend.engine.cache import ROOM_STEP, Append, FusedCache
 from ragblend.engine.config import DecodeOptions, Report
 from ragblend.engine.decoding.constrained import Constraint
 from ragblend.engine.decoding.eviction import evict
-from ragblend.engine.decoding.lookup import Lookup
-from ragblend.engine.decoding.second_look import SecondLook
-from ragblend.engine.decoding.text import TextStream, text_of
-from ragblend.engine.model.decoder import regime_tokens
+from ragblend.engine.decoding.prompt_lookup import PromptLookup
+from ragblend.engine.decoding.text import TextStream, decode_text
+from ragblend.engine.decoding.uncertainty import UncertaintyCheck
+from ragblend.engine.model.decoder import constant_rope_tokens
 from ragblend.engine.model.load import end_ids
 from ragblend.engine.prompts.figures import figures_in, unsupported_figures
 from ragblend.engine.prompts.segments import Prompt
@@ -29,7 +29,7 @@ OnToken = Callable[[int], None]
 OnText = Callable[[str], None]
 
 
-def answered(
+def decode_answer(
     runtime: Runtime,
     prefilled: Prefilled,
     options: DecodeOptions,
@@ -46,7 +46,7 @@ def answered(
     prompt, cache = prefilled.prompt, prefilled.cache
     room = max(1, runtime.context_window - len(prompt.token_ids))
     options = replace(options, max_new_tokens=min(options.max_new_tokens, room))
-    clock = Clock(time.perf_counter() if begun is None else begun)
+    clock = AnswerTimer(time.perf_counter() if begun is None else begun)
     stream = TextStream(tokenizer, options.stop, options.one_sentence)
     constraint, likely = None, None if options.logprobs is None else _Likely(options.logprobs)
     if options.grammar is not None:
@@ -87,16 +87,16 @@ def answered(
     report = clock.report(prefilled.report, len(ids))
     if cache is not None:
         report = replace(report, evicted_tokens=cache.evicted_tokens, read_again_at=read_again_at)
-        if runtime.choice.is_open:
+        if runtime.choice.needs_measurement:
             runtime.chores.add(runtime.choose_steps, worth=Worth.MEASURE)
     # An answer ends early for no other reasons than its end token and our own criterion.
     ended = ids[-1] in end_ids(model)
     stopped = stream.stopped or len(ids) < options.max_new_tokens or ended
     if constraint is not None and constraint.was_closed:  # the model had not ended it yet
         stopped = False
-    text = text_of(tokenizer, ids, options.stop, options.one_sentence)
+    text = decode_text(tokenizer, ids, options.stop, options.one_sentence)
     told = None if likely is None else tuple(likely.tokens[: len(ids) - ended])
-    report = replace(report, unsupported_figures=unsupported_in(text, prompt, tokenizer))
+    report = replace(report, unsupported_figures=figures_not_in_prompt(text, prompt, tokenizer))
     return Result(text, tuple(ids), report, prompt, stopped, told)
 
 
@@ -111,18 +111,20 @@ def _decoded(
 ) -> tuple[list[int], int | None]:
     """Ids of the generated tokens, the end token included if it came; and behind how many the prompt was read again.
 
-    The cache grows by what was read of them. Where a figure is not sure (`SecondLook`) all is read in full, once, into
+    The cache grows by what was read of them. Where a figure is not sure (`UncertaintyCheck`) all is read in full, once, into
     another cache, from which the answer goes on. So it is where the next token stands beyond the length up to which the
     RoPE's frequencies are constant, as in transformers' own `generate`: old keys are rotated by other frequencies than
     new queries.
     """
     prompt, cache, ends = prefilled.prompt.token_ids, prefilled.cache, set(end_ids(runtime.loaded.model))
-    regime = regime_tokens(runtime.model_config)
+    regime = constant_rope_tokens(runtime.model_config)
     sequence = torch.tensor([[*prompt, *[0] * max_new_tokens]], device=prefilled.logits.device)
     ids, steps = list[int](), None
-    lookup, guesses, rows = Lookup(0, ()), list[int](), prefilled.logits[None]
+    lookup, guesses, rows = PromptLookup(0, ()), list[int](), prefilled.logits[None]
     look = (
-        SecondLook(runtime.tokenizing.tokenizer, prefilled.prompt, prefilled.sure) if prefilled.sure else None
+        UncertaintyCheck(runtime.tokenizing.tokenizer, prefilled.prompt, prefilled.sure)
+        if prefilled.sure
+        else None
     )
     read_again_at: int | None = None
     cache.truncate()
@@ -130,7 +132,7 @@ def _decoded(
         for number, logits in enumerate(rows):  # behind the last token, and behind each guess
             end = len(prompt) + len(ids)
             token = int(processors(sequence[:, :end], logits[None]).argmax())
-            if look is not None and look.is_wanted(token, logits, ids):
+            if look is not None and look.needs_full_prefill(token, logits, ids):
                 cache.truncate(len(ids))  # a session keeps it, without the guesses that are none any more
                 (cache, again), look, read_again_at = _read_anew(runtime, prompt, ids, turn), None, len(ids)
                 guesses = guesses[:number]
@@ -143,14 +145,14 @@ def _decoded(
             if is_last or guesses[number : number + 1] != [token]:
                 break
         if guesses:
-            lookup.were_right(number)
+            lookup.record_accepted(number)
             cache.truncate(len(ids) - 1)
         if is_last:
             return ids, read_again_at
         if steps is None:  # the first token is out, and did not wait for packed weights
-            steps = runtime.choice.steps  # one for all of an answer
-            lookup = Lookup(steps.guessed, (*prompt, token))
-        guesses = lookup.guesses()[: max_new_tokens - len(ids) - 1]
+            steps = runtime.choice.current  # one for all of an answer
+            lookup = PromptLookup(steps.guessed_tokens, (*prompt, token))
+        guesses = lookup.propose()[: max_new_tokens - len(ids) - 1]
         held = cache.get_seq_length()
         if regime is not None and held <= regime < held + 1 + len(guesses):
             (cache, rows), guesses = _read_anew(runtime, prompt, ids, turn), []
@@ -212,7 +214,7 @@ def _generated(
     return [int(i) for i in out[0, ids.shape[1] :]]
 
 
-def unsupported_in(answer: str, prompt: Prompt, tokenizer: Any) -> tuple[str, ...]:
+def figures_not_in_prompt(answer: str, prompt: Prompt, tokenizer: Any) -> tuple[str, ...]:
     """The answer's figures that stand nowhere in a prompt with passages; nothing where it has none to check by."""
     if not prompt.chunks or not figures_in(answer):
         return ()
@@ -230,7 +232,7 @@ def continue_logits(runtime: Runtime, prefilled: Prefilled, token_ids: Sequence[
         with torch.inference_mode():
             whole: Tensor = model(ids, use_cache=False).logits[0].float()
         return whole[begin - 1 :]
-    end, regime = ids.shape[1], regime_tokens(runtime.model_config)
+    end, regime = ids.shape[1], constant_rope_tokens(runtime.model_config)
     # Behind it all is read anew, as in an answer.
     stop = end if regime is None else min(end, max(begin, regime))
     rows = [prefilled.logits[None].float()]
@@ -244,7 +246,7 @@ def continue_logits(runtime: Runtime, prefilled: Prefilled, token_ids: Sequence[
     return torch.cat(rows)
 
 
-class Draw:
+class GumbelNoise:
     """Noise (Gumbel's) that turns the highest score into a draw from the scores' softmax: the last logits processor.
 
     transformers draws from torch's global generator, which is everybody's: a seed would reseed other threads, and
@@ -311,7 +313,7 @@ def _processors(
             processors.append(TopPLogitsWarper(options.top_p))
         # Without a seed torch's own is followed, so that `torch.manual_seed` still makes a program repeatable.
         seed = int(torch.randint(1 << 62, ())) if options.seed is None else options.seed
-        processors.append(Draw(torch.Generator(device).manual_seed(seed)))
+        processors.append(GumbelNoise(torch.Generator(device).manual_seed(seed)))
     if constraint is not None:
         processors.append(constraint.close)
     return processors
@@ -344,7 +346,7 @@ class _Streamer:
         pass
 
 
-class Clock:
+class AnswerTimer:
     """When the tokens came."""
 
     def __init__(self, begun: float) -> None:

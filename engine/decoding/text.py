@@ -73,7 +73,7 @@ def _first_sentence(text: str) -> int | None:
     return min(found, default=None)
 
 
-def text_of(
+def decode_text(
     tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str] = (), one_sentence: bool = False
 ) -> str:
     """The text of all ids, cut before the first stop string, or behind the first sentence."""

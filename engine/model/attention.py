@@ -38,16 +38,16 @@ _MEASURING = threading.Lock()
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows start..stop of those being computed see keys first_key..stop_key, all of them those before ragged_key.
+    """Rows start..stop of those being computed see keys first_key..stop_key, all of them those before masked_from_key.
 
-    mask (stop - start, stop_key - ragged_key), additive: of the keys from there on; None where there are none.
+    mask (stop - start, stop_key - masked_from_key), additive: of the keys from there on; None where there are none.
     """
 
     start: int
     stop: int
     first_key: int
     stop_key: int
-    ragged_key: int
+    masked_from_key: int
     mask: Tensor | None
 
     _folds: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
@@ -59,16 +59,16 @@ class Tile:
         if self.mask is None:
             return None
         if group not in self._folds:
-            left = self.ragged_key - self.first_key
+            left = self.masked_from_key - self.first_key
             self._folds[group] = nn.functional.pad(self.mask, (left, 0)).repeat(group, 1)
         return self._folds[group]
 
 
 @dataclass(frozen=True)
-class Collector:
+class AttentionCollector:
     """The last `rows` of those being computed, whose attention is collected.
 
-    They see keys from first_key on, under the additive mask (rows, K), all of them those before ragged_key.
+    They see keys from first_key on, under the additive mask (rows, K), all of them those before masked_from_key.
     collect(self, queries (N, rows, D), keys (H, K, D), scaling, weights (N, rows, K)) returns None; what it raises
     leaves the layer.
     """
@@ -76,11 +76,11 @@ class Collector:
     rows: int
     first_key: int
     mask: Tensor
-    ragged_key: int
-    collect: "Collect | None" = None
+    masked_from_key: int
+    collect: "CollectAttention | None" = None
 
 
-Collect = Callable[[Collector, Tensor, Tensor, float, Tensor], None]
+CollectAttention = Callable[[AttentionCollector, Tensor, Tensor, float, Tensor], None]
 
 
 def tiles(rows: Tensor, window: int | None, dtype: torch.dtype, absent: Tensor | None = None) -> list[Tile]:
@@ -96,7 +96,7 @@ def tiles(rows: Tensor, window: int | None, dtype: torch.dtype, absent: Tensor |
             stop = min(_rounded_up(stop), int(rows[-1]) + 1)
         if window is not None:
             first = max(0, least - window)
-        ragged = ragged_from(first, least, stop, window, absent)
+        ragged = masked_from(first, least, stop, window, absent)
         mask = None
         if ragged < stop:
             visible = position_mask(tile, stop, window, absent, ragged)[0, 0]
@@ -105,7 +105,7 @@ def tiles(rows: Tensor, window: int | None, dtype: torch.dtype, absent: Tensor |
     return tiles
 
 
-def ragged_from(first: int, least: int, stop: int, window: int | None, absent: Tensor | None) -> int:
+def masked_from(first: int, least: int, stop: int, window: int | None, absent: Tensor | None) -> int:
     """Of keys first..stop, the one from which on not every row may see all; the first row sees those before least."""
     return least if absent is None and stop - first <= (window or stop) else first
 
@@ -164,13 +164,13 @@ def position_mask(
     rows (R,) positions, ascending; window: tokens a sliding layer sees, itself included, or None; absent (T,) bool:
     keys that are not there. Returns bool (1, 1, R, keys), True where the row may attend.
     """
-    mask = seen_mask(rows, torch.arange(first_key, total_tokens, device=rows.device), window)
+    mask = causal_mask(rows, torch.arange(first_key, total_tokens, device=rows.device), window)
     if absent is not None:
         mask &= ~absent[first_key:total_tokens]
     return mask
 
 
-def seen_mask(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
+def causal_mask(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
     """The same for computing `rows` against the keys at positions (K,): bool (1, 1, R, K)."""
     mask = keys[None, :] <= rows[:, None]
     if window is not None:
@@ -178,7 +178,7 @@ def seen_mask(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
     return mask[None, None]
 
 
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """The same mask as numbers to add to the scores: 0 where the row may attend, the lowest number elsewhere."""
     zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     return zeros.masked_fill_(~mask, torch.finfo(dtype).min)
@@ -204,7 +204,7 @@ def rows_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     tiles: list[Tile] | None = None,
-    collector: Collector | None = None,
+    collector: AttentionCollector | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query (1, N, R, D), key and value (1, H, T, D) -> (1, R, N, D); N is H times the group.
@@ -241,7 +241,7 @@ def eager_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    collector: Collector | None = None,
+    collector: AttentionCollector | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """The eager attention of the model's own module (soft caps, sinks), whose weights are at hand anyway."""
@@ -315,7 +315,7 @@ def _by_products(
             torch.addmm(nothing, queries, key[0, head, keys].T, beta=0, alpha=scale, out=scores)
             if tile.mask is not None:
                 each = scores.view(group, -1, scores.shape[1])
-                each[..., tile.ragged_key - tile.first_key :].add_(tile.mask)
+                each[..., tile.masked_from_key - tile.first_key :].add_(tile.mask)
             part = torch.softmax(scores, -1, out=scores) @ value[0, head, keys]
             of_head = out[0, tile.start : tile.stop, head * group : (head + 1) * group]
             of_head.copy_(part.view(group, -1, part.shape[-1]).transpose(0, 1))
@@ -323,7 +323,7 @@ def _by_products(
 
 
 def _collected(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, collector: Collector
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, collector: AttentionCollector
 ) -> Tensor:
     """queries (N, W, D), keys and values (H, T, D) -> (1, W, N, D), by weights (N, W, K) that are collected."""
     (heads, rows, size), keys, values = (
@@ -332,7 +332,7 @@ def _collected(
         value[:, collector.first_key :],
     )
     key_heads, scale = keys.shape[0], size**-0.5 if scaling is None else scaling
-    ragged = collector.ragged_key - collector.first_key
+    ragged = collector.masked_from_key - collector.first_key
     grouped = (query * scale).reshape(key_heads, -1, size)  # (H, G * W, D): no key is expanded
     weights = query.new_empty(heads, rows, keys.shape[1])
     out = query.new_empty(key_heads, grouped.shape[1], values.shape[-1])

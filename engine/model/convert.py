@@ -22,7 +22,7 @@ DRAFT, LEFT_S = ".converting-", 24 * 3600
 log = logging.getLogger("ragblend")
 
 
-def converted(gguf: Path, home: Path, dtype: str) -> Path:
+def convert_gguf(gguf: Path, home: Path, dtype: str) -> Path:
     """The folder under home/models with the same model as safetensors, made on first use (transformers shows a bar).
 
     Raises CorruptModelError for a damaged or unknown GGUF, StoreFullError when the disk is full.
@@ -30,7 +30,7 @@ def converted(gguf: Path, home: Path, dtype: str) -> Path:
     folder = _folder(gguf, home, dtype)
     if not is_converted(gguf, home, dtype):
         log.info("converting %s once, to %s", gguf.name, folder)
-        tokenizer = converted_tokenizer(gguf, home, dtype)
+        tokenizer = convert_gguf_tokenizer(gguf, home, dtype)
         _make(folder, "config.json", lambda draft: _convert(gguf, tokenizer, draft, dtype))
     return folder
 
@@ -40,10 +40,10 @@ def is_converted(gguf: Path, home: Path, dtype: str) -> bool:
     return (_folder(gguf, home, dtype) / "config.json").is_file()
 
 
-def converted_tokenizer(gguf: Path, home: Path, dtype: str) -> Path:
+def convert_gguf_tokenizer(gguf: Path, home: Path, dtype: str) -> Path:
     """A folder with the tokenizer alone, or the whole model if it is there: its files are the same in both.
 
-    Raises as `converted` does.
+    Raises as `convert_gguf` does.
     """
     if is_converted(gguf, home, dtype):
         return _folder(gguf, home, dtype)
@@ -117,9 +117,9 @@ def _convert(gguf: Path, tokenizer: Path, folder: Path, dtype: str) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.utils.quantization_config import GgufConfig
 
-    from ragblend.engine.model.device import loading_alone
+    from ragblend.engine.model.device import exclusive_model_loading
 
-    with loading_alone(shows_bars=True), _named_errors(gguf):
+    with exclusive_model_loading(shows_bars=True), _named_errors(gguf):
         model = AutoModelForCausalLM.from_pretrained(
             str(gguf.parent),
             gguf_file=gguf.name,

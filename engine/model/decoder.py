@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from ragblend.engine.model.attention import (
     EAGER,
     NAME,
-    Collect,
-    Collector,
-    additive,
+    AttentionCollector,
+    CollectAttention,
+    additive_mask,
+    causal_mask,
+    masked_from,
     position_mask,
-    ragged_from,
-    seen_mask,
     tiles,
 )
 from ragblend.engine.model.rope import HALF, Rope
@@ -35,7 +35,7 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 # More rows than this pass through a layer in several blocks. That changes nothing they compute (a row sees only what is
 # before it, and blocks are in order), and keeps activations small beside the KV.
 BLOCK_ROWS = 1024
-View = dict[str, Any]  # the arguments by which an attention learns what its rows may attend to
+AttentionArguments = dict[str, Any]  # the arguments by which an attention learns what its rows may attend to
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class RowBlock:
 
     rows: Tensor
     rotary: dict[str, tuple[Tensor, Tensor]]
-    views: dict[str, View]
-    collecting: dict[str, View]
+    views: dict[str, AttentionArguments]
+    collecting: dict[str, AttentionArguments]
     total_tokens: int
     seen: Tensor | None = None
 
@@ -77,7 +77,7 @@ class Decoder(ABC):
         self.tiles = attention == NAME and passes and device.type == "cpu"
         self.shows_attention = attention in (NAME, EAGER) and passes
 
-    def hide_attention(self) -> None:
+    def disable_attention_collection(self) -> None:
         """Its layers do not hand on to their attention what they are given: none is collected or cut in tiles."""
         self.shows_attention = self.tiles = False
 
@@ -99,7 +99,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def run_layer(
-        self, layer: int, hidden: Tensor, block: RowBlock, cache: Any, collect: Collect | None = None
+        self, layer: int, hidden: Tensor, block: RowBlock, cache: Any, collect: CollectAttention | None = None
     ) -> Tensor:
         """(1, R, hidden) -> (1, R, hidden), through the cache's `update`. collect: given what rows attend to."""
 
@@ -125,8 +125,8 @@ class Decoder(ABC):
         may attend to.
         """
         rotary: dict[str, tuple[Tensor, Tensor]] = {}
-        views: dict[str, View] = {}
-        collecting: dict[str, View] = {}
+        views: dict[str, AttentionArguments] = {}
+        collecting: dict[str, AttentionArguments] = {}
         for kind in sorted(set(self.layer_types)):
             given = rows, total_tokens, kind, hidden.dtype, absent
             rotary[kind] = self.rotary(kind, rows, hidden)
@@ -135,15 +135,17 @@ class Decoder(ABC):
                 collecting[kind] = self._collecting(*given, collected)
         return RowBlock(rows, rotary, views, collecting, total_tokens)
 
-    def seeing(self, block: RowBlock, keys: Tensor, dtype: torch.dtype) -> RowBlock:
+    def with_keys(self, block: RowBlock, keys: Tensor, dtype: torch.dtype) -> RowBlock:
         """The same rows, given the keys at positions (S,) alone, themselves among them."""
-        views: dict[str, View] = {
-            kind: {"attention_mask": additive(seen_mask(block.rows, keys, self._window(kind)), dtype)}
+        views: dict[str, AttentionArguments] = {
+            kind: {"attention_mask": additive_mask(causal_mask(block.rows, keys, self._window(kind)), dtype)}
             for kind in block.rotary
         }
         return replace(block, views=views, collecting={}, seen=keys)
 
-    def view(self, layer: int, block: RowBlock, collect: Collect | None) -> View:
+    def attention_arguments(
+        self, layer: int, block: RowBlock, collect: CollectAttention | None
+    ) -> AttentionArguments:
         """The arguments of that layer's attention."""
         kind = self.layer_types[layer]
         if collect is None or not block.collecting:
@@ -155,11 +157,13 @@ class Decoder(ABC):
         """Tokens that a row sees in layers of that type, itself included; None for all before it."""
         return self.window if kind == SLIDING else None
 
-    def _view(self, rows: Tensor, tokens: int, kind: str, dtype: torch.dtype, absent: Tensor | None) -> View:
+    def _view(
+        self, rows: Tensor, tokens: int, kind: str, dtype: torch.dtype, absent: Tensor | None
+    ) -> AttentionArguments:
         window = self._window(kind)
         if self.attention not in (NAME, "sdpa"):
             # Eager (soft caps, sinks): adds the mask it is given, and no other.
-            return {"attention_mask": additive(position_mask(rows, tokens, window, absent), dtype)}
+            return {"attention_mask": additive_mask(position_mask(rows, tokens, window, absent), dtype)}
         if rows.numel() == tokens and (window is None or window >= tokens):
             return {"attention_mask": None}  # attention may take its causal path
         if self.tiles:
@@ -168,17 +172,17 @@ class Decoder(ABC):
 
     def _collecting(
         self, rows: Tensor, tokens: int, kind: str, dtype: torch.dtype, absent: Tensor | None, collected: int
-    ) -> View:
+    ) -> AttentionArguments:
         """The same where attention is collected of the last rows, which are in no mask but the collector's."""
         first, last = rows[:-collected], rows[-collected:]
         window = self._window(kind)
         least = int(last[0]) + 1
         start = 0 if window is None else max(0, least - window)
-        mask = additive(position_mask(last, tokens, window, absent, start), dtype)[0, 0]
-        ragged = ragged_from(start, least, tokens, window, absent)
+        mask = additive_mask(position_mask(last, tokens, window, absent, start), dtype)[0, 0]
+        ragged = masked_from(start, least, tokens, window, absent)
         of = rows if self.attention == EAGER else first
         view = self._view(of, tokens, kind, dtype, absent) if of.numel() else {"attention_mask": None}
-        return view | {"collector": Collector(collected, start, mask, ragged)}
+        return view | {"collector": AttentionCollector(collected, start, mask, ragged)}
 
 
 class TransformersDecoder(Decoder):
@@ -212,7 +216,7 @@ class TransformersDecoder(Decoder):
         return tables
 
     def run_layer(
-        self, layer: int, hidden: Tensor, block: RowBlock, cache: Any, collect: Collect | None = None
+        self, layer: int, hidden: Tensor, block: RowBlock, cache: Any, collect: CollectAttention | None = None
     ) -> Tensor:
         out: Tensor | tuple[Tensor, ...] = self.layers[layer](
             hidden,
@@ -220,7 +224,7 @@ class TransformersDecoder(Decoder):
             past_key_values=cache,
             use_cache=True,
             position_embeddings=block.rotary[self.layer_types[layer]],
-            **self.view(layer, block, collect),
+            **self.attention_arguments(layer, block, collect),
         )
         return out if isinstance(out, Tensor) else out[0]
 
@@ -284,7 +288,7 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     return dict(getattr(config, "rope_parameters", None) or {})
 
 
-def regime_tokens(config: Any) -> int | None:
+def constant_rope_tokens(config: Any) -> int | None:
     """Length up to which the frequencies are constant; None if they always are."""
     found, name = rope_parameters(config), "original_max_position_embeddings"
     each = [value for value in found.values() if isinstance(value, dict)] or [found]

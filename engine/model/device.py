@@ -24,13 +24,13 @@ from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.policy import DEFAULT_POLICY, policy_named
 
-MOST_READERS = 8
-MOST_LAYERS_AHEAD = 2  # that a host queues: the device always has one to go on with
+MAX_READERS = 8
+MAX_LAYERS_AHEAD = 2  # that a host queues: the device always has one to go on with
 _loading, _recording = threading.Lock(), threading.Lock()
 
 
 @contextlib.contextmanager
-def loading_alone(shows_bars: bool = False) -> Iterator[None]:
+def exclusive_model_loading(shows_bars: bool = False) -> Iterator[None]:
     """While transformers loads a model: no other one meanwhile, and no "Loading weights" among our own messages.
 
     It patches itself for the whole process while it loads: of a model that was loaded beside the embedder the tied head
@@ -115,7 +115,7 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
 
 
-def free_cached(device: torch.device) -> None:
+def release_cached_memory(device: torch.device) -> None:
     """Give back what torch keeps of a device's memory for later."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -151,10 +151,10 @@ def reads_at_once(device: torch.device) -> int:
     """How many threads read stored KV: on a CPU its cores are the compute's; before an accelerator they are free, and
     one reads and checks a few gigabytes a second, of which it could take fifty.
     """
-    return 2 if device.type == "cpu" else min(MOST_READERS, max(2, (os.cpu_count() or 1) // 2))
+    return 2 if device.type == "cpu" else min(MAX_READERS, max(2, (os.cpu_count() or 1) // 2))
 
 
-def recorded(device: torch.device, work: Callable[[], object]) -> Callable[[], object]:
+def record_calls(device: torch.device, work: Callable[[], object]) -> Callable[[], object]:
     """What has the device do again what `work` has it do, with the same memory; where it can in one call (CUDA graphs).
 
     Nothing is done yet on CUDA, and everything that `work` makes is there as long as what is returned.
@@ -314,7 +314,7 @@ class CudaTransfers(TransferStream):
 
     def pace(self) -> None:
         self._ahead.append(torch.cuda.current_stream(self.device).record_event())
-        if len(self._ahead) > MOST_LAYERS_AHEAD:
+        if len(self._ahead) > MAX_LAYERS_AHEAD:
             self._ahead.popleft().synchronize()
 
     def finish(self) -> None:

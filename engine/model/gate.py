@@ -25,12 +25,12 @@ from ragblend.engine.config import DEFAULT_METHOD
 from ragblend.engine.encode import ChunkEncoder
 from ragblend.engine.fusion import Fusion
 from ragblend.engine.loader import loader_of
-from ragblend.engine.model.attention import Collect
+from ragblend.engine.model.attention import CollectAttention
 from ragblend.engine.model.decoder import Decoder, RowBlock
 from ragblend.engine.model.device import transfer_stream
 from ragblend.engine.model.rope import LAYOUTS, Rope, move_keys
 from ragblend.engine.plan import Span, make_plan
-from ragblend.engine.selection import BLIND, METHODS, Policy, policy_named
+from ragblend.engine.selection import ATTENTION_FREE, METHODS, Policy, policy_named
 from ragblend.engine.trace import Recorder
 from ragblend.kvstore.files import make_private_folder, replace_durably
 from ragblend.kvstore.memory import HeldChunk
@@ -53,7 +53,7 @@ TEXT = (
 
 
 @dataclass(frozen=True)
-class Check:
+class GateCheck:
     """One question of the gate: its error, relative, beside what is allowed."""
 
     name: str
@@ -67,7 +67,7 @@ class GateVerdict:
     """Whether a model's KV may be fused; reason says why not. shows_attention: whether its layers do."""
 
     passed: bool
-    checks: tuple[Check, ...] = ()
+    checks: tuple[GateCheck, ...] = ()
     reason: str | None = None
     layouts: tuple[str, ...] = ()
     shows_attention: bool = True
@@ -81,18 +81,18 @@ def run_gate(decoder: Decoder, token_ids: Sequence[int]) -> GateVerdict:
     """
     ids = list(token_ids)
     assert len(ids) >= 24, "the gate needs text to work on"
-    exam = _Exam(decoder, ids)
-    moving = exam.moving()
-    if not (decoder.shows_attention and exam.showing_attention()):
-        decoder.hide_attention()
-    checks = (exam.all_rows(), exam.some_rows(), moving, exam.causality(), exam.exactness(), exam.shifting())
+    test = _SelfTest(decoder, ids)
+    moving = test.moving()
+    if not (decoder.shows_attention and test.showing_attention()):
+        decoder.disable_attention_collection()
+    checks = (test.all_rows(), test.some_rows(), moving, test.causality(), test.exactness(), test.shifting())
     failed = [f"{c.name}: error {c.error:.2g}, allowed {c.allowed:.2g}" for c in checks if not c.passed]
     return GateVerdict(
         not failed, checks, "; ".join(failed) or None, tuple(decoder.layouts), decoder.shows_attention
     )
 
 
-class _Exam:
+class _SelfTest:
     def __init__(self, decoder: Decoder, ids: list[int]) -> None:
         self.decoder = decoder
         third = len(ids) // 4
@@ -100,7 +100,7 @@ class _Exam:
         self.suffix = ids[3 * third :]
         self.allowed = TOLERANCE[decoder.geometry.dtype]
 
-    def all_rows(self) -> Check:
+    def all_rows(self) -> GateCheck:
         """Every row computed over loaded KV gives the model's own logits, and the model's own KV."""
         ids = [*self.prefix, *self.first, *self.second, *self.suffix]
         logits, _ = self._fused("recompute", self.first, self.second)
@@ -108,7 +108,7 @@ class _Exam:
         return self._check("all rows recomputed equals the model", error, self.decoder.rounding)
 
     @torch.inference_mode()
-    def some_rows(self) -> Check:
+    def some_rows(self) -> GateCheck:
         """In each layer, rows picked out of a sequence are given what they are given among all."""
         decoder = self.decoder
         ids = torch.tensor([*self.prefix, *self.first, *self.second, *self.suffix], device=decoder.device)
@@ -126,7 +126,7 @@ class _Exam:
             hidden = outs[0]
         return self._check("some rows computed are as among all", max(errors))
 
-    def moving(self) -> Check:
+    def moving(self) -> GateCheck:
         """In each layer, the keys of one input at two places, one moved to the other; sets the layer's layout."""
         errors = []
         for layer in range(self.decoder.geometry.layers):
@@ -153,25 +153,27 @@ class _Exam:
             return new.keys
         raise AssertionError("the layer never called the cache")
 
-    def causality(self) -> Check:
+    def causality(self) -> GateCheck:
         """Another last chunk leaves the KV of all rows before it as it is, in every layer."""
         _, one = self._fused("cacheblend", self.first, self.second)
         _, two = self._fused("cacheblend", self.first, self.second[::-1])
         stop = len(self.prefix) + len(self.first)
-        return self._check("editing a later chunk changes no earlier row", _largest(one, two, 0, stop))
+        return self._check("editing a later chunk changes no earlier row", _largest_error(one, two, 0, stop))
 
-    def exactness(self) -> Check:
+    def exactness(self) -> GateCheck:
         """The chunk right behind its encoding prefix has the KV that full prefill gives it."""
         _, full = self._fused("full", self.first, self.second)
         _, reuse = self._fused("reuse", self.first, self.second)
         start = len(self.prefix)
-        error = _largest(full, reuse, start, start + len(self.first))
+        error = _largest_error(full, reuse, start, start + len(self.first))
         deep = min(max(1.0, self.decoder.geometry.layers / SHALLOW) ** 0.5, 2.0)
         return self._check("a chunk behind its prefix is exact", error, deep)
 
-    def shifting(self) -> Check:
+    def shifting(self) -> GateCheck:
         """What the policies that shift make of the KV is numbers, whether they collect attention or not."""
-        policies = [BLIND, METHODS[DEFAULT_METHOD]] if self.decoder.shows_attention else [BLIND]
+        policies = (
+            [ATTENTION_FREE, METHODS[DEFAULT_METHOD]] if self.decoder.shows_attention else [ATTENTION_FREE]
+        )
         finite = all(
             bool(self._fused(policy, self.first, self.second)[0].isfinite().all()) for policy in policies
         )
@@ -190,7 +192,7 @@ class _Exam:
     def _is_shown(self, layer: int, hidden: Tensor, block: RowBlock) -> bool:
         shown: list[Tensor] = []
 
-        def computed(collect: Collect | None) -> Tensor:
+        def computed(collect: CollectAttention | None) -> Tensor:
             cache = FusedCache(self.decoder.geometry, hidden.shape[1], 0, self.decoder.device)
             cache.step = Scatter(block.rows)
             return self.decoder.run_layer(layer, hidden, block, cache, collect)
@@ -202,10 +204,10 @@ class _Exam:
             return False
         return len(shown) == 1 and bool(shown[0].isfinite().all()) and error <= self.allowed
 
-    def _check(self, name: str, error: float, times: float = 1.0) -> Check:
+    def _check(self, name: str, error: float, times: float = 1.0) -> GateCheck:
         """times: of what is allowed otherwise."""
         allowed = self.allowed * times
-        return Check(name, error <= allowed, error, allowed)  # NaN compares false
+        return GateCheck(name, error <= allowed, error, allowed)  # NaN compares false
 
     def _fused(self, method: str | Policy, *chunks: list[int]) -> tuple[Tensor, FusedCache]:
         decoder, policy = self.decoder, policy_named(method)
@@ -233,13 +235,13 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected.float()).pow(2).mean().sqrt() / spread)
 
 
-def _largest(one: FusedCache, two: FusedCache, start: int, stop: int) -> float:
+def _largest_error(one: FusedCache, two: FusedCache, start: int, stop: int) -> float:
     layers = range(one.geometry.layers)
     pairs = [(one.span(i, start, stop), two.span(i, start, stop)) for i in layers]
     return max(relative_error(a, b) for first, second in pairs for a, b in zip(first, second, strict=True))
 
 
-def kept_verdict(
+def cached_verdict(
     folder: Path, fingerprint: str, device: str, layers: int, judge: Callable[[], GateVerdict]
 ) -> GateVerdict:
     """The verdict that is on file for this model on such a device, whose attention is another one than others'; or a
@@ -248,7 +250,7 @@ def kept_verdict(
     file = folder / f"gate-{fingerprint[:32]}-{device}-v{VERSION}.json"
     try:
         found = json.loads(file.read_text())
-        checks = tuple(Check(**check) for check in found.pop("checks"))
+        checks = tuple(GateCheck(**check) for check in found.pop("checks"))
         verdict = GateVerdict(checks=checks, layouts=tuple(found.pop("layouts")), **found)
         if set(verdict.layouts) <= set(LAYOUTS) and len(verdict.layouts) in (0, layers):
             return verdict

@@ -9,9 +9,9 @@ import torch
 
 from ragblend.engine.model.attention import EAGER, NAME, register
 from ragblend.engine.model.checkpoints import find_model, tokenizer_digest, weights_digest
-from ragblend.engine.model.convert import converted, converted_tokenizer, is_converted
+from ragblend.engine.model.convert import convert_gguf, convert_gguf_tokenizer, is_converted
 from ragblend.engine.model.decoder import Decoder, TransformersDecoder, kv_geometry, rope_parameters
-from ragblend.engine.model.device import loading_alone
+from ragblend.engine.model.device import exclusive_model_loading
 from ragblend.engine.model.packing import pack
 from ragblend.kvstore.chunks import DTYPES
 from ragblend.kvstore.errors import (
@@ -22,7 +22,9 @@ from ragblend.kvstore.errors import (
 )
 from ragblend.kvstore.keys import ModelFingerprint
 
-MOST_BITS = 10  # a weight, of a file whose weights had been rounded: GGUF's eight bits are eight and a half
+MAX_BITS_PER_WEIGHT = (
+    10  # a weight, of a file whose weights had been rounded: GGUF's eight bits are eight and a half
+)
 
 
 def read_config(folder: Path) -> Any:
@@ -36,9 +38,9 @@ def read_config(folder: Path) -> Any:
 
 
 def was_quantized(name: str, parameters: int) -> bool:
-    """Whether the file that a model was unpacked from has at most MOST_BITS a weight; a folder's weights never have."""
+    """Whether the file that a model was unpacked from has at most MAX_BITS_PER_WEIGHT a weight; a folder's weights never have."""
     found = find_model(name)
-    return found.is_file() and 8 * found.stat().st_size <= MOST_BITS * parameters
+    return found.is_file() and 8 * found.stat().st_size <= MAX_BITS_PER_WEIGHT * parameters
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -54,13 +56,13 @@ def load_tokenizer(folder: Path) -> Any:
 def locate(name: str, home: Path, dtype: str) -> Path:
     """A folder of safetensors with its tokenizer; a GGUF is converted on first use. Raises ModelError's children."""
     found = find_model(name)
-    return converted(found, home, dtype) if found.is_file() else found
+    return convert_gguf(found, home, dtype) if found.is_file() else found
 
 
 def locate_tokenizer(name: str, home: Path, dtype: str) -> Path:
     """The folder of a model's tokenizer; of a GGUF nothing else is converted, which takes a second or two."""
     found = find_model(name)
-    return converted_tokenizer(found, home, dtype) if found.is_file() else found
+    return convert_gguf_tokenizer(found, home, dtype) if found.is_file() else found
 
 
 def needs_conversion(name: str, home: Path, dtype: str) -> bool:
@@ -85,7 +87,7 @@ def load(folder: Path, device: torch.device, dtype: str) -> LoadedModel:
 
     try:
         # With this option two values come back; the annotations know of one.
-        with loading_alone():
+        with exclusive_model_loading():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder), dtype=DTYPES[dtype], device_map={"": device}, output_loading_info=True
             )

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from ragblend.engine.model.device import available_bytes
 
-MOST_ROWS = 256
+MAX_PACKED_ROWS = 256
 TYPICAL_ROWS = 64  # for which oneDNN is asked to choose the order
-MOST_OF_FREE_MEMORY = 0.25
+MAX_FREE_MEMORY_SHARE = 0.25
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer over the same weight and bias, fast for up to MOST_ROWS rows."""
+    """A linear layer over the same weight and bias, fast for up to MAX_PACKED_ROWS rows."""
 
     packed: Tensor
 
@@ -34,7 +34,7 @@ class PackedLinear(nn.Linear):
         return made
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.dtype != torch.bfloat16 or input.numel() > MOST_ROWS * self.in_features:
+        if input.dtype != torch.bfloat16 or input.numel() > MAX_PACKED_ROWS * self.in_features:
             return super().forward(input)
         out: Tensor = _operators()._linear_pointwise(input, self.packed, self.bias, "none", [], "")
         return out
@@ -42,7 +42,7 @@ class PackedLinear(nn.Linear):
 
 def pack(model: nn.Module) -> int:
     """Pack the linear layers of a model on the CPU, where that helps and memory allows it; returns how many."""
-    if not packs():
+    if not can_pack():
         return 0
     found = [
         (parent, name, child)
@@ -53,14 +53,14 @@ def pack(model: nn.Module) -> int:
         and child.weight.device.type == "cpu"
     ]
     needed = sum(child.weight.nbytes for _, _, child in found)
-    if needed > MOST_OF_FREE_MEMORY * available_bytes():
+    if needed > MAX_FREE_MEMORY_SHARE * available_bytes():
         return 0
     for parent, name, child in found:
         setattr(parent, name, PackedLinear.of(child))
     return len(found)
 
 
-def packs() -> bool:
+def can_pack() -> bool:
     """Whether this processor and this torch compute bfloat16 with oneDNN, and have the operators."""
     if not torch.backends.mkldnn.is_available():
         return False

@@ -30,12 +30,12 @@ def chat(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[st
             raise PromptError(f"a message's role is a word, such as user or assistant, not {message.role!r}")
     messages = [replace(m, segments=tuple(map(_as_text, m.segments))) for m in messages]
     if tokenizer.chat_template is None:
-        return Prompt(joined(_in_words(messages)))
+        return Prompt(merge_literals(_in_words(messages)))
     failed: Exception | None = None
-    forms = (list,) if any(m.calls or m.role == "tool" for m in messages) else (list, folded)
+    forms = (list,) if any(m.calls or m.role == "tool" for m in messages) else (list, alternating_roles)
     for form in forms:
         try:
-            return Prompt(joined(_templated(tokenizer, form(messages), tools)))
+            return Prompt(merge_literals(_templated(tokenizer, form(messages), tools)))
         except Exception as error:  # templates raise whatever they like
             failed = error
     roles = ", ".join(message.role for message in messages)
@@ -44,7 +44,7 @@ def chat(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[st
     ) from failed
 
 
-def folded(messages: Sequence[Message]) -> list[Message]:
+def alternating_roles(messages: Sequence[Message]) -> list[Message]:
     """User and assistant messages in turn, the first and the last of the user where there are such."""
     sided = [("assistant" if m.role == "assistant" else "user", m.segments) for m in messages]
     result = []
@@ -56,7 +56,7 @@ def folded(messages: Sequence[Message]) -> list[Message]:
     return result
 
 
-def joined(segments: Sequence[Segment]) -> list[Segment]:
+def merge_literals(segments: Sequence[Segment]) -> list[Segment]:
     """The same text with literals of one kind, side by side, as one; empty ones are gone."""
     result: list[Segment] = []
     for segment in segments:

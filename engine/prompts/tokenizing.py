@@ -24,7 +24,7 @@ NodeIds = dict[
 ]  # token ids by collection (None: the engine's) and node id
 
 
-class Tokenizing:
+class PromptTokenizer:
     """A tokenizer of transformers, used segment by segment."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -72,7 +72,7 @@ class Tokenizing:
 
         return FigureFinder(self.tokenizer)
 
-    def begun(self, segments: list[Segment]) -> tuple[int, ...]:
+    def leading_literal_ids(self, segments: list[Segment]) -> tuple[int, ...]:
         """Token ids of literals at the very beginning of a prompt."""
         return self.prompt(Prompt(segments), {}).token_ids
 

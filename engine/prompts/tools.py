@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragblend.engine.decoding.grammar import MAX_SCHEMA_CHARS, Grammar, checked, json_rule
+from ragblend.engine.decoding.grammar import MAX_SCHEMA_CHARS, Grammar, json_rule, validated
 from ragblend.engine.prompts.segments import ToolCall
 from ragblend.kvstore.errors import UnsupportedModelError, UsageError
 
-MOST_CALLS = 8  # in one answer: small models repeat themselves
+MAX_CALLS = 8  # in one answer: small models repeat themselves
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 _FENCED = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
 _FIRST, _SECOND, _KEY = "ragblend_first", "ragblend_second", "ragblend_argument"
@@ -43,7 +43,7 @@ class CallFormat:
 
 
 @dataclass(frozen=True)
-class Said:
+class ParsedAnswer:
     """An answer taken apart: the words before its calls, the calls, and what of a call was cut off, or is none."""
 
     text: str
@@ -104,7 +104,7 @@ def _read_format(answer: str) -> tuple[str, str, str | None, str] | None:
     return None
 
 
-def named(tools: Sequence[Tool]) -> dict[str, Tool]:
+def functions_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
     """The functions by their names, of two the last. Raises UsageError for what is no tool."""
     result: dict[str, Tool] = {}
     for tool in tools:
@@ -120,7 +120,7 @@ def named(tools: Sequence[Tool]) -> dict[str, Tool]:
 
 def check_tools(tools: Sequence[Tool]) -> None:
     """Raises UsageError for a tool whose arguments' schema cannot be kept to; loads no model."""
-    rules = {name: _arguments(name, function) for name, function in named(tools).items()}
+    rules = {name: _arguments(name, function) for name, function in functions_by_name(tools).items()}
     length = sum(map(len, rules.values()))
     if length > MAX_SCHEMA_CHARS:
         raise UsageError(
@@ -128,7 +128,7 @@ def check_tools(tools: Sequence[Tool]) -> None:
             f"{MAX_SCHEMA_CHARS:,} are compiled: offer fewer tools at once"
         )
     for name, rule in rules.items():
-        checked(Grammar(f"start: {rule}\n"), f"the schema of the tool {name!r}")
+        validated(Grammar(f"start: {rule}\n"), f"the schema of the tool {name!r}")
 
 
 def tools_grammar(
@@ -142,10 +142,10 @@ def tools_grammar(
 
     The words are free; from the trigger on they are a call of one of these tools, with arguments of its schema.
     """
-    functions = named(tools)
+    functions = functions_by_name(tools)
     calls = [f"{json.dumps(name + form.middle)} {_arguments(name, each)}" for name, each in functions.items()]
     several = is_parallel and form.between is not None
-    more = f"({_terminals(form.between or '', form)} call){{0,{MOST_CALLS - 1}}}" if several else ""
+    more = f"({_terminals(form.between or '', form)} call){{0,{MAX_CALLS - 1}}}" if several else ""
     rest = _terminals(form.opening.removeprefix(form.trigger), form)
     begin, tag = _terminals(form.trigger, form), form.trigger.strip()
     rules = [f"rest: {rest} call {more} {_terminals(form.closing, form)}", f"call: {' | '.join(calls)}"]
@@ -174,23 +174,23 @@ def _terminals(text: str, form: CallFormat) -> str:
     return " ".join(f"<[{form.tokens[p]}]>" if p in form.tokens else json.dumps(p) for p in parts if p)
 
 
-def said_in(text: str, form: CallFormat, tools: Sequence[Tool]) -> Said:
+def parse_answer(text: str, form: CallFormat, tools: Sequence[Tool]) -> ParsedAnswer:
     """The answer taken apart. An answer that is nothing but a call without its tags, fenced or not, is one as well."""
     at = _begin_of_calls(text, form)
     if at is None:
-        bare = _bare_call(text, named(tools))
-        return Said(text) if bare is None else Said("", (bare,))
+        bare = _bare_call(text, functions_by_name(tools))
+        return ParsedAnswer(text) if bare is None else ParsedAnswer("", (bare,))
     words, rest, calls = text[:at].rstrip(), text[at:].removeprefix(form.opening), list[ToolCall]()
     while True:
         name, found, after = rest.partition(form.middle)
         try:
             arguments, end = json.JSONDecoder().raw_decode(after)
         except (ValueError, RecursionError):
-            return Said(words, tuple(calls), *((after, name) if found else (rest, None)))
+            return ParsedAnswer(words, tuple(calls), *((after, name) if found else (rest, None)))
         calls.append(_call(name, arguments))
         left = after[end:]
         if form.between is None or not left.startswith(form.between):
-            return Said(words, tuple(calls))
+            return ParsedAnswer(words, tuple(calls))
         rest = left.removeprefix(form.between)
 
 
@@ -216,7 +216,7 @@ def _begin_of_calls(text: str, form: CallFormat) -> int | None:
     return None if at < 0 else at
 
 
-class Words:
+class TextBeforeCalls:
     """Of an answer that comes piece by piece, the words; what may be a call is held back until it has ended."""
 
     def __init__(self, form: CallFormat) -> None:

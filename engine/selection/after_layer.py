@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ragblend.engine.plan import Plan
 from ragblend.engine.selection import base
-from ragblend.engine.selection.base import Evidence, Policy, Probed
+from ragblend.engine.selection.base import Evidence, Policy, ProbeResult
 from ragblend.kvstore.errors import UsageError
 
 
@@ -41,12 +41,12 @@ class AfterLayer(Policy):
             raise UsageError(f"check_layer must be at least 0, not {self.check_layer}")
         self._course()
 
-    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
+    def rows(self, plan: Plan, probed: ProbeResult | None = None) -> Tensor:
         # The check would cost more than nothing, and choose none.
         return base.needed_rows(plan) if plan.budget == 0 else base.inexact_rows(plan)
 
     def passes(self, plan: Plan) -> list[tuple[float, float]]:
-        if not base.chooses(plan):
+        if not base.can_choose(plan):
             return super().passes(plan)
         check, always = self._check_layer(plan), plan.always_tokens
         behind = always + self.remaining_ratio(plan) * plan.stored_tokens
@@ -54,11 +54,11 @@ class AfterLayer(Policy):
         return [(every, check + plan.attention_share), (behind, plan.layers - check)]
 
     def peeks(self, plan: Plan, layer: int) -> bool:
-        return layer == self._check_layer(plan) and base.chooses(plan)
+        return layer == self._check_layer(plan) and base.can_choose(plan)
 
     def narrows(self, plan: Plan, layer: int) -> bool:
         falls = len(set(self._course())) > 1
-        return falls and self._check_layer(plan) <= layer < plan.layers - 1 and base.chooses(plan)
+        return falls and self._check_layer(plan) <= layer < plan.layers - 1 and base.can_choose(plan)
 
     def narrow(self, plan: Plan, evidence: Evidence, next_layer: int) -> Tensor:
         count = round(self.ratio_at(plan, next_layer) * plan.stored_tokens)
@@ -70,13 +70,13 @@ class AfterLayer(Policy):
         course = _stretched(self._course(), plan.layers - check)
         away = [share * len(course) / sum(course) - 1 for share in course]
         # What is cut off above the reach would be missing from the mean, so all come closer to it.
-        if mean * (1 + away[0]) > base.reach(plan):
-            away = [each * (base.reach(plan) / mean - 1) / away[0] for each in away]
+        if mean * (1 + away[0]) > base.recomputable_share(plan):
+            away = [each * (base.recomputable_share(plan) / mean - 1) / away[0] for each in away]
         return mean * (1 + away[layer - check])
 
     def remaining_ratio(self, plan: Plan) -> float:
         """What the ratio leaves, a layer, for the layers from the check on; a little even where it leaves nothing."""
-        check, most = self._check_layer(plan), base.reach(plan)
+        check, most = self._check_layer(plan), base.recomputable_share(plan)
         spent = (check + plan.attention_share) * most
         left = (plan.ratio * plan.layers - spent) / (plan.layers - check)
         return min(max(left, min(base.FLOOR_RATIO, plan.ratio)), most)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.plan import Kind, Plan, Span
-from ragblend.engine.selection.shift import Change, Delta, KernelShift
+from ragblend.engine.selection.shift import Delta, KernelShift, LayerChange
 from ragblend.kvstore.errors import UsageError
 
 # Rows that are left after a selection that has spent the ratio by itself.
@@ -51,7 +51,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeResult:
     """What the probe of a request has shown.
 
     scores: by layer, (T,) float32, what the policy's `layer_scores` said (0 for keys out of sight); cost_rows: rows of
@@ -68,10 +68,10 @@ class Policy:
 
     moves_keys: rotate stored keys to their new positions; needs_attention: it collects attention, which not every model
     shows; fixed_ratio: the share that it recomputes whatever ratio is asked for, None where it does as asked; shift:
-    what predicts the change of rows that are not computed; follows: it begins with the longest path that the knowledge
+    what predicts the change of rows that are not computed; uses_tree: it begins with the longest path that the knowledge
     tree has of the prompt (`kvstore/tree.py`); exact: it uses no other stored KV and computes in pieces, so that what
     it computes may be entered there; sure: the probability below which a figure of the answer is read again in full
-    (`second_look.py`), 0 for none.
+    (`uncertainty.py`), 0 for none.
     """
 
     name: str = field(default="", kw_only=True)
@@ -79,14 +79,14 @@ class Policy:
     needs_attention: bool = field(default=False, kw_only=True)
     fixed_ratio: float | None = field(default=None, kw_only=True)
     shift: KernelShift | None = field(default=None, kw_only=True)
-    follows: bool = field(default=False, kw_only=True)
+    uses_tree: bool = field(default=False, kw_only=True)
     exact: bool = field(default=False, kw_only=True)
     sure: float = field(default=0.0, kw_only=True)
-    times_only: ClassVar[bool] = (
+    measures_time_only: ClassVar[bool] = (
         False  # how long rows take is asked, not what comes out: it may leave out any
     )
 
-    def checked(self, ratio: float | str) -> float:
+    def check_ratio(self, ratio: float | str) -> float:
         """The ratio. Raises UsageError if it makes no sense."""
         if not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
             raise UsageError(
@@ -98,7 +98,9 @@ class Policy:
     @property
     def parameters(self) -> dict[str, int | float | str]:
         """What `policy_named` may be told after a colon, with the values that stand: its fields', and its parts'."""
-        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in FIXED}
+        own = {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name not in NOT_PARAMETERS
+        }
         parts = [part for part in own.values() if is_dataclass(part)]
         own |= {each.name: getattr(part, each.name) for part in parts for each in fields(part)}
         return {name: value for name, value in own.items() if isinstance(value, int | float | str)}
@@ -124,7 +126,7 @@ class Policy:
         """(K,) float32: what one layer's attention says for each of its keys. The attention itself is not kept."""
         raise AssertionError(f"{self.name} collects no attention")
 
-    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
+    def rows(self, plan: Plan, probed: ProbeResult | None = None) -> Tensor:
         """(R,) ascending positions to compute from layer 0. probed: what the probe has shown, if there was one."""
         return needed_rows(plan)
 
@@ -150,14 +152,14 @@ class Policy:
 
     def corrects(self, plan: Plan) -> bool:
         """Whether `deltas` are to be asked for in every layer."""
-        return self.shift is not None and chooses(plan)
+        return self.shift is not None and can_choose(plan)
 
-    def deltas(self, plan: Plan, change: Change) -> Iterable[Delta]:
+    def deltas(self, plan: Plan, change: LayerChange) -> Iterable[Delta]:
         """What to add to the stored KV of one layer, from what changed on the rows that are computed there."""
         return self.shift.deltas(change) if self.shift is not None else ()
 
 
-FIXED = frozenset(each.name for each in fields(Policy)) - {"sure"}
+NOT_PARAMETERS = frozenset(each.name for each in fields(Policy)) - {"sure"}
 
 
 def every_row(plan: Plan) -> Tensor:
@@ -180,17 +182,17 @@ def fresh_rows(plan: Plan) -> Tensor:
     return (plan.kinds == Kind.FRESH).nonzero().squeeze(1)
 
 
-def reach(plan: Plan) -> float:
+def recomputable_share(plan: Plan) -> float:
     """Share of the stored tokens that can be recomputed at all (the first chunk may be exact)."""
     return plan.candidate_tokens / plan.stored_tokens if plan.stored_tokens else 0.0
 
 
-def chooses(plan: Plan) -> bool:
+def can_choose(plan: Plan) -> bool:
     """Whether there is anything to choose: the budget pays for some of the candidates, and not for all."""
     return 0 < plan.budget < plan.candidate_tokens
 
 
-def budget_rows(plan: Plan, probed: Probed | None = None) -> int:
+def budget_rows(plan: Plan, probed: ProbeResult | None = None) -> int:
     """Stored rows that the budget pays for, after what the probe has cost."""
     spent = probed.cost_rows if probed is not None else 0.0
     return max(round(plan.budget - spent), min(round(FLOOR_RATIO * plan.stored_tokens), plan.budget))

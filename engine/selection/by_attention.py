@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ragblend.engine.plan import Kind, Plan
 from ragblend.engine.selection import base
-from ragblend.engine.selection.base import COLLECTED_ROWS, Attention, Policy, Probed
+from ragblend.engine.selection.base import COLLECTED_ROWS, Attention, Policy, ProbeResult
 from ragblend.engine.selection.shift import evenly_spread
 from ragblend.engine.selection.static import nearness_to_beginning
 from ragblend.kvstore.errors import UsageError
@@ -34,7 +34,7 @@ CALIBRATION_ROWS = 48
 BEGINNINGS = 0.2
 
 
-def asking_rows(plan: Plan) -> Tensor:
+def question_rows(plan: Plan) -> Tensor:
     """Our probe: the fresh rows, and of long literals behind the chunks (a conversation) only the end."""
     rows = base.fresh_rows(plan)
     if int((rows >= plan.settled_tokens).sum()) > COLLECTED_ROWS:
@@ -67,7 +67,7 @@ class ByAttention(Policy):
             raise UsageError(f"figure_gain must be at least 0, not {self.figure_gain}")
 
     def probe_rows(self, plan: Plan) -> Tensor | None:
-        return self._affordable_probe(plan)[0] if base.chooses(plan) else None
+        return self._affordable_probe(plan)[0] if base.can_choose(plan) else None
 
     def attention_layers(self, plan: Plan) -> range:
         return self._affordable_probe(plan)[1]
@@ -98,17 +98,17 @@ class ByAttention(Policy):
         through = layers.stop
         passes = through if self.anchors is None else through + len(layers) - 1
         again = probe.numel() * passes - settled * through
-        count = base.budget_rows(plan, Probed({}, again / plan.layers))
+        count = base.budget_rows(plan, ProbeResult({}, again / plan.layers))
         rows = plan.always_tokens + min(count, plan.candidate_tokens)
         return [(probe.numel(), passes), (rows - settled, through), (rows, plan.layers - through)]
 
-    def scores(self, probed: Probed) -> Tensor:
+    def scores(self, probed: ProbeResult) -> Tensor:
         """(T,) float32: the mean over the layers, smoothed."""
         mean = torch.stack(list(probed.scores.values())).mean(0)
         return mean if self.smooth is None else self.smooth(mean)
 
-    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
-        if not base.chooses(plan):
+    def rows(self, plan: Plan, probed: ProbeResult | None = None) -> Tensor:
+        if not base.can_choose(plan):
             return base.needed_rows(plan) if plan.budget == 0 else base.inexact_rows(plan)
         count, nearness = base.budget_rows(plan, probed), nearness_to_beginning(plan)
         if probed is None:

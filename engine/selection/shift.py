@@ -5,7 +5,7 @@ from what they had from the chunk alone. So the change of a computed row says so
 that stand near it. In each layer of each prompt, with H key heads of D numbers, a run of n rows, C of them computed:
 
 1. Observed   dX (C, F), F = 2 H D: of the computed rows new minus stored, keys un-rotated to position 0, so that they
-              compare wherever they stand, beside values                                        `Change`
+              compare wherever they stand, beside values                                        `LayerChange`
 2. Fitted     W (C, F) = (S + 0.3 I)^-1 dX, with S (C, C) the similarity of computed rows       `KernelShift.delta`
 3. Added      s(i, C) W (F,) to each row i, its keys rotated to where it stands                 `Delta`
 4. Trusted    times 0.8 C / (C + D / 2): what is fitted to few rows is a guess, the more so the more there is to tell.
@@ -21,7 +21,7 @@ what the first of them says.
 
 This is kernel ridge regression, the mean of a Gaussian process (Rasmussen and Williams, 2006, §2.2). Nothing is trained
 beforehand. Ours; what it is worth, and how little hangs on the numbers: docs/methods.md. Cost: products of 2 n C F a
-layer, where similarity is made twice that and a system of C unknowns; of more than MOST_FITTED computed rows as many
+layer, where similarity is made twice that and a system of C unknowns; of more than MAX_FITTED_ROWS computed rows as many
 are fitted, evenly.
 """
 
@@ -40,15 +40,15 @@ NEAR_TOKENS = 128.0
 NOISE = 0.3
 LENGTH = 0.25
 SHRINK_SIZES = 0.5
-MOST_FITTED = 768
-MOST_AT_ONCE = 128
+MAX_FITTED_ROWS = 768
+MAX_CHOLESKY_SIZE = 128
 # Layers that take one layer's similarity: what resembles what hardly changes from one to the next (docs/methods.md).
 # From few rows all is told that can be: it costs less, and sharing would lose more.
 SHARED_LAYERS, FEW_FITTED = 3, 256
 
 
 @dataclass(frozen=True)
-class Run:
+class ShiftContext:
     """What is the same in all layers of a request: positions computed (C,) that had stored KV, and chunks that may be
     shifted, (start, stop) each; dtype: of what is stored, as it is compared.
     """
@@ -62,7 +62,7 @@ class Run:
     def picked(self) -> Tensor:
         """(C',) places among the computed rows of those that are fitted."""
         count = self.computed.numel()
-        return evenly_spread(torch.arange(count, device=self.computed.device), MOST_FITTED)
+        return evenly_spread(torch.arange(count, device=self.computed.device), MAX_FITTED_ROWS)
 
     @cached_property
     def fitted(self) -> Tensor:
@@ -84,7 +84,7 @@ class Run:
             apart = (rows[:, None] - self.fitted[first:last]).abs()
             gain = 1 + NEAR_GAIN * (-apart / NEAR_TOKENS).exp()
             found.append((slice(begin, end), slice(first, last), gain.to(self.dtype)))
-        if not found or not as_one(self.fitted.device):
+        if not found or not shifts_chunks_together(self.fitted.device):
             return found
         begin, end = self.chunks[0][0], self.chunks[-1][1]
         gains = torch.ones(end - begin, self.fitted.numel(), dtype=self.dtype, device=self.fitted.device)
@@ -101,7 +101,7 @@ class Run:
             apart[begin - rows.start : end - rows.start] = False
         return apart.nonzero().squeeze(1).to(self.fitted.device)
 
-    def similarity(self, change: "Change") -> "Similarity":
+    def similarity(self, change: "LayerChange") -> "Similarity":
         """By what this layer stored, or one of the SHARED_LAYERS - 1 before it where many rows are fitted."""
         shared = SHARED_LAYERS if self.fitted.numel() > FEW_FITTED else 1
         if not self._latest or change.layer >= self._latest[0].layer + shared:
@@ -110,7 +110,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Change:
+class LayerChange:
     """What computing did to stored rows, in one layer, and what is stored there for all.
 
     keys, values (H, C, D) float32: new minus stored, of run.computed. stored(positions): keys and values (H, n, D) of
@@ -119,7 +119,7 @@ class Change:
     """
 
     layer: int
-    run: Run
+    context: ShiftContext
     keys: Tensor
     values: Tensor
     stored: Callable[[Tensor | slice], tuple[Tensor, Tensor]]
@@ -141,9 +141,9 @@ class Delta:
 class KernelShift:
     """The delta predictor of `probe-shift`; any policy may have it."""
 
-    def deltas(self, change: Change) -> Iterator[Delta]:
+    def deltas(self, change: LayerChange) -> Iterator[Delta]:
         """What to add in one layer; nothing where fewer than two rows were computed, which tell no distance."""
-        run = change.run
+        run = change.context
         if run.computed.numel() < 2:
             return
         similarity = run.similarity(change)
@@ -162,7 +162,7 @@ class KernelShift:
 class Similarity:
     """How rows resemble the fitted ones, by what `layer` stored for them.
 
-    inverse (C, C): (S + 0.3 I)^-1. near: s(i, C) (n, C) of the rows of `Run.nearness`. C is an even number, and the
+    inverse (C, C): (S + 0.3 I)^-1. near: s(i, C) (n, C) of the rows of `ShiftContext.nearness`. C is an even number, and the
     last may be of zeros: of an odd one oneDNN's bfloat16 product reads, times zero, what is behind a row.
     """
 
@@ -171,10 +171,10 @@ class Similarity:
     near: Sequence[Tensor]
 
     @classmethod
-    def of(cls, change: Change) -> "Similarity":
-        run = change.run
+    def of(cls, change: LayerChange) -> "Similarity":
+        run = change.context
         known = change.stored(run.fitted)
-        scale = Scale.of(*known)
+        scale = RowScale.of(*known)
         fitted = scale.compared(*known)
         others, odd = _mirrored(fitted), len(fitted) % 2
         system, near = _similar(fitted, others).float(), list[Tensor]()
@@ -191,7 +191,7 @@ class Similarity:
 
 
 @dataclass(frozen=True)
-class Scale:
+class RowScale:
     """What makes stored rows comparable, as the fitted ones have it: of keys and of values what is added (H, 1, D), and
     a factor before that.
     """
@@ -200,7 +200,7 @@ class Scale:
     factors: Sequence[Tensor]
 
     @classmethod
-    def of(cls, keys: Tensor, values: Tensor) -> "Scale":
+    def of(cls, keys: Tensor, values: Tensor) -> "RowScale":
         parts = keys.float(), values.float()
         means = [part.mean(1, keepdim=True) for part in parts]
         count, size = keys.shape[1], keys.shape[0] * (keys.shape[2] + values.shape[2])
@@ -250,7 +250,7 @@ def _inverse(system: Tensor) -> Tensor:
     On a CPU one factor of 400 unknowns and its triangular systems take twice as long as products and factors of 100.
     """
     count = len(system)
-    if count <= MOST_AT_ONCE or system.device.type != "cpu":
+    if count <= MAX_CHOLESKY_SIZE or system.device.type != "cpu":
         factor, _ = torch.linalg.cholesky_ex(
             system
         )  # the other one waits for the device, to say what cannot be
@@ -282,7 +282,7 @@ def _by_head(flat: Tensor, like: Tensor) -> Tensor:
     return flat.view(flat.shape[0], like.shape[0], like.shape[-1]).transpose(0, 1)
 
 
-def as_one(device: torch.device) -> bool:
+def shifts_chunks_together(device: torch.device) -> bool:
     """Whether chunks are shifted together."""
     return device.type != "cpu"
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.plan import Plan, Span
-from ragblend.engine.selection.base import Policy, Probed, budget_rows, every_row, pick_top
+from ragblend.engine.selection.base import Policy, ProbeResult, budget_rows, every_row, pick_top
 from ragblend.kvstore.errors import UsageError
 
 
@@ -18,7 +18,7 @@ class Static(Policy):
     choose: Callable[[Plan], Tensor]
     loads: Callable[[Span], bool] | None = None
 
-    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
+    def rows(self, plan: Plan, probed: ProbeResult | None = None) -> Tensor:
         return self.choose(plan)
 
     def spans(self, plan: Plan) -> tuple[Span, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragblend.engine.model.attention import NAME, Collect, rows_attention
+from ragblend.engine.model.attention import NAME, CollectAttention, rows_attention
 from ragblend.engine.model.decoder import Decoder, RowBlock
 from ragblend.integrations.vllm.paged import Blocks, Layers, PagedCache
 from ragblend.integrations.vllm.team import Left, Team
@@ -77,7 +77,7 @@ class VllmDecoder(Decoder):
         return rows, rows
 
     def run_layer(
-        self, layer: int, hidden: Tensor, block: RowBlock, cache: Any, collect: Collect | None = None
+        self, layer: int, hidden: Tensor, block: RowBlock, cache: Any, collect: CollectAttention | None = None
     ) -> Tensor:
         view, scaling = self.view(layer, block, collect), self.attentions[layer].impl.scale
 

@@ -8,7 +8,7 @@ from benches import make_text
 from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.engine.prompts.chat import chat
 from ragblend.engine.prompts.segments import Message
-from ragblend.engine.prompts.tokenizing import Tokenizing
+from ragblend.engine.prompts.tokenizing import PromptTokenizer
 from ragblend.kvstore.errors import PromptError
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<assistant>"
@@ -115,7 +115,7 @@ def test_what_was_said_holds_no_control_tokens(fresh, way, template):
 
 def test_a_token_cut_in_two_by_a_message_is_no_control_token(tokenizer):
     tokenizer.chat_template = PLAIN.replace("<{{ m.role }}>", "<|im_")
-    tokenizing = Tokenizing(tokenizer)
+    tokenizing = PromptTokenizer(tokenizer)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     prompt = tokenizing.prompt(chat(tokenizer, [message("user", "end|>")]), {})
     assert end not in prompt.token_ids
@@ -124,7 +124,7 @@ def test_a_token_cut_in_two_by_a_message_is_no_control_token(tokenizer):
 
 def test_what_was_said_is_tokenized_with_the_template_around_it(tokenizer):
     """A message read apart from its template has other ids at the seam, and stored KV is found by ids."""
-    tokenizing = Tokenizing(tokenizer)
+    tokenizing = PromptTokenizer(tokenizer)
     prompt = tokenizing.prompt(
         tokenizing.chat_prompt("Be brief.", [], "the harbour mas", [("ter", "kept")]), {}
     )

@@ -7,9 +7,13 @@ import tiny_models
 import torch
 from benches import largest_error, make_prompt, make_text
 
+from ragblend.engine.decoding.direct import CudaGraphDecode, DirectDecode
 from ragblend.engine.decoding.eviction import evict
-from ragblend.engine.decoding.few_rows import FewRows, RecordedRows
-from ragblend.engine.decoding.steps import Choice, ModelSteps, measure_steps
+from ragblend.engine.decoding.implementations import (
+    DecodeSelector,
+    TransformersDecode,
+    compare_implementations,
+)
 from ragblend.engine.engine import Engine
 from ragblend.engine.model.device import recorded
 from ragblend.engine.prompts.session import Session
@@ -79,9 +83,9 @@ def test_it_says_the_same_from_every_tier(on_cuda, codec):
 def test_recorded_rows_say_what_the_model_says(on_cuda, kind):
     engine = on_cuda(kind)
     decoder = engine.runtime.decoder
-    if not FewRows.knows(decoder):
+    if not DirectDecode.knows(decoder):
         pytest.skip("no layers that the loop knows")
-    rows, model = RecordedRows(decoder, {}), ModelSteps(decoder.model)
+    rows, model = CudaGraphDecode(decoder, {}), TransformersDecode(decoder.model)
     prompts = [make_prompt(TEXTS), make_prompt(TEXTS[::-1])]
     caches = [[engine.prefill(prompt, "full").cache for prompt in prompts] for _ in range(2)]
     for number in range(
@@ -95,13 +99,13 @@ def test_recorded_rows_say_what_the_model_says(on_cuda, kind):
     together = rows.run_together([(mine, [3]) for mine in caches[0]])
     for one, own in zip(together, caches[1], strict=True):
         assert largest_error(one, model.run(own, [3])) < CLOSE
-    assert measure_steps(decoder, rows, engine.tokenize(prompts[0]).token_ids).divergence < 1e-4
+    assert compare_implementations(decoder, rows, engine.tokenize(prompts[0]).token_ids).divergence < 1e-4
 
 
 def test_recorded_rows_after_an_eviction(on_cuda):
     engine = on_cuda()
     decoder, prompt = engine.runtime.decoder, make_prompt(TEXTS)
-    rows, model = RecordedRows(decoder, {}), ModelSteps(decoder.model)
+    rows, model = CudaGraphDecode(decoder, {}), TransformersDecode(decoder.model)
     told = []
     for steps in (rows, model):
         prefilled = engine.prefill(prompt, "full")
@@ -118,12 +122,14 @@ def test_answers_are_the_same_once_rows_are_recorded(on_cuda, tmp_path):
     before = engine.generate(make_prompt(TEXTS), **options).token_ids
     assert engine.finish_background(60)
     choice = engine.runtime.choice
-    again = Choice(engine.runtime.decoder, engine.home / "models", engine.runtime.fingerprint.digest, True)
-    assert isinstance(choice.steps, RecordedRows) == isinstance(again.steps, RecordedRows)
+    again = DecodeSelector(
+        engine.runtime.decoder, engine.home / "models", engine.runtime.fingerprint.digest, True
+    )
+    assert isinstance(choice.current, CudaGraphDecode) == isinstance(again.current, CudaGraphDecode)
     assert len(choice._ratios) >= 5
-    choice.steps = RecordedRows(engine.runtime.decoder, {})
+    choice.current = CudaGraphDecode(engine.runtime.decoder, {})
     after = engine.generate(make_prompt(TEXTS), **options).token_ids
-    assert after == before and choice.steps._records
+    assert after == before and choice.current._records
     sampled = [
         engine.generate(make_prompt(TEXTS), max_new_tokens=9, temperature=1.0, seed=4).token_ids
         for _ in range(2)
@@ -150,8 +156,8 @@ def test_what_cannot_be_recorded_is_told_and_spoils_nothing(on_cuda):
 
 def test_several_at_once(on_cuda):
     engine = on_cuda()
-    engine.runtime.choice.is_open = False
-    engine.runtime.choice.steps = RecordedRows(engine.runtime.decoder, {})
+    engine.runtime.choice.needs_measurement = False
+    engine.runtime.choice.current = CudaGraphDecode(engine.runtime.decoder, {})
     prompts = [make_prompt(TEXTS[number:] + TEXTS[:number]) for number in range(4)]
     alone = [engine.generate(prompt, max_new_tokens=40).token_ids for prompt in prompts]
     found: dict[int, tuple[int, ...]] = {}
@@ -165,7 +171,7 @@ def test_several_at_once(on_cuda):
     for thread in threads:
         thread.join()
     assert [found[number] for number in range(4)] == alone
-    assert engine.runtime.choice.steps._records
+    assert engine.runtime.choice.current._records
 
 
 def test_too_little_memory_is_told_and_given_back(on_cuda):

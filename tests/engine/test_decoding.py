@@ -130,7 +130,7 @@ def test_sampling_without_a_seed_follows_torch(stored):
 def test_tokens_are_drawn_as_often_as_they_are_likely():
     likely = torch.tensor([0.5, 0.3, 0.2, 0.0])
     scores = likely.log().expand(20_000, -1)
-    drawn = decode.Draw(torch.Generator().manual_seed(0))(torch.empty(0), scores).argmax(-1)
+    drawn = decode.GumbelNoise(torch.Generator().manual_seed(0))(torch.empty(0), scores).argmax(-1)
     assert (drawn.bincount(minlength=4) / 20_000).tolist() == pytest.approx(likely.tolist(), abs=0.015)
 
 

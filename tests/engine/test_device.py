@@ -225,5 +225,5 @@ def test_a_full_device_is_freed_each_time(monkeypatch):
     freed = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(1))
     for _ in range(2):
-        device.free_cached(torch.device("cuda"))
+        device.release_cached_memory(torch.device("cuda"))
     assert len(freed) == 2

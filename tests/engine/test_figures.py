@@ -69,7 +69,7 @@ def test_an_answer_is_checked_against_its_prompt(llama, monkeypatch):
     prompt = chat(llama, ["The wall is 41 metres long."])
     prefilled = engine.prefill(prompt, method="full")
     for said, unsupported in (("It is 339 metres.", ("339",)), ("It is 41 metres.", ())):
-        monkeypatch.setattr("ragblend.engine.decoding.loop.text_of", lambda *_, said=said: said)
+        monkeypatch.setattr("ragblend.engine.decoding.loop.decode_text", lambda *_, said=said: said)
         assert engine.decode(prefilled, max_new_tokens=1).report.unsupported_figures == unsupported
 
 

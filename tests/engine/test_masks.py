@@ -136,7 +136,7 @@ def test_rows_on_both_sides_of_a_gap_are_in_tiles_of_their_own():
     """A prompt's beginning and its question: the one does not see the passages, and is not multiplied with them."""
     first, last = tiles(torch.cat([torch.arange(30), torch.arange(1380, 1400)]), None, torch.float32)
     assert (first.stop, first.stop_key) == (30, 30) and (last.start, last.stop) == (30, 50)
-    assert last.ragged_key == 1381
+    assert last.masked_from_key == 1381
     assert not tiles(torch.arange(0), None, torch.float32)
 
 

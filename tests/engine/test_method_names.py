@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ragblend.engine.selection import BLIND, METHODS, method_names, policy_named
+from ragblend.engine.selection import ATTENTION_FREE, METHODS, method_names, policy_named
 from ragblend.kvstore.errors import UsageError
 
 
@@ -35,7 +35,7 @@ def test_wrong_names_and_parameters_are_named(method, said):
 
 def test_parameters_reach_the_policy_and_its_parts():
     assert policy_named("cacheblend") is METHODS["cacheblend"]
-    assert policy_named(BLIND) is BLIND
+    assert policy_named(ATTENTION_FREE) is ATTENTION_FREE
     policy = policy_named("cacheblend:check_layer=2, shares=3/1")
     assert (policy.check_layer, policy.shares, policy.name) == (
         2,

@@ -5,9 +5,11 @@ import torch
 from torch import nn
 
 from ragblend.engine.model import packing
-from ragblend.engine.model.packing import MOST_ROWS, PackedLinear, pack, packs
+from ragblend.engine.model.packing import MAX_PACKED_ROWS, PackedLinear, can_pack, pack
 
-needs_onednn = pytest.mark.skipif(not packs(), reason="this processor does not compute bfloat16 with oneDNN")
+needs_onednn = pytest.mark.skipif(
+    not can_pack(), reason="this processor does not compute bfloat16 with oneDNN"
+)
 
 
 class Block(nn.Module):
@@ -29,7 +31,7 @@ def block():
 
 
 @needs_onednn
-@pytest.mark.parametrize("rows", [1, 7, 64, MOST_ROWS, MOST_ROWS + 1, 700])
+@pytest.mark.parametrize("rows", [1, 7, 64, MAX_PACKED_ROWS, MAX_PACKED_ROWS + 1, 700])
 def test_the_same_numbers_for_any_number_of_rows(block, rows):
     hidden = torch.randn(1, rows, 64, dtype=torch.bfloat16)
     up = block.inner["up"]
@@ -47,7 +49,7 @@ def test_only_few_rows_use_the_packed_copy(block):
     pack(block)
     up = block.inner["up"]
     up.packed = torch.ops.mkldnn._reorder_linear_weight(torch.zeros_like(up.weight), 64)
-    rows = torch.ones(1, MOST_ROWS, 64, dtype=torch.bfloat16)
+    rows = torch.ones(1, MAX_PACKED_ROWS, 64, dtype=torch.bfloat16)
     assert torch.equal(up(rows)[0, 0], up.bias)
     assert not torch.equal(up(torch.cat([rows, rows], 1))[0, 0], up.bias)
     with pytest.raises(RuntimeError):
@@ -76,4 +78,4 @@ def test_no_copy_is_made_where_memory_is_short(block, monkeypatch):
 
 def test_without_the_operators_nothing_is_packed(block, monkeypatch):
     monkeypatch.setattr(packing, "_operators", lambda: object())
-    assert not packs() and pack(block) == 0
+    assert not can_pack() and pack(block) == 0

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from ragblend.engine import cache as cache_module
 from ragblend.engine.plan import Kind
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
-from ragblend.engine.selection import BLIND, ByAttention, by_attention
+from ragblend.engine.selection import ATTENTION_FREE, ByAttention, by_attention
 from ragblend.engine.selection.base import Attention, fresh_rows
 from ragblend.kvstore.errors import Cancelled
 
@@ -268,7 +268,7 @@ def test_a_probe_can_be_cancelled_between_layers(llama, monkeypatch, name):
 @pytest.mark.parametrize("method", ["probe-shift", "probe", "prophet", "qcfuse", "a3"])
 def test_a_model_that_shows_no_attention_is_served_without_looking_and_says_so(method, llama, monkeypatch):
     llama.engine.encode(TEXTS)
-    asked = llama.engine.prefill(make_prompt(TEXTS), method=BLIND, ratio=0.5)
+    asked = llama.engine.prefill(make_prompt(TEXTS), method=ATTENTION_FREE, ratio=0.5)
     monkeypatch.setattr(llama.engine.runtime.decoder, "shows_attention", False)
     prefilled = llama.engine.prefill(make_prompt(TEXTS), method=method, ratio=0.5)
     assert (prefilled.report.method, prefilled.report.ratio, prefilled.report.hits) == (

@@ -8,7 +8,7 @@ from benches import chat, largest_error, make_prompt, make_text
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.selection import METHODS, Delta, KernelShift, Policy
-from ragblend.engine.selection.shift import Change, Run
+from ragblend.engine.selection.shift import LayerChange, ShiftContext
 
 TEXTS = [make_text(seed, words=20) for seed in range(4)]
 
@@ -50,7 +50,7 @@ class Probing(Policy):
         return True
 
     def deltas(self, plan, change):
-        for start, stop in change.run.chunks:
+        for start, stop in change.context.chunks:
             keys, values = change.stored(slice(start, stop))
             yield Delta(start, torch.zeros_like(keys), torch.ones_like(values))
 
@@ -76,11 +76,11 @@ def made_up_change(key_size=8, value_size=8, dtype=torch.float32):
         part.float() @ torch.randn(part.shape[-1], part.shape[-1], generator=generator) for part in stored
     ]
     changes = [part[:, rows] * 0.3 + 0.5 for part in mixed]
-    return of_stored(*stored, Run(rows, [(5, 65), (65, 105)], dtype), *changes)
+    return of_stored(*stored, ShiftContext(rows, [(5, 65), (65, 105)], dtype), *changes)
 
 
 def of_stored(keys, values, run, *changes):
-    return Change(0, run, *changes, stored=lambda at: (keys[:, at], values[:, at]), unrotated=None)
+    return LayerChange(0, run, *changes, stored=lambda at: (keys[:, at], values[:, at]), unrotated=None)
 
 
 def delta_of(change):
@@ -88,7 +88,7 @@ def delta_of(change):
     deltas = list(KernelShift().deltas(change))
     if not deltas:
         return None
-    assert [each.start for each in deltas] == [start for start, _ in change.run.chunks]
+    assert [each.start for each in deltas] == [start for start, _ in change.context.chunks]
     behind = (torch.cat([getattr(each, name) for each in deltas], 1) for name in ("keys", "values"))
     return Delta(0, *(torch.nn.functional.pad(part, (0, 0, 5, 0)) for part in behind))
 
@@ -99,7 +99,9 @@ def test_chunks_are_shifted_together_as_one_by_one(stored, monkeypatch, ratio):
     engine, prompt = stored.engine, make_prompt(TEXTS)
     alone = engine.prefill(prompt, method="probe-shift", ratio=ratio).logits
     calls = []
-    monkeypatch.setattr("ragblend.engine.selection.shift.as_one", lambda device: calls.append(device) or True)
+    monkeypatch.setattr(
+        "ragblend.engine.selection.shift.shifts_chunks_together", lambda device: calls.append(device) or True
+    )
     torch.use_deterministic_algorithms(True)  # new memory is NaN
     try:
         together = engine.prefill(prompt, method="probe-shift", ratio=ratio).logits
@@ -112,13 +114,13 @@ def test_chunks_are_shifted_together_as_one_by_one(stored, monkeypatch, ratio):
 def test_what_stands_between_chunks_that_are_shifted_together_stays(monkeypatch):
     """An exact passage, say, or memory that nothing was written to yet; the chunks get what they get one by one."""
     change = made_up_change()
-    middle = change.run.computed[(change.run.computed < 40) | (change.run.computed >= 60)]
+    middle = change.context.computed[(change.context.computed < 40) | (change.context.computed >= 60)]
     keys, values = change.stored(slice(None))
     keys[:, 45:55] = torch.nan
-    parts = [part[:, torch.isin(change.run.computed, middle)] for part in (change.keys, change.values)]
-    alone, together = (Run(middle, [(5, 40), (60, 105)]) for _ in range(2))
+    parts = [part[:, torch.isin(change.context.computed, middle)] for part in (change.keys, change.values)]
+    alone, together = (ShiftContext(middle, [(5, 40), (60, 105)]) for _ in range(2))
     expected = list(KernelShift().deltas(of_stored(keys, values, alone, *parts)))
-    monkeypatch.setattr("ragblend.engine.selection.shift.as_one", lambda device: True)
+    monkeypatch.setattr("ragblend.engine.selection.shift.shifts_chunks_together", lambda device: True)
     (found,) = KernelShift().deltas(of_stored(keys, values, together, *parts))
     assert found.start == 5 and found.keys.shape[1] == 100
     for name in ("keys", "values"):
@@ -133,7 +135,7 @@ def test_what_stands_between_chunks_that_are_shifted_together_stays(monkeypatch)
 def test_a_row_much_larger_than_all_others_leaves_numbers(size):
     """Some models have them; in bfloat16 its square rounds off more than its distance to its like."""
     change = made_up_change(dtype=torch.bfloat16)
-    for rows in (change.run.computed[:2], 95):
+    for rows in (change.context.computed[:2], 95):
         change.stored(slice(None))[0][:, rows] = size
     delta = delta_of(change)
     assert delta.keys.isfinite().all() and delta.values.isfinite().all()
@@ -144,7 +146,7 @@ def test_computed_rows_that_are_all_alike_tell_no_distance(dtype):
     """A passage of one word again and again, and other rows beside it."""
     change = made_up_change(dtype=dtype)
     for part in change.stored(slice(None)):
-        part[:, change.run.computed] = part[:, :1].clone()
+        part[:, change.context.computed] = part[:, :1].clone()
     delta = delta_of(change)
     assert delta.keys.isfinite().all() and delta.values.isfinite().all()
 
@@ -168,7 +170,7 @@ def test_a_passage_of_one_token_again_and_again_is_shifted_as_others_are(fresh_b
 
 def test_far_from_all_computed_rows_nothing_is_shifted():
     change = made_up_change()
-    assert 100 not in change.run.computed
+    assert 100 not in change.context.computed
     change.stored(slice(None))[0][:, 100] = 1e4
     delta = delta_of(change)
     assert delta.keys[:, 100].norm() < 0.01 * delta.keys[:, 5:].norm(dim=(0, 2)).median()
@@ -178,8 +180,8 @@ def test_of_one_computed_row_nothing_is_fitted():
     change = made_up_change()
 
     def of_first(count):
-        run = replace(change.run, computed=change.run.computed[:count])
-        return replace(change, run=run, keys=change.keys[:, :count], values=change.values[:, :count])
+        run = replace(change.context, computed=change.context.computed[:count])
+        return replace(change, context=run, keys=change.keys[:, :count], values=change.values[:, :count])
 
     assert delta_of(of_first(1)) is None
     assert delta_of(of_first(2)).keys.isfinite().all()

@@ -10,10 +10,10 @@ import torch
 from benches import reference_pair
 
 from ragblend import Chunk, Engine, Literal, Prompt
+from ragblend.engine.decoding.direct import DirectDecode, pack_weights
 from ragblend.engine.decoding.eightbit import EightBit
-from ragblend.engine.decoding.few_rows import FewRows, pack_weights
 from ragblend.engine.decoding.fourbit import FourBit
-from ragblend.engine.decoding.steps import measure_steps
+from ragblend.engine.decoding.implementations import compare_implementations
 from ragblend.engine.model import convert
 from ragblend.kvstore.layout import value_files
 
@@ -116,8 +116,8 @@ def test_its_weights_are_found_to_be_four_bit_ones_and_say_the_same(engine, prom
     pack_weights(engine.runtime.decoder, packed, engine.runtime.has_quantized_weights)
     kinds = {name: type(each) for name, each in packed.items()}
     assert kinds == dict.fromkeys(packed, FourBit) | {"head": EightBit} and len(kinds) == 7 * 30 + 1
-    rows = FewRows(engine.runtime.decoder, packed)
-    assert measure_steps(engine.runtime.decoder, rows, prompt.token_ids).divergence < 5e-3
+    rows = DirectDecode(engine.runtime.decoder, packed)
+    assert compare_implementations(engine.runtime.decoder, rows, prompt.token_ids).divergence < 5e-3
 
 
 def test_a_value_is_little_larger_than_the_kv_in_it(engine):

@@ -9,7 +9,13 @@ from tiny_models import TEMPLATE, TOOLS_TEMPLATE
 from ragblend import Chunk, Literal
 from ragblend.engine.prompts.chat import chat
 from ragblend.engine.prompts.segments import Message, ToolCall
-from ragblend.engine.prompts.tools import Words, call_format, check_tools, said_in, tools_grammar
+from ragblend.engine.prompts.tools import (
+    TextBeforeCalls,
+    call_format,
+    check_tools,
+    parse_answer,
+    tools_grammar,
+)
 from ragblend.kvstore.errors import PromptError, UnsupportedModelError, UsageError
 
 # SmolLM2's way (a list in one pair of tags), and Llama's (no tags, one call).
@@ -98,7 +104,7 @@ def test_a_random_model_that_must_call_calls(llama, tokenizer, template, wanted)
     form = call_format(tokenizer, "tiny")
     grammar = tools_grammar(form, wanted, is_forced=True, is_parallel=False)
     result = llama.engine.generate(llama.engine.tokenize(chat(tokenizer, ASKED, wanted)), grammar=grammar)
-    said = said_in(result.text, form, wanted)
+    said = parse_answer(result.text, form, wanted)
     assert said.text == ""
     if result.stopped:  # a random model may never end a text
         [call] = said.calls
@@ -121,20 +127,20 @@ def test_what_was_written_is_taken_apart(form):
     one = (
         'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa\\"}ris"}}\n</tool_call>'
     )
-    said = said_in(one, form, TOOLS)
+    said = parse_answer(one, form, TOOLS)
     assert said.text == "Let me see."
     assert [(c.name, c.arguments) for c in said.calls] == [("get_weather", {"city": 'Pa"}ris'})]
     two = one + '\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-    calls = said_in(two, form, TOOLS).calls
+    calls = parse_answer(two, form, TOOLS).calls
     assert [c.name for c in calls] == ["get_weather", "add"]
     assert calls[0].id != calls[1].id
-    assert said_in("No call.", form, TOOLS).text == "No call."
+    assert parse_answer("No call.", form, TOOLS).text == "No call."
 
 
 @pytest.mark.parametrize("cut", range(len("Let me see.\n<tool_call>"), 80))
 def test_a_call_that_was_cut_off_is_no_call(form, cut):
     text = 'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "a long name"}}\n</tool_call>'
-    said = said_in(text[:cut], form, TOOLS)
+    said = parse_answer(text[:cut], form, TOOLS)
     assert (said.text, said.calls) == ("Let me see.", ())
     _, found, arguments = text[:cut].partition('", "arguments": ')
     if found:
@@ -146,10 +152,10 @@ def test_a_call_that_was_cut_off_is_no_call(form, cut):
 def test_a_call_without_its_tags_is_understood_where_it_is_the_whole_answer(form):
     bare = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
     for text in (bare, f"```json\n{bare}\n```"):
-        [call] = said_in(text, form, TOOLS).calls
+        [call] = parse_answer(text, form, TOOLS).calls
         assert (call.name, call.arguments) == ("add", {"a": 1, "b": 2})
     for text in (f"So: {bare}", bare.replace("add", "rob"), "[1]", bare.replace("arguments", "kwargs")):
-        assert said_in(text, form, TOOLS).text == text
+        assert parse_answer(text, form, TOOLS).text == text
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -164,7 +170,7 @@ def test_a_call_without_its_tags_is_understood_where_it_is_the_whole_answer(form
     ],
 )
 def test_streamed_words_are_those_of_the_whole_answer(form, text, size):
-    words, said = Words(form), said_in(text, form, TOOLS)
+    words, said = TextBeforeCalls(form), parse_answer(text, form, TOOLS)
     pieces = [words.feed(text[at : at + size]) for at in range(0, len(text), size)]
     assert "".join([*pieces, words.finish(said.text)]) == said.text
 

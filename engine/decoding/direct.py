@@ -4,10 +4,10 @@ One row through transformers' layers takes as long in calls and small operations
 kernel reads the keys of one row four times slower than memory gives them. Here a layer is 25 operations, attention is
 two batched products over the cache's own buffers, and weights that lie on sixteen levels are read as such
 (`fourbit.py`), others as eight bits (`eightbit.py`). On CUDA, where calls take longer than all else, they are recorded
-once for each answer (`RecordedRows`).
+once for each answer (`CudaGraphDecode`).
 
 The layers known are those of Llama, Qwen 2 and Qwen 3: normed, rotated by halves, gated. Whether a model that
-looks like one is one is measured (`steps.py`), so nothing is taken on trust.
+looks like one is one is measured (`implementations.py`), so nothing is taken on trust.
 """
 
 import inspect
@@ -25,14 +25,14 @@ from torch.nn.functional import rms_norm
 from ragblend.engine.cache import FusedCache, FusedLayer
 from ragblend.engine.decoding.eightbit import EightBit, eight_bit
 from ragblend.engine.decoding.fourbit import FourBit, four_bit, multiplies_four_bit
-from ragblend.engine.model.decoder import FULL, Decoder, TransformersDecoder, regime_tokens
-from ragblend.engine.model.device import available_bytes, recorded
+from ragblend.engine.model.decoder import FULL, Decoder, TransformersDecoder, constant_rope_tokens
+from ragblend.engine.model.device import available_bytes, record_calls
 from ragblend.engine.model.rope import HALF
 from ragblend.engine.scheduling.order import MOST_BEGUN
 from ragblend.kvstore.errors import Cancelled
 
 log = logging.getLogger("ragblend")
-MOST_OF_FREE_MEMORY = 0.25
+MAX_FREE_MEMORY_SHARE = 0.25
 Product = Callable[[Tensor], Tensor]
 Packed = FourBit | EightBit
 PackedWeights = dict[str, Packed | None]  # by layer and name, and the output layer's; None: it stays as it is
@@ -91,10 +91,10 @@ class Places:
         return self._made[begin, capacity]
 
 
-class FewRows:
+class DirectDecode:
     """A decoder's layers, taken apart; the weights that were not packed are the decoder's own."""
 
-    guessed: ClassVar[int] = 3
+    guessed_tokens: ClassVar[int] = 3
     together: ClassVar[int] = MOST_BEGUN
 
     def __init__(self, decoder: TransformersDecoder, found: PackedWeights) -> None:
@@ -110,7 +110,7 @@ class FewRows:
         if not isinstance(decoder, TransformersDecoder):
             return False
         known = decoder.device.type in DEVICES and set(decoder.layer_types) == {FULL}
-        known = known and set(decoder.layouts) == {HALF} and regime_tokens(decoder.config) is None
+        known = known and set(decoder.layouts) == {HALF} and constant_rope_tokens(decoder.config) is None
         return known and all(_is_known(layer, decoder) for layer in decoder.layers)
 
     def run(self, cache: FusedCache, token_ids: Sequence[int]) -> Tensor:
@@ -157,7 +157,7 @@ class FewRows:
         return decoder.head(hidden[None], self.head)
 
 
-class RecordedRows(FewRows):
+class CudaGraphDecode(DirectDecode):
     """The same; what one answer's next rows have the device do is recorded, as long as its buffers are the same."""
 
     def __init__(self, decoder: TransformersDecoder, found: PackedWeights) -> None:
@@ -168,7 +168,7 @@ class RecordedRows(FewRows):
         )
 
     def _passed(self, reads: Sequence[Read], begins: Sequence[int]) -> list[Tensor]:
-        if len(reads) > 1 or len(reads[0][1]) not in (1, 1 + self.guessed) or not self._records:
+        if len(reads) > 1 or len(reads[0][1]) not in (1, 1 + self.guessed_tokens) or not self._records:
             return super()._passed(reads, begins)
         ((cache, token_ids),), (begin,), count = reads, begins, len(reads[0][1])
         for held in cache.fused:
@@ -210,7 +210,7 @@ class RecordedRows(FewRows):
             assert held is not None, "played by whoever has it"
             logits.copy_(self.through([held], ids, positions, [count]))
 
-        return _Recording(buffers, ids, positions, logits, recorded(device, once))
+        return _Recording(buffers, ids, positions, logits, record_calls(device, once))
 
 
 @dataclass(frozen=True)
@@ -224,9 +224,9 @@ class _Recording:
     play: Callable[[], object]
 
 
-def rows_of(decoder: TransformersDecoder, found: PackedWeights) -> FewRows:
+def rows_of(decoder: TransformersDecoder, found: PackedWeights) -> DirectDecode:
     """What is fastest where that decoder is."""
-    return (FewRows if decoder.device.type == "cpu" else RecordedRows)(decoder, found)
+    return (DirectDecode if decoder.device.type == "cpu" else CudaGraphDecode)(decoder, found)
 
 
 def _attended(
@@ -332,7 +332,7 @@ def pack_weights(
 
 def has_room(nbytes: int) -> bool:
     """Whether memory allows a copy of weights of this size."""
-    return nbytes <= MOST_OF_FREE_MEMORY * available_bytes()
+    return nbytes <= MAX_FREE_MEMORY_SHARE * available_bytes()
 
 
 def _row_layer(layer: nn.Module, name: str, found: PackedWeights) -> RowLayer:

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from importlib.metadata import entry_points
 from typing import Any
 
-from ragblend.engine.selection.base import FIXED, Policy
+from ragblend.engine.selection.base import NOT_PARAMETERS, Policy
 from ragblend.kvstore.errors import UsageError, did_you_mean
 
 GROUP = "ragblend.policies"
@@ -20,7 +20,7 @@ def entry_point_names() -> list[str]:
     return sorted(entry_points(group=GROUP).names)
 
 
-def from_package(name: str) -> Policy | None:
+def policy_from_package(name: str) -> Policy | None:
     """The policy that a package added under that name; None if none did. Raises UsageError, which names the package."""
     points = entry_points(group=GROUP, name=name)
     found = {f"{p.dist.name} {p.dist.version}" if p.dist is not None else p.module: p for p in points}
@@ -41,7 +41,7 @@ def from_package(name: str) -> Policy | None:
         ) from error
 
 
-def unknown(name: str, known: Sequence[str]) -> UsageError:
+def unknown_method(name: str, known: Sequence[str]) -> UsageError:
     """The error for a name that nobody knows: what there is, and the nearest."""
     return UsageError(f"method {name!r} is unknown; there are {', '.join(known)}{did_you_mean(name, known)}")
 
@@ -73,7 +73,7 @@ def _replaced(policy: Policy, wanted: dict[str, Any]) -> Policy:
         part = getattr(policy, each.name)
         if each.name in wanted:
             changed[each.name] = wanted[each.name]
-        elif each.name not in FIXED and hasattr(part, "__dataclass_fields__"):
+        elif each.name not in NOT_PARAMETERS and hasattr(part, "__dataclass_fields__"):
             own = {key: value for key, value in wanted.items() if key in part.__dataclass_fields__}
             changed[each.name] = replace(part, **own)
     return replace(policy, **changed)

@@ -13,7 +13,7 @@ NEEDED = 0.5
 PATIENCE = 4.0
 
 
-class Lookup:
+class PromptLookup:
     """Guesses `count` tokens at a time, until too few of them were right."""
 
     def __init__(self, count: int, token_ids: Iterable[int]) -> None:
@@ -29,7 +29,7 @@ class Lookup:
             self._behind[tuple(self._ids[-size:])] = len(self._ids)
         self._ids.append(token)
 
-    def guesses(self) -> list[int]:
+    def propose(self) -> list[int]:
         """As many as were asked for, or none."""
         if self._credit >= 0:
             for size in GRAMS:
@@ -38,6 +38,6 @@ class Lookup:
                     return self._ids[begin : begin + self._count]
         return []
 
-    def were_right(self, tokens: int) -> None:
+    def record_accepted(self, tokens: int) -> None:
         """So many of the last guesses."""
         self._credit = min(PATIENCE, self._credit + tokens - NEEDED)

@@ -1,6 +1,6 @@
 """The seam behind which the tokens of an answer are computed, and what is chosen there.
 
-The model's own forward serves every model. `FewRows` is several times faster and knows the layers of most families.
+The model's own forward serves every model. `DirectDecode` is several times faster and knows the layers of most families.
 Which one serves a model is measured once, in the background: the second has to say what the first says, and in less
 time. Until that is known the first one serves.
 """
@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
+from ragblend.engine.decoding.direct import DirectDecode, PackedWeights, Read, has_room, pack_weights, rows_of
 from ragblend.engine.decoding.eightbit import EightBit
-from ragblend.engine.decoding.few_rows import FewRows, PackedWeights, Read, has_room, pack_weights, rows_of
 from ragblend.engine.decoding.fourbit import FourBit
 from ragblend.engine.model.decoder import Decoder
 from ragblend.engine.model.device import device_name, transfer_stream
@@ -33,18 +33,18 @@ from ragblend.kvstore.files import FILE_MODE, make_private_folder, replace_durab
 VERSION = 4  # raise it when what is measured changes
 MEASURED_TOKENS, TURNS = 16, 5
 # Mean divergence allowed, in nats a token: bfloat16 and another order of sums give 2e-3, a wrong layer 1 and more.
-MOST_DIVERGENCE = 0.01
-SETTLED_SHARE, MOST_TURNS = 0.8, 25
+MAX_DIVERGENCE = 0.01
+SETTLED_SHARE, MAX_TURNS = 0.8, 25
 Leave = Callable[[], bool]
 
 
-class Steps(Protocol):
+class DecodeImplementation(Protocol):
     """What goes on behind a prompt's KV, a few tokens at a time.
 
     guessed: how many more rows cost little; together: how many answers may have theirs in one pass.
     """
 
-    guessed: ClassVar[int]
+    guessed_tokens: ClassVar[int]
     together: ClassVar[int]
 
     def run(self, cache: FusedCache, token_ids: Sequence[int]) -> Tensor:
@@ -55,11 +55,11 @@ class Steps(Protocol):
 
 
 @dataclass(frozen=True)
-class ModelSteps:
+class TransformersDecode:
     """By the model's own forward, which takes one cache at a time: it knows no lengths that differ without padding."""
 
     model: Any
-    guessed: ClassVar[int] = 0
+    guessed_tokens: ClassVar[int] = 0
     together: ClassVar[int] = 1
 
     @torch.inference_mode()
@@ -73,7 +73,7 @@ class ModelSteps:
 
 
 @dataclass(frozen=True)
-class StepsVerdict:
+class DecodeComparison:
     """How far from the model's own forward our loop is, in nats a token, and the share of its time it took, by turn."""
 
     divergence: float
@@ -83,17 +83,17 @@ class StepsVerdict:
     def is_settled(self) -> bool:
         """Whether another measurement would say the same: what was found on a busy machine may not."""
         less = sum(ratio < 1 for ratio in self.ratios) / len(self.ratios)
-        is_clear = max(less, 1 - less) >= SETTLED_SHARE or len(self.ratios) >= MOST_TURNS
-        return is_clear or not self.divergence <= MOST_DIVERGENCE
+        is_clear = max(less, 1 - less) >= SETTLED_SHARE or len(self.ratios) >= MAX_TURNS
+        return is_clear or not self.divergence <= MAX_DIVERGENCE
 
     @property
     def takes_rows(self) -> bool:
-        return self.is_settled and self.divergence <= MOST_DIVERGENCE and statistics.median(self.ratios) < 1
+        return self.is_settled and self.divergence <= MAX_DIVERGENCE and statistics.median(self.ratios) < 1
 
 
-def measure_steps(
-    decoder: Decoder, rows: Steps, token_ids: Sequence[int], leave: Leave = lambda: False
-) -> StepsVerdict:
+def compare_implementations(
+    decoder: Decoder, rows: DecodeImplementation, token_ids: Sequence[int], leave: Leave = lambda: False
+) -> DecodeComparison:
     """Read some text by both, its last tokens one by one, in turns. Raises Cancelled when leave() says so.
 
     On a CPU by its time of this thread, which does half of the work on two cores: others' work does not count.
@@ -109,10 +109,10 @@ def measure_steps(
     cache = FusedCache(decoder.geometry, len(ids), MEASURED_TOKENS, decoder.device)
     for held in cache.fused:
         held.set_length(0)
-    model = ModelSteps(decoder.model)
+    model = TransformersDecode(decoder.model)
     model.run(cache, ids)
 
-    def read(steps: Steps) -> tuple[Tensor, float]:
+    def read(steps: DecodeImplementation) -> tuple[Tensor, float]:
         cache.truncate()
         logits, begun = [], clock()
         for token in last:
@@ -124,10 +124,10 @@ def measure_steps(
     (expected, _), (found, _) = read(model), read(rows)  # warms up
     divergence = float((expected.exp() * (expected - found)).sum(-1).mean())
     turns = [(read(rows)[1], read(model)[1]) for _ in range(TURNS)]
-    return StepsVerdict(divergence, tuple(ours / own for ours, own in turns))
+    return DecodeComparison(divergence, tuple(ours / own for ours, own in turns))
 
 
-class Choice:
+class DecodeSelector:
     """Which of the two computes a loaded model's answers. steps: the one to use now.
 
     rounds: whether weights may be rounded to eight bits, as those may that a file held in about as many.
@@ -143,20 +143,20 @@ class Choice:
         self._file = folder / f"steps-{fingerprint[:32]}-{on}.json"
         self._ratios: tuple[float, ...] = ()
         self._packed: PackedWeights = {}
-        self.steps: Steps = ModelSteps(decoder.model)
-        self.is_open = False  # whether there is something to measure
+        self.current: DecodeImplementation = TransformersDecode(decoder.model)
+        self.needs_measurement = False  # whether there is something to measure
         self._rounds = rounds
-        if not FewRows.knows(decoder):
+        if not DirectDecode.knows(decoder):
             return
-        self._decoder, self.is_open = decoder, True
+        self._decoder, self.needs_measurement = decoder, True
         with suppress(
             OSError, ValueError, TypeError, LookupError, SafetensorError, MemoryError, RuntimeError
         ):
             kept = json.loads(self._file.read_text())
-            verdict = StepsVerdict(kept["divergence"], tuple(kept["ratios"]))
+            verdict = DecodeComparison(kept["divergence"], tuple(kept["ratios"]))
             if verdict.takes_rows:
-                self.steps = rows_of(decoder, self._kept(kept["checksum"]) if self._packs else {})
-            self._ratios, self.is_open = verdict.ratios, not verdict.is_settled
+                self.current = rows_of(decoder, self._kept(kept["checksum"]) if self._packs else {})
+            self._ratios, self.needs_measurement = verdict.ratios, not verdict.is_settled
 
     @property
     def _packs(self) -> bool:
@@ -173,22 +173,22 @@ class Choice:
 
     def measure(self, token_ids: Sequence[int], leave: Leave) -> None:
         """Choose. Raises Cancelled when leave() says so: what was found so far is not looked for again."""
-        self.is_open = False  # what fails here would fail after every answer
+        self.needs_measurement = False  # what fails here would fail after every answer
         try:
             pack_weights(self._decoder, self._packed, self._rounds, leave)
             rows = rows_of(self._decoder, self._packed)
-            measured = measure_steps(self._decoder, rows, token_ids, leave)
+            measured = compare_implementations(self._decoder, rows, token_ids, leave)
         except Cancelled:
-            self.is_open = True
+            self.needs_measurement = True
             raise
         except BaseException:
             self._packed = {}
             raise
         packed, self._packed = self._packed, {}
-        verdict = StepsVerdict(measured.divergence, (*self._ratios, *measured.ratios))
-        self._ratios, self.is_open = verdict.ratios, not verdict.is_settled
+        verdict = DecodeComparison(measured.divergence, (*self._ratios, *measured.ratios))
+        self._ratios, self.needs_measurement = verdict.ratios, not verdict.is_settled
         if verdict.takes_rows:
-            self.steps = rows
+            self.current = rows
         if self._packs and not packed:  # for want of memory: another process may have it
             return
         with suppress(OSError, SafetensorError):  # a full disk, say: then it is measured in each process

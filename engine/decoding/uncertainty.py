@@ -24,7 +24,7 @@ _QUOTES = "\"'([{«„“”’‚"
 
 
 @dataclass(frozen=True)
-class SecondLook:
+class UncertaintyCheck:
     """Which tokens of an answer are to be read again. sure: the share from which on the model counts as sure.
 
     prompt: a name that stands behind its last chunk, in the question, is no news.
@@ -34,7 +34,7 @@ class SecondLook:
     prompt: Prompt
     sure: float
 
-    def is_wanted(self, token: int, logits: Tensor, before: Sequence[int]) -> bool:
+    def needs_full_prefill(self, token: int, logits: Tensor, before: Sequence[int]) -> bool:
         """Whether that token, behind the answer's tokens so far, is of a figure or begins a name, and is not sure.
 
         logits (vocab,): the model's own. What counts is its share of the likely tokens of its kind: whether the answer

@@ -14,14 +14,18 @@ from benches import largest_error, make_prompt, make_text
 from tiny_models import SUPPORTED, TOOLS_TEMPLATE
 
 from ragblend import Literal, Prompt
-from ragblend.engine.decoding import few_rows
-from ragblend.engine.decoding import steps as steps_module
+from ragblend.engine.decoding import direct, implementations
+from ragblend.engine.decoding.direct import CudaGraphDecode, DirectDecode, pack_weights
 from ragblend.engine.decoding.eightbit import EightBit, eight_bit
-from ragblend.engine.decoding.few_rows import FewRows, RecordedRows, pack_weights
 from ragblend.engine.decoding.fourbit import FourBit, four_bit
 from ragblend.engine.decoding.grammar import Grammar, json_grammar
-from ragblend.engine.decoding.lookup import Lookup
-from ragblend.engine.decoding.steps import Choice, ModelSteps, StepsVerdict, measure_steps
+from ragblend.engine.decoding.implementations import (
+    DecodeComparison,
+    DecodeSelector,
+    TransformersDecode,
+    compare_implementations,
+)
+from ragblend.engine.decoding.prompt_lookup import PromptLookup
 from ragblend.engine.model.load import was_quantized
 from ragblend.engine.prompts.session import Session
 from ragblend.engine.prompts.tools import call_format, tools_grammar
@@ -64,26 +68,26 @@ def verdicts(monkeypatch):
             raise Cancelled("told to leave")
         return found.pop(0)
 
-    monkeypatch.setattr(steps_module, "measure_steps", measure)
+    monkeypatch.setattr(implementations, "compare_implementations", measure)
     return found
 
 
-FASTER, SLOWER = StepsVerdict(0.0, (0.5,) * 5), StepsVerdict(0.0, (1.5,) * 5)
-UNCLEAR = StepsVerdict(0.0, (0.5, 0.6, 0.7, 1.1, 2.0))
+FASTER, SLOWER = DecodeComparison(0.0, (0.5,) * 5), DecodeComparison(0.0, (1.5,) * 5)
+UNCLEAR = DecodeComparison(0.0, (0.5, 0.6, 0.7, 1.1, 2.0))
 
 
 @pytest.mark.parametrize("kind", [*SUPPORTED, "ministral3"])
 def test_the_kinds_of_layers_that_are_known(prefilled_for, kind):
     """Ministral 3 has all of Llama's parts, and queries that grow beyond the positions that are measured."""
-    assert FewRows.knows(prefilled_for(kind)[1]) == (kind in KNOWN)
+    assert DirectDecode.knows(prefilled_for(kind)[1]) == (kind in KNOWN)
 
 
-@pytest.mark.parametrize("loop", [FewRows, RecordedRows])
+@pytest.mark.parametrize("loop", [DirectDecode, CudaGraphDecode])
 @pytest.mark.parametrize("kind", KNOWN)
 def test_rows_say_what_the_model_says_and_leave_the_same_cache(new_memory_is_nan, prefilled_for, kind, loop):
     """One by one, several at once, and beyond the room of the buffers, twice."""
     told, caches = [], []
-    for steps_of in (lambda decoder: ModelSteps(decoder.model), lambda decoder: loop(decoder, {})):
+    for steps_of in (lambda decoder: TransformersDecode(decoder.model), lambda decoder: loop(decoder, {})):
         prefilled, decoder = prefilled_for(kind)
         steps = steps_of(decoder)
         logits = [steps.run(prefilled.cache, [token]) for token in ANSWER]
@@ -98,14 +102,14 @@ def test_rows_say_what_the_model_says_and_leave_the_same_cache(new_memory_is_nan
 def test_rows_are_recorded_once_for_an_answer_and_number_of_rows(prefilled_for, monkeypatch):
     """And again where its buffers are others; what the recordings hold goes with the answer."""
     made = []
-    monkeypatch.setattr(few_rows, "recorded", lambda device, work: made.append(device) or work)
+    monkeypatch.setattr(direct, "record_calls", lambda device, work: made.append(device) or work)
     (one, decoder), (other, _) = prefilled_for("llama"), prefilled_for("llama")
-    rows, expected = RecordedRows(decoder, {}), FewRows(decoder, {})
+    rows, expected = CudaGraphDecode(decoder, {}), DirectDecode(decoder, {})
     for token in ANSWER * 3:
         for prefilled in (one, other):
             rows.run(prefilled.cache, [token])
     assert len(made) == 2, "two answers in turns"
-    rows.run(one.cache, [1] * (1 + rows.guessed))
+    rows.run(one.cache, [1] * (1 + rows.guessed_tokens))
     rows.run(one.cache, [1, 2])  # rare: computed as it is
     rows.run_together([(one.cache, [3]), (other.cache, [3])])
     assert len(made) == 3
@@ -119,24 +123,24 @@ def test_rows_are_recorded_once_for_an_answer_and_number_of_rows(prefilled_for, 
     del one, prefilled
     gc.collect()
     assert gone() is None and len(rows._recordings) == 1
-    kept = [prefilled_for("llama")[0] for _ in range(few_rows.MOST_BEGUN + 2)]  # as sessions keep theirs
+    kept = [prefilled_for("llama")[0] for _ in range(direct.MOST_BEGUN + 2)]  # as sessions keep theirs
     for prefilled in kept:
         rows.run(prefilled.cache, [5])
-    assert len(rows._recordings) == few_rows.MOST_BEGUN
+    assert len(rows._recordings) == direct.MOST_BEGUN
 
 
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
 def test_rows_that_cannot_be_recorded_are_computed(prefilled_for, monkeypatch, caplog, error):
     """A failure in the middle has left some layers a row longer than others. Want of memory is of one moment."""
     (mine, decoder), (own, _) = prefilled_for("llama"), prefilled_for("llama")
-    rows, expected, tried = RecordedRows(decoder, {}), FewRows(decoder, {}), []
+    rows, expected, tried = CudaGraphDecode(decoder, {}), DirectDecode(decoder, {}), []
 
     def fails(device, work):
         tried.append(1)
         mine.cache.fused[0].set_length(mine.cache.get_seq_length() + 1)
         raise error("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(few_rows, "recorded", fails)
+    monkeypatch.setattr(direct, "record_calls", fails)
     for token in ANSWER:
         assert torch.equal(rows.run(mine.cache, [token]), expected.run(own.cache, [token]))
     said = "are computed call by call" in caplog.text
@@ -156,7 +160,7 @@ def test_room_for_rows_that_were_never_written_is_zeros(new_memory_is_nan, prefi
 def test_an_answer_has_products_of_two_shapes(prefilled_for, monkeypatch):
     """For each shape oneDNN keeps half a megabyte: of a hundred tokens' it was more than the prompt's KV."""
     prefilled, decoder = prefilled_for("llama")
-    rows, shapes = FewRows(decoder, {}), set()
+    rows, shapes = DirectDecode(decoder, {}), set()
 
     def watched(product):
         def multiply(*given, **options):
@@ -175,22 +179,22 @@ def test_an_answer_has_products_of_two_shapes(prefilled_for, monkeypatch):
 def test_rows_that_say_something_else_are_not_taken(prefilled_for):
     prefilled, decoder = prefilled_for("llama")
     ids = prefilled.prompt.token_ids
-    rows = FewRows(decoder, {})
-    assert measure_steps(decoder, rows, ids).divergence < 1e-6
+    rows = DirectDecode(decoder, {})
+    assert compare_implementations(decoder, rows, ids).divergence < 1e-6
     for part in rows.layers:
         object.__setattr__(part, "scaling", part.scaling * 1.5)
-    verdict = measure_steps(decoder, rows, ids)
+    verdict = compare_implementations(decoder, rows, ids)
     assert verdict.divergence > 0.01 and verdict.is_settled and not verdict.takes_rows
-    assert StepsVerdict(float("nan"), (0.5,) * 5).is_settled
-    assert not StepsVerdict(float("nan"), (0.5,) * 5).takes_rows
+    assert DecodeComparison(float("nan"), (0.5,) * 5).is_settled
+    assert not DecodeComparison(float("nan"), (0.5,) * 5).takes_rows
 
 
 def test_the_faster_one_is_taken_when_that_is_clear():
     assert FASTER.takes_rows and not SLOWER.takes_rows
     assert FASTER.is_settled and SLOWER.is_settled and not UNCLEAR.is_settled
-    assert StepsVerdict(0.0, (0.5,) * 4 + (3.0,)).takes_rows, "another's work took one turn"
+    assert DecodeComparison(0.0, (0.5,) * 4 + (3.0,)).takes_rows, "another's work took one turn"
     assert not UNCLEAR.takes_rows, "nobody knows yet"
-    assert StepsVerdict(0.0, (0.9, 0.9, 0.9, 1.1, 1.1) * 5).takes_rows, "it never gets clearer"
+    assert DecodeComparison(0.0, (0.9, 0.9, 0.9, 1.1, 1.1) * 5).takes_rows, "it never gets clearer"
 
 
 # --- which of them is chosen, and when
@@ -203,8 +207,8 @@ def choice_for(prefilled_for, with_levels, tmp_path):
     with_levels(decoder)
 
     def begun():
-        choice = Choice(decoder, tmp_path / "models", "f" * 64, rounds=True)
-        choice.takes_rows = lambda: isinstance(choice.steps, FewRows)
+        choice = DecodeSelector(decoder, tmp_path / "models", "f" * 64, rounds=True)
+        choice.takes_rows = lambda: isinstance(choice.current, DirectDecode)
         choice.measured = partial(choice.measure, prefilled.prompt.token_ids, NEVER)
         return choice
 
@@ -218,19 +222,19 @@ def files(tmp_path):
 def test_what_was_measured_is_kept_with_the_weights(choice_for, tmp_path, verdicts):
     verdicts += [FASTER]
     first = choice_for()
-    assert first.is_open and not first.takes_rows()
+    assert first.needs_measurement and not first.takes_rows()
     first.measured()
-    assert not first.is_open and first.takes_rows()
+    assert not first.needs_measurement and first.takes_rows()
     assert set(files(tmp_path)) == {".json", ".safetensors"}
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in files(tmp_path).values())
     again = choice_for()
-    assert not again.is_open and again.takes_rows()
+    assert not again.needs_measurement and again.takes_rows()
 
 
 def test_a_slower_loop_is_not_measured_again(choice_for, tmp_path, verdicts):
     verdicts += [SLOWER]
     choice_for().measured()
-    assert not choice_for().is_open and not choice_for().takes_rows()
+    assert not choice_for().needs_measurement and not choice_for().takes_rows()
     assert set(files(tmp_path)) == {".json"}
 
 
@@ -239,12 +243,12 @@ def test_what_is_not_clear_is_measured_again_and_counts_together(choice_for, ver
     choice = choice_for()
     choice.measured()
     choice.measured()
-    assert choice.is_open and not choice.takes_rows()
+    assert choice.needs_measurement and not choice.takes_rows()
     choice = choice_for()  # of another process
     choice.measured()
-    assert choice.is_open and not choice.takes_rows()
+    assert choice.needs_measurement and not choice.takes_rows()
     choice.measured()
-    assert not choice.is_open and choice.takes_rows() and choice_for().takes_rows()
+    assert not choice.needs_measurement and choice.takes_rows() and choice_for().takes_rows()
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "of another", "no verdict"])
@@ -262,7 +266,7 @@ def test_damaged_weights_are_made_again(choice_for, tmp_path, verdicts, damage):
         weights.write_bytes({"cut": sound[:-100], "flipped": flipped, "empty": b""}.get(damage, sound[:8]))
     weights.with_suffix(".part").write_bytes(b"of somebody who was killed while he wrote")
     choice = choice_for()
-    assert choice.is_open and not choice.takes_rows()
+    assert choice.needs_measurement and not choice.takes_rows()
     choice.measured()
     assert choice.takes_rows() and choice_for().takes_rows()
     assert weights.read_bytes() == sound and set(files(tmp_path)) == {".json", ".safetensors"}
@@ -278,7 +282,7 @@ def test_a_full_disk_costs_the_file_alone(choice_for, tmp_path, verdicts):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert choice.takes_rows()
-    assert choice_for().is_open and not choice_for().takes_rows()
+    assert choice_for().needs_measurement and not choice_for().takes_rows()
     assert not files(tmp_path)
 
 
@@ -288,21 +292,23 @@ def test_weights_that_memory_has_no_room_for_stay_on_the_disk(choice_for, tmp_pa
     choice_for().measured()
     kept = {name: path.read_bytes() for name, path in files(tmp_path).items()}
     with monkeypatch.context() as patched:
-        patched.setattr("ragblend.engine.decoding.few_rows.available_bytes", lambda: 1000)
+        patched.setattr("ragblend.engine.decoding.direct.available_bytes", lambda: 1000)
         choice = choice_for()
-        assert choice.is_open and not choice.takes_rows()
+        assert choice.needs_measurement and not choice.takes_rows()
         choice.measured()
-        assert choice.takes_rows() and not choice.is_open
+        assert choice.takes_rows() and not choice.needs_measurement
     assert {name: path.read_bytes() for name, path in files(tmp_path).items()} == kept
-    assert choice_for().takes_rows() and not choice_for().is_open
+    assert choice_for().takes_rows() and not choice_for().needs_measurement
 
 
 def test_a_measurement_that_fails_is_not_made_again_and_holds_no_weights(choice_for, monkeypatch):
-    monkeypatch.setattr(steps_module, "measure_steps", mock.Mock(side_effect=RuntimeError("no memory")))
+    monkeypatch.setattr(
+        implementations, "compare_implementations", mock.Mock(side_effect=RuntimeError("no memory"))
+    )
     choice = choice_for()
     with pytest.raises(RuntimeError, match="no memory"):
         choice.measured()
-    assert not choice.is_open and not choice.takes_rows() and not choice._packed
+    assert not choice.needs_measurement and not choice.takes_rows() and not choice._packed
 
 
 def test_it_is_measured_when_the_answer_is_out(fresh, verdicts):
@@ -311,10 +317,10 @@ def test_it_is_measured_when_the_answer_is_out(fresh, verdicts):
     choice = fresh.engine.runtime.choice if fresh.engine.gate.passed else None
     pieces = iter(fresh.engine.stream(make_prompt(TEXTS), "full", max_new_tokens=20))
     next(pieces)
-    assert isinstance(choice.steps, ModelSteps)
+    assert isinstance(choice.current, TransformersDecode)
     first = "".join(pieces)
     assert fresh.engine.finish_background(30)
-    assert isinstance(choice.steps, FewRows) and not verdicts
+    assert isinstance(choice.current, DirectDecode) and not verdicts
     fresh.engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
     assert fresh.engine.finish_background(30)
     assert "".join(fresh.engine.stream(make_prompt(TEXTS), "full", max_new_tokens=20)).endswith(first)
@@ -332,7 +338,7 @@ def test_measuring_gives_way_and_is_begun_again(fresh, monkeypatch):
                 return FASTER
         raise Cancelled("somebody came")
 
-    monkeypatch.setattr(steps_module, "measure_steps", measure)
+    monkeypatch.setattr(implementations, "compare_implementations", measure)
     answer = partial(engine.generate, make_prompt(TEXTS), "full", max_new_tokens=4)
     first = answer()
     assert begun.wait(30)
@@ -343,11 +349,11 @@ def test_measuring_gives_way_and_is_begun_again(fresh, monkeypatch):
     assert len(times) == 2 and answer().token_ids == first.token_ids
     let_go.set()
     assert engine.finish_background(30)
-    assert isinstance(engine.runtime.choice.steps, FewRows)
+    assert isinstance(engine.runtime.choice.current, DirectDecode)
 
 
 def test_what_fails_is_not_tried_after_every_answer(fresh, monkeypatch, caplog):
-    monkeypatch.setattr(steps_module, "measure_steps", lambda *given: 1 / 0)
+    monkeypatch.setattr(implementations, "compare_implementations", lambda *given: 1 / 0)
     for _ in range(2):
         fresh.engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
         assert fresh.engine.finish_background(30)
@@ -361,12 +367,12 @@ def test_what_fails_is_not_tried_after_every_answer(fresh, monkeypatch, caplog):
 def both(stored, monkeypatch):
     """both(answer): what answer(engine) returns with each of the two."""
     runtime = stored.engine.runtime
-    ways = ModelSteps(runtime.loaded.model), FewRows(runtime.decoder, {})
+    ways = TransformersDecode(runtime.loaded.model), DirectDecode(runtime.decoder, {})
 
     def answers(answer):
         found = []
         for steps in ways:
-            monkeypatch.setattr(runtime.choice, "steps", steps)
+            monkeypatch.setattr(runtime.choice, "current", steps)
             found.append(answer(stored.engine))
         return found
 
@@ -402,15 +408,15 @@ def test_tokens_are_the_same(both, stored, options):
 def test_what_a_prompt_says_is_read_in_fewer_passes(stored, monkeypatch):
     """A random model repeats itself: with guesses it says the same, and what it goes on from is the same."""
     engine, passes = stored.engine, []
-    rows, prompt = FewRows(engine.runtime.decoder, {}), make_prompt(TEXTS)
+    rows, prompt = DirectDecode(engine.runtime.decoder, {}), make_prompt(TEXTS)
     assert engine.runtime.token_grammars  # which want to know how answers end
-    monkeypatch.setattr(engine.runtime.choice, "steps", rows)
+    monkeypatch.setattr(engine.runtime.choice, "current", rows)
     monkeypatch.setattr(engine.runtime.loaded.model.generation_config, "eos_token_id", None)
     read = rows.run_together
     monkeypatch.setattr(rows, "run_together", lambda reads: passes.append(len(reads[0][1])) or read(reads))
     told, held = [], []
     for count in (0, 3):
-        monkeypatch.setattr(FewRows, "guessed", count)
+        monkeypatch.setattr(DirectDecode, "guessed_tokens", count)
         session, options = Session(), {"grammar": REPEATED, "max_new_tokens": 101}
         told.append(engine.stream(prompt, session=session, **options).result.token_ids)
         held.append((session.tokens, len(passes)))
@@ -421,17 +427,17 @@ def test_what_a_prompt_says_is_read_in_fewer_passes(stored, monkeypatch):
 
 
 def test_guesses_end_where_they_are_wrong():
-    lookup = Lookup(3, [1, 2, 3, 4, 5, 6, 1, 2])
-    assert lookup.guesses() == [3, 4, 5]
+    lookup = PromptLookup(3, [1, 2, 3, 4, 5, 6, 1, 2])
+    assert lookup.propose() == [3, 4, 5]
     lookup.add(3)
-    assert lookup.guesses() == [4, 5, 6]
+    assert lookup.propose() == [4, 5, 6]
     for _ in range(8):
-        lookup.were_right(0)
-        assert lookup.guesses()
-    lookup.were_right(0)
-    assert not lookup.guesses()
-    assert not Lookup(0, [1, 2, 3, 1, 2]).guesses() and not Lookup(3, [1, 2, 3, 4]).guesses()
-    assert not Lookup(3, [1, 2, 3, 1, 2, 9]).guesses()
+        lookup.record_accepted(0)
+        assert lookup.propose()
+    lookup.record_accepted(0)
+    assert not lookup.propose()
+    assert not PromptLookup(0, [1, 2, 3, 1, 2]).propose() and not PromptLookup(3, [1, 2, 3, 4]).propose()
+    assert not PromptLookup(3, [1, 2, 3, 1, 2, 9]).propose()
 
 
 @pytest.mark.parametrize("is_forced", [False, True])
@@ -586,12 +592,18 @@ def test_a_model_of_four_bit_weights_is_decoded_with_them(prefilled_for, with_le
     assert kinds == fours | dict.fromkeys(("k_proj", "v_proj", "o_proj", "head"), EightBit)
     kernel = mock.Mock(wraps=torch._weight_int8pack_mm)
     with mock.patch.object(torch, "_weight_int8pack_mm", kernel):
-        FewRows(decoder, packed).run(prefilled.cache, [1, 2])
+        DirectDecode(decoder, packed).run(prefilled.cache, [1, 2])
     prefilled.cache.truncate()
     rows, levels, _ = kernel.call_args.args
     assert rows.dtype == torch.bfloat16, "in float32 it is ten times slower"
     assert torch.equal(levels, packed["head"].levels) and kernel.call_count == 3 * len(decoder.layers) + 1
-    assert 0 < measure_steps(decoder, FewRows(decoder, packed), prefilled.prompt.token_ids).divergence < 0.05
+    assert (
+        0
+        < compare_implementations(
+            decoder, DirectDecode(decoder, packed), prefilled.prompt.token_ids
+        ).divergence
+        < 0.05
+    )
 
 
 @pytest.mark.parametrize("pack", [four_bit, eight_bit])
