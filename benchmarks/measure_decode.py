@@ -26,10 +26,11 @@ from benchmarks.common import AnyHome, Limit, Model, agreement, counts, packed_l
 from benchmarks.filler import sentences
 from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.app.quality.data import Question, load
-from ragblend.engine.decoding.direct import DirectDecode, PackedWeights, Read
+from ragblend.engine.decoding.direct import DirectDecode, Read
 from ragblend.engine.decoding.eightbit import EightBit
 from ragblend.engine.decoding.fourbit import FourBit
 from ragblend.engine.decoding.implementations import DecodeImplementation, TransformersDecode
+from ragblend.engine.decoding.packed_weights import PackedWeights
 from ragblend.engine.model.device import device_name
 from ragblend.engine.results import Prefilled
 

@@ -47,7 +47,7 @@ def measure_eviction(
     found: dict[int | None, list[tuple[float, float, list[float]]]] = {budget: [] for budget in budgets}
     questions = read(replace(source, limit=source.limit or 12, passages=source.passages or 6)).questions
     engine = Engine.open(**product.engine_arguments(cli))
-    if engine.gate.passed and DirectDecode.knows(engine.runtime.decoder):
+    if engine.gate.passed and DirectDecode.supports(engine.runtime.decoder):
         engine.runtime.choice.current, _ = packed_loop(engine)
     how: dict[str, Any] = {"method": method, "ratio": ratio}
     for question in questions:

@@ -119,7 +119,7 @@ def llama_index(home: Path, folder: str) -> tuple[list[Row], list[Row]]:
         assert ours.last_stats is not None
         return dict(ours.last_stats["kv"])
 
-    return asked_all(asking(theirs)), asked_all(asking(ours), statistics_of, rounds=2)
+    return asked_all(asking(theirs)), asked_all(asking(ours), statistics_of, allows_rounding=2)
 
 
 def langchain(home: Path, folder: str) -> tuple[list[Row], list[Row]]:
@@ -172,7 +172,7 @@ def langchain(home: Path, folder: str) -> tuple[list[Row], list[Row]]:
         return dict(last["kv"])
 
     theirs = asked_all(asking(ChatHuggingFace(llm=pipeline, model_id=folder)))
-    return theirs, asked_all(asking(ours), statistics_of, rounds=2)
+    return theirs, asked_all(asking(ours), statistics_of, allows_rounding=2)
 
 
 if __name__ == "__main__":

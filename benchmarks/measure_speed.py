@@ -46,7 +46,8 @@ from ragblend import Engine
 from ragblend.app.quality.prefilling import cpu_name
 from ragblend.app.quality.ttft import encoded
 from ragblend.engine.correction import Correction
-from ragblend.engine.decoding.direct import HEAD, DirectDecode, PackedWeights
+from ragblend.engine.decoding.direct import DirectDecode
+from ragblend.engine.decoding.packed_weights import HEAD, PackedWeights
 from ragblend.engine.model import attention
 from ragblend.engine.prompts.segments import Prompt
 from ragblend.engine.results import Prefilled

@@ -34,21 +34,21 @@ class EightBit:
         return self.levels.nbytes + self.scales.nbytes
 
     @classmethod
-    def joined(cls, parts: Sequence["EightBit"]) -> "EightBit":
+    def concatenated(cls, parts: Sequence["EightBit"]) -> "EightBit":
         """Several over the same rows as one, their results one behind the other."""
         return cls(torch.cat([part.levels for part in parts]), torch.cat([part.scales for part in parts]))
 
 
-def eight_bit(weight: Tensor, go_on: Callable[[], None] = lambda: None) -> EightBit | None:
+def eight_bit(weight: Tensor, check_cancelled: Callable[[], None] = lambda: None) -> EightBit | None:
     """This weight (N, K) rounded; None where that moves it by more than MAX_MEAN_ERROR, or the kernel does not know it.
 
-    go_on: called before each block; raises where the work is to be left.
+    check_cancelled: called before each block; raises where the work is to be left.
     """
     if any(size % multiple for size, multiple in zip(weight.shape, KERNEL_SHAPE, strict=True)):
         return None
     blocks, moved = list[EightBit](), 0.0
     for block in weight.split(BLOCK_ROWS):
-        go_on()
+        check_cancelled()
         exact = block.float()
         # Rounded first, so that what the levels are multiplied with is what they were divided by.
         scales = (exact.abs().amax(1) / LARGEST).bfloat16().clamp_min_(torch.finfo(torch.bfloat16).tiny)
@@ -57,4 +57,4 @@ def eight_bit(weight: Tensor, go_on: Callable[[], None] = lambda: None) -> Eight
         blocks.append(EightBit(levels.to(torch.int8), scales))
     if moved > MAX_MEAN_ERROR * float(weight.abs().sum(dtype=torch.float32)):
         return None
-    return EightBit.joined(blocks)
+    return EightBit.concatenated(blocks)

@@ -39,7 +39,7 @@ class FourBit:
         return self.levels.nbytes + self.scales.nbytes
 
     @classmethod
-    def joined(cls, parts: Sequence["FourBit"]) -> "FourBit | None":
+    def concatenated(cls, parts: Sequence["FourBit"]) -> "FourBit | None":
         """Several over the same rows as one, results one behind the other; None where the kernel's blocks forbid."""
         if any(part.levels.shape[0] % KERNEL_ROWS for part in parts):
             return None
@@ -54,10 +54,10 @@ def multiplies_four_bit() -> bool:
     )
 
 
-def four_bit(weight: Tensor, go_on: Callable[[], None] = lambda: None) -> FourBit | None:
+def four_bit(weight: Tensor, check_cancelled: Callable[[], None] = lambda: None) -> FourBit | None:
     """This weight (N, K), where all of it lies on sixteen levels; else None.
 
-    go_on: called before each block; raises where the work is to be left.
+    check_cancelled: called before each block; raises where the work is to be left.
     """
     if weight.shape[0] % OUT_FEATURES or weight.shape[1] % GROUP:
         return None
@@ -67,7 +67,7 @@ def four_bit(weight: Tensor, go_on: Callable[[], None] = lambda: None) -> FourBi
         return None
     whole = []
     for block in blocks:
-        go_on()
+        check_cancelled()
         if (part := _on_levels(block)) is None:
             return None
         whole.append(part)

@@ -1,12 +1,11 @@
-"""The seam behind which the tokens of an answer are computed, and what is chosen there.
+"""Chooses and runs the decode implementation: what computes an answer's tokens from the KV in a cache.
 
-The model's own forward serves every model. `DirectDecode` is several times faster and knows the layers of most families.
-Which one serves a model is measured once, in the background: the second has to say what the first says, and in less
-time. Until that is known the first one serves.
+The model's own forward (`TransformersDecode`) serves every model, and serves until another one is proven. The first row
+of IMPLEMENTATIONS that supports a model is compared with it once, in the background: it must give the same logits, in
+less time. To add an implementation, write its file, and a row in that table.
 """
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,46 +16,44 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
-from ragblend.engine.decoding.direct import DirectDecode, PackedWeights, Read, has_room, pack_weights, rows_of
-from ragblend.engine.decoding.eightbit import EightBit
-from ragblend.engine.decoding.fourbit import FourBit
+from ragblend.engine.decoding.cuda_graph import CudaGraphDecode
+from ragblend.engine.decoding.direct import DirectDecode, Read
+from ragblend.engine.decoding.packed_weights import PackedWeights, load_packed, pack_weights, save_packed
 from ragblend.engine.model.decoder import Decoder
 from ragblend.engine.model.device import device_name, transfer_stream
-from ragblend.kvstore.checksum import crc32
 from ragblend.kvstore.errors import Cancelled
-from ragblend.kvstore.files import FILE_MODE, make_private_folder, replace_durably
+from ragblend.kvstore.files import make_private_folder, replace_durably
 
 VERSION = 4  # raise it when what is measured changes
 MEASURED_TOKENS, TURNS = 16, 5
 # Mean divergence allowed, in nats a token: bfloat16 and another order of sums give 2e-3, a wrong layer 1 and more.
 MAX_DIVERGENCE = 0.01
 SETTLED_SHARE, MAX_TURNS = 0.8, 25
-Leave = Callable[[], bool]
+CancelCheck = Callable[[], bool]
 
 
 class DecodeImplementation(Protocol):
-    """What goes on behind a prompt's KV, a few tokens at a time.
+    """Runs a few tokens through the model, behind the KV in a cache.
 
-    guessed: how many more rows cost little; together: how many answers may have theirs in one pass.
+    guessed_tokens: how many more rows cost little; together: how many answers share one pass at most.
     """
 
     guessed_tokens: ClassVar[int]
     together: ClassVar[int]
 
     def run(self, cache: FusedCache, token_ids: Sequence[int]) -> Tensor:
-        """Read these tokens behind what the cache holds; returns the logits behind each, (n, vocab) float32."""
+        """Append these tokens to the cache; returns the logits behind each, (n, vocab) float32."""
 
     def run_together(self, reads: Sequence[Read]) -> list[Tensor]:
-        """The same for several caches; where it fails, they hold what they held."""
+        """`run` for several caches. If it raises, the caches hold what they held before."""
 
 
 @dataclass(frozen=True)
 class TransformersDecode:
-    """By the model's own forward, which takes one cache at a time: it knows no lengths that differ without padding."""
+    """The model's own forward, one cache at a time: it takes different lengths only with padding."""
 
     model: Any
     guessed_tokens: ClassVar[int] = 0
@@ -73,30 +70,53 @@ class TransformersDecode:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A row of IMPLEMENTATIONS. make(decoder, packed weights): only for a decoder that it supports."""
+
+    supports: Callable[[Decoder], bool]
+    make: Callable[[Any, PackedWeights], DecodeImplementation]
+
+
+IMPLEMENTATIONS = (
+    Candidate(CudaGraphDecode.supports, CudaGraphDecode),
+    Candidate(DirectDecode.supports, DirectDecode),
+)
+
+
+def candidate_for(decoder: Decoder) -> Candidate | None:
+    """The first row of the table that supports this decoder."""
+    return next((candidate for candidate in IMPLEMENTATIONS if candidate.supports(decoder)), None)
+
+
+@dataclass(frozen=True)
 class DecodeComparison:
-    """How far from the model's own forward our loop is, in nats a token, and the share of its time it took, by turn."""
+    """A candidate against the model's own forward: divergence in nats a token, and its share of the time, by turn."""
 
     divergence: float
     ratios: tuple[float, ...]
 
     @property
     def is_settled(self) -> bool:
-        """Whether another measurement would say the same: what was found on a busy machine may not."""
-        less = sum(ratio < 1 for ratio in self.ratios) / len(self.ratios)
-        is_clear = max(less, 1 - less) >= SETTLED_SHARE or len(self.ratios) >= MAX_TURNS
+        """Whether another measurement would agree: one on a busy machine may not."""
+        faster = sum(ratio < 1 for ratio in self.ratios) / len(self.ratios)
+        is_clear = max(faster, 1 - faster) >= SETTLED_SHARE or len(self.ratios) >= MAX_TURNS
         return is_clear or not self.divergence <= MAX_DIVERGENCE
 
     @property
-    def takes_rows(self) -> bool:
+    def accepts(self) -> bool:
+        """Whether the candidate is to be used."""
         return self.is_settled and self.divergence <= MAX_DIVERGENCE and statistics.median(self.ratios) < 1
 
 
 def compare_implementations(
-    decoder: Decoder, rows: DecodeImplementation, token_ids: Sequence[int], leave: Leave = lambda: False
+    decoder: Decoder,
+    candidate: DecodeImplementation,
+    token_ids: Sequence[int],
+    cancelled: CancelCheck = lambda: False,
 ) -> DecodeComparison:
-    """Read some text by both, its last tokens one by one, in turns. Raises Cancelled when leave() says so.
+    """Run some text through both, its last tokens one by one, in turns. Raises Cancelled once cancelled() is true.
 
-    On a CPU by its time of this thread, which does half of the work on two cores: others' work does not count.
+    On a CPU it counts this thread's time, which does half of the work on two cores, so that other load does not count.
     """
     transfers = transfer_stream(decoder.device)
     seconds = time.perf_counter if transfers.staged else time.thread_time
@@ -112,72 +132,68 @@ def compare_implementations(
     model = TransformersDecode(decoder.model)
     model.run(cache, ids)
 
-    def read(steps: DecodeImplementation) -> tuple[Tensor, float]:
+    def timed(implementation: DecodeImplementation) -> tuple[Tensor, float]:
         cache.truncate()
         logits, begun = [], clock()
         for token in last:
-            if leave():
-                raise Cancelled("somebody needs the device")
-            logits.append(steps.run(cache, [token]))
+            if cancelled():
+                raise Cancelled("comparing decode implementations was interrupted by other work")
+            logits.append(implementation.run(cache, [token]))
         return torch.cat(logits).log_softmax(-1), clock() - begun
 
-    (expected, _), (found, _) = read(model), read(rows)  # warms up
+    (expected, _), (found, _) = timed(model), timed(candidate)  # warms up
     divergence = float((expected.exp() * (expected - found)).sum(-1).mean())
-    turns = [(read(rows)[1], read(model)[1]) for _ in range(TURNS)]
+    turns = [(timed(candidate)[1], timed(model)[1]) for _ in range(TURNS)]
     return DecodeComparison(divergence, tuple(ours / own for ours, own in turns))
 
 
 class DecodeSelector:
-    """Which of the two computes a loaded model's answers. steps: the one to use now.
+    """Chooses a loaded model's decode implementation. current: the one to use now.
 
-    rounds: whether weights may be rounded to eight bits, as those may that a file held in about as many.
+    allows_rounding: whether weights may be rounded to eight bits (those that a file held in about as many).
 
-    What was measured is kept in a folder, with the packed weights, for which a billion weights are looked at in ten
-    seconds; damaged, cut short, not written or too much for memory, it is measured again, and meanwhile the
-    model's own forward serves.
+    The comparison is kept in a folder, beside the packed weights, which take ten seconds for a billion. If it is
+    missing, damaged, or too large for memory, it is made again, and the model's own forward serves until then.
     """
 
-    def __init__(self, decoder: Decoder, folder: Path, fingerprint: str, rounds: bool) -> None:
-        # The order in which weights are packed is the processor's and torch's.
+    def __init__(self, decoder: Decoder, folder: Path, fingerprint: str, allows_rounding: bool) -> None:
+        # The order in which weights are packed depends on the processor and on torch.
         on = f"{device_name(decoder.device)}-{torch.__version__}-v{VERSION}"
         self._file = folder / f"steps-{fingerprint[:32]}-{on}.json"
+        self._weights_file = self._file.with_suffix(".safetensors")
+        self._decoder, self._allows_rounding = decoder, allows_rounding
         self._ratios: tuple[float, ...] = ()
         self._packed: PackedWeights = {}
         self.current: DecodeImplementation = TransformersDecode(decoder.model)
-        self.needs_measurement = False  # whether there is something to measure
-        self._rounds = rounds
-        if not DirectDecode.knows(decoder):
-            return
-        self._decoder, self.needs_measurement = decoder, True
+        self._candidate = candidate_for(decoder)
+        self.needs_measurement = self._candidate is not None
+        if self._candidate is not None:
+            self._load(self._candidate)
+
+    @property
+    def _saves_weights(self) -> bool:
+        return self._decoder.device.type == "cpu"
+
+    def _load(self, candidate: Candidate) -> None:
+        """Take up what an earlier process measured."""
         with suppress(
             OSError, ValueError, TypeError, LookupError, SafetensorError, MemoryError, RuntimeError
         ):
-            kept = json.loads(self._file.read_text())
-            verdict = DecodeComparison(kept["divergence"], tuple(kept["ratios"]))
-            if verdict.takes_rows:
-                self.current = rows_of(decoder, self._kept(kept["checksum"]) if self._packs else {})
-            self._ratios, self.needs_measurement = verdict.ratios, not verdict.is_settled
+            saved = json.loads(self._file.read_text())
+            comparison = DecodeComparison(saved["divergence"], tuple(saved["ratios"]))
+            if comparison.accepts:
+                packed = load_packed(self._weights_file, saved["checksum"]) if self._saves_weights else {}
+                self.current = candidate.make(self._decoder, packed)
+            self._ratios, self.needs_measurement = comparison.ratios, not comparison.is_settled
 
-    @property
-    def _packs(self) -> bool:
-        return self._decoder.device.type == "cpu"
-
-    def _kept(self, checksum: int) -> PackedWeights:
-        if not has_room(self._weights.stat().st_size):
-            raise MemoryError(f"too little for {self._weights}")
-        return _load(self._weights, checksum)
-
-    @property
-    def _weights(self) -> Path:
-        return self._file.with_suffix(".safetensors")
-
-    def measure(self, token_ids: Sequence[int], leave: Leave) -> None:
-        """Choose. Raises Cancelled when leave() says so: what was found so far is not looked for again."""
-        self.needs_measurement = False  # what fails here would fail after every answer
+    def measure(self, token_ids: Sequence[int], cancelled: CancelCheck) -> None:
+        """Compare and choose. Raises Cancelled once cancelled() is true; what was packed by then is kept."""
+        assert self._candidate is not None, "there is nothing to measure"
+        self.needs_measurement = False  # an error here would come back after every answer
         try:
-            pack_weights(self._decoder, self._packed, self._rounds, leave)
-            rows = rows_of(self._decoder, self._packed)
-            measured = compare_implementations(self._decoder, rows, token_ids, leave)
+            pack_weights(self._decoder, self._packed, self._allows_rounding, cancelled)
+            implementation = self._candidate.make(self._decoder, self._packed)
+            measured = compare_implementations(self._decoder, implementation, token_ids, cancelled)
         except Cancelled:
             self.needs_measurement = True
             raise
@@ -185,49 +201,18 @@ class DecodeSelector:
             self._packed = {}
             raise
         packed, self._packed = self._packed, {}
-        verdict = DecodeComparison(measured.divergence, (*self._ratios, *measured.ratios))
-        self._ratios, self.needs_measurement = verdict.ratios, not verdict.is_settled
-        if verdict.takes_rows:
-            self.current = rows
-        if self._packs and not packed:  # for want of memory: another process may have it
-            return
-        with suppress(OSError, SafetensorError):  # a full disk, say: then it is measured in each process
+        comparison = DecodeComparison(measured.divergence, (*self._ratios, *measured.ratios))
+        self._ratios, self.needs_measurement = comparison.ratios, not comparison.is_settled
+        if comparison.accepts:
+            self.current = implementation
+        if (
+            packed or not self._saves_weights
+        ):  # without: too little memory here, maybe not in the next process
+            self._save(comparison, packed)
+
+    def _save(self, comparison: DecodeComparison, packed: PackedWeights) -> None:
+        with suppress(OSError, SafetensorError):  # on a full disk each process measures for itself
             make_private_folder(self._file.parent)
-            checksum = _save(packed, self._weights) if packed and verdict.takes_rows else 0
-            kept = json.dumps(asdict(verdict) | {"checksum": checksum}, indent=1, sort_keys=True)
-            replace_durably(self._file, kept)
-
-
-def _save(packed: PackedWeights, path: Path) -> int:
-    """Returns the checksum by which `_load` knows what it reads; whoever is killed here leaves the draft at most."""
-    tensors = {
-        f"{name}.{part}": getattr(each, part)
-        for name, each in packed.items()
-        if each is not None
-        for part in ("levels", "scales")
-    }
-    draft = path.with_suffix(".part")
-    save_file(tensors, draft)  # which leaves nothing where the disk is full
-    draft.chmod(FILE_MODE)
-    os.replace(draft, path)
-    return _checksum(tensors)
-
-
-def _load(path: Path, checksum: int) -> PackedWeights:
-    """Raises ValueError where it is not what was saved."""
-    tensors = load_file(path)
-    if _checksum(tensors) != checksum:
-        raise ValueError(f"{path} is damaged")
-    names = {name.rpartition(".")[0] for name in tensors}
-    parts = {name: (tensors[f"{name}.levels"], tensors[f"{name}.scales"]) for name in names}
-    return {
-        name: (FourBit if part[0].dtype == torch.uint8 else EightBit)(*part) for name, part in parts.items()
-    }
-
-
-def _checksum(tensors: dict[str, Tensor]) -> int:
-    found = 0
-    for name, tensor in sorted(tensors.items()):
-        found = crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
-        found = crc32(tensor.contiguous().view(torch.uint8).numpy().data, found)
-    return found
+            checksum = save_packed(packed, self._weights_file) if packed and comparison.accepts else 0
+            saved = json.dumps(asdict(comparison) | {"checksum": checksum}, indent=1, sort_keys=True)
+            replace_durably(self._file, saved)

@@ -7,7 +7,8 @@ import tiny_models
 import torch
 from benches import largest_error, make_prompt, make_text
 
-from ragblend.engine.decoding.direct import CudaGraphDecode, DirectDecode
+from ragblend.engine.decoding.cuda_graph import CudaGraphDecode
+from ragblend.engine.decoding.direct import DirectDecode
 from ragblend.engine.decoding.eviction import evict
 from ragblend.engine.decoding.implementations import (
     DecodeSelector,
@@ -83,7 +84,7 @@ def test_it_says_the_same_from_every_tier(on_cuda, codec):
 def test_recorded_rows_say_what_the_model_says(on_cuda, kind):
     engine = on_cuda(kind)
     decoder = engine.runtime.decoder
-    if not DirectDecode.knows(decoder):
+    if not DirectDecode.supports(decoder):
         pytest.skip("no layers that the loop knows")
     rows, model = CudaGraphDecode(decoder, {}), TransformersDecode(decoder.model)
     prompts = [make_prompt(TEXTS), make_prompt(TEXTS[::-1])]

@@ -14,8 +14,9 @@ from benches import largest_error, make_prompt, make_text
 from tiny_models import SUPPORTED, TOOLS_TEMPLATE
 
 from ragblend import Literal, Prompt
-from ragblend.engine.decoding import direct, implementations
-from ragblend.engine.decoding.direct import CudaGraphDecode, DirectDecode, pack_weights
+from ragblend.engine.decoding import cuda_graph, implementations
+from ragblend.engine.decoding.cuda_graph import CudaGraphDecode
+from ragblend.engine.decoding.direct import DirectDecode
 from ragblend.engine.decoding.eightbit import EightBit, eight_bit
 from ragblend.engine.decoding.fourbit import FourBit, four_bit
 from ragblend.engine.decoding.grammar import Grammar, json_grammar
@@ -25,6 +26,7 @@ from ragblend.engine.decoding.implementations import (
     TransformersDecode,
     compare_implementations,
 )
+from ragblend.engine.decoding.packed_weights import pack_weights
 from ragblend.engine.decoding.prompt_lookup import PromptLookup
 from ragblend.engine.model.load import was_quantized
 from ragblend.engine.prompts.session import Session
@@ -63,9 +65,9 @@ def verdicts(monkeypatch):
     """What the next measurements say, in their order."""
     found = []
 
-    def measure(decoder, rows, token_ids, leave):
-        if leave():
-            raise Cancelled("told to leave")
+    def measure(decoder, rows, token_ids, cancelled):
+        if cancelled():
+            raise Cancelled("told to cancelled")
         return found.pop(0)
 
     monkeypatch.setattr(implementations, "compare_implementations", measure)
@@ -79,7 +81,7 @@ UNCLEAR = DecodeComparison(0.0, (0.5, 0.6, 0.7, 1.1, 2.0))
 @pytest.mark.parametrize("kind", [*SUPPORTED, "ministral3"])
 def test_the_kinds_of_layers_that_are_known(prefilled_for, kind):
     """Ministral 3 has all of Llama's parts, and queries that grow beyond the positions that are measured."""
-    assert DirectDecode.knows(prefilled_for(kind)[1]) == (kind in KNOWN)
+    assert DirectDecode.supports(prefilled_for(kind)[1]) == (kind in KNOWN)
 
 
 @pytest.mark.parametrize("loop", [DirectDecode, CudaGraphDecode])
@@ -102,7 +104,7 @@ def test_rows_say_what_the_model_says_and_leave_the_same_cache(new_memory_is_nan
 def test_rows_are_recorded_once_for_an_answer_and_number_of_rows(prefilled_for, monkeypatch):
     """And again where its buffers are others; what the recordings hold goes with the answer."""
     made = []
-    monkeypatch.setattr(direct, "record_calls", lambda device, work: made.append(device) or work)
+    monkeypatch.setattr(cuda_graph, "record_calls", lambda device, work: made.append(device) or work)
     (one, decoder), (other, _) = prefilled_for("llama"), prefilled_for("llama")
     rows, expected = CudaGraphDecode(decoder, {}), DirectDecode(decoder, {})
     for token in ANSWER * 3:
@@ -123,10 +125,10 @@ def test_rows_are_recorded_once_for_an_answer_and_number_of_rows(prefilled_for, 
     del one, prefilled
     gc.collect()
     assert gone() is None and len(rows._recordings) == 1
-    kept = [prefilled_for("llama")[0] for _ in range(direct.MOST_BEGUN + 2)]  # as sessions keep theirs
+    kept = [prefilled_for("llama")[0] for _ in range(cuda_graph.MOST_BEGUN + 2)]  # as sessions keep theirs
     for prefilled in kept:
         rows.run(prefilled.cache, [5])
-    assert len(rows._recordings) == direct.MOST_BEGUN
+    assert len(rows._recordings) == cuda_graph.MOST_BEGUN
 
 
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
@@ -140,7 +142,7 @@ def test_rows_that_cannot_be_recorded_are_computed(prefilled_for, monkeypatch, c
         mine.cache.fused[0].set_length(mine.cache.get_seq_length() + 1)
         raise error("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(direct, "record_calls", fails)
+    monkeypatch.setattr(cuda_graph, "record_calls", fails)
     for token in ANSWER:
         assert torch.equal(rows.run(mine.cache, [token]), expected.run(own.cache, [token]))
     said = "are computed call by call" in caplog.text
@@ -184,17 +186,17 @@ def test_rows_that_say_something_else_are_not_taken(prefilled_for):
     for part in rows.layers:
         object.__setattr__(part, "scaling", part.scaling * 1.5)
     verdict = compare_implementations(decoder, rows, ids)
-    assert verdict.divergence > 0.01 and verdict.is_settled and not verdict.takes_rows
+    assert verdict.divergence > 0.01 and verdict.is_settled and not verdict.accepts
     assert DecodeComparison(float("nan"), (0.5,) * 5).is_settled
-    assert not DecodeComparison(float("nan"), (0.5,) * 5).takes_rows
+    assert not DecodeComparison(float("nan"), (0.5,) * 5).accepts
 
 
 def test_the_faster_one_is_taken_when_that_is_clear():
-    assert FASTER.takes_rows and not SLOWER.takes_rows
+    assert FASTER.accepts and not SLOWER.accepts
     assert FASTER.is_settled and SLOWER.is_settled and not UNCLEAR.is_settled
-    assert DecodeComparison(0.0, (0.5,) * 4 + (3.0,)).takes_rows, "another's work took one turn"
-    assert not UNCLEAR.takes_rows, "nobody knows yet"
-    assert DecodeComparison(0.0, (0.9, 0.9, 0.9, 1.1, 1.1) * 5).takes_rows, "it never gets clearer"
+    assert DecodeComparison(0.0, (0.5,) * 4 + (3.0,)).accepts, "another's work took one turn"
+    assert not UNCLEAR.accepts, "nobody knows yet"
+    assert DecodeComparison(0.0, (0.9, 0.9, 0.9, 1.1, 1.1) * 5).accepts, "it never gets clearer"
 
 
 # --- which of them is chosen, and when
@@ -207,8 +209,8 @@ def choice_for(prefilled_for, with_levels, tmp_path):
     with_levels(decoder)
 
     def begun():
-        choice = DecodeSelector(decoder, tmp_path / "models", "f" * 64, rounds=True)
-        choice.takes_rows = lambda: isinstance(choice.current, DirectDecode)
+        choice = DecodeSelector(decoder, tmp_path / "models", "f" * 64, allows_rounding=True)
+        choice.accepts = lambda: isinstance(choice.current, DirectDecode)
         choice.measured = partial(choice.measure, prefilled.prompt.token_ids, NEVER)
         return choice
 
@@ -222,19 +224,19 @@ def files(tmp_path):
 def test_what_was_measured_is_kept_with_the_weights(choice_for, tmp_path, verdicts):
     verdicts += [FASTER]
     first = choice_for()
-    assert first.needs_measurement and not first.takes_rows()
+    assert first.needs_measurement and not first.accepts()
     first.measured()
-    assert not first.needs_measurement and first.takes_rows()
+    assert not first.needs_measurement and first.accepts()
     assert set(files(tmp_path)) == {".json", ".safetensors"}
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in files(tmp_path).values())
     again = choice_for()
-    assert not again.needs_measurement and again.takes_rows()
+    assert not again.needs_measurement and again.accepts()
 
 
 def test_a_slower_loop_is_not_measured_again(choice_for, tmp_path, verdicts):
     verdicts += [SLOWER]
     choice_for().measured()
-    assert not choice_for().needs_measurement and not choice_for().takes_rows()
+    assert not choice_for().needs_measurement and not choice_for().accepts()
     assert set(files(tmp_path)) == {".json"}
 
 
@@ -243,12 +245,12 @@ def test_what_is_not_clear_is_measured_again_and_counts_together(choice_for, ver
     choice = choice_for()
     choice.measured()
     choice.measured()
-    assert choice.needs_measurement and not choice.takes_rows()
+    assert choice.needs_measurement and not choice.accepts()
     choice = choice_for()  # of another process
     choice.measured()
-    assert choice.needs_measurement and not choice.takes_rows()
+    assert choice.needs_measurement and not choice.accepts()
     choice.measured()
-    assert not choice.needs_measurement and choice.takes_rows() and choice_for().takes_rows()
+    assert not choice.needs_measurement and choice.accepts() and choice_for().accepts()
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "of another", "no verdict"])
@@ -266,9 +268,9 @@ def test_damaged_weights_are_made_again(choice_for, tmp_path, verdicts, damage):
         weights.write_bytes({"cut": sound[:-100], "flipped": flipped, "empty": b""}.get(damage, sound[:8]))
     weights.with_suffix(".part").write_bytes(b"of somebody who was killed while he wrote")
     choice = choice_for()
-    assert choice.needs_measurement and not choice.takes_rows()
+    assert choice.needs_measurement and not choice.accepts()
     choice.measured()
-    assert choice.takes_rows() and choice_for().takes_rows()
+    assert choice.accepts() and choice_for().accepts()
     assert weights.read_bytes() == sound and set(files(tmp_path)) == {".json", ".safetensors"}
 
 
@@ -281,8 +283,8 @@ def test_a_full_disk_costs_the_file_alone(choice_for, tmp_path, verdicts):
         choice.measured()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert choice.takes_rows()
-    assert choice_for().needs_measurement and not choice_for().takes_rows()
+    assert choice.accepts()
+    assert choice_for().needs_measurement and not choice_for().accepts()
     assert not files(tmp_path)
 
 
@@ -292,13 +294,13 @@ def test_weights_that_memory_has_no_room_for_stay_on_the_disk(choice_for, tmp_pa
     choice_for().measured()
     kept = {name: path.read_bytes() for name, path in files(tmp_path).items()}
     with monkeypatch.context() as patched:
-        patched.setattr("ragblend.engine.decoding.direct.available_bytes", lambda: 1000)
+        patched.setattr("ragblend.engine.decoding.packed_weights.available_bytes", lambda: 1000)
         choice = choice_for()
-        assert choice.needs_measurement and not choice.takes_rows()
+        assert choice.needs_measurement and not choice.accepts()
         choice.measured()
-        assert choice.takes_rows() and not choice.needs_measurement
+        assert choice.accepts() and not choice.needs_measurement
     assert {name: path.read_bytes() for name, path in files(tmp_path).items()} == kept
-    assert choice_for().takes_rows() and not choice_for().needs_measurement
+    assert choice_for().accepts() and not choice_for().needs_measurement
 
 
 def test_a_measurement_that_fails_is_not_made_again_and_holds_no_weights(choice_for, monkeypatch):
@@ -308,7 +310,7 @@ def test_a_measurement_that_fails_is_not_made_again_and_holds_no_weights(choice_
     choice = choice_for()
     with pytest.raises(RuntimeError, match="no memory"):
         choice.measured()
-    assert not choice.needs_measurement and not choice.takes_rows() and not choice._packed
+    assert not choice.needs_measurement and not choice.accepts() and not choice._packed
 
 
 def test_it_is_measured_when_the_answer_is_out(fresh, verdicts):
@@ -330,10 +332,10 @@ def test_measuring_gives_way_and_is_begun_again(fresh, monkeypatch):
     """To a question, and for good to whoever closes the model."""
     engine, begun, let_go, times = fresh.engine, threading.Event(), threading.Event(), []
 
-    def measure(decoder, rows, token_ids, leave):
+    def measure(decoder, rows, token_ids, cancelled):
         times.append(1)
         begun.set()
-        while not leave():
+        while not cancelled():
             if let_go.wait(0.01):
                 return FASTER
         raise Cancelled("somebody came")
@@ -517,7 +519,7 @@ def test_four_bit_weights_are_found_and_multiply_as_they_did(dtype):
     assert packed is not None and packed.levels.nbytes == 128 * 96 // 2
     expected = rows @ weight.float().T
     assert largest_error(packed(rows.to(dtype)), expected) < 0.03
-    both = FourBit.joined([packed, packed])
+    both = FourBit.concatenated([packed, packed])
     assert torch.equal(both(rows.to(dtype)), torch.cat([packed(rows.to(dtype))] * 2, 1))
 
 
@@ -546,7 +548,7 @@ def test_other_weights_are_rounded_to_eight_bits(dtype):
     assert packed is not None and packed.levels.nbytes == 48 * 96
     expected = rows.float() @ weight.float().T
     assert 0 < largest_error(packed(rows), expected) < 0.03
-    joined = EightBit.joined([packed, packed])
+    joined = EightBit.concatenated([packed, packed])
     assert torch.equal(joined(rows), torch.cat([packed(rows)] * 2, 1))
 
 
@@ -627,9 +629,9 @@ def test_weights_that_nobody_rounded_are_not_rounded(prefilled_for, with_levels)
     """A greedy answer of a float32 checkpoint would not be that of its own `generate`."""
     _, decoder = prefilled_for("llama")
     packed = {}
-    pack_weights(decoder, packed, rounds=False)
+    pack_weights(decoder, packed, allows_rounding=False)
     assert packed and not any(packed.values())
-    pack_weights(with_levels(decoder), again := {}, rounds=False)
+    pack_weights(with_levels(decoder), again := {}, allows_rounding=False)
     assert any(isinstance(each, FourBit) for each in again.values())
 
 

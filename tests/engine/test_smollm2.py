@@ -10,10 +10,11 @@ import torch
 from benches import reference_pair
 
 from ragblend import Chunk, Engine, Literal, Prompt
-from ragblend.engine.decoding.direct import DirectDecode, pack_weights
+from ragblend.engine.decoding.direct import DirectDecode
 from ragblend.engine.decoding.eightbit import EightBit
 from ragblend.engine.decoding.fourbit import FourBit
 from ragblend.engine.decoding.implementations import compare_implementations
+from ragblend.engine.decoding.packed_weights import pack_weights
 from ragblend.engine.model import convert
 from ragblend.kvstore.layout import value_files
 

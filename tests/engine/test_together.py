@@ -211,7 +211,7 @@ def rows(stored, monkeypatch):
     runtime = stored.engine.runtime
     rows, sizes = DirectDecode(runtime.decoder, {}), []
     monkeypatch.setattr(runtime.choice, "current", rows)
-    monkeypatch.setattr(runtime.choice, "is_open", False)
+    monkeypatch.setattr(runtime.choice, "needs_measurement", False)
     run = rows.run_together
     monkeypatch.setattr(rows, "run_together", lambda reads: sizes.append(len(reads)) or run(reads))
     rows.sizes = sizes
