@@ -1,8 +1,8 @@
-"""A figure or a name of which the model is not sure is read again in full before it is said.
+"""Detects uncertain figures and names, before which the answer switches to a full prefill.
 
-Where reused KV leads to another figure than full prefill does, the model hardly ever says it with confidence
-(docs/methods.md). So the answer goes on from a full prefill once such a token is about to come, at most once: the first
-token comes as soon as it did, and the rest of the answer is full prefill's.
+If reused KV leads to another figure than full prefill, the model is hardly ever confident of it (docs/methods.md). So
+before such a token the answer continues from a full prefill, at most once: time to first token stays, and the rest of
+the answer is full prefill's.
 """
 
 import re
@@ -17,7 +17,7 @@ from ragblend.engine.prompts.figure_rows import text_of_token
 from ragblend.engine.prompts.segments import Prompt
 
 NEAR_TOKENS = 12
-LIKELY = 20  # tokens, beyond which none counts
+LIKELY = 20  # the most likely tokens that are compared
 _ENDS_SENTENCE = re.compile(r"[.!?…:\n]\W*$")
 _IN_CITATION = re.compile(r"\[[\d\s,;]*$")
 _QUOTES = "\"'([{«„“”’‚"
@@ -25,9 +25,9 @@ _QUOTES = "\"'([{«„“”’‚"
 
 @dataclass(frozen=True)
 class UncertaintyCheck:
-    """Which tokens of an answer are to be read again. sure: the share from which on the model counts as sure.
+    """Decides whether the next token needs a full prefill. sure: the share from which the model counts as confident.
 
-    prompt: a name that stands behind its last chunk, in the question, is no news.
+    prompt: names in its question, after the last chunk, are never uncertain.
     """
 
     tokenizer: Any
@@ -35,10 +35,10 @@ class UncertaintyCheck:
     sure: float
 
     def needs_full_prefill(self, token: int, logits: Tensor, before: Sequence[int]) -> bool:
-        """Whether that token, behind the answer's tokens so far, is of a figure or begins a name, and is not sure.
+        """Whether this token, after the answer's tokens `before` it, is of a figure or begins a name, and is uncertain.
 
-        logits (vocab,): the model's own. What counts is its share of the likely tokens of its kind: whether the answer
-        is to begin with the figure or with a word is no doubt about the figure. The number of a citation is no figure.
+        logits (vocab,): the model's own. Its probability is compared with those of likely tokens of the same kind only:
+        a choice between a figure and a word says nothing about the figure. Citation numbers are no figures.
         """
         kind = self._kind(token)
         if not kind:
@@ -47,23 +47,22 @@ class UncertaintyCheck:
         alike = [p for p, i in zip(likely.tolist(), ids.tolist(), strict=True) if self._kind(i) == kind]
         if alike and alike[0] >= self.sure * sum(alike):
             return False
-        said = self.tokenizer.decode(list(before)[-NEAR_TOKENS:])
+        context = self.tokenizer.decode(list(before)[-NEAR_TOKENS:])
         if kind == "figure":
-            return _IN_CITATION.search(said) is None
-        begins_sentence = not said.strip() or _ENDS_SENTENCE.search(said) is not None
+            return _IN_CITATION.search(context) is None
+        begins_sentence = not context.strip() or _ENDS_SENTENCE.search(context) is not None
         text = self.tokenizer.decode([token]).strip().casefold()
-        return not begins_sentence and not any(word.startswith(text) for word in self._asked)
+        return not begins_sentence and not any(word.startswith(text) for word in self._question_words)
 
     def _kind(self, token: int) -> str:
-        """`figure` for a token with digits, `name` for one that begins a word with a capital, nothing for others."""
+        """`figure` for a token with digits, `name` for one that begins a capitalised word, else the empty string."""
         text, begins_word = text_of_token(self.tokenizer, token)
         if any(letter.isdigit() for letter in text):
             return "figure"
         return "name" if begins_word and text.strip()[:1].isupper() else ""
 
     @cached_property
-    def _asked(self) -> frozenset[str]:
-        """The words of the question."""
+    def _question_words(self) -> frozenset[str]:
         stop = max((stop for _, stop in self.prompt.places), default=0)
         words = self.tokenizer.decode(self.prompt.token_ids[stop:]).casefold().split()
         return frozenset(word.lstrip(_QUOTES) for word in words)

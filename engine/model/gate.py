@@ -1,12 +1,12 @@
 """The gate: a self-test that a model must pass before its KV is fused (about a second, once per fingerprint).
 
-It asks what fusing relies on: (1) the layer loop with all rows computed is the model itself, and with some of them it
-gives these the same; (2) keys moved to an offset are the keys computed there, in every layer from the same input; (3)
-editing a later chunk changes no earlier row; (4) a chunk right behind its encoding prefix is exact; (5) KV that is
-shifted stays sound. A model that fails is served by full prefill, with a warning.
+It checks what fusing relies on: (1) the layer loop over all rows gives the model's own logits, and over some rows the
+same rows; (2) keys rotated to another position equal keys computed there, in every layer; (3) editing a later chunk
+changes no earlier row; (4) a chunk directly after its encoding prefix is exact; (5) shifted KV is finite. A model that
+fails is served by full prefill, with a warning.
 
-And it asks whether attention can be collected, on which most policies rely: a layer must show what its rows attend to,
-and compute what it computes otherwise. Where it does not, policies that need attention are served by one that does not.
+It also checks whether attention can be collected, which most policies need, without changing a layer's output. If not,
+such policies are replaced by one that does without.
 """
 
 import contextlib
@@ -35,15 +35,15 @@ from ragblend.engine.trace import Recorder
 from ragblend.kvstore.files import make_private_folder, replace_durably
 from ragblend.kvstore.memory import HeldChunk
 
-VERSION = 5  # raise it when the test changes: old verdicts are then forgotten
+VERSION = 5  # raise it when the test changes, to invalidate saved verdicts
 # Root mean square error allowed, relative to the spread (standard deviation) of what it is compared with. A wrong
 # rotation, mask or layout gives 0.3 and more; rounding gives about 1e-6, 2e-3 and 1e-2.
 TOLERANCE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.05}
-# What passed so many layers may be so far off. Of more, it grows as the root of their number (8 to 64 random layers in
-# bfloat16: as that or slower), up to twice: Llama-3-8B's shape with random weights has 0.05 on an H100, real models of
-# 24 to 30 layers by other kernels 0.02, and the least that a wrong prefix gives the real ones is 0.17.
+# The tolerance holds for this many layers. For more it grows with the root of their number (8 to 64 random layers in
+# bfloat16: so or slower), up to twice: Llama-3-8B's shape with random weights has 0.05 on an H100, real models of 24 to
+# 30 layers on other kernels 0.02, and a wrong prefix gives the real ones 0.17 at least.
 SHALLOW = 16
-FAR_TOKENS = 150  # where a chunk is moved to; not a multiple of any likely period
+FAR_TOKENS = 150  # the position that a chunk is moved to; not a multiple of any likely period
 TEXT = (
     "The harbour master kept two ledgers. In the first she wrote the names of the ships, the hour they came and what "
     "they carried; in the second, which nobody was meant to see, the names of those who never came back. When the "
@@ -54,7 +54,7 @@ TEXT = (
 
 @dataclass(frozen=True)
 class GateCheck:
-    """One question of the gate: its error, relative, beside what is allowed."""
+    """One check of the gate: its relative error, and what is allowed."""
 
     name: str
     passed: bool
@@ -64,7 +64,7 @@ class GateCheck:
 
 @dataclass(frozen=True)
 class GateVerdict:
-    """Whether a model's KV may be fused; reason says why not. shows_attention: whether its layers do."""
+    """Whether a model's KV may be fused, and the reason if not. shows_attention: whether attention can be collected."""
 
     passed: bool
     checks: tuple[GateCheck, ...] = ()
@@ -74,10 +74,9 @@ class GateVerdict:
 
 
 def run_gate(decoder: Decoder, token_ids: Sequence[int]) -> GateVerdict:
-    """Put the questions, and find each layer's rotary layout on the way, and whether it shows attention.
+    """Run all checks; also sets each layer's rotary layout, and whether attention can be collected.
 
-    token_ids: some dozens of ids of ordinary text, in the model's vocabulary. Raises whatever the model's layers raise
-    if they cannot be run one by one.
+    token_ids: some dozens of ids of ordinary text. Raises what the layers raise if they cannot be run one by one.
     """
     ids = list(token_ids)
     assert len(ids) >= 24, "the gate needs text to work on"
@@ -101,7 +100,7 @@ class _SelfTest:
         self.allowed = TOLERANCE[decoder.geometry.dtype]
 
     def all_rows(self) -> GateCheck:
-        """Every row computed over loaded KV gives the model's own logits, and the model's own KV."""
+        """Computing every row over loaded KV gives the model's own logits."""
         ids = [*self.prefix, *self.first, *self.second, *self.suffix]
         logits, _ = self._fused("recompute", self.first, self.second)
         error = relative_error(logits, self.decoder.own_logits(ids))
@@ -109,7 +108,7 @@ class _SelfTest:
 
     @torch.inference_mode()
     def some_rows(self) -> GateCheck:
-        """In each layer, rows picked out of a sequence are given what they are given among all."""
+        """In each layer, some rows of a sequence get the output that they get among all rows."""
         decoder = self.decoder
         ids = torch.tensor([*self.prefix, *self.first, *self.second, *self.suffix], device=decoder.device)
         every = torch.arange(ids.numel(), device=decoder.device)
@@ -127,7 +126,7 @@ class _SelfTest:
         return self._check("some rows computed are as among all", max(errors))
 
     def moving(self) -> GateCheck:
-        """In each layer, the keys of one input at two places, one moved to the other; sets the layer's layout."""
+        """In each layer, keys rotated to another position equal keys computed there; sets the layer's layout."""
         errors = []
         for layer in range(self.decoder.geometry.layers):
             near, far = self._keys_at(layer, len(self.prefix)), self._keys_at(layer, FAR_TOKENS)
@@ -141,7 +140,7 @@ class _SelfTest:
 
     @torch.inference_mode()
     def _keys_at(self, layer: int, start: int) -> Tensor:
-        """(H, R, D): the keys that a layer gives the first chunk's embeddings at that place."""
+        """(H, R, D): a layer's keys for the first chunk's embeddings at that position."""
         decoder = self.decoder
         hidden = decoder.embed(torch.tensor(self.first, device=decoder.device))
         rows = torch.arange(start, start + len(self.first), device=decoder.device)
@@ -154,14 +153,14 @@ class _SelfTest:
         raise AssertionError("the layer never called the cache")
 
     def causality(self) -> GateCheck:
-        """Another last chunk leaves the KV of all rows before it as it is, in every layer."""
+        """Another last chunk does not change the KV of the rows before it, in any layer."""
         _, one = self._fused("cacheblend", self.first, self.second)
         _, two = self._fused("cacheblend", self.first, self.second[::-1])
         stop = len(self.prefix) + len(self.first)
         return self._check("editing a later chunk changes no earlier row", _largest_error(one, two, 0, stop))
 
     def exactness(self) -> GateCheck:
-        """The chunk right behind its encoding prefix has the KV that full prefill gives it."""
+        """The chunk directly after its encoding prefix has full prefill's KV."""
         _, full = self._fused("full", self.first, self.second)
         _, reuse = self._fused("reuse", self.first, self.second)
         start = len(self.prefix)
@@ -170,7 +169,7 @@ class _SelfTest:
         return self._check("a chunk behind its prefix is exact", error, deep)
 
     def shifting(self) -> GateCheck:
-        """What the policies that shift make of the KV is numbers, whether they collect attention or not."""
+        """Policies that shift KV give finite logits, with and without collecting attention."""
         policies = (
             [ATTENTION_FREE, METHODS[DEFAULT_METHOD]] if self.decoder.shows_attention else [ATTENTION_FREE]
         )
@@ -181,7 +180,7 @@ class _SelfTest:
 
     @torch.inference_mode()
     def showing_attention(self) -> bool:
-        """Whether each kind of layer shows what rows attend to, and computes for them what it computes otherwise."""
+        """Whether each layer type reports its attention, and has the same output as without."""
         decoder = self.decoder
         ids = torch.tensor([*self.prefix, *self.first, *self.suffix], device=decoder.device)
         hidden, rows = decoder.embed(ids), torch.arange(ids.numel(), device=decoder.device)
@@ -205,7 +204,7 @@ class _SelfTest:
         return len(shown) == 1 and bool(shown[0].isfinite().all()) and error <= self.allowed
 
     def _check(self, name: str, error: float, times: float = 1.0) -> GateCheck:
-        """times: of what is allowed otherwise."""
+        """times: factor on the allowed error."""
         allowed = self.allowed * times
         return GateCheck(name, error <= allowed, error, allowed)  # NaN compares false
 
@@ -230,7 +229,7 @@ class _SelfTest:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Root mean square difference, in standard deviations of what was expected."""
+    """Root mean square difference, in standard deviations of `expected`."""
     spread = expected.float().std().clamp_min(1e-9)
     return float((found.float() - expected.float()).pow(2).mean().sqrt() / spread)
 
@@ -244,8 +243,8 @@ def _largest_error(one: FusedCache, two: FusedCache, start: int, stop: int) -> f
 def cached_verdict(
     folder: Path, fingerprint: str, device: str, layers: int, judge: Callable[[], GateVerdict]
 ) -> GateVerdict:
-    """The verdict that is on file for this model on such a device, whose attention is another one than others'; or a
-    new one, which is put there.
+    """The saved verdict for this model on this kind of device, whose attention differs from others'; or a new one,
+    which is saved.
     """
     file = folder / f"gate-{fingerprint[:32]}-{device}-v{VERSION}.json"
     try:
@@ -258,9 +257,7 @@ def cached_verdict(
         pass
     try:
         verdict = judge()
-    except (
-        Exception
-    ) as error:  # not kept: being out of memory today is no reason to refuse the model for ever
+    except Exception as error:  # not saved: too little memory today must not refuse the model for ever
         reason = f"the model's layers cannot be run one by one ({type(error).__name__}: {error})"
         return GateVerdict(False, (), reason)
     with contextlib.suppress(OSError):  # a full disk costs a second at the next start, nothing else

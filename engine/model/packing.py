@@ -1,8 +1,8 @@
-"""Linear layers that keep a second copy of their weights in the order in which oneDNN computes.
+"""Linear layers with a second copy of their weights in oneDNN's order, which makes passes over few rows faster.
 
-A pass over few rows is bound by reading weights, and torch puts bfloat16 weights into the kernel's order again on
-every call: on a Xeon with AMX that is a third of the time at 68 rows and half of it at one. With many rows the plain
-order is as fast or faster, so both are kept. Results are those of the same kernel; the order of sums may differ.
+Such a pass is bound by reading weights, and torch reorders bfloat16 weights on every call: on a Xeon with AMX a third
+of the time at 68 rows, half of it at one. With many rows the plain order is as fast or faster, so both are kept. The
+kernel is the same; the order of sums may differ.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ragblend.engine.model.device import available_bytes
 
 MAX_PACKED_ROWS = 256
-TYPICAL_ROWS = 64  # for which oneDNN is asked to choose the order
+TYPICAL_ROWS = 64  # the number of rows for which oneDNN chooses the order
 MAX_FREE_MEMORY_SHARE = 0.25
 
 
@@ -24,7 +24,7 @@ class PackedLinear(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> "PackedLinear":
-        """Share linear's parameters; the packed copy is no part of the state."""
+        """Shares linear's parameters; the packed copy is not part of the state dict."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made.in_features, made.out_features = linear.in_features, linear.out_features
@@ -41,7 +41,7 @@ class PackedLinear(nn.Linear):
 
 
 def pack(model: nn.Module) -> int:
-    """Pack the linear layers of a model on the CPU, where that helps and memory allows it; returns how many."""
+    """Pack the linear layers of a model on the CPU, if that is faster and memory allows it; returns how many."""
     if not can_pack():
         return 0
     found = [
@@ -61,7 +61,7 @@ def pack(model: nn.Module) -> int:
 
 
 def can_pack() -> bool:
-    """Whether this processor and this torch compute bfloat16 with oneDNN, and have the operators."""
+    """Whether this processor and torch multiply bfloat16 with oneDNN, and torch has the operators."""
     if not torch.backends.mkldnn.is_available():
         return False
     operators = _operators()

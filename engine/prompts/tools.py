@@ -1,4 +1,4 @@
-"""Tools in the words of the model's own chat template: how it writes calls, what it may write, and what it wrote."""
+"""Tool calls in the model's own format: detects it from the chat template, constrains answers to it, parses them."""
 
 import json
 import re
@@ -21,9 +21,9 @@ Tool = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a model was taught to write calls: `opening name middle arguments (between name middle arguments)* closing`.
+    """A model's format of calls: `opening name middle arguments (between name middle arguments)* closing`.
 
-    between: None where one answer holds one call. tokens: ids of added tokens (`<tool_call>`) by their text.
+    between: None if an answer holds one call. tokens: ids of added tokens (`<tool_call>`) by their text.
     """
 
     opening: str
@@ -34,7 +34,7 @@ class CallFormat:
 
     @property
     def trigger(self) -> str:
-        """What a call begins with: a tag, or the opening brace of an answer that is nothing but calls."""
+        """The beginning of a call: a tag, or the opening brace of an answer that is only calls."""
         return re.match(r"\s*(<[^>]*>|\[\w+\]|.)", self.opening + "{", re.DOTALL)[0]  # type: ignore[index]
 
     @property
@@ -44,7 +44,7 @@ class CallFormat:
 
 @dataclass(frozen=True)
 class ParsedAnswer:
-    """An answer taken apart: the words before its calls, the calls, and what of a call was cut off, or is none."""
+    """A parsed answer: the text before its calls, the calls, and the text of a broken call, if there is one."""
 
     text: str
     calls: tuple[ToolCall, ...] = ()
@@ -53,7 +53,7 @@ class ParsedAnswer:
 
 
 def call_format(tokenizer: Any, model: str) -> CallFormat:
-    """What the chat template shows. Raises UnsupportedModelError, with the reason, for a model without tools."""
+    """The format that the chat template uses. Raises UnsupportedModelError, with the reason, for models without tools."""
     tool = {"type": "function", "function": {"name": _FIRST, "description": "", "parameters": {}}}
     if tokenizer.chat_template is None or _FIRST not in _rendered(tokenizer, [], [tool]):
         raise UnsupportedModelError(
@@ -80,7 +80,7 @@ def call_format(tokenizer: Any, model: str) -> CallFormat:
 
 
 def _rendered(tokenizer: Any, names: Sequence[str], tools: list[Tool], words: str = "") -> str:
-    """A conversation in which an assistant calls these tools, or says that; empty where the template refuses."""
+    """A conversation in which an assistant calls these tools, or says `words`; empty if the template refuses."""
     calls = [
         {"type": "function", "id": f"call{n:05}", "function": {"name": name, "arguments": {_KEY: 1}}}
         for n, name in enumerate(names)
@@ -94,7 +94,7 @@ def _rendered(tokenizer: Any, names: Sequence[str], tools: list[Tool], words: st
 
 
 def _read_format(answer: str) -> tuple[str, str, str | None, str] | None:
-    """answer: an assistant's, with two calls or one."""
+    """The format's parts, or None. answer: an assistant's, with two calls or one."""
     arguments = r"\{[^{}]*" + _KEY + r"[^{}]*\}"
     parts = re.split(f"{_FIRST}|{_SECOND}|{arguments}", answer)
     if len(parts) == 3:
@@ -105,7 +105,7 @@ def _read_format(answer: str) -> tuple[str, str, str | None, str] | None:
 
 
 def functions_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
-    """The functions by their names, of two the last. Raises UsageError for what is no tool."""
+    """The functions by name, the last one of equal names. Raises UsageError for an invalid tool."""
     result: dict[str, Tool] = {}
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -119,7 +119,7 @@ def functions_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """Raises UsageError for a tool whose arguments' schema cannot be kept to; loads no model."""
+    """Raises UsageError for a tool whose arguments' schema does not compile; loads no model."""
     rules = {name: _arguments(name, function) for name, function in functions_by_name(tools).items()}
     length = sum(map(len, rules.values()))
     if length > MAX_SCHEMA_CHARS:
@@ -138,9 +138,9 @@ def tools_grammar(
     is_parallel: bool,
     answer: str = "TEXT",
 ) -> Grammar:
-    """Words or calls, or calls alone (is_forced). answer: the rule of what else may be said.
+    """A grammar of text or calls, or only calls (is_forced). answer: the rule of the text.
 
-    The words are free; from the trigger on they are a call of one of these tools, with arguments of its schema.
+    From the trigger on it is a call of one of these tools, with arguments of its schema.
     """
     functions = functions_by_name(tools)
     calls = [f"{json.dumps(name + form.middle)} {_arguments(name, each)}" for name, each in functions.items()]
@@ -168,14 +168,14 @@ def _arguments(name: str, function: Tool) -> str:
 
 
 def _terminals(text: str, form: CallFormat) -> str:
-    """A text in a grammar; added tokens by their ids, for their text alone would not be them."""
+    """A text in a grammar, with added tokens by their ids: their text would be other tokens."""
     pattern = "|".join(map(re.escape, form.tokens)) or "(?!)"
     parts = re.split(f"({pattern})", text)
     return " ".join(f"<[{form.tokens[p]}]>" if p in form.tokens else json.dumps(p) for p in parts if p)
 
 
 def parse_answer(text: str, form: CallFormat, tools: Sequence[Tool]) -> ParsedAnswer:
-    """The answer taken apart. An answer that is nothing but a call without its tags, fenced or not, is one as well."""
+    """Parse an answer. One that is only a call without its tags, fenced or not, counts as a call."""
     at = _begin_of_calls(text, form)
     if at is None:
         bare = _bare_call(text, functions_by_name(tools))
@@ -199,7 +199,7 @@ def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
 
 
 def _bare_call(text: str, functions: Mapping[str, Tool]) -> ToolCall | None:
-    """Small models forget the tags that they were taught (Qwen2.5-Coder 0.5B does so nearly always)."""
+    """The call of an answer without tags, which small models forget (Qwen2.5-Coder 0.5B nearly always)."""
     fenced = _FENCED.fullmatch(text.strip())
     try:
         said = json.loads(fenced[1] if fenced else text)
@@ -217,13 +217,13 @@ def _begin_of_calls(text: str, form: CallFormat) -> int | None:
 
 
 class TextBeforeCalls:
-    """Of an answer that comes piece by piece, the words; what may be a call is held back until it has ended."""
+    """Streams the text before an answer's calls; what may be a call is held back until the answer has ended."""
 
     def __init__(self, form: CallFormat) -> None:
         self._form, self._text, self._given = form, "", 0
 
     def feed(self, piece: str) -> str:
-        """The words that have become certain with this piece."""
+        """The text that has become certain with this piece."""
         self._text += piece
         if self._text.lstrip().startswith(("{", "`")) or not self._text.strip():
             return ""
@@ -233,7 +233,7 @@ class TextBeforeCalls:
         return self._give(words[: len(words) - held].rstrip())
 
     def finish(self, words: str) -> str:
-        """The rest of them, when it is known what they are."""
+        """The remaining text. words: the parsed answer's whole text."""
         return self._give(words)
 
     def _give(self, words: str) -> str:

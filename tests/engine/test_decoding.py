@@ -6,7 +6,7 @@ from benches import largest_error, make_prompt, make_text
 from tiny_models import reference_logits
 
 from ragblend import Chunk, Literal, Prompt
-from ragblend.engine.decoding import loop as decode
+from ragblend.engine.decoding.sampling import GumbelNoise
 from ragblend.kvstore.errors import PromptTooLongError, UnknownChunkError, UsageError
 
 TEXTS = [make_text(seed) for seed in range(3)]
@@ -130,7 +130,7 @@ def test_sampling_without_a_seed_follows_torch(stored):
 def test_tokens_are_drawn_as_often_as_they_are_likely():
     likely = torch.tensor([0.5, 0.3, 0.2, 0.0])
     scores = likely.log().expand(20_000, -1)
-    drawn = decode.GumbelNoise(torch.Generator().manual_seed(0))(torch.empty(0), scores).argmax(-1)
+    drawn = GumbelNoise(torch.Generator().manual_seed(0))(torch.empty(0), scores).argmax(-1)
     assert (drawn.bincount(minlength=4) / 20_000).tolist() == pytest.approx(likely.tolist(), abs=0.015)
 
 
