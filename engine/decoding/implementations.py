@@ -161,7 +161,8 @@ class DecodeSelector:
         on = f"{device_name(decoder.device)}-{torch.__version__}-v{VERSION}"
         self._file = folder / f"steps-{fingerprint[:32]}-{on}.json"
         self._weights_file = self._file.with_suffix(".safetensors")
-        self._decoder, self._allows_rounding = decoder, allows_rounding
+        self._decoder: Any = decoder
+        self._allows_rounding = allows_rounding
         self._ratios: tuple[float, ...] = ()
         self._packed: PackedWeights = {}
         self.current: DecodeImplementation = TransformersDecode(decoder.model)

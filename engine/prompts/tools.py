@@ -53,7 +53,7 @@ class ParsedAnswer:
 
 
 def call_format(tokenizer: Any, model: str) -> CallFormat:
-    """The format that the chat template uses. Raises UnsupportedModelError, with the reason, for models without tools."""
+    """The format that the chat template uses. Raises UnsupportedModelError, with the reason, if it has no tools."""
     tool = {"type": "function", "function": {"name": _FIRST, "description": "", "parameters": {}}}
     if tokenizer.chat_template is None or _FIRST not in _rendered(tokenizer, [], [tool]):
         raise UnsupportedModelError(

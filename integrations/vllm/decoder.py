@@ -79,7 +79,7 @@ class VllmDecoder(Decoder):
     def run_layer(
         self, layer: int, hidden: Tensor, block: RowBlock, cache: Any, collect: CollectAttention | None = None
     ) -> Tensor:
-        view, scaling = self.view(layer, block, collect), self.attentions[layer].impl.scale
+        view, scaling = self.attention_arguments(layer, block, collect), self.attentions[layer].impl.scale
 
         def attend(queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
             keys, values = cache.update(new_keys, new_values, layer)
