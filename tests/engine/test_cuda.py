@@ -55,7 +55,7 @@ def without_ties(plan):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_says_what_the_cpu_says(on_cuda, kind, monkeypatch):
+def test_cuda_gives_the_cpus_logits(on_cuda, kind, monkeypatch):
     """Of rows as near to the beginnings of their chunks each device takes others, where not all are paid for."""
     for module in (by_attention, static):
         monkeypatch.setattr(module, "nearness_to_beginning", without_ties)
@@ -67,7 +67,7 @@ def test_it_says_what_the_cpu_says(on_cuda, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
-def test_it_says_the_same_from_every_tier(on_cuda, codec):
+def test_kv_from_every_tier_gives_the_same_logits(on_cuda, codec):
     engine = on_cuda(kv_codec=codec, memory_budget_bytes=1 << 28, device_budget_bytes=1 << 28)
     told, tiers = [], []
     for _ in range(3):
@@ -81,7 +81,7 @@ def test_it_says_the_same_from_every_tier(on_cuda, codec):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith(("llama", "qwen"))])
-def test_recorded_rows_say_what_the_model_says(on_cuda, kind):
+def test_cuda_graphs_give_the_models_logits(on_cuda, kind):
     engine = on_cuda(kind)
     decoder = engine.runtime.decoder
     if not DirectDecode.supports(decoder):
@@ -103,7 +103,7 @@ def test_recorded_rows_say_what_the_model_says(on_cuda, kind):
     assert compare_implementations(decoder, rows, engine.tokenize(prompts[0]).token_ids).divergence < 1e-4
 
 
-def test_recorded_rows_after_an_eviction(on_cuda):
+def test_cuda_graphs_work_after_eviction(on_cuda):
     engine = on_cuda()
     decoder, prompt = engine.runtime.decoder, make_prompt(TEXTS)
     rows, model = CudaGraphDecode(decoder, {}), TransformersDecode(decoder.model)
@@ -117,7 +117,7 @@ def test_recorded_rows_after_an_eviction(on_cuda):
     assert largest_error(*told) < CLOSE
 
 
-def test_answers_are_the_same_once_rows_are_recorded(on_cuda, tmp_path):
+def test_cuda_graphs_do_not_change_answers(on_cuda, tmp_path):
     engine = on_cuda()
     options = {"max_new_tokens": 60, "method": "full"}
     before = engine.generate(make_prompt(TEXTS), **options).token_ids
@@ -143,7 +143,7 @@ def test_answers_are_the_same_once_rows_are_recorded(on_cuda, tmp_path):
     assert session.tokens >= len(first.prompt.token_ids)
 
 
-def test_what_cannot_be_recorded_is_told_and_spoils_nothing(on_cuda):
+def test_a_failed_recording_is_logged_and_harmless(on_cuda):
     device, made = on_cuda().runtime.device, torch.ones(4, device="cuda")
     before = recorded(device, lambda: made.mul_(2))
     with pytest.raises(RuntimeError):
@@ -155,7 +155,7 @@ def test_what_cannot_be_recorded_is_told_and_spoils_nothing(on_cuda):
     assert made.tolist() == [6.0] * 4
 
 
-def test_several_at_once(on_cuda):
+def test_concurrent_requests_give_the_same_answers(on_cuda):
     engine = on_cuda()
     engine.runtime.choice.needs_measurement = False
     engine.runtime.choice.current = CudaGraphDecode(engine.runtime.decoder, {})
@@ -175,7 +175,7 @@ def test_several_at_once(on_cuda):
     assert engine.runtime.choice.current._records
 
 
-def test_too_little_memory_is_told_and_given_back(on_cuda):
+def test_out_of_device_memory_is_reported_and_freed(on_cuda):
     engine, long = on_cuda(), make_prompt([make_text(seed, words=150) for seed in range(4)])
     expected = logits(engine, "reuse")
     torch.cuda.empty_cache()
@@ -188,7 +188,7 @@ def test_too_little_memory_is_told_and_given_back(on_cuda):
     assert largest_error(logits(engine, "reuse"), expected) < CLOSE
 
 
-def test_what_is_left_between_layers_disturbs_nobody(on_cuda):
+def test_cancelling_between_layers_leaves_later_requests_intact(on_cuda):
     engine, leave = on_cuda(), threading.Event()
     expected = logits(engine, "probe-shift")
     leave.set()

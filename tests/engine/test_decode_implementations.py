@@ -79,14 +79,14 @@ UNCLEAR = DecodeComparison(0.0, (0.5, 0.6, 0.7, 1.1, 2.0))
 
 
 @pytest.mark.parametrize("kind", [*SUPPORTED, "ministral3"])
-def test_the_kinds_of_layers_that_are_known(prefilled_for, kind):
+def test_which_models_direct_decode_supports(prefilled_for, kind):
     """Ministral 3 has all of Llama's parts, and queries that grow beyond the positions that are measured."""
     assert DirectDecode.supports(prefilled_for(kind)[1]) == (kind in KNOWN)
 
 
 @pytest.mark.parametrize("loop", [DirectDecode, CudaGraphDecode])
 @pytest.mark.parametrize("kind", KNOWN)
-def test_rows_say_what_the_model_says_and_leave_the_same_cache(new_memory_is_nan, prefilled_for, kind, loop):
+def test_direct_decode_gives_the_models_logits_and_cache(new_memory_is_nan, prefilled_for, kind, loop):
     """One by one, several at once, and beyond the room of the buffers, twice."""
     told, caches = [], []
     for steps_of in (lambda decoder: TransformersDecode(decoder.model), lambda decoder: loop(decoder, {})):
@@ -101,7 +101,7 @@ def test_rows_say_what_the_model_says_and_leave_the_same_cache(new_memory_is_nan
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*caches, strict=True))
 
 
-def test_rows_are_recorded_once_for_an_answer_and_number_of_rows(prefilled_for, monkeypatch):
+def test_graphs_are_recorded_once_per_answer_and_number_of_rows(prefilled_for, monkeypatch):
     """And again where its buffers are others; what the recordings hold goes with the answer."""
     made = []
     monkeypatch.setattr(cuda_graph, "record_calls", lambda device, work: made.append(device) or work)
@@ -132,7 +132,7 @@ def test_rows_are_recorded_once_for_an_answer_and_number_of_rows(prefilled_for, 
 
 
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
-def test_rows_that_cannot_be_recorded_are_computed(prefilled_for, monkeypatch, caplog, error):
+def test_rows_are_computed_directly_if_recording_fails(prefilled_for, monkeypatch, caplog, error):
     """A failure in the middle has left some layers a row longer than others. Want of memory is of one moment."""
     (mine, decoder), (own, _) = prefilled_for("llama"), prefilled_for("llama")
     rows, expected, tried = CudaGraphDecode(decoder, {}), DirectDecode(decoder, {}), []
@@ -149,7 +149,7 @@ def test_rows_that_cannot_be_recorded_are_computed(prefilled_for, monkeypatch, c
     assert (len(tried), said) == ((len(ANSWER), False) if error is torch.OutOfMemoryError else (1, True))
 
 
-def test_room_for_rows_that_were_never_written_is_zeros(new_memory_is_nan, prefilled_for):
+def test_unwritten_buffer_rows_are_zeros(new_memory_is_nan, prefilled_for):
     """A pass that fails before it writes leaves it to the next one, whose products are over all of a buffer."""
     prefilled, _ = prefilled_for("llama")
     for held in prefilled.cache.fused:
@@ -159,7 +159,7 @@ def test_room_for_rows_that_were_never_written_is_zeros(new_memory_is_nan, prefi
         assert held.keys.isfinite().all()
 
 
-def test_an_answer_has_products_of_two_shapes(prefilled_for, monkeypatch):
+def test_an_answers_products_have_two_shapes(prefilled_for, monkeypatch):
     """For each shape oneDNN keeps half a megabyte: of a hundred tokens' it was more than the prompt's KV."""
     prefilled, decoder = prefilled_for("llama")
     rows, shapes = DirectDecode(decoder, {}), set()
@@ -178,7 +178,7 @@ def test_an_answer_has_products_of_two_shapes(prefilled_for, monkeypatch):
     assert len(shapes) == 2
 
 
-def test_rows_that_say_something_else_are_not_taken(prefilled_for):
+def test_a_diverging_implementation_is_rejected(prefilled_for):
     prefilled, decoder = prefilled_for("llama")
     ids = prefilled.prompt.token_ids
     rows = DirectDecode(decoder, {})
@@ -191,7 +191,7 @@ def test_rows_that_say_something_else_are_not_taken(prefilled_for):
     assert not DecodeComparison(float("nan"), (0.5,) * 5).accepts
 
 
-def test_the_faster_one_is_taken_when_that_is_clear():
+def test_a_candidate_is_accepted_only_if_clearly_faster():
     assert FASTER.accepts and not SLOWER.accepts
     assert FASTER.is_settled and SLOWER.is_settled and not UNCLEAR.is_settled
     assert DecodeComparison(0.0, (0.5,) * 4 + (3.0,)).accepts, "another's work took one turn"
@@ -254,7 +254,7 @@ def test_what_is_not_clear_is_measured_again_and_counts_together(choice_for, ver
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "of another", "no verdict"])
-def test_damaged_weights_are_made_again(choice_for, tmp_path, verdicts, damage):
+def test_damaged_packed_weights_are_rebuilt(choice_for, tmp_path, verdicts, damage):
     verdicts += [FASTER] * 2
     choice_for().measured()
     weights, verdict = files(tmp_path)[".safetensors"], files(tmp_path)[".json"]
@@ -274,7 +274,7 @@ def test_damaged_weights_are_made_again(choice_for, tmp_path, verdicts, damage):
     assert weights.read_bytes() == sound and set(files(tmp_path)) == {".json", ".safetensors"}
 
 
-def test_a_full_disk_costs_the_file_alone(choice_for, tmp_path, verdicts):
+def test_on_a_full_disk_only_the_file_is_lost(choice_for, tmp_path, verdicts):
     """The process that measured has its loop; the next one begins with the model's own."""
     verdicts += [FASTER]
     choice, limits = choice_for(), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -288,7 +288,7 @@ def test_a_full_disk_costs_the_file_alone(choice_for, tmp_path, verdicts):
     assert not files(tmp_path)
 
 
-def test_weights_that_memory_has_no_room_for_stay_on_the_disk(choice_for, tmp_path, verdicts, monkeypatch):
+def test_packed_weights_beyond_memory_stay_on_disk(choice_for, tmp_path, verdicts, monkeypatch):
     """That process has its loop by the model's own weights; with memory again they are read again."""
     verdicts += [FASTER] * 2
     choice_for().measured()
@@ -303,7 +303,7 @@ def test_weights_that_memory_has_no_room_for_stay_on_the_disk(choice_for, tmp_pa
     assert choice_for().accepts() and not choice_for().needs_measurement
 
 
-def test_a_measurement_that_fails_is_not_made_again_and_holds_no_weights(choice_for, monkeypatch):
+def test_a_failed_measurement_is_not_repeated_and_frees_weights(choice_for, monkeypatch):
     monkeypatch.setattr(
         implementations, "compare_implementations", mock.Mock(side_effect=RuntimeError("no memory"))
     )
@@ -313,7 +313,7 @@ def test_a_measurement_that_fails_is_not_made_again_and_holds_no_weights(choice_
     assert not choice.needs_measurement and not choice.accepts() and not choice._packed
 
 
-def test_it_is_measured_when_the_answer_is_out(fresh, verdicts):
+def test_implementations_are_compared_after_the_answer(fresh, verdicts):
     """And not while it lasts, nor for every answer."""
     verdicts += [FASTER]
     choice = fresh.engine.runtime.choice if fresh.engine.gate.passed else None
@@ -328,7 +328,7 @@ def test_it_is_measured_when_the_answer_is_out(fresh, verdicts):
     assert "".join(fresh.engine.stream(make_prompt(TEXTS), "full", max_new_tokens=20)).endswith(first)
 
 
-def test_measuring_gives_way_and_is_begun_again(fresh, monkeypatch):
+def test_measuring_yields_to_requests_and_restarts(fresh, monkeypatch):
     """To a question, and for good to whoever closes the model."""
     engine, begun, let_go, times = fresh.engine, threading.Event(), threading.Event(), []
 
@@ -354,7 +354,7 @@ def test_measuring_gives_way_and_is_begun_again(fresh, monkeypatch):
     assert isinstance(engine.runtime.choice.current, DirectDecode)
 
 
-def test_what_fails_is_not_tried_after_every_answer(fresh, monkeypatch, caplog):
+def test_a_failed_comparison_is_not_repeated_after_every_answer(fresh, monkeypatch, caplog):
     monkeypatch.setattr(implementations, "compare_implementations", lambda *given: 1 / 0)
     for _ in range(2):
         fresh.engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
@@ -399,7 +399,7 @@ SCHEMA = json_grammar({"type": "object", "properties": {"a": {"type": "string"}}
     ],
     ids=lambda options: " ".join(options) or "greedy",
 )
-def test_tokens_are_the_same(both, stored, options):
+def test_both_implementations_generate_the_same_tokens(both, stored, options):
     options = {"max_new_tokens": 30, "method": "full"} | options
     told = both(lambda engine: engine.generate(make_prompt(TEXTS), **options).token_ids)
     assert told[0] == told[1] and len(told[0]) > 3
@@ -407,7 +407,7 @@ def test_tokens_are_the_same(both, stored, options):
         assert list(told[1]) == stored.answer(make_prompt(TEXTS), 30)
 
 
-def test_what_a_prompt_says_is_read_in_fewer_passes(stored, monkeypatch):
+def test_quoting_the_prompt_takes_fewer_passes(stored, monkeypatch):
     """A random model repeats itself: with guesses it says the same, and what it goes on from is the same."""
     engine, passes = stored.engine, []
     rows, prompt = DirectDecode(engine.runtime.decoder, {}), make_prompt(TEXTS)
@@ -428,7 +428,7 @@ def test_what_a_prompt_says_is_read_in_fewer_passes(stored, monkeypatch):
     assert set(passes) <= {1, 2, 3, 4}
 
 
-def test_guesses_end_where_they_are_wrong():
+def test_guessing_stops_when_guesses_are_wrong():
     lookup = PromptLookup(3, [1, 2, 3, 4, 5, 6, 1, 2])
     assert lookup.propose() == [3, 4, 5]
     lookup.add(3)
@@ -443,7 +443,7 @@ def test_guesses_end_where_they_are_wrong():
 
 
 @pytest.mark.parametrize("is_forced", [False, True])
-def test_tool_calls_are_the_same(both, stored, is_forced):
+def test_both_implementations_make_the_same_tool_calls(both, stored, is_forced):
     tokenizer = copy.deepcopy(stored.engine.tokenizer)
     tokenizer.chat_template = TOOLS_TEMPLATE
     parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -454,7 +454,7 @@ def test_tool_calls_are_the_same(both, stored, is_forced):
     assert told[1].text.startswith("<tool_call>") == is_forced
 
 
-def test_log_probabilities_are_the_same(both):
+def test_both_implementations_report_the_same_logprobs(both):
     told = both(lambda engine: engine.generate(make_prompt(TEXTS), max_new_tokens=9, logprobs=3, **SAMPLED))
     for one, other in zip(*(result.logprobs for result in told), strict=True):
         assert one.token_id == other.token_id
@@ -462,7 +462,7 @@ def test_log_probabilities_are_the_same(both):
         assert [each[0] for each in other.most_likely] == [each[0] for each in one.most_likely]
 
 
-def test_streams_and_stop_strings_are_the_same(both, stored):
+def test_both_implementations_stream_the_same_pieces(both, stored):
     whole = stored.engine.generate(make_prompt(TEXTS), max_new_tokens=40).text
     stop = whole[len(whole) // 2 :][:3]
     told = both(lambda engine: list(engine.stream(make_prompt(TEXTS), max_new_tokens=40, stop=[stop])))
@@ -470,7 +470,7 @@ def test_streams_and_stop_strings_are_the_same(both, stored):
     assert "".join(told[1]) == whole[: whole.index(stop)]
 
 
-def test_a_session_goes_on_the_same(both):
+def test_both_implementations_continue_sessions_alike(both):
     def talk(engine):
         session = Session()
         first = engine.stream(make_prompt(TEXTS), session=session, max_new_tokens=9).result
@@ -482,7 +482,7 @@ def test_a_session_goes_on_the_same(both):
     assert told[0] == told[1] and told[0][2].reused > 100
 
 
-def test_a_cancelled_answer_ends_at_the_same_token(both):
+def test_both_implementations_cancel_at_the_same_token(both):
     def cancelled(engine):
         event, pieces = threading.Event(), []
 
@@ -580,7 +580,7 @@ def with_levels(monkeypatch):
     return with_levels
 
 
-def test_a_model_of_four_bit_weights_is_decoded_with_them(prefilled_for, with_levels):
+def test_models_of_four_bit_weights_are_decoded_with_packed_weights(prefilled_for, with_levels):
     """Within what rounding to bfloat16 does; and the weights that are no four-bit ones become eight-bit ones."""
     prefilled, decoder = prefilled_for("qwen2")
     packed, seen = {}, []
@@ -609,7 +609,7 @@ def test_a_model_of_four_bit_weights_is_decoded_with_them(prefilled_for, with_le
 
 
 @pytest.mark.parametrize("pack", [four_bit, eight_bit])
-def test_a_large_weight_is_left_in_its_middle(pack, monkeypatch):
+def test_packing_a_large_weight_can_be_cancelled(pack, monkeypatch):
     """An output layer takes seconds: a question that comes meanwhile does not wait for them."""
     monkeypatch.setattr("ragblend.engine.decoding.fourbit.BLOCK_WEIGHTS", 64 * 64)
     monkeypatch.setattr("ragblend.engine.decoding.eightbit.BLOCK_ROWS", 64)
@@ -625,7 +625,7 @@ def test_a_large_weight_is_left_in_its_middle(pack, monkeypatch):
     assert pack(weight, go_on) is not None and len(asked) == 3 + 4
 
 
-def test_weights_that_nobody_rounded_are_not_rounded(prefilled_for, with_levels):
+def test_weights_are_rounded_only_if_allowed(prefilled_for, with_levels):
     """A greedy answer of a float32 checkpoint would not be that of its own `generate`."""
     _, decoder = prefilled_for("llama")
     packed = {}
@@ -635,7 +635,7 @@ def test_weights_that_nobody_rounded_are_not_rounded(prefilled_for, with_levels)
     assert any(isinstance(each, FourBit) for each in again.values())
 
 
-def test_a_file_of_few_bits_a_weight_is_a_quantized_one(model_folder, tmp_path):
+def test_small_files_count_as_quantized(model_folder, tmp_path):
     file = tmp_path / "model.gguf"
     file.write_bytes(bytes(1_000))
     assert was_quantized(str(file), 1_000) and was_quantized(str(file), 800)

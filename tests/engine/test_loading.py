@@ -48,7 +48,7 @@ def ask(tmp_path):
     return ask_
 
 
-def test_a_sound_copy_answers(broken, ask):
+def test_an_undamaged_copy_answers(broken, ask):
     """Or the tests below prove nothing."""
     assert ask(broken).token_ids
 
@@ -63,7 +63,7 @@ def bars():
     logging.disable_progress_bar()
 
 
-def test_loading_shows_no_bar_of_others(broken, ask, bars, capfd):
+def test_loading_hides_transformers_progress_bars(broken, ask, bars, capfd):
     """`ragblend ask` printed transformers' "Loading weights" among its own messages."""
     from transformers import AutoModelForCausalLM
 
@@ -73,7 +73,7 @@ def test_loading_shows_no_bar_of_others(broken, ask, bars, capfd):
     assert "Loading weights" in capfd.readouterr().err, "others' bars were turned off for good"
 
 
-def test_a_folder_without_a_tokenizer(broken, ask):
+def test_a_missing_tokenizer_is_reported(broken, ask):
     for file in [*broken.glob("token*"), *broken.glob("special*"), *broken.glob("chat*")]:
         file.unlink()
     with pytest.raises(TokenizerMissingError, match=r"no tokenizer.*copy"):
@@ -91,7 +91,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("name", "content", "error"), DAMAGES)
-def test_a_damaged_or_missing_file(broken, ask, name, content, error):
+def test_damaged_and_missing_files_are_reported(broken, ask, name, content, error):
     """content: what there is instead; a number: how much there is of it; None: nothing."""
     file = broken / name
     whole = file.read_bytes()
@@ -102,14 +102,14 @@ def test_a_damaged_or_missing_file(broken, ask, name, content, error):
         ask(broken)
 
 
-def test_weights_of_another_shape(broken, ask):
+def test_weights_of_another_shape_are_reported(broken, ask):
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"hidden_size": 128, "head_dim": 32}))
     with pytest.raises(CorruptModelError, match="broken"):
         ask(broken)
 
 
-def test_weights_that_are_not_all_there(broken, ask):
+def test_missing_weights_are_reported(broken, ask):
     """transformers fills what it misses with random numbers; an answer from those is worse than an error."""
     from safetensors.torch import load_file, save_file
 
@@ -132,12 +132,12 @@ def test_weights_that_are_not_all_there(broken, ask):
         "/" + 300 * "long",
     ],
 )
-def test_an_unknown_path(ask, name):
+def test_unknown_paths_are_reported(ask, name):
     with pytest.raises(ModelNotFoundError, match="there is no model"):
         ask(name)
 
 
-def test_a_hub_id_that_cannot_be_had(ask, monkeypatch):
+def test_an_unavailable_hub_id_is_reported(ask, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -145,13 +145,13 @@ def test_a_hub_id_that_cannot_be_had(ask, monkeypatch):
         ask("nobody/no-such-model")
 
 
-def test_a_file_that_is_no_model(ask, tmp_path):
+def test_a_file_that_is_not_gguf_is_reported(ask, tmp_path):
     (tmp_path / "model.txt").write_text("hello")
     with pytest.raises(ModelNotFoundError, match=r"not a \.gguf"):
         ask(tmp_path / "model.txt")
 
 
-def test_the_default_model_is_not_installed(ask, monkeypatch):
+def test_a_missing_default_model_is_reported(ask, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelNotFoundError, match="not installed; run"):
         ask("default")
@@ -203,7 +203,7 @@ def left_over(home):
     return [path.name for path in (home / "models").iterdir() if path.is_dir()]
 
 
-def test_what_a_killed_conversion_left_is_cleared_away_a_day_later(tmp_path):
+def test_drafts_of_killed_conversions_are_removed_after_a_day(tmp_path):
     models = tmp_path / "models"
     for name, hours in (("killed", 25), ("at work", 1)):
         (models / f".converting-{name}").mkdir(parents=True)
@@ -214,7 +214,7 @@ def test_what_a_killed_conversion_left_is_cleared_away_a_day_later(tmp_path):
     assert {path.name for path in models.iterdir()} == {"made", ".converting-at work"}
 
 
-def test_without_a_disk_to_write_to_a_conversion_says_so(tmp_path, monkeypatch):
+def test_a_full_disk_during_conversion_is_reported(tmp_path, monkeypatch):
     def full(*given, **named):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -223,7 +223,7 @@ def test_without_a_disk_to_write_to_a_conversion_says_so(tmp_path, monkeypatch):
         _make(tmp_path / "models" / "made", "config.json", lambda draft: None)
 
 
-def test_without_a_disk_to_write_to_a_file_is_hashed_all_the_same(tmp_path, monkeypatch):
+def test_files_are_hashed_on_a_full_disk(tmp_path, monkeypatch):
     def full(*given):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -235,7 +235,7 @@ def test_without_a_disk_to_write_to_a_file_is_hashed_all_the_same(tmp_path, monk
 # --- where data lives
 
 
-def test_a_home_that_cannot_be_made(model_folder, tmp_path):
+def test_an_impossible_home_is_reported(model_folder, tmp_path):
     from ragblend.kvstore.errors import StoreError
 
     (tmp_path / "file").write_text("in the way")
@@ -243,7 +243,7 @@ def test_a_home_that_cannot_be_made(model_folder, tmp_path):
         Engine.open(str(model_folder("llama")), home=tmp_path / "file" / "home")
 
 
-def test_the_home_of_the_environment(model_folder, tmp_path, monkeypatch):
+def test_the_environment_variable_sets_the_home(model_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("RAGBLEND_HOME", str(tmp_path / "of the environment"))
     engine = Engine.open(str(model_folder("llama")), device="cpu", dtype="float32")
     assert engine.home == tmp_path / "of the environment"
@@ -260,13 +260,13 @@ def test_the_home_of_the_environment(model_folder, tmp_path, monkeypatch):
         ({"device": "cuda"}, "cuda"),
     ],
 )
-def test_impossible_settings(model_folder, tmp_path, monkeypatch, options, named):
+def test_invalid_settings_are_refused(model_folder, tmp_path, monkeypatch, options, named):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UsageError, match=named):
         _ = Engine.open(**{"model": str(model_folder("llama")), "home": tmp_path} | options).device
 
 
-def test_the_verdict_is_kept_and_a_damaged_one_made_anew(fresh_bench_for, tmp_path, monkeypatch):
+def test_the_gates_verdict_is_saved_and_a_damaged_one_replaced(fresh_bench_for, tmp_path, monkeypatch):
     from ragblend.engine import runtime
 
     judged, judge = [], runtime.run_gate
@@ -285,7 +285,7 @@ def test_the_verdict_is_kept_and_a_damaged_one_made_anew(fresh_bench_for, tmp_pa
         one.engine.close()
 
 
-def test_a_gate_that_could_not_be_run_is_run_again(fresh_bench_for, tmp_path, monkeypatch):
+def test_a_gate_that_failed_to_run_is_run_again(fresh_bench_for, tmp_path, monkeypatch):
     """Out of memory today is no reason to refuse the model for ever."""
     from ragblend.engine.model import gate
 

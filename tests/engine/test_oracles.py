@@ -39,14 +39,14 @@ def test_attention_is_not_flat(bench):
         assert float(rows.amax(dim=-1).mean()) > 5 / min(rows.shape[-1], 64)
 
 
-def test_the_gate_passes(bench):
+def test_supported_models_pass_the_gate(bench):
     verdict = bench.engine.gate
     assert verdict.passed, verdict.reason
     assert len(verdict.checks) >= 4
 
 
 @pytest.mark.parametrize(("kind", "method"), pairs(("full", "recompute", "prefix"), always=("recompute",)))
-def test_every_row_computed_is_the_model(stored_for, kind, method):
+def test_computing_every_row_equals_the_model(stored_for, kind, method):
     stored = stored_for(kind)
     prompt = make_prompt(TEXTS)
     expected = stored.logits(prompt)[-1]
@@ -60,7 +60,7 @@ def test_every_row_computed_is_the_model(stored_for, kind, method):
         assert largest_error(found_values, values) < ALLOWED, f"values of layer {layer}"
 
 
-def test_the_fused_path_of_scattered_rows_is_the_model_when_nothing_is_wrong_with_what_is_stored(stored):
+def test_scattered_rows_over_exact_kv_equal_the_model(stored):
     """Rows in many blocks against stored KV: with one chunk, right behind its prefix, nothing deviates."""
     long = make_text(7, words=90)
     stored.engine.encode([long])
@@ -72,7 +72,7 @@ def test_the_fused_path_of_scattered_rows_is_the_model_when_nothing_is_wrong_wit
         )
 
 
-def test_moved_keys_of_layer_0_are_those_computed_there(stored):
+def test_moved_keys_of_layer_0_equal_keys_computed_there(stored):
     prompt = stored.engine.tokenize(make_prompt(TEXTS))
     cache = stored.engine.prefill(prompt, method="reuse").cache
     keys, values = stored.kv(prompt.token_ids)[0]
@@ -82,7 +82,7 @@ def test_moved_keys_of_layer_0_are_those_computed_there(stored):
         assert largest_error(found_values, values[:, start:stop]) < ALLOWED
 
 
-def test_naive_leaves_keys_where_they_were(stored):
+def test_naive_does_not_move_keys(stored):
     """Or the comparison above proves nothing."""
     prompt = stored.engine.tokenize(make_prompt(TEXTS))
     cache = stored.engine.prefill(prompt, method="naive").cache
@@ -94,7 +94,7 @@ def test_naive_leaves_keys_where_they_were(stored):
 @pytest.mark.parametrize(
     ("kind", "method"), pairs(METHODS.keys() - {"full", "prefix", "exact", "recompute", "naive"})
 )
-def test_the_first_chunk_behind_its_prefix_is_exact_in_all_layers(stored_for, kind, method):
+def test_the_first_chunk_after_its_prefix_is_exact_in_all_layers(stored_for, kind, method):
     stored = stored_for(kind)
     prompt = chat(stored, TEXTS)
     prefilled = stored.engine.prefill(prompt, method=method, ratio=0.5)
@@ -106,7 +106,7 @@ def test_the_first_chunk_behind_its_prefix_is_exact_in_all_layers(stored_for, ki
     assert prefilled.report.tokens.reused >= stop - start  # and nothing was spent on it
 
 
-def test_a_prefix_of_ones_own_makes_the_first_chunk_exact(bench):
+def test_a_custom_prefix_makes_the_first_chunk_exact(bench):
     """Also where the tokenizer puts a begin token before the prompt, which belongs to the encoding prefix."""
     text = make_text(11)
     bench.engine.encode([text], prefix=PREFIX)
@@ -136,7 +136,7 @@ def test_editing_a_later_chunk_changes_no_earlier_row(stored, method, ratio):
 
 
 @pytest.mark.parametrize(("kind", "method"), pairs(METHODS))
-def test_the_same_prompt_twice_gives_the_same_bits(stored_for, kind, method):
+def test_prefill_is_deterministic(stored_for, kind, method):
     stored = stored_for(kind)
     prompt = make_prompt(TEXTS)
     one, two = (stored.engine.prefill(prompt, method=method, ratio=0.4, seed=3) for _ in range(2))
@@ -145,7 +145,7 @@ def test_the_same_prompt_twice_gives_the_same_bits(stored_for, kind, method):
 
 
 @pytest.mark.parametrize(("kind", "method"), pairs(SELECTING))
-def test_at_ratio_1_every_row_is_computed_and_at_0_it_is_reuse(stored_for, kind, method):
+def test_ratio_1_computes_every_row_and_ratio_0_is_reuse(stored_for, kind, method):
     stored, prompt = stored_for(kind), make_prompt(TEXTS)
     prefilled = stored.engine.prefill(prompt, method=method, ratio=1.0)
     assert prefilled.report.tokens.reused == 0
@@ -164,7 +164,7 @@ class Fixed(Policy):
 
 
 @pytest.mark.parametrize("name", ["cacheblend", "cacheblend-k"])
-def test_narrowed_rows_go_on_as_if_they_had_been_alone_from_the_start(stored, monkeypatch, name):
+def test_narrowed_rows_equal_the_same_rows_computed_from_layer_0(stored, monkeypatch, name):
     """Up to the check all KV is right, so which other rows went along so far cannot matter."""
     policy, chosen = METHODS[name], []
     narrow = type(policy).narrow
@@ -189,7 +189,7 @@ def test_reuse_is_far_from_the_model(stored):
     assert largest_error(found, stored.logits(prompt)[-1]) > 0.1
 
 
-def test_a_part_of_a_chunk_is_its_tokens_of_the_whole(stored):
+def test_part_of_a_chunk_reuses_its_tokens_of_the_whole(stored):
     """Right behind its prefix it is exact; elsewhere reuse of a part gives what stands there of reuse of the whole."""
     engine = stored.engine
     prompt = engine.tokenize(make_prompt(TEXTS[:2]))

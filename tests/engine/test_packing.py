@@ -32,7 +32,7 @@ def block():
 
 @needs_onednn
 @pytest.mark.parametrize("rows", [1, 7, 64, MAX_PACKED_ROWS, MAX_PACKED_ROWS + 1, 700])
-def test_the_same_numbers_for_any_number_of_rows(block, rows):
+def test_packed_layers_give_the_same_numbers_for_any_number_of_rows(block, rows):
     hidden = torch.randn(1, rows, 64, dtype=torch.bfloat16)
     up = block.inner["up"]
     expected = nn.functional.linear(hidden.double(), up.weight.double(), up.bias.double())
@@ -45,7 +45,7 @@ def test_the_same_numbers_for_any_number_of_rows(block, rows):
 
 
 @needs_onednn
-def test_only_few_rows_use_the_packed_copy(block):
+def test_only_passes_over_few_rows_use_the_packed_copy(block):
     pack(block)
     up = block.inner["up"]
     up.packed = torch.ops.mkldnn._reorder_linear_weight(torch.zeros_like(up.weight), 64)
@@ -57,7 +57,7 @@ def test_only_few_rows_use_the_packed_copy(block):
 
 
 @needs_onednn
-def test_the_state_is_what_it_was(block):
+def test_packing_does_not_change_the_state_dict(block):
     before = {name: value.data_ptr() for name, value in block.state_dict().items()}
     assert pack(block) == 2
     assert {name: value.data_ptr() for name, value in block.state_dict().items()} == before
@@ -68,7 +68,7 @@ def test_the_state_is_what_it_was(block):
 
 
 @needs_onednn
-def test_no_copy_is_made_where_memory_is_short(block, monkeypatch):
+def test_nothing_is_packed_if_memory_is_short(block, monkeypatch):
     needed = block.inner["up"].weight.nbytes + block.head.weight.nbytes
     monkeypatch.setattr(packing, "available_bytes", lambda: 4 * needed - 1)
     assert pack(block) == 0 and type(block.head) is nn.Linear

@@ -87,7 +87,7 @@ def reference_scores(name, weights, layers):
         ("gpt-oss", SEEING_ALL),
     ],
 )
-def test_scores_are_those_of_the_equations(stored_for, seen, kind, name):
+def test_scores_follow_the_papers_equations(stored_for, seen, kind, name):
     """Also in sliding layers, with grouped heads, soft caps and sinks, and where rotations are scaled."""
     stored = stored_for(kind)
     prompt = stored.engine.tokenize(make_prompt(TEXTS))
@@ -101,7 +101,7 @@ def test_scores_are_those_of_the_equations(stored_for, seen, kind, name):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "granite", "phi3"])
-def test_before_it_scores_the_question_has_seen_the_anchors_alone(stored_for, seen, monkeypatch, kind):
+def test_qcfuses_question_sees_only_the_anchors(stored_for, seen, monkeypatch, kind):
     """In layers that are scored, too: as transformers sees it where nothing else is in its cache (whose windows go by
     place in it, not by position: of those the scores above tell).
     """
@@ -131,7 +131,7 @@ def test_before_it_scores_the_question_has_seen_the_anchors_alone(stored_for, se
         assert largest_error(before[layer][-len(expected) :], expected) < 1e-4, f"before layer {layer}"
 
 
-def test_a3_merges_its_heads_into_one_product(llama, seen):
+def test_a3_merges_all_heads_into_one_product(llama, seen):
     """Equations 3 to 5, with queries and keys of layer 1 from transformers' own layers."""
     llama.engine.encode(TEXTS)
     prompt = llama.engine.tokenize(make_prompt(TEXTS))
@@ -170,7 +170,7 @@ def test_a3_merges_its_heads_into_one_product(llama, seen):
 
 
 @pytest.mark.parametrize(("kind", "name"), pairs(("a3", "prophet", "qcfuse", "probe"), always=("a3",)))
-def test_the_best_rows_are_taken_and_no_others(stored_for, seen, kind, name):
+def test_the_best_scored_rows_are_selected(stored_for, seen, kind, name):
     stored = stored_for(kind)
     prompt = stored.engine.tokenize(make_prompt(TEXTS))
     report = stored.engine.prefill(prompt, method=name, ratio=0.7).report
@@ -187,7 +187,7 @@ def test_the_best_rows_are_taken_and_no_others(stored_for, seen, kind, name):
     assert report.probe_rows == fresh_rows(plan).numel()
 
 
-def test_a_probe_stops_where_it_has_seen_enough(llama, monkeypatch):
+def test_a_probe_stops_after_its_last_scored_layer(llama, monkeypatch):
     """A3 looks at layer 1 only; what comes after is not computed for it."""
     llama.engine.encode(TEXTS)
     decoder, layers = llama.engine.runtime.decoder, []
@@ -206,7 +206,7 @@ def test_a_probe_stops_where_it_has_seen_enough(llama, monkeypatch):
         ("a3", [True] * 2, [False, True, True, True]),  # the last layer was left half way
     ],
 )
-def test_what_nothing_can_change_is_computed_once(bench, monkeypatch, name, first, later):
+def test_rows_before_the_first_reused_chunk_are_computed_once(bench, monkeypatch, name, first, later):
     """The words before the first chunk that is not exact go on after the probe where it left them."""
     bench.engine.encode(TEXTS)
     decoder, begins = bench.engine.runtime.decoder, []
@@ -266,7 +266,7 @@ def test_a_probe_can_be_cancelled_between_layers(llama, monkeypatch, name):
 
 
 @pytest.mark.parametrize("method", ["probe-shift", "probe", "prophet", "qcfuse", "a3"])
-def test_a_model_that_shows_no_attention_is_served_without_looking_and_says_so(method, llama, monkeypatch):
+def test_models_without_collectable_attention_use_spread_shift_with_a_warning(method, llama, monkeypatch):
     llama.engine.encode(TEXTS)
     asked = llama.engine.prefill(make_prompt(TEXTS), method=ATTENTION_FREE, ratio=0.5)
     monkeypatch.setattr(llama.engine.runtime.decoder, "shows_attention", False)
@@ -280,7 +280,7 @@ def test_a_model_that_shows_no_attention_is_served_without_looking_and_says_so(m
     assert torch.equal(prefilled.logits, asked.logits) and asked.report.warning is None
 
 
-def test_of_long_questions_the_end_is_collected(llama, monkeypatch):
+def test_only_the_end_of_a_long_question_is_collected(llama, monkeypatch):
     """The weights of a long question would outgrow a layer's KV; blocks are cut so that one has all of them."""
     import ragblend.engine.fusion as fusion
 
@@ -307,7 +307,7 @@ def evenly(rows, count):
 
 
 @pytest.mark.parametrize(("beginnings", "sample"), [(0.2, 48), (0.0, 4), (0.3, 0), (0.75, 48)])
-def test_calibration_rows_and_beginnings_are_among_the_chosen(stored, seen, monkeypatch, beginnings, sample):
+def test_calibration_rows_and_beginnings_are_selected(stored, seen, monkeypatch, beginnings, sample):
     """An even sample of all candidates first, then the best of the others, then of what is left the first of chunks."""
     prompt = stored.engine.tokenize(make_prompt(TEXTS))
     monkeypatch.setattr(by_attention, "BEGINNINGS", beginnings)
@@ -334,7 +334,7 @@ def test_calibration_rows_and_beginnings_are_among_the_chosen(stored, seen, monk
 
 
 @pytest.mark.parametrize("name", ["probe", "probe-shift"])
-def test_a_question_that_is_too_long_for_the_budget_is_not_asked(stored, name):
+def test_a_probe_beyond_the_budget_is_skipped(stored, name):
     """The first rows of the chunks are computed then, and what changed there still shifts the others."""
     prompt = make_prompt(TEXTS)
     plain = stored.engine.prefill(prompt, method="epic", ratio=0.1)
@@ -346,7 +346,7 @@ def test_a_question_that_is_too_long_for_the_budget_is_not_asked(stored, name):
     assert stored.engine.prefill(prompt, method=name, ratio=0.7).report.probe_rows > 0
 
 
-def test_a_probe_that_would_cost_too_much_ends_at_half_the_depth(stored):
+def test_an_expensive_probe_ends_at_half_the_depth(stored):
     """A figure's line is found by the lower layers, too; without any probe figures of short prompts were lost."""
     prompt = make_prompt(TEXTS)
     layers = stored.engine.runtime.decoder.geometry.layers
@@ -358,7 +358,7 @@ def test_a_probe_that_would_cost_too_much_ends_at_half_the_depth(stored):
     assert set(probed.values()) == {0, layers // 2, layers}
 
 
-def test_of_long_literals_only_the_end_asks(stored, monkeypatch):
+def test_only_the_end_of_long_literals_is_probed(stored, monkeypatch):
     """A conversation without a session is mostly literals: to read them twice would cost more than full prefill."""
     monkeypatch.setattr(by_attention, "COLLECTED_ROWS", 12)
     prompt = make_prompt(TEXTS)
@@ -374,7 +374,7 @@ def test_of_long_literals_only_the_end_asks(stored, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_attention_is_scored_in_its_order_however_little_it_is(dtype):
+def test_tiny_attention_weights_keep_their_order(dtype):
     """The square of a float16 below 0.0002 is nothing in float16."""
     weights = torch.tensor([[[1e-5, 4e-5, 2e-5, 8e-5]]], dtype=dtype).expand(2, 3, 4)
     scores = by_attention.rooted_squares(None, Attention(0, 0, None, None, 1.0, None, weights))

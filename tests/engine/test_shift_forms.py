@@ -101,7 +101,7 @@ def shifted(bench, monkeypatch):
 
 
 @pytest.mark.parametrize(("most", "few"), [(768, 256), (768, 0), (12, 0)])
-def test_it_is_kernel_ridge_regression_on_the_computed_rows(shifted, monkeypatch, most, few):
+def test_the_shift_is_kernel_ridge_regression_on_recomputed_rows(shifted, monkeypatch, most, few):
     """One pair of rows at a time; of too many computed rows some are learnt from, and of more than few similarity is
     the layer's before."""
     monkeypatch.setattr(shift, "MAX_FITTED_ROWS", most)
@@ -144,7 +144,7 @@ def test_it_is_kernel_ridge_regression_on_the_computed_rows(shifted, monkeypatch
 
 
 @pytest.mark.parametrize("few", [19, 20])
-def test_where_many_rows_are_computed_three_layers_compare_by_what_the_first_stored(monkeypatch, few):
+def test_with_many_recomputed_rows_three_layers_share_similarity(monkeypatch, few):
     """Twenty are computed."""
     monkeypatch.setattr(shift, "FEW_FITTED", few)
     torch.manual_seed(0)
@@ -172,7 +172,7 @@ def test_where_many_rows_are_computed_three_layers_compare_by_what_the_first_sto
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_in_bfloat16_a_row_far_from_all_others_is_still_like_its_twin(seed):
+def test_outliers_stay_similar_to_each_other_in_bfloat16(seed):
     """Its square needs more digits than bfloat16 has: rounded to one number, the twins would seem far apart."""
     torch.manual_seed(seed)
     stored = torch.randn(2, 2, 400, 16)

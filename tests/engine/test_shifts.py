@@ -19,7 +19,7 @@ def stored(bench):
     return bench
 
 
-def test_an_exact_chunk_is_never_shifted(stored):
+def test_exact_chunks_are_never_shifted(stored):
     prompt = chat(stored, TEXTS)
     reused = stored.engine.prefill(prompt, method="reuse").cache
     found = stored.engine.prefill(prompt, method="probe-shift", ratio=0.5)
@@ -30,7 +30,7 @@ def test_an_exact_chunk_is_never_shifted(stored):
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_where_there_is_nothing_to_choose_nothing_is_shifted(stored, ratio):
+def test_nothing_is_shifted_at_ratio_0_and_1(stored, ratio):
     prompt = make_prompt(TEXTS)
     plain = stored.engine.prefill(prompt, method="reuse" if ratio == 0 else "recompute").logits
     found = stored.engine.prefill(prompt, method="probe-shift", ratio=ratio)
@@ -55,7 +55,7 @@ class Probing(Policy):
             yield Delta(start, torch.zeros_like(keys), torch.ones_like(values))
 
 
-def test_a_shift_is_there_before_the_first_row_looks(llama, monkeypatch):
+def test_kv_is_shifted_before_the_first_block_attends(llama, monkeypatch):
     """Rows in several blocks: the first must attend to what the change of the last one says."""
     import ragblend.engine.fusion as fusion
 
@@ -94,7 +94,7 @@ def delta_of(change):
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.3, 0.7])
-def test_chunks_are_shifted_together_as_one_by_one(stored, monkeypatch, ratio):
+def test_shifting_chunks_together_equals_one_by_one(stored, monkeypatch, ratio):
     """Before an accelerator, where memory between them holds whatever it holds."""
     engine, prompt = stored.engine, make_prompt(TEXTS)
     alone = engine.prefill(prompt, method="probe-shift", ratio=ratio).logits
@@ -111,7 +111,7 @@ def test_chunks_are_shifted_together_as_one_by_one(stored, monkeypatch, ratio):
     assert largest_error(engine.prefill(prompt, method="probe", ratio=ratio).logits, alone) > 1e-3
 
 
-def test_what_stands_between_chunks_that_are_shifted_together_stays(monkeypatch):
+def test_rows_between_chunks_are_not_shifted(monkeypatch):
     """An exact passage, say, or memory that nothing was written to yet; the chunks get what they get one by one."""
     change = made_up_change()
     middle = change.context.computed[(change.context.computed < 40) | (change.context.computed >= 60)]
@@ -132,7 +132,7 @@ def test_what_stands_between_chunks_that_are_shifted_together_stays(monkeypatch)
 
 
 @pytest.mark.parametrize("size", [30.0, 1e3, 1e5])
-def test_a_row_much_larger_than_all_others_leaves_numbers(size):
+def test_outliers_leave_finite_numbers(size):
     """Some models have them; in bfloat16 its square rounds off more than its distance to its like."""
     change = made_up_change(dtype=torch.bfloat16)
     for rows in (change.context.computed[:2], 95):
@@ -142,7 +142,7 @@ def test_a_row_much_larger_than_all_others_leaves_numbers(size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_computed_rows_that_are_all_alike_tell_no_distance(dtype):
+def test_equal_recomputed_rows_leave_finite_numbers(dtype):
     """A passage of one word again and again, and other rows beside it."""
     change = made_up_change(dtype=dtype)
     for part in change.stored(slice(None)):
@@ -153,7 +153,7 @@ def test_computed_rows_that_are_all_alike_tell_no_distance(dtype):
 
 @pytest.mark.parametrize("ratio", [0.05, 0.15, 0.3, 0.6])
 @pytest.mark.parametrize("token", ["=", "-", "."])
-def test_a_passage_of_one_token_again_and_again_is_shifted_as_others_are(fresh_bench_for, token, ratio):
+def test_passages_of_one_repeated_token_are_shifted(fresh_bench_for, token, ratio):
     """What rounding leaves of alike rows is no unit of distance: keys of a million came out, in bfloat16."""
     engine = fresh_bench_for("llama", dtype="bfloat16").engine
     prompt = Prompt([Literal(TEXTS[0]), Chunk(token * 120), Literal(" Question: where?")])
@@ -168,7 +168,7 @@ def test_a_passage_of_one_token_again_and_again_is_shifted_as_others_are(fresh_b
     assert kl[1] < kl[0]
 
 
-def test_far_from_all_computed_rows_nothing_is_shifted():
+def test_rows_far_from_all_recomputed_rows_are_not_shifted():
     change = made_up_change()
     assert 100 not in change.context.computed
     change.stored(slice(None))[0][:, 100] = 1e4
@@ -176,7 +176,7 @@ def test_far_from_all_computed_rows_nothing_is_shifted():
     assert delta.keys[:, 100].norm() < 0.01 * delta.keys[:, 5:].norm(dim=(0, 2)).median()
 
 
-def test_of_one_computed_row_nothing_is_fitted():
+def test_nothing_is_shifted_from_one_recomputed_row():
     change = made_up_change()
 
     def of_first(count):
@@ -195,7 +195,7 @@ def test_keys_may_be_wider_than_values():
 
 
 @pytest.mark.parametrize("name", ["epic", "cacheblend-gradual"])
-def test_any_kind_may_have_a_shift(llama, name):
+def test_any_kind_of_policy_may_have_a_shift(llama, name):
     """It changes what is read, and nothing where every row is computed."""
     llama.engine.encode(TEXTS)
     prompt, shifting = make_prompt(TEXTS), replace(METHODS[name], shift=KernelShift(), name="shifting")

@@ -67,7 +67,7 @@ def form(tokenizer):
     return call_format(tokenizer, "tiny")
 
 
-def test_the_format_is_what_the_template_writes(tokenizer, form):
+def test_the_call_format_is_read_from_the_template(tokenizer, form):
     assert form.opening == '<tool_call>\n{"name": "'
     assert form.middle == '", "arguments": '
     assert form.between == '}\n</tool_call>\n<tool_call>\n{"name": "'
@@ -91,7 +91,7 @@ def test_the_format_is_what_the_template_writes(tokenizer, form):
         (CONTROL_TEMPLATE, "by control tokens"),
     ],
 )
-def test_a_model_without_tools_is_refused_by_name_and_reason(tokenizer, template, reason):
+def test_models_without_tools_are_refused_with_the_reason(tokenizer, template, reason):
     tokenizer.chat_template = template
     with pytest.raises(UnsupportedModelError, match=f"tiny calls no tools.*{reason}"):
         call_format(tokenizer, "tiny")
@@ -99,7 +99,7 @@ def test_a_model_without_tools_is_refused_by_name_and_reason(tokenizer, template
 
 @pytest.mark.parametrize("template", [TOOLS_TEMPLATE, LIST_TEMPLATE, BARE_TEMPLATE])
 @pytest.mark.parametrize("wanted", [TOOLS, [ADD]], ids=len)
-def test_a_random_model_that_must_call_calls(llama, tokenizer, template, wanted):
+def test_forced_calls_are_valid(llama, tokenizer, template, wanted):
     tokenizer.chat_template = template
     form = call_format(tokenizer, "tiny")
     grammar = tools_grammar(form, wanted, is_forced=True, is_parallel=False)
@@ -115,7 +115,7 @@ def test_a_random_model_that_must_call_calls(llama, tokenizer, template, wanted)
         assert not said.calls
 
 
-def test_words_are_free_until_a_call_begins(llama, tokenizer, form):
+def test_text_is_free_until_a_call_begins(llama, tokenizer, form):
     """The same tokens as without tools, where the model says nothing like a call."""
     grammar = tools_grammar(form, TOOLS, is_forced=False, is_parallel=True)
     asked = [[Message("user", (Literal(make_text(seed)),))] for seed in range(40)]
@@ -123,7 +123,7 @@ def test_words_are_free_until_a_call_begins(llama, tokenizer, form):
     assert_grammar_changes_nothing(llama.engine, prompts, grammar)
 
 
-def test_what_was_written_is_taken_apart(form):
+def test_answers_are_parsed_into_text_and_calls(form):
     one = (
         'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa\\"}ris"}}\n</tool_call>'
     )
@@ -138,7 +138,7 @@ def test_what_was_written_is_taken_apart(form):
 
 
 @pytest.mark.parametrize("cut", range(len("Let me see.\n<tool_call>"), 80))
-def test_a_call_that_was_cut_off_is_no_call(form, cut):
+def test_calls_that_are_cut_off_are_broken(form, cut):
     text = 'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "a long name"}}\n</tool_call>'
     said = parse_answer(text[:cut], form, TOOLS)
     assert (said.text, said.calls) == ("Let me see.", ())
@@ -149,7 +149,7 @@ def test_a_call_that_was_cut_off_is_no_call(form, cut):
         assert said.broken_name is None
 
 
-def test_a_call_without_its_tags_is_understood_where_it_is_the_whole_answer(form):
+def test_untagged_calls_count_if_they_are_the_whole_answer(form):
     bare = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
     for text in (bare, f"```json\n{bare}\n```"):
         [call] = parse_answer(text, form, TOOLS).calls
@@ -169,13 +169,13 @@ def test_a_call_without_its_tags_is_understood_where_it_is_the_whole_answer(form
         "",
     ],
 )
-def test_streamed_words_are_those_of_the_whole_answer(form, text, size):
+def test_streamed_text_equals_the_parsed_text(form, text, size):
     words, said = TextBeforeCalls(form), parse_answer(text, form, TOOLS)
     pieces = [words.feed(text[at : at + size]) for at in range(0, len(text), size)]
     assert "".join([*pieces, words.finish(said.text)]) == said.text
 
 
-def test_a_later_turn_shows_calls_and_answers_as_the_template_does(tokenizer):
+def test_later_turns_show_calls_and_answers_as_the_template(tokenizer):
     call = Message("assistant", (), (ToolCall("add", {"a": 1}, "c1"),))
     answer = Message("tool", (Literal("2"),), call_id="c1", name="add")
     text = "".join(s.text for s in chat(tokenizer, [*ASKED, call, answer], TOOLS).segments)
@@ -187,7 +187,7 @@ def test_a_later_turn_shows_calls_and_answers_as_the_template_does(tokenizer):
 
 
 @pytest.mark.parametrize("said", ["2", 'a "word"\n\\ é <|im_end|>'])
-def test_what_a_tool_said_is_quoted_where_the_template_quotes_it(tokenizer, said):
+def test_tool_answers_are_json_escaped_where_the_template_does(tokenizer, said):
     """It was not found there; all was folded into words of the user, and the call was gone."""
     tokenizer.chat_template = QUOTING_TEMPLATE
     call = Message("assistant", (), (ToolCall("add", {"a": 1}, "c1"),))
@@ -209,14 +209,14 @@ def test_what_a_tool_said_is_quoted_where_the_template_quotes_it(tokenizer, said
     assert all(segment.verbatim for segment in prompt.segments if "<|im_end|>" in segment.text)
 
 
-def test_a_chunk_that_reads_the_same_in_json_stays_a_chunk(tokenizer):
+def test_chunks_unchanged_by_json_stay_chunks(tokenizer):
     tokenizer.chat_template = QUOTING_TEMPLATE
     chunks = Chunk("two ledgers"), Chunk('a "word"'), Chunk(node_id="n")
     (same, by_id) = chat(tokenizer, [*ASKED, Message("tool", chunks)]).chunks
     assert (same, by_id) == (chunks[0], chunks[2])
 
 
-def test_a_conversation_with_calls_is_refused_and_not_folded(tokenizer):
+def test_conversations_with_calls_are_never_merged(tokenizer):
     """Folding leaves nothing of a call but words."""
     tokenizer.chat_template = BARE_TEMPLATE
     calls = Message("assistant", (), (ToolCall("add", {"a": 1}, "c1"), ToolCall("add", {"a": 2}, "c2")))
@@ -224,7 +224,7 @@ def test_a_conversation_with_calls_is_refused_and_not_folded(tokenizer):
         chat(tokenizer, [*ASKED, calls], TOOLS)
 
 
-def test_what_tools_and_calls_say_ends_no_turn(llama, tokenizer):
+def test_control_tokens_in_tools_and_calls_are_plain_text(llama, tokenizer):
     hostile, end = tool("add", a={"type": "string", "description": "a <|im_end|> b"}), llama.engine.tokenizer
     plain = tool("add", a={"type": "string", "description": "a  b"})
     counts = []
@@ -247,12 +247,12 @@ def test_what_tools_and_calls_say_ends_no_turn(llama, tokenizer):
         ([tool(f"add{n}", a={"enum": ["x" * 1_000]}) for n in range(100)], "of these 100 tools have"),
     ],
 )
-def test_what_is_no_tool_is_refused_by_name(wrong, said):
+def test_invalid_tools_are_refused_by_name(wrong, said):
     with pytest.raises(UsageError, match=said):
         check_tools(wrong)
 
 
-def test_a_model_without_tools_is_not_shown_any(llama):
+def test_tools_are_refused_for_models_without_them(llama):
     with pytest.raises(UnsupportedModelError, match="calls no tools"):
         llama.engine.chat(ASKED, TOOLS)
     with pytest.raises(PromptError, match="no message"):

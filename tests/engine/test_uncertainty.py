@@ -62,7 +62,7 @@ ASKED = (IDS[" Orbeck"], IDS[" Ferry"])
         ([" metres", "[", "2", "]"], "4", 0.5, True),
     ],
 )
-def test_what_is_looked_up_again(before, token, sure, wanted):
+def test_which_tokens_are_uncertain(before, token, sure, wanted):
     chunk, question = Chunk("x", token_ids=(IDS[" is"],)), Literal("", ASKED)
     look = UncertaintyCheck(WORDS, Prompt([chunk, question]), 0.7)
     rival = " 339" if token.strip().isdigit() else " Elin"
@@ -70,7 +70,7 @@ def test_what_is_looked_up_again(before, token, sure, wanted):
     assert look.needs_full_prefill(IDS[token], logits, [IDS[each] for each in before]) is wanted
 
 
-def test_whether_to_begin_with_the_figure_is_no_doubt_about_it():
+def test_choosing_between_a_figure_and_a_word_is_not_uncertain():
     """A model that answers "41" or "The ferry ..." has one figure in mind."""
     look = UncertaintyCheck(WORDS, Prompt([Literal("", ASKED)]), 0.7)
     assert not look.needs_full_prefill(
@@ -105,7 +105,7 @@ def exact_behind(bench, prompt, begun, count):
 
 
 @pytest.mark.parametrize("guessed", [0, 4])
-def test_from_the_unsure_token_on_the_answer_is_that_of_full_prefill(fresh, monkeypatch, guessed):
+def test_after_an_uncertain_token_the_answer_is_full_prefills(fresh, monkeypatch, guessed):
     engine, prompt = fresh.engine, make_prompt(TEXTS)
     engine.encode(TEXTS)
     fused = engine.generate(prompt, method="probe-shift:sure=0", max_new_tokens=8)
@@ -117,7 +117,7 @@ def test_from_the_unsure_token_on_the_answer_is_that_of_full_prefill(fresh, monk
     assert list(result.token_ids) == exact_behind(fresh, prompt, fused.token_ids[:2], len(result.token_ids))
 
 
-def test_a_session_holds_nothing_of_what_was_not_said(fresh, monkeypatch):
+def test_sessions_do_not_hold_rejected_tokens(fresh, monkeypatch):
     """Guesses that the second look turned down stood in it under the ids of what was said."""
     engine, prompt, session = fresh.engine, make_prompt(TEXTS), Session()
     engine.encode(TEXTS)
@@ -128,7 +128,7 @@ def test_a_session_holds_nothing_of_what_was_not_said(fresh, monkeypatch):
     assert session.tokens == len(result.prompt.token_ids) + 2
 
 
-def test_what_is_exact_already_is_not_read_again(fresh, monkeypatch):
+def test_exact_prompts_are_not_prefilled_again(fresh, monkeypatch):
     engine = fresh.engine
     engine.encode(TEXTS)
     monkeypatch.setattr("ragblend.engine.decoding.loop.UncertaintyCheck", Unsure)
@@ -138,7 +138,7 @@ def test_what_is_exact_already_is_not_read_again(fresh, monkeypatch):
     assert METHODS["auto"].sure == METHODS["probe-shift"].sure > 0 == METHODS["epic"].sure
 
 
-def test_a_prefilled_prompt_can_be_answered_again_from_its_end(fresh, monkeypatch):
+def test_a_prefilled_prompt_can_be_decoded_again(fresh, monkeypatch):
     """The other cache is the answer's own: what is measured behind the prompt afterwards is still the method's."""
     engine = fresh.engine
     engine.encode(TEXTS)
