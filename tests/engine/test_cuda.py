@@ -16,7 +16,7 @@ from ragblend.engine.decoding.implementations import (
     compare_implementations,
 )
 from ragblend.engine.engine import Engine
-from ragblend.engine.model.device import recorded
+from ragblend.engine.model.device import record_calls
 from ragblend.engine.prompts.session import Session
 from ragblend.engine.selection import by_attention, static
 from ragblend.engine.selection.static import nearness_to_beginning
@@ -145,10 +145,10 @@ def test_cuda_graphs_do_not_change_answers(on_cuda, tmp_path):
 
 def test_a_failed_recording_is_logged_and_harmless(on_cuda):
     device, made = on_cuda().runtime.device, torch.ones(4, device="cuda")
-    before = recorded(device, lambda: made.mul_(2))
+    before = record_calls(device, lambda: made.mul_(2))
     with pytest.raises(RuntimeError):
-        recorded(device, lambda: made.add_(1).sum().item())
-    play = recorded(device, lambda: made.add_(1))
+        record_calls(device, lambda: made.add_(1).sum().item())
+    play = record_calls(device, lambda: made.add_(1))
     play()
     play()
     before()

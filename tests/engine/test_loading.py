@@ -8,15 +8,15 @@ import os
 import shutil
 import tempfile
 import time
-from pathlib import Path
 
 import pytest
 from benches import make_prompt
+from safetensors.torch import load_file, save_file
 
 from ragblend import Engine
 from ragblend.engine.model import checkpoints as files
 from ragblend.engine.model.checkpoints import file_digest
-from ragblend.engine.model.convert import _make
+from ragblend.engine.model.convert import _create
 from ragblend.kvstore.errors import (
     CorruptModelError,
     ModelNotFoundError,
@@ -73,13 +73,6 @@ def test_loading_hides_transformers_progress_bars(broken, ask, bars, capfd):
     assert "Loading weights" in capfd.readouterr().err, "others' bars were turned off for good"
 
 
-def test_a_missing_tokenizer_is_reported(broken, ask):
-    for file in [*broken.glob("token*"), *broken.glob("special*"), *broken.glob("chat*")]:
-        file.unlink()
-    with pytest.raises(TokenizerMissingError, match=r"no tokenizer.*copy"):
-        ask(broken)
-
-
 CONFIGS = ["", "{", "[]", "{}", '{"model_type": "no such thing"}']
 TOKENIZERS = [None, "", "{", '{"version": "1.0"}', '{"model": {"type": "BPE"}}']
 DAMAGES = [
@@ -92,7 +85,7 @@ DAMAGES = [
 
 @pytest.mark.parametrize(("name", "content", "error"), DAMAGES)
 def test_damaged_and_missing_files_are_reported(broken, ask, name, content, error):
-    """content: what there is instead; a number: how much there is of it; None: nothing."""
+    """content: the file's new content; a number: its new length; None: removed."""
     file = broken / name
     whole = file.read_bytes()
     file.unlink()
@@ -102,59 +95,54 @@ def test_damaged_and_missing_files_are_reported(broken, ask, name, content, erro
         ask(broken)
 
 
-def test_weights_of_another_shape_are_reported(broken, ask):
-    config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps(config | {"hidden_size": 128, "head_dim": 32}))
-    with pytest.raises(CorruptModelError, match="broken"):
-        ask(broken)
+def without_tokenizer(folder):
+    for file in [*folder.glob("token*"), *folder.glob("special*"), *folder.glob("chat*")]:
+        file.unlink()
 
 
-def test_missing_weights_are_reported(broken, ask):
-    """transformers fills what it misses with random numbers; an answer from those is worse than an error."""
-    from safetensors.torch import load_file, save_file
+def with_another_shape(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 128, "head_dim": 32}))
 
-    tensors = load_file(broken / "model.safetensors")
+
+def without_one_weight(folder):
+    """transformers would fill it with random numbers."""
+    tensors = load_file(folder / "model.safetensors")
     tensors.pop("model.layers.1.mlp.down_proj.weight")
-    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CorruptModelError, match="broken"):
-        ask(broken)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("damage", "error", "message"),
     [
-        "/no-such-folder",
-        "./no-such-folder",
-        "no-such-name",
-        "folder/missing.gguf",
-        "a/b/c",
-        "~nobody-of-that-name/a/model",
-        "/" + 300 * "long",
+        (without_tokenizer, TokenizerMissingError, "no tokenizer.*copy"),
+        (with_another_shape, CorruptModelError, "broken"),
+        (without_one_weight, CorruptModelError, "broken"),
     ],
 )
-def test_unknown_paths_are_reported(ask, name):
-    with pytest.raises(ModelNotFoundError, match="there is no model"):
-        ask(name)
+def test_incomplete_models_are_reported(broken, ask, damage, error, message):
+    damage(broken)
+    with pytest.raises(error, match=message):
+        ask(broken)
 
 
-def test_an_unavailable_hub_id_is_reported(ask, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelNotFoundError, match="hub"):
-        ask("nobody/no-such-model")
+PATHS = "/no-such-folder ./no-such-folder no-such-name folder/missing.gguf a/b/c ~nobody-of-that-name/a/model"
 
 
-def test_a_file_that_is_not_gguf_is_reported(ask, tmp_path):
-    (tmp_path / "model.txt").write_text("hello")
-    with pytest.raises(ModelNotFoundError, match=r"not a \.gguf"):
-        ask(tmp_path / "model.txt")
-
-
-def test_a_missing_default_model_is_reported(ask, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *[(path, "there is no model") for path in [*PATHS.split(), "/" + 300 * "long"]],
+        ("nobody/no-such-model", "hub"),
+        (__file__, r"not a \.gguf"),
+        ("default", "not installed; run"),
+    ],
+)
+def test_missing_models_are_reported(ask, monkeypatch, name, message):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModelNotFoundError, match="not installed; run"):
-        ask("default")
+    with pytest.raises(ModelNotFoundError, match=message):
+        ask(name)
 
 
 # --- GGUF
@@ -165,42 +153,28 @@ def bundled():
     return files.find_model("default")
 
 
-def write(tmp_path, content):
-    path = Path(tmp_path) / "model.gguf"
-    path.write_bytes(content)
-    return path
-
-
-@pytest.mark.parametrize("content", [b"", b"GG", b"PK\x03\x04" + bytes(100)], ids=["empty", "short", "zip"])
-def test_a_gguf_that_is_another_kind_of_file(ask, tmp_path, content):
-    with pytest.raises(CorruptModelError, match=r"model\.gguf does not begin with GGUF"):
-        ask(write(tmp_path, content))
-    assert left_over(tmp_path / "home") == []
+RUBBISH = [b"GGUF", b"GGUF" + bytes(100), b"GGUF\x03\x00\x00\x00" + b"\xff" * 64]
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"GGUF", b"GGUF" + bytes(100), b"GGUF\x03\x00\x00\x00" + b"\xff" * 64],
-    ids=["magic", "zeros", "ones"],
+    ("content", "message"),
+    [
+        *[(other, " does not begin with GGUF") for other in (b"", b"GG", b"PK\x03\x04" + bytes(100))],
+        *[(rubbish, " cannot be read") for rubbish in RUBBISH],
+        *[(keep, "") for keep in (24, 400_000)],
+    ],
+    ids=["empty", "short", "zip", "magic", "zeros", "ones", "cut at 24", "cut at 400000"],
 )
-def test_a_gguf_of_rubbish(ask, tmp_path, content):
-    with pytest.raises(CorruptModelError, match=r"model\.gguf cannot be read"):
-        ask(write(tmp_path, content))
-    assert left_over(tmp_path / "home") == []
-
-
-@pytest.mark.parametrize("keep", [24, 400_000])
-def test_a_real_gguf_cut_short(ask, tmp_path, bundled, keep):
-    with bundled.open("rb") as stream:
-        content = stream.read(keep)
-    with pytest.raises(CorruptModelError, match=r"model\.gguf"):
-        ask(write(tmp_path, content))
-    assert left_over(tmp_path / "home") == []
-
-
-def left_over(home):
-    """Folders under models: nothing half converted may stay."""
-    return [path.name for path in (home / "models").iterdir() if path.is_dir()]
+def test_damaged_gguf_files_are_reported_and_leave_nothing(ask, tmp_path, bundled, content, message):
+    """content: a number is the length to which the bundled model's file is cut."""
+    if isinstance(content, int):
+        with bundled.open("rb") as stream:
+            content = stream.read(content)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(content)
+    with pytest.raises(CorruptModelError, match=rf"model\.gguf{message}"):
+        ask(file)
+    assert [path for path in (tmp_path / "home" / "models").iterdir() if path.is_dir()] == []
 
 
 def test_drafts_of_killed_conversions_are_removed_after_a_day(tmp_path):
@@ -210,23 +184,27 @@ def test_drafts_of_killed_conversions_are_removed_after_a_day(tmp_path):
         (models / f".converting-{name}" / "model.safetensors").write_bytes(bytes(9))
         then = time.time() - 3600 * hours
         os.utime(models / f".converting-{name}", (then, then))
-    _make(models / "made", "config.json", lambda draft: (draft / "config.json").write_text("{}"))
+    _create(models / "made", "config.json", lambda draft: (draft / "config.json").write_text("{}"))
     assert {path.name for path in models.iterdir()} == {"made", ".converting-at work"}
 
 
-def test_a_full_disk_during_conversion_is_reported(tmp_path, monkeypatch):
-    def full(*given, **named):
+@pytest.fixture
+def full():
+    """Raises as a full disk does."""
+
+    def raises(*given, **named):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    return raises
+
+
+def test_a_full_disk_during_conversion_is_reported(tmp_path, monkeypatch, full):
     monkeypatch.setattr(tempfile, "mkdtemp", full)
     with pytest.raises(StoreFullError, match="converted model"):
-        _make(tmp_path / "models" / "made", "config.json", lambda draft: None)
+        _create(tmp_path / "models" / "made", "config.json", lambda draft: None)
 
 
-def test_files_are_hashed_on_a_full_disk(tmp_path, monkeypatch):
-    def full(*given):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+def test_files_are_hashed_on_a_full_disk(tmp_path, monkeypatch, full):
     (tmp_path / "file").write_bytes(b"weights")
     monkeypatch.setattr("ragblend.engine.model.checkpoints.replace_durably", full)
     assert file_digest(tmp_path / "file", tmp_path / "ledger.json") == hashlib.sha256(b"weights").hexdigest()
