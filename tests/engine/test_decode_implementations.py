@@ -187,19 +187,28 @@ def test_a_diverging_implementation_is_rejected(prefilled_for):
         object.__setattr__(part, "scaling", part.scaling * 1.5)
     verdict = compare_implementations(decoder, rows, ids)
     assert verdict.divergence > 0.01 and verdict.is_settled and not verdict.accepts
-    assert DecodeComparison(float("nan"), (0.5,) * 5).is_settled
-    assert not DecodeComparison(float("nan"), (0.5,) * 5).accepts
 
 
-def test_a_candidate_is_accepted_only_if_clearly_faster():
-    assert FASTER.accepts and not SLOWER.accepts
-    assert FASTER.is_settled and SLOWER.is_settled and not UNCLEAR.is_settled
-    assert DecodeComparison(0.0, (0.5,) * 4 + (3.0,)).accepts, "another's work took one turn"
-    assert not UNCLEAR.accepts, "nobody knows yet"
-    assert DecodeComparison(0.0, (0.9, 0.9, 0.9, 1.1, 1.1) * 5).accepts, "it never gets clearer"
+NAN = float("nan")
 
 
-# --- which of them is chosen, and when
+@pytest.mark.parametrize(
+    ("comparison", "is_settled", "accepts"),
+    [
+        (FASTER, True, True),
+        (SLOWER, True, False),
+        (UNCLEAR, False, False),
+        (DecodeComparison(0.0, (0.5,) * 4 + (3.0,)), True, True),  # other load took one turn
+        (DecodeComparison(0.0, (0.9, 0.9, 0.9, 1.1, 1.1) * 5), True, True),  # it never gets clearer
+        (DecodeComparison(NAN, (0.5,) * 5), True, False),
+        (DecodeComparison(0.02, (0.5,) * 5), True, False),
+    ],
+)
+def test_a_candidate_is_accepted_only_if_equal_and_clearly_faster(comparison, is_settled, accepts):
+    assert (comparison.is_settled, comparison.accepts) == (is_settled, accepts)
+
+
+# --- which implementation is chosen, and when
 
 
 @pytest.fixture
@@ -210,7 +219,7 @@ def choice_for(prefilled_for, with_levels, tmp_path):
 
     def begun():
         choice = DecodeSelector(decoder, tmp_path / "models", "f" * 64, allows_rounding=True)
-        choice.accepts = lambda: isinstance(choice.current, DirectDecode)
+        choice.is_direct = lambda: isinstance(choice.current, DirectDecode)
         choice.measured = partial(choice.measure, prefilled.prompt.token_ids, NEVER)
         return choice
 
@@ -221,36 +230,31 @@ def files(tmp_path):
     return {path.suffix: path for path in (tmp_path / "models").iterdir()}
 
 
-def test_what_was_measured_is_kept_with_the_weights(choice_for, tmp_path, verdicts):
-    verdicts += [FASTER]
-    first = choice_for()
-    assert first.needs_measurement and not first.accepts()
-    first.measured()
-    assert not first.needs_measurement and first.accepts()
-    assert set(files(tmp_path)) == {".json", ".safetensors"}
+@pytest.mark.parametrize(
+    ("processes", "needs_measurement", "is_direct", "suffixes"),
+    [
+        ([[FASTER]], False, True, {".json", ".safetensors"}),
+        ([[SLOWER]], False, False, {".json"}),
+        ([[UNCLEAR, UNCLEAR]], True, False, {".json"}),
+        ([[UNCLEAR, UNCLEAR], [FASTER]], True, False, {".json"}),
+        ([[UNCLEAR, UNCLEAR], [FASTER, FASTER]], False, True, {".json", ".safetensors"}),
+    ],
+    ids=["faster", "slower", "unclear", "still unclear", "clear together"],
+)
+def test_comparisons_add_up_and_are_saved(
+    choice_for, tmp_path, verdicts, processes, needs_measurement, is_direct, suffixes
+):
+    """processes: the comparisons that each of several processes makes."""
+    for comparisons in processes:
+        choice = choice_for()
+        assert choice.needs_measurement and not choice.is_direct()
+        for comparison in comparisons:
+            verdicts.append(comparison)
+            choice.measured()
+    for found in (choice, choice_for()):
+        assert (found.needs_measurement, found.is_direct()) == (needs_measurement, is_direct)
+    assert set(files(tmp_path)) == suffixes
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in files(tmp_path).values())
-    again = choice_for()
-    assert not again.needs_measurement and again.accepts()
-
-
-def test_a_slower_loop_is_not_measured_again(choice_for, tmp_path, verdicts):
-    verdicts += [SLOWER]
-    choice_for().measured()
-    assert not choice_for().needs_measurement and not choice_for().accepts()
-    assert set(files(tmp_path)) == {".json"}
-
-
-def test_what_is_not_clear_is_measured_again_and_counts_together(choice_for, verdicts):
-    verdicts += [UNCLEAR, UNCLEAR, FASTER, FASTER]
-    choice = choice_for()
-    choice.measured()
-    choice.measured()
-    assert choice.needs_measurement and not choice.accepts()
-    choice = choice_for()  # of another process
-    choice.measured()
-    assert choice.needs_measurement and not choice.accepts()
-    choice.measured()
-    assert not choice.needs_measurement and choice.accepts() and choice_for().accepts()
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "of another", "no verdict"])
@@ -268,9 +272,9 @@ def test_damaged_packed_weights_are_rebuilt(choice_for, tmp_path, verdicts, dama
         weights.write_bytes({"cut": sound[:-100], "flipped": flipped, "empty": b""}.get(damage, sound[:8]))
     weights.with_suffix(".part").write_bytes(b"of somebody who was killed while he wrote")
     choice = choice_for()
-    assert choice.needs_measurement and not choice.accepts()
+    assert choice.needs_measurement and not choice.is_direct()
     choice.measured()
-    assert choice.accepts() and choice_for().accepts()
+    assert choice.is_direct() and choice_for().is_direct()
     assert weights.read_bytes() == sound and set(files(tmp_path)) == {".json", ".safetensors"}
 
 
@@ -283,8 +287,8 @@ def test_on_a_full_disk_only_the_file_is_lost(choice_for, tmp_path, verdicts):
         choice.measured()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert choice.accepts()
-    assert choice_for().needs_measurement and not choice_for().accepts()
+    assert choice.is_direct()
+    assert choice_for().needs_measurement and not choice_for().is_direct()
     assert not files(tmp_path)
 
 
@@ -296,11 +300,11 @@ def test_packed_weights_beyond_memory_stay_on_disk(choice_for, tmp_path, verdict
     with monkeypatch.context() as patched:
         patched.setattr("ragblend.engine.decoding.packed_weights.available_bytes", lambda: 1000)
         choice = choice_for()
-        assert choice.needs_measurement and not choice.accepts()
+        assert choice.needs_measurement and not choice.is_direct()
         choice.measured()
-        assert choice.accepts() and not choice.needs_measurement
+        assert choice.is_direct() and not choice.needs_measurement
     assert {name: path.read_bytes() for name, path in files(tmp_path).items()} == kept
-    assert choice_for().accepts() and not choice_for().needs_measurement
+    assert choice_for().is_direct() and not choice_for().needs_measurement
 
 
 def test_a_failed_measurement_is_not_repeated_and_frees_weights(choice_for, monkeypatch):
@@ -310,7 +314,7 @@ def test_a_failed_measurement_is_not_repeated_and_frees_weights(choice_for, monk
     choice = choice_for()
     with pytest.raises(RuntimeError, match="no memory"):
         choice.measured()
-    assert not choice.needs_measurement and not choice.accepts() and not choice._packed
+    assert not choice.needs_measurement and not choice.is_direct() and not choice._packed
 
 
 def test_implementations_are_compared_after_the_answer(fresh, verdicts):
@@ -362,7 +366,7 @@ def test_a_failed_comparison_is_not_repeated_after_every_answer(fresh, monkeypat
     assert sum("background failed" in record.message for record in caplog.records) == 1
 
 
-# --- whoever computes, an answer is the same
+# --- an answer is the same with both implementations
 
 
 @pytest.fixture
@@ -499,7 +503,7 @@ def test_both_implementations_cancel_at_the_same_token(both):
     assert told[0] == told[1]
 
 
-# --- weights that were four-bit numbers
+# --- packed weights
 
 
 def on_levels(rows, columns, dtype, seed=0):
@@ -512,57 +516,55 @@ def on_levels(rows, columns, dtype, seed=0):
     return (levels * scale.abs() + lowest).view(rows, columns).to(dtype)
 
 
+def normal(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_four_bit_weights_are_found_and_multiply_as_they_did(dtype):
-    weight, rows = on_levels(128, 96, dtype), torch.randn(3, 96, generator=torch.Generator().manual_seed(1))
-    packed = four_bit(weight)
-    assert packed is not None and packed.levels.nbytes == 128 * 96 // 2
-    expected = rows @ weight.float().T
-    assert largest_error(packed(rows.to(dtype)), expected) < 0.03
-    both = FourBit.concatenated([packed, packed])
-    assert torch.equal(both(rows.to(dtype)), torch.cat([packed(rows.to(dtype))] * 2, 1))
+@pytest.mark.parametrize(
+    ("pack", "make", "nbytes"),
+    [
+        (four_bit, lambda: on_levels(128, 96, torch.float32), 128 * 96 // 2),
+        (eight_bit, lambda: normal(48, 96).index_fill(0, torch.tensor([5]), 0), 48 * 96),
+    ],
+    ids=["four bits", "eight bits"],
+)
+def test_packed_weights_multiply_like_the_original(pack, make, nbytes, dtype):
+    weight, rows = make().to(dtype), normal(3, 96).to(dtype)
+    packed = pack(weight)
+    assert packed is not None and packed.levels.nbytes == nbytes
+    expected = rows.float() @ weight.float().T
+    assert largest_error(packed(rows), expected) < 0.03
+    both = type(packed).concatenated([packed, packed])
+    assert torch.equal(both(rows), torch.cat([packed(rows)] * 2, 1))
+
+
+ONE_OFF = on_levels(128, 96, torch.float32).index_fill(0, torch.tensor([127]), 1)
 
 
 @pytest.mark.parametrize(
-    "weight",
+    ("pack", "weight"),
     [
-        torch.randn(128, 96, generator=torch.Generator().manual_seed(2)),
-        on_levels(128, 96, torch.float32)
-        .index_fill(0, torch.tensor([127]), 1)
-        .addcmul_(torch.eye(128, 96), torch.full((), 0.02)),
-        on_levels(120, 96, torch.float32),
-        on_levels(128, 96, torch.float32)[:, :80],
+        (four_bit, normal(128, 96)),
+        (four_bit, ONE_OFF.addcmul_(torch.eye(128, 96), torch.full((), 0.02))),
+        (four_bit, on_levels(120, 96, torch.float32)),
+        (four_bit, on_levels(128, 96, torch.float32)[:, :80]),
+        (eight_bit, normal(40, 96)),
+        (eight_bit, normal(48, 80)),
+        (eight_bit, normal(48, 96).index_fill(1, torch.tensor([7]), 30)),
     ],
-    ids=["random", "one row a little off", "rows of no whole block", "columns of no whole group"],
+    ids=[
+        "random",
+        "one row a little off",
+        "rows of no whole block",
+        "columns of no whole group",
+        "rows beyond which the kernel reads",  # it crashed at 20 rows of 33
+        "columns beyond which the kernel reads",
+        "a large weight in each row, beside which others become zero",
+    ],
 )
-def test_other_weights_are_left_as_they_are(weight):
-    assert four_bit(weight) is None
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_weights_are_rounded_to_eight_bits(dtype):
-    draw = torch.Generator().manual_seed(2)
-    weight, rows = torch.randn(48, 96, generator=draw).to(dtype), torch.randn(3, 96, generator=draw).to(dtype)
-    weight[5] = 0
-    packed = eight_bit(weight)
-    assert packed is not None and packed.levels.nbytes == 48 * 96
-    expected = rows.float() @ weight.float().T
-    assert 0 < largest_error(packed(rows), expected) < 0.03
-    joined = EightBit.concatenated([packed, packed])
-    assert torch.equal(joined(rows), torch.cat([packed(rows)] * 2, 1))
-
-
-@pytest.mark.parametrize("shape", [(40, 96), (48, 80)])
-def test_shapes_beyond_which_the_eight_bit_kernel_reads_are_left_as_they_are(shape):
-    """It crashed at 20 rows of 33."""
-    assert eight_bit(torch.randn(shape)) is None
-
-
-def test_weights_that_rounding_would_move_are_left_as_they_are():
-    """One weight of a row sets its scale: beside a large one others become nothing."""
-    weight = torch.randn(48, 96, generator=torch.Generator().manual_seed(2))
-    assert eight_bit(weight) is not None
-    assert eight_bit(weight.index_fill(1, torch.tensor([7]), 30)) is None
+def test_unsuitable_weights_are_not_packed(pack, weight):
+    assert pack(weight) is None
 
 
 @pytest.fixture
