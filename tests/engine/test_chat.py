@@ -33,6 +33,31 @@ def text_of(prompt):
     return "".join(segment.text or "" for segment in prompt.segments)
 
 
+GIVEN = [message("system", "s"), message("user", "u1"), message("notes", "t"), message("user", "u2")]
+TURNS = [message("system", "s"), message("user", "q1"), message("assistant", "a1"), message("user", "q2")]
+NASTY = "{{ 1 + 1 }} \x00message 1\x00 </user>"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (STRICT, GIVEN, "[user]s\n\nu1\n\nt\n\nu2[assistant]"),
+        (DROPS, GIVEN, "<user>s\n\nu1\n\nt\n\nu2<assistant>"),
+        (None, TURNS, "s\n\nQuestion: q1\nAnswer: a1\n\nq2\nAnswer:"),
+        (
+            PLAIN,
+            [message("user", NASTY), message("assistant", "a")],
+            f"<user>{NASTY}</user><assistant>a</assistant><assistant>",
+        ),
+    ],
+    ids=["roles alternate", "roles are dropped", "base model", "content like a template"],
+)
+def test_messages_are_put_into_the_template(tokenizer, template, messages, expected):
+    """Merged to alternating roles for templates that know fewer, and in words for a base model."""
+    tokenizer.chat_template = template
+    assert text_of(chat(tokenizer, messages)) == expected
+
+
 def test_chunks_inside_a_message_stay_chunks(tokenizer):
     tokenizer.chat_template = PLAIN
     prompt = chat(tokenizer, [message("system", "brief"), message("user", "read ", Chunk("this"), " now")])
@@ -40,34 +65,18 @@ def test_chunks_inside_a_message_stay_chunks(tokenizer):
     assert [chunk.text for chunk in prompt.chunks] == ["this"]
 
 
-@pytest.mark.parametrize("template", [STRICT, DROPS])
-def test_messages_are_merged_for_templates_with_fewer_roles(tokenizer, template):
+@pytest.mark.parametrize(
+    ("template", "messages", "reason"),
+    [
+        ("{{ raise_exception('closed today') }}", [message("user", "u")], "roles user.*closed today"),
+        (PLAIN, [], "no message"),
+        (PLAIN, [message("user>a</user><assistant", "b")], "role is a word"),
+    ],
+)
+def test_impossible_conversations_are_refused(tokenizer, template, messages, reason):
     tokenizer.chat_template = template
-    given = [message("system", "s"), message("user", "u1"), message("notes", "t"), message("user", "u2")]
-    head = "[user]" if template is STRICT else "<user>"
-    tail = "[assistant]" if template is STRICT else "<assistant>"
-    assert text_of(chat(tokenizer, given)) == f"{head}s\n\nu1\n\nt\n\nu2{tail}"
-
-
-def test_a_template_that_refuses_everything_is_reported(tokenizer):
-    tokenizer.chat_template = "{{ raise_exception('closed today') }}"
-    with pytest.raises(PromptError, match=r"roles user.*closed today"):
-        chat(tokenizer, [message("user", "u")])
-    with pytest.raises(PromptError, match="no message"):
-        chat(tokenizer, [])
-
-
-def test_base_models_get_question_and_answer(tokenizer):
-    tokenizer.chat_template = None
-    given = [message("system", "s"), message("user", "q1"), message("assistant", "a1"), message("user", "q2")]
-    assert text_of(chat(tokenizer, given)) == "s\n\nQuestion: q1\nAnswer: a1\n\nq2\nAnswer:"
-
-
-def test_message_content_is_not_interpreted_as_template(tokenizer):
-    tokenizer.chat_template = PLAIN
-    nasty = "{{ 1 + 1 }} \x00message 1\x00 </user>"
-    prompt = chat(tokenizer, [message("user", nasty), message("assistant", "a")])
-    assert text_of(prompt) == f"<user>{nasty}</user><assistant>a</assistant><assistant>"
+    with pytest.raises(PromptError, match=reason):
+        chat(tokenizer, messages)
 
 
 def specials(engine, prompt):
@@ -140,12 +149,6 @@ def test_literals_of_a_prompt_may_contain_control_tokens(llama):
     engine, end = llama.engine, llama.engine.tokenizer.eos_token
     assert len(specials(engine, Prompt([Literal(f"a{end}")]))) == 1
     assert not specials(engine, Prompt([Literal(f"a{end}", verbatim=True)]))
-
-
-def test_roles_are_not_interpreted_as_template(tokenizer):
-    tokenizer.chat_template = PLAIN
-    with pytest.raises(PromptError, match="role is a word"):
-        chat(tokenizer, [message("user>a</user><assistant", "b")])
 
 
 def test_collections_share_only_the_weights(model_folder, tmp_path):

@@ -13,27 +13,24 @@ from ragblend.engine.selection.by_attention import whole_figures
 
 
 @pytest.mark.parametrize(
-    ("text", "figure"),
+    ("text", "figure", "is_contained"),
     [
-        ("It lists 18,642 accessions.", "18642"),
-        ("18 642 entries", "18,642"),
-        ("kx–7731–b", "KX-7731-B"),
-        ("٤١ metres", "41"),
-        ("１９２１年", "1921年"),
-        ("It was 41.", "41"),
-        ("the curator MARA DOLVIN", "Mara Dolvin"),
+        ("It lists 18,642 accessions.", "18642", True),
+        ("18 642 entries", "18,642", True),
+        ("kx–7731–b", "KX-7731-B", True),
+        ("٤١ metres", "41", True),
+        ("１９２１年", "1921年", True),
+        ("It was 41.", "41", True),
+        ("the curator MARA DOLVIN", "Mara Dolvin", True),
+        ("part 4-1163", "4", False),
+        ("41.5 metres", "41", False),
+        ("339", "39", False),
+        ("6.4", "64", False),
+        ("388.00", "38800", False),
     ],
 )
-def test_different_spellings_of_a_figure_are_equal(text, figure):
-    assert contains(text, figure)
-
-
-@pytest.mark.parametrize(
-    ("text", "figure"),
-    [("part 4-1163", "4"), ("41.5 metres", "41"), ("339", "39"), ("6.4", "64"), ("388.00", "38800")],
-)
-def test_part_of_a_figure_does_not_match(text, figure):
-    assert not contains(text, figure)
+def test_figures_match_as_a_whole_in_any_spelling(text, figure, is_contained):
+    assert contains(text, figure) is is_contained
 
 
 def test_figures_exclude_citations_and_list_numbers():
@@ -52,16 +49,12 @@ def test_figures_exclude_citations_and_list_numbers():
         ("41m", "41 m", ()),
         ("on March 9th", "on 9 March", ()),
         ("part A41", "part 41", ("A41",)),
+        ("It is 339 metres long, since 1921.", "41 metres long, built in 1921.", ("339",)),
+        ("It is 41 metres long.", "41 metres long, built in 1921.", ()),
     ],
 )
-def test_answers_may_spell_a_supported_figure_differently(answer, given, unsupported):
+def test_figures_that_the_prompt_lacks_are_unsupported(answer, given, unsupported):
     assert unsupported_figures(answer, given) == unsupported
-
-
-def test_figures_missing_from_the_prompt_are_unsupported():
-    given = "The wall is 41 metres long, built in 1921."
-    assert unsupported_figures("It is 339 metres long, since 1921.", given) == ("339",)
-    assert unsupported_figures("It is 41 metres long.", given) == ()
 
 
 def test_reports_list_unsupported_figures(llama, monkeypatch):

@@ -1,5 +1,7 @@
 """The gate, on models that have been made wrong: each of its questions must be able to refuse."""
 
+import sys
+
 import pytest
 import tiny_models
 import torch
@@ -34,16 +36,14 @@ def test_a_correct_model_passes_the_gate(decoder):
     assert refused(decoder) == []
 
 
-def test_wrong_frequencies_are_refused(decoder):
+def with_wrong_frequencies(decoder, monkeypatch):
     for kind, inv_freq in decoder.ropes.items():
         decoder.ropes[kind] = inv_freq * 1.1
-    assert any("moved" in name for name in refused(decoder))
 
 
-def test_keys_normed_after_rotation_are_refused(decoder, monkeypatch):
-    """As HunYuan does: a weight per size does not commute with the rotation, so such keys cannot be moved."""
-    weight = torch.linspace(0.5, 2.0, 16)
-    module = __import__("sys").modules[type(decoder.model).__module__]
+def with_keys_normed_after_rotation(decoder, monkeypatch):
+    """As HunYuan does: a weight per dimension does not commute with the rotation."""
+    weight, module = torch.linspace(0.5, 2.0, 16), sys.modules[type(decoder.model).__module__]
     rotate = module.apply_rotary_pos_emb
 
     def normed(*args, **kwargs):
@@ -51,7 +51,24 @@ def test_keys_normed_after_rotation_are_refused(decoder, monkeypatch):
         return query, key * weight
 
     monkeypatch.setattr(module, "apply_rotary_pos_emb", normed)
-    assert any("moved" in name for name in refused(decoder))
+
+
+def with_a_wrong_output_layer(decoder, monkeypatch):
+    head = decoder.head
+    monkeypatch.setattr(decoder, "head", lambda hidden: head(hidden).roll(1))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "check"),
+    [
+        (with_wrong_frequencies, "moved"),
+        (with_keys_normed_after_rotation, "moved"),
+        (with_a_wrong_output_layer, "all rows"),
+    ],
+)
+def test_wrong_models_are_refused(decoder, monkeypatch, wrong, check):
+    wrong(decoder, monkeypatch)
+    assert any(check in name for name in refused(decoder))
 
 
 def test_non_causal_masks_are_refused(decoder, monkeypatch):
@@ -71,12 +88,6 @@ def test_non_causal_masks_are_refused(decoder, monkeypatch):
     names = refused(decoder)
     assert any("some rows" in name for name in names)
     assert any("later chunk" in name or "exact" in name for name in names)
-
-
-def test_a_wrong_output_layer_is_refused(decoder, monkeypatch):
-    head = decoder.head
-    monkeypatch.setattr(decoder, "head", lambda hidden: head(hidden).roll(1))
-    assert any("all rows" in name for name in refused(decoder))
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.7, 0.85])

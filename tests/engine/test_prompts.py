@@ -12,7 +12,7 @@ from ragblend.engine import cache
 from ragblend.engine.model import attention
 from ragblend.engine.selection import METHODS
 from ragblend.kvstore.blob import ChunkReader
-from ragblend.kvstore.errors import PromptTooLongError
+from ragblend.kvstore.errors import PromptError, PromptTooLongError, UsageError
 
 TEXTS = [make_text(seed) for seed in range(4)]
 ALLOWED = 1e-4
@@ -59,18 +59,24 @@ def test_text_too_long_for_the_window_is_not_tokenized(stored, segment):
         make_prompt(TEXTS[:3], prefix=""),
         make_prompt(TEXTS[:1], prefix="", suffix=""),
         Prompt([Literal(PREFIX), *[Chunk(text) for text in TEXTS], Literal(SUFFIX)]),
+        make_prompt([TEXTS[0], "", TEXTS[1]]),
+        make_prompt(TEXTS[:2], suffix=""),
     ],
-    ids=["one chunk", "one token", "a chunk first", "nothing but one chunk", "chunks that touch"],
+    ids=[
+        "one chunk",
+        "one token",
+        "a chunk first",
+        "nothing but one chunk",
+        "chunks that touch",
+        "an empty chunk",
+        "a chunk last",
+    ],
 )
 def test_prompts_of_every_shape(stored, prompt):
+    """The last token gives the logits, so its row is computed even if it is stored."""
     check_methods(stored, prompt)
-
-
-def test_a_prompt_may_end_in_a_chunk(stored):
-    """Its last token gives the logits, so that row is computed though it is stored."""
-    check_methods(stored, make_prompt(TEXTS[:2], suffix=""))
-    last = stored.engine.prefill(make_prompt(TEXTS[:2], suffix=""), method="reuse")
-    assert last.report.tokens.fresh > 0
+    report = stored.engine.prefill(prompt, method="reuse").report
+    assert report.misses == 0 and report.tokens.fresh > 0
 
 
 def test_a_chunk_may_occur_twice(stored):
@@ -83,11 +89,8 @@ def test_a_chunk_may_occur_twice(stored):
     assert torch.equal(values[0], values[1])  # both as stored
 
 
-def test_a_chunk_may_be_empty(stored):
-    prompt = make_prompt([TEXTS[0], "", TEXTS[1]])
-    check_methods(stored, prompt)
+def test_an_empty_passage_is_not_stored(stored):
     assert stored.engine.encode([""]).keys == (None,)
-    assert stored.engine.prefill(prompt, method="reuse").report.misses == 0
 
 
 def test_a_prompt_may_have_130_chunks(stored):
@@ -98,13 +101,10 @@ def test_a_prompt_may_have_130_chunks(stored):
     assert stored.engine.prefill(prompt).report.hits == 130
 
 
-def test_an_empty_prompt_is_refused(stored):
-    from ragblend.kvstore.errors import PromptError, UsageError
-
+@pytest.mark.parametrize("segments", [[], [Literal("")]])
+def test_an_empty_prompt_is_refused(stored, segments):
     with pytest.raises((PromptError, UsageError)):
-        stored.engine.prefill(Prompt([]))
-    with pytest.raises((PromptError, UsageError)):
-        stored.engine.prefill(Prompt([Literal("")]))
+        stored.engine.prefill(Prompt(segments))
 
 
 def test_token_ids_are_the_segments_ids_concatenated(stored):
@@ -158,10 +158,7 @@ def test_missing_chunks_after_exact_rows_are_exact(fresh):
     for method in ("reuse", "cacheblend", "cacheblend-gradual", "epic"):
         prefilled = fresh.engine.prefill(prompt, method=method, ratio=0.4)
         start, stop = prefilled.prompt.places[0]
-        for layer, (keys, values) in enumerate(fresh.kv(prefilled.prompt.token_ids)):
-            found = prefilled.cache.span(layer, start, stop)
-            assert largest_error(found[0], keys[:, start:stop]) < ALLOWED
-            assert largest_error(found[1], values[:, start:stop]) < ALLOWED
+        fresh.assert_exact(prefilled.cache, prefilled.prompt, start, stop)
         fresh.engine.finish_background()
         fresh.engine.store.delete([fresh.engine.encode(TEXTS[:1]).keys[0]])
 

@@ -149,8 +149,7 @@ class Forgetful(Policy):
     ],
     ids=lambda policy: policy.name,
 )
-def test_policies_that_omit_needed_rows_are_refused(llama, forgetful):
+def test_policies_that_omit_needed_rows_are_refused(stored, forgetful):
     """It would attend to whatever stood in the buffers, and answer nonsense without a word."""
-    llama.engine.encode(TEXTS)
     with pytest.raises(UsageError, match=f"'{forgetful.name}' left out [0-9]+ rows"):
-        llama.engine.prefill(make_prompt(TEXTS), method=forgetful, ratio=0.3)
+        stored.engine.prefill(make_prompt(TEXTS), method=forgetful, ratio=0.3)

@@ -13,16 +13,10 @@ from ragblend.engine.selection.shift import LayerChange, ShiftContext
 TEXTS = [make_text(seed, words=20) for seed in range(4)]
 
 
-@pytest.fixture
-def stored(bench):
-    bench.engine.encode(TEXTS)
-    return bench
-
-
-def test_exact_chunks_are_never_shifted(stored):
-    prompt = chat(stored, TEXTS)
-    reused = stored.engine.prefill(prompt, method="reuse").cache
-    found = stored.engine.prefill(prompt, method="probe-shift", ratio=0.5)
+def test_exact_chunks_are_never_shifted(each_stored):
+    prompt = chat(each_stored, TEXTS)
+    reused = each_stored.engine.prefill(prompt, method="reuse").cache
+    found = each_stored.engine.prefill(prompt, method="probe-shift", ratio=0.5)
     start, stop = prompt.places[0]
     for layer in range(reused.geometry.layers):
         for a, b in zip(reused.span(layer, start, stop), found.cache.span(layer, start, stop), strict=True):
@@ -30,10 +24,10 @@ def test_exact_chunks_are_never_shifted(stored):
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_nothing_is_shifted_at_ratio_0_and_1(stored, ratio):
+def test_nothing_is_shifted_at_ratio_0_and_1(each_stored, ratio):
     prompt = make_prompt(TEXTS)
-    plain = stored.engine.prefill(prompt, method="reuse" if ratio == 0 else "recompute").logits
-    found = stored.engine.prefill(prompt, method="probe-shift", ratio=ratio)
+    plain = each_stored.engine.prefill(prompt, method="reuse" if ratio == 0 else "recompute").logits
+    found = each_stored.engine.prefill(prompt, method="probe-shift", ratio=ratio)
     assert largest_error(found.logits, plain) < 1e-4
     assert found.report.probe_rows == 0
 
@@ -55,16 +49,15 @@ class Probing(Policy):
             yield Delta(start, torch.zeros_like(keys), torch.ones_like(values))
 
 
-def test_kv_is_shifted_before_the_first_block_attends(llama, monkeypatch):
+def test_kv_is_shifted_before_the_first_block_attends(stored, monkeypatch):
     """Rows in several blocks: the first must attend to what the change of the last one says."""
     import ragblend.engine.fusion as fusion
 
-    llama.engine.encode(TEXTS)
     prompt = make_prompt(TEXTS)
-    whole = llama.engine.prefill(prompt, method=Probing(name="shifts"), ratio=0.5).logits
+    whole = stored.engine.prefill(prompt, method=Probing(name="shifts"), ratio=0.5).logits
     monkeypatch.setattr(fusion, "BLOCK_ROWS", 8)
-    assert torch.equal(llama.engine.prefill(prompt, method=Probing(name="shifts"), ratio=0.5).logits, whole)
-    assert largest_error(llama.engine.prefill(prompt, method="reuse").logits, whole) > 1e-2
+    assert torch.equal(stored.engine.prefill(prompt, method=Probing(name="shifts"), ratio=0.5).logits, whole)
+    assert largest_error(stored.engine.prefill(prompt, method="reuse").logits, whole) > 1e-2
 
 
 def made_up_change(key_size=8, value_size=8, dtype=torch.float32):
@@ -94,9 +87,9 @@ def delta_of(change):
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.3, 0.7])
-def test_shifting_chunks_together_equals_one_by_one(stored, monkeypatch, ratio):
+def test_shifting_chunks_together_equals_one_by_one(each_stored, monkeypatch, ratio):
     """Before an accelerator, where memory between them holds whatever it holds."""
-    engine, prompt = stored.engine, make_prompt(TEXTS)
+    engine, prompt = each_stored.engine, make_prompt(TEXTS)
     alone = engine.prefill(prompt, method="probe-shift", ratio=ratio).logits
     calls = []
     monkeypatch.setattr(
@@ -131,22 +124,26 @@ def test_rows_between_chunks_are_not_shifted(monkeypatch):
             assert torch.allclose(part[:, at], getattr(delta, name), atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [30.0, 1e3, 1e5])
-def test_outliers_leave_finite_numbers(size):
-    """Some models have them; in bfloat16 its square rounds off more than its distance to its like."""
-    change = made_up_change(dtype=torch.bfloat16)
-    for rows in (change.context.computed[:2], 95):
-        change.stored(slice(None))[0][:, rows] = size
-    delta = delta_of(change)
-    assert delta.keys.isfinite().all() and delta.values.isfinite().all()
+def with_outliers(size):
+    def change(stored, computed):
+        for rows in (computed[:2], 95):
+            stored[0][:, rows] = size
+
+    return change
+
+
+def with_equal_rows(stored, computed):
+    """As of a passage that repeats one word."""
+    for part in stored:
+        part[:, computed] = part[:, :1].clone()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equal_recomputed_rows_leave_finite_numbers(dtype):
-    """A passage of one word again and again, and other rows beside it."""
+@pytest.mark.parametrize("odd", [*map(with_outliers, (30.0, 1e3, 1e5)), with_equal_rows])
+def test_odd_rows_leave_finite_numbers(odd, dtype):
+    """Some models have rows much larger than all others; bfloat16 rounds more off its square than its distance."""
     change = made_up_change(dtype=dtype)
-    for part in change.stored(slice(None)):
-        part[:, change.context.computed] = part[:, :1].clone()
+    odd(change.stored(slice(None)), change.context.computed)
     delta = delta_of(change)
     assert delta.keys.isfinite().all() and delta.values.isfinite().all()
 
@@ -195,13 +192,12 @@ def test_keys_may_be_wider_than_values():
 
 
 @pytest.mark.parametrize("name", ["epic", "cacheblend-gradual"])
-def test_any_kind_of_policy_may_have_a_shift(llama, name):
+def test_any_kind_of_policy_may_have_a_shift(stored, name):
     """It changes what is read, and nothing where every row is computed."""
-    llama.engine.encode(TEXTS)
     prompt, shifting = make_prompt(TEXTS), replace(METHODS[name], shift=KernelShift(), name="shifting")
-    full = llama.logits(prompt)[-1]
-    plain, shifted = (llama.engine.prefill(prompt, method=each, ratio=0.6) for each in (name, shifting))
+    full = stored.logits(prompt)[-1]
+    plain, shifted = (stored.engine.prefill(prompt, method=each, ratio=0.6) for each in (name, shifting))
     if name == "epic":
         assert shifted.report.served == plain.report.served
     assert not torch.equal(shifted.logits, plain.logits)
-    assert largest_error(llama.engine.prefill(prompt, method=shifting, ratio=1.0).logits, full) < 1e-4
+    assert largest_error(stored.engine.prefill(prompt, method=shifting, ratio=1.0).logits, full) < 1e-4

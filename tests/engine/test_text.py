@@ -78,18 +78,18 @@ def test_an_incomplete_character_is_shown_at_the_end(tokenizer):
     assert "\ufffd" in stream.finish()
 
 
+TEXT = "kept two ledgers and wrote the names of ships"
+
+
 @pytest.mark.parametrize("stop", ["ledger", "l", "edgers and", "two ledgers and wrote the names"])
 def test_stop_strings_across_tokens_are_cut(tokenizer, stop):
-    text = "kept two ledgers and wrote the names of ships"
-    expected = text[: text.index(stop)]
-    pieces = pieces_of(tokenizer, text, [stop])
-    assert "".join(pieces) == expected
-    assert decode_text(tokenizer, tokenizer.encode(text), [stop]) == expected
+    expected = TEXT[: TEXT.index(stop)]
+    assert "".join(pieces_of(tokenizer, TEXT, [stop])) == expected
+    assert decode_text(tokenizer, tokenizer.encode(TEXT), [stop]) == expected
 
 
 def test_text_that_only_begins_like_a_stop_string_is_shown(tokenizer):
-    text = "the ledgers and the ledges"
-    assert "".join(pieces_of(tokenizer, text, ["ledgers!", "ledgex"])) == text
+    assert "".join(pieces_of(tokenizer, TEXT, ["ledgers!", "ledgex"])) == TEXT
 
 
 # --- segments
