@@ -188,7 +188,7 @@ class Engine:
         behind = (
             self.runtime.canonical_prefix
             if prefix is None
-            else tokenizing.leading_literal_ids([Literal(prefix)])
+            else tokenizing.prompt(Prompt([Literal(prefix)]), {}).token_ids
         )
         for passage in ids:
             self.runtime.check_length(len(behind) + len(passage), "a passage behind its prefix")

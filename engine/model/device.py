@@ -135,9 +135,9 @@ def measure_rates(device: torch.device, dtype: str) -> tuple[float, float]:
     return 2 * rows * size * size * 2 / reading / 2, nbytes / writing / 2
 
 
-def _fastest_s(device: torch.device, work: Callable[[], object], repeats: int = 4) -> float:
+def _fastest_s(device: torch.device, work: Callable[[], object]) -> float:
     transfers, times = transfer_stream(device), []
-    for _ in range(repeats):
+    for _ in range(4):
         transfers.synchronize()
         begun = time.perf_counter()
         work()

@@ -27,7 +27,7 @@ def chat(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[st
     for message in messages:
         if not re.fullmatch(r"[\w-]+", message.role):  # the template does not escape it
             raise PromptError(f"a message's role is a word, such as user or assistant, not {message.role!r}")
-    messages = [replace(m, segments=tuple(map(_as_text, m.segments))) for m in messages]
+    messages = [replace(m, segments=tuple(map(_verbatim, m.segments))) for m in messages]
     if tokenizer.chat_template is None:
         return Prompt(merge_literals(_without_template(messages)))
     failed: Exception | None = None
@@ -71,7 +71,7 @@ def merge_literals(segments: Sequence[Segment]) -> list[Segment]:
     return result
 
 
-def _as_text(segment: Segment) -> Segment:
+def _verbatim(segment: Segment) -> Segment:
     return replace(segment, verbatim=True) if isinstance(segment, Literal) else segment
 
 

@@ -46,13 +46,10 @@ def unsupported_figures(answer: str, given: str) -> tuple[str, ...]:
     found = figures_in(answer)
     if not found:
         return ()
-    known = normalised(given)
-    return tuple(figure for figure in found if not _supported(normalised(figure), known))
-
-
-def _supported(figure: str, known: str) -> bool:
-    """With or without the letters of a unit after it: `41m` for `41 m`, `9th` for `9`."""
-    return _occurs_in(figure, known) or _occurs_in(_UNIT.sub("", figure), known)
+    text = normalised(given)
+    # With or without the letters of a unit after it: `41m` for `41 m`, `9th` for `9`.
+    spellings = {figure: (normalised(figure), _UNIT.sub("", normalised(figure))) for figure in found}
+    return tuple(f for f in found if not any(_occurs_in(spelling, text) for spelling in spellings[f]))
 
 
 def _occurs_in(figure: str, text: str) -> bool:

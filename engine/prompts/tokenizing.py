@@ -69,10 +69,6 @@ class PromptTokenizer:
 
         return FigureFinder(self.tokenizer)
 
-    def leading_literal_ids(self, segments: list[Segment]) -> tuple[int, ...]:
-        """Token ids of literals at the beginning of a prompt."""
-        return self.prompt(Prompt(segments), {}).token_ids
-
     def _begin_ids(self, segments: list[Segment]) -> tuple[int, ...]:
         """The begin token, if the tokenizer adds one and the prompt lacks it."""
         bos = self.tokenizer.bos_token_id
@@ -114,9 +110,9 @@ class PromptTokenizer:
             messages += [Message("user", (Literal(asked),)), Message("assistant", (Literal(answered),))]
         return chat(self.tokenizer, [*messages, Message("user", tuple(_asked(passages, question)))])
 
-    def prefix_ids(self, system: str | None = None) -> tuple[int, ...]:
+    def prefix_ids(self) -> tuple[int, ...]:
         """Ids of `chat_prompt` before the first passage: the canonical encoding prefix."""
-        prompt = self.chat_prompt(system, [Chunk(token_ids=())], "", [])
+        prompt = self.chat_prompt(None, [Chunk(token_ids=())], "", [])
         return self.prompt(prompt, {}).prefix_ids
 
 

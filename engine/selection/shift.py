@@ -148,7 +148,8 @@ class KernelShift:
         if context.computed.numel() < 2:
             return
         similarity = context.similarity(change)
-        observed = _flat(*(part[:, context.picked] for part in (change.keys, change.values)))
+        parts = [part[:, context.picked].transpose(0, 1).flatten(1) for part in (change.keys, change.values)]
+        observed = torch.cat(parts, dim=1)  # (C, F)
         trust = STRENGTH * len(observed) / (len(observed) + SHRINK_SIZES * change.keys.shape[-1])
         padded = pad((trust * observed).to(context.dtype), (0, 0, 0, len(similarity.inverse) - len(observed)))
         weights = similarity.inverse @ padded  # (C, F)
@@ -272,11 +273,6 @@ def _in_two(numbers: Tensor, out: Tensor) -> None:
     """out (n, 2), of any dtype: float32 numbers (n,) rounded, and the remainder."""
     out[:, 0] = numbers
     out[:, 1] = numbers - out[:, 0]
-
-
-def _flat(*parts: Tensor) -> Tensor:
-    """(H, n, D) each -> (n, F)"""
-    return torch.cat([part.transpose(0, 1).flatten(1) for part in parts], dim=1)
 
 
 def _by_head(flat: Tensor, like: Tensor) -> Tensor:
