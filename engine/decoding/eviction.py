@@ -33,7 +33,7 @@ def evict(decoder: Decoder, prompt: Prompt, cache: FusedCache, keep_tokens: int)
         return cache.evicted_tokens
     if not decoder.shows_attention:
         raise UnsupportedModelError(
-            "keep_tokens needs to see what the question attends to, which this model's layers do not show; leave it out"
+            "keep_tokens needs the question's attention, which this model's layers do not expose; leave it out"
         )
     kept = _votes(decoder, prompt, cache, passages, keep_tokens)
     for layer, held in enumerate(cache.fused):

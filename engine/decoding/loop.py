@@ -66,7 +66,7 @@ def decode_answer(
         if is_first and options.keep_tokens is not None and options.max_new_tokens > 1:
             if cache is None:
                 raise UnsupportedModelError(
-                    "keep_tokens needs fused KV, which this model has not; leave it out"
+                    "keep_tokens needs fused KV, which this model does not have; leave it out"
                 )
             evict(runtime.decoder, prompt, cache, options.keep_tokens)
 

@@ -1,4 +1,4 @@
-"""CacheBlend's choice against the paper's words (§4.3), row by row and head by head, on a tiny model."""
+"""CacheBlend's selection against the paper (§4.3), row by row and head by head, on a tiny model."""
 
 import pytest
 import torch

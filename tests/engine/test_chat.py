@@ -1,4 +1,4 @@
-"""Messages of frameworks in the model's template; and engines that share one machine."""
+"""Chat templates around segments; and engines that share one machine."""
 
 import copy
 

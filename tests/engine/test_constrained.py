@@ -1,4 +1,4 @@
-"""Answers that keep to a schema or a grammar, and what their tokens' probabilities were."""
+"""Answers constrained to a schema or grammar, and log-probabilities."""
 
 import json
 import sys

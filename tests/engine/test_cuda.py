@@ -1,4 +1,4 @@
-"""On a CUDA device, where there is one: it says what the CPU says, with KV in every tier, and answers by graphs."""
+"""On a CUDA device, if there is one: the CPU's logits, KV in every tier, and CUDA graphs."""
 
 import threading
 

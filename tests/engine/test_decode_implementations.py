@@ -1,4 +1,4 @@
-"""How the tokens of an answer are computed: both ways say the same, and the faster one is taken only if it does."""
+"""Decode implementations give the same answers, and a faster one is chosen only if it is proven."""
 
 import copy
 import gc

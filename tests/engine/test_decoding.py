@@ -1,4 +1,4 @@
-"""Tokens after the prompt: transformers' own greedy answer, pieces, stop strings, seeds."""
+"""Decoding: transformers' greedy answer, streams, stop strings, sampling, and wrong use."""
 
 import pytest
 import torch

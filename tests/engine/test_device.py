@@ -1,4 +1,4 @@
-"""The device seam: what an accelerator's transfers does differently, run on the CPU, gives the same."""
+"""Devices and transfers: an accelerator's staged transfers, simulated on the CPU, give the same bits."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""Eviction: what is kept is what a loop over the model's own attention keeps, and the rest counts as masked."""
+"""Eviction: keeps what a loop over the model's own attention keeps, and equals masking the rest."""
 
 import pytest
 import torch

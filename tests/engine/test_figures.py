@@ -1,4 +1,4 @@
-"""Figures in texts and in token ids: found, compared, flagged where no passage has them, and recomputed as a whole."""
+"""Figures in texts and token ids: found, compared, reported if no passage has them, recomputed as a whole."""
 
 from dataclasses import replace
 

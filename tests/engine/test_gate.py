@@ -1,4 +1,4 @@
-"""The gate, on models that have been made wrong: each of its questions must be able to refuse."""
+"""The gate refuses models that have been made wrong, by each of its checks."""
 
 import sys
 

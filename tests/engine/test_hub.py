@@ -1,4 +1,4 @@
-"""Models of the hub, from a hub on this machine: brought here whole, shown, stopped, taken up, found again."""
+"""Models of the hub, from a server on this machine: downloaded, stopped, resumed, found again."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""Models that cannot be loaded: a named error that says what was found and what to do."""
+"""Models that cannot be loaded raise a named error with what was found and what to do."""
 
 import errno
 import hashlib

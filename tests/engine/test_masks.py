@@ -1,4 +1,4 @@
-"""Masks and blocked attention against a loop over rows and keys."""
+"""Masks and tiled attention against a loop over rows and keys."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Methods by name: parameters, and what other packages add."""
+"""Methods by name, with parameters, and from other packages."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""Packed linear layers: the same numbers, for any number of rows, and only where the processor gains by them."""
+"""Packed linear layers give the same numbers for any number of rows, only where that is faster."""
 
 import pytest
 import torch

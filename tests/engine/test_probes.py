@@ -1,4 +1,4 @@
-"""Attention-guided policies, against slow sums over the attention that transformers alone gives."""
+"""Policies by attention, against slow sums over the attention of transformers alone."""
 
 import math
 import threading

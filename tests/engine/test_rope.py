@@ -1,4 +1,4 @@
-"""Moving keys, against rotation written out as complex numbers in float64."""
+"""Moving keys, against rotation as complex numbers in float64."""
 
 import pytest
 import torch

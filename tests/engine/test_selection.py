@@ -1,4 +1,4 @@
-"""Which rows the policies choose: on planted evidence, and by budget arithmetic."""
+"""Which rows policies select: on made-up evidence, and by budget arithmetic."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which rows a shift is added to, and what becomes of odd ones; what is added: test_shift_forms.py."""
+"""Which rows are shifted, and odd rows; test_shift_forms.py has the formula."""
 
 from dataclasses import replace
 

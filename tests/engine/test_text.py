@@ -1,4 +1,4 @@
-"""Text while it comes, segments and their offsets, the chat template, and settings that are checked."""
+"""Incremental text, segments and offsets, chat prompts, and invalid options."""
 
 import pytest
 from tiny_models import BOS, END, make_tokenizer

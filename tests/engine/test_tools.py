@@ -1,4 +1,4 @@
-"""How a model was taught to write calls, what it may write, and what it wrote."""
+"""Tool calls: the template's format, constrained answers, and parsing."""
 
 import copy
 

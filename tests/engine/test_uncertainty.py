@@ -1,4 +1,4 @@
-"""A figure or name that is not sure is read again in full, once, and the answer goes on from there."""
+"""Before an uncertain figure or name the answer continues from a full prefill, once."""
 
 from dataclasses import replace
 

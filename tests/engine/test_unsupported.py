@@ -1,4 +1,4 @@
-"""Models that cannot be fused are served by full prefill, with a warning that says why; and none is served wrongly."""
+"""Models that cannot be fused use full prefill with a warning; none gives wrong answers."""
 
 import threading
 
