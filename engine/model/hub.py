@@ -79,8 +79,8 @@ def download(name: str, progress: Progress | None = None, stop: threading.Event 
         raise ModelNotFoundError(f"{name!r} is no hub id (owner/name): {error}") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelNotFoundError(
-            f"the model {name!r} could not be downloaded from the hub ({type(error).__name__}: {error}); check the name "
-            "and the network, or pass a local folder"
+            f"the model {name!r} could not be downloaded from the hub ({type(error).__name__}: {error}); check the "
+            "name and the network, or pass a local folder"
         ) from error
 
 
