@@ -162,6 +162,7 @@ class DecodeSelector:
         self._file = folder / f"steps-{fingerprint[:32]}-{on}.json"
         self._weights_file = self._file.with_suffix(".safetensors")
         self._decoder: Any = decoder
+        self._saves_weights = decoder.device.type == "cpu"
         self._allows_rounding = allows_rounding
         self._ratios: tuple[float, ...] = ()
         self._packed: PackedWeights = {}
@@ -171,9 +172,6 @@ class DecodeSelector:
         if self._candidate is not None:
             self._load(self._candidate)
 
-    @property
-    def _saves_weights(self) -> bool:
-        return self._decoder.device.type == "cpu"
 
     def _load(self, candidate: Candidate) -> None:
         """Take up what an earlier process measured."""
