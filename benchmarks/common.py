@@ -18,7 +18,8 @@ from benchmarks.filler import sentences
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ragblend.engine.decoding.few_rows import FewRows, PackedWeights
+    from ragblend.engine.decoding.direct import DirectDecode
+    from ragblend.engine.decoding.packed_weights import PackedWeights
     from ragblend.engine.engine import Engine
 
 REPO = Path(__file__).parents[1]
@@ -60,16 +61,23 @@ def texts(engine: "Engine", count: int, tokens: int, first: int = 0) -> list[str
     return found
 
 
-def packed_loop(engine: "Engine") -> "tuple[FewRows, PackedWeights]":
+def packed_loop(engine: "Engine") -> "tuple[DirectDecode, PackedWeights]":
     """Our loop over that model's layers, by packed weights; nothing else is chosen for its answers any more."""
-    from ragblend.engine.decoding.few_rows import FewRows, pack_weights, rows_of
+    from ragblend.engine.decoding.direct import DirectDecode
+    from ragblend.engine.decoding.implementations import candidate_for
+    from ragblend.engine.decoding.packed_weights import pack_weights
+    from ragblend.engine.model.decoder import TransformersDecoder
 
     runtime, packed = engine.runtime, dict[str, Any]()
-    runtime.choice.is_open = False
-    if not engine.gate.passed or not FewRows.knows(runtime.decoder):
+    runtime.choice.needs_measurement = False
+    candidate = candidate_for(runtime.decoder)
+    if not engine.gate.passed or candidate is None:
         raise SystemExit("this model's layers are none that the loop knows")
-    pack_weights(runtime.decoder, packed, rounds=runtime.has_quantized_weights)
-    return rows_of(runtime.decoder, packed), packed
+    assert isinstance(runtime.decoder, TransformersDecoder)
+    pack_weights(runtime.decoder, packed, allows_rounding=runtime.has_quantized_weights)
+    implementation = candidate.make(runtime.decoder, packed)
+    assert isinstance(implementation, DirectDecode)
+    return implementation, packed
 
 
 def spent(work: Callable[[], object]) -> tuple[float, float]:

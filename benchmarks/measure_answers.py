@@ -24,12 +24,12 @@ from benchmarks import llama_tokens
 from benchmarks.common import AnyHome, Data, Limit, Model, environment_of_others, packed_loop, run
 from ragblend import Chunk, Engine
 from ragblend.app.quality.data import Question, load
-from ragblend.engine.decoding.few_rows import FewRows
+from ragblend.engine.decoding.direct import DirectDecode
 from ragblend.engine.model.checkpoints import find_model
 
 REPEATS, MOST_TOKENS = 3, 96
 Answered = dict[str, list[int]]  # a prompt and its answer, token ids
-WAYS = {"without guesses": 0, "guessing": FewRows.guessed}
+WAYS = {"without guesses": 0, "guessing": DirectDecode.guessed_tokens}
 
 
 def asked(engine: Engine, question: Question) -> tuple[Answered, dict[str, float]]:
@@ -40,7 +40,7 @@ def asked(engine: Engine, question: Question) -> tuple[Answered, dict[str, float
     answers = []
     for _ in range(REPEATS):
         for way, count in WAYS.items():
-            FewRows.guessed = count
+            DirectDecode.guessed_tokens = count
             begun = time.perf_counter()
             answers.append(engine.decode(prefilled, max_new_tokens=MOST_TOKENS).token_ids)
             times[way].append(1e3 * (time.perf_counter() - begun) / max(1, len(answers[-1]) - 1))
@@ -75,7 +75,7 @@ def main(
     if llamacpp is not None and find_model(model).suffix != ".gguf":
         raise SystemExit(f"llama.cpp reads .gguf files, and {model} is none")
     engine = Engine.open(model, home=home, device="cpu")
-    engine.runtime.choice.steps, _ = packed_loop(engine)
+    engine.runtime.choice.current, _ = packed_loop(engine)
     answers, rows = list[Answered](), list[dict[str, float]]()
     for question in load(data).questions[:limit]:
         told, times = asked(engine, question)

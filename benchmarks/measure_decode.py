@@ -26,10 +26,11 @@ from benchmarks.common import AnyHome, Limit, Model, agreement, counts, packed_l
 from benchmarks.filler import sentences
 from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.app.quality.data import Question, load
+from ragblend.engine.decoding.direct import DirectDecode, Read
 from ragblend.engine.decoding.eightbit import EightBit
-from ragblend.engine.decoding.few_rows import FewRows, PackedWeights, Read
 from ragblend.engine.decoding.fourbit import FourBit
-from ragblend.engine.decoding.steps import ModelSteps, Steps
+from ragblend.engine.decoding.implementations import DecodeImplementation, TransformersDecode
+from ragblend.engine.decoding.packed_weights import PackedWeights
 from ragblend.engine.model.device import device_name
 from ragblend.engine.results import Prefilled
 
@@ -55,13 +56,13 @@ def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
     return statistics.median(s / f for s, f in zip(slow, fast, strict=True))
 
 
-def each_token(steps: Steps, prefilled: Prefilled, tokens: Sequence[int]) -> Logits:
+def each_token(steps: DecodeImplementation, prefilled: Prefilled, tokens: Sequence[int]) -> Logits:
     """What is said behind the prompt and each of the tokens."""
     prefilled.cache.truncate()
     return [steps.run(prefilled.cache, [token]) for token in tokens]
 
 
-def measured(prefilled: Prefilled, ways: dict[str, Steps], follow: tuple[int, ...]) -> str:
+def measured(prefilled: Prefilled, ways: dict[str, DecodeImplementation], follow: tuple[int, ...]) -> str:
     """One line about both ways behind that prompt."""
     times, told = in_turns({n: partial(each_token, steps, prefilled, follow) for n, steps in ways.items()})
     spent = " ".join(f"{n} {1e3 * statistics.median(each) / len(follow):.1f} ms" for n, each in times.items())
@@ -69,7 +70,7 @@ def measured(prefilled: Prefilled, ways: dict[str, Steps], follow: tuple[int, ..
     return f"{spent} ratio {ratio(times['model'], times['rows']):.2f} KL {divergence:.1e} same {same:.0%}"
 
 
-def shared(prefilled: Sequence[Prefilled], rows: FewRows, follow: Sequence[tuple[int, ...]]) -> str:
+def shared(prefilled: Sequence[Prefilled], rows: DirectDecode, follow: Sequence[tuple[int, ...]]) -> str:
     """One line about a token of each stream at a time, alone and together."""
     caches = [each.cache for each in prefilled]
 
@@ -95,7 +96,9 @@ def shared(prefilled: Sequence[Prefilled], rows: FewRows, follow: Sequence[tuple
     return f"{len(caches)} streams: {rates} ratio {ratio(times['alone'], times['together']):.2f} {bits}"
 
 
-def diverging(engine: Engine, exact: Engine, ways: dict[str, Steps], questions: Sequence[Question]) -> str:
+def diverging(
+    engine: Engine, exact: Engine, ways: dict[str, DecodeImplementation], questions: Sequence[Question]
+) -> str:
     """How far each is from the exact model over the greedy answers to questions about two passages."""
     told: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for question in questions:
@@ -131,7 +134,7 @@ def main(
     engine = Engine.open(model, home=home, device=device, dtype=dtype)
     runtime = engine.runtime
     rows, packed = packed_loop(engine)
-    ways: dict[str, Steps] = {"model": ModelSteps(runtime.loaded.model), "rows": rows}
+    ways: dict[str, DecodeImplementation] = {"model": TransformersDecode(runtime.loaded.model), "rows": rows}
     sizes = ", ".join(
         f"{sum(each.nbytes for each in packed.values() if isinstance(each, kind)) / 1e6:.0f} MB of {bits} bits"
         for bits, kind in ((4, FourBit), (8, EightBit))
@@ -143,17 +146,21 @@ def main(
             print(line, flush=True)
         return
     exact = Engine.open(model, home=home, device=device, dtype="float32")
-    exact.runtime.choice.is_open = False
+    exact.runtime.choice.needs_measurement = False
     four: PackedWeights = {name: each for name, each in packed.items() if isinstance(each, FourBit)}
     ways |= {
-        "rows in four bits": FewRows(runtime.decoder, four),
-        "rows unpacked": FewRows(runtime.decoder, {}),
+        "rows in four bits": DirectDecode(runtime.decoder, four),
+        "rows unpacked": DirectDecode(runtime.decoder, {}),
     }
     print(diverging(engine, exact, ways, load(data).questions[:limit]))
 
 
 def by_context(
-    engine: Engine, ways: dict[str, Steps], rows: FewRows, contexts: list[int], streams: list[int]
+    engine: Engine,
+    ways: dict[str, DecodeImplementation],
+    rows: DirectDecode,
+    contexts: list[int],
+    streams: list[int],
 ) -> Iterator[str]:
     """A line for each length of context, and number of streams if there are any."""
     most = TOKENS * max(streams, default=1)

@@ -39,16 +39,16 @@ def measure_eviction(
     keep: Annotated[str, typer.Option(help="How many tokens, by commas.")] = "1024,512,256,128,64",
 ) -> None:
     """Measure, and print a table."""
+    from ragblend.engine.decoding.direct import DirectDecode
     from ragblend.engine.decoding.eviction import evict
-    from ragblend.engine.decoding.few_rows import FewRows
-    from ragblend.engine.engine import Engine
+    from ragblend.engine.engine import Engine, loaded_here
 
     budgets = [None, *parse_counts(keep, "--keep")]
     found: dict[int | None, list[tuple[float, float, list[float]]]] = {budget: [] for budget in budgets}
     questions = read(replace(source, limit=source.limit or 12, passages=source.passages or 6)).questions
-    engine = Engine.open(**product.engine_arguments(cli))
-    if engine.gate.passed and FewRows.knows(engine.runtime.decoder):
-        engine.runtime.choice.steps, _ = packed_loop(engine)
+    engine = loaded_here(Engine.open(**product.engine_arguments(cli)), "this bench")
+    if engine.gate.passed and DirectDecode.supports(engine.runtime.decoder):
+        engine.runtime.choice.current, _ = packed_loop(engine)
     how: dict[str, Any] = {"method": method, "ratio": ratio}
     for question in questions:
         prompt, whole = build_prompt(engine, question, tokens), None
@@ -82,7 +82,7 @@ def step_times(engine: Any, prefilled: Any, token_ids: tuple[int, ...]) -> list[
     cache, times = prefilled.cache, []
     for token_id in token_ids:
         begun = time.perf_counter()
-        engine.runtime.choice.steps.run(cache, [token_id])
+        engine.runtime.choice.current.run(cache, [token_id])
         times.append((time.perf_counter() - begun) * 1e3)
     cache.truncate()
     return times

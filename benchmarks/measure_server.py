@@ -38,7 +38,7 @@ from benchmarks.common import run as run_script
 from benchmarks.filler import Notes, names
 from ragblend.app.desk import Desk
 from ragblend.app.serve.keys import Client, Keys
-from ragblend.engine.decoding.steps import StepsVerdict
+from ragblend.engine.decoding.implementations import DecodeComparison
 from ragblend.engine.prompts.tokenizing import OPENING, SEPARATOR, SYSTEM
 
 WAIT_S = 600.0
@@ -279,7 +279,7 @@ class Soak:
 def is_settled(home: Path) -> bool:
     """Whether it is chosen how answers are computed: another order of sums is another greedy answer."""
     return any(
-        StepsVerdict(kept["divergence"], tuple(kept["ratios"])).is_settled
+        DecodeComparison(kept["divergence"], tuple(kept["ratios"])).is_settled
         for kept in map(read_json, home.rglob("steps-*.json"))
     )
 

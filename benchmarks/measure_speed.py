@@ -46,7 +46,8 @@ from ragblend import Engine
 from ragblend.app.quality.prefilling import cpu_name
 from ragblend.app.quality.ttft import encoded
 from ragblend.engine.correction import Correction
-from ragblend.engine.decoding.few_rows import HEAD, FewRows, PackedWeights
+from ragblend.engine.decoding.direct import DirectDecode
+from ragblend.engine.decoding.packed_weights import HEAD, PackedWeights
 from ragblend.engine.model import attention
 from ragblend.engine.prompts.segments import Prompt
 from ragblend.engine.results import Prefilled
@@ -237,7 +238,7 @@ def bounds_ms(engine: Engine, machine: Machine, prefilled: Prefilled) -> Row:
             geometry.kv_heads * (geometry.key_size + geometry.value_size),
         )
         moved = sum(span[1] - span[0] for span in prefilled.prompt.places[1:])
-        fitted = min(chosen, shift.MOST_FITTED)
+        fitted = min(chosen, shift.MAX_FITTED_ROWS)
         told = (
             2 * (moved + fitted) * fitted * width
         )  # and as much for similarity, which layers share, as the system
@@ -271,13 +272,13 @@ def others_ms(engine: Engine, machine: Machine, prompt: Prompt) -> list[Row]:
     model, geometry = engine.runtime.loaded.model, engine.runtime.decoder.geometry
     weights = sum(each.nbytes for each in model.parameters())
     prefilled = engine.prefill(prompt, method="reuse")
-    engine.runtime.choice.steps, packed = packed_loop(engine)
+    engine.runtime.choice.current, packed = packed_loop(engine)
 
     def answered(count: int) -> float:
         return median_s(lambda: engine.decode(prefilled, max_new_tokens=count, temperature=0.0), REPEATS)
 
     model.generation_config.eos_token_id = []  # so long an answer, whatever it says
-    with mock.patch.object(FewRows, "guessed", 0):
+    with mock.patch.object(DirectDecode, "guessed_tokens", 0):
         token_ms = 1e3 * (answered(ANSWER + 1) - answered(1)) / ANSWER
     read = bytes_of(engine, packed) + len(prompt.token_ids) * geometry.token_bytes
     new, keys = iter(texts(engine, REPEATS + 1, TOKENS, first=CHUNKS)), []

@@ -317,10 +317,10 @@ def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
 
     The built-in engine decodes by the model's own forward: its loop of fewer bits rounds as vLLM does not.
     """
-    from ragblend.engine.decoding.steps import ModelSteps
+    from ragblend.engine.decoding.implementations import TransformersDecode
 
     mine, prompts, choice = [], [], engine.runtime.choice
-    choice.steps, choice.is_open = ModelSteps(engine.runtime.loaded.model), False
+    choice.current, choice.needs_measurement = TransformersDecode(engine.runtime.loaded.model), False
     for question in questions:
         passages = [cut(engine, text, given.tokens) for text in question.passages[: given.passages]]
         encoded(engine, passages)
@@ -366,11 +366,11 @@ def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
 def figures(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
     """What the endpoint and the built-in engine answer by the default method: the same figures, and the right ones?"""
     from ragblend.app.quality.quality import asked as words
-    from ragblend.engine.decoding.steps import ModelSteps
+    from ragblend.engine.decoding.implementations import TransformersDecode
     from ragblend.engine.prompts.figures import contains, figures_in
 
     mine, prompts, choice = [], [], engine.runtime.choice
-    choice.steps, choice.is_open = ModelSteps(engine.runtime.loaded.model), False
+    choice.current, choice.needs_measurement = TransformersDecode(engine.runtime.loaded.model), False
     for question in questions:
         passages = [tuple(engine.runtime.tokenizing.passage_ids(text)) for text in question.passages]
         encoded(engine, passages)

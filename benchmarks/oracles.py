@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ragblend.engine.plan import Plan
 from ragblend.engine.selection import METHODS, Policy
-from ragblend.engine.selection.base import Attention, Probed
-from ragblend.engine.selection.shift import Change, Delta
+from ragblend.engine.selection.base import Attention, ProbeResult
+from ragblend.engine.selection.shift import Delta, LayerChange
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Transplant(Policy):
     def layer_scores(self, plan: Plan, attention: Attention) -> Tensor:
         return self._by.layer_scores(plan, attention)
 
-    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
+    def rows(self, plan: Plan, probed: ProbeResult | None = None) -> Tensor:
         chosen = self._by.rows(plan, probed)
         self._chosen[:] = [chosen[plan.candidates[chosen]]]
         return super().rows(plan)
@@ -66,7 +66,7 @@ class Transplant(Policy):
     def corrects(self, plan: Plan) -> bool:
         return True
 
-    def deltas(self, plan: Plan, change: Change) -> Iterator[Delta]:
+    def deltas(self, plan: Plan, change: LayerChange) -> Iterator[Delta]:
         rows, (keys, values) = self._chosen[0], change.stored(self._chosen[0])
         if rows.numel():
             true_keys, true_values = self.truth.span(change.layer, 0, plan.tokens)

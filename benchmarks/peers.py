@@ -70,9 +70,9 @@ def ragblend(plan: Row) -> tuple[Ask, Row]:
 
     ask(plan["prompts"][0], 16)
     engine.finish_background()
-    steps = engine.runtime.choice.steps
+    steps = engine.runtime.choice.current
     if plan["name"] != OURS:
-        type(steps).guessed = 0
+        type(steps).guessed_tokens = 0
     disk = sum(size_of(Path(plan["home"], part)) for part in ("models", "kv"))
     return ask, {"ingest_tokens": ingest, "disk": disk, "note": type(steps).__name__}
 

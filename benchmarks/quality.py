@@ -44,9 +44,9 @@ def quality(
 ) -> None:
     """Compare methods, modes (MODE+METHOD) and oracles with full prefill, on questions of any format."""
     from benchmarks.shift_variants import VARIANT
-    from ragblend.engine.selection import added
+    from ragblend.engine.selection import registered
 
-    with added(VARIANT):
+    with registered(VARIANT):
         names, others = parse(request.methods, request.ratios, request.compare or [])
         if generate or form:
             made = request.output / "questions.json"
@@ -109,7 +109,7 @@ def modes_of(name: str, ratios: str) -> "list[Mode]":
 def transplanted(oracle: Variant) -> measured.Measure:
     """How a variant that copies from the reference's KV is measured. Raises UsageError for a wrong parameter."""
     from benchmarks.oracles import Transplant
-    from ragblend.engine.selection.naming import with_parameters
+    from ragblend.engine.selection.policy_names import with_parameters
 
     policy = with_parameters(Transplant(), oracle.method) if ":" in oracle.method else Transplant()
     assert isinstance(policy, Transplant)

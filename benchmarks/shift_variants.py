@@ -19,9 +19,17 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.plan import Plan
-from ragblend.engine.selection import METHODS, ByAttention, Change, Delta, KernelShift, Policy, by_attention
-from ragblend.engine.selection.base import Probed
-from ragblend.engine.selection.shift import NEAR_GAIN, NEAR_TOKENS, NOISE, SHRINK_SIZES, STRENGTH, Scale
+from ragblend.engine.selection import (
+    METHODS,
+    ByAttention,
+    Delta,
+    KernelShift,
+    LayerChange,
+    Policy,
+    by_attention,
+)
+from ragblend.engine.selection.base import ProbeResult
+from ragblend.engine.selection.shift import NEAR_GAIN, NEAR_TOKENS, NOISE, SHRINK_SIZES, STRENGTH, RowScale
 from ragblend.kvstore.errors import UsageError
 
 LOOKED_AT = 0.3  # share of the stored rows
@@ -46,14 +54,14 @@ class ShiftVariant(ByAttention):
             if value not in known:
                 raise UsageError(f"{name} is one of {', '.join(map(repr, known))}, not {value!r}")
 
-    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
+    def rows(self, plan: Plan, probed: ProbeResult | None = None) -> Tensor:
         self._scores[:] = [] if probed is None else [self.scores(probed)]
         return super().rows(plan, probed)
 
-    def deltas(self, plan: Plan, change: Change) -> Iterable[Delta]:
+    def deltas(self, plan: Plan, change: LayerChange) -> Iterable[Delta]:
         if not self.first * plan.layers <= change.layer < self.last * plan.layers:
             return
-        shifted = torch.ones(plan.tokens, dtype=change.run.dtype, device=plan.token_ids.device)
+        shifted = torch.ones(plan.tokens, dtype=change.context.dtype, device=plan.token_ids.device)
         if self.spared == "figures" and plan.figures is not None:
             shifted[plan.figures.is_figure] = 0
         if self.spared == "looked-at" and self._scores:
@@ -64,8 +72,8 @@ class ShiftVariant(ByAttention):
             some = shifted[delta.start : delta.start + delta.keys.shape[1]][None, :, None]
             yield Delta(delta.start, self.keys * some * delta.keys, self.values * some * delta.values)
 
-    def _of_passages(self, change: Change) -> Iterable[Delta]:
-        run, heads = change.run, change.keys.shape
+    def _of_passages(self, change: LayerChange) -> Iterable[Delta]:
+        run, heads = change.context, change.keys.shape
         observed = torch.cat([each.transpose(0, 1).flatten(1) for each in (change.keys, change.values)], 1)
         for begin, end in run.chunks:
             mine = (run.computed >= begin) & (run.computed < end)
@@ -76,14 +84,14 @@ class ShiftVariant(ByAttention):
             by_head = [each.unflatten(1, (heads[0], -1)).transpose(0, 1) for each in (keys, values)]
             yield Delta(begin, *by_head)
 
-    def _added(self, change: Change, observed: Tensor, computed: Tensor, chunk: slice) -> Tensor:
+    def _added(self, change: LayerChange, observed: Tensor, computed: Tensor, chunk: slice) -> Tensor:
         """(n, F) what the rows of one chunk get from the observed changes (C, F) of its computed rows."""
         count = len(observed)
         trust = STRENGTH * count / (count + SHRINK_SIZES * change.keys.shape[-1])
         if self.scope == "mean":
             return (trust * observed.mean(0, keepdim=True)).expand(chunk.stop - chunk.start, -1)
         known = change.stored(computed)
-        scale = Scale.of(*known)
+        scale = RowScale.of(*known)
         fitted, every = scale.compared(*known).float(), scale.compared(*change.stored(chunk)).float()
         system = _similar(fitted, fitted, computed, computed)
         system.diagonal().add_(NOISE)
@@ -106,7 +114,7 @@ def _variant() -> Policy:
     return ShiftVariant(
         by_attention.later_layers,
         by_attention.rooted_squares,
-        probe=by_attention.asking_rows,
+        probe=by_attention.question_rows,
         cheaper_layers=by_attention.second_quarter,
         shift=KernelShift(),
         figure_gain=ours.figure_gain,

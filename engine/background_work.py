@@ -27,7 +27,7 @@ def queue_background_work(runtime: Runtime, request: Request, prefilled: Prefill
     if prefilled.computed:  # one such task waits at a time: each holds a whole context in memory
         store = partial(store_computed, runtime, request.collection, prefilled.computed)
         background.add(store, store_computed)
-    elif request.policy.follows:
+    elif request.policy.uses_tree:
         compute = partial(compute_next_node, runtime, request.prompt, request.collection)
         background.add(compute, compute_next_node)
     queue_storing_arrived(runtime, request, prefilled)
@@ -62,7 +62,7 @@ def _store_arrived(runtime: Runtime, request: Request, arrived: Mapping[ChunkKey
 def _promote(runtime: Runtime, request: Request) -> None:
     """Copy KV that was used to the next faster tier."""
     prompt, geometry = request.prompt, runtime.fingerprint.geometry
-    for node, _ in path_of(runtime, prompt, request.collection) if request.policy.follows else ():
+    for node, _ in path_of(runtime, prompt, request.collection) if request.policy.uses_tree else ():
         with runtime.store_lock:
             runtime.store.promote(node.key, node.token_ids, geometry, node.start, node.parent)
     for chunk, prefix, key in () if request.policy.exact else keys_of(runtime, request):

@@ -8,7 +8,7 @@ from ragblend.engine.model.decoder import Decoder
 from ragblend.engine.model.rope import rotated
 from ragblend.engine.plan import Kind, Plan
 from ragblend.engine.selection.base import Policy
-from ragblend.engine.selection.shift import Change, Run
+from ragblend.engine.selection.shift import LayerChange, ShiftContext
 
 
 class Correction:
@@ -24,7 +24,7 @@ class Correction:
         stored = decoder.geometry.torch_dtype
         # bfloat16 stays, else float32: squares of float16 may overflow.
         self._dtype = stored if stored == torch.bfloat16 else torch.float32
-        self._run = Run(rows[self._at], chunks, self._dtype)
+        self._run = ShiftContext(rows[self._at], chunks, self._dtype)
         self._tables: dict[tuple[str, torch.dtype, int], tuple[Tensor, Tensor]] = {}
 
     def apply(self, layer: int, new_keys: Tensor, new_values: Tensor) -> None:
@@ -41,7 +41,9 @@ class Correction:
         def stored(at: Tensor | slice) -> tuple[Tensor, Tensor]:
             return unrotated(keys[:, at].to(self._dtype), at), values[:, at].to(self._dtype)
 
-        change = Change(layer, self._run, unrotated(keys_change, computed), values_change, stored, unrotated)
+        change = LayerChange(
+            layer, self._run, unrotated(keys_change, computed), values_change, stored, unrotated
+        )
         for delta in self._policy.deltas(self._plan, change):
             rows = slice(delta.start, delta.start + delta.keys.shape[1])
             keys[:, rows].add_(self._rotated(layer, delta.keys, rows))

@@ -24,7 +24,7 @@ from ragblend.engine.config import (
     server_url,
 )
 from ragblend.engine.controller import DeviceProfile
-from ragblend.engine.decoding.loop import answered, continue_logits
+from ragblend.engine.decoding.loop import continue_logits, decode_answer
 from ragblend.engine.engine_base import NO_PROMPT, EngineBase
 from ragblend.engine.interface import EngineInterface
 from ragblend.engine.model.decoder import kv_geometry
@@ -121,7 +121,7 @@ class Engine(EngineBase):
     @property
     def measures_answers(self) -> bool:
         """Whether, since the last answer, it is being measured how answers of this model are computed fastest."""
-        return self.runtime.gate.passed and self.runtime.choice.is_open
+        return self.runtime.gate.passed and self.runtime.choice.needs_measurement
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         """In the background, load the model if it is not loaded, and read the chunks' KV ahead.
@@ -160,7 +160,7 @@ class Engine(EngineBase):
         """Answer a prompt that has been read; may be called again, each time from the prompt's end."""
         chosen = DecodeOptions.of(options)
         with self.runtime.queue.turn() as turn:
-            return answered(self.runtime, prefilled, chosen, turn)
+            return decode_answer(self.runtime, prefilled, chosen, turn)
 
     def continue_logits(self, prefilled: Prefilled, token_ids: Sequence[int]) -> Tensor:
         """(n, vocab) float32 logits that predict each of the tokens, given the prompt and the tokens before it."""
@@ -214,7 +214,7 @@ class Engine(EngineBase):
             begun, answer = time.perf_counter(), tuple[int, ...]()
             prefilled = read or prefill(self.runtime, request, turn, answering=True)
             try:
-                result = answered(self.runtime, prefilled, options, turn, on_text, cancel, begun)
+                result = decode_answer(self.runtime, prefilled, options, turn, on_text, cancel, begun)
                 answer = result.token_ids
                 return result
             finally:  # also after a cancelled answer: its prompt has been read

@@ -137,7 +137,9 @@ class EngineBase(ABC):
             raise UsageError(f"{len(texts)} texts came with {len(node_ids)} node ids; each needs one")
         tokenizing = self.runtime.tokenizing
         ids = [tuple(tokenizing.passage_ids(text)) for text in texts]
-        before = self.runtime.canonical_prefix if prefix is None else tokenizing.begun([Literal(prefix)])
+        before = self.runtime.canonical_prefix
+        if prefix is not None:
+            before = tokenizing.prompt(Prompt([Literal(prefix)]), {}).token_ids
         for passage in ids:
             self.runtime.check_length(len(before) + len(passage), "a passage behind its prefix")
         keys = self._nodes.keys_of(ids, before)
@@ -308,7 +310,7 @@ class EngineBase(ABC):
     ) -> Request:
         """cancel: for an engine that must first ask a server what it is."""
         policy = policy_named(method)
-        share = None if ratio == "auto" else policy.checked(ratio)
+        share = None if ratio == "auto" else policy.check_ratio(ratio)
         tokenized = self.tokenize(prompt)
         if not tokenized.token_ids:
             raise UsageError("the prompt is empty; give it at least one token")

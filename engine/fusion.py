@@ -13,11 +13,11 @@ from torch import Tensor
 from ragblend.engine.cache import Append, FusedCache, LayerStopped, NewKV, Scatter
 from ragblend.engine.correction import Correction
 from ragblend.engine.loader import LayerLoader
-from ragblend.engine.model.attention import Collect, Collector
+from ragblend.engine.model.attention import AttentionCollector, CollectAttention
 from ragblend.engine.model.decoder import BLOCK_ROWS, Decoder, RowBlock
 from ragblend.engine.plan import Kind, Plan
 from ragblend.engine.scheduling.queue import DeviceTurn
-from ragblend.engine.selection.base import COLLECTED_ROWS, Attention, Evidence, Policy, Probed
+from ragblend.engine.selection.base import COLLECTED_ROWS, Attention, Evidence, Policy, ProbeResult
 from ragblend.engine.trace import Recorder
 from ragblend.kvstore.errors import UsageError
 
@@ -133,7 +133,7 @@ class Fusion:
 
     def _all_needed(self, rows: Tensor, chosen: Tensor) -> Tensor:
         """The rows that a policy chose. Raises UsageError if a row would be neither computed nor loaded."""
-        if self.policy.times_only:
+        if self.policy.measures_time_only:
             return chosen
         left_out = torch.zeros(self.plan.tokens, dtype=torch.bool, device=rows.device)
         left_out[rows] = True
@@ -189,7 +189,7 @@ class Fusion:
             blocks.append(self.decoder.row_block(part, int(part[-1]) + 1, its_hidden))
         return ActiveRows(rows, hidden, blocks, stored=0)
 
-    def _through(self, layer: int, work: ActiveRows, collect: Collect | None = None) -> Tensor:
+    def _through(self, layer: int, work: ActiveRows, collect: CollectAttention | None = None) -> Tensor:
         """The rows' hidden states after that layer. Raises LayerStopped if collect does."""
         moved = []
         for block, hidden in _blocks(work):
@@ -229,8 +229,8 @@ class Fusion:
         rows = torch.cat([settled.rows, work.rows])
         return self._work(rows, torch.cat([settled.hidden, work.hidden], dim=1))
 
-    def _probe(self) -> tuple[Probed | None, Settled]:
-        """Run the fresh rows that the policy asks for, up to the last layer whose attention it collects."""
+    def _probe(self) -> tuple[ProbeResult | None, Settled]:
+        """ShiftContext the fresh rows that the policy asks for, up to the last layer whose attention it collects."""
         policy, plan, spent = self.policy, self.plan, self.spent
         rows = policy.probe_rows(plan)
         if rows is None:
@@ -268,12 +268,12 @@ class Fusion:
             if ends_early:  # the last layer was stopped, and is computed again for these rows
                 settled = Settled(plan.settled_tokens, layers.stop - 1, rows[:count], work.hidden[:, :count])
                 spent.again_layer_rows += count
-        return Probed(scores, spent.again_layer_rows / plan.layers), settled
+        return ProbeResult(scores, spent.again_layer_rows / plan.layers), settled
 
     def _seeing(self, work: ActiveRows, keys: Tensor) -> list[RowBlock]:
         """The blocks, given only the keys at positions (S,): later ones may not be written yet."""
         dtype = work.hidden.dtype
-        return [self.decoder.seeing(block, keys[keys <= block.rows[-1]], dtype) for block in work.blocks]
+        return [self.decoder.with_keys(block, keys[keys <= block.rows[-1]], dtype) for block in work.blocks]
 
     def _probed_layer(
         self, layer: int, work: ActiveRows, scores: dict[int, Tensor], stops: bool
@@ -284,7 +284,7 @@ class Fusion:
         """
 
         def collect(
-            collector: Collector, queries: Tensor, keys: Tensor, scaling: float, weights: Tensor
+            collector: AttentionCollector, queries: Tensor, keys: Tensor, scaling: float, weights: Tensor
         ) -> None:
             first = collector.first_key
             attention = Attention(layer, first, queries, keys, scaling, collector.mask, weights)

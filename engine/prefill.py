@@ -24,7 +24,7 @@ from ragblend.engine.request import Request, keys_of
 from ragblend.engine.results import Computed, Prefilled
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.scheduling.queue import DeviceTurn
-from ragblend.engine.selection import BLIND, Policy
+from ragblend.engine.selection import ATTENTION_FREE, Policy
 from ragblend.engine.trace import Recorder, Trace
 from ragblend.kvstore.codec import Part, Source
 from ragblend.kvstore.errors import without_frames
@@ -96,9 +96,9 @@ def _supported(runtime: Runtime, request: Request) -> tuple[Request, str | None]
     name = request.policy.name
     if not request.policy.needs_attention or runtime.decoder.shows_attention:
         return request, None
-    return replace(request, policy=BLIND), (
+    return replace(request, policy=ATTENTION_FREE), (
         f"{name} collects attention, which this model's layers do not show; "
-        f"the prompt is served by {BLIND.name}: chunks' first tokens and an even sample, the rest shifted"
+        f"the prompt is served by {ATTENTION_FREE.name}: chunks' first tokens and an even sample, the rest shifted"
     )
 
 
@@ -139,7 +139,7 @@ def _find(runtime: Runtime, request: Request, readers: ExitStack, shared: Shared
         held = request.used_session.span(prompt, runtime.decoder)
         if held is not None:
             spans, begin = [held], held.stop
-    if policy.follows and not spans:
+    if policy.uses_tree and not spans:
         path = [node for node, _ in path_of(runtime, prompt, request.collection)]
         for node, source in zip(
             path, match(runtime.store.open_chunk, path, runtime.decoder.geometry), strict=False

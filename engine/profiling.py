@@ -21,7 +21,7 @@ from ragblend.engine.loader import loader_of
 from ragblend.engine.model.decoder import BLOCK_ROWS, Decoder
 from ragblend.engine.plan import Plan, Span, make_plan
 from ragblend.engine.runtime import Runtime
-from ragblend.engine.selection.base import Policy, Probed
+from ragblend.engine.selection.base import Policy, ProbeResult
 from ragblend.engine.trace import Recorder
 from ragblend.kvstore.blob import ChunkReader
 from ragblend.kvstore.chunks import ChunkKV
@@ -48,9 +48,9 @@ class Spread(Policy):
 
     count: int = 0
     name: str = field(default="profile", kw_only=True)
-    times_only: ClassVar[bool] = True
+    measures_time_only: ClassVar[bool] = True
 
-    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
+    def rows(self, plan: Plan, probed: ProbeResult | None = None) -> Tensor:
         places = torch.linspace(0, plan.tokens - 1, self.count, dtype=torch.float64)
         places[-1] = plan.tokens - 1
         return places.round().long().to(plan.token_ids.device)

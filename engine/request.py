@@ -65,7 +65,7 @@ def claim_of(runtime: Runtime, request: Request) -> Claim:
     if (session := request.used_session) and (held := session.common_tokens(prompt.token_ids)):
         cached[f"session {id(session)}"] = held
     with runtime.store_lock:
-        path = path_of(runtime, prompt, request.collection) if request.policy.follows and not held else []
+        path = path_of(runtime, prompt, request.collection) if request.policy.uses_tree and not held else []
         nodes = list(takewhile(runtime.store.contains, (node.key for node, _ in path)))
         cached |= {node.key.digest: len(node.token_ids) for node, _ in path[: len(nodes)]}
         exact = sum(cached.values())

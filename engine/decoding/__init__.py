@@ -1,1 +1,1 @@
-"""The tokens of an answer behind a prompt: the loop, weights in few bits, guesses, grammars, text."""
+"""Decoding: the loop, its implementations, packed weights, prompt lookup, grammars, sampling, text."""

@@ -1,21 +1,21 @@
-"""Answers that keep to a grammar: which token may come next, and how an answer ends before its tokens do."""
+"""Constrained decoding: masks tokens that the grammar does not allow, and ends the answer before max_new_tokens."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ragblend.engine.decoding.grammar import Grammar, library
+from ragblend.engine.decoding.grammar import Grammar, load_llguidance
 from ragblend.kvstore.errors import UnsupportedModelError, UsageError
 
-MAX_CLOSING_TOKENS = 512  # an end that is further away than that is not looked for
-# What ends a value soonest comes first; the blank is only ever free inside a text, whose quote may not be due yet.
+MAX_CLOSING_TOKENS = 512  # how far ahead an end is searched for
+# What ends a value soonest comes first; a blank is only ever allowed inside a string, whose quote may not be yet.
 _SOONEST = ' }]",:0123456789ntf-[{'
 
 
 def token_grammars(tokenizer: Any, vocabulary: int, end_ids: list[int]) -> Any:
-    """What turns grammars into masks of this tokenizer's ids: a second of work, once for a model."""
-    library()
+    """llguidance's tables that turn grammars into masks over this tokenizer's ids: takes a second, once per model."""
+    load_llguidance()
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise UnsupportedModelError(
             "the model's tokenizer has no table that a grammar could be compiled for (it is no fast tokenizer); "
@@ -27,16 +27,16 @@ def token_grammars(tokenizer: Any, vocabulary: int, end_ids: list[int]) -> Any:
 
 
 class Constraint:
-    """Two logits processors for one answer: `mask`, before anything is sampled, and `close`, after it.
+    """Two logits processors for one answer: `mask`, before sampling, and `close`, after it.
 
-    tokens: as `token_grammars` made them. most: the most tokens of the answer. Raises UsageError where those are
-    too few for the shortest answer that there is, or where that is too long to be looked for.
+    tokens: from `token_grammars`; max_new_tokens: of the answer. Raises UsageError if the shortest possible answer is
+    longer than that, or too long to be found.
     """
 
-    def __init__(self, grammar: Grammar, tokens: Any, prompt_tokens: int, most: int) -> None:
-        # Its own warnings go to stderr; ours are errors.
-        self._matcher = library().LLMatcher(tokens, grammar.text, log_level=0)
-        self._tokens, self._seen, self._end = tokens, prompt_tokens, prompt_tokens + most
+    def __init__(self, grammar: Grammar, tokens: Any, prompt_tokens: int, max_new_tokens: int) -> None:
+        # llguidance's warnings would go to stderr; ours are errors.
+        self._matcher = load_llguidance().LLMatcher(tokens, grammar.text, log_level=0)
+        self._tokens, self._seen, self._end = tokens, prompt_tokens, prompt_tokens + max_new_tokens
         self._soonest = [tokens.tokenize_str(each)[0] for each in _SOONEST]
         self._raise_error()
         self.was_closed = False
@@ -46,13 +46,14 @@ class Constraint:
             raise UsageError(
                 f"no answer of this schema was found that ends within {MAX_CLOSING_TOKENS} tokens: ask for less at once"
             )
-        if shortest > most:
+        if shortest > max_new_tokens:
             raise UsageError(
-                f"an answer of this schema takes {shortest} tokens at least, and max_new_tokens is {most}: allow more"
+                f"an answer of this schema takes {shortest} tokens at least, and max_new_tokens is {max_new_tokens}: "
+                "allow more"
             )
 
     def mask(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores (1, vocabulary) with minus infinity for what the grammar does not allow."""
+        """Scores (1, vocabulary) with minus infinity for tokens that the grammar does not allow."""
         for token in input_ids[0, self._seen :].tolist():
             self._matcher.consume_token(token)
             self._raise_error()
@@ -62,7 +63,7 @@ class Constraint:
         return scores.masked_fill(~allowed[: scores.shape[1]], -torch.inf)
 
     def close(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """The same scores, while the answer can still end in time after the best of them; else only the way there."""
+        """The same scores while the answer can still end in time after the best token; else only the way to the end."""
         left, chosen = self._end - self._seen, int(scores.argmax())
         if not self._closes or chosen in self._tokens.eos_tokens:
             return scores
@@ -77,7 +78,7 @@ class Constraint:
         return only
 
     def _distance(self, matcher: Any, most: int = MAX_CLOSING_TOKENS) -> int | None:
-        """Tokens up to the end, the end token included, on the way that `_next` takes; None if it is not found."""
+        """Tokens up to and with the end token, if each is the one `_next` returns; None if no end is found."""
         matcher = matcher.deep_copy()
         for count in range(min(most, MAX_CLOSING_TOKENS) + 1):
             token = self._next(matcher)
@@ -90,14 +91,14 @@ class Constraint:
         return None
 
     def _next(self, matcher: Any) -> int:
-        """The token that brings the answer nearer to its end: what is due, or the soonest end of what is open."""
+        """The token on the shortest way to the end: the forced one, or what closes the open value soonest."""
         if matcher.is_stopped() or matcher.is_accepting():
             return int(self._tokens.eos_tokens[0])
         if forced := matcher.compute_ff_tokens():
             return int(forced[0])
         allowed = _allowed(matcher)
         closing = {each: token for each, token in zip(_SOONEST, self._soonest, strict=True) if allowed[token]}
-        if closing.keys() >= {'"', "]", "}"}:  # only a text takes all of them
+        if closing.keys() >= {'"', "]", "}"}:  # only a string allows all of them
             return int(closing['"'])
         if closing:
             return int(next(iter(closing.values())))

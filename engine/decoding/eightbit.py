@@ -1,9 +1,8 @@
-"""Weights rounded to eight bits, with a scale a row: half of bfloat16's bytes for what lies on no sixteen levels.
+"""Eight-bit weights with one scale a row: half of bfloat16's bytes, for weights that are not on sixteen levels.
 
-Only for models whose file held their weights in about as many: five, six and eight bits of a GGUF file move by less
-than rounding the rows between two layers to bfloat16 does. A matrix of which that is not true stays as it is
-(`steps.py` measures what all of them do), and so do weights that nobody had rounded. Torch's CPU kernel takes rows in
-bfloat16; in float32 it is ten times slower.
+Only for models whose file held their weights in about eight bits: five to eight bits of a GGUF file move by less than
+rounding rows to bfloat16 between two layers does. A matrix that moves more stays unpacked. `implementations.py`
+measures what all of them do together. Torch's CPU kernel takes bfloat16 rows; in float32 it is ten times slower.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor
 
 LARGEST = 127
-MOST_ERROR = 0.03  # what rounding moves weights by on average, as a part of their average size
-KERNEL_SHAPE = 16, 32  # of which N and K are multiples: with others the kernel reads beyond the end
-BLOCK_ROWS = 4096  # rounded in one go
+MAX_MEAN_ERROR = 0.03  # by which rounding may move weights, as a share of their mean size
+KERNEL_SHAPE = 16, 32  # N and K must be multiples: with others the kernel reads beyond the end
+BLOCK_ROWS = 4096  # rounded at a time
 
 
 @dataclass(frozen=True)
@@ -34,27 +33,27 @@ class EightBit:
         return self.levels.nbytes + self.scales.nbytes
 
     @classmethod
-    def joined(cls, parts: Sequence["EightBit"]) -> "EightBit":
-        """Several over the same rows as one, their results one behind the other."""
+    def concatenated(cls, parts: Sequence["EightBit"]) -> "EightBit":
+        """One weight whose output is these weights' outputs, concatenated."""
         return cls(torch.cat([part.levels for part in parts]), torch.cat([part.scales for part in parts]))
 
 
-def eight_bit(weight: Tensor, go_on: Callable[[], None] = lambda: None) -> EightBit | None:
-    """This weight (N, K) rounded; None where that moves it by more than MOST_ERROR, or the kernel does not know it.
+def eight_bit(weight: Tensor, check_cancelled: Callable[[], None] = lambda: None) -> EightBit | None:
+    """Round a weight (N, K); None if that moves it by more than MAX_MEAN_ERROR, or the kernel does not take its shape.
 
-    go_on: called before each block; raises where the work is to be left.
+    check_cancelled: called before each block, may raise.
     """
     if any(size % multiple for size, multiple in zip(weight.shape, KERNEL_SHAPE, strict=True)):
         return None
     blocks, moved = list[EightBit](), 0.0
     for block in weight.split(BLOCK_ROWS):
-        go_on()
+        check_cancelled()
         exact = block.float()
-        # Rounded first, so that what the levels are multiplied with is what they were divided by.
+        # Rounded first, so that the levels are multiplied by what they were divided by.
         scales = (exact.abs().amax(1) / LARGEST).bfloat16().clamp_min_(torch.finfo(torch.bfloat16).tiny)
         levels = (exact / scales.float()[:, None]).round_().clamp_(-LARGEST, LARGEST)
         moved += float((levels * scales.float()[:, None] - exact).abs_().sum())
         blocks.append(EightBit(levels.to(torch.int8), scales))
-    if moved > MOST_ERROR * float(weight.abs().sum(dtype=torch.float32)):
+    if moved > MAX_MEAN_ERROR * float(weight.abs().sum(dtype=torch.float32)):
         return None
-    return EightBit.joined(blocks)
+    return EightBit.concatenated(blocks)

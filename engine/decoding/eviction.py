@@ -1,17 +1,17 @@
-"""Eviction: once the first token is out, each key head keeps of the passages only what the question attends to.
+"""KV eviction after the first token: each key head keeps only the passage tokens that the question attends to.
 
-Source: SnapKV (arXiv 2404.14469, NeurIPS'24), section 4, which A3 (arXiv 2511.17560) applies to fused documents: the
-attention of the prompt's last rows, summed over them and pooled over neighbouring tokens, votes for the tokens that a
-layer and head keep; what stands outside the passages (system, question) is always kept. Votes of the query heads that
-share a key head are added, for they share its keys. Layers with a sliding window keep all they have: their masks go by
-where keys stand. Cost: the last rows pass through the layers once more, after the first token.
+Source: SnapKV (arXiv 2404.14469, NeurIPS'24), section 4, which A3 (arXiv 2511.17560) applies to fused documents. The
+attention of the prompt's last rows, summed over rows and pooled over neighbouring tokens, votes for the tokens to keep
+in each layer and head. Tokens outside the passages (system, question) are always kept. Query heads that share a key
+head add their votes. Layers with a sliding window keep everything: their masks depend on the keys' buffer rows.
+Cost: the last rows pass through the layers once more, after the first token.
 """
 
 import torch
 from torch import Tensor, nn
 
 from ragblend.engine.cache import Append, FusedCache, Scatter
-from ragblend.engine.model.attention import Collector
+from ragblend.engine.model.attention import AttentionCollector
 from ragblend.engine.model.decoder import FULL, Decoder
 from ragblend.engine.prompts.segments import Prompt
 from ragblend.kvstore.errors import UnsupportedModelError
@@ -22,21 +22,22 @@ KERNEL = 7  # of the pooling, as published
 
 @torch.inference_mode()
 def evict(decoder: Decoder, prompt: Prompt, cache: FusedCache, keep_tokens: int) -> int:
-    """Leave keep_tokens tokens of the passages to each key head; returns how many it lost (0: there were no more).
+    """Keep keep_tokens passage tokens per key head; returns how many each evicted.
 
-    The cache holds the whole prompt and nothing behind it. Raises UnsupportedModelError where attention is not shown.
+    The cache must hold the whole prompt and nothing else. Raises UnsupportedModelError if the layers do not expose
+    their attention.
     """
-    passages = _passages(prompt, decoder.device)
+    passages = _passage_mask(prompt, decoder.device)
     losing = int(passages.sum()) - keep_tokens
     if losing <= 0 or cache.evicted_tokens or FULL not in decoder.layer_types:
         return cache.evicted_tokens
     if not decoder.shows_attention:
         raise UnsupportedModelError(
-            "keep_tokens needs to see what the question attends to, which this model's layers do not show; leave it out"
+            "keep_tokens needs the question's attention, which this model's layers do not expose; leave it out"
         )
     kept = _votes(decoder, prompt, cache, passages, keep_tokens)
     for layer, held in enumerate(cache.fused):
-        # transformers asks one layer of each type how long its mask has to be, and finds it by this.
+        # transformers asks one layer of each type for the length of its mask, and picks it by this.
         held.is_sliding = layer not in kept
         if layer in kept:
             held.keep(kept[layer])
@@ -46,17 +47,16 @@ def evict(decoder: Decoder, prompt: Prompt, cache: FusedCache, keep_tokens: int)
 def _votes(
     decoder: Decoder, prompt: Prompt, cache: FusedCache, passages: Tensor, keep_tokens: int
 ) -> dict[int, Tensor]:
-    """Run the last rows once more, over what they wrote themselves: by layer (H, kept) ascending positions to keep.
-
-    Stops behind the last layer that votes.
-    """
+    """Run the last rows again over their own KV: by layer (H, kept) ascending positions to keep."""
     tokens, kept = passages.numel(), dict[int, Tensor]()
     always = (~passages).nonzero().squeeze(1)
     rows = torch.arange(max(0, tokens - WINDOW_ROWS), tokens, device=decoder.device)
     hidden = decoder.embed(torch.tensor(prompt.token_ids, device=decoder.device)[rows])
     block = decoder.row_block(rows, tokens, hidden, collected=rows.numel())
 
-    def vote(collector: Collector, queries: Tensor, keys: Tensor, scaling: float, weights: Tensor) -> None:
+    def vote(
+        collector: AttentionCollector, queries: Tensor, keys: Tensor, scaling: float, weights: Tensor
+    ) -> None:
         heads = keys.shape[0]
         votes = weights.float().sum(1).view(heads, -1, tokens).sum(1).masked_fill_(~passages, 0)
         pooled = nn.functional.max_pool1d(votes[None], KERNEL, stride=1, padding=KERNEL // 2)[0]
@@ -74,8 +74,8 @@ def _votes(
     return kept
 
 
-def _passages(prompt: Prompt, device: torch.device) -> Tensor:
-    """(T,) bool: tokens of chunks. The last one is the question's, whatever it is of."""
+def _passage_mask(prompt: Prompt, device: torch.device) -> Tensor:
+    """(T,) bool: tokens of chunks; never the last token, which always counts as the question's."""
     found = torch.zeros(len(prompt.token_ids), dtype=torch.bool)
     for start, stop in prompt.places:
         found[start:stop] = True

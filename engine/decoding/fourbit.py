@@ -1,9 +1,9 @@
-"""Weights that were four-bit numbers before they were unpacked: found again, and multiplied with as such.
+"""Four-bit weights: recovers the levels of weights that were four-bit numbers in a GGUF file, and multiplies by them.
 
-Most GGUF files hold blocks of 32 weights as sixteen levels, evenly spaced (Q4_0, Q4_1, Q4_K). Unpacked to bfloat16 a
-token reads four times the bytes, and says no more: the levels are still there, up to the dtype's rounding. What lies on
-no such levels is not rounded to any: it would cost quality (`eightbit.py` takes it).
-Torch's CPU kernel for this takes bfloat16 rows, on any processor with AVX2 or AVX-512.
+Most GGUF files hold blocks of 32 weights as sixteen evenly spaced levels (Q4_0, Q4_1, Q4_K). Unpacked to bfloat16 they
+are four times as many bytes, and the levels are still there, up to the dtype's rounding. Weights that are on no such
+levels are not rounded to them, which would cost quality (`eightbit.py` is for those).
+Torch's CPU kernel takes bfloat16 rows, on any processor with AVX2 or AVX-512.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ from torch import Tensor
 
 GROUP = 32
 LEVELS = 16
-# Of the largest weight of a group: what rounding to bfloat16 moves a weight by, twice.
+# As a share of a group's largest weight: twice what rounding to bfloat16 moves a weight by.
 ROUNDING = 2**-7
 SAMPLED_ROWS = 16
-BLOCK_WEIGHTS = 1 << 22  # looked at in one go
-OUT_FEATURES = 16  # the kernel computes multiples of as many
-KERNEL_ROWS = 64  # the kernel's order of weights repeats after so many
+BLOCK_WEIGHTS = 1 << 22  # examined at a time
+OUT_FEATURES = 16  # the kernel computes multiples of this
+KERNEL_ROWS = 64  # the period of the kernel's order of weights
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class FourBit:
         return self.levels.nbytes + self.scales.nbytes
 
     @classmethod
-    def joined(cls, parts: Sequence["FourBit"]) -> "FourBit | None":
-        """Several over the same rows as one, results one behind the other; None where the kernel's blocks forbid."""
+    def concatenated(cls, parts: Sequence["FourBit"]) -> "FourBit | None":
+        """One weight whose output is these weights' outputs, concatenated; None if they do not fill kernel blocks."""
         if any(part.levels.shape[0] % KERNEL_ROWS for part in parts):
             return None
         levels = torch.cat([part.levels for part in parts])
@@ -54,20 +54,20 @@ def multiplies_four_bit() -> bool:
     )
 
 
-def four_bit(weight: Tensor, go_on: Callable[[], None] = lambda: None) -> FourBit | None:
-    """This weight (N, K), where all of it lies on sixteen levels; else None.
+def four_bit(weight: Tensor, check_cancelled: Callable[[], None] = lambda: None) -> FourBit | None:
+    """Pack a weight (N, K) if every group lies on sixteen levels; else None.
 
-    go_on: called before each block; raises where the work is to be left.
+    check_cancelled: called before each block, may raise.
     """
     if weight.shape[0] % OUT_FEATURES or weight.shape[1] % GROUP:
         return None
     step, rows = max(1, weight.shape[0] // SAMPLED_ROWS), max(1, BLOCK_WEIGHTS // weight.shape[1])
     blocks = [weight[begin : begin + rows] for begin in range(0, weight.shape[0], rows)]
-    if _on_levels(weight[::step]) is None:  # nearly all that will fail fails here
+    if _on_levels(weight[::step]) is None:  # most weights on no levels fail here
         return None
     whole = []
     for block in blocks:
-        go_on()
+        check_cancelled()
         if (part := _on_levels(block)) is None:
             return None
         whole.append(part)
@@ -80,9 +80,9 @@ def four_bit(weight: Tensor, go_on: Callable[[], None] = lambda: None) -> FourBi
 
 
 def _on_levels(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """(N, K) -> levels (N, K) int32, and by group (N, K / GROUP) the step between them and the lowest; or None.
+    """(N, K) -> levels (N, K) int32, and by group (N, K / GROUP) the step between levels and the lowest; or None.
 
-    A group need not use all sixteen, so fewer are tried where they do not fit.
+    A group may use fewer than sixteen, so smaller numbers of levels are tried for groups that do not fit.
     """
     groups = weight.float().reshape(-1, GROUP)
     lowest, highest = groups.aminmax(dim=1, keepdim=True)
@@ -103,7 +103,7 @@ def _on_levels(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
 def _nearest(
     groups: Tensor, lowest: Tensor, highest: Tensor, allowed: Tensor, top: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Levels 0..top of groups (M, GROUP), the steps between them (M, 1), and which groups lie on them (M,)."""
+    """Nearest levels 0..top of groups (M, GROUP), the steps (M, 1), and whether each group lies on its levels (M,)."""
     steps = ((highest - lowest) / top).clamp_min_(torch.finfo(torch.float32).tiny)
     levels = (groups - lowest).div_(steps).round_()
     error = torch.addcmul(lowest, levels, steps).sub_(groups).abs_().amax(1, keepdim=True)

@@ -1,21 +1,21 @@
-"""From token ids to text while they come: whole characters only, and nothing from a stop string on."""
+"""Incremental detokenizing: whole characters only, cut before a stop string or after the first sentence."""
 
 import re
 from collections.abc import Sequence
 from typing import Any
 
-# Not the dot of an abbreviation, an initial or a decimal; quotes and citations behind it are the sentence's.
+# Not the dot of an abbreviation, an initial or a decimal; quotes and citations after it belong to the sentence.
 SENTENCE_END = re.compile(
     r"(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)(?<!\bNo)(?<!\bvs)(?<!\be\.g)(?<!\bi\.e)(?<!\b[A-HJ-Z])"
     r"(?<![.!?…])[.!?…]++[\"'”’)*_]*+(?=\s|$|\[\d)(?:[ \t]*\[\d{1,4}(?:\s*[,;]\s*\d{1,4})*\])*"
 )
-_MAY_CITE = re.compile(r"[ \t]*(\[[\d\s,;]*)?")  # behind a sentence: it may yet be a citation, or nothing
+_MAY_CITE = re.compile(r"[ \t]*(\[[\d\s,;]*)?")  # after a sentence: may still become a citation
 _BRACKET = re.compile(r"(?<=[.!?…])[\"'”’)*_]*\[\Z")
-_UNFINISHED = "�"  # what a tokenizer prints for part of a character
+_UNFINISHED = "�"  # a tokenizer's output for part of a character
 
 
 class TextStream:
-    """Feeds ids, hands out text. Text that may be the beginning of a stop string is held back until that is clear."""
+    """Turns token ids into text. What may be the beginning of a stop string is held back until it is certain."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), one_sentence: bool = False) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(s for s in stop if s)
@@ -30,7 +30,7 @@ class TextStream:
         return self._advance(final=False)
 
     def finish(self) -> str:
-        """The rest."""
+        """The remaining text."""
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
@@ -64,7 +64,7 @@ class TextStream:
 
 
 def _first_sentence(text: str) -> int | None:
-    """Where the first sentence or line that says something ends; None until something follows it."""
+    """The end of the first sentence or line that has a letter; None until something follows it."""
     word = re.search(r"[^\W\d]", text)
     if word is None:
         return None
@@ -73,10 +73,10 @@ def _first_sentence(text: str) -> int | None:
     return min(found, default=None)
 
 
-def text_of(
+def decode_text(
     tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str] = (), one_sentence: bool = False
 ) -> str:
-    """The text of all ids, cut before the first stop string, or behind the first sentence."""
+    """The text of all ids, cut before the first stop string or after the first sentence."""
     stream = TextStream(tokenizer, stop, one_sentence)
     stream._ids = list(token_ids)
     return stream.finish()

@@ -1,1 +1,1 @@
-"""A checkpoint on a device: finding, converting and loading it, its parts, its attention, and the gate it must pass."""
+"""The model: finding, converting and loading a checkpoint, its decoder layers, attention, device, and the self-test."""

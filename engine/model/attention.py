@@ -1,12 +1,11 @@
-"""The attention that models call: tiles of scattered rows on the CPU, and what some rows attend to, collected.
+"""The attention that models call: tiles of scattered rows on the CPU, and collection of attention weights.
 
-Torch's CPU kernel computes every masked score, so rows spread over a sequence cost twice what causality asks for, and
-ten times where a window slides. Rows are ascending: a tile of them sees one run of keys. Where rows are few, the
-heads that share a key head are folded into rows, so that they do not each read the same keys again. That kernel has no
-bfloat16 products on processors with AVX-512 BF16 alone (66 GFLOP/s a core, products 400): there a tile is three plain
-operations on what fits into a core's cache. Rows whose attention is collected attend by plain products too, so that a
-policy has their weights: computed once, kept for that layer alone.
-Registered with transformers under names of its own (its documented extension point); with none of these it is
+Torch's CPU kernel computes every masked score, so scattered rows cost twice what causality needs, and ten times with a
+sliding window. Rows are ascending, so a tile of rows sees one range of keys. If rows are few, heads that share a key
+head are folded into rows, so that the keys are read once. On processors with AVX-512 BF16 but no AMX that kernel has no
+bfloat16 products (66 GFLOP/s a core, products 400): there a tile is three plain operations in a core's cache. Rows
+whose attention is collected use plain products too, so that a policy gets their weights, for that layer only.
+Registered with transformers under its own names (a documented extension point); without tiles or collector it is
 transformers' sdpa, or the model's own eager attention, unchanged.
 
 Masks are built from true positions: a row at position p sees the keys at positions <= p, and in a sliding layer only
@@ -27,66 +26,63 @@ import torch
 from torch import Tensor, nn
 
 NAME, EAGER = "ragblend", "ragblend_eager"
-TILE_ROWS = 64  # of 32, 64, 128 and 256 the fastest, by the kernel and by products
-WASTED_SCORES = 8192  # what one more tile costs in calls
-WASTED_PRODUCTS = 12288  # and in a shape of its own
-FOLDED_ROWS = 256  # of more rows the folded masks would take more memory than they save time
-# How much faster products must be: they round scores to the model's dtype, the kernel does not.
+TILE_ROWS = 64  # the fastest of 32, 64, 128 and 256, by the kernel and by products
+WASTED_SCORES = 8192  # masked scores that cost as much as one more tile's calls
+WASTED_PRODUCTS = 12288  # the same for products, where a tile has its own shape
+FOLDED_ROWS = 256  # at most: folded masks of more rows cost more memory than they save time
+# How much faster products must be: unlike the kernel they round scores to the model's dtype.
 PRODUCTS_GAIN = 1.25
 _MEASURING = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows start..stop of those being computed see keys first_key..stop_key, all of them those before ragged_key.
+    """Rows start..stop of the computed rows, which see keys first_key..stop_key; the mask begins at masked_from_key.
 
-    mask (stop - start, stop_key - ragged_key), additive: of the keys from there on; None where there are none.
+    mask (stop - start, stop_key - masked_from_key), additive; None if no key is masked.
     """
 
     start: int
     stop: int
     first_key: int
     stop_key: int
-    ragged_key: int
+    masked_from_key: int
     mask: Tensor | None
 
     _folds: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def folded(self, group: int) -> Tensor | None:
-        """(group * rows, keys): the mask of all keys, for a group's heads one below the other; made once for all
-        layers.
-        """
+        """(group * rows, keys): the mask of all keys, repeated for a group's heads; computed once for all layers."""
         if self.mask is None:
             return None
         if group not in self._folds:
-            left = self.ragged_key - self.first_key
+            left = self.masked_from_key - self.first_key
             self._folds[group] = nn.functional.pad(self.mask, (left, 0)).repeat(group, 1)
         return self._folds[group]
 
 
 @dataclass(frozen=True)
-class Collector:
-    """The last `rows` of those being computed, whose attention is collected.
+class AttentionCollector:
+    """Collects the attention of the last `rows` of the computed rows.
 
-    They see keys from first_key on, under the additive mask (rows, K), all of them those before ragged_key.
-    collect(self, queries (N, rows, D), keys (H, K, D), scaling, weights (N, rows, K)) returns None; what it raises
-    leaves the layer.
+    They see keys from first_key on; mask (rows, K) is additive, and zero before masked_from_key.
+    collect(self, queries (N, rows, D), keys (H, K, D), scaling, weights (N, rows, K)) returns None, and may raise.
     """
 
     rows: int
     first_key: int
     mask: Tensor
-    ragged_key: int
-    collect: "Collect | None" = None
+    masked_from_key: int
+    collect: "CollectAttention | None" = None
 
 
-Collect = Callable[[Collector, Tensor, Tensor, float, Tensor], None]
+CollectAttention = Callable[[AttentionCollector, Tensor, Tensor, float, Tensor], None]
 
 
 def tiles(rows: Tensor, window: int | None, dtype: torch.dtype, absent: Tensor | None = None) -> list[Tile]:
-    """Cut ascending positions (R,) into tiles; masks are in dtype. absent (T,) bool: keys to leave out.
+    """Cut ascending positions (R,) into tiles; masks have dtype. absent (T,) bool: keys that are not there.
 
-    All keys up to the last row must hold numbers, though no row may see them: for products tiles end at round ones.
+    All keys up to the last row must hold finite numbers: for products, tiles end at rounded numbers of keys.
     """
     tiles, rounds = [], products_are_faster(dtype)
     for start, end in _cuts(rows.tolist(), WASTED_PRODUCTS if rounds else WASTED_SCORES):
@@ -96,7 +92,7 @@ def tiles(rows: Tensor, window: int | None, dtype: torch.dtype, absent: Tensor |
             stop = min(_rounded_up(stop), int(rows[-1]) + 1)
         if window is not None:
             first = max(0, least - window)
-        ragged = ragged_from(first, least, stop, window, absent)
+        ragged = masked_from(first, least, stop, window, absent)
         mask = None
         if ragged < stop:
             visible = position_mask(tile, stop, window, absent, ragged)[0, 0]
@@ -105,19 +101,19 @@ def tiles(rows: Tensor, window: int | None, dtype: torch.dtype, absent: Tensor |
     return tiles
 
 
-def ragged_from(first: int, least: int, stop: int, window: int | None, absent: Tensor | None) -> int:
-    """Of keys first..stop, the one from which on not every row may see all; the first row sees those before least."""
+def masked_from(first: int, least: int, stop: int, window: int | None, absent: Tensor | None) -> int:
+    """The first of keys first..stop that some row may not see; the first row sees those before `least`."""
     return least if absent is None and stop - first <= (window or stop) else first
 
 
 def _rounded_up(keys: int) -> int:
-    """To an eighth of the power of two below it: oneDNN compiles for each shape, a megabyte and a millisecond."""
+    """Rounded to an eighth of the power of two below: oneDNN compiles each shape, a megabyte and a millisecond."""
     step = max(256, 1 << max(0, keys.bit_length() - 4))
     return -(-keys // step) * step
 
 
 def _cuts(positions: list[int], most_wasted: int) -> list[tuple[int, int]]:
-    """Where tiles begin and end: at most TILE_ROWS rows, and an end before a gap that would waste more scores."""
+    """(start, end) of each tile: at most TILE_ROWS rows, and a cut before a gap that would waste more scores."""
     starts = [0]
     for number, (before, position) in enumerate(pairwise(positions), 1):
         held = number - starts[-1]
@@ -127,16 +123,16 @@ def _cuts(positions: list[int], most_wasted: int) -> list[tuple[int, int]]:
 
 
 def products_are_faster(dtype: torch.dtype) -> bool:
-    """Whether this processor attends faster by plain products than by torch's kernel; measured once, in some ms."""
+    """Whether plain products are faster here than torch's attention kernel; measured once, in some ms."""
     if dtype != torch.bfloat16:
-        return False  # one number for both: 60 and 64 GFLOP/s in float32
-    with _MEASURING:  # two at once would put back what the other had set
+        return False  # about equal: 60 and 64 GFLOP/s in float32
+    with _MEASURING:  # it changes torch's number of threads
         return _measured_faster()
 
 
 @functools.cache
 def _measured_faster() -> bool:
-    """By one thread: where others compute, threads that wait for each other say which of the two waits more often."""
+    """On one thread: under load, several would measure how long they wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -159,33 +155,33 @@ def _measured_faster() -> bool:
 def position_mask(
     rows: Tensor, total_tokens: int, window: int | None, absent: Tensor | None = None, first_key: int = 0
 ) -> Tensor:
-    """The mask for computing `rows` against the keys first_key..total_tokens.
+    """The mask of `rows` over the keys first_key..total_tokens.
 
-    rows (R,) positions, ascending; window: tokens a sliding layer sees, itself included, or None; absent (T,) bool:
-    keys that are not there. Returns bool (1, 1, R, keys), True where the row may attend.
+    rows (R,) positions, ascending; window: tokens that a sliding layer sees, the row's own included, or None; absent
+    (T,) bool: keys that are not there. Returns bool (1, 1, R, keys), True where the row may attend.
     """
-    mask = seen_mask(rows, torch.arange(first_key, total_tokens, device=rows.device), window)
+    mask = causal_mask(rows, torch.arange(first_key, total_tokens, device=rows.device), window)
     if absent is not None:
         mask &= ~absent[first_key:total_tokens]
     return mask
 
 
-def seen_mask(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """The same for computing `rows` against the keys at positions (K,): bool (1, 1, R, K)."""
+def causal_mask(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """The mask of `rows` over the keys at these positions (K,): bool (1, 1, R, K)."""
     mask = keys[None, :] <= rows[:, None]
     if window is not None:
         mask &= keys[None, :] > rows[:, None] - window
     return mask[None, None]
 
 
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same mask as numbers to add to the scores: 0 where the row may attend, the lowest number elsewhere."""
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask as numbers to add to the scores: 0 where the row may attend, the lowest number elsewhere."""
     zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     return zeros.masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def register() -> str:
-    """Make both attentions known to transformers; returns NAME. Doing so twice changes nothing."""
+    """Register both attentions with transformers; returns NAME. Idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask, sdpa_mask
 
@@ -204,12 +200,12 @@ def rows_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     tiles: list[Tile] | None = None,
-    collector: Collector | None = None,
+    collector: AttentionCollector | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query (1, N, R, D), key and value (1, H, T, D) -> (1, R, N, D); N is H times the group.
 
-    With a collector, attention_mask and tiles are of the rows before its own.
+    With a collector, attention_mask and tiles cover only the rows before the collector's.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -222,13 +218,13 @@ def rows_attention(
         before, _ = rows_attention(module, first, key, value, attention_mask, scaling, **more)
         return torch.cat([before, out], dim=1), None
     if tiles is None and attention_mask is None and query.device.type == "cpu":
-        tiles = _implied(query, key)
+        tiles = _implicit_tiles(query, key)
     if tiles is None:
         attended: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return attended
-    # Not a single row: that is a shape of its own for every token of an answer.
+    # Not for a single row: each token of an answer would be a new shape.
     by_products = query.shape[2] > 1 and products_are_faster(query.dtype)
     attend = _by_products if by_products else _by_kernel
     return attend(query, key, value, scaling, tiles), None
@@ -241,10 +237,10 @@ def eager_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    collector: Collector | None = None,
+    collector: AttentionCollector | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The eager attention of the model's own module (soft caps, sinks), whose weights are at hand anyway."""
+    """The eager attention of the model's own module (soft caps, sinks), which returns its weights anyway."""
     own = sys.modules[type(module).__module__].eager_attention_forward
     attended: tuple[Tensor, Tensor] = own(
         module, query, key, value, attention_mask, scaling=scaling, **kwargs
@@ -256,17 +252,17 @@ def eager_attention(
     return attended
 
 
-def _implied(query: Tensor, key: Tensor) -> list[Tile] | None:
-    """What rows without a mask see: a single one all that it is given, and a whole sequence what is before each."""
+def _implicit_tiles(query: Tensor, key: Tensor) -> list[Tile] | None:
+    """Tiles of rows without a mask: a single row sees all keys, a whole sequence is causal."""
     rows, keys = query.shape[2], key.shape[2]
     if rows == 1:
         return [Tile(0, 1, 0, keys, keys, None)]
     whole = rows == keys and query.shape[0] == 1
-    return _of_sequence(rows, query.dtype) if whole and products_are_faster(query.dtype) else None
+    return _sequence_tiles(rows, query.dtype) if whole and products_are_faster(query.dtype) else None
 
 
 @functools.lru_cache(maxsize=1)
-def _of_sequence(rows: int, dtype: torch.dtype) -> list[Tile]:
+def _sequence_tiles(rows: int, dtype: torch.dtype) -> list[Tile]:
     return tiles(torch.arange(rows), None, dtype)
 
 
@@ -299,7 +295,7 @@ def _by_kernel(query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
 def _by_products(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, tiles: list[Tile]
 ) -> Tensor:
-    """The same, a key head at a time, so that its scores are still in the cache when they are read."""
+    """`_by_kernel` as plain products, one key head at a time, so that its scores stay in the processor's cache."""
     heads, rows, width = query.shape[1:]
     group = heads // key.shape[1]
     scale = width**-0.5 if scaling is None else scaling
@@ -315,7 +311,7 @@ def _by_products(
             torch.addmm(nothing, queries, key[0, head, keys].T, beta=0, alpha=scale, out=scores)
             if tile.mask is not None:
                 each = scores.view(group, -1, scores.shape[1])
-                each[..., tile.ragged_key - tile.first_key :].add_(tile.mask)
+                each[..., tile.masked_from_key - tile.first_key :].add_(tile.mask)
             part = torch.softmax(scores, -1, out=scores) @ value[0, head, keys]
             of_head = out[0, tile.start : tile.stop, head * group : (head + 1) * group]
             of_head.copy_(part.view(group, -1, part.shape[-1]).transpose(0, 1))
@@ -323,25 +319,22 @@ def _by_products(
 
 
 def _collected(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, collector: Collector
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, collector: AttentionCollector
 ) -> Tensor:
-    """queries (N, W, D), keys and values (H, T, D) -> (1, W, N, D), by weights (N, W, K) that are collected."""
-    (heads, rows, size), keys, values = (
-        query.shape,
-        key[:, collector.first_key :],
-        value[:, collector.first_key :],
-    )
+    """queries (N, W, D), keys and values (H, T, D) -> (1, W, N, D); passes weights (N, W, K) to the collector."""
+    heads, rows, size = query.shape
+    keys, values = key[:, collector.first_key :], value[:, collector.first_key :]
     key_heads, scale = keys.shape[0], size**-0.5 if scaling is None else scaling
-    ragged = collector.ragged_key - collector.first_key
+    ragged = collector.masked_from_key - collector.first_key
     grouped = (query * scale).reshape(key_heads, -1, size)  # (H, G * W, D): no key is expanded
     weights = query.new_empty(heads, rows, keys.shape[1])
     out = query.new_empty(key_heads, grouped.shape[1], values.shape[-1])
-    # On a CPU a head at a time: its scores stay in the cache, and no keys are copied, as products of batches do.
-    for of in range(key_heads) if query.device.type == "cpu" else [slice(None)]:
-        scores = weights.view(key_heads, -1, keys.shape[1])[of]
-        torch.matmul(grouped[of], keys[of].mT, out=scores)
+    # On a CPU a head at a time: its scores stay in the cache, and no keys are copied as batched products would.
+    for head in range(key_heads) if query.device.type == "cpu" else [slice(None)]:
+        scores = weights.view(key_heads, -1, keys.shape[1])[head]
+        torch.matmul(grouped[head], keys[head].mT, out=scores)
         scores.view(-1, rows, keys.shape[1])[..., ragged:].add_(collector.mask[:, ragged:])
-        torch.matmul(torch.softmax(scores, -1, out=scores), values[of], out=out[of])
+        torch.matmul(torch.softmax(scores, -1, out=scores), values[head], out=out[head])
     if collector.collect is not None:
         collector.collect(collector, query, keys, scale, weights)
     return out.view(heads, rows, -1).transpose(0, 1)[None]

@@ -1,4 +1,4 @@
-"""Where a checkpoint lies, and what it says about itself: finding, converting and fingerprinting model files."""
+"""Finds model files by name, and computes digests of their content."""
 
 import hashlib
 import importlib.util
@@ -19,9 +19,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 
 
 def find_model(name: str) -> Path:
-    """The `.gguf` file or the folder that a model's name means; a hub id is downloaded unless it was before.
+    """The `.gguf` file or folder of a model; a hub id is downloaded if it is not cached.
 
-    Raises ModelNotFoundError, or TokenizerMissingError for a folder that holds no tokenizer.
+    Raises ModelNotFoundError, or TokenizerMissingError for a folder without a tokenizer.
     """
     if name == DEFAULT:
         return _bundled()
@@ -42,7 +42,7 @@ def find_model(name: str) -> Path:
 
 
 def _bundled() -> Path:
-    spec = importlib.util.find_spec(DEFAULT_PACKAGE)  # not imported: it wants what we do not need
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE)  # not imported: it needs packages that we do not
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for file in sorted(Path(folder).glob("*.gguf")):
             return file
@@ -50,7 +50,7 @@ def _bundled() -> Path:
 
 
 def checked_folder(folder: Path) -> Path:
-    """The same folder. Raises ModelNotFoundError, or TokenizerMissingError, where transformers could not load it."""
+    """The same folder. Raises ModelNotFoundError or TokenizerMissingError if transformers could not load it."""
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(f"{folder} has no config.json, so it is no model that transformers can load")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -62,30 +62,30 @@ def checked_folder(folder: Path) -> Path:
 
 
 def weights_digest(folder: Path, ledger: Path) -> str:
-    """SHA-256 over the model's weights and config, by content.
+    """SHA-256 of the model's weights and config.
 
-    ledger: a JSON file of digests by path, size and time of change, so that unchanged files are read once.
+    ledger: a JSON file that caches digests by path, size, inode and modification time.
     """
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("config.json")])
     return _combined((file.name, file_digest(file, ledger)) for file in files)
 
 
 def tokenizer_digest(folder: Path, ledger: Path) -> str:
-    """SHA-256 over whatever files the tokenizer is made of."""
+    """SHA-256 of the tokenizer's files."""
     patterns = ("tokenizer*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*")
     files = sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
     return _combined((file.name, file_digest(file, ledger)) for file in files)
 
 
 def file_digest(file: Path, ledger: Path) -> str:
-    """SHA-256 of a file's content, remembered while the file's size, inode and time of change stay the same."""
+    """SHA-256 of a file's content, cached in `ledger` while size, inode and modification time stay the same."""
     state = file.stat()
     entry = f"{file.resolve()}|{state.st_size}|{state.st_mtime_ns}|{state.st_ino}"
     known = _read_ledger(ledger)
     if entry not in known:
         with file.open("rb") as stream:
             known[entry] = hashlib.file_digest(stream, "sha256").hexdigest()
-        with suppress(OSError):  # a full disk, say: then it is read again by the next process
+        with suppress(OSError):  # on a full disk the next process computes it again
             make_private_folder(ledger.parent)
             replace_durably(ledger, json.dumps(known, indent=1, sort_keys=True))
     return known[entry]

@@ -1,4 +1,4 @@
-"""GGUF to safetensors, once: transformers unpacks GGUF weights in 15 to 60 s, and loads safetensors in about one."""
+"""Converts GGUF files to safetensors once: transformers unpacks GGUF in 15 to 60 s, and loads safetensors in one."""
 
 import logging
 import os
@@ -15,41 +15,38 @@ from ragblend.kvstore.chunks import DTYPES
 from ragblend.kvstore.errors import CorruptModelError, StoreFullError
 from ragblend.kvstore.files import make_private_folder, sync_file, sync_folder
 
-# What transformers' readers raise; NotImplementedError is a RuntimeError, KeyError and IndexError are LookupErrors.
+# Raised by transformers' readers; NotImplementedError is a RuntimeError, KeyError and IndexError are LookupErrors.
 CONVERSION_ERRORS = (ValueError, LookupError, RuntimeError, TypeError, EOFError, struct.error)
 _TOKENIZER = "tokenizer_config.json"
-DRAFT, LEFT_S = ".converting-", 24 * 3600
+DRAFT, ABANDONED_AFTER_S = ".converting-", 24 * 3600
 log = logging.getLogger("ragblend")
 
 
-def converted(gguf: Path, home: Path, dtype: str) -> Path:
-    """The folder under home/models with the same model as safetensors, made on first use (transformers shows a bar).
+def convert_gguf(gguf: Path, home: Path, dtype: str) -> Path:
+    """The folder under home/models with the model as safetensors, converted on first use (transformers shows a bar).
 
-    Raises CorruptModelError for a damaged or unknown GGUF, StoreFullError when the disk is full.
+    Raises CorruptModelError for a damaged or unknown GGUF, StoreFullError if the disk is full.
     """
     folder = _folder(gguf, home, dtype)
     if not is_converted(gguf, home, dtype):
         log.info("converting %s once, to %s", gguf.name, folder)
-        tokenizer = converted_tokenizer(gguf, home, dtype)
-        _make(folder, "config.json", lambda draft: _convert(gguf, tokenizer, draft, dtype))
+        tokenizer = convert_gguf_tokenizer(gguf, home, dtype)
+        _create(folder, "config.json", lambda draft: _convert(gguf, tokenizer, draft, dtype))
     return folder
 
 
 def is_converted(gguf: Path, home: Path, dtype: str) -> bool:
-    """Whether that was done before."""
+    """Whether `convert_gguf` has nothing left to do."""
     return (_folder(gguf, home, dtype) / "config.json").is_file()
 
 
-def converted_tokenizer(gguf: Path, home: Path, dtype: str) -> Path:
-    """A folder with the tokenizer alone, or the whole model if it is there: its files are the same in both.
-
-    Raises as `converted` does.
-    """
+def convert_gguf_tokenizer(gguf: Path, home: Path, dtype: str) -> Path:
+    """A folder with the tokenizer; only it is converted, if the model is not. Raises as `convert_gguf` does."""
     if is_converted(gguf, home, dtype):
         return _folder(gguf, home, dtype)
     folder = _folder(gguf, home, "tokenizer")
     if not (folder / _TOKENIZER).is_file():
-        _make(folder, _TOKENIZER, lambda draft: _convert_tokenizer(gguf, draft))
+        _create(folder, _TOKENIZER, lambda draft: _convert_tokenizer(gguf, draft))
     return folder
 
 
@@ -58,20 +55,20 @@ def _folder(gguf: Path, home: Path, kind: str) -> Path:
     return models / f"{gguf.stem}-{file_digest(gguf, models / 'digests.json')[:12]}-{kind}"
 
 
-def _make(folder: Path, sign: str, fill: Callable[[Path], None]) -> None:
-    """Fill a folder, all or nothing. sign: the file by which one is known that is whole."""
+def _create(folder: Path, marker: str, fill: Callable[[Path], None]) -> None:
+    """Create and fill a folder atomically. marker: a file that every complete one has."""
     try:
         make_private_folder(folder.parent)
-        _clear(folder.parent)
+        _remove_abandoned(folder.parent)
         with tempfile.TemporaryDirectory(prefix=DRAFT, dir=folder.parent, ignore_cleanup_errors=True) as name:
             draft = Path(name)
             fill(draft)
-            for file in draft.iterdir():  # or a power cut leaves a folder that is whole by its name alone
+            for file in draft.iterdir():  # or a power cut could leave empty files under the final name
                 sync_file(file)
             os.replace(draft, folder)
             sync_folder(folder.parent)
     except OSError as error:
-        if (folder / sign).is_file():  # another process was quicker
+        if (folder / marker).is_file():  # another process was faster
             return
         if error.errno is not None and not isinstance(error, FileNotFoundError):
             raise StoreFullError(
@@ -80,12 +77,12 @@ def _make(folder: Path, sign: str, fill: Callable[[Path], None]) -> None:
         raise
 
 
-def _clear(models: Path) -> None:
-    """Remove what was begun so long ago that whoever did it was killed: each is as large as a model."""
-    for left in models.glob(f"{DRAFT}*"):
-        with suppress(FileNotFoundError):  # it is done, or somebody else clears
-            if left.stat().st_mtime < time.time() - LEFT_S:
-                shutil.rmtree(left, ignore_errors=True)
+def _remove_abandoned(models: Path) -> None:
+    """Remove drafts of conversions that were killed; each is as large as a model."""
+    for draft in models.glob(f"{DRAFT}*"):
+        with suppress(FileNotFoundError):  # finished, or removed by another process
+            if draft.stat().st_mtime < time.time() - ABANDONED_AFTER_S:
+                shutil.rmtree(draft, ignore_errors=True)
 
 
 @contextmanager
@@ -117,16 +114,16 @@ def _convert(gguf: Path, tokenizer: Path, folder: Path, dtype: str) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.utils.quantization_config import GgufConfig
 
-    from ragblend.engine.model.device import loading_alone
+    from ragblend.engine.model.device import exclusive_model_loading
 
-    with loading_alone(shows_bars=True), _named_errors(gguf):
+    with exclusive_model_loading(shows_bars=True), _named_errors(gguf):
         model = AutoModelForCausalLM.from_pretrained(
             str(gguf.parent),
             gguf_file=gguf.name,
             dtype=DTYPES[dtype],
             quantization_config=GgufConfig(dequantize=True),
         )
-    # What it was unpacked from is of no use to whoever loads the safetensors.
+    # The safetensors are not quantized any more.
     vars(model.config).pop("quantization_config", None)
     model.hf_quantizer = None  # type: ignore[assignment]
     model.save_pretrained(folder)

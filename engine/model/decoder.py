@@ -1,8 +1,8 @@
-"""One decoder as parts: embedding, layers, rotary tables, head. The only file that knows how transformers names them.
+"""A model as parts: embedding, layers, rotary tables, head. The only file with transformers' names for them.
 
-`Decoder` is what the engine asks of a model, whoever runs it. `TransformersDecoder` calls a layer as transformers does,
-with a cache whose `update` is ours; so every RoPE decoder whose layers take `position_embeddings` works, quantised or
-not, and no model file is copied or patched.
+`Decoder` is the interface of a model, whatever runs it. `TransformersDecoder` calls a layer as transformers does, with
+a cache whose `update` is ours; so every RoPE decoder whose layers take `position_embeddings` works, quantised or not,
+and no model file is copied or patched.
 """
 
 import inspect
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from ragblend.engine.model.attention import (
     EAGER,
     NAME,
-    Collect,
-    Collector,
-    additive,
+    AttentionCollector,
+    CollectAttention,
+    additive_mask,
+    causal_mask,
+    masked_from,
     position_mask,
-    ragged_from,
-    seen_mask,
     tiles,
 )
 from ragblend.engine.model.rope import HALF, Rope
@@ -30,44 +30,44 @@ from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import UnsupportedModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# Their frequencies change with the sequence's length; below this length they are constant.
+# RoPE types whose frequencies change with the sequence's length, and are constant up to `constant_rope_tokens`.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-# More rows than this pass through a layer in several blocks. That changes nothing they compute (a row sees only what is
-# before it, and blocks are in order), and keeps activations small beside the KV.
+# More rows than this pass through a layer in several blocks, which keeps activations small beside the KV. Results are
+# the same: a row sees only what is before it, and blocks are in order.
 BLOCK_ROWS = 1024
-View = dict[str, Any]  # the arguments by which an attention learns what its rows may attend to
+AttentionArguments = dict[str, Any]  # mask, tiles, collector
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows being computed: (R,) positions, and per layer type their rotary tables and what they may attend to.
+    """Rows being computed: (R,) positions, and by layer type their rotary tables and attention arguments.
 
-    total_tokens: of the sequence that they are in, or of as much of it as they may see; collecting: the same for layers
-    in which the attention of the last rows is collected; empty where none is; seen (S,): positions of the keys that
-    they are given, None for all.
+    views, collecting: the arguments without and with collection of the last rows' attention; collecting may be empty.
+    total_tokens: of the sequence, or of as much of it as they may see; seen (S,): positions of the keys that they get,
+    None for all.
     """
 
     rows: Tensor
     rotary: dict[str, tuple[Tensor, Tensor]]
-    views: dict[str, View]
-    collecting: dict[str, View]
+    views: dict[str, AttentionArguments]
+    collecting: dict[str, AttentionArguments]
     total_tokens: int
     seen: Tensor | None = None
 
 
 class Decoder(ABC):
-    """A causal language model taken apart, on one device, by whatever runs it.
+    """A causal language model taken apart, on one device.
 
-    layer_types: by layer, FULL or SLIDING; ropes: inv_freq by layer type; layouts: by layer, found out by the gate;
-    tiles: whether attention takes rows in tiles; shows_attention: whether it can be collected. rounding: how many times
-    a dtype's usual error lies between `own_logits` and the same by parts, where that is computed by other kernels.
+    layer_types: by layer, FULL or SLIDING; ropes: inv_freq by layer type; layouts: by layer, detected by the gate;
+    tiles: whether attention takes rows in tiles; shows_attention: whether it can be collected. rounding: the factor on
+    the allowed error between `own_logits` and the parts, for parts that run on other kernels.
     """
 
     model: nn.Module
     rounding = 1.0
 
     def __init__(self, config: Any, dtype: str, attention: str, device: torch.device, passes: bool) -> None:
-        """attention: the name of the one that layers call; passes: whether they hand on to it what they are given."""
+        """attention: name of the implementation that layers call; passes: whether layers pass arguments on to it."""
         self.config, self.attention, self.device = config, attention, device
         self.geometry = kv_geometry(config, dtype)
         self.layer_types = _layer_types(config, self.geometry.layers)
@@ -77,8 +77,8 @@ class Decoder(ABC):
         self.tiles = attention == NAME and passes and device.type == "cpu"
         self.shows_attention = attention in (NAME, EAGER) and passes
 
-    def hide_attention(self) -> None:
-        """Its layers do not hand on to their attention what they are given: none is collected or cut in tiles."""
+    def disable_attention_collection(self) -> None:
+        """Do without collected attention and tiles: the layers do not pass arguments on to their attention."""
         self.shows_attention = self.tiles = False
 
     def rope(self, layer: int) -> Rope:
@@ -87,7 +87,7 @@ class Decoder(ABC):
     @property
     @abstractmethod
     def attention_share(self) -> float:
-        """Parameters of the attention as a share of its layer: what a peek at one layer costs at most."""
+        """Attention's share of a layer's parameters: the cost of computing only a layer's keys and values, at most."""
 
     @abstractmethod
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -95,13 +95,13 @@ class Decoder(ABC):
 
     @abstractmethod
     def rotary(self, kind: str, rows: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What layers of that type are given for rows (R,) of dtype hidden's: cos and sin."""
+        """cos and sin for layers of that type and rows (R,), in hidden's dtype."""
 
     @abstractmethod
     def run_layer(
-        self, layer: int, hidden: Tensor, block: RowBlock, cache: Any, collect: Collect | None = None
+        self, layer: int, hidden: Tensor, block: RowBlock, cache: Any, collect: CollectAttention | None = None
     ) -> Tensor:
-        """(1, R, hidden) -> (1, R, hidden), through the cache's `update`. collect: given what rows attend to."""
+        """(1, R, hidden) -> (1, R, hidden), through the cache's `update`. collect: called with the attention."""
 
     @abstractmethod
     def head(self, hidden: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def own_logits(self, token_ids: Sequence[int]) -> Tensor:
-        """(vocab,) logits behind the last token by the model's own forward, which the gate compares with."""
+        """(vocab,) logits after the last token by the model's own forward: the gate's reference."""
 
     def row_block(
         self,
@@ -121,12 +121,11 @@ class Decoder(ABC):
     ) -> RowBlock:
         """Rotary tables and masks of these rows in a sequence of total_tokens.
 
-        collected: how many of the last rows can have their attention collected; absent (T,) bool: keys that no row
-        may attend to.
+        collected: of how many of the last rows attention can be collected; absent (T,) bool: keys that are not there.
         """
         rotary: dict[str, tuple[Tensor, Tensor]] = {}
-        views: dict[str, View] = {}
-        collecting: dict[str, View] = {}
+        views: dict[str, AttentionArguments] = {}
+        collecting: dict[str, AttentionArguments] = {}
         for kind in sorted(set(self.layer_types)):
             given = rows, total_tokens, kind, hidden.dtype, absent
             rotary[kind] = self.rotary(kind, rows, hidden)
@@ -135,16 +134,18 @@ class Decoder(ABC):
                 collecting[kind] = self._collecting(*given, collected)
         return RowBlock(rows, rotary, views, collecting, total_tokens)
 
-    def seeing(self, block: RowBlock, keys: Tensor, dtype: torch.dtype) -> RowBlock:
-        """The same rows, given the keys at positions (S,) alone, themselves among them."""
-        views: dict[str, View] = {
-            kind: {"attention_mask": additive(seen_mask(block.rows, keys, self._window(kind)), dtype)}
+    def with_keys(self, block: RowBlock, keys: Tensor, dtype: torch.dtype) -> RowBlock:
+        """The same rows, restricted to the keys at positions (S,), which include the rows themselves."""
+        views: dict[str, AttentionArguments] = {
+            kind: {"attention_mask": additive_mask(causal_mask(block.rows, keys, self._window(kind)), dtype)}
             for kind in block.rotary
         }
         return replace(block, views=views, collecting={}, seen=keys)
 
-    def view(self, layer: int, block: RowBlock, collect: Collect | None) -> View:
-        """The arguments of that layer's attention."""
+    def attention_arguments(
+        self, layer: int, block: RowBlock, collect: CollectAttention | None
+    ) -> AttentionArguments:
+        """The attention arguments of one layer."""
         kind = self.layer_types[layer]
         if collect is None or not block.collecting:
             return block.views[kind]
@@ -152,37 +153,39 @@ class Decoder(ABC):
         return view | {"collector": replace(view["collector"], collect=collect)}
 
     def _window(self, kind: str) -> int | None:
-        """Tokens that a row sees in layers of that type, itself included; None for all before it."""
+        """Tokens that a row sees in layers of that type, its own included; None for all before it."""
         return self.window if kind == SLIDING else None
 
-    def _view(self, rows: Tensor, tokens: int, kind: str, dtype: torch.dtype, absent: Tensor | None) -> View:
+    def _view(
+        self, rows: Tensor, tokens: int, kind: str, dtype: torch.dtype, absent: Tensor | None
+    ) -> AttentionArguments:
         window = self._window(kind)
         if self.attention not in (NAME, "sdpa"):
-            # Eager (soft caps, sinks): adds the mask it is given, and no other.
-            return {"attention_mask": additive(position_mask(rows, tokens, window, absent), dtype)}
+            # Eager (soft caps, sinks) applies only the mask that it is given.
+            return {"attention_mask": additive_mask(position_mask(rows, tokens, window, absent), dtype)}
         if rows.numel() == tokens and (window is None or window >= tokens):
-            return {"attention_mask": None}  # attention may take its causal path
+            return {"attention_mask": None}  # plain causal attention
         if self.tiles:
             return {"attention_mask": None, "tiles": tiles(rows, window, dtype, absent)}
         return {"attention_mask": position_mask(rows, tokens, window, absent)}
 
     def _collecting(
         self, rows: Tensor, tokens: int, kind: str, dtype: torch.dtype, absent: Tensor | None, collected: int
-    ) -> View:
-        """The same where attention is collected of the last rows, which are in no mask but the collector's."""
+    ) -> AttentionArguments:
+        """The arguments with a collector for the last rows, which only the collector's mask covers."""
         first, last = rows[:-collected], rows[-collected:]
         window = self._window(kind)
         least = int(last[0]) + 1
         start = 0 if window is None else max(0, least - window)
-        mask = additive(position_mask(last, tokens, window, absent, start), dtype)[0, 0]
-        ragged = ragged_from(start, least, tokens, window, absent)
+        mask = additive_mask(position_mask(last, tokens, window, absent, start), dtype)[0, 0]
+        ragged = masked_from(start, least, tokens, window, absent)
         of = rows if self.attention == EAGER else first
         view = self._view(of, tokens, kind, dtype, absent) if of.numel() else {"attention_mask": None}
-        return view | {"collector": Collector(collected, start, mask, ragged)}
+        return view | {"collector": AttentionCollector(collected, start, mask, ragged)}
 
 
 class TransformersDecoder(Decoder):
-    """A model of transformers. Raises UnsupportedModelError if it has other parts."""
+    """A model of transformers. Raises UnsupportedModelError for an unknown structure."""
 
     def __init__(self, model: nn.Module, dtype: str) -> None:
         self.model = model
@@ -212,7 +215,7 @@ class TransformersDecoder(Decoder):
         return tables
 
     def run_layer(
-        self, layer: int, hidden: Tensor, block: RowBlock, cache: Any, collect: Collect | None = None
+        self, layer: int, hidden: Tensor, block: RowBlock, cache: Any, collect: CollectAttention | None = None
     ) -> Tensor:
         out: Tensor | tuple[Tensor, ...] = self.layers[layer](
             hidden,
@@ -220,12 +223,12 @@ class TransformersDecoder(Decoder):
             past_key_values=cache,
             use_cache=True,
             position_embeddings=block.rotary[self.layer_types[layer]],
-            **self.view(layer, block, collect),
+            **self.attention_arguments(layer, block, collect),
         )
         return out if isinstance(out, Tensor) else out[0]
 
     def head(self, hidden: Tensor, product: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """product: the output layer's, of packed weights."""
+        """product: replaces the output layer's own."""
         normed = self.base.norm(hidden)[0]  # type: ignore[operator]
         logits: Tensor = (product or self.model.lm_head)(normed).float()  # type: ignore[operator]
         if (scale := getattr(self.config, "logits_scaling", None)) is not None:  # Granite
@@ -269,7 +272,7 @@ def _layer_types(config: Any, layers: int) -> list[str]:
 
 
 def kv_geometry(config: Any, dtype: str) -> Geometry:
-    """The shape of the model's KV, from its config alone. Raises UnsupportedModelError."""
+    """The shape of the model's KV, from its config. Raises UnsupportedModelError."""
     layers = config.num_hidden_layers
     if getattr(config, "kv_lora_rank", None) or getattr(config, "num_kv_shared_layers", 0):
         raise UnsupportedModelError("the model compresses or shares its KV between layers (MLA, KV sharing)")
@@ -284,8 +287,8 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     return dict(getattr(config, "rope_parameters", None) or {})
 
 
-def regime_tokens(config: Any) -> int | None:
-    """Length up to which the frequencies are constant; None if they always are."""
+def constant_rope_tokens(config: Any) -> int | None:
+    """Sequence length up to which the RoPE frequencies are constant; None if they always are."""
     found, name = rope_parameters(config), "original_max_position_embeddings"
     each = [value for value in found.values() if isinstance(value, dict)] or [found]
     if not {p.get("rope_type") for p in each} & set(LENGTH_DEPENDENT_ROPE):
@@ -294,7 +297,7 @@ def regime_tokens(config: Any) -> int | None:
 
 
 def _ropes(base: nn.Module, kinds: set[str]) -> dict[str, Tensor]:
-    """inv_freq by layer type. Copies: transformers replaces the live one when the length changes its regime."""
+    """inv_freq by layer type, copied: transformers replaces its own when the length changes."""
     rotary, found = base.rotary_emb, dict[str, Tensor]()
     for kind in kinds:
         inv_freq = getattr(rotary, f"{kind}_inv_freq", getattr(rotary, "inv_freq", None))

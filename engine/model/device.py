@@ -1,8 +1,8 @@
-"""The device seam: which device, which dtype, and how bytes get there beside the compute.
+"""The device: choosing it and its dtype, its memory and speed, and transfers to it that overlap with compute.
 
 `TransferStream` is what differs between a CPU and an accelerator. On the CPU the loader reads straight into the fused
-buffers and keys are moved by the computing thread. On CUDA the loader reads into pinned memory, a stream of its own
-copies and moves, and an event tells the compute stream when a layer is there, so the host never waits for the copy.
+buffers, and the computing thread rotates keys. On CUDA the loader reads into pinned memory, a separate stream copies
+and rotates, and an event tells the compute stream when a layer has arrived, so the host never waits for the copy.
 """
 
 import contextlib
@@ -24,19 +24,18 @@ from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.policy import DEFAULT_POLICY, policy_named
 
-MOST_READERS = 8
-MOST_LAYERS_AHEAD = 2  # that a host queues: the device always has one to go on with
+MAX_READERS = 8
+MAX_LAYERS_AHEAD = 2  # queued by the host, so that the device never runs dry
 _loading, _recording = threading.Lock(), threading.Lock()
 
 
 @contextlib.contextmanager
-def loading_alone(shows_bars: bool = False) -> Iterator[None]:
-    """While transformers loads a model: no other one meanwhile, and no "Loading weights" among our own messages.
+def exclusive_model_loading(shows_bars: bool = False) -> Iterator[None]:
+    """Hold while transformers loads a model: one at a time, and without its "Loading weights" messages.
 
-    It patches itself for the whole process while it loads: of a model that was loaded beside the embedder the tied head
-    was missing.
+    transformers patches itself process-wide while loading: a model loaded beside the embedder lacked its tied head.
     """
-    # As the engine imports transformers: where two threads do it at once one of them fails.
+    # Imports transformers as the engine does: if two threads import it at once, one of them fails.
     import_module("ragblend.engine.cache")
     from transformers import logging
 
@@ -52,7 +51,7 @@ def loading_alone(shows_bars: bool = False) -> Iterator[None]:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device of that name, or the best one present. Raises UsageError if it is absent."""
+    """The named device, or the best one present. Raises UsageError if it is absent."""
     present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not name:
         name = next(kind for kind in ("cuda", "mps", "cpu") if present[kind])
@@ -65,11 +64,11 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def pick_dtype(device: torch.device, name: str | None) -> str:
-    """The dtype asked for, or the narrowest one in which the device multiplies at full speed."""
+    """The named dtype, or the narrowest one that the device multiplies at full speed."""
     if name is not None:
         return name
     if device.type == "cuda":
-        with torch.cuda.device(device):  # which is the one that is asked
+        with torch.cuda.device(device):  # the call asks the current device
             native = torch.cuda.is_bf16_supported(including_emulation=False)
         return "bfloat16" if native else "float16"
     if device.type == "mps":
@@ -87,16 +86,16 @@ def _cpu_multiplies_bfloat16() -> bool:
 
 
 def available_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Host memory that can be had without swapping; where the system does not tell, half of what there is.
+    """Host memory available without swapping; half of all memory if the system does not say.
 
-    control_group: a container's own, which may have been given less than there is.
+    control_group: the container's, which may have a lower limit.
     """
     found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        # Not SC_AVPHYS_PAGES: it leaves out the page cache, most of what is there to be had.
+        # Not SC_AVPHYS_PAGES: it leaves out the page cache, most of the available memory.
         found = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    with contextlib.suppress(OSError, ValueError, KeyError):  # no container's, or its limit is "max"
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no container, or its limit is "max"
         limit, used = (int((control_group / f"memory.{name}").read_text()) for name in ("max", "current"))
         counts = dict(line.split() for line in (control_group / "memory.stat").read_text().splitlines())
         found = min(found, max(0, limit - used + int(counts["inactive_file"])))
@@ -104,19 +103,19 @@ def available_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """What is measured once for: a card's name, or what a processor can do."""
+    """The kind of device that measurements are saved for: a card's name, or a processor's capability."""
     if device.type == "cuda":
         return "-".join(torch.cuda.get_device_name(device).split())
     return str(torch.backends.cpu.get_cpu_capability()) if device.type == "cpu" else device.type
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that weights may take on that device."""
+    """Free memory for weights on that device."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
 
 
-def free_cached(device: torch.device) -> None:
-    """Give back what torch keeps of a device's memory for later."""
+def release_cached_memory(device: torch.device) -> None:
+    """Free the device memory that torch caches."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -125,7 +124,7 @@ def free_cached(device: torch.device) -> None:
 def measure_rates(device: torch.device, dtype: str) -> tuple[float, float]:
     """FLOP/s of a prompt's products and bytes/s of a single token's, measured in a fraction of a second.
 
-    Attention, norms and the calls between them take as long again (SmolLM2 and Qwen2.5-1.5B, 2 cores), hence halved.
+    Halved, as attention, norms and calls take as long as the products (SmolLM2 and Qwen2.5-1.5B, 2 cores).
     """
     size, rows = 2048, 256
     weights = [torch.ones(size, size, device=device, dtype=DTYPES[dtype]) for _ in range(8)]
@@ -136,9 +135,9 @@ def measure_rates(device: torch.device, dtype: str) -> tuple[float, float]:
     return 2 * rows * size * size * 2 / reading / 2, nbytes / writing / 2
 
 
-def _fastest_s(device: torch.device, work: Callable[[], object], repeats: int = 4) -> float:
+def _fastest_s(device: torch.device, work: Callable[[], object]) -> float:
     transfers, times = transfer_stream(device), []
-    for _ in range(repeats):
+    for _ in range(4):
         transfers.synchronize()
         begun = time.perf_counter()
         work()
@@ -148,22 +147,22 @@ def _fastest_s(device: torch.device, work: Callable[[], object], repeats: int = 
 
 
 def reads_at_once(device: torch.device) -> int:
-    """How many threads read stored KV: on a CPU its cores are the compute's; before an accelerator they are free, and
-    one reads and checks a few gigabytes a second, of which it could take fifty.
+    """How many threads read stored KV. With an accelerator the cores are free, and it takes fifty gigabytes a second,
+    where one thread reads and checks a few.
     """
-    return 2 if device.type == "cpu" else min(MOST_READERS, max(2, (os.cpu_count() or 1) // 2))
+    return 2 if device.type == "cpu" else min(MAX_READERS, max(2, (os.cpu_count() or 1) // 2))
 
 
-def recorded(device: torch.device, work: Callable[[], object]) -> Callable[[], object]:
-    """What has the device do again what `work` has it do, with the same memory; where it can in one call (CUDA graphs).
+def record_calls(device: torch.device, work: Callable[[], object]) -> Callable[[], object]:
+    """A function that repeats `work` on the device over the same memory: on CUDA a graph, which is one call.
 
-    Nothing is done yet on CUDA, and everything that `work` makes is there as long as what is returned.
+    On CUDA `work` is recorded and not run, and what it allocates lives as long as the returned function.
     """
     if device.type != "cuda":
         return work
-    with torch.cuda.device(device), _recording:  # another engine may be at it
+    with torch.cuda.device(device), _recording:  # another engine may be recording
         few = torch.ones(2, 2, device=device)
-        few @ few  # makes this thread's handles, which cannot be made below
+        few @ few  # creates this thread's library handles, which cannot be created while recording
         stream, pool, _ = _recordings(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         play: Callable[[], object] = _captured(work, stream, pool).replay
@@ -173,9 +172,8 @@ def recorded(device: torch.device, work: Callable[[], object]) -> Callable[[], o
 
 @functools.cache
 def _recordings(device: torch.device) -> tuple[Any, Any, Any]:
-    """The stream that all recordings are made in, since libraries keep workspaces for each; the pool of memory that
-    they share, as they are played one at a time and keep nothing there; and one that stays: torch forgets a pool with
-    the last of them.
+    """One stream for all recordings, as libraries keep a workspace for each; one memory pool, as recordings are played
+    one at a time and keep nothing in it; and a recording that stays: torch drops a pool with its last one.
     """
     stream, few = torch.cuda.Stream(device), torch.ones(2, 2, device=device)
     pool = torch.cuda.graph_pool_handle()
@@ -185,12 +183,12 @@ def _recordings(device: torch.device) -> tuple[Any, Any, Any]:
 def _captured(work: Callable[[], object], stream: Any, pool: Any) -> Any:
     graph: Any = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        # Of this thread alone: loaders go on. And not by `torch.cuda.graph`, which first empties torch's cache.
+        # Thread-local, as loaders continue; not by `torch.cuda.graph`, which first empties torch's cache.
         graph.capture_begin(pool, "thread_local")
         try:
             work()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # which says that it failed, and not why
+            with contextlib.suppress(RuntimeError):  # says only that it failed
                 _end(graph, stream, pool)
             raise
         _end(graph, stream, pool)
@@ -198,24 +196,23 @@ def _captured(work: Callable[[], object], stream: Any, pool: Any) -> Any:
 
 
 def _end(graph: Any, stream: Any, pool: Any) -> None:
-    """End a recording. One that failed leaves its pool open to torch: nothing more can be recorded there, and what two
-    streams used stays held. The second ends here; the first has no end for the host's memory, so the next recording has
-    another pool, and what this one holds of the device's is lost.
+    """End a recording. A failed one leaves its pool open: memory that two streams used stays held, and nothing more can
+    be recorded there. This closes the pool; the next recording gets a new one, and this one's device memory is lost.
     """
     try:
         graph.capture_end()
     except RuntimeError:
-        with contextlib.suppress(RuntimeError, AttributeError):  # it is called otherwise before torch 2.8
+        with contextlib.suppress(RuntimeError, AttributeError):  # has another name before torch 2.8
             torch._C._cuda_endAllocateToPool(stream.device_index, pool)
         _recordings.cache_clear()
         raise
 
 
 def default_budgets(device: torch.device) -> tuple[int, int]:
-    """Bytes of KV to keep in host memory and on the device, where nobody said.
+    """Default bytes of KV to keep in host memory and on the device.
 
-    On the CPU none: the kernel's page cache is host memory already, and a second copy gains the checksum alone. Before
-    an accelerator a quarter of the memory that is free, pinned, and a tenth of the device's.
+    On the CPU none: the page cache is host memory already, and a second copy would save only the checksum. With an
+    accelerator a quarter of the available host memory, pinned, and a tenth of the device's free memory.
     """
     if device.type == "cpu":
         return 0, 0
@@ -227,7 +224,7 @@ def default_budgets(device: torch.device) -> tuple[int, int]:
 def memory_tiers(
     device: torch.device, memory_bytes: int | None, device_bytes: int | None, policy: str | None = None
 ) -> list[MemoryTier]:
-    """The tiers above the disk, the fastest first; None is the default, 0 is none."""
+    """The store's tiers above the disk, fastest first. For bytes None is the default, 0 is no tier."""
     row, defaults = policy_named(policy or DEFAULT_POLICY), default_budgets(device)
     memory = defaults[0] if memory_bytes is None else memory_bytes
     on_device = 0 if device.type == "cpu" else defaults[1] if device_bytes is None else device_bytes
@@ -239,69 +236,69 @@ def memory_tiers(
 
 
 class TransferStream:
-    """The CPU: host memory is device memory, so nothing is staged."""
+    """Transfers on the CPU: host memory is device memory, so nothing is staged."""
 
     staged = False  # whether KV has to be copied to the device
-    keeps_reads = True  # whether a copy that is queued keeps what it reads
+    keeps_reads = True  # whether a queued copy keeps its source alive
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def begin(self) -> None:
-        """Called by the computing thread when the buffers have been made, before any delivery into them."""
+        """Called by the computing thread after allocating the buffers, before any delivery into them."""
 
     def staging(self, like: Tensor) -> Tensor:
-        """Memory of the host that is copied from."""
+        """Host memory to copy from."""
         return torch.empty(like.shape, dtype=like.dtype, device="cpu")
 
     def deliver(self, copies: Callable[[], None]) -> Any:
-        """Queue copies (and moves) beside the compute; returns a ticket for `arrive`."""
+        """Queue copies (and rotations), which overlap with compute; returns a ticket for `arrive`."""
         copies()
         return None
 
     def arrive(self, ticket: Any) -> None:
-        """Make the computing stream wait for that delivery; the host does not wait."""
+        """Make the compute stream wait for that delivery; the host does not wait."""
 
     def pace(self) -> None:
-        """Between two layers: have the host wait until the device is at most two of them behind.
+        """Between two layers: make the host wait until the device is at most two layers behind.
 
-        Else all of a prompt would be queued at once, and neither a cancellation nor another's turn could come between.
+        Else a whole prompt would be queued at once, and could be neither cancelled nor interrupted.
         """
 
     def finish(self) -> None:
-        """Order whatever is still being delivered before all later compute; after it, what it is read from may go."""
+        """Order all pending deliveries before later compute; after it their sources may be freed."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done all it was given (for clocks)."""
+        """Wait until the device is idle (for clocks)."""
 
     def begin_clock(self) -> None:
-        """Have `stamp` and the host's clock start from one moment."""
+        """Align `stamp` with the host's clock."""
 
     def stamp(self) -> Any:
-        """A mark behind what the current stream was given so far."""
+        """A mark after the current stream's queued work."""
         return time.perf_counter()
 
     def time_of(self, stamp: Any) -> float:
-        """When the stream came to that mark, in seconds of `time.perf_counter`; only after `synchronize`."""
+        """When the stream reached that mark, in seconds of `time.perf_counter`; only after `synchronize`."""
         return float(stamp)
 
 
 class CudaTransfers(TransferStream):
-    """CUDA: pinned staging, a copy stream, one event a delivery."""
+    """Transfers on CUDA: pinned staging, a copy stream, one event per delivery."""
 
     staged = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._stream = torch.cuda.Stream(device)
-        self._ahead: deque[Any] = deque()  # where the compute stream was between the last layers
+        self._ahead: deque[Any] = deque()  # events of the compute stream between the last layers
 
     def staging(self, like: Tensor) -> Tensor:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
     def begin(self) -> None:
         self._ahead.clear()
-        # The buffers' memory may have been another tensor's a moment ago, still in use by kernels on the way.
+        # The buffers' memory may have been another tensor's, still in use by queued kernels.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def deliver(self, copies: Callable[[], None]) -> Any:
@@ -314,7 +311,7 @@ class CudaTransfers(TransferStream):
 
     def pace(self) -> None:
         self._ahead.append(torch.cuda.current_stream(self.device).record_event())
-        if len(self._ahead) > MOST_LAYERS_AHEAD:
+        if len(self._ahead) > MAX_LAYERS_AHEAD:
             self._ahead.popleft().synchronize()
 
     def finish(self) -> None:
@@ -337,7 +334,7 @@ class CudaTransfers(TransferStream):
 
 
 class MpsTransfers(TransferStream):
-    """Apple's GPU: one stream, in which a copy does not keep alive what it reads (pytorch issue 189690)."""
+    """Transfers on Apple's GPU: one stream, where a copy does not keep its source alive (pytorch issue 189690)."""
 
     staged = True
     keeps_reads = False
@@ -350,5 +347,5 @@ class MpsTransfers(TransferStream):
 
 
 def transfer_stream(device: torch.device) -> TransferStream:
-    """That of the device."""
+    """The device's transfer stream."""
     return {"cuda": CudaTransfers, "mps": MpsTransfers}.get(device.type, TransferStream)(device)

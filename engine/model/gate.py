@@ -1,12 +1,12 @@
 """The gate: a self-test that a model must pass before its KV is fused (about a second, once per fingerprint).
 
-It asks what fusing relies on: (1) the layer loop with all rows computed is the model itself, and with some of them it
-gives these the same; (2) keys moved to an offset are the keys computed there, in every layer from the same input; (3)
-editing a later chunk changes no earlier row; (4) a chunk right behind its encoding prefix is exact; (5) KV that is
-shifted stays sound. A model that fails is served by full prefill, with a warning.
+It checks what fusing relies on: (1) the layer loop over all rows gives the model's own logits, and over some rows the
+same rows; (2) keys rotated to another position equal keys computed there, in every layer; (3) editing a later chunk
+changes no earlier row; (4) a chunk directly after its encoding prefix is exact; (5) shifted KV is finite. A model that
+fails is served by full prefill, with a warning.
 
-And it asks whether attention can be collected, on which most policies rely: a layer must show what its rows attend to,
-and compute what it computes otherwise. Where it does not, policies that need attention are served by one that does not.
+It also checks whether attention can be collected, which most policies need, without changing a layer's output. If not,
+such policies are replaced by one that does without.
 """
 
 import contextlib
@@ -25,25 +25,25 @@ from ragblend.engine.config import DEFAULT_METHOD
 from ragblend.engine.encode import ChunkEncoder
 from ragblend.engine.fusion import Fusion
 from ragblend.engine.loader import loader_of
-from ragblend.engine.model.attention import Collect
+from ragblend.engine.model.attention import CollectAttention
 from ragblend.engine.model.decoder import Decoder, RowBlock
 from ragblend.engine.model.device import transfer_stream
 from ragblend.engine.model.rope import LAYOUTS, Rope, move_keys
 from ragblend.engine.plan import Span, make_plan
-from ragblend.engine.selection import BLIND, METHODS, Policy, policy_named
+from ragblend.engine.selection import ATTENTION_FREE, METHODS, Policy, policy_named
 from ragblend.engine.trace import Recorder
 from ragblend.kvstore.files import make_private_folder, replace_durably
 from ragblend.kvstore.memory import HeldChunk
 
-VERSION = 5  # raise it when the test changes: old verdicts are then forgotten
+VERSION = 5  # raise it when the test changes, to invalidate saved verdicts
 # Root mean square error allowed, relative to the spread (standard deviation) of what it is compared with. A wrong
 # rotation, mask or layout gives 0.3 and more; rounding gives about 1e-6, 2e-3 and 1e-2.
 TOLERANCE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.05}
-# What passed so many layers may be so far off. Of more, it grows as the root of their number (8 to 64 random layers in
-# bfloat16: as that or slower), up to twice: Llama-3-8B's shape with random weights has 0.05 on an H100, real models of
-# 24 to 30 layers by other kernels 0.02, and the least that a wrong prefix gives the real ones is 0.17.
+# The tolerance holds for this many layers. For more it grows with the root of their number (8 to 64 random layers in
+# bfloat16: so or slower), up to twice: Llama-3-8B's shape with random weights has 0.05 on an H100, real models of 24 to
+# 30 layers on other kernels 0.02, and a wrong prefix gives the real ones 0.17 at least.
 SHALLOW = 16
-FAR_TOKENS = 150  # where a chunk is moved to; not a multiple of any likely period
+FAR_TOKENS = 150  # the position that a chunk is moved to; not a multiple of any likely period
 TEXT = (
     "The harbour master kept two ledgers. In the first she wrote the names of the ships, the hour they came and what "
     "they carried; in the second, which nobody was meant to see, the names of those who never came back. When the "
@@ -53,8 +53,8 @@ TEXT = (
 
 
 @dataclass(frozen=True)
-class Check:
-    """One question of the gate: its error, relative, beside what is allowed."""
+class GateCheck:
+    """One check of the gate: its relative error, and what is allowed."""
 
     name: str
     passed: bool
@@ -64,35 +64,34 @@ class Check:
 
 @dataclass(frozen=True)
 class GateVerdict:
-    """Whether a model's KV may be fused; reason says why not. shows_attention: whether its layers do."""
+    """Whether a model's KV may be fused, and the reason if not. shows_attention: whether attention can be collected."""
 
     passed: bool
-    checks: tuple[Check, ...] = ()
+    checks: tuple[GateCheck, ...] = ()
     reason: str | None = None
     layouts: tuple[str, ...] = ()
     shows_attention: bool = True
 
 
 def run_gate(decoder: Decoder, token_ids: Sequence[int]) -> GateVerdict:
-    """Put the questions, and find each layer's rotary layout on the way, and whether it shows attention.
+    """Run all checks; also sets each layer's rotary layout, and whether attention can be collected.
 
-    token_ids: some dozens of ids of ordinary text, in the model's vocabulary. Raises whatever the model's layers raise
-    if they cannot be run one by one.
+    token_ids: some dozens of ids of ordinary text. Raises what the layers raise if they cannot be run one by one.
     """
     ids = list(token_ids)
     assert len(ids) >= 24, "the gate needs text to work on"
-    exam = _Exam(decoder, ids)
-    moving = exam.moving()
-    if not (decoder.shows_attention and exam.showing_attention()):
-        decoder.hide_attention()
-    checks = (exam.all_rows(), exam.some_rows(), moving, exam.causality(), exam.exactness(), exam.shifting())
+    test = _SelfTest(decoder, ids)
+    moving = test.moving()
+    if not (decoder.shows_attention and test.showing_attention()):
+        decoder.disable_attention_collection()
+    checks = (test.all_rows(), test.some_rows(), moving, test.causality(), test.exactness(), test.shifting())
     failed = [f"{c.name}: error {c.error:.2g}, allowed {c.allowed:.2g}" for c in checks if not c.passed]
     return GateVerdict(
         not failed, checks, "; ".join(failed) or None, tuple(decoder.layouts), decoder.shows_attention
     )
 
 
-class _Exam:
+class _SelfTest:
     def __init__(self, decoder: Decoder, ids: list[int]) -> None:
         self.decoder = decoder
         third = len(ids) // 4
@@ -100,16 +99,16 @@ class _Exam:
         self.suffix = ids[3 * third :]
         self.allowed = TOLERANCE[decoder.geometry.dtype]
 
-    def all_rows(self) -> Check:
-        """Every row computed over loaded KV gives the model's own logits, and the model's own KV."""
+    def all_rows(self) -> GateCheck:
+        """Computing every row over loaded KV gives the model's own logits."""
         ids = [*self.prefix, *self.first, *self.second, *self.suffix]
         logits, _ = self._fused("recompute", self.first, self.second)
         error = relative_error(logits, self.decoder.own_logits(ids))
         return self._check("all rows recomputed equals the model", error, self.decoder.rounding)
 
     @torch.inference_mode()
-    def some_rows(self) -> Check:
-        """In each layer, rows picked out of a sequence are given what they are given among all."""
+    def some_rows(self) -> GateCheck:
+        """In each layer, some rows of a sequence get the output that they get among all rows."""
         decoder = self.decoder
         ids = torch.tensor([*self.prefix, *self.first, *self.second, *self.suffix], device=decoder.device)
         every = torch.arange(ids.numel(), device=decoder.device)
@@ -126,8 +125,8 @@ class _Exam:
             hidden = outs[0]
         return self._check("some rows computed are as among all", max(errors))
 
-    def moving(self) -> Check:
-        """In each layer, the keys of one input at two places, one moved to the other; sets the layer's layout."""
+    def moving(self) -> GateCheck:
+        """In each layer, keys rotated to another position equal keys computed there; sets the layer's layout."""
         errors = []
         for layer in range(self.decoder.geometry.layers):
             near, far = self._keys_at(layer, len(self.prefix)), self._keys_at(layer, FAR_TOKENS)
@@ -141,7 +140,7 @@ class _Exam:
 
     @torch.inference_mode()
     def _keys_at(self, layer: int, start: int) -> Tensor:
-        """(H, R, D): the keys that a layer gives the first chunk's embeddings at that place."""
+        """(H, R, D): a layer's keys for the first chunk's embeddings at that position."""
         decoder = self.decoder
         hidden = decoder.embed(torch.tensor(self.first, device=decoder.device))
         rows = torch.arange(start, start + len(self.first), device=decoder.device)
@@ -153,25 +152,27 @@ class _Exam:
             return new.keys
         raise AssertionError("the layer never called the cache")
 
-    def causality(self) -> Check:
-        """Another last chunk leaves the KV of all rows before it as it is, in every layer."""
+    def causality(self) -> GateCheck:
+        """Another last chunk does not change the KV of the rows before it, in any layer."""
         _, one = self._fused("cacheblend", self.first, self.second)
         _, two = self._fused("cacheblend", self.first, self.second[::-1])
         stop = len(self.prefix) + len(self.first)
-        return self._check("editing a later chunk changes no earlier row", _largest(one, two, 0, stop))
+        return self._check("editing a later chunk changes no earlier row", _largest_error(one, two, 0, stop))
 
-    def exactness(self) -> Check:
-        """The chunk right behind its encoding prefix has the KV that full prefill gives it."""
+    def exactness(self) -> GateCheck:
+        """The chunk directly after its encoding prefix has full prefill's KV."""
         _, full = self._fused("full", self.first, self.second)
         _, reuse = self._fused("reuse", self.first, self.second)
         start = len(self.prefix)
-        error = _largest(full, reuse, start, start + len(self.first))
+        error = _largest_error(full, reuse, start, start + len(self.first))
         deep = min(max(1.0, self.decoder.geometry.layers / SHALLOW) ** 0.5, 2.0)
         return self._check("a chunk behind its prefix is exact", error, deep)
 
-    def shifting(self) -> Check:
-        """What the policies that shift make of the KV is numbers, whether they collect attention or not."""
-        policies = [BLIND, METHODS[DEFAULT_METHOD]] if self.decoder.shows_attention else [BLIND]
+    def shifting(self) -> GateCheck:
+        """Policies that shift KV give finite logits, with and without collecting attention."""
+        policies = (
+            [ATTENTION_FREE, METHODS[DEFAULT_METHOD]] if self.decoder.shows_attention else [ATTENTION_FREE]
+        )
         finite = all(
             bool(self._fused(policy, self.first, self.second)[0].isfinite().all()) for policy in policies
         )
@@ -179,7 +180,7 @@ class _Exam:
 
     @torch.inference_mode()
     def showing_attention(self) -> bool:
-        """Whether each kind of layer shows what rows attend to, and computes for them what it computes otherwise."""
+        """Whether each layer type reports its attention, and has the same output as without."""
         decoder = self.decoder
         ids = torch.tensor([*self.prefix, *self.first, *self.suffix], device=decoder.device)
         hidden, rows = decoder.embed(ids), torch.arange(ids.numel(), device=decoder.device)
@@ -190,7 +191,7 @@ class _Exam:
     def _is_shown(self, layer: int, hidden: Tensor, block: RowBlock) -> bool:
         shown: list[Tensor] = []
 
-        def computed(collect: Collect | None) -> Tensor:
+        def computed(collect: CollectAttention | None) -> Tensor:
             cache = FusedCache(self.decoder.geometry, hidden.shape[1], 0, self.decoder.device)
             cache.step = Scatter(block.rows)
             return self.decoder.run_layer(layer, hidden, block, cache, collect)
@@ -202,10 +203,10 @@ class _Exam:
             return False
         return len(shown) == 1 and bool(shown[0].isfinite().all()) and error <= self.allowed
 
-    def _check(self, name: str, error: float, times: float = 1.0) -> Check:
-        """times: of what is allowed otherwise."""
+    def _check(self, name: str, error: float, times: float = 1.0) -> GateCheck:
+        """times: factor on the allowed error."""
         allowed = self.allowed * times
-        return Check(name, error <= allowed, error, allowed)  # NaN compares false
+        return GateCheck(name, error <= allowed, error, allowed)  # NaN compares false
 
     def _fused(self, method: str | Policy, *chunks: list[int]) -> tuple[Tensor, FusedCache]:
         decoder, policy = self.decoder, policy_named(method)
@@ -228,27 +229,27 @@ class _Exam:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Root mean square difference, in standard deviations of what was expected."""
+    """Root mean square difference, in standard deviations of `expected`."""
     spread = expected.float().std().clamp_min(1e-9)
     return float((found.float() - expected.float()).pow(2).mean().sqrt() / spread)
 
 
-def _largest(one: FusedCache, two: FusedCache, start: int, stop: int) -> float:
+def _largest_error(one: FusedCache, two: FusedCache, start: int, stop: int) -> float:
     layers = range(one.geometry.layers)
     pairs = [(one.span(i, start, stop), two.span(i, start, stop)) for i in layers]
     return max(relative_error(a, b) for first, second in pairs for a, b in zip(first, second, strict=True))
 
 
-def kept_verdict(
+def cached_verdict(
     folder: Path, fingerprint: str, device: str, layers: int, judge: Callable[[], GateVerdict]
 ) -> GateVerdict:
-    """The verdict that is on file for this model on such a device, whose attention is another one than others'; or a
-    new one, which is put there.
+    """The saved verdict for this model on this kind of device, whose attention differs from others'; or a new one,
+    which is saved.
     """
     file = folder / f"gate-{fingerprint[:32]}-{device}-v{VERSION}.json"
     try:
         found = json.loads(file.read_text())
-        checks = tuple(Check(**check) for check in found.pop("checks"))
+        checks = tuple(GateCheck(**check) for check in found.pop("checks"))
         verdict = GateVerdict(checks=checks, layouts=tuple(found.pop("layouts")), **found)
         if set(verdict.layouts) <= set(LAYOUTS) and len(verdict.layouts) in (0, layers):
             return verdict
@@ -256,9 +257,7 @@ def kept_verdict(
         pass
     try:
         verdict = judge()
-    except (
-        Exception
-    ) as error:  # not kept: being out of memory today is no reason to refuse the model for ever
+    except Exception as error:  # not saved: too little memory today must not refuse the model for ever
         reason = f"the model's layers cannot be run one by one ({type(error).__name__}: {error})"
         return GateVerdict(False, (), reason)
     with contextlib.suppress(OSError):  # a full disk costs a second at the next start, nothing else

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: the copy that is here, and downloading one, the only use of the network."""
+"""Models of the Hugging Face hub: cached copies and downloads, the engine's only use of the network."""
 
 import json
 import os
@@ -16,7 +16,7 @@ Progress = Callable[[int, int], None]
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a model's name reads owner/name, and is nothing on this disk."""
+    """Whether a model's name has the form owner/name, and is no path on this disk."""
     path = Path(os.path.expanduser(name))
     local = (
         os.path.exists(path) or path.is_absolute() or name.startswith(".") or path.suffix.lower() == ".gguf"
@@ -25,7 +25,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def local_copy(name: str) -> Path | None:
-    """The folder of a model that was downloaded whole; asks nobody. None if there is none."""
+    """The folder of a model that was downloaded completely, or None; does not use the network."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -33,11 +33,11 @@ def local_copy(name: str) -> Path | None:
         folder = Path(snapshot_download(name, allow_patterns=PATTERNS, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError, OSError):
         return None
-    return folder if _is_whole(folder) else None
+    return folder if _is_complete(folder) else None
 
 
 def cached_models() -> list[tuple[str, int]]:
-    """Names and bytes of the models that write text and were downloaded whole; asks nobody."""
+    """Names and bytes of the completely downloaded text models; does not use the network."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -50,7 +50,7 @@ def cached_models() -> list[tuple[str, int]]:
 
 
 def writes_text(folder: Path) -> bool:
-    """Whether its config says so: that of an embedder, which may be in the same cache, does not."""
+    """Whether its config names a causal language model; embedders in the same cache do not."""
     try:
         named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or ()
     except (OSError, ValueError, AttributeError):
@@ -59,10 +59,10 @@ def writes_text(folder: Path) -> bool:
 
 
 def download(name: str, progress: Progress | None = None, stop: threading.Event | None = None) -> Path:
-    """Bring a model here, or what has changed of it; what an earlier attempt left is taken up. Its folder.
+    """Download a model, resuming an earlier attempt; returns its folder.
 
-    progress(done, total) in bytes, from several threads; without it the hub's library draws its bars on stderr. Raises
-    ModelNotFoundError; DownloadStoppedError after `stop`.
+    progress(done, total) in bytes, from several threads; without it the hub's library draws bars on stderr. Raises
+    ModelNotFoundError, or DownloadStoppedError once `stop` is set.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -79,13 +79,13 @@ def download(name: str, progress: Progress | None = None, stop: threading.Event 
         raise ModelNotFoundError(f"{name!r} is no hub id (owner/name): {error}") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelNotFoundError(
-            f"the model {name!r} could not be had from the hub ({type(error).__name__}: {error}); check the name "
-            "and the network, or pass a local folder"
+            f"the model {name!r} could not be downloaded from the hub ({type(error).__name__}: {error}); check the "
+            "name and the network, or pass a local folder"
         ) from error
 
 
 def _bar_class(missing_bytes: int, progress: Progress, stop: threading.Event) -> type[Any]:
-    """What the hub's library draws its bars with: it draws nothing, says how far the bytes are, and can be stopped."""
+    """A progress bar class for the hub's library that draws nothing, reports bytes, and can be stopped."""
     from huggingface_hub.utils.tqdm import tqdm
 
     most, lock = 0, threading.Lock()
@@ -101,7 +101,7 @@ def _bar_class(missing_bytes: int, progress: Progress, stop: threading.Event) ->
                 raise DownloadStoppedError("the download was stopped; what has come is kept for next time")
             self.n += n or 0
             if self._counts_bytes:
-                with lock:  # bytes are counted twice, as they come and as they are put together
+                with lock:  # bytes are counted twice, when they arrive and when files are assembled
                     most = max(most, min(int(self.n), missing_bytes))
                     progress(most, missing_bytes)
             return None
@@ -109,8 +109,8 @@ def _bar_class(missing_bytes: int, progress: Progress, stop: threading.Event) ->
     return Reporting
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether everything that its own index names is there: a download may have been stopped in between."""
+def _is_complete(folder: Path) -> bool:
+    """Whether all weight files that its index names exist: a download may have been interrupted."""
     if not (folder / "config.json").is_file():
         return False
     try:

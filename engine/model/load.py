@@ -1,4 +1,4 @@
-"""Load a checkpoint, and say by content what it is."""
+"""Loads a checkpoint: config, tokenizer, weights; and computes its fingerprint."""
 
 import json
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ import torch
 
 from ragblend.engine.model.attention import EAGER, NAME, register
 from ragblend.engine.model.checkpoints import find_model, tokenizer_digest, weights_digest
-from ragblend.engine.model.convert import converted, converted_tokenizer, is_converted
+from ragblend.engine.model.convert import convert_gguf, convert_gguf_tokenizer, is_converted
 from ragblend.engine.model.decoder import Decoder, TransformersDecoder, kv_geometry, rope_parameters
-from ragblend.engine.model.device import loading_alone
+from ragblend.engine.model.device import exclusive_model_loading
 from ragblend.engine.model.packing import pack
 from ragblend.kvstore.chunks import DTYPES
 from ragblend.kvstore.errors import (
@@ -22,7 +22,7 @@ from ragblend.kvstore.errors import (
 )
 from ragblend.kvstore.fingerprint import ModelFingerprint
 
-MOST_BITS = 10  # a weight, of a file whose weights had been rounded: GGUF's eight bits are eight and a half
+MAX_BITS_PER_WEIGHT = 10  # of a quantized file: GGUF's eight bits are eight and a half
 
 
 def read_config(folder: Path) -> Any:
@@ -36,9 +36,9 @@ def read_config(folder: Path) -> Any:
 
 
 def was_quantized(name: str, parameters: int) -> bool:
-    """Whether the file that a model was unpacked from has at most MOST_BITS a weight; a folder's weights never have."""
+    """Whether the model is a file of at most MAX_BITS_PER_WEIGHT a weight; a folder never is."""
     found = find_model(name)
-    return found.is_file() and 8 * found.stat().st_size <= MOST_BITS * parameters
+    return found.is_file() and 8 * found.stat().st_size <= MAX_BITS_PER_WEIGHT * parameters
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -52,15 +52,15 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def locate(name: str, home: Path, dtype: str) -> Path:
-    """A folder of safetensors with its tokenizer; a GGUF is converted on first use. Raises ModelError's children."""
+    """The model's folder of safetensors and tokenizer; a GGUF is converted on first use. Raises ModelError."""
     found = find_model(name)
-    return converted(found, home, dtype) if found.is_file() else found
+    return convert_gguf(found, home, dtype) if found.is_file() else found
 
 
 def locate_tokenizer(name: str, home: Path, dtype: str) -> Path:
-    """The folder of a model's tokenizer; of a GGUF nothing else is converted, which takes a second or two."""
+    """The folder of a model's tokenizer; of a GGUF only the tokenizer is converted, in a second or two."""
     found = find_model(name)
-    return converted_tokenizer(found, home, dtype) if found.is_file() else found
+    return convert_gguf_tokenizer(found, home, dtype) if found.is_file() else found
 
 
 def needs_conversion(name: str, home: Path, dtype: str) -> bool:
@@ -71,7 +71,7 @@ def needs_conversion(name: str, home: Path, dtype: str) -> bool:
 
 @dataclass
 class LoadedModel:
-    """A model on its device. decoder is None, and unsupported says why, where it can only be run as it is."""
+    """A model on its device. decoder is None, and unsupported the reason, if its KV cannot be fused."""
 
     model: Any
     decoder: Decoder | None
@@ -84,8 +84,8 @@ def load(folder: Path, device: torch.device, dtype: str) -> LoadedModel:
     from transformers import AutoModelForCausalLM
 
     try:
-        # With this option two values come back; the annotations know of one.
-        with loading_alone():
+        # With output_loading_info it returns two values; the annotations have one.
+        with exclusive_model_loading():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder), dtype=DTYPES[dtype], device_map={"": device}, output_loading_info=True
             )
@@ -99,7 +99,7 @@ def load(folder: Path, device: torch.device, dtype: str) -> LoadedModel:
         raise CorruptModelError(f"the model in {folder} cannot be loaded: {error}") from error
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):
-        # transformers fills them with random numbers and goes on; an answer from those is worse than an error.
+        # transformers would continue with random weights.
         raise CorruptModelError(
             f"the model in {folder} lacks {len(missing)} weights ({missing[0]}, ...); fetch it again"
         )
@@ -113,9 +113,9 @@ def load(folder: Path, device: torch.device, dtype: str) -> LoadedModel:
 
 
 def use_own_attention(model: Any) -> None:
-    """Have the model call our attention (`attention.py`) where it would call sdpa, or its own eager one.
+    """Make the model call our attention (`attention.py`) in place of sdpa or its own eager one.
 
-    Soft caps are eager: before 5.20 transformers calls sdpa for them, which leaves them out.
+    Models with soft caps use eager: transformers before 5.20 calls sdpa for them, which ignores caps.
     """
     register()
     caps = getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
@@ -125,7 +125,7 @@ def use_own_attention(model: Any) -> None:
 
 
 def fingerprint(folder: Path, ledger: Path, config: Any, dtype: str) -> ModelFingerprint:
-    """What KV of this model may be mixed with: the same content, dtype, shape and rotation, nothing else."""
+    """The model's identity: KV may be mixed only between models of the same content, dtype, shape and rotation."""
     weights, tokenizer = weights_digest(folder, ledger), tokenizer_digest(folder, ledger)
     rope = json.dumps(rope_parameters(config), sort_keys=True, default=str)
     return ModelFingerprint(weights, tokenizer, kv_geometry(config, dtype), rope)

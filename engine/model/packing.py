@@ -1,8 +1,8 @@
-"""Linear layers that keep a second copy of their weights in the order in which oneDNN computes.
+"""Linear layers with a second copy of their weights in oneDNN's order, which makes passes over few rows faster.
 
-A pass over few rows is bound by reading weights, and torch puts bfloat16 weights into the kernel's order again on
-every call: on a Xeon with AMX that is a third of the time at 68 rows and half of it at one. With many rows the plain
-order is as fast or faster, so both are kept. Results are those of the same kernel; the order of sums may differ.
+Such a pass is bound by reading weights, and torch reorders bfloat16 weights on every call: on a Xeon with AMX a third
+of the time at 68 rows, half of it at one. With many rows the plain order is as fast or faster, so both are kept. The
+kernel is the same; the order of sums may differ.
 """
 
 from typing import Any
@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 from ragblend.engine.model.device import available_bytes
 
-MOST_ROWS = 256
-TYPICAL_ROWS = 64  # for which oneDNN is asked to choose the order
-MOST_OF_FREE_MEMORY = 0.25
+MAX_PACKED_ROWS = 256
+TYPICAL_ROWS = 64  # the number of rows for which oneDNN chooses the order
+MAX_FREE_MEMORY_SHARE = 0.25
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer over the same weight and bias, fast for up to MOST_ROWS rows."""
+    """A linear layer over the same weight and bias, fast for up to MAX_PACKED_ROWS rows."""
 
     packed: Tensor
 
     @classmethod
     def of(cls, linear: nn.Linear) -> "PackedLinear":
-        """Share linear's parameters; the packed copy is no part of the state."""
+        """Shares linear's parameters; the packed copy is not part of the state dict."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made.in_features, made.out_features = linear.in_features, linear.out_features
@@ -34,15 +34,15 @@ class PackedLinear(nn.Linear):
         return made
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.dtype != torch.bfloat16 or input.numel() > MOST_ROWS * self.in_features:
+        if input.dtype != torch.bfloat16 or input.numel() > MAX_PACKED_ROWS * self.in_features:
             return super().forward(input)
         out: Tensor = _operators()._linear_pointwise(input, self.packed, self.bias, "none", [], "")
         return out
 
 
 def pack(model: nn.Module) -> int:
-    """Pack the linear layers of a model on the CPU, where that helps and memory allows it; returns how many."""
-    if not packs():
+    """Pack the linear layers of a model on the CPU, if that is faster and memory allows it; returns how many."""
+    if not can_pack():
         return 0
     found = [
         (parent, name, child)
@@ -53,15 +53,15 @@ def pack(model: nn.Module) -> int:
         and child.weight.device.type == "cpu"
     ]
     needed = sum(child.weight.nbytes for _, _, child in found)
-    if needed > MOST_OF_FREE_MEMORY * available_bytes():
+    if needed > MAX_FREE_MEMORY_SHARE * available_bytes():
         return 0
     for parent, name, child in found:
         setattr(parent, name, PackedLinear.of(child))
     return len(found)
 
 
-def packs() -> bool:
-    """Whether this processor and this torch compute bfloat16 with oneDNN, and have the operators."""
+def can_pack() -> bool:
+    """Whether this processor and torch multiply bfloat16 with oneDNN, and torch has the operators."""
     if not torch.backends.mkldnn.is_available():
         return False
     operators = _operators()

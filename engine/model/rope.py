@@ -1,7 +1,7 @@
-"""Moving keys: rotating already-rotated keys to new positions.
+"""RoPE: rotates keys from one position to another.
 
-RoPE scores depend on the difference of positions alone, so a key encoded at position p stands at p + delta after a
-rotation by delta. Source: CacheBlend (EuroSys'25), footnote 3 and appendix A; trig and products in float32 are ours.
+Scores depend only on the difference of positions, so a key encoded at position p, rotated by delta, is the key at
+p + delta. Source: CacheBlend (EuroSys'25), footnote 3 and appendix A; trig and products in float32 are ours.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ LAYOUTS = (HALF, INTERLEAVED, UNROTATED)
 
 @dataclass(frozen=True)
 class Rope:
-    """How one layer rotates.
+    """The rotation of one layer.
 
-    inv_freq (R/2,) float32, rad per token, on the device; R <= D leading sizes are rotated (partial rotary).
-    layout: which sizes are a pair: HALF (0, R/2), (1, R/2 + 1), ...; INTERLEAVED (0, 1), (2, 3), ...; UNROTATED for a
-    layer that does not rotate at all (SmolLM3 has some).
+    inv_freq (R/2,) float32, rad per token, on the device; the first R <= D dimensions are rotated (partial rotary).
+    layout: which dimensions form a pair: HALF (0, R/2), (1, R/2 + 1), ...; INTERLEAVED (0, 1), (2, 3), ...; UNROTATED
+    for a layer without RoPE (SmolLM3 has some).
     """
 
     inv_freq: Tensor
@@ -34,7 +34,7 @@ def move_keys(keys: Tensor, delta_tokens: int | Tensor, rope: Rope) -> Tensor:
     """Rotate already-rotated keys to new positions.
 
     keys (..., T, D); delta_tokens: new minus old position, one number or (T,). Returns a tensor of keys' shape and
-    dtype; a delta of 0 returns the same bits. YaRN's attention scaling is in the keys already and stays as it is.
+    dtype; a delta of 0 returns the same bits. YaRN's attention scaling is in the keys already and is not applied again.
     """
     moved = keys.clone()
     move_keys_(moved, delta_tokens, rope)
@@ -50,14 +50,14 @@ def move_keys_(keys: Tensor, delta_tokens: int | Tensor, rope: Rope) -> None:
             return
         angle = rope.inv_freq * delta_tokens  # (R/2,)
     else:
-        # cos(0) = 1 and sin(0) = 0 exactly, so unmoved rows come back as they were (-0.0 aside, which compares equal).
+        # cos(0) = 1 and sin(0) = 0 exactly, so rows with delta 0 are unchanged (except -0.0, which compares equal).
         assert delta_tokens.numel() == keys.shape[-2], "one delta for each token"
         angle = delta_tokens[:, None].to(rope.inv_freq) * rope.inv_freq  # (T, R/2)
     rotate_(keys, angle.cos(), angle.sin(), rope)
 
 
 def rotate_(keys: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> None:
-    """Rotate keys (..., T, D) in place by angles of which cos and sin, (T, R/2) or (R/2,) float32, are known."""
+    """Rotate keys (..., T, D) in place by angles given as cos and sin, (T, R/2) or (R/2,) float32."""
     if rope.layout == UNROTATED:
         return
     first, second = _halves(keys, rope)
@@ -69,9 +69,9 @@ def rotate_(keys: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> None:
 
 
 def rotated(keys: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:
-    """What `rotate_` makes of keys (..., T, D), in a tensor of its own and rounded to keys' dtype at each step.
+    """`rotate_` into a new tensor, rounding to keys' dtype at each step. keys (..., T, D); cos, sin (T, R/2).
 
-    cos, sin (T, R/2) of keys' dtype. For differences and what is fitted; keys that are attended to need `rotate_`.
+    For differences and fitting; keys that are attended to need `rotate_`.
     """
     result = torch.empty(keys.shape, dtype=keys.dtype, device=keys.device)
     if rope.layout == UNROTATED:

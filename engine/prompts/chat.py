@@ -1,4 +1,4 @@
-"""From messages to one prompt: the model's own chat template around segments, which stay segments."""
+"""Applies the model's chat template to messages, and keeps their segments as segments of the prompt."""
 
 import json
 import re
@@ -14,28 +14,27 @@ _TURN_GAP = "\n\n"
 
 
 def chat(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
-    """The messages in the tokenizer's chat template, up to where the assistant is to speak.
+    """The messages in the tokenizer's chat template, up to the beginning of the assistant's answer.
 
-    tools: shown where the template shows them (`tools.call_format` says whether it does). The template's control tokens
-    are the only ones: what messages, tools and calls say is text, whoever wrote it.
-    A template that refuses them (Gemma's and Mistral's know no system role, and want roles to alternate) gets them
-    folded: system words at the head of the next user message, neighbours of one role as one; but no calls and tools'
-    answers, of which nothing would be left but words. A tokenizer without a template is a base model's: question and
-    answer, in words. Raises PromptError where nothing helps.
+    tools: passed to the template (`tools.call_format` checks that it uses them). Only the template's own control tokens
+    count: control tokens in messages, tools and calls are text.
+    If the template refuses the roles (Gemma's and Mistral's have no system role and want roles to alternate), messages
+    without tool calls are merged to alternating roles. Without a template (a base model) the prompt is questions and
+    answers in words. Raises PromptError if the template refuses that too.
     """
     if not messages:
         raise PromptError("there is no message to answer; give at least one")
     for message in messages:
-        if not re.fullmatch(r"[\w-]+", message.role):  # a template prints it as it is
+        if not re.fullmatch(r"[\w-]+", message.role):  # the template does not escape it
             raise PromptError(f"a message's role is a word, such as user or assistant, not {message.role!r}")
-    messages = [replace(m, segments=tuple(map(_as_text, m.segments))) for m in messages]
+    messages = [replace(m, segments=tuple(map(_verbatim, m.segments))) for m in messages]
     if tokenizer.chat_template is None:
-        return Prompt(joined(_in_words(messages)))
+        return Prompt(merge_literals(_without_template(messages)))
     failed: Exception | None = None
-    forms = (list,) if any(m.calls or m.role == "tool" for m in messages) else (list, folded)
+    forms = (list,) if any(m.calls or m.role == "tool" for m in messages) else (list, alternating_roles)
     for form in forms:
         try:
-            return Prompt(joined(_templated(tokenizer, form(messages), tools)))
+            return Prompt(merge_literals(_templated(tokenizer, form(messages), tools)))
         except Exception as error:  # templates raise whatever they like
             failed = error
     roles = ", ".join(message.role for message in messages)
@@ -44,11 +43,11 @@ def chat(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[st
     ) from failed
 
 
-def folded(messages: Sequence[Message]) -> list[Message]:
-    """User and assistant messages in turn, the first and the last of the user where there are such."""
-    sided = [("assistant" if m.role == "assistant" else "user", m.segments) for m in messages]
+def alternating_roles(messages: Sequence[Message]) -> list[Message]:
+    """User and assistant messages in turn; other roles count as the user's, and neighbours are merged."""
+    by_role = [("assistant" if m.role == "assistant" else "user", m.segments) for m in messages]
     result = []
-    for role, group in groupby(sided, key=lambda side: side[0]):
+    for role, group in groupby(by_role, key=lambda pair: pair[0]):
         segments: list[Segment] = []
         for _, part in group:
             segments += [*([Literal(_TURN_GAP, verbatim=True)] if segments else []), *part]
@@ -56,8 +55,8 @@ def folded(messages: Sequence[Message]) -> list[Message]:
     return result
 
 
-def joined(segments: Sequence[Segment]) -> list[Segment]:
-    """The same text with literals of one kind, side by side, as one; empty ones are gone."""
+def merge_literals(segments: Sequence[Segment]) -> list[Segment]:
+    """The same segments, with adjacent literals of one kind merged and empty ones removed."""
     result: list[Segment] = []
     for segment in segments:
         last = result[-1] if result else None
@@ -72,64 +71,66 @@ def joined(segments: Sequence[Segment]) -> list[Segment]:
     return result
 
 
-def _as_text(segment: Segment) -> Segment:
+def _verbatim(segment: Segment) -> Segment:
     return replace(segment, verbatim=True) if isinstance(segment, Literal) else segment
 
 
 def _templated(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
 ) -> list[Segment]:
-    """The template runs over marks that stand for the contents, so that no content can act as template."""
+    """Runs the template over placeholders, so that no content can act as part of the template."""
     marks = [f"\x00message {number}\x00" for number in range(len(messages))]
-    harmless = _Harmless(tokenizer)
-    turns = [_turn(m, mark, harmless) for m, mark in zip(messages, marks, strict=True)]
-    shown = [harmless.of(tool) for tool in tools] or None
-    rest = str(tokenizer.apply_chat_template(turns, tools=shown, tokenize=False, add_generation_prompt=True))
+    escapes = _ControlTokenEscapes(tokenizer)
+    turns = [_template_message(m, mark, escapes) for m, mark in zip(messages, marks, strict=True)]
+    escaped_tools = [escapes.escape(tool) for tool in tools] or None
+    rest = str(
+        tokenizer.apply_chat_template(turns, tools=escaped_tools, tokenize=False, add_generation_prompt=True)
+    )
     segments: list[Segment] = []
     for message, turn, mark in zip(messages, turns, marks, strict=True):
         if not turn["content"]:
             continue
         content: Sequence[Segment] = message.segments
-        before, found, behind = rest.partition(mark)
+        before, found, after = rest.partition(mark)
         if not found:
-            before, found, behind = rest.partition(_in_json(mark))
-            content = [_quoted(segment) for segment in content]
+            before, found, after = rest.partition(_json_escaped(mark))
+            content = [_json_segment(segment) for segment in content]
         if not found:
             raise PromptError(f"the chat template drops messages of the role {message.role}")
-        segments, rest = [*segments, *harmless.restored(before), *content], behind
-    return [*segments, *harmless.restored(rest)]
+        segments, rest = [*segments, *escapes.restore(before), *content], after
+    return [*segments, *escapes.restore(rest)]
 
 
-def _in_json(text: str) -> str:
-    """Inside of a string, as `tojson` writes it."""
+def _json_escaped(text: str) -> str:
+    """The text as `tojson` writes it inside a string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _quoted(segment: Segment) -> Segment:
-    """The same inside of a JSON string. What reads the same there stays, and what is known by its ids alone."""
-    text = _in_json(segment.text or "")
+def _json_segment(segment: Segment) -> Segment:
+    """The segment inside a JSON string; unchanged if escaping changes nothing, or only its ids are known."""
+    text = _json_escaped(segment.text or "")
     return segment if text == (segment.text or "") else Literal(text, None, verbatim=True)
 
 
-def _turn(message: Message, mark: str, harmless: "_Harmless") -> dict[str, Any]:
-    """A message as templates know it. An assistant that calls a tool may say nothing beside it."""
-    said = mark if message.segments or not message.calls else ""
-    turn: dict[str, Any] = {"role": message.role, "content": said}
+def _template_message(message: Message, mark: str, escapes: "_ControlTokenEscapes") -> dict[str, Any]:
+    """The message as templates take it, with `mark` as its content. An assistant's tool call may have no content."""
+    content = mark if message.segments or not message.calls else ""
+    turn: dict[str, Any] = {"role": message.role, "content": content}
     if message.calls:
         calls = [{"name": each.name, "arguments": each.arguments} for each in message.calls]
         ids = [each.id for each in message.calls]
         turn["tool_calls"] = [
-            {"type": "function", "id": harmless.of(i), "function": harmless.of(call)}
+            {"type": "function", "id": escapes.escape(i), "function": escapes.escape(call)}
             for i, call in zip(ids, calls, strict=True)
         ]
     named = {"tool_call_id": message.call_id, "name": message.name}
-    return turn | {key: harmless.of(value) for key, value in named.items() if value is not None}
+    return turn | {key: escapes.escape(value) for key, value in named.items() if value is not None}
 
 
-class _Harmless:
-    """Values for a template in which words stand for texts that hold control tokens, and the way back.
+class _ControlTokenEscapes:
+    """Replaces texts that contain control tokens by placeholder words, and restores them after the template has run.
 
-    They have to survive `tojson` and be found again, so they are words, and not the marks that messages have.
+    Words, unlike the messages' placeholders, because they must survive `tojson`.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -137,25 +138,25 @@ class _Harmless:
         self._controls = re.compile("|".join(map(re.escape, controls)) or "(?!)")
         self._texts: list[str] = []
 
-    def of(self, value: Any) -> Any:
+    def escape(self, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {self.of(key): self.of(part) for key, part in value.items()}
+            return {self.escape(key): self.escape(part) for key, part in value.items()}
         if isinstance(value, list | tuple):
-            return [self.of(part) for part in value]
+            return [self.escape(part) for part in value]
         if not isinstance(value, str) or not self._controls.search(value):
             return value
         self._texts.append(value)
         return f"ragblendtext{len(self._texts) - 1}end"
 
-    def restored(self, text: str) -> list[Segment]:
-        """What a template made of the values, as JSON has them: verbatim where they stood."""
+    def restore(self, text: str) -> list[Segment]:
+        """The template's output, with the original texts, JSON-escaped, as verbatim literals."""
         known = "|".join(map(str, range(len(self._texts)))) or "(?!)"
         parts = re.split(f"ragblendtext({known})end", text)
-        texts = [_in_json(text) for text in self._texts]
+        texts = [_json_escaped(text) for text in self._texts]
         return [Literal(texts[int(p)], None, True) if n % 2 else Literal(p) for n, p in enumerate(parts)]
 
 
-def _in_words(messages: Sequence[Message]) -> list[Segment]:
+def _without_template(messages: Sequence[Message]) -> list[Segment]:
     segments: list[Segment] = []
     for number, message in enumerate(messages, 1):
         if message.role == "system":

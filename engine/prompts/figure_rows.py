@@ -1,4 +1,4 @@
-"""Figures in a prompt's token ids: which rows are part of one, and of one line."""
+"""Finds figures and lines in a prompt's token ids (`figures.py` finds figures in text)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from torch import Tensor
 _DIGIT, _BEGINS_WORD, _ENDS_LINE, _ENDS_SENTENCE, _BREAKS, _BLANK, _LONG_NUMBER, _KNOWN = (
     1 << bit for bit in range(8)
 )
-_INSIDE = frozenset(".,:;/'’°%€$£#-‐‑‒–—−()*")  # what a figure may have between and beside its digits
+_INSIDE = frozenset(".,:;/'’°%€$£#-‐‑‒–—−()*")  # allowed between and beside a figure's digits
 _STOPS = frozenset(".!?…")
 _WIDE_STOPS = frozenset("。！？")
-NEAR_TOKENS = 3  # between two figures: `9 March 1921` is one
+NEAR_TOKENS = 3  # between two parts of one figure, such as `9 March 1921`
 
 
 @dataclass(frozen=True)
 class FigureRows:
-    """Of each token of a prompt: (T,) bool whether it is part of a figure, (T,) int64 the number of its line.
+    """For each token of a prompt: (T,) bool whether it is part of a figure, (T,) int64 the number of its line.
 
-    A line ends with a sentence, too. Whatever stands between two figures that are so near is part of both.
+    A sentence's end also ends a line. Tokens between two figures that are NEAR_TOKENS apart belong to one figure.
     """
 
     is_figure: Tensor
@@ -32,20 +32,20 @@ class FigureRows:
 
 
 class FigureFinder:
-    """Finds figures in token ids. What a token is (a digit, the beginning of a word) is found out once a token."""
+    """Finds figures in token ids. The kind of a token (a digit, the beginning of a word) is computed once."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._kinds = np.zeros(0, dtype=np.uint8)
 
     def __call__(self, token_ids: Sequence[int], starts: Iterable[int] = ()) -> FigureRows:
-        """The figures and lines of a prompt; starts: positions at which a line begins in any case (its segments')."""
+        """The figures and lines of a prompt; starts: positions where a line begins anyway (its segments')."""
         kinds = self._kinds_of(np.asarray(token_ids, dtype=np.int64))
         lines = _lines(kinds, starts)
         return FigureRows(torch.from_numpy(_figures(kinds, lines)), torch.from_numpy(lines))
 
     def _kinds_of(self, ids: np.ndarray) -> np.ndarray:
-        kinds = self._kinds  # another thread may replace it; what that one found is found again
+        kinds = self._kinds  # another thread may replace it, and its result is then computed again
         if (missing := int(ids.max(initial=-1)) + 1 - len(kinds)) > 0:
             kinds = np.pad(kinds, (0, missing))
         for token_id in np.unique(ids[kinds[ids] == 0]).tolist():
@@ -56,7 +56,7 @@ class FigureFinder:
 
 
 def text_of_token(tokenizer: Any, token_id: int) -> tuple[str, bool]:
-    """A token's text, and whether it begins a word: a decoder drops the blank before its first token."""
+    """A token's text, and whether it begins a word: decoding drops the blank before the first token."""
     text, piece = tokenizer.decode([token_id]), tokenizer.convert_ids_to_tokens(token_id) or ""
     return text, text[:1].isspace() or piece[:1] in ("▁", "Ġ")
 
@@ -85,18 +85,18 @@ def _kind(tokenizer: Any, token_id: int) -> int:
 
 
 def _fits(letter: str) -> bool:
-    """Whether it may stand in a figure. Scripts without blanks between words break it, or all would be one."""
+    """Whether a figure may contain it. Letters of scripts without blanks between words may not, or all would be one."""
     return letter.isdigit() or letter in _INSIDE or (letter.isalpha() and ord(letter) < 0x0E00)
 
 
 def _lines(kinds: np.ndarray, starts: Iterable[int]) -> np.ndarray:
     sentences = np.zeros(len(kinds), dtype=bool)
     sentences[:-1] = (kinds[:-1] & _ENDS_SENTENCE > 0) & (kinds[1:] & _BEGINS_WORD > 0)
-    # Not the dot of `Nr. 339` or of `12. März`: one before a figure, or behind a number of one or two digits.
+    # Not the dot of `Nr. 339` or of `12. März`: before a figure, or after a number of one or two digits.
     digit = kinds & _DIGIT > 0
     sentences[:-1] &= ~digit[1:]
     sentences[:-2] &= ~digit[2:] | (kinds[1:-1] & _BLANK == 0)
-    short = _behind(digit & (kinds & _LONG_NUMBER == 0), 1) & ~_behind(digit, 3)
+    short = _shifted(digit & (kinds & _LONG_NUMBER == 0), 1) & ~_shifted(digit, 3)
     sentences &= ~short
     begins = np.zeros(len(kinds), dtype=bool)
     begins[1:] = (sentences | (kinds & _ENDS_LINE > 0))[:-1]
@@ -104,8 +104,8 @@ def _lines(kinds: np.ndarray, starts: Iterable[int]) -> np.ndarray:
     return 1 + np.cumsum(begins)
 
 
-def _behind(marks: np.ndarray, tokens: int) -> np.ndarray:
-    """The marks, each so many tokens later."""
+def _shifted(marks: np.ndarray, tokens: int) -> np.ndarray:
+    """The marks, each moved that many tokens later."""
     later = np.zeros_like(marks)
     later[tokens:] = marks[:-tokens]
     return later
@@ -120,7 +120,7 @@ def _figures(kinds: np.ndarray, lines: np.ndarray) -> np.ndarray:
     has_digit[words[kinds & _DIGIT > 0]] = True
     is_figure = has_digit[words]
     rows = np.flatnonzero(is_figure)
-    parts = lines + np.cumsum(breaks)  # what may be one figure
+    parts = lines + np.cumsum(breaks)  # figures do not cross these
     near = (np.diff(rows) <= NEAR_TOKENS + 1) & (np.diff(parts[rows]) == 0)
     for begin, end in zip(rows[:-1][near], rows[1:][near], strict=True):
         is_figure[begin:end] = True

@@ -1,10 +1,8 @@
-"""Figures in a text: numbers, dates, amounts, codes and telephone numbers; compared by what they say.
+"""Finds and compares figures in text: numbers, dates, amounts, codes and telephone numbers.
 
-A figure is a word with a digit in it, and what is joined to it: `41`, `18,642.50`, `4-1163`, `KX-7731-B`, `0471/55821`.
-Two ways to write one figure are equal: digits of other scripts and widths, grouped thousands (18,642 and 18642),
-hyphens of any length, capitals. Numbers in words are no figures: "twelve" is not found for 12.
-
-In a prompt's tokens they are found by `figure_rows.py`.
+A figure is a word with a digit, and what is joined to it: `41`, `18,642.50`, `4-1163`, `KX-7731-B`, `0471/55821`.
+Comparison ignores scripts and widths of digits, grouped thousands (18,642 and 18642), lengths of hyphens, and case.
+Numbers in words are not figures: "twelve" is not found for 12. `figure_rows.py` finds figures in a prompt's tokens.
 """
 
 import re
@@ -23,19 +21,19 @@ _CITATION = re.compile(r"\[\d{1,4}(?:\s*[,;]\s*\d{1,4})*\]")
 
 
 def normalised(text: str) -> str:
-    """The text as figures are compared in it."""
+    """The text in the form in which figures are compared."""
     folded = "".join(_ascii_digit(letter) for letter in unicodedata.normalize("NFKC", text)).casefold()
     spaced = " ".join(folded.translate(_HYPHENS).split())
     return _THOUSANDS.sub(lambda number: re.sub(r"\D", "", number[0]), spaced)
 
 
 def contains(text: str, figure: str) -> bool:
-    """Whether the text has that figure, or name, as a whole: 4 is not in `4-1163`, 41 not in `41.5`."""
-    return _stands_in(normalised(figure), normalised(text))
+    """Whether the text contains the whole figure or name: 4 is not in `4-1163`, 41 not in `41.5`."""
+    return _occurs_in(normalised(figure), normalised(text))
 
 
 def figures_in(text: str) -> list[str]:
-    """The figures of a text as they are written there, each once, in their order; no citations, no list numbers."""
+    """The figures of a text as written, each once, in order; without citations and list numbers."""
     if len(_LIST_NUMBER.findall(text)) > 1:  # one alone may be `13. März`
         text = _LIST_NUMBER.sub("", text)
     plain = unicodedata.normalize("NFKC", _CITATION.sub(" ", text)).translate(_HYPHENS)
@@ -44,20 +42,17 @@ def figures_in(text: str) -> list[str]:
 
 
 def unsupported_figures(answer: str, given: str) -> tuple[str, ...]:
-    """The figures of an answer that stand nowhere in what the model was given (passages, question, history)."""
+    """The figures of an answer that do not occur in the prompt's text `given` (passages, question, history)."""
     found = figures_in(answer)
     if not found:
         return ()
-    known = normalised(given)
-    return tuple(figure for figure in found if not _supported(normalised(figure), known))
+    text = normalised(given)
+    # With or without the letters of a unit after it: `41m` for `41 m`, `9th` for `9`.
+    spellings = {figure: (normalised(figure), _UNIT.sub("", normalised(figure))) for figure in found}
+    return tuple(f for f in found if not any(_occurs_in(spelling, text) for spelling in spellings[f]))
 
 
-def _supported(figure: str, known: str) -> bool:
-    """With or without the letters of a unit behind it: `41m` for `41 m`, `9th` for `9`."""
-    return _stands_in(figure, known) or _stands_in(_UNIT.sub("", figure), known)
-
-
-def _stands_in(figure: str, text: str) -> bool:
+def _occurs_in(figure: str, text: str) -> bool:
     pattern = rf"(?<!\w)(?<!\d[.,-]){re.escape(figure)}(?!\w|[.,-]\d)"
     return re.search(pattern, text) is not None
 

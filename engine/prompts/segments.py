@@ -1,4 +1,4 @@
-"""Prompts as segments: what is literal, what is a chunk, and where each begins."""
+"""Prompts as sequences of segments: literals and chunks."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,8 +13,8 @@ from ragblend.kvstore.errors import PromptError
 class Literal:
     """Text that is always computed fresh: instructions, separators, history, the question.
 
-    verbatim: control tokens written in it are text, as they are in passages; for whatever people wrote. In messages
-    (`Engine.chat`) every literal is.
+    verbatim: control tokens in it are text, as in passages; for text that people wrote. In messages (`Engine.chat`)
+    every literal is verbatim.
     """
 
     text: str = ""
@@ -24,11 +24,11 @@ class Literal:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A passage whose KV may be stored; named by its text, by its node id, or by its token ids.
+    """A passage whose KV may be stored; given by its text, its node id, or its token ids.
 
-    collection: whose KV it is, where that is not the engine's own. entered: its node was entered (`Engine.enter`) and
-    goes when the passage does: if it is not there any more, no KV of it is kept. whole: where token_ids are only a part
-    of what was encoded, all of it, of which the first `skipped` are left out.
+    collection: of its KV, the engine's by default. entered: its node was entered (`Engine.enter`); if that node has
+    been deleted, no KV is stored for it. whole: all encoded token ids, if token_ids are only a part of them, from
+    index `skipped` on.
     """
 
     text: str | None = None
@@ -50,7 +50,7 @@ class Chunk:
 
     @property
     def encoded_ids(self) -> tuple[int, ...]:
-        """What its KV is of: the whole of which its token ids are a part."""
+        """The token ids that its KV is encoded from."""
         return self.whole or self.token_ids or ()
 
 
@@ -59,7 +59,7 @@ Segment = Literal | Chunk
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool by the assistant; id: what the tool's answer names it by."""
+    """A tool call of the assistant; id: refers to it in the tool's answer."""
 
     name: str
     arguments: dict[str, Any]
@@ -68,10 +68,10 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a chat, before the model's template is put around it.
+    """One message of a chat, before the chat template is applied.
 
-    role: `system`, `user`, `assistant`, `tool`, or whatever else the template knows. calls: of the assistant's; call_id
-    and name: of a tool's answer, which call it answers and what the tool is called.
+    role: `system`, `user`, `assistant`, `tool`, or another one that the template knows. calls: of an assistant's
+    message; call_id and name: of a tool's answer, the call that it answers and the tool's name.
     """
 
     role: str
@@ -83,7 +83,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A tuple of segments. Its token ids are theirs, concatenated: never decoded and encoded again."""
+    """A tuple of segments. Its token ids are the segments' ids, concatenated: never decoded and re-encoded."""
 
     segments: tuple[Segment, ...] = field(default=())
 
@@ -99,7 +99,7 @@ class Prompt:
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
-        """The one sequence that every method is run on. Raises PromptError before `Engine.tokenize`."""
+        """The sequence that every method runs on. Raises PromptError before `Engine.tokenize`."""
         return tuple(i for ids in self.segment_ids for i in ids)
 
     @property
@@ -118,13 +118,13 @@ class Prompt:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Where each chunk begins and ends, in tokens."""
+        """(start, stop) of each chunk, in tokens."""
         starts = zip(self.segments, self.offsets, strict=True)
         return [(at, at + len(s.token_ids or ())) for s, at in starts if isinstance(s, Chunk)]
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
-        """Token ids before the first chunk; all of them when there is no chunk."""
+        """Token ids before the first chunk; all if there is no chunk."""
         return self.token_ids[: self.places[0][0]] if self.chunks else self.token_ids
 
     @property
@@ -133,7 +133,7 @@ class Prompt:
 
 
 def with_ids(segment: Segment, token_ids: Sequence[int]) -> Segment:
-    """The same segment, tokenized."""
+    """The segment with these token ids."""
     ids = tuple(int(i) for i in token_ids)
     if isinstance(segment, Literal):
         return Literal(segment.text, ids, segment.verbatim)

@@ -1,4 +1,4 @@
-"""From text to token ids: control tokens are read in literals, never in passages or verbatim literals."""
+"""Tokenizes prompts by segment: control tokens count in literals, never in passages or verbatim literals."""
 
 import copy
 from functools import cached_property
@@ -13,71 +13,64 @@ if TYPE_CHECKING:
 
 SYSTEM = "You answer questions about the passages you are given. If they do not hold the answer, say so."
 OPENING = "Passages:\n\n"
-# Not "Question: ...": small models then go on asking themselves questions after the answer.
+# Not "Question: ...": small models then continue with questions of their own after the answer.
 CLOSING = "\n\nUsing only the passages above, answer in one or two short sentences: "
 SEPARATOR = "\n\n"
-MAX_TOKEN_CHARACTERS = 128  # no model's token stands for so many
-LONG_CHARACTERS = 1 << 18  # tokenizing takes a hundred times a text's memory, and seconds from here on
+MAX_TOKEN_CHARACTERS = 128  # no model has longer tokens
+LONG_CHARACTERS = 1 << 18  # from here tokenizing takes seconds, and a hundred times the text's memory
 
-NodeIds = dict[
-    tuple[str | None, str], tuple[int, ...]
-]  # token ids by collection (None: the engine's) and node id
+# Token ids by collection (None: the engine's) and node id.
+NodeIds = dict[tuple[str | None, str], tuple[int, ...]]
 
 
-class Tokenizing:
-    """A tokenizer of transformers, used segment by segment."""
+class PromptTokenizer:
+    """Tokenizes prompts with a tokenizer of transformers, segment by segment."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._control_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        # A document that contains "<|im_end|>" must not end the user's turn: its text is split, not parsed.
+        # A document that contains "<|im_end|>" must not end the user's turn: there it is plain text.
         self._plain = copy.deepcopy(tokenizer)
         self._plain.split_special_tokens = True
         if getattr(self._plain, "backend_tokenizer", None) is not None:
             self._plain.backend_tokenizer.encode_special_tokens = True
 
     def literal_ids(self, text: str) -> list[int]:
-        """Ids of a literal; control tokens written in it count as such."""
+        """Ids of a literal; control tokens in it count as control tokens."""
         return _encode(self.tokenizer, text)
 
     def passage_ids(self, text: str) -> list[int]:
-        """Ids of a passage; whatever it says is text."""
+        """Ids of a passage; control tokens in it are plain text."""
         return _encode(self._plain, text)
 
     def controls(self, text: str) -> list[int]:
-        """Ids of the control tokens that the text holds when it is read as a literal, in order."""
+        """Ids of the control tokens in the text, read as a literal, in order."""
         return [i for i in self.literal_ids(text) if i in self._control_ids]
 
     def prompt(self, prompt: Prompt, node_ids: NodeIds) -> Prompt:
-        """The prompt with ids in every segment. node_ids: token ids of the chunks that are named by node id alone."""
+        """The prompt with ids in every segment. node_ids: of chunks that are given by node id only."""
         segments: list[Segment] = []
         for _, group in groupby(prompt.segments, key=_is_text):
             run = list(group)
             if len({isinstance(each, Literal) and each.verbatim for each in run if _is_text(each)}) > 1:
-                segments.append(self._side_by_side(run))
+                segments.append(self._tokenize_jointly(run))
             else:
                 segments += [with_ids(each, self._segment_ids(each, node_ids)) for each in run]
         bos = self._begin_ids(segments)
         return Prompt([Literal("", bos), *segments] if bos else segments)
 
     def figure_rows(self, prompt: Prompt) -> "FigureRows":
-        """Where the figures and lines of a tokenized prompt are; a line begins with each segment."""
+        """The figures and lines of a tokenized prompt; each segment begins a line."""
         return self._figure_finder(prompt.token_ids, prompt.offsets)
 
     @cached_property
     def _figure_finder(self) -> "FigureFinder":
-        from ragblend.engine.prompts.figure_rows import (
-            FigureFinder,  # it needs torch, which the words in here do not
-        )
+        from ragblend.engine.prompts.figure_rows import FigureFinder  # needs torch; this module does not
 
         return FigureFinder(self.tokenizer)
 
-    def begun(self, segments: list[Segment]) -> tuple[int, ...]:
-        """Token ids of literals at the very beginning of a prompt."""
-        return self.prompt(Prompt(segments), {}).token_ids
-
     def _begin_ids(self, segments: list[Segment]) -> tuple[int, ...]:
-        """The begin token, where the tokenizer wants one and the prompt does not have it."""
+        """The begin token, if the tokenizer adds one and the prompt lacks it."""
         bos = self.tokenizer.bos_token_id
         if bos is None or self.tokenizer("a", add_special_tokens=True)["input_ids"][:1] != [bos]:
             return ()
@@ -94,10 +87,10 @@ class Tokenizing:
         assert segment.node_id is not None
         return node_ids[segment.collection, segment.node_id]
 
-    def _side_by_side(self, run: list[Segment]) -> Literal:
-        """A template's literals and verbatim ones, read as the one text that they are: a token may span two of them.
+    def _tokenize_jointly(self, run: list[Segment]) -> Literal:
+        """The template's literals and verbatim ones tokenized as one text, as a token may span two of them.
 
-        Unless that would make control tokens which no template wrote: then each is read by itself.
+        If that yields control tokens that the template did not write, each is tokenized separately.
         """
         literals = [each for each in run if isinstance(each, Literal)]
         text = "".join(each.text for each in literals)
@@ -110,16 +103,16 @@ class Tokenizing:
     def chat_prompt(
         self, system: str | None, passages: list[Chunk], question: str, history: list[tuple[str, str]]
     ) -> Prompt:
-        """The model's chat template around the passages: they come first, the question last."""
+        """A chat prompt with passages first and the question last."""
         words = SYSTEM if system is None else system
         messages = [Message("system", (Literal(words),))] if words else []
         for asked, answered in history:
             messages += [Message("user", (Literal(asked),)), Message("assistant", (Literal(answered),))]
         return chat(self.tokenizer, [*messages, Message("user", tuple(_asked(passages, question)))])
 
-    def prefix_ids(self, system: str | None = None) -> tuple[int, ...]:
-        """Ids of what `chat_prompt` puts before the first passage: the canonical encoding prefix."""
-        prompt = self.chat_prompt(system, [Chunk(token_ids=())], "", [])
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Ids of `chat_prompt` before the first passage: the canonical encoding prefix."""
+        prompt = self.chat_prompt(None, [Chunk(token_ids=())], "", [])
         return self.prompt(prompt, {}).prefix_ids
 
 
@@ -138,5 +131,5 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return list(tokenizer.encode(text, add_special_tokens=False))
-    # Straight to the tokenizers library: no shared state is touched, so threads are safe.
+    # Straight to the tokenizers library, which shares no state between threads.
     return list(backend.encode(text, add_special_tokens=False).ids)

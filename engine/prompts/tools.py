@@ -1,4 +1,4 @@
-"""Tools in the words of the model's own chat template: how it writes calls, what it may write, and what it wrote."""
+"""Tool calls in the model's own format: detects it from the chat template, constrains answers to it, parses them."""
 
 import json
 import re
@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragblend.engine.decoding.grammar import MAX_SCHEMA_CHARS, Grammar, checked, json_rule
+from ragblend.engine.decoding.grammar import MAX_SCHEMA_CHARS, Grammar, json_rule, validated
 from ragblend.engine.prompts.segments import ToolCall
 from ragblend.kvstore.errors import UnsupportedModelError, UsageError
 
-MOST_CALLS = 8  # in one answer: small models repeat themselves
+MAX_CALLS = 8  # in one answer: small models repeat themselves
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 _FENCED = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
 _FIRST, _SECOND, _KEY = "ragblend_first", "ragblend_second", "ragblend_argument"
@@ -21,9 +21,9 @@ Tool = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a model was taught to write calls: `opening name middle arguments (between name middle arguments)* closing`.
+    """A model's format of calls: `opening name middle arguments (between name middle arguments)* closing`.
 
-    between: None where one answer holds one call. tokens: ids of added tokens (`<tool_call>`) by their text.
+    between: None if an answer holds one call. tokens: ids of added tokens (`<tool_call>`) by their text.
     """
 
     opening: str
@@ -34,7 +34,7 @@ class CallFormat:
 
     @property
     def trigger(self) -> str:
-        """What a call begins with: a tag, or the opening brace of an answer that is nothing but calls."""
+        """The beginning of a call: a tag, or the opening brace of an answer that is only calls."""
         return re.match(r"\s*(<[^>]*>|\[\w+\]|.)", self.opening + "{", re.DOTALL)[0]  # type: ignore[index]
 
     @property
@@ -43,8 +43,8 @@ class CallFormat:
 
 
 @dataclass(frozen=True)
-class Said:
-    """An answer taken apart: the words before its calls, the calls, and what of a call was cut off, or is none."""
+class ParsedAnswer:
+    """A parsed answer: the text before its calls, the calls, and the text of a broken call, if there is one."""
 
     text: str
     calls: tuple[ToolCall, ...] = ()
@@ -53,7 +53,7 @@ class Said:
 
 
 def call_format(tokenizer: Any, model: str) -> CallFormat:
-    """What the chat template shows. Raises UnsupportedModelError, with the reason, for a model without tools."""
+    """The format that the chat template uses. Raises UnsupportedModelError, with the reason, if it has no tools."""
     tool = {"type": "function", "function": {"name": _FIRST, "description": "", "parameters": {}}}
     if tokenizer.chat_template is None or _FIRST not in _rendered(tokenizer, [], [tool]):
         raise UnsupportedModelError(
@@ -80,7 +80,7 @@ def call_format(tokenizer: Any, model: str) -> CallFormat:
 
 
 def _rendered(tokenizer: Any, names: Sequence[str], tools: list[Tool], words: str = "") -> str:
-    """A conversation in which an assistant calls these tools, or says that; empty where the template refuses."""
+    """A conversation in which an assistant calls these tools, or says `words`; empty if the template refuses."""
     calls = [
         {"type": "function", "id": f"call{n:05}", "function": {"name": name, "arguments": {_KEY: 1}}}
         for n, name in enumerate(names)
@@ -94,7 +94,7 @@ def _rendered(tokenizer: Any, names: Sequence[str], tools: list[Tool], words: st
 
 
 def _read_format(answer: str) -> tuple[str, str, str | None, str] | None:
-    """answer: an assistant's, with two calls or one."""
+    """The format's parts, or None. answer: an assistant's, with two calls or one."""
     arguments = r"\{[^{}]*" + _KEY + r"[^{}]*\}"
     parts = re.split(f"{_FIRST}|{_SECOND}|{arguments}", answer)
     if len(parts) == 3:
@@ -104,8 +104,8 @@ def _read_format(answer: str) -> tuple[str, str, str | None, str] | None:
     return None
 
 
-def named(tools: Sequence[Tool]) -> dict[str, Tool]:
-    """The functions by their names, of two the last. Raises UsageError for what is no tool."""
+def functions_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
+    """The functions by name, the last one of equal names. Raises UsageError for an invalid tool."""
     result: dict[str, Tool] = {}
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -119,8 +119,8 @@ def named(tools: Sequence[Tool]) -> dict[str, Tool]:
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """Raises UsageError for a tool whose arguments' schema cannot be kept to; loads no model."""
-    rules = {name: _arguments(name, function) for name, function in named(tools).items()}
+    """Raises UsageError for a tool whose arguments' schema does not compile; loads no model."""
+    rules = {name: _arguments(name, function) for name, function in functions_by_name(tools).items()}
     length = sum(map(len, rules.values()))
     if length > MAX_SCHEMA_CHARS:
         raise UsageError(
@@ -128,7 +128,7 @@ def check_tools(tools: Sequence[Tool]) -> None:
             f"{MAX_SCHEMA_CHARS:,} are compiled: offer fewer tools at once"
         )
     for name, rule in rules.items():
-        checked(Grammar(f"start: {rule}\n"), f"the schema of the tool {name!r}")
+        validated(Grammar(f"start: {rule}\n"), f"the schema of the tool {name!r}")
 
 
 def tools_grammar(
@@ -138,14 +138,14 @@ def tools_grammar(
     is_parallel: bool,
     answer: str = "TEXT",
 ) -> Grammar:
-    """Words or calls, or calls alone (is_forced). answer: the rule of what else may be said.
+    """A grammar of text or calls, or only calls (is_forced). answer: the rule of the text.
 
-    The words are free; from the trigger on they are a call of one of these tools, with arguments of its schema.
+    From the trigger on it is a call of one of these tools, with arguments of its schema.
     """
-    functions = named(tools)
+    functions = functions_by_name(tools)
     calls = [f"{json.dumps(name + form.middle)} {_arguments(name, each)}" for name, each in functions.items()]
     several = is_parallel and form.between is not None
-    more = f"({_terminals(form.between or '', form)} call){{0,{MOST_CALLS - 1}}}" if several else ""
+    more = f"({_terminals(form.between or '', form)} call){{0,{MAX_CALLS - 1}}}" if several else ""
     rest = _terminals(form.opening.removeprefix(form.trigger), form)
     begin, tag = _terminals(form.trigger, form), form.trigger.strip()
     rules = [f"rest: {rest} call {more} {_terminals(form.closing, form)}", f"call: {' | '.join(calls)}"]
@@ -168,29 +168,29 @@ def _arguments(name: str, function: Tool) -> str:
 
 
 def _terminals(text: str, form: CallFormat) -> str:
-    """A text in a grammar; added tokens by their ids, for their text alone would not be them."""
+    """A text in a grammar, with added tokens by their ids: their text would be other tokens."""
     pattern = "|".join(map(re.escape, form.tokens)) or "(?!)"
     parts = re.split(f"({pattern})", text)
     return " ".join(f"<[{form.tokens[p]}]>" if p in form.tokens else json.dumps(p) for p in parts if p)
 
 
-def said_in(text: str, form: CallFormat, tools: Sequence[Tool]) -> Said:
-    """The answer taken apart. An answer that is nothing but a call without its tags, fenced or not, is one as well."""
+def parse_answer(text: str, form: CallFormat, tools: Sequence[Tool]) -> ParsedAnswer:
+    """Parse an answer. One that is only a call without its tags, fenced or not, counts as a call."""
     at = _begin_of_calls(text, form)
     if at is None:
-        bare = _bare_call(text, named(tools))
-        return Said(text) if bare is None else Said("", (bare,))
+        bare = _bare_call(text, functions_by_name(tools))
+        return ParsedAnswer(text) if bare is None else ParsedAnswer("", (bare,))
     words, rest, calls = text[:at].rstrip(), text[at:].removeprefix(form.opening), list[ToolCall]()
     while True:
         name, found, after = rest.partition(form.middle)
         try:
             arguments, end = json.JSONDecoder().raw_decode(after)
         except (ValueError, RecursionError):
-            return Said(words, tuple(calls), *((after, name) if found else (rest, None)))
+            return ParsedAnswer(words, tuple(calls), *((after, name) if found else (rest, None)))
         calls.append(_call(name, arguments))
         left = after[end:]
         if form.between is None or not left.startswith(form.between):
-            return Said(words, tuple(calls))
+            return ParsedAnswer(words, tuple(calls))
         rest = left.removeprefix(form.between)
 
 
@@ -199,7 +199,7 @@ def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
 
 
 def _bare_call(text: str, functions: Mapping[str, Tool]) -> ToolCall | None:
-    """Small models forget the tags that they were taught (Qwen2.5-Coder 0.5B does so nearly always)."""
+    """The call of an answer without tags, which small models forget (Qwen2.5-Coder 0.5B nearly always)."""
     fenced = _FENCED.fullmatch(text.strip())
     try:
         said = json.loads(fenced[1] if fenced else text)
@@ -216,14 +216,14 @@ def _begin_of_calls(text: str, form: CallFormat) -> int | None:
     return None if at < 0 else at
 
 
-class Words:
-    """Of an answer that comes piece by piece, the words; what may be a call is held back until it has ended."""
+class TextBeforeCalls:
+    """Streams the text before an answer's calls; what may be a call is held back until the answer has ended."""
 
     def __init__(self, form: CallFormat) -> None:
         self._form, self._text, self._given = form, "", 0
 
     def feed(self, piece: str) -> str:
-        """The words that have become certain with this piece."""
+        """The text that has become certain with this piece."""
         self._text += piece
         if self._text.lstrip().startswith(("{", "`")) or not self._text.strip():
             return ""
@@ -233,7 +233,7 @@ class Words:
         return self._give(words[: len(words) - held].rstrip())
 
     def finish(self, words: str) -> str:
-        """The rest of them, when it is known what they are."""
+        """The remaining text. words: the parsed answer's whole text."""
         return self._give(words)
 
     def _give(self, words: str) -> str:

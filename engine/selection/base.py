@@ -1,4 +1,7 @@
-"""What a policy is: it names the rows to compute; the mechanism never asks which policy it has."""
+"""`Policy`, the interface that decides which rows are recomputed, and functions that policies share.
+
+`fusion.py` calls it, and never asks which policy it has.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -8,20 +11,20 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.plan import Kind, Plan, Span
-from ragblend.engine.selection.shift import Change, Delta, KernelShift
+from ragblend.engine.selection.shift import Delta, KernelShift, LayerChange
 from ragblend.kvstore.errors import UsageError
 
-# Rows that are left after a selection that has spent the ratio by itself.
+# The minimum ratio that remains if selecting rows has cost the whole ratio.
 FLOOR_RATIO = 0.01
-# Of the rows behind the last chunk at most so many, the last ones, have their attention collected: it is (N, W, T).
+# Attention is collected of at most this many rows after the last chunk, the last ones: it is (N, W, T).
 COLLECTED_ROWS = 128
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """KV of the rows being computed, beside what was stored for them, in one layer.
+    """New and stored KV of the rows being computed, in one layer.
 
-    rows (R,) positions; new_* and old_* (H, R, D). old_* hold nothing meaningful for rows without stored KV.
+    rows (R,) positions; new_* and old_* (H, R, D). old_* are undefined for rows without stored KV.
     """
 
     layer: int
@@ -34,11 +37,10 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Attention:
-    """What the rows behind the last chunk attend to in one layer, during a probe.
+    """The attention of the rows after the last chunk in one layer, during a probe.
 
-    queries (N, W, D), rotated; keys (H, K, D), those from position first_key on, N a multiple of H; scaling: what
-    products are multiplied by; mask (W, K) additive; weights (N, W, K): each row's shares, which sum to 1 (less where
-    the model has sinks), 0 where the row may not attend.
+    queries (N, W, D), rotated; keys (H, K, D), from position first_key on, N a multiple of H; scaling: of the scores;
+    mask (W, K) additive; weights (N, W, K): sum to 1 over K (less if the model has sinks), 0 for masked keys.
     """
 
     layer: int
@@ -51,11 +53,11 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Probed:
-    """What the probe of a request has shown.
+class ProbeResult:
+    """Result of a request's probe.
 
-    scores: by layer, (T,) float32, what the policy's `layer_scores` said (0 for keys out of sight); cost_rows: rows of
-    the probe that are computed again after it, averaged over layers.
+    scores: by layer, (T,) float32, the policy's `layer_scores` (0 for keys out of the window); cost_rows: rows of the
+    probe that are computed again after it, averaged over layers.
     """
 
     scores: Mapping[int, Tensor]
@@ -64,14 +66,14 @@ class Probed:
 
 @dataclass(frozen=True)
 class Policy:
-    """Base of all policies: computes what must be computed, and nothing more.
+    """Base of all policies: computes only the rows that have no stored KV.
 
-    moves_keys: rotate stored keys to their new positions; needs_attention: it collects attention, which not every model
-    shows; fixed_ratio: the share that it recomputes whatever ratio is asked for, None where it does as asked; shift:
-    what predicts the change of rows that are not computed; follows: it begins with the longest path that the knowledge
-    tree has of the prompt (`kvstore/tree.py`); exact: it uses no other stored KV and computes in pieces, so that what
-    it computes may be entered there; sure: the probability below which a figure of the answer is read again in full
-    (`second_look.py`), 0 for none.
+    moves_keys: rotate stored keys to their new positions; needs_attention: whether it collects attention, which not
+    every model supports; fixed_ratio: the share that it recomputes for any requested ratio, None if it follows the
+    request; shift: predicts the change of rows that are not recomputed; uses_tree: start from the longest path of the
+    prompt in the knowledge tree (`kvstore/tree.py`); exact: use no other stored KV and compute in pieces, so that the
+    result may be entered there; sure: the probability of a figure in the answer below which the answer continues from a
+    full prefill (`uncertainty.py`), 0 for never.
     """
 
     name: str = field(default="", kw_only=True)
@@ -79,57 +81,57 @@ class Policy:
     needs_attention: bool = field(default=False, kw_only=True)
     fixed_ratio: float | None = field(default=None, kw_only=True)
     shift: KernelShift | None = field(default=None, kw_only=True)
-    follows: bool = field(default=False, kw_only=True)
+    uses_tree: bool = field(default=False, kw_only=True)
     exact: bool = field(default=False, kw_only=True)
     sure: float = field(default=0.0, kw_only=True)
-    times_only: ClassVar[bool] = (
-        False  # how long rows take is asked, not what comes out: it may leave out any
-    )
+    measures_time_only: ClassVar[bool] = False  # the result does not matter, so it may leave out needed rows
 
-    def checked(self, ratio: float | str) -> float:
-        """The ratio. Raises UsageError if it makes no sense."""
+    def check_ratio(self, ratio: float | str) -> float:
+        """The ratio. Raises UsageError unless it is a number from 0 to 1."""
         if not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
             raise UsageError(
-                "the ratio must be between 0 and 1 (the share of stored tokens to compute again), or `auto`, not "
+                "the ratio must be between 0 and 1 (the share of stored tokens to recompute), or `auto`, not "
                 f"{ratio!r}"
             )
         return ratio
 
     @property
     def parameters(self) -> dict[str, int | float | str]:
-        """What `policy_named` may be told after a colon, with the values that stand: its fields', and its parts'."""
-        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in FIXED}
+        """The parameters that a method name may set, with their values: the policy's own fields, and its parts'."""
+        own = {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name not in NOT_PARAMETERS
+        }
         parts = [part for part in own.values() if is_dataclass(part)]
         own |= {each.name: getattr(part, each.name) for part in parts for each in fields(part)}
         return {name: value for name, value in own.items() if isinstance(value, int | float | str)}
 
     def probe_rows(self, plan: Plan) -> Tensor | None:
-        """(R,) ascending fresh positions to run through the stored KV before anything is chosen; None: choose now.
+        """(R,) ascending fresh positions to run over the stored KV before `rows`; None: no probe.
 
-        Fresh rows that are left out are not there for the others.
+        Fresh rows that are left out are invisible to the others.
         """
         return None
 
     def attention_layers(self, plan: Plan) -> range:
-        """The layers of a probe whose attention `layer_scores` is to see. After the last of them the probe ends."""
+        """The layers whose attention the probe passes to `layer_scores`. The probe ends after the last of them."""
         return range(0)
 
     def digest(self, plan: Plan) -> Tensor | None:
-        """(S,) ascending positions that a probe's rows attend to in place of all, while they go from layer to layer;
-        attention is collected of all keys. None: all. What is no candidate must be among them.
+        """(S,) ascending positions that the probe's rows attend to in passing from layer to layer, with all rows that
+        are no candidates among them; None: all. Attention is collected over all keys in any case.
         """
         return None
 
     def layer_scores(self, plan: Plan, attention: Attention) -> Tensor:
-        """(K,) float32: what one layer's attention says for each of its keys. The attention itself is not kept."""
+        """(K,) float32: a score of each key by one layer's attention, which is not kept."""
         raise AssertionError(f"{self.name} collects no attention")
 
-    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
-        """(R,) ascending positions to compute from layer 0. probed: what the probe has shown, if there was one."""
+    def rows(self, plan: Plan, probed: ProbeResult | None = None) -> Tensor:
+        """(R,) ascending positions to compute from layer 0. probed: the probe's result, if there was one."""
         return needed_rows(plan)
 
     def passes(self, plan: Plan) -> list[tuple[float, float]]:
-        """What it will cost: rows, and the layers they are taken through, for each time that it computes some."""
+        """The cost: of each pass the number of rows, and of layers they pass through."""
         return [(self.rows(plan).numel(), plan.layers)]
 
     def spans(self, plan: Plan) -> tuple[Span, ...]:
@@ -137,11 +139,11 @@ class Policy:
         return tuple(span for span in plan.spans if span.reader is not None)
 
     def peeks(self, plan: Plan, layer: int) -> bool:
-        """Whether `narrow` is to choose from this layer's new KV before the layer's attention is computed."""
+        """Whether to call `narrow` with this layer's new KV before its attention is computed."""
         return False
 
     def narrows(self, plan: Plan, layer: int) -> bool:
-        """Whether `narrow` is to choose from this layer's new KV after the layer was computed."""
+        """Whether to call `narrow` with this layer's new KV after the layer is computed."""
         return False
 
     def narrow(self, plan: Plan, evidence: Evidence, next_layer: int) -> Tensor:
@@ -149,15 +151,15 @@ class Policy:
         raise AssertionError(f"{self.name} neither peeks nor narrows")
 
     def corrects(self, plan: Plan) -> bool:
-        """Whether `deltas` are to be asked for in every layer."""
-        return self.shift is not None and chooses(plan)
+        """Whether to call `deltas` in every layer."""
+        return self.shift is not None and can_choose(plan)
 
-    def deltas(self, plan: Plan, change: Change) -> Iterable[Delta]:
-        """What to add to the stored KV of one layer, from what changed on the rows that are computed there."""
+    def deltas(self, plan: Plan, change: LayerChange) -> Iterable[Delta]:
+        """What to add to one layer's stored KV, predicted from the change of the recomputed rows."""
         return self.shift.deltas(change) if self.shift is not None else ()
 
 
-FIXED = frozenset(each.name for each in fields(Policy)) - {"sure"}
+NOT_PARAMETERS = frozenset(each.name for each in fields(Policy)) - {"sure"}
 
 
 def every_row(plan: Plan) -> Tensor:
@@ -166,12 +168,12 @@ def every_row(plan: Plan) -> Tensor:
 
 
 def needed_rows(plan: Plan) -> Tensor:
-    """(R,) positions of what has no stored KV."""
+    """(R,) positions without stored KV."""
     return plan.always.nonzero().squeeze(1)
 
 
 def inexact_rows(plan: Plan) -> Tensor:
-    """(R,) positions of all but what is stored behind these very tokens."""
+    """(R,) all positions whose stored KV is missing or was encoded after other tokens."""
     return (plan.always | plan.candidates).nonzero().squeeze(1)
 
 
@@ -180,24 +182,24 @@ def fresh_rows(plan: Plan) -> Tensor:
     return (plan.kinds == Kind.FRESH).nonzero().squeeze(1)
 
 
-def reach(plan: Plan) -> float:
-    """Share of the stored tokens that can be recomputed at all (the first chunk may be exact)."""
+def recomputable_share(plan: Plan) -> float:
+    """Share of the stored tokens that may be recomputed (the first chunk may be exact)."""
     return plan.candidate_tokens / plan.stored_tokens if plan.stored_tokens else 0.0
 
 
-def chooses(plan: Plan) -> bool:
-    """Whether there is anything to choose: the budget pays for some of the candidates, and not for all."""
+def can_choose(plan: Plan) -> bool:
+    """Whether the budget covers some of the candidates, but not all."""
     return 0 < plan.budget < plan.candidate_tokens
 
 
-def budget_rows(plan: Plan, probed: Probed | None = None) -> int:
-    """Stored rows that the budget pays for, after what the probe has cost."""
+def budget_rows(plan: Plan, probed: ProbeResult | None = None) -> int:
+    """Stored rows that the budget covers after the probe's cost."""
     spent = probed.cost_rows if probed is not None else 0.0
     return max(round(plan.budget - spent), min(round(FLOOR_RATIO * plan.stored_tokens), plan.budget))
 
 
 def pick_top(plan: Plan, rows: Tensor, scores: Tensor, count: int) -> Tensor:
-    """The rows that must be computed, and the `count` candidates with the highest scores.
+    """The rows without stored KV, and the `count` candidates with the highest scores.
 
     rows (R,) ascending; scores (R,) float; returns ascending positions.
     """

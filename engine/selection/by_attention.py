@@ -1,9 +1,9 @@
-"""Rows by a score of what the question attends to, seen in a probe: A3, ProphetKV, and our own.
+"""Rows that the question attends to most, found by a probe: A3, ProphetKV, QCFuse, and our own.
 
-The probe runs the fresh rows once through the stored KV, up to the last layer whose attention is collected. Each layer
-scores its keys, the mean over these layers is the score of a token, and the highest are computed, with the fresh rows.
-Missing chunks are left out of the probe: they would cost as much again as they do anyway. Cost: the rows of the probe
-that are computed again (all but what the prompt begins with), times the share of the layers; the budget pays for them.
+The probe runs the fresh rows once over the stored KV, up to the last layer whose attention is collected. Each of those
+layers scores its keys, a token's score is the mean over layers, and the highest are computed, with the fresh rows.
+Missing chunks are left out of the probe, where they would cost as much as later. The cost of the probe, taken from the
+budget, is its rows that are computed again (all but the prompt's beginning), times its share of the layers.
 
     merged_heads    A3 (arXiv 2511.17560), equations 3 to 5
     summed_rows     ProphetKV (arXiv 2602.02579, ICML'26), first stage; QCFuse (arXiv 2606.05875), in middle layers
@@ -19,23 +19,23 @@ from torch import Tensor
 
 from ragblend.engine.plan import Kind, Plan
 from ragblend.engine.selection import base
-from ragblend.engine.selection.base import COLLECTED_ROWS, Attention, Policy, Probed
+from ragblend.engine.selection.base import COLLECTED_ROWS, Attention, Policy, ProbeResult
 from ragblend.engine.selection.shift import evenly_spread
 from ragblend.engine.selection.static import nearness_to_beginning
 from ragblend.kvstore.errors import UsageError
 
-# Of the budget, what a probe may take. Without one, figures of short prompts were lost (docs/methods.md).
+# The share of the budget that a probe may take. Without a limit, figures of short prompts were lost (docs/methods.md).
 PROBE_SHARE = 0.6
-# And what it must leave: of fewer rows there is nothing to choose.
+# The number of rows that it must leave to select.
 LEAST_CHOSEN = 8
-# Where a shift is fitted, of the rows to choose: so many, at most a quarter, are an even sample of all, and this share
-# are beginnings of chunks. All that it would know else are rows that the question attends to, which change more.
+# If a shift is fitted, this many of the selected rows, at most a quarter, are an even sample of all rows, and this
+# share are beginnings of chunks. The fit would otherwise see only rows that the question attends to, which change more.
 CALIBRATION_ROWS = 48
 BEGINNINGS = 0.2
 
 
-def asking_rows(plan: Plan) -> Tensor:
-    """Our probe: the fresh rows, and of long literals behind the chunks (a conversation) only the end."""
+def question_rows(plan: Plan) -> Tensor:
+    """Our probe: the fresh rows; of long literals after the chunks (a conversation) only the end."""
     rows = base.fresh_rows(plan)
     if int((rows >= plan.settled_tokens).sum()) > COLLECTED_ROWS:
         end = max(plan.suffix_start, plan.tokens - COLLECTED_ROWS)
@@ -45,12 +45,14 @@ def asking_rows(plan: Plan) -> Tensor:
 
 @dataclass(frozen=True)
 class ByAttention(Policy):
-    """layers(L): those of L layers whose attention is collected; score(plan, attention): (K,) float32 in one layer;
-    smooth: (T,) -> (T,), over their mean; probe(plan): (R,) fresh rows to run, or None: the beginnings of chunks are
-    computed instead, and for a shift an even sample; anchors(plan): (S,) what the probe sees, as `digest` has it;
-    figure_gain: of the rows that the question chooses, that many times the share that figures have of the passages is
-    spent on whole figures, those in the best lines first; cheaper_layers: a probe may take PROBE_SHARE of the budget:
-    where `layers` would take more these are scored, and where these would there is no probe. None: it may take all.
+    """Selects the rows with the highest mean score over some layers' attention in a probe.
+
+    layers(L): those of L layers whose attention is collected; score(plan, attention): (K,) float32 in one layer;
+    smooth: (T,) -> (T,), of the mean score; probe(plan): (R,) fresh rows to run, or None: beginnings of chunks are
+    computed instead, with an even sample for a shift; anchors(plan): the keys that the probe sees, as `digest`;
+    figure_gain: selected rows go to whole figures, best lines first, up to this many times the figures' share of the
+    passages; cheaper_layers: used if probing `layers` would take more than PROBE_SHARE of the budget, and if these
+    would too there is no probe. None: the probe may take the whole budget.
     """
 
     layers: Callable[[int], range]
@@ -67,13 +69,13 @@ class ByAttention(Policy):
             raise UsageError(f"figure_gain must be at least 0, not {self.figure_gain}")
 
     def probe_rows(self, plan: Plan) -> Tensor | None:
-        return self._affordable_probe(plan)[0] if base.chooses(plan) else None
+        return self._affordable_probe(plan)[0] if base.can_choose(plan) else None
 
     def attention_layers(self, plan: Plan) -> range:
         return self._affordable_probe(plan)[1]
 
     def _affordable_probe(self, plan: Plan) -> tuple[Tensor | None, range]:
-        """The rows of the probe, None where it would take too much of the budget, and the layers that it scores."""
+        """The probe's rows, None if it would take too much of the budget, and the layers that it scores."""
         rows, every = self.probe(plan), self.layers(plan.layers)
         if rows is None or self.cheaper_layers is None:
             return rows, every
@@ -98,59 +100,57 @@ class ByAttention(Policy):
         through = layers.stop
         passes = through if self.anchors is None else through + len(layers) - 1
         again = probe.numel() * passes - settled * through
-        count = base.budget_rows(plan, Probed({}, again / plan.layers))
+        count = base.budget_rows(plan, ProbeResult({}, again / plan.layers))
         rows = plan.always_tokens + min(count, plan.candidate_tokens)
         return [(probe.numel(), passes), (rows - settled, through), (rows, plan.layers - through)]
 
-    def scores(self, probed: Probed) -> Tensor:
-        """(T,) float32: the mean over the layers, smoothed."""
+    def scores(self, probed: ProbeResult) -> Tensor:
+        """(T,) float32: the mean over layers, smoothed."""
         mean = torch.stack(list(probed.scores.values())).mean(0)
         return mean if self.smooth is None else self.smooth(mean)
 
-    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
-        if not base.chooses(plan):
+    def rows(self, plan: Plan, probed: ProbeResult | None = None) -> Tensor:
+        if not base.can_choose(plan):
             return base.needed_rows(plan) if plan.budget == 0 else base.inexact_rows(plan)
         count, nearness = base.budget_rows(plan, probed), nearness_to_beginning(plan)
         if probed is None:
             sample = count // 2 if self.shift is not None else 0
-            return _chosen(plan, sample, (nearness, count - sample))
+            return _select(plan, sample, (nearness, count - sample))
         sample = beginnings = 0
         if self.shift is not None:
             sample, beginnings = min(CALIBRATION_ROWS, count // 4), round(count * BEGINNINGS)
         best, scores = count - sample - beginnings, self.scores(probed)
         figures = whole_figures(plan, scores, self.figure_gain, best) if self.figure_gain else None
-        return _chosen(plan, sample, (scores, best), (nearness, beginnings), figures=figures)
+        return _select(plan, sample, (scores, best), (nearness, beginnings), figures=figures)
 
 
-def _chosen(plan: Plan, sample: int, *ranked: tuple[Tensor, int], figures: Tensor | None = None) -> Tensor:
-    """(R,) the rows that must be computed, and of the candidates so many evenly spread over all of them; then for each
-    of ranked, scores (T,) and a count, as many of the best of what is left. figures (F,): rows that are taken in any
-    case, on account of the first of ranked.
+def _select(plan: Plan, sample: int, *ranked: tuple[Tensor, int], figures: Tensor | None = None) -> Tensor:
+    """(R,) rows without stored KV, `sample` candidates evenly spread over all, and the best remaining candidates for
+    each of `ranked`, (scores (T,), count). figures (F,): always taken, and counted as the first of `ranked`.
     """
-    left, rows = plan.candidates.clone(), plan.always.clone()
-    evenly = evenly_spread(left.nonzero().squeeze(1), sample)
+    remaining, rows = plan.candidates.clone(), plan.always.clone()
+    evenly = evenly_spread(remaining.nonzero().squeeze(1), sample)
 
-    def take(those: Tensor) -> None:
-        rows[those], left[those] = True, False
+    def take(selected: Tensor) -> None:
+        rows[selected], remaining[selected] = True, False
 
     total = sample
     if figures is not None:
         take(figures)
     take(evenly)
     for scores, count in ranked:
-        total += count  # what figures and the sample have in common goes to the first
-        wanted = min(max(total - int((plan.candidates & ~left).sum()), 0), int(left.sum()))
-        take(scores.masked_fill(~left, -torch.inf).topk(wanted).indices)
+        total += count  # rows in both figures and the sample are freed for the first of `ranked`
+        wanted = min(max(total - int((plan.candidates & ~remaining).sum()), 0), int(remaining.sum()))
+        take(scores.masked_fill(~remaining, -torch.inf).topk(wanted).indices)
     return rows.nonzero().squeeze(1)
 
 
 def whole_figures(plan: Plan, scores: Tensor, gain: float, best: int) -> Tensor:
-    """(F,) rows of whole figures, those in the lines with the best score first.
+    """(F,) rows of whole figures, those in the lines with the best score first: of `best` rows at most `gain` times the
+    figures' share of the candidates.
 
-    Of `best` rows at most `gain` times the share that figures have of the candidates.
-
-    A figure of which one part is recomputed and another is not is read wrongly, and what the question looks at first is
-    the label before the figure (docs/methods.md).
+    A figure that is recomputed only in part is misread, and what the question attends to most is the label before it
+    (docs/methods.md).
     """
     if plan.figures is None:
         return torch.empty(0, dtype=torch.long, device=scores.device)
@@ -159,7 +159,7 @@ def whole_figures(plan: Plan, scores: Tensor, gain: float, best: int) -> Tensor:
     most = round(best * min(1.0, gain * rows.numel() / plan.candidate_tokens))
     begins = torch.ones_like(rows, dtype=torch.bool)
     begins[1:] = (rows.diff() > 1) | (lines[rows].diff() > 0)
-    figure = begins.cumsum(0) - 1  # of each row its number
+    figure = begins.cumsum(0) - 1  # the number of each row's figure
     sizes = torch.bincount(figure)
     known = scores.masked_fill(~plan.candidates, -torch.inf)
     nothing = scores.new_full((plan.tokens + 1,), -torch.inf)  # lines are counted from 1
@@ -172,36 +172,35 @@ def whole_figures(plan: Plan, scores: Tensor, gain: float, best: int) -> Tensor:
 
 
 def second_layer(count: int) -> range:
-    """Layer 1, whose queries and keys depend on layer 0 alone, which reuse leaves right."""
+    """Layer 1, whose queries and keys depend only on layer 0, where reused KV is exact."""
     layer = min(1, count - 1)
     return range(layer, layer + 1)
 
 
 def later_layers(count: int) -> range:
-    """From a quarter of the depth on: those before attend to sinks, neighbours and separators."""
+    """From a quarter of the depth on: earlier layers attend to sinks, neighbours and separators."""
     return range(count // 4, count)
 
 
 def second_quarter(count: int) -> range:
-    """As `later_layers` begins, to the middle of the depth: half the cost, and nearly as good for figures."""
+    """The second quarter of the depth: half the cost of `later_layers`, and nearly as good for figures."""
     return range(count // 4, max(count // 2, count // 4 + 1))
 
 
 def middle_layers(count: int) -> range:
-    """Three from the middle on: about where QCFuse's profiles of five models (32 to 64 layers) find those that tell."""
+    """Three from the middle on: about where QCFuse's profiles of five models (32 to 64 layers) find the best ones."""
     first = min(count // 2, max(0, count - 3))
     return range(first, min(first + 3, count))
 
 
 def merged_heads(plan: Plan, attention: Attention) -> Tensor:
-    """A3: the documents' share, summed over the question's rows; all heads one dot product, over the root of its size.
+    """A3: softmax over the documents' keys of one dot product over all heads, summed over the question's rows.
 
     softmax over keys k of documents of sum_h(q_wh . k_kh) x scaling / sqrt(N), summed over rows w.
     """
     queries, keys = attention.queries, attention.keys
-    grouped = queries.reshape(keys.shape[0], -1, *queries.shape[1:]).sum(
-        1
-    )  # a group's heads share their keys
+    # The heads of a group share their keys.
+    grouped = queries.reshape(keys.shape[0], -1, *queries.shape[1:]).sum(1)
     merged = torch.einsum("hwd,hkd->wk", grouped.float(), keys.float())
     merged *= attention.scaling / queries.shape[0] ** 0.5
     of_documents = plan.kinds[attention.first_key :] > Kind.MISSING
@@ -215,26 +214,26 @@ def summed_rows(plan: Plan, attention: Attention) -> Tensor:
 
 
 def rooted_squares(plan: Plan, attention: Attention) -> Tensor:
-    """Ours: the length (L2) of the vector of what each of the question's rows gives a key, averaged over heads.
+    """Ours: the L2 norm of a key's weights over the question's rows, averaged over heads.
 
-    It favours a token that one row needs much over one that all need a little.
+    It prefers a token that one row attends to strongly over one that all attend to weakly.
     """
-    # On a CPU a head at a time, in its cache, and squares of bfloat16 as such: all at once takes 3 to 9 times as long
-    # (9 x 51 x 3,161), squares of float32 3 times, torch's vector_norm over a middle dimension 11 times. Squares of
-    # float16 may be nothing.
+    # On a CPU one head at a time, in its cache, and bfloat16 squared as such: all at once takes 3 to 9 times as long
+    # (9 x 51 x 3,161), float32 squares 3 times, torch's vector_norm over a middle dimension 11 times. Squares of
+    # float16 may underflow.
     weights = attention.weights  # (N, W, K)
     total = weights.new_zeros(weights.shape[-1], dtype=torch.float32)
-    for some in weights.split(1 if weights.device.type == "cpu" else len(weights)):
-        wide = some if some.dtype == torch.bfloat16 else some.float()
+    for heads in weights.split(1 if weights.device.type == "cpu" else len(weights)):
+        wide = heads if heads.dtype == torch.bfloat16 else heads.float()
         total += wide.square().sum(dim=1, dtype=torch.float32).sqrt_().sum(0)
     return total / len(weights)
 
 
 @dataclass(frozen=True)
 class Anchors:
-    """QCFuse's compressed view: what is no candidate, and of each chunk `digest_ratio` of its rows.
+    """QCFuse's compressed view: all rows that are no candidates, and `digest_ratio` of each chunk's rows.
 
-    Evenly: there they are the best by KVzip's scores, for which each chunk is read once more (docs/methods.md).
+    Evenly spread; the paper takes the best by KVzip's scores, for which each chunk is read again (docs/methods.md).
     """
 
     digest_ratio: float
@@ -253,7 +252,7 @@ class Anchors:
 
 @dataclass(frozen=True)
 class AveragePool:
-    """A3's smoothing: the mean of `kernel` tokens, which is odd, about each."""
+    """A3's smoothing: the mean over `kernel` tokens, an odd number, around each."""
 
     kernel: int
 

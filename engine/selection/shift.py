@@ -1,28 +1,27 @@
-"""The shift: what stored rows that are not computed again get, foretold from those that are.
+"""The shift: predicts the change of stored rows that are not recomputed from the change of those that are.
 
-What an isolated chunk's KV lacks is not noise: the text before it pulls all its rows the same way, and draws them away
-from what they had from the chunk alone. So the change of a computed row says something of rows that resemble it, or
-that stand near it. In each layer of each prompt, with H key heads of D numbers, a run of n rows, C of them computed:
+What an isolated chunk's KV lacks is not noise: the text before it changes all its rows in the same direction. So the
+change of a recomputed row tells something about rows that are similar to it, or near it. In each layer of each prompt,
+with H key heads of D dimensions, n rows, C of them recomputed:
 
-1. Observed   dX (C, F), F = 2 H D: of the computed rows new minus stored, keys un-rotated to position 0, so that they
-              compare wherever they stand, beside values                                        `Change`
-2. Fitted     W (C, F) = (S + 0.3 I)^-1 dX, with S (C, C) the similarity of computed rows       `KernelShift.delta`
-3. Added      s(i, C) W (F,) to each row i, its keys rotated to where it stands                 `Delta`
-4. Trusted    times 0.8 C / (C + D / 2): what is fitted to few rows is a guess, the more so the more there is to tell.
-              And far from all computed rows s is nothing, so that nothing is added there.
+1. Observe    dX (C, F), F = 2 H D: new minus stored KV of the recomputed rows, with keys un-rotated to position 0, so
+              that positions do not matter                                                      `LayerChange`
+2. Fit        W (C, F) = (S + 0.3 I)^-1 dX, with S (C, C) the similarity of recomputed rows     `KernelShift.deltas`
+3. Add        s(i, C) W (F,) to each row i, with keys rotated to its position                   `Delta`
+4. Shrink     by 0.8 C / (C + D / 2): a fit to few rows is a guess, the more so the more dimensions there are.
+              Far from all recomputed rows s is zero, so nothing is added there.
 
     s(i, j) = (1 + 2 [same chunk] exp(-|i - j| / 128)) / sqrt(1 + d(i, j)^2)
 
-d^2 is the squared distance of what is stored for two rows: keys (un-rotated) and values of all heads, each in units of
-its own spread, together in units of a quarter of the mean among computed rows. Together these say nearly what the
-layer's input was, and what resembles what hardly changes from layer to layer: where many rows are computed, three take
-what the first of them says.
-1 / sqrt(1 + d^2), the inverse multiquadric, is as good as exp(-d) and one step.
+d^2 is the squared distance of two rows' stored keys (un-rotated) and values over all heads, each scaled by its spread,
+together by a quarter of the mean among recomputed rows. These nearly determine the layer's input, and similarity hardly
+changes from layer to layer: if many rows are recomputed, three layers share the first one's.
+1 / sqrt(1 + d^2), the inverse multiquadric, is as good as exp(-d), and one operation.
 
-This is kernel ridge regression, the mean of a Gaussian process (Rasmussen and Williams, 2006, §2.2). Nothing is trained
-beforehand. Ours; what it is worth, and how little hangs on the numbers: docs/methods.md. Cost: products of 2 n C F a
-layer, where similarity is made twice that and a system of C unknowns; of more than MOST_FITTED computed rows as many
-are fitted, evenly.
+This is kernel ridge regression, the mean of a Gaussian process (Rasmussen and Williams, 2006, §2.2), without training.
+Ours; results, and how little depends on the constants: docs/methods.md. Cost: products of 2 n C F per layer, and for
+similarity twice that and a system of C unknowns. Of more than MAX_FITTED_ROWS recomputed rows that many are fitted,
+evenly spread.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,21 +35,23 @@ from torch.nn.functional import pad
 STRENGTH = 0.8
 NEAR_GAIN = 2.0
 NEAR_TOKENS = 128.0
-# How much of a change neither similarity nor place explains: added to a computed row's own s, 1 + NEAR_GAIN.
+# The part of a change that neither similarity nor position explains: added to a row's own s, 1 + NEAR_GAIN.
 NOISE = 0.3
-LENGTH = 0.25
+LENGTH_SCALE = 0.25
 SHRINK_SIZES = 0.5
-MOST_FITTED = 768
-MOST_AT_ONCE = 128
-# Layers that take one layer's similarity: what resembles what hardly changes from one to the next (docs/methods.md).
-# From few rows all is told that can be: it costs less, and sharing would lose more.
+MAX_FITTED_ROWS = 768
+MAX_CHOLESKY_SIZE = 128
+# Layers that share one layer's similarity, which hardly changes from one to the next (docs/methods.md). With few rows
+# it is computed in each layer: that costs less, and sharing would lose more.
 SHARED_LAYERS, FEW_FITTED = 3, 256
 
 
 @dataclass(frozen=True)
-class Run:
-    """What is the same in all layers of a request: positions computed (C,) that had stored KV, and chunks that may be
-    shifted, (start, stop) each; dtype: of what is stored, as it is compared.
+class ShiftContext:
+    """What all layers of a request share.
+
+    computed (C,): positions of recomputed rows that had stored KV; chunks: (start, stop) of those that may be shifted;
+    dtype: in which stored rows are compared.
     """
 
     computed: Tensor
@@ -60,9 +61,9 @@ class Run:
 
     @cached_property
     def picked(self) -> Tensor:
-        """(C',) places among the computed rows of those that are fitted."""
+        """(C',) indices of the fitted rows among the recomputed ones."""
         count = self.computed.numel()
-        return evenly_spread(torch.arange(count, device=self.computed.device), MOST_FITTED)
+        return evenly_spread(torch.arange(count, device=self.computed.device), MAX_FITTED_ROWS)
 
     @cached_property
     def fitted(self) -> Tensor:
@@ -71,38 +72,38 @@ class Run:
 
     @cached_property
     def nearness(self) -> list[tuple[slice, slice, Tensor]]:
-        """Of each chunk its rows, its fitted rows, and (rows, fitted rows) of dtype, 1 + 2 exp(-distance / 128).
+        """For each chunk its rows, its fitted rows, and the gain (rows, fitted rows), 1 + 2 exp(-distance / 128).
 
-        On a CPU, so that what lies between the products fits into its cache. An accelerator takes all chunks as one,
-        for there calls cost more; what lies between them is computed, or exact, and near nothing.
+        By chunk on a CPU, where what lies between the products fits into its cache. On an accelerator, where calls cost
+        more, all chunks are one range; rows between chunks, recomputed or exact, are near nothing.
         """
-        found, edges = [], torch.tensor(self.chunks, dtype=torch.long, device=self.fitted.device)
+        by_chunk, edges = [], torch.tensor(self.chunks, dtype=torch.long, device=self.fitted.device)
         for (begin, end), (first, last) in zip(
             self.chunks, torch.searchsorted(self.fitted, edges).tolist(), strict=True
         ):
             rows = torch.arange(begin, end, device=self.fitted.device)
-            apart = (rows[:, None] - self.fitted[first:last]).abs()
-            gain = 1 + NEAR_GAIN * (-apart / NEAR_TOKENS).exp()
-            found.append((slice(begin, end), slice(first, last), gain.to(self.dtype)))
-        if not found or not as_one(self.fitted.device):
-            return found
+            distance = (rows[:, None] - self.fitted[first:last]).abs()
+            gain = 1 + NEAR_GAIN * (-distance / NEAR_TOKENS).exp()
+            by_chunk.append((slice(begin, end), slice(first, last), gain.to(self.dtype)))
+        if not by_chunk or not shifts_chunks_together(self.fitted.device):
+            return by_chunk
         begin, end = self.chunks[0][0], self.chunks[-1][1]
         gains = torch.ones(end - begin, self.fitted.numel(), dtype=self.dtype, device=self.fitted.device)
-        for chunk, those, gain in found:
-            gains[chunk.start - begin : chunk.stop - begin, those] = gain
+        for chunk, fitted, gain in by_chunk:
+            gains[chunk.start - begin : chunk.stop - begin, fitted] = gain
         return [(slice(begin, end), slice(0, self.fitted.numel()), gains)]
 
     @cached_property
-    def between(self) -> Tensor:
-        """Of the rows of `nearness`, where they are one run, those that stand in none of the chunks."""
+    def between_chunks(self) -> Tensor:
+        """Indices of the rows outside chunks, if `nearness` has all chunks as one range."""
         (rows, _, _), *others = self.nearness
-        apart = torch.ones(0 if others else rows.stop - rows.start, dtype=torch.bool)
+        outside = torch.ones(0 if others else rows.stop - rows.start, dtype=torch.bool)
         for begin, end in self.chunks:
-            apart[begin - rows.start : end - rows.start] = False
-        return apart.nonzero().squeeze(1).to(self.fitted.device)
+            outside[begin - rows.start : end - rows.start] = False
+        return outside.nonzero().squeeze(1).to(self.fitted.device)
 
-    def similarity(self, change: "Change") -> "Similarity":
-        """By what this layer stored, or one of the SHARED_LAYERS - 1 before it where many rows are fitted."""
+    def similarity(self, change: "LayerChange") -> "Similarity":
+        """This layer's similarity; with many fitted rows, that of one of the SHARED_LAYERS - 1 before it."""
         shared = SHARED_LAYERS if self.fitted.numel() > FEW_FITTED else 1
         if not self._latest or change.layer >= self._latest[0].layer + shared:
             self._latest[:] = [Similarity.of(change)]
@@ -110,16 +111,16 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Change:
-    """What computing did to stored rows, in one layer, and what is stored there for all.
+class LayerChange:
+    """How recomputing changed stored rows in one layer, and access to all stored rows.
 
-    keys, values (H, C, D) float32: new minus stored, of run.computed. stored(positions): keys and values (H, n, D) of
-    run.dtype, as stored, of a run of rows or of some. All keys are un-rotated, to position 0; unrotated(keys (H, m, D),
-    positions (m,)) does that to others, of the same layer.
+    keys, values (H, C, D) float32: new minus stored, of context.computed. stored(positions): stored keys and values
+    (H, n, D) of context.dtype, of a slice or of positions. All keys are un-rotated to position 0; unrotated(keys
+    (H, m, D), positions (m,)) does that to other keys of the layer.
     """
 
     layer: int
-    run: Run
+    context: ShiftContext
     keys: Tensor
     values: Tensor
     stored: Callable[[Tensor | slice], tuple[Tensor, Tensor]]
@@ -128,9 +129,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Delta:
-    """What to add to stored KV from position start on: keys (un-rotated) and values, of any dtype, (H, n, D).
+    """What to add to stored KV from position `start` on: keys (un-rotated) and values, of any dtype, (H, n, D).
 
-    What is added to rows that are computed is written over.
+    Recomputed rows in that range are overwritten later.
     """
 
     start: int
@@ -139,31 +140,32 @@ class Delta:
 
 
 class KernelShift:
-    """The delta predictor of `probe-shift`; any policy may have it."""
+    """The delta predictor of `probe-shift`, for any policy."""
 
-    def deltas(self, change: Change) -> Iterator[Delta]:
-        """What to add in one layer; nothing where fewer than two rows were computed, which tell no distance."""
-        run = change.run
-        if run.computed.numel() < 2:
+    def deltas(self, change: LayerChange) -> Iterator[Delta]:
+        """What to add in one layer; nothing if fewer than two rows were recomputed, which have no distance."""
+        context = change.context
+        if context.computed.numel() < 2:
             return
-        similarity = run.similarity(change)
-        observed = _flat(*(part[:, run.picked] for part in (change.keys, change.values)))
+        similarity = context.similarity(change)
+        parts = [part[:, context.picked].transpose(0, 1).flatten(1) for part in (change.keys, change.values)]
+        observed = torch.cat(parts, dim=1)  # (C, F)
         trust = STRENGTH * len(observed) / (len(observed) + SHRINK_SIZES * change.keys.shape[-1])
-        padded = pad((trust * observed).to(run.dtype), (0, 0, 0, len(similarity.inverse) - len(observed)))
+        padded = pad((trust * observed).to(context.dtype), (0, 0, 0, len(similarity.inverse) - len(observed)))
         weights = similarity.inverse @ padded  # (C, F)
-        of_keys = change.keys.shape[0] * change.keys.shape[-1]
-        for (rows, _, _), near in zip(run.nearness, similarity.near, strict=True):
+        key_width = change.keys.shape[0] * change.keys.shape[-1]
+        for (rows, _, _), near in zip(context.nearness, similarity.near, strict=True):
             added = near @ weights  # (n, F)
-            keys, values = added[:, :of_keys], added[:, of_keys:]
+            keys, values = added[:, :key_width], added[:, key_width:]
             yield Delta(rows.start, _by_head(keys, change.keys), _by_head(values, change.values))
 
 
 @dataclass(frozen=True)
 class Similarity:
-    """How rows resemble the fitted ones, by what `layer` stored for them.
+    """Similarity of rows to the fitted ones, by what `layer` stored for them.
 
-    inverse (C, C): (S + 0.3 I)^-1. near: s(i, C) (n, C) of the rows of `Run.nearness`. C is an even number, and the
-    last may be of zeros: of an odd one oneDNN's bfloat16 product reads, times zero, what is behind a row.
+    inverse (C, C): (S + 0.3 I)^-1. near: s(i, C) (n, C) of the rows of `ShiftContext.nearness`. C is padded to an even
+    number with zeros: for an odd one oneDNN's bfloat16 product reads what is behind a row, and multiplies it by zero.
     """
 
     layer: int
@@ -171,60 +173,61 @@ class Similarity:
     near: Sequence[Tensor]
 
     @classmethod
-    def of(cls, change: Change) -> "Similarity":
-        run = change.run
-        known = change.stored(run.fitted)
-        scale = Scale.of(*known)
-        fitted = scale.compared(*known)
+    def of(cls, change: LayerChange) -> "Similarity":
+        context = change.context
+        stored = change.stored(context.fitted)
+        scale = RowScale.of(*stored)
+        fitted = scale.compared(*stored)
         others, odd = _mirrored(fitted), len(fitted) % 2
         system, near = _similar(fitted, others).float(), list[Tensor]()
-        for chunk, those, gain in run.nearness:
-            system[those, those].mul_(gain[run.fitted[those] - chunk.start])
+        for chunk, in_chunk, gain in context.nearness:
+            system[in_chunk, in_chunk].mul_(gain[context.fitted[in_chunk] - chunk.start])
             rows = fitted.new_zeros(len(gain), len(fitted) + odd)
             _similar(scale.compared(*change.stored(chunk)), others, rows[:, : len(fitted)])
-            rows[:, those].mul_(gain)
-            if run.between.numel():
-                rows[run.between] = 0  # not times: what is not written yet may be no number
+            rows[:, in_chunk].mul_(gain)
+            if context.between_chunks.numel():
+                rows[context.between_chunks] = 0  # not multiplied: unwritten rows may hold NaN
             near.append(rows)
         system.diagonal().add_(NOISE)
         return cls(change.layer, pad(_inverse(system).to(fitted), (0, odd, 0, odd)), near)
 
 
 @dataclass(frozen=True)
-class Scale:
-    """What makes stored rows comparable, as the fitted ones have it: of keys and of values what is added (H, 1, D), and
-    a factor before that.
+class RowScale:
+    """Scales stored rows for comparison, by the fitted rows' mean and spread.
+
+    factors, then added (H, 1, D), of keys and of values.
     """
 
     added: Sequence[Tensor]
     factors: Sequence[Tensor]
 
     @classmethod
-    def of(cls, keys: Tensor, values: Tensor) -> "Scale":
+    def of(cls, keys: Tensor, values: Tensor) -> "RowScale":
         parts = keys.float(), values.float()
         means = [part.mean(1, keepdim=True) for part in parts]
         count, size = keys.shape[1], keys.shape[0] * (keys.shape[2] + values.shape[2])
-        # With a spread of 1 in either, the mean square of what two rows differ by is 2 count / (count - 1) a number.
-        unit = LENGTH * 2 * size * count / (count - 1)
-        # Rows that are all alike (one token, again and again) differ by what rounding left of them, which is no unit.
-        told = torch.finfo(keys.dtype).eps ** 2
+        # With a spread of 1, the mean squared difference of two rows is 2 count / (count - 1) per dimension.
+        unit = LENGTH_SCALE * 2 * size * count / (count - 1)
+        # Equal rows (a repeated token) differ only by rounding, which must not become the unit.
+        rounding = torch.finfo(keys.dtype).eps ** 2
         spreads = [
-            (part - mean).square_().mean() + told * mean.square().mean()
+            (part - mean).square_().mean() + rounding * mean.square().mean()
             for part, mean in zip(parts, means, strict=True)
         ]
         factors = [(unit * (spread + 1e-12)).rsqrt().to(keys) for spread in spreads]
         return cls([(-mean * by).to(keys) for mean, by in zip(means, factors, strict=True)], factors)
 
     def compared(self, keys: Tensor, values: Tensor) -> Tensor:
-        """(n, F + 4): rows i in these units, then |i|^2 in two numbers, for in one bfloat16 would lose a large row's
-        distance to its like, and two of 1.
+        """(n, F + 4): scaled rows i, then |i|^2 in two numbers and two ones. In a single bfloat16 number a large row's
+        distance to a similar one would be lost.
         """
         size = keys.shape[0] * (keys.shape[2] + values.shape[2])
         rows, filled = keys.new_empty(keys.shape[1], size + 4), 0
         for part, added, by in zip((keys, values), self.added, self.factors, strict=True):
             heads, _, width = part.shape
-            place = rows[:, filled : filled + heads * width].unflatten(1, (heads, width)).transpose(0, 1)
-            torch.addcmul(added, part, by, out=place)
+            target = rows[:, filled : filled + heads * width].unflatten(1, (heads, width)).transpose(0, 1)
+            torch.addcmul(added, part, by, out=target)
             filled += heads * width
         _in_two(rows[:, :size].float().square().sum(1), rows[:, size : size + 2])
         rows[:, size + 2 :] = 1
@@ -232,7 +235,7 @@ class Scale:
 
 
 def _mirrored(rows: Tensor) -> Tensor:
-    """Of compared rows j: -2 j, 1, 1, 1 + |j|^2 in two, whose products with compared rows i are 1 + |i - j|^2."""
+    """From compared rows j: -2 j, 1, 1, 1 + |j|^2 in two; their products with compared rows i are 1 + |i - j|^2."""
     size = rows.shape[1] - 4
     mirrored = torch.cat([-2 * rows[:, :size], rows[:, size + 2 :], rows[:, size + 2 :]], dim=1)
     _in_two(rows[:, size : size + 2].float().sum(1) + 1, mirrored[:, size + 2 :])
@@ -240,20 +243,20 @@ def _mirrored(rows: Tensor) -> Tensor:
 
 
 def _similar(rows: Tensor, others: Tensor, out: Tensor | None = None) -> Tensor:
-    """1 / sqrt(1 + d^2) of which the products are 1 + d^2; rounding may leave less than 1."""
+    """1 / sqrt(1 + d^2): the products are 1 + d^2, which rounding may make less than 1."""
     return torch.mm(rows, others.T, out=out).clamp_min_(1).rsqrt_()
 
 
 def _inverse(system: Tensor) -> Tensor:
-    """Of a symmetric positive definite (n, n), float32, by halves.
+    """The inverse of a symmetric positive definite (n, n), float32, by recursive halves.
 
-    On a CPU one factor of 400 unknowns and its triangular systems take twice as long as products and factors of 100.
+    On a CPU, factoring 400 unknowns and solving takes twice as long as products and factors of 100.
     """
     count = len(system)
-    if count <= MOST_AT_ONCE or system.device.type != "cpu":
+    if count <= MAX_CHOLESKY_SIZE or system.device.type != "cpu":
         factor, _ = torch.linalg.cholesky_ex(
             system
-        )  # the other one waits for the device, to say what cannot be
+        )  # `cholesky` would wait for the device to check for errors
         return torch.cholesky_inverse(factor)
     half, inverse = count // 2, torch.empty_like(system)
     first = _inverse(system[:half, :half])
@@ -267,14 +270,9 @@ def _inverse(system: Tensor) -> Tensor:
 
 
 def _in_two(numbers: Tensor, out: Tensor) -> None:
-    """out (n, 2), of any dtype: float32 numbers (n,) rounded, and what that left of them."""
+    """out (n, 2), of any dtype: float32 numbers (n,) rounded, and the remainder."""
     out[:, 0] = numbers
     out[:, 1] = numbers - out[:, 0]
-
-
-def _flat(*parts: Tensor) -> Tensor:
-    """(H, n, D) each -> (n, F)"""
-    return torch.cat([part.transpose(0, 1).flatten(1) for part in parts], dim=1)
 
 
 def _by_head(flat: Tensor, like: Tensor) -> Tensor:
@@ -282,15 +280,15 @@ def _by_head(flat: Tensor, like: Tensor) -> Tensor:
     return flat.view(flat.shape[0], like.shape[0], like.shape[-1]).transpose(0, 1)
 
 
-def as_one(device: torch.device) -> bool:
-    """Whether chunks are shifted together."""
+def shifts_chunks_together(device: torch.device) -> bool:
+    """Whether all chunks are shifted as one range."""
     return device.type != "cpu"
 
 
 def evenly_spread(rows: Tensor, count: int) -> Tensor:
-    """`count` of the ascending rows (R,), evenly; all of them where there are no more."""
+    """`count` of the ascending rows (R,), evenly spread; all of them if there are no more."""
     if count >= rows.numel():
         return rows
     each = rows.numel() / max(count, 1)
-    # On the host, in numbers that Apple's devices have not.
+    # On the host: Apple's devices have no float64.
     return rows[((torch.arange(count, dtype=torch.float64) + 0.5) * each).long().to(rows.device)]

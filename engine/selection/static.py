@@ -1,4 +1,4 @@
-"""Rows known from the plan alone: the ends of the scale, the control, and EPIC."""
+"""Policies whose rows are known from the plan: baselines, random rows, and EPIC."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,18 +7,21 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.plan import Plan, Span
-from ragblend.engine.selection.base import Policy, Probed, budget_rows, every_row, pick_top
+from ragblend.engine.selection.base import Policy, ProbeResult, budget_rows, every_row, pick_top
 from ragblend.kvstore.errors import UsageError
 
 
 @dataclass(frozen=True)
 class Static(Policy):
-    """choose(plan): (R,) ascending positions to compute in all layers; loads(span): whether its stored KV is used."""
+    """Computes the same rows in all layers.
+
+    choose(plan): (R,) ascending positions; loads(span): whether to use its stored KV, always by default.
+    """
 
     choose: Callable[[Plan], Tensor]
     loads: Callable[[Span], bool] | None = None
 
-    def rows(self, plan: Plan, probed: Probed | None = None) -> Tensor:
+    def rows(self, plan: Plan, probed: ProbeResult | None = None) -> Tensor:
         return self.choose(plan)
 
     def spans(self, plan: Plan) -> tuple[Span, ...]:
@@ -26,17 +29,17 @@ class Static(Policy):
 
 
 def random_rows(plan: Plan) -> Tensor:
-    """As many rows as the ratio pays for, drawn with the plan's seed: what any judgement must beat."""
+    """Random rows, as many as the budget allows, drawn with the plan's seed: the control for all policies."""
     scores = torch.rand(plan.tokens, generator=torch.Generator().manual_seed(plan.seed))
     return pick_top(plan, every_row(plan), scores.to(plan.token_ids.device), budget_rows(plan))
 
 
 @dataclass(frozen=True)
 class Beginnings:
-    """The beginnings of chunks, evenly many, for there each has made an attention sink of its own.
+    """The first tokens of each chunk, equally many, as each chunk made an attention sink there.
 
-    first: so many tokens of each chunk, at most what the ratio pays for; 0: as many as that. Source: EPIC's LegoLink
-    (arXiv 2410.15332, ICML'25), section 4, which takes 16 or 32 whatever the question. Cost: these rows alone.
+    first: tokens per chunk, within the budget; 0: as many as the budget allows. Source: EPIC's LegoLink (arXiv
+    2410.15332, ICML'25), section 4, which takes 16 or 32 for any question. Cost: these rows.
     """
 
     first: int = 0
@@ -54,7 +57,7 @@ class Beginnings:
 
 
 def nearness_to_beginning(plan: Plan) -> Tensor:
-    """(T,) float32: minus the place of each row in its chunk; 0 in no chunk."""
+    """(T,) float32: minus each row's index in its chunk; 0 outside chunks."""
     scores = torch.zeros(plan.tokens)
     for span in plan.spans:
         scores[span.start : span.stop] = -torch.arange(span.length, dtype=torch.float32)

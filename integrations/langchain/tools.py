@@ -16,7 +16,7 @@ from ragblend.integrations.tools import schema_in
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
-    from ragblend.engine.prompts.tools import Said
+    from ragblend.engine.prompts.tools import ParsedAnswer
 
 CUT_OFF = "the answer reached its most tokens inside this call; allow more with max_tokens"
 
@@ -59,7 +59,7 @@ def structured(model: Runnable[Any, Any], schema: Any, include_raw: bool) -> Run
     return both
 
 
-def called(said: "Said") -> dict[str, Any]:
+def called(said: "ParsedAnswer") -> dict[str, Any]:
     """The fields of a message with these calls. What was cut off is invalid, and OpenAI's form tells parsers so."""
     calls = [ToolCall(name=c.name, args=c.arguments, id=c.id, type="tool_call") for c in said.calls]
     fields: dict[str, Any] = {"tool_calls": calls}
@@ -74,7 +74,7 @@ def called(said: "Said") -> dict[str, Any]:
     return fields
 
 
-def called_chunks(said: "Said") -> dict[str, Any]:
+def called_chunks(said: "ParsedAnswer") -> dict[str, Any]:
     """The same of the last chunk, which has all of them."""
     chunks = [
         tool_call_chunk(name=c.name, args=json.dumps(c.arguments), id=c.id, index=n)

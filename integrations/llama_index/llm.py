@@ -62,7 +62,7 @@ from ragblend.integrations.passages import Passage
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:  # torch comes with it
-    from ragblend.engine.prompts.tools import Said
+    from ragblend.engine.prompts.tools import ParsedAnswer
     from ragblend.engine.results import Result
 
 Response = TypeVar("Response", ChatResponse, CompletionResponse)
@@ -76,7 +76,7 @@ class Known:
     """What is told of a whole answer beside its text."""
 
     raw: Raw
-    said: "Said"
+    said: "ParsedAnswer"
     logprobs: list[list[LogProb]] | None
 
 

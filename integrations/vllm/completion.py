@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from ragblend.engine.config import DEFAULT_RATIO, DecodeOptions, Report, Timings, TokenCounts
-from ragblend.engine.decoding.loop import Clock, unsupported_in
-from ragblend.engine.decoding.text import TextStream, text_of
+from ragblend.engine.decoding.loop import AnswerTimer, figures_not_in_prompt
+from ragblend.engine.decoding.text import TextStream, decode_text
 from ragblend.engine.nodes import TokenIds
 from ragblend.engine.prompts.segments import Chunk, Prompt
 from ragblend.engine.request import Request
@@ -38,7 +38,7 @@ class Completion:
     ) -> None:
         self._runtime, self._request, self._options = runtime, request, options
         self._on_text: OnText = on_text or (lambda piece: None)
-        self._label, self._clock = secrets.token_hex(), Clock(time.perf_counter())
+        self._label, self._clock = secrets.token_hex(), AnswerTimer(time.perf_counter())
         self._session = _session_of(request.prompt) or self._label
         self._text = TextStream(runtime.tokenizing.tokenizer, options.stop, options.one_sentence)
         self._ids, self._likely, self._ended = list[int](), list[TokenLogprob](), False
@@ -54,10 +54,10 @@ class Completion:
                     break
         if piece := self._text.finish():
             self._on_text(piece)
-        text = text_of(self._runtime.tokenizing.tokenizer, ids, options.stop, options.one_sentence)
+        text = decode_text(self._runtime.tokenizing.tokenizer, ids, options.stop, options.one_sentence)
         likely = tuple(self._likely[: len(ids) - self._ended]) if options.logprobs is not None else None
         prompt = self._request.prompt
-        unsupported = unsupported_in(text, prompt, self._runtime.tokenizing.tokenizer)
+        unsupported = figures_not_in_prompt(text, prompt, self._runtime.tokenizing.tokenizer)
         report = replace(self._report(cancel), unsupported_figures=unsupported)
         return Result(text, tuple(ids), report, prompt, self._text.stopped or self._ended, likely)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragblend.engine.model.attention import NAME, Collect, rows_attention
+from ragblend.engine.model.attention import NAME, CollectAttention, rows_attention
 from ragblend.engine.model.decoder import Decoder, RowBlock
 from ragblend.integrations.vllm.paged import Blocks, Layers, PagedCache
 from ragblend.integrations.vllm.team import Left, Team
@@ -77,9 +77,9 @@ class VllmDecoder(Decoder):
         return rows, rows
 
     def run_layer(
-        self, layer: int, hidden: Tensor, block: RowBlock, cache: Any, collect: Collect | None = None
+        self, layer: int, hidden: Tensor, block: RowBlock, cache: Any, collect: CollectAttention | None = None
     ) -> Tensor:
-        view, scaling = self.view(layer, block, collect), self.attentions[layer].impl.scale
+        view, scaling = self.attention_arguments(layer, block, collect), self.attentions[layer].impl.scale
 
         def attend(queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
             keys, values = cache.update(new_keys, new_values, layer)

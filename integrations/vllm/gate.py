@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ragblend.engine.encode import ChunkEncoder
-from ragblend.engine.model.gate import TOLERANCE, Check, GateVerdict, relative_error, run_gate
+from ragblend.engine.model.gate import TOLERANCE, GateCheck, GateVerdict, relative_error, run_gate
 
 if TYPE_CHECKING:
     from ragblend.integrations.vllm.decoder import VllmDecoder
@@ -28,7 +28,7 @@ def judged(decoder: "VllmDecoder", token_ids: Sequence[int]) -> GateVerdict:
     return verdict
 
 
-def _written(decoder: "VllmDecoder", token_ids: Sequence[int]) -> Check:
+def _written(decoder: "VllmDecoder", token_ids: Sequence[int]) -> GateCheck:
     """One token by vLLM over KV that was computed here and written into its blocks, beside all of them by vLLM."""
     before = len(token_ids) - 1
     computed = ChunkEncoder(decoder, ()).encode(token_ids[:before])
@@ -43,4 +43,4 @@ def _written(decoder: "VllmDecoder", token_ids: Sequence[int]) -> Check:
     )
     error = relative_error(decoder.own_logits(token_ids, before), expected)
     allowed = TOLERANCE[decoder.geometry.dtype] * decoder.rounding
-    return Check("KV written into blocks equals vLLM's own", error <= allowed, error, allowed)
+    return GateCheck("KV written into blocks equals vLLM's own", error <= allowed, error, allowed)

@@ -36,7 +36,7 @@ class Settings:
     remote: str | None = None
 
     def __post_init__(self) -> None:
-        policy_named(self.method).checked(self.ratio)
+        policy_named(self.method).check_ratio(self.ratio)
         if self.remote is not None:
             Place.of(self.remote)
         for name, kind in (("home", str | None), ("collection", str), ("encode_missing", bool)):
@@ -99,7 +99,7 @@ def wish_of(settings: Settings, given: object, tokens: int) -> Wish:
     ratio, off = given.get("ratio", usual.ratio), given.get("off", False)
     if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not isinstance(off, bool):
         raise UsageError(f"ratio must be a number and off true or false, not {ratio!r:.80} and {off!r:.80}")
-    ratio, encode = policy_named(method).checked(ratio), given.get("encode")
+    ratio, encode = policy_named(method).check_ratio(ratio), given.get("encode")
     if not isinstance(encode, bool | None):
         raise UsageError(f"encode must be true or false, not {encode!r:.80}")
     if not settings.encode_missing:  # whoever runs the server has the last word on what is stored

@@ -110,7 +110,7 @@ def test_a_suggestion_asks_nobody(told, hub):
 
 def test_what_cannot_be_brought_here_leaves_the_old_one(cli, hub, home, capfd):
     assert cli("models", "use", "anna/other") == 1
-    assert "could not be had from the hub" in capfd.readouterr().err
+    assert "could not be downloaded from the hub" in capfd.readouterr().err
     assert cli("models", "use", "defualt") == 2
     assert "did you mean 'default'" in capfd.readouterr().err
     assert not (home / "settings.toml").exists()

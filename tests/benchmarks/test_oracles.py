@@ -10,7 +10,7 @@ from ragblend.app.quality import quality
 from ragblend.app.quality.data import Question
 from ragblend.app.quality.records import Journal
 from ragblend.app.quality.variants import Variant
-from ragblend.engine.selection import added, policy_named
+from ragblend.engine.selection import policy_named, registered
 from ragblend.kvstore.errors import UsageError
 
 TEXTS = (
@@ -72,8 +72,8 @@ def test_what_it_cannot_do_is_named(method, said):
 
 
 def test_what_is_added_must_have_a_name_of_its_own():
-    with added(Transplant()):
+    with registered(Transplant()):
         assert policy_named("transplant").name == "transplant"
         for name in ("", "reuse", "transplant"):
-            with pytest.raises(UsageError, match="a new one"), added(Transplant(name=name)):
+            with pytest.raises(UsageError, match="a new one"), registered(Transplant(name=name)):
                 pass

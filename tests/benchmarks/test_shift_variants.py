@@ -5,7 +5,7 @@ from bench_fixtures import some_text
 
 from benchmarks.shift_variants import VARIANT
 from ragblend.engine.prompts.segments import Chunk
-from ragblend.engine.selection import added, policy_named
+from ragblend.engine.selection import policy_named, registered
 from ragblend.kvstore.errors import UsageError
 
 TEXTS = [some_text(seed, 120) + f" It has {seed}41 seats." for seed in range(3)]
@@ -21,7 +21,7 @@ def logits(engine):
 
 def changed(**parameters):
     said = ",".join(f"{name}={value}" for name, value in parameters.items())
-    with added(VARIANT):
+    with registered(VARIANT):
         return policy_named(f"variant:{said}")
 
 

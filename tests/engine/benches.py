@@ -73,6 +73,14 @@ class Bench:
     def kv(self, token_ids: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return tiny_models.reference_kv(self.reference, token_ids)
 
+    def assert_exact(self, cache: Any, prompt: Prompt, start: int, stop: int) -> None:
+        """The cache's KV of rows start..stop is the model's own, in every layer."""
+        for layer, whole in enumerate(self.kv(prompt.token_ids)):
+            for name, found, expected in zip(
+                ("keys", "values"), cache.span(layer, start, stop), whole, strict=True
+            ):
+                assert largest_error(found, expected[:, start:stop]) < 1e-4, f"{name} of layer {layer}"
+
     def answer(self, prompt: Prompt, tokens: int) -> list[int]:
         """Greedy ids by transformers' own `generate`."""
         ids = torch.tensor([self.engine.tokenize(prompt).token_ids])

@@ -78,6 +78,13 @@ def stored(llama, request):
 
 
 @pytest.fixture
+def each_stored(bench, request):
+    """Every supported kind of model in turn, whose store has the passages of the module's TEXTS."""
+    bench.engine.encode(request.module.TEXTS)
+    return bench
+
+
+@pytest.fixture
 def stored_for(bench_for, request):
     """stored_for(kind): its bench, whose store has the passages of the module's TEXTS."""
 

@@ -1,4 +1,4 @@
-"""CacheBlend's choice against the paper's words (§4.3), row by row and head by head, on a tiny model."""
+"""CacheBlend's selection against the paper (§4.3), row by row and head by head, on a tiny model."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def assert_the_most_deviating_are_kept(deviating, kept):
 
 
 @pytest.mark.parametrize(("method", "kind"), [("cacheblend", 1), ("cacheblend-k", 0)])
-def test_the_rows_whose_kv_deviates_most_at_the_check_are_kept(llama, narrowed, method, kind):
+def test_rows_with_the_largest_kv_deviation_are_selected(llama, narrowed, method, kind):
     """What is new there is full prefill's own, because all rows went through layer 0."""
     [(layer, rows, kept)], prompt, _ = narrowed(method, 0.6)
     tokens = len(prompt.token_ids)
@@ -62,7 +62,7 @@ def test_the_rows_whose_kv_deviates_most_at_the_check_are_kept(llama, narrowed, 
     assert_the_most_deviating_are_kept(deviations(new, stale, moved), kept)
 
 
-def test_gradual_filtering_drops_what_deviates_least_of_what_is_left_in_each_layer(llama, narrowed):
+def test_gradual_filtering_drops_the_least_deviating_rows_in_each_layer(llama, narrowed):
     choices, prompt, cache = narrowed("cacheblend-gradual", 0.6)
     tokens = len(prompt.token_ids)
     stale = llama.engine.prefill(prompt, method="reuse").cache
@@ -101,18 +101,18 @@ FALLING = [1.5, 1.375, 1.25, 1.125, 1.0, 0.875, 0.75, 0.625, 0.5]
     ("shares", "expected"),
     [("3/2/1", FALLING), ("30/10", FALLING), ("2", [1.0] * 9), ("2/0/0", [4, 3, 2, 1, 0, 0, 0, 0, 0])],
 )
-def test_shares_say_how_the_ratio_is_spent_over_the_layers(shares, expected):
+def test_shares_spread_the_ratio_over_the_layers(shares, expected):
     ratios, mean = course(f"cacheblend-gradual:shares={shares}", ratio=0.3)
     scale = sum(expected) / len(expected)
     assert ratios == pytest.approx([mean * each / scale for each in expected])
     assert ratios != [mean] * 9 or shares == "2"
 
 
-def test_a_little_is_kept_where_the_check_has_spent_the_ratio():
+def test_a_minimum_ratio_remains_if_the_check_costs_all():
     assert course("cacheblend", 0.02) == ([0.01] * 9, 0.01)
 
 
 @pytest.mark.parametrize("shares", ["1/2", "0", "3/x", "2/-1", "nan", "inf", "/"])
-def test_shares_that_make_no_sense_are_refused(shares):
+def test_invalid_shares_are_refused(shares):
     with pytest.raises(UsageError, match="none larger"):
         policy_named(f"cacheblend-gradual:shares={shares}")

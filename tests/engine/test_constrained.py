@@ -1,4 +1,4 @@
-"""Answers that keep to a schema or a grammar, and what their tokens' probabilities were."""
+"""Answers constrained to a schema or grammar, and log-probabilities."""
 
 import json
 import sys
@@ -45,14 +45,14 @@ PROMPT = Prompt([Literal(make_text(5))])
     "schema", [PERSON, TREE, NUMBERS, {"type": "object"}], ids=["person", "tree", "numbers", "any"]
 )
 @pytest.mark.parametrize("options", [{}, {"temperature": 2.0, "seed": 3}, {"max_new_tokens": 130}], ids=str)
-def test_a_random_model_writes_json_of_the_schema(llama, schema, options):
+def test_answers_follow_the_json_schema(llama, schema, options):
     """Its answer would go on for ever: near the last token it is led to an end."""
     result = llama.engine.generate(PROMPT, grammar=json_grammar(schema), **{"max_new_tokens": 90} | options)
     jsonschema.validate(json.loads(result.text), schema)
     assert len(result.token_ids) <= 130
 
 
-def test_an_answer_that_was_closed_says_that_its_tokens_ran_out(llama):
+def test_a_forced_end_counts_as_out_of_tokens(llama):
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     closed = llama.engine.generate(PROMPT, grammar=json_grammar(schema), max_new_tokens=20)
     assert list(json.loads(closed.text)) == ["a"]
@@ -62,12 +62,12 @@ def test_an_answer_that_was_closed_says_that_its_tokens_ran_out(llama):
     assert whole.stopped
 
 
-def test_too_few_tokens_are_named_before_any_is_spent(llama):
+def test_too_small_max_new_tokens_is_refused_before_decoding(llama):
     with pytest.raises(UsageError, match=r"takes \d+ tokens at least, and max_new_tokens is 5"):
         llama.engine.generate(PROMPT, grammar=json_grammar(PERSON), max_new_tokens=5)
 
 
-def test_a_grammar_that_allows_what_the_model_says_changes_nothing(llama):
+def test_a_permissive_grammar_does_not_change_the_answer(llama):
     grammar = Grammar("start: /(.|\\n)*/", is_closed=False)
     prompts = [Prompt([Literal(make_text(seed))]) for seed in range(40)]
     assert_grammar_changes_nothing(llama.engine, prompts, grammar)
@@ -103,47 +103,48 @@ def in_itself():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_what_is_no_schema_is_refused_where_it_is_said(schema, said):
+def test_invalid_schemas_are_refused_when_passed(schema, said):
     with pytest.raises(UsageError, match=said):
         json_grammar(schema)
 
 
-def test_a_schema_that_no_answer_ever_ends_or_that_is_too_wide_is_refused(llama):
-    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
-    wide = {"type": "object", "properties": {f"key_{number}": {"type": "null"} for number in range(600)}}
-    open_end = Grammar(json_grammar(wide).text, is_closed=False)  # as those of tools
-    asked = ((json_grammar(endless), "ends within 512 tokens"), (open_end, "too much for its compiler"))
-    for grammar, said in asked:
-        with pytest.raises(UsageError, match=said):
-            llama.engine.generate(PROMPT, grammar=grammar, max_new_tokens=30)
+def with_keys(count, kind, required=()):
+    return {
+        "type": "object",
+        "properties": {f"key_{n}": {"type": kind} for n in range(count)},
+        "required": required,
+    }
 
 
 @pytest.mark.parametrize(
-    "schema",
+    ("schema", "is_closed", "message"),
     [
-        {"type": "string", "minLength": 10**9},
-        {"type": "array", "items": {"type": "string"}, "minItems": 10**6},
-        {
-            "type": "object",
-            "properties": (keys := {f"key_{n}": {"type": "string"} for n in range(2000)}),
-            "required": [*keys],
-        },
+        (
+            {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+            True,
+            "ends within 512 tokens",
+        ),
+        ({"type": "string", "minLength": 10**9}, True, "ends within 512 tokens"),
+        ({"type": "array", "items": {"type": "string"}, "minItems": 10**6}, True, "ends within 512 tokens"),
+        (with_keys(2000, "string", [f"key_{n}" for n in range(2000)]), True, "ends within 512 tokens"),
+        (with_keys(600, "null"), False, "too much for its compiler"),  # not closed, as those of tools
     ],
-    ids=["text", "list", "keys"],
+    ids=["endless", "text", "list", "keys", "too wide"],
 )
-def test_a_schema_whose_shortest_answer_is_too_long_to_be_closed_is_refused(llama, schema):
-    """Cut off at the most tokens it would be no JSON."""
-    with pytest.raises(UsageError, match="ends within 512 tokens"):
-        llama.engine.generate(PROMPT, grammar=json_grammar(schema), max_new_tokens=30)
+def test_schemas_without_a_short_answer_are_refused(llama, schema, is_closed, message):
+    """Cut off at max_new_tokens the answer would be no JSON."""
+    grammar = Grammar(json_grammar(schema).text, is_closed)
+    with pytest.raises(UsageError, match=message):
+        llama.engine.generate(PROMPT, grammar=grammar, max_new_tokens=30)
 
 
-def test_without_its_library_a_schema_is_refused_with_what_to_install(monkeypatch):
+def test_without_llguidance_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UsageError, match=r"pip install 'ragblend\[structured\]'"):
         json_grammar(PERSON)
 
 
-def test_keys_that_the_schema_does_not_name_are_not_made_up(llama):
+def test_answers_have_only_keys_that_the_schema_names(llama):
     inner = {"type": "object", "properties": {"a": {"type": "null"}}}
     grammar = json_grammar({"properties": {"b": inner}, "required": ["b"]})
     for seed in range(8):
@@ -151,7 +152,7 @@ def test_keys_that_the_schema_does_not_name_are_not_made_up(llama):
         assert said in ({"b": {}}, {"b": {"a": None}})
 
 
-def test_log_probabilities_are_the_models_own(llama: "Engine"):
+def test_logprobs_are_the_models_own(llama: "Engine"):
     result = llama.engine.generate(
         PROMPT, method="full", max_new_tokens=5, logprobs=2, temperature=1.5, seed=1, repetition_penalty=1.3
     )
@@ -165,7 +166,7 @@ def test_log_probabilities_are_the_models_own(llama: "Engine"):
         assert [p for _, p in said.most_likely] == pytest.approx(best.values.tolist(), abs=1e-3)
 
 
-def test_without_the_end_token_and_only_where_asked(llama):
+def test_logprobs_only_on_request_and_without_the_end_token(llama):
     assert llama.engine.generate(PROMPT, max_new_tokens=2).logprobs is None
     yes = llama.engine.generate(PROMPT, grammar=Grammar('start: "yes"'), logprobs=0)
     assert [each.most_likely for each in yes.logprobs] == [()] * (len(yes.token_ids) - 1)

@@ -1,4 +1,4 @@
-"""On a CUDA device, where there is one: it says what the CPU says, with KV in every tier, and answers by graphs."""
+"""On a CUDA device, if there is one: the CPU's logits, KV in every tier, and CUDA graphs."""
 
 import threading
 
@@ -7,11 +7,16 @@ import tiny_models
 import torch
 from benches import largest_error, make_prompt, make_text
 
+from ragblend.engine.decoding.cuda_graph import CudaGraphDecode
+from ragblend.engine.decoding.direct import DirectDecode
 from ragblend.engine.decoding.eviction import evict
-from ragblend.engine.decoding.few_rows import FewRows, RecordedRows
-from ragblend.engine.decoding.steps import Choice, ModelSteps, measure_steps
+from ragblend.engine.decoding.implementations import (
+    DecodeSelector,
+    TransformersDecode,
+    compare_implementations,
+)
 from ragblend.engine.engine import Engine
-from ragblend.engine.model.device import recorded
+from ragblend.engine.model.device import record_calls
 from ragblend.engine.prompts.session import Session
 from ragblend.engine.selection import by_attention, static
 from ragblend.engine.selection.static import nearness_to_beginning
@@ -50,7 +55,7 @@ def without_ties(plan):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_says_what_the_cpu_says(on_cuda, kind, monkeypatch):
+def test_cuda_gives_the_cpus_logits(on_cuda, kind, monkeypatch):
     """Of rows as near to the beginnings of their chunks each device takes others, where not all are paid for."""
     for module in (by_attention, static):
         monkeypatch.setattr(module, "nearness_to_beginning", without_ties)
@@ -62,7 +67,7 @@ def test_it_says_what_the_cpu_says(on_cuda, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
-def test_it_says_the_same_from_every_tier(on_cuda, codec):
+def test_kv_from_every_tier_gives_the_same_logits(on_cuda, codec):
     engine = on_cuda(kv_codec=codec, memory_budget_bytes=1 << 28, device_budget_bytes=1 << 28)
     told, tiers = [], []
     for _ in range(3):
@@ -76,12 +81,12 @@ def test_it_says_the_same_from_every_tier(on_cuda, codec):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith(("llama", "qwen"))])
-def test_recorded_rows_say_what_the_model_says(on_cuda, kind):
+def test_cuda_graphs_give_the_models_logits(on_cuda, kind):
     engine = on_cuda(kind)
     decoder = engine.runtime.decoder
-    if not FewRows.knows(decoder):
+    if not DirectDecode.supports(decoder):
         pytest.skip("no layers that the loop knows")
-    rows, model = RecordedRows(decoder, {}), ModelSteps(decoder.model)
+    rows, model = CudaGraphDecode(decoder, {}), TransformersDecode(decoder.model)
     prompts = [make_prompt(TEXTS), make_prompt(TEXTS[::-1])]
     caches = [[engine.prefill(prompt, "full").cache for prompt in prompts] for _ in range(2)]
     for number in range(
@@ -95,13 +100,13 @@ def test_recorded_rows_say_what_the_model_says(on_cuda, kind):
     together = rows.run_together([(mine, [3]) for mine in caches[0]])
     for one, own in zip(together, caches[1], strict=True):
         assert largest_error(one, model.run(own, [3])) < CLOSE
-    assert measure_steps(decoder, rows, engine.tokenize(prompts[0]).token_ids).divergence < 1e-4
+    assert compare_implementations(decoder, rows, engine.tokenize(prompts[0]).token_ids).divergence < 1e-4
 
 
-def test_recorded_rows_after_an_eviction(on_cuda):
+def test_cuda_graphs_work_after_eviction(on_cuda):
     engine = on_cuda()
     decoder, prompt = engine.runtime.decoder, make_prompt(TEXTS)
-    rows, model = RecordedRows(decoder, {}), ModelSteps(decoder.model)
+    rows, model = CudaGraphDecode(decoder, {}), TransformersDecode(decoder.model)
     told = []
     for steps in (rows, model):
         prefilled = engine.prefill(prompt, "full")
@@ -112,18 +117,20 @@ def test_recorded_rows_after_an_eviction(on_cuda):
     assert largest_error(*told) < CLOSE
 
 
-def test_answers_are_the_same_once_rows_are_recorded(on_cuda, tmp_path):
+def test_cuda_graphs_do_not_change_answers(on_cuda, tmp_path):
     engine = on_cuda()
     options = {"max_new_tokens": 60, "method": "full"}
     before = engine.generate(make_prompt(TEXTS), **options).token_ids
     assert engine.finish_background(60)
     choice = engine.runtime.choice
-    again = Choice(engine.runtime.decoder, engine.home / "models", engine.runtime.fingerprint.digest, True)
-    assert isinstance(choice.steps, RecordedRows) == isinstance(again.steps, RecordedRows)
+    again = DecodeSelector(
+        engine.runtime.decoder, engine.home / "models", engine.runtime.fingerprint.digest, True
+    )
+    assert isinstance(choice.current, CudaGraphDecode) == isinstance(again.current, CudaGraphDecode)
     assert len(choice._ratios) >= 5
-    choice.steps = RecordedRows(engine.runtime.decoder, {})
+    choice.current = CudaGraphDecode(engine.runtime.decoder, {})
     after = engine.generate(make_prompt(TEXTS), **options).token_ids
-    assert after == before and choice.steps._records
+    assert after == before and choice.current._records
     sampled = [
         engine.generate(make_prompt(TEXTS), max_new_tokens=9, temperature=1.0, seed=4).token_ids
         for _ in range(2)
@@ -136,22 +143,22 @@ def test_answers_are_the_same_once_rows_are_recorded(on_cuda, tmp_path):
     assert session.tokens >= len(first.prompt.token_ids)
 
 
-def test_what_cannot_be_recorded_is_told_and_spoils_nothing(on_cuda):
+def test_a_failed_recording_is_logged_and_harmless(on_cuda):
     device, made = on_cuda().runtime.device, torch.ones(4, device="cuda")
-    before = recorded(device, lambda: made.mul_(2))
+    before = record_calls(device, lambda: made.mul_(2))
     with pytest.raises(RuntimeError):
-        recorded(device, lambda: made.add_(1).sum().item())
-    play = recorded(device, lambda: made.add_(1))
+        record_calls(device, lambda: made.add_(1).sum().item())
+    play = record_calls(device, lambda: made.add_(1))
     play()
     play()
     before()
     assert made.tolist() == [6.0] * 4
 
 
-def test_several_at_once(on_cuda):
+def test_concurrent_requests_give_the_same_answers(on_cuda):
     engine = on_cuda()
-    engine.runtime.choice.is_open = False
-    engine.runtime.choice.steps = RecordedRows(engine.runtime.decoder, {})
+    engine.runtime.choice.needs_measurement = False
+    engine.runtime.choice.current = CudaGraphDecode(engine.runtime.decoder, {})
     prompts = [make_prompt(TEXTS[number:] + TEXTS[:number]) for number in range(4)]
     alone = [engine.generate(prompt, max_new_tokens=40).token_ids for prompt in prompts]
     found: dict[int, tuple[int, ...]] = {}
@@ -165,10 +172,10 @@ def test_several_at_once(on_cuda):
     for thread in threads:
         thread.join()
     assert [found[number] for number in range(4)] == alone
-    assert engine.runtime.choice.steps._records
+    assert engine.runtime.choice.current._records
 
 
-def test_too_little_memory_is_told_and_given_back(on_cuda):
+def test_out_of_device_memory_is_reported_and_freed(on_cuda):
     engine, long = on_cuda(), make_prompt([make_text(seed, words=150) for seed in range(4)])
     expected = logits(engine, "reuse")
     torch.cuda.empty_cache()
@@ -181,7 +188,7 @@ def test_too_little_memory_is_told_and_given_back(on_cuda):
     assert largest_error(logits(engine, "reuse"), expected) < CLOSE
 
 
-def test_what_is_left_between_layers_disturbs_nobody(on_cuda):
+def test_cancelling_between_layers_leaves_later_requests_intact(on_cuda):
     engine, leave = on_cuda(), threading.Event()
     expected = logits(engine, "probe-shift")
     leave.set()

@@ -1,4 +1,4 @@
-"""Tokens after the prompt: transformers' own greedy answer, pieces, stop strings, seeds."""
+"""Decoding: transformers' greedy answer, streams, stop strings, sampling, and wrong use."""
 
 import pytest
 import torch
@@ -6,13 +6,13 @@ from benches import largest_error, make_prompt, make_text
 from tiny_models import reference_logits
 
 from ragblend import Chunk, Literal, Prompt
-from ragblend.engine.decoding import loop as decode
+from ragblend.engine.decoding.sampling import GumbelNoise
 from ragblend.kvstore.errors import PromptTooLongError, UnknownChunkError, UsageError
 
 TEXTS = [make_text(seed) for seed in range(3)]
 
 
-def test_greedy_full_is_transformers_generate(bench):
+def test_greedy_full_equals_transformers_generate(bench):
     bench.engine.encode(TEXTS)
     prompt = make_prompt(TEXTS)
     result = bench.engine.generate(prompt, method="full", max_new_tokens=40)  # beyond a sliding window
@@ -20,7 +20,7 @@ def test_greedy_full_is_transformers_generate(bench):
     assert result.report.tokens.generated == len(result.token_ids)
 
 
-def test_decoding_goes_on_from_the_fused_cache(bench):
+def test_decoding_continues_from_the_fused_cache(bench):
     """With one chunk right behind its prefix nothing is approximate, so even `reuse` answers as the model does."""
     bench.engine.encode(TEXTS)
     prompt = bench.engine.chat_prompt(None, [Chunk(TEXTS[0])], "who?")
@@ -29,7 +29,7 @@ def test_decoding_goes_on_from_the_fused_cache(bench):
         assert list(bench.engine.generate(prompt, method=method, max_new_tokens=40).token_ids) == expected
 
 
-def test_more_tokens_than_the_buffers_have_room_for(stored):
+def test_answers_may_outgrow_the_buffers(stored):
     prompt = make_prompt(TEXTS)
     prefilled = stored.engine.prefill(prompt, "full")  # made with room for 64
     result = stored.engine.decode(prefilled, max_new_tokens=400)
@@ -38,7 +38,7 @@ def test_more_tokens_than_the_buffers_have_room_for(stored):
     assert len(expected) > 64, "the model ended its answer too early for this test"
 
 
-def test_decoding_twice_gives_the_same_twice(stored):
+def test_decoding_a_prefilled_prompt_is_repeatable(stored):
     prefilled = stored.engine.prefill(make_prompt(TEXTS), "cacheblend", 0.5)
     before = [tensor.clone() for tensor in prefilled.cache.span(3, 0, 50)]
     one = stored.engine.decode(prefilled, max_new_tokens=30)
@@ -47,7 +47,7 @@ def test_decoding_twice_gives_the_same_twice(stored):
     assert all(torch.equal(a, b) for a, b in zip(before, prefilled.cache.span(3, 0, 50), strict=True))
 
 
-def test_continue_logits_is_teacher_forcing(bench):
+def test_continue_logits_equals_teacher_forcing(bench):
     bench.engine.encode(TEXTS)
     prompt = make_prompt(TEXTS)
     prefilled = bench.engine.prefill(prompt, "full")
@@ -60,7 +60,7 @@ def test_continue_logits_is_teacher_forcing(bench):
         assert largest_error(found, expected[start : start + len(answer)]) < 1e-4
 
 
-def test_a_stream_is_the_answer_in_pieces(stored):
+def test_a_stream_yields_the_answer_in_pieces(stored):
     prompt = make_prompt(TEXTS)
     expected = stored.engine.generate(prompt, max_new_tokens=60)
     stream = stored.engine.stream(prompt, max_new_tokens=60)
@@ -75,7 +75,7 @@ def is_plain(text):
 
 
 @pytest.mark.parametrize("length", [1, 3])
-def test_stop_strings_are_cut_and_never_shown(stored, length):
+def test_stop_strings_are_cut_and_never_streamed(stored, length):
     prompt = make_prompt(TEXTS)
     whole = stored.engine.generate(prompt, max_new_tokens=60).text
     at = next(i for i in range(8, len(whole)) if is_plain(whole[i : i + length]))
@@ -87,7 +87,7 @@ def test_stop_strings_are_cut_and_never_shown(stored, length):
     assert "".join(stored.engine.stream(prompt, max_new_tokens=60, stop=stop)) == expected
 
 
-def test_an_empty_stop_string_stops_nothing(stored):
+def test_an_empty_stop_string_is_ignored(stored):
     prompt = make_prompt(TEXTS)
     expected = stored.engine.generate(prompt, max_new_tokens=10)
     assert stored.engine.generate(prompt, max_new_tokens=10, stop=[""]).text == expected.text
@@ -104,7 +104,7 @@ def test_sampling_follows_the_seed(stored):
     assert narrow.token_ids == greedy.token_ids
 
 
-def test_sampling_leaves_the_random_numbers_of_others_alone(stored):
+def test_sampling_does_not_touch_torchs_global_generator(stored):
     """A seed was given to all of torch: who drew numbers beside it got others, and it got others itself."""
     prompt, options = make_prompt(TEXTS), {"max_new_tokens": 20, "temperature": 1.5, "seed": 1}
     torch.manual_seed(77)
@@ -117,7 +117,7 @@ def test_sampling_leaves_the_random_numbers_of_others_alone(stored):
     assert stream.result.token_ids == alone
 
 
-def test_sampling_without_a_seed_follows_torch(stored):
+def test_sampling_without_a_seed_follows_torchs_seed(stored):
     prompt, options = make_prompt(TEXTS), {"max_new_tokens": 20, "temperature": 1.5}
     answers = []
     for seed in (5, 5, None):
@@ -127,14 +127,14 @@ def test_sampling_without_a_seed_follows_torch(stored):
     assert answers[0] == answers[1] != answers[2]
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely():
+def test_sampling_frequencies_match_probabilities():
     likely = torch.tensor([0.5, 0.3, 0.2, 0.0])
     scores = likely.log().expand(20_000, -1)
-    drawn = decode.Draw(torch.Generator().manual_seed(0))(torch.empty(0), scores).argmax(-1)
+    drawn = GumbelNoise(torch.Generator().manual_seed(0))(torch.empty(0), scores).argmax(-1)
     assert (drawn.bincount(minlength=4) / 20_000).tolist() == pytest.approx(likely.tolist(), abs=0.015)
 
 
-def test_sampling_from_all_tokens(stored):
+def test_top_k_zero_samples_from_all_tokens(stored):
     """top_k 0 means no limit, not transformers' own default of 50."""
     prompt = make_prompt(TEXTS)
     first = {
@@ -144,7 +144,7 @@ def test_sampling_from_all_tokens(stored):
     assert len(first) > 70
 
 
-def test_timings_are_of_this_request(stored):
+def test_timings_are_consistent(stored):
     report = stored.engine.generate(make_prompt(TEXTS), max_new_tokens=10).report
     timings = report.timings
     assert 0 < timings.prefill_ms <= timings.ttft_ms <= timings.total_ms
@@ -157,7 +157,7 @@ def test_timings_are_of_this_request(stored):
 
 
 @pytest.mark.parametrize("ratio", [2, -0.1, float("nan"), "most"])
-def test_an_impossible_ratio_is_refused(stored, ratio):
+def test_invalid_ratios_are_refused(stored, ratio):
     for call in (stored.engine.prefill, stored.engine.generate, stored.engine.stream):
         with pytest.raises(UsageError, match=r"between 0 and 1.*auto"):
             call(make_prompt(TEXTS), ratio=ratio)
@@ -182,7 +182,7 @@ def penalised(bench, prompt, tokens, penalty, prompt_too):
     return answer
 
 
-def test_the_penalty_for_repetition_leaves_the_prompt_out(stored):
+def test_the_repetition_penalty_ignores_the_prompt(stored):
     """An answer from passages is made of their words: transformers' own setting would penalise those too."""
     prompt = make_prompt(TEXTS)
     said = list(stored.engine.generate(prompt, "full", max_new_tokens=24, repetition_penalty=1.3).token_ids)
@@ -191,7 +191,7 @@ def test_the_penalty_for_repetition_leaves_the_prompt_out(stored):
     assert said != stored.answer(prompt, 24), "nothing was repeated, so nothing was tested"
 
 
-def test_a_prompt_longer_than_the_window_is_refused(stored):
+def test_prompts_longer_than_the_window_are_refused(stored):
     window = stored.engine.context_window
     ids = tuple(stored.engine.tokenizer.encode(TEXTS[0])) * (window // 10)
     for tokens in (window, window + 100):
@@ -203,6 +203,6 @@ def test_a_prompt_longer_than_the_window_is_refused(stored):
     assert len(last.token_ids) == 1  # the answer ends where the window does
 
 
-def test_an_unknown_node_is_refused_before_the_device_is_asked(stored):
+def test_unknown_nodes_are_refused_before_waiting_for_the_device(stored):
     with pytest.raises(UnknownChunkError, match="nobody"):
         stored.engine.stream(Prompt([Chunk(node_id="nobody")]))

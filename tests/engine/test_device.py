@@ -1,4 +1,4 @@
-"""The device seam: what an accelerator's transfers does differently, run on the CPU, gives the same."""
+"""Devices and transfers: an accelerator's staged transfers, simulated on the CPU, give the same bits."""
 
 import contextlib
 import threading
@@ -71,7 +71,7 @@ def test_staged_delivery_gives_the_same_bits(staged):
         assert torch.equal(engine.prefill(make_prompt(TEXTS), method=method).logits, expected[method]), method
 
 
-def test_every_delivery_is_awaited_and_ordered_before_what_follows(staged):
+def test_every_delivery_is_awaited_before_compute(staged):
     engine, transfers, _ = staged
     engine.prefill(make_prompt(TEXTS), method="reuse")
     layers = engine.runtime.decoder.geometry.layers
@@ -82,7 +82,7 @@ def test_every_delivery_is_awaited_and_ordered_before_what_follows(staged):
     assert transfers.calls.count("pace") == layers, "the host may not queue a whole prompt"
 
 
-def test_waiting_for_a_layer_is_told_by_the_devices_clock(staged):
+def test_stalls_are_measured_by_the_devices_clock(staged):
     """The host's says nothing: from pinned memory it never waits, and from a disk the device computes meanwhile."""
     engine, *_ = staged
     trace = engine.prefill(make_prompt(TEXTS), method="reuse").report.trace
@@ -91,7 +91,7 @@ def test_waiting_for_a_layer_is_told_by_the_devices_clock(staged):
     assert {event.track for event in stalls} == {"device"}
 
 
-def test_files_are_read_a_few_layers_ahead(staged, monkeypatch):
+def test_files_are_read_only_a_few_layers_ahead(staged, monkeypatch):
     """What they take until it is copied is pinned memory: a prompt's whole KV would be a gigabyte."""
     engine, transfers, _ = staged
     read, most = [], []
@@ -109,7 +109,7 @@ def test_files_are_read_a_few_layers_ahead(staged, monkeypatch):
     assert max(most) < 2
 
 
-def test_apples_copies_are_kept_until_they_are_done(staged, monkeypatch):
+def test_sources_of_apple_copies_live_until_the_copies_end(staged, monkeypatch):
     """They do not hold what they read themselves."""
     engine, _, expected = staged
     finished = []
@@ -131,14 +131,14 @@ def test_apples_copies_are_kept_until_they_are_done(staged, monkeypatch):
     assert finished[0] is True
 
 
-def test_buffers_can_be_written_by_threads_whatever_mode_the_caller_is_in(fresh):
+def test_buffers_made_in_inference_mode_are_writable_by_threads(fresh):
     geometry = fresh.engine.runtime.decoder.geometry
     with torch.inference_mode():
         layer = FusedLayer(geometry, 4, 0, torch.device("cpu"))
         assert not layer.key_buffer.is_inference() and not layer.value_buffer.is_inference()
 
 
-def test_a_missing_device_is_refused_by_name(monkeypatch):
+def test_missing_and_unknown_devices_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="cuda"):
         pick_device("cuda")
@@ -150,13 +150,13 @@ def test_a_missing_device_is_refused_by_name(monkeypatch):
 @pytest.mark.parametrize(
     ("features", "expected"), [({"avx512_bf16": True}, "bfloat16"), ({"avx2": True}, "float32")]
 )
-def test_the_dtype_is_what_the_processor_multiplies_fast(monkeypatch, features, expected):
+def test_the_default_dtype_is_the_processors_fast_one(monkeypatch, features, expected):
     monkeypatch.setattr(device.torch.cpu, "get_capabilities", lambda: features, raising=False)
     assert pick_dtype(torch.device("cpu"), None) == expected
     assert pick_dtype(torch.device("cpu"), "float16") == "float16"
 
 
-def test_bfloat16_that_a_card_emulates_is_not_chosen(monkeypatch):
+def test_emulated_bfloat16_is_not_chosen(monkeypatch):
     """Cards before Ampere: torch says that they support it, by emulation."""
     monkeypatch.setattr(torch.cuda, "device", lambda of: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
@@ -165,7 +165,7 @@ def test_bfloat16_that_a_card_emulates_is_not_chosen(monkeypatch):
     assert pick_dtype(torch.device("cuda"), None) == "bfloat16"
 
 
-def test_memory_is_what_a_container_was_given(tmp_path):
+def test_available_memory_respects_the_containers_limit(tmp_path):
     free = device.available_bytes(tmp_path)
     assert free > 1 << 20
     (tmp_path / "memory.current").write_text("900000\n")
@@ -176,7 +176,7 @@ def test_memory_is_what_a_container_was_given(tmp_path):
     assert device.available_bytes(tmp_path) > 1 << 20
 
 
-def test_too_little_memory_for_the_weights_is_no_damage(fresh, monkeypatch):
+def test_out_of_memory_while_loading_is_not_reported_as_damage(fresh, monkeypatch):
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -186,7 +186,7 @@ def test_too_little_memory_for_the_weights_is_no_damage(fresh, monkeypatch):
 
 
 @pytest.mark.parametrize("staging", [False, True])
-def test_kv_in_memory_gives_the_same_bits_and_is_not_staged(fresh_bench_for, monkeypatch, staging):
+def test_kv_from_the_memory_tier_gives_the_same_bits_unstaged(fresh_bench_for, monkeypatch, staging):
     """Used once it is read from the disk, then from memory; the deciding profile sees which."""
     engine = fresh_bench_for("llama", memory_budget_bytes=1 << 30).engine
     engine.encode(TEXTS)
@@ -206,14 +206,14 @@ def test_kv_in_memory_gives_the_same_bits_and_is_not_staged(fresh_bench_for, mon
     assert engine.store.stats_by_tier()["memory"].hits >= memory.hits + len(TEXTS) * len(METHODS)
 
 
-def test_files_are_read_by_threads_that_the_compute_does_not_need(monkeypatch):
+def test_reader_threads_use_cores_that_compute_does_not_need(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     assert [device.reads_at_once(torch.device(kind)) for kind in ("cpu", "cuda", "mps")] == [2, 8, 8]
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert device.reads_at_once(torch.device("cuda")) == 2
 
 
-def test_budgets_of_memory_where_nobody_said():
+def test_default_memory_budgets():
     cpu = torch.device("cpu")
     assert device.memory_tiers(cpu, None, None) == []
     (tier,) = device.memory_tiers(cpu, 5, None)
@@ -221,9 +221,9 @@ def test_budgets_of_memory_where_nobody_said():
     assert device.default_budgets(torch.device("mps"))[0] > 0
 
 
-def test_a_full_device_is_freed_each_time(monkeypatch):
+def test_cached_device_memory_is_released_each_time(monkeypatch):
     freed = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(1))
     for _ in range(2):
-        device.free_cached(torch.device("cuda"))
+        device.release_cached_memory(torch.device("cuda"))
     assert len(freed) == 2

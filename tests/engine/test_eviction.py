@@ -1,4 +1,4 @@
-"""Eviction: what is kept is what a loop over the model's own attention keeps, and the rest counts as masked."""
+"""Eviction: keeps what a loop over the model's own attention keeps, and equals masking the rest."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def close(one, other):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gemma2"])
-def test_each_head_keeps_what_the_last_rows_look_at(bench_for, name):
+def test_each_head_keeps_the_tokens_that_the_last_rows_attend_to(bench_for, name):
     bench = bench_for(name)
     prompt = chat(bench, TEXTS)
     before = bench.engine.prefill(prompt, method="recompute").cache
@@ -85,7 +85,7 @@ def positions(kept, whole):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "gemma2"])
-def test_the_rest_counts_as_masked(bench_for, monkeypatch, name):
+def test_eviction_equals_masking_the_evicted_tokens(bench_for, monkeypatch, name):
     """Tokens go on at their own positions, and see what their head kept, as under a mask over the whole context."""
     bench = bench_for(name)
     prompt = chat(bench, TEXTS)
@@ -132,7 +132,7 @@ def masked_attention(hidden, tokens):
     return attend
 
 
-def test_an_answer_goes_on_with_less_and_says_so(fresh):
+def test_answers_continue_after_eviction_and_report_it(fresh):
     fresh.engine.encode(TEXTS)
     prompt = make_prompt(TEXTS)
     whole = fresh.engine.generate(prompt, max_new_tokens=8)
@@ -143,7 +143,7 @@ def test_an_answer_goes_on_with_less_and_says_so(fresh):
     assert less.report.tokens.prompt == whole.report.tokens.prompt
 
 
-def test_where_everything_can_be_kept_everything_is(fresh):
+def test_a_large_keep_tokens_evicts_nothing(fresh):
     prompt = make_prompt(TEXTS)
     whole = fresh.engine.generate(prompt, max_new_tokens=8, method="full")
     tokens = int(in_passages(whole.prompt).sum())
@@ -153,7 +153,7 @@ def test_where_everything_can_be_kept_everything_is(fresh):
     assert alone.report.evicted_tokens == 0
 
 
-def test_memory_is_given_back(fresh):
+def test_eviction_frees_memory(fresh):
     prefilled = fresh.engine.prefill(make_prompt(TEXTS), method="recompute")
     cache, before = prefilled.cache, prefilled.cache.nbytes
     lost = evict(fresh.engine.runtime.decoder, prefilled.prompt, cache, KEEP)
@@ -165,7 +165,7 @@ def test_memory_is_given_back(fresh):
     assert evict(fresh.engine.runtime.decoder, prefilled.prompt, cache, KEEP) == lost, "once is enough"
 
 
-def test_a_conversation_does_not_go_on_from_what_was_thinned_out(fresh):
+def test_sessions_do_not_reuse_evicted_caches(fresh):
     session = Session()
     with fresh.engine.stream(make_prompt(TEXTS), session=session, max_new_tokens=4) as stream:
         assert stream.result.report.evicted_tokens == 0
@@ -176,11 +176,11 @@ def test_a_conversation_does_not_go_on_from_what_was_thinned_out(fresh):
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "many"])
-def test_a_number_that_makes_no_sense_is_refused(fresh, wrong):
+def test_invalid_keep_tokens_is_refused(fresh, wrong):
     with pytest.raises(UsageError, match="keep_tokens"):
         fresh.engine.generate(make_prompt(TEXTS[:1]), keep_tokens=wrong)
 
 
-def test_models_that_cannot_be_fused_say_so(bench_for):
+def test_keep_tokens_is_refused_for_unfused_models(bench_for):
     with pytest.raises(UnsupportedModelError, match="keep_tokens"):
         bench_for("gpt2").engine.generate(make_prompt(TEXTS), max_new_tokens=4, keep_tokens=KEEP)

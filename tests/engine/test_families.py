@@ -51,7 +51,7 @@ def family(name, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", FUSED | REFUSED)
-def test_every_family_is_fused_right_or_refused(name, tmp_path_factory):
+def test_every_model_family_is_fused_correctly_or_refused(name, tmp_path_factory):
     """StableLM passed the gate, and then every question raised: its layers keep to themselves what they are given."""
     bench = family(name, tmp_path_factory)
     engine = bench.engine

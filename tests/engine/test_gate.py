@@ -1,4 +1,6 @@
-"""The gate, on models that have been made wrong: each of its questions must be able to refuse."""
+"""The gate refuses models that have been made wrong, by each of its checks."""
+
+import sys
 
 import pytest
 import tiny_models
@@ -30,20 +32,18 @@ def refused(decoder):
     return failed
 
 
-def test_a_sound_model_passes(decoder):
+def test_a_correct_model_passes_the_gate(decoder):
     assert refused(decoder) == []
 
 
-def test_wrong_frequencies_are_refused(decoder):
+def with_wrong_frequencies(decoder, monkeypatch):
     for kind, inv_freq in decoder.ropes.items():
         decoder.ropes[kind] = inv_freq * 1.1
-    assert any("moved" in name for name in refused(decoder))
 
 
-def test_keys_normed_after_their_rotation_are_refused(decoder, monkeypatch):
-    """As HunYuan does: a weight per size does not commute with the rotation, so such keys cannot be moved."""
-    weight = torch.linspace(0.5, 2.0, 16)
-    module = __import__("sys").modules[type(decoder.model).__module__]
+def with_keys_normed_after_rotation(decoder, monkeypatch):
+    """As HunYuan does: a weight per dimension does not commute with the rotation."""
+    weight, module = torch.linspace(0.5, 2.0, 16), sys.modules[type(decoder.model).__module__]
     rotate = module.apply_rotary_pos_emb
 
     def normed(*args, **kwargs):
@@ -51,10 +51,27 @@ def test_keys_normed_after_their_rotation_are_refused(decoder, monkeypatch):
         return query, key * weight
 
     monkeypatch.setattr(module, "apply_rotary_pos_emb", normed)
-    assert any("moved" in name for name in refused(decoder))
 
 
-def test_rows_that_see_the_future_are_refused(decoder, monkeypatch):
+def with_a_wrong_output_layer(decoder, monkeypatch):
+    head = decoder.head
+    monkeypatch.setattr(decoder, "head", lambda hidden: head(hidden).roll(1))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "check"),
+    [
+        (with_wrong_frequencies, "moved"),
+        (with_keys_normed_after_rotation, "moved"),
+        (with_a_wrong_output_layer, "all rows"),
+    ],
+)
+def test_wrong_models_are_refused(decoder, monkeypatch, wrong, check):
+    wrong(decoder, monkeypatch)
+    assert any(check in name for name in refused(decoder))
+
+
+def test_non_causal_masks_are_refused(decoder, monkeypatch):
     blocks = decoder_module.tiles
 
     def future(*arguments):
@@ -73,15 +90,9 @@ def test_rows_that_see_the_future_are_refused(decoder, monkeypatch):
     assert any("later chunk" in name or "exact" in name for name in names)
 
 
-def test_a_head_that_is_not_the_models_is_refused(decoder, monkeypatch):
-    head = decoder.head
-    monkeypatch.setattr(decoder, "head", lambda hidden: head(hidden).roll(1))
-    assert any("all rows" in name for name in refused(decoder))
-
-
 @pytest.mark.parametrize("ratio", [0.5, 0.7, 0.85])
 @pytest.mark.parametrize("method", ["cacheblend", "cacheblend-gradual"])
-def test_evidence_is_what_was_stored_beside_what_was_computed(llama, monkeypatch, method, ratio):
+def test_evidence_has_stored_and_new_kv(llama, monkeypatch, method, ratio):
     """Also where every row is computed, and the buffers are about to be written over."""
     texts = [make_text(seed) for seed in range(4)]
     keys = llama.engine.encode(texts).keys
@@ -104,7 +115,7 @@ def test_evidence_is_what_was_stored_beside_what_was_computed(llama, monkeypatch
 
 
 @pytest.mark.parametrize("rounding", [1.0, 2.0])
-def test_kernels_of_other_makers_may_round_otherwise(decoder, rounding, monkeypatch):
+def test_other_kernels_may_round_more(decoder, rounding, monkeypatch):
     """Where the model's own forward is by other kernels than its parts, more lies between the two."""
     own, off = decoder.own_logits, 1.5 * TOLERANCE["float32"]
     monkeypatch.setattr(decoder, "own_logits", lambda ids: (logits := own(ids)) + off * logits.std())
@@ -113,7 +124,7 @@ def test_kernels_of_other_makers_may_round_otherwise(decoder, rounding, monkeypa
 
 
 @pytest.mark.parametrize("layers", [1, 4])
-def test_what_passed_more_layers_may_be_further_off(decoder, layers, monkeypatch):
+def test_tolerance_grows_with_the_number_of_layers(decoder, layers, monkeypatch):
     """By the root of their number: 1.5 times what is allowed is a fault there, and rounding in four times so many."""
     monkeypatch.setattr(gate, "SHALLOW", decoder.geometry.layers / layers)
     encode = gate.ChunkEncoder.encode

@@ -1,4 +1,4 @@
-"""Models of the hub, from a hub on this machine: brought here whole, shown, stopped, taken up, found again."""
+"""Models of the hub, from a server on this machine: downloaded, stopped, resumed, found again."""
 
 import json
 import threading
@@ -41,7 +41,7 @@ def use(monkeypatch, tmp_path):
     return use
 
 
-def test_it_comes_once_and_is_found_without_asking_again(model, use):
+def test_a_model_is_downloaded_once_then_found_offline(model, use):
     with serve_hub(NAME, model) as server:
         use(server)
         assert hub.is_hub_id(NAME) and hub.local_copy(NAME) is None
@@ -55,7 +55,7 @@ def test_it_comes_once_and_is_found_without_asking_again(model, use):
         assert len(server.asked) == asked
 
 
-def test_a_stopped_download_is_no_model_and_goes_on_where_it_was(model, use):
+def test_a_stopped_download_is_incomplete_and_resumes(model, use):
     with serve_hub(NAME, model, hold_after=HELD_AFTER) as server:
         use(server)
         arrived, stop, ended = threading.Event(), threading.Event(), []
@@ -82,7 +82,7 @@ def test_a_stopped_download_is_no_model_and_goes_on_where_it_was(model, use):
         assert hub.local_copy(NAME) is not None
 
 
-def test_parts_that_are_missing_are_fetched(model, use):
+def test_missing_weight_files_are_fetched(model, use):
     """As after a kill between two files: the folder is there, and a part that its index names is not."""
     (model / "model.safetensors").rename(model / "model-1-of-2.safetensors")
     (model / "model-2-of-2.safetensors").write_bytes(b"second")
@@ -98,7 +98,7 @@ def test_parts_that_are_missing_are_fetched(model, use):
 
 
 @pytest.mark.parametrize("name", ["anna/other", "anna/we ird"])
-def test_what_the_hub_does_not_have_has_a_name(model, use, name):
+def test_unknown_hub_models_are_reported_by_name(model, use, name):
     with serve_hub(NAME, model) as server:
         use(server)
         with pytest.raises(ModelNotFoundError, match=name):
@@ -108,5 +108,5 @@ def test_what_the_hub_does_not_have_has_a_name(model, use, name):
 @pytest.mark.parametrize(
     "name", ["default", "a/b/c", "/owner/name", "./owner", "owner/x.gguf", "owner/", "tiny"]
 )
-def test_what_is_no_hub_id(name):
+def test_other_names_are_not_hub_ids(name):
     assert not hub.is_hub_id(name)

@@ -1,4 +1,4 @@
-"""Models that cannot be loaded: a named error that says what was found and what to do."""
+"""Models that cannot be loaded raise a named error with what was found and what to do."""
 
 import errno
 import hashlib
@@ -8,15 +8,15 @@ import os
 import shutil
 import tempfile
 import time
-from pathlib import Path
 
 import pytest
 from benches import make_prompt
+from safetensors.torch import load_file, save_file
 
 from ragblend import Engine
 from ragblend.engine.model import checkpoints as files
 from ragblend.engine.model.checkpoints import file_digest
-from ragblend.engine.model.convert import _make
+from ragblend.engine.model.convert import _create
 from ragblend.kvstore.errors import (
     CorruptModelError,
     ModelNotFoundError,
@@ -48,7 +48,7 @@ def ask(tmp_path):
     return ask_
 
 
-def test_a_sound_copy_answers(broken, ask):
+def test_an_undamaged_copy_answers(broken, ask):
     """Or the tests below prove nothing."""
     assert ask(broken).token_ids
 
@@ -63,7 +63,7 @@ def bars():
     logging.disable_progress_bar()
 
 
-def test_loading_shows_no_bar_of_others(broken, ask, bars, capfd):
+def test_loading_hides_transformers_progress_bars(broken, ask, bars, capfd):
     """`ragblend ask` printed transformers' "Loading weights" among its own messages."""
     from transformers import AutoModelForCausalLM
 
@@ -71,13 +71,6 @@ def test_loading_shows_no_bar_of_others(broken, ask, bars, capfd):
     assert capfd.readouterr().err == ""
     AutoModelForCausalLM.from_pretrained(str(broken))
     assert "Loading weights" in capfd.readouterr().err, "others' bars were turned off for good"
-
-
-def test_a_folder_without_a_tokenizer(broken, ask):
-    for file in [*broken.glob("token*"), *broken.glob("special*"), *broken.glob("chat*")]:
-        file.unlink()
-    with pytest.raises(TokenizerMissingError, match=r"no tokenizer.*copy"):
-        ask(broken)
 
 
 CONFIGS = ["", "{", "[]", "{}", '{"model_type": "no such thing"}']
@@ -91,8 +84,8 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("name", "content", "error"), DAMAGES)
-def test_a_damaged_or_missing_file(broken, ask, name, content, error):
-    """content: what there is instead; a number: how much there is of it; None: nothing."""
+def test_damaged_and_missing_files_are_reported(broken, ask, name, content, error):
+    """content: the file's new content; a number: its new length; None: removed."""
     file = broken / name
     whole = file.read_bytes()
     file.unlink()
@@ -102,59 +95,54 @@ def test_a_damaged_or_missing_file(broken, ask, name, content, error):
         ask(broken)
 
 
-def test_weights_of_another_shape(broken, ask):
-    config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps(config | {"hidden_size": 128, "head_dim": 32}))
-    with pytest.raises(CorruptModelError, match="broken"):
-        ask(broken)
+def without_tokenizer(folder):
+    for file in [*folder.glob("token*"), *folder.glob("special*"), *folder.glob("chat*")]:
+        file.unlink()
 
 
-def test_weights_that_are_not_all_there(broken, ask):
-    """transformers fills what it misses with random numbers; an answer from those is worse than an error."""
-    from safetensors.torch import load_file, save_file
+def with_another_shape(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 128, "head_dim": 32}))
 
-    tensors = load_file(broken / "model.safetensors")
+
+def without_one_weight(folder):
+    """transformers would fill it with random numbers."""
+    tensors = load_file(folder / "model.safetensors")
     tensors.pop("model.layers.1.mlp.down_proj.weight")
-    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CorruptModelError, match="broken"):
-        ask(broken)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("damage", "error", "message"),
     [
-        "/no-such-folder",
-        "./no-such-folder",
-        "no-such-name",
-        "folder/missing.gguf",
-        "a/b/c",
-        "~nobody-of-that-name/a/model",
-        "/" + 300 * "long",
+        (without_tokenizer, TokenizerMissingError, "no tokenizer.*copy"),
+        (with_another_shape, CorruptModelError, "broken"),
+        (without_one_weight, CorruptModelError, "broken"),
     ],
 )
-def test_an_unknown_path(ask, name):
-    with pytest.raises(ModelNotFoundError, match="there is no model"):
-        ask(name)
+def test_incomplete_models_are_reported(broken, ask, damage, error, message):
+    damage(broken)
+    with pytest.raises(error, match=message):
+        ask(broken)
 
 
-def test_a_hub_id_that_cannot_be_had(ask, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelNotFoundError, match="hub"):
-        ask("nobody/no-such-model")
+PATHS = "/no-such-folder ./no-such-folder no-such-name folder/missing.gguf a/b/c ~nobody-of-that-name/a/model"
 
 
-def test_a_file_that_is_no_model(ask, tmp_path):
-    (tmp_path / "model.txt").write_text("hello")
-    with pytest.raises(ModelNotFoundError, match=r"not a \.gguf"):
-        ask(tmp_path / "model.txt")
-
-
-def test_the_default_model_is_not_installed(ask, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *[(path, "there is no model") for path in [*PATHS.split(), "/" + 300 * "long"]],
+        ("nobody/no-such-model", "hub"),
+        (__file__, r"not a \.gguf"),
+        ("default", "not installed; run"),
+    ],
+)
+def test_missing_models_are_reported(ask, monkeypatch, name, message):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModelNotFoundError, match="not installed; run"):
-        ask("default")
+    with pytest.raises(ModelNotFoundError, match=message):
+        ask(name)
 
 
 # --- GGUF
@@ -165,68 +153,58 @@ def bundled():
     return files.find_model("default")
 
 
-def write(tmp_path, content):
-    path = Path(tmp_path) / "model.gguf"
-    path.write_bytes(content)
-    return path
-
-
-@pytest.mark.parametrize("content", [b"", b"GG", b"PK\x03\x04" + bytes(100)], ids=["empty", "short", "zip"])
-def test_a_gguf_that_is_another_kind_of_file(ask, tmp_path, content):
-    with pytest.raises(CorruptModelError, match=r"model\.gguf does not begin with GGUF"):
-        ask(write(tmp_path, content))
-    assert left_over(tmp_path / "home") == []
+RUBBISH = [b"GGUF", b"GGUF" + bytes(100), b"GGUF\x03\x00\x00\x00" + b"\xff" * 64]
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"GGUF", b"GGUF" + bytes(100), b"GGUF\x03\x00\x00\x00" + b"\xff" * 64],
-    ids=["magic", "zeros", "ones"],
+    ("content", "message"),
+    [
+        *[(other, " does not begin with GGUF") for other in (b"", b"GG", b"PK\x03\x04" + bytes(100))],
+        *[(rubbish, " cannot be read") for rubbish in RUBBISH],
+        *[(keep, "") for keep in (24, 400_000)],
+    ],
+    ids=["empty", "short", "zip", "magic", "zeros", "ones", "cut at 24", "cut at 400000"],
 )
-def test_a_gguf_of_rubbish(ask, tmp_path, content):
-    with pytest.raises(CorruptModelError, match=r"model\.gguf cannot be read"):
-        ask(write(tmp_path, content))
-    assert left_over(tmp_path / "home") == []
+def test_damaged_gguf_files_are_reported_and_leave_nothing(ask, tmp_path, bundled, content, message):
+    """content: a number is the length to which the bundled model's file is cut."""
+    if isinstance(content, int):
+        with bundled.open("rb") as stream:
+            content = stream.read(content)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(content)
+    with pytest.raises(CorruptModelError, match=rf"model\.gguf{message}"):
+        ask(file)
+    assert [path for path in (tmp_path / "home" / "models").iterdir() if path.is_dir()] == []
 
 
-@pytest.mark.parametrize("keep", [24, 400_000])
-def test_a_real_gguf_cut_short(ask, tmp_path, bundled, keep):
-    with bundled.open("rb") as stream:
-        content = stream.read(keep)
-    with pytest.raises(CorruptModelError, match=r"model\.gguf"):
-        ask(write(tmp_path, content))
-    assert left_over(tmp_path / "home") == []
-
-
-def left_over(home):
-    """Folders under models: nothing half converted may stay."""
-    return [path.name for path in (home / "models").iterdir() if path.is_dir()]
-
-
-def test_what_a_killed_conversion_left_is_cleared_away_a_day_later(tmp_path):
+def test_drafts_of_killed_conversions_are_removed_after_a_day(tmp_path):
     models = tmp_path / "models"
     for name, hours in (("killed", 25), ("at work", 1)):
         (models / f".converting-{name}").mkdir(parents=True)
         (models / f".converting-{name}" / "model.safetensors").write_bytes(bytes(9))
         then = time.time() - 3600 * hours
         os.utime(models / f".converting-{name}", (then, then))
-    _make(models / "made", "config.json", lambda draft: (draft / "config.json").write_text("{}"))
+    _create(models / "made", "config.json", lambda draft: (draft / "config.json").write_text("{}"))
     assert {path.name for path in models.iterdir()} == {"made", ".converting-at work"}
 
 
-def test_a_conversion_on_a_full_disk_says_so(tmp_path, monkeypatch):
-    def full(*given, **named):
+@pytest.fixture
+def full():
+    """Raises as a full disk does."""
+
+    def raises(*given, **named):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    return raises
+
+
+def test_a_full_disk_during_conversion_is_reported(tmp_path, monkeypatch, full):
     monkeypatch.setattr(tempfile, "mkdtemp", full)
     with pytest.raises(StoreFullError, match="converted model"):
-        _make(tmp_path / "models" / "made", "config.json", lambda draft: None)
+        _create(tmp_path / "models" / "made", "config.json", lambda draft: None)
 
 
-def test_a_file_is_hashed_even_on_a_full_disk(tmp_path, monkeypatch):
-    def full(*given):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+def test_files_are_hashed_on_a_full_disk(tmp_path, monkeypatch, full):
     (tmp_path / "file").write_bytes(b"weights")
     monkeypatch.setattr("ragblend.engine.model.checkpoints.replace_durably", full)
     assert file_digest(tmp_path / "file", tmp_path / "ledger.json") == hashlib.sha256(b"weights").hexdigest()
@@ -235,7 +213,7 @@ def test_a_file_is_hashed_even_on_a_full_disk(tmp_path, monkeypatch):
 # --- where data lives
 
 
-def test_a_home_that_cannot_be_made(model_folder, tmp_path):
+def test_an_impossible_home_is_reported(model_folder, tmp_path):
     from ragblend.kvstore.errors import StoreError
 
     (tmp_path / "file").write_text("in the way")
@@ -243,7 +221,7 @@ def test_a_home_that_cannot_be_made(model_folder, tmp_path):
         Engine.open(str(model_folder("llama")), home=tmp_path / "file" / "home")
 
 
-def test_the_home_of_the_environment(model_folder, tmp_path, monkeypatch):
+def test_the_environment_variable_sets_the_home(model_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("RAGBLEND_HOME", str(tmp_path / "of the environment"))
     engine = Engine.open(str(model_folder("llama")), device="cpu", dtype="float32")
     assert engine.home == tmp_path / "of the environment"
@@ -260,13 +238,13 @@ def test_the_home_of_the_environment(model_folder, tmp_path, monkeypatch):
         ({"device": "cuda"}, "cuda"),
     ],
 )
-def test_impossible_settings(model_folder, tmp_path, monkeypatch, options, named):
+def test_invalid_settings_are_refused(model_folder, tmp_path, monkeypatch, options, named):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UsageError, match=named):
         _ = Engine.open(**{"model": str(model_folder("llama")), "home": tmp_path} | options).device
 
 
-def test_the_verdict_is_saved_and_a_damaged_one_is_replaced(fresh_bench_for, tmp_path, monkeypatch):
+def test_the_gates_verdict_is_saved_and_a_damaged_one_replaced(fresh_bench_for, tmp_path, monkeypatch):
     from ragblend.engine import runtime
 
     judged, judge = [], runtime.run_gate
@@ -285,7 +263,7 @@ def test_the_verdict_is_saved_and_a_damaged_one_is_replaced(fresh_bench_for, tmp
         one.engine.close()
 
 
-def test_a_gate_that_could_not_be_run_is_run_again(fresh_bench_for, tmp_path, monkeypatch):
+def test_a_gate_that_failed_to_run_is_run_again(fresh_bench_for, tmp_path, monkeypatch):
     """Out of memory today is no reason to refuse the model for ever."""
     from ragblend.engine.model import gate
 

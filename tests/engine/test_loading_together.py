@@ -31,7 +31,7 @@ def test_a_model_with_a_tied_head_is_whole_beside_others_that_load(tmp_path) -> 
 
 IMPORTS = """
 import sys, threading, time
-from ragblend.engine.model.device import loading_alone
+from ragblend.engine.model.device import exclusive_model_loading
 
 begun = threading.Event()
 
@@ -42,7 +42,7 @@ class Slow:
             time.sleep(1)
 
 def load():
-    with loading_alone():
+    with exclusive_model_loading():
         pass
 
 def engine():

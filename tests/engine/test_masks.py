@@ -1,4 +1,4 @@
-"""Masks and blocked attention against a loop over rows and keys."""
+"""Masks and tiled attention against a loop over rows and keys."""
 
 import threading
 import time
@@ -21,7 +21,7 @@ def scattered(count, seed=0):
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 399, 400, 1000])
-def test_a_row_sees_what_is_before_it_and_in_its_window(window):
+def test_masks_are_causal_and_respect_the_window(window):
     rows = scattered(30)
     mask = position_mask(rows, TOKENS, window)
     assert mask.shape == (1, 1, 30, TOKENS)
@@ -35,7 +35,7 @@ def test_a_row_sees_what_is_before_it_and_in_its_window(window):
 @pytest.mark.parametrize("window", [None, 1, 20, 150])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
 @pytest.mark.parametrize("products", [False, True])
-def test_blocks_of_rows_attend_as_one_dense_mask_does(rows, window, heads, kv_heads, products, monkeypatch):
+def test_tiles_attend_as_one_dense_mask(rows, window, heads, kv_heads, products, monkeypatch):
     monkeypatch.setattr(attention, "products_are_faster", lambda dtype: products)
     random = torch.Generator().manual_seed(1)
     query = torch.randn(1, rows.numel(), heads, 8, generator=random).transpose(
@@ -57,7 +57,7 @@ def test_blocks_of_rows_attend_as_one_dense_mask_does(rows, window, heads, kv_he
     assert torch.allclose(found, expected, atol=1e-5)
 
 
-def test_a_whole_sequence_and_a_single_row_need_no_mask(monkeypatch):
+def test_whole_sequences_and_single_rows_need_no_mask(monkeypatch):
     monkeypatch.setattr(attention, "products_are_faster", lambda dtype: True)
     query, key, value = torch.randn(3, 1, 2, 150, 8, generator=torch.Generator().manual_seed(1))
     expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
@@ -67,7 +67,7 @@ def test_a_whole_sequence_and_a_single_row_need_no_mask(monkeypatch):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_which_attention_is_faster_is_measured_by_one_thread(fails, monkeypatch):
+def test_attention_speed_is_measured_on_one_thread(fails, monkeypatch):
     """By two beside a busy program it was the wrong one, 27 of 40 times, and stayed it while the process lived."""
     before, seen = torch.get_num_threads(), set()
 
@@ -89,7 +89,7 @@ def test_which_attention_is_faster_is_measured_by_one_thread(fails, monkeypatch)
         attention._measured_faster.cache_clear()
 
 
-def test_two_that_ask_at_once_leave_the_process_its_threads(monkeypatch):
+def test_concurrent_measurements_restore_the_number_of_threads(monkeypatch):
     """One put back what the other had set, and all later threads computed on one core."""
     before, both = torch.get_num_threads(), threading.Barrier(2, timeout=60)
 
@@ -123,7 +123,7 @@ def test_two_that_ask_at_once_leave_the_process_its_threads(monkeypatch):
         attention._measured_faster.cache_clear()
 
 
-def test_products_come_in_few_shapes(monkeypatch):
+def test_products_have_few_shapes(monkeypatch):
     """For each of them oneDNN keeps a megabyte: the peak of an answer was 2.3 times its KV."""
     monkeypatch.setattr(attention, "products_are_faster", lambda dtype: True)
     shapes = {
@@ -132,16 +132,16 @@ def test_products_come_in_few_shapes(monkeypatch):
     assert len(shapes) <= 24
 
 
-def test_rows_on_both_sides_of_a_gap_are_in_tiles_of_their_own():
+def test_rows_around_a_gap_are_in_separate_tiles():
     """A prompt's beginning and its question: the one does not see the passages, and is not multiplied with them."""
     first, last = tiles(torch.cat([torch.arange(30), torch.arange(1380, 1400)]), None, torch.float32)
     assert (first.stop, first.stop_key) == (30, 30) and (last.start, last.stop) == (30, 50)
-    assert last.ragged_key == 1381
+    assert last.masked_from_key == 1381
     assert not tiles(torch.arange(0), None, torch.float32)
 
 
 @pytest.mark.parametrize("products", [False, True])
-def test_what_lies_behind_the_last_row_is_not_touched(products, monkeypatch):
+def test_keys_after_the_last_row_are_not_read(products, monkeypatch):
     """Later rows may not have been computed yet: NaN there must not leak through a mask."""
     monkeypatch.setattr(attention, "products_are_faster", lambda dtype: products)
     rows = torch.arange(0, 100, 3)

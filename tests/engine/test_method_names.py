@@ -1,11 +1,11 @@
-"""Methods by name: parameters, and what other packages add."""
+"""Methods by name, with parameters, and from other packages."""
 
 import importlib
 import sys
 
 import pytest
 
-from ragblend.engine.selection import BLIND, METHODS, method_names, policy_named
+from ragblend.engine.selection import ATTENTION_FREE, METHODS, method_names, policy_named
 from ragblend.kvstore.errors import UsageError
 
 
@@ -28,14 +28,14 @@ from ragblend.kvstore.errors import UsageError
         ("probe:name=x", "no parameter"),
     ],
 )
-def test_wrong_names_and_parameters_are_named(method, said):
+def test_unknown_methods_and_parameters_are_reported(method, said):
     with pytest.raises(UsageError, match=said):
         policy_named(method)
 
 
-def test_parameters_reach_the_policy_and_its_parts():
+def test_parameters_set_the_policy_and_its_parts():
     assert policy_named("cacheblend") is METHODS["cacheblend"]
-    assert policy_named(BLIND) is BLIND
+    assert policy_named(ATTENTION_FREE) is ATTENTION_FREE
     policy = policy_named("cacheblend:check_layer=2, shares=3/1")
     assert (policy.check_layer, policy.shares, policy.name) == (
         2,
@@ -74,7 +74,7 @@ def package(tmp_path, monkeypatch):
     return install
 
 
-def test_another_package_adds_policies(package):
+def test_other_packages_add_policies(package):
     package("their_policies", everything="EVERYTHING", first="FIRST")
     assert "their_policies" not in sys.modules  # listing imports nothing
     assert {"everything", "first"} <= set(method_names())
@@ -86,14 +86,14 @@ def test_another_package_adds_policies(package):
         policy_named("unheard of")
 
 
-def test_none_of_our_names_can_be_taken(package):
+def test_packages_cannot_replace_our_methods(package):
     package("their_policies", **{"probe-shift": "EVERYTHING"})
     assert policy_named("probe-shift") is METHODS["probe-shift"]
     assert method_names().count("probe-shift") == 1
 
 
 @pytest.mark.parametrize("value", ["ABSENT", "KIND", "__doc__"])
-def test_a_broken_policy_is_named_with_its_package(package, value):
+def test_broken_policies_are_reported_with_their_package(package, value):
     package("broken_policies", theirs=value)
     with pytest.raises(
         UsageError, match=r"method 'theirs' of the package broken_policies 1\.0 cannot be used"
@@ -102,7 +102,7 @@ def test_a_broken_policy_is_named_with_its_package(package, value):
     assert policy_named("epic") is METHODS["epic"]
 
 
-def test_a_name_that_two_packages_add_is_refused(package):
+def test_names_that_two_packages_add_are_refused(package):
     package("one_package", theirs="EVERYTHING")
     package("other_package", theirs="FIRST")
     with pytest.raises(UsageError, match=r"(one|other)_package 1\.0 and (one|other)_package 1\.0"):

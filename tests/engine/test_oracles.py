@@ -13,13 +13,6 @@ ALLOWED = 1e-4
 SELECTING = sorted(METHODS.keys() - {"full", "prefix", "exact", "recompute", "reuse", "naive"})
 
 
-@pytest.fixture
-def stored(bench):
-    """A bench whose store has the passages of TEXTS."""
-    bench.engine.encode(TEXTS)
-    return bench
-
-
 class EveryThird(Policy):
     """Scattered rows that depend on nothing but the plan."""
 
@@ -39,54 +32,52 @@ def test_attention_is_not_flat(bench):
         assert float(rows.amax(dim=-1).mean()) > 5 / min(rows.shape[-1], 64)
 
 
-def test_the_gate_passes(bench):
+def test_supported_models_pass_the_gate(bench):
     verdict = bench.engine.gate
     assert verdict.passed, verdict.reason
     assert len(verdict.checks) >= 4
 
 
 @pytest.mark.parametrize(("kind", "method"), pairs(("full", "recompute", "prefix"), always=("recompute",)))
-def test_every_row_computed_is_the_model(stored_for, kind, method):
+def test_computing_every_row_equals_the_model(stored_for, kind, method):
     stored = stored_for(kind)
     prompt = make_prompt(TEXTS)
     expected = stored.logits(prompt)[-1]
     prefilled = stored.engine.prefill(prompt, method=method)
     assert prefilled.report.warning is None and prefilled.report.hits == len(TEXTS)
     assert largest_error(prefilled.logits, expected) < ALLOWED
-    token_ids = stored.engine.tokenize(prompt).token_ids
-    for layer, (keys, values) in enumerate(stored.kv(token_ids)):
-        found_keys, found_values = prefilled.cache.span(layer, 0, len(token_ids))
-        assert largest_error(found_keys, keys) < ALLOWED, f"keys of layer {layer}"
-        assert largest_error(found_values, values) < ALLOWED, f"values of layer {layer}"
+    stored.assert_exact(prefilled.cache, prefilled.prompt, 0, len(prefilled.prompt.token_ids))
 
 
-def test_the_fused_path_of_scattered_rows_is_the_model_when_nothing_is_wrong_with_what_is_stored(stored):
+def test_scattered_rows_over_exact_kv_equal_the_model(each_stored):
     """Rows in many blocks against stored KV: with one chunk, right behind its prefix, nothing deviates."""
     long = make_text(7, words=90)
-    stored.engine.encode([long])
-    prompt = chat(stored, [long])
+    each_stored.engine.encode([long])
+    prompt = chat(each_stored, [long])
     for method in ("reuse", "cacheblend", EveryThird(name="third")):
         assert (
-            largest_error(stored.engine.prefill(prompt, method=method).logits, stored.logits(prompt)[-1])
+            largest_error(
+                each_stored.engine.prefill(prompt, method=method).logits, each_stored.logits(prompt)[-1]
+            )
             < ALLOWED
         )
 
 
-def test_moved_keys_of_layer_0_are_those_computed_there(stored):
-    prompt = stored.engine.tokenize(make_prompt(TEXTS))
-    cache = stored.engine.prefill(prompt, method="reuse").cache
-    keys, values = stored.kv(prompt.token_ids)[0]
+def test_moved_keys_of_layer_0_equal_keys_computed_there(each_stored):
+    prompt = each_stored.engine.tokenize(make_prompt(TEXTS))
+    cache = each_stored.engine.prefill(prompt, method="reuse").cache
+    keys, values = each_stored.kv(prompt.token_ids)[0]
     for start, stop in prompt.places:
         found_keys, found_values = cache.span(0, start, stop)
         assert largest_error(found_keys, keys[:, start:stop]) < ALLOWED
         assert largest_error(found_values, values[:, start:stop]) < ALLOWED
 
 
-def test_naive_leaves_keys_where_they_were(stored):
+def test_naive_does_not_move_keys(each_stored):
     """Or the comparison above proves nothing."""
-    prompt = stored.engine.tokenize(make_prompt(TEXTS))
-    cache = stored.engine.prefill(prompt, method="naive").cache
-    keys, _ = stored.kv(prompt.token_ids)[0]
+    prompt = each_stored.engine.tokenize(make_prompt(TEXTS))
+    cache = each_stored.engine.prefill(prompt, method="naive").cache
+    keys, _ = each_stored.kv(prompt.token_ids)[0]
     start, stop = prompt.places[-1]
     assert largest_error(cache.span(0, start, stop)[0], keys[:, start:stop]) > 0.5
 
@@ -94,19 +85,16 @@ def test_naive_leaves_keys_where_they_were(stored):
 @pytest.mark.parametrize(
     ("kind", "method"), pairs(METHODS.keys() - {"full", "prefix", "exact", "recompute", "naive"})
 )
-def test_the_first_chunk_behind_its_prefix_is_exact_in_all_layers(stored_for, kind, method):
+def test_the_first_chunk_after_its_prefix_is_exact_in_all_layers(stored_for, kind, method):
     stored = stored_for(kind)
     prompt = chat(stored, TEXTS)
     prefilled = stored.engine.prefill(prompt, method=method, ratio=0.5)
     start, stop = prompt.places[0]
-    for layer, (keys, values) in enumerate(stored.kv(prompt.token_ids)):
-        found_keys, found_values = prefilled.cache.span(layer, 0, stop)
-        assert largest_error(found_keys, keys[:, :stop]) < ALLOWED, f"keys of layer {layer}"
-        assert largest_error(found_values, values[:, :stop]) < ALLOWED, f"values of layer {layer}"
+    stored.assert_exact(prefilled.cache, prompt, 0, stop)
     assert prefilled.report.tokens.reused >= stop - start  # and nothing was spent on it
 
 
-def test_a_prefix_of_ones_own_makes_the_first_chunk_exact(bench):
+def test_a_custom_prefix_makes_the_first_chunk_exact(bench):
     """Also where the tokenizer puts a begin token before the prompt, which belongs to the encoding prefix."""
     text = make_text(11)
     bench.engine.encode([text], prefix=PREFIX)
@@ -119,16 +107,16 @@ def test_a_prefix_of_ones_own_makes_the_first_chunk_exact(bench):
 @pytest.mark.parametrize(
     ("method", "ratio"), [("full", 0.3), ("epic", 0.3), ("cacheblend", 1.0), (EveryThird(name="third"), 0.3)]
 )
-def test_editing_a_later_chunk_changes_no_earlier_row(stored, method, ratio):
+def test_editing_a_later_chunk_changes_no_earlier_row(each_stored, method, ratio):
     """With a mask aligned to the corner, scattered rows see the future. cacheblend at 1: its choice may change."""
-    prompt = stored.engine.tokenize(make_prompt(TEXTS))
+    prompt = each_stored.engine.tokenize(make_prompt(TEXTS))
     start, stop = prompt.places[-1]
     segments = list(prompt.segments)
     segments[-2] = type(segments[-2])(token_ids=tuple(reversed(segments[-2].token_ids)))
     edited = type(prompt)(segments)
-    stored.engine.prefill(edited, "reuse")
-    stored.engine.finish_background()  # what is stored decides what the ratio pays for
-    one, two = (stored.engine.prefill(p, method=method, ratio=ratio).cache for p in (prompt, edited))
+    each_stored.engine.prefill(edited, "reuse")
+    each_stored.engine.finish_background()  # what is stored decides what the ratio pays for
+    one, two = (each_stored.engine.prefill(p, method=method, ratio=ratio).cache for p in (prompt, edited))
     for layer in range(one.geometry.layers):
         for a, b in zip(one.span(layer, 0, start), two.span(layer, 0, start), strict=True):
             assert largest_error(a, b) < 1e-6, f"layer {layer}"
@@ -136,7 +124,7 @@ def test_editing_a_later_chunk_changes_no_earlier_row(stored, method, ratio):
 
 
 @pytest.mark.parametrize(("kind", "method"), pairs(METHODS))
-def test_the_same_prompt_twice_gives_the_same_bits(stored_for, kind, method):
+def test_prefill_is_deterministic(stored_for, kind, method):
     stored = stored_for(kind)
     prompt = make_prompt(TEXTS)
     one, two = (stored.engine.prefill(prompt, method=method, ratio=0.4, seed=3) for _ in range(2))
@@ -145,7 +133,7 @@ def test_the_same_prompt_twice_gives_the_same_bits(stored_for, kind, method):
 
 
 @pytest.mark.parametrize(("kind", "method"), pairs(SELECTING))
-def test_at_ratio_1_every_row_is_computed_and_at_0_it_is_reuse(stored_for, kind, method):
+def test_ratio_1_computes_every_row_and_ratio_0_is_reuse(stored_for, kind, method):
     stored, prompt = stored_for(kind), make_prompt(TEXTS)
     prefilled = stored.engine.prefill(prompt, method=method, ratio=1.0)
     assert prefilled.report.tokens.reused == 0
@@ -164,34 +152,34 @@ class Fixed(Policy):
 
 
 @pytest.mark.parametrize("name", ["cacheblend", "cacheblend-k"])
-def test_narrowed_rows_go_on_as_if_they_had_been_alone_from_the_start(stored, monkeypatch, name):
+def test_narrowed_rows_equal_the_same_rows_computed_from_layer_0(each_stored, monkeypatch, name):
     """Up to the check all KV is right, so which other rows went along so far cannot matter."""
     policy, chosen = METHODS[name], []
     narrow = type(policy).narrow
     monkeypatch.setattr(type(policy), "narrow", lambda *a: chosen.append(narrow(*a)) or chosen[-1])
     prompt = make_prompt(TEXTS)
-    narrowed = stored.engine.prefill(prompt, method=policy, ratio=0.6)
+    narrowed = each_stored.engine.prefill(prompt, method=policy, ratio=0.6)
     assert len(chosen) == 1
     assert 0 < narrowed.report.tokens.recomputed < narrowed.report.tokens.prompt
     fixed = Fixed(name="fixed")
     object.__setattr__(fixed, "chosen", chosen[0])
-    alone = stored.engine.prefill(prompt, method=fixed)
+    alone = each_stored.engine.prefill(prompt, method=fixed)
     assert largest_error(narrowed.logits, alone.logits) < ALLOWED
     for layer in range(narrowed.cache.geometry.layers):
         for a, b in zip(narrowed.cache.span(layer, 0, 99), alone.cache.span(layer, 0, 99), strict=True):
             assert largest_error(a, b) < ALLOWED
 
 
-def test_reuse_is_far_from_the_model(stored):
+def test_reuse_is_far_from_the_model(each_stored):
     """So that all of the above could fail."""
     prompt = make_prompt(TEXTS)
-    found = stored.engine.prefill(prompt, method="reuse").logits
-    assert largest_error(found, stored.logits(prompt)[-1]) > 0.1
+    found = each_stored.engine.prefill(prompt, method="reuse").logits
+    assert largest_error(found, each_stored.logits(prompt)[-1]) > 0.1
 
 
-def test_a_part_of_a_chunk_is_its_tokens_of_the_whole(stored):
+def test_part_of_a_chunk_reuses_its_tokens_of_the_whole(each_stored):
     """Right behind its prefix it is exact; elsewhere reuse of a part gives what stands there of reuse of the whole."""
-    engine = stored.engine
+    engine = each_stored.engine
     prompt = engine.tokenize(make_prompt(TEXTS[:2]))
     spans = [n for n, segment in enumerate(prompt.segments) if isinstance(segment, Chunk)]
     for number, (skipped, cut) in zip(spans, ((0, 3), (4, 2)), strict=True):

@@ -1,13 +1,15 @@
-"""Packed linear layers: the same numbers, for any number of rows, and only where the processor gains by them."""
+"""Packed linear layers give the same numbers for any number of rows, only where that is faster."""
 
 import pytest
 import torch
 from torch import nn
 
 from ragblend.engine.model import packing
-from ragblend.engine.model.packing import MOST_ROWS, PackedLinear, pack, packs
+from ragblend.engine.model.packing import MAX_PACKED_ROWS, PackedLinear, can_pack, pack
 
-needs_onednn = pytest.mark.skipif(not packs(), reason="this processor does not compute bfloat16 with oneDNN")
+needs_onednn = pytest.mark.skipif(
+    not can_pack(), reason="this processor does not compute bfloat16 with oneDNN"
+)
 
 
 class Block(nn.Module):
@@ -29,8 +31,8 @@ def block():
 
 
 @needs_onednn
-@pytest.mark.parametrize("rows", [1, 7, 64, MOST_ROWS, MOST_ROWS + 1, 700])
-def test_the_same_numbers_for_any_number_of_rows(block, rows):
+@pytest.mark.parametrize("rows", [1, 7, 64, MAX_PACKED_ROWS, MAX_PACKED_ROWS + 1, 700])
+def test_packed_layers_give_the_same_numbers_for_any_number_of_rows(block, rows):
     hidden = torch.randn(1, rows, 64, dtype=torch.bfloat16)
     up = block.inner["up"]
     expected = nn.functional.linear(hidden.double(), up.weight.double(), up.bias.double())
@@ -43,11 +45,11 @@ def test_the_same_numbers_for_any_number_of_rows(block, rows):
 
 
 @needs_onednn
-def test_only_few_rows_use_the_packed_copy(block):
+def test_only_passes_over_few_rows_use_the_packed_copy(block):
     pack(block)
     up = block.inner["up"]
     up.packed = torch.ops.mkldnn._reorder_linear_weight(torch.zeros_like(up.weight), 64)
-    rows = torch.ones(1, MOST_ROWS, 64, dtype=torch.bfloat16)
+    rows = torch.ones(1, MAX_PACKED_ROWS, 64, dtype=torch.bfloat16)
     assert torch.equal(up(rows)[0, 0], up.bias)
     assert not torch.equal(up(torch.cat([rows, rows], 1))[0, 0], up.bias)
     with pytest.raises(RuntimeError):
@@ -55,7 +57,7 @@ def test_only_few_rows_use_the_packed_copy(block):
 
 
 @needs_onednn
-def test_the_state_is_what_it_was(block):
+def test_packing_does_not_change_the_state_dict(block):
     before = {name: value.data_ptr() for name, value in block.state_dict().items()}
     assert pack(block) == 2
     assert {name: value.data_ptr() for name, value in block.state_dict().items()} == before
@@ -66,7 +68,7 @@ def test_the_state_is_what_it_was(block):
 
 
 @needs_onednn
-def test_no_copy_is_made_where_memory_is_short(block, monkeypatch):
+def test_nothing_is_packed_if_memory_is_short(block, monkeypatch):
     needed = block.inner["up"].weight.nbytes + block.head.weight.nbytes
     monkeypatch.setattr(packing, "available_bytes", lambda: 4 * needed - 1)
     assert pack(block) == 0 and type(block.head) is nn.Linear
@@ -76,4 +78,4 @@ def test_no_copy_is_made_where_memory_is_short(block, monkeypatch):
 
 def test_without_the_operators_nothing_is_packed(block, monkeypatch):
     monkeypatch.setattr(packing, "_operators", lambda: object())
-    assert not packs() and pack(block) == 0
+    assert not can_pack() and pack(block) == 0

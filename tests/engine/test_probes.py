@@ -1,4 +1,4 @@
-"""Attention-guided policies, against slow sums over the attention that transformers alone gives."""
+"""Policies by attention, against slow sums over the attention of transformers alone."""
 
 import math
 import threading
@@ -11,19 +11,13 @@ from transformers import DynamicCache
 from ragblend.engine import cache as cache_module
 from ragblend.engine.plan import Kind
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
-from ragblend.engine.selection import BLIND, ByAttention, by_attention
+from ragblend.engine.selection import ATTENTION_FREE, ByAttention, by_attention
 from ragblend.engine.selection.base import Attention, fresh_rows
 from ragblend.kvstore.errors import Cancelled
 
 TEXTS = [make_text(seed, words=20) for seed in range(4)]
 GUIDED = ("a3", "prophet", "qcfuse", "probe", "probe-shift")
 SEEING_ALL = "qcfuse:digest_ratio=1"
-
-
-@pytest.fixture
-def stored(bench):
-    bench.engine.encode(TEXTS)
-    return bench
 
 
 @pytest.fixture
@@ -87,7 +81,7 @@ def reference_scores(name, weights, layers):
         ("gpt-oss", SEEING_ALL),
     ],
 )
-def test_scores_are_those_of_the_equations(stored_for, seen, kind, name):
+def test_scores_follow_the_papers_equations(stored_for, seen, kind, name):
     """Also in sliding layers, with grouped heads, soft caps and sinks, and where rotations are scaled."""
     stored = stored_for(kind)
     prompt = stored.engine.tokenize(make_prompt(TEXTS))
@@ -101,7 +95,7 @@ def test_scores_are_those_of_the_equations(stored_for, seen, kind, name):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "granite", "phi3"])
-def test_before_it_scores_the_question_has_seen_the_anchors_alone(stored_for, seen, monkeypatch, kind):
+def test_qcfuses_question_sees_only_the_anchors(stored_for, seen, monkeypatch, kind):
     """In layers that are scored, too: as transformers sees it where nothing else is in its cache (whose windows go by
     place in it, not by position: of those the scores above tell).
     """
@@ -131,19 +125,18 @@ def test_before_it_scores_the_question_has_seen_the_anchors_alone(stored_for, se
         assert largest_error(before[layer][-len(expected) :], expected) < 1e-4, f"before layer {layer}"
 
 
-def test_a3_merges_its_heads_into_one_product(llama, seen):
+def test_a3_merges_all_heads_into_one_product(stored, seen):
     """Equations 3 to 5, with queries and keys of layer 1 from transformers' own layers."""
-    llama.engine.encode(TEXTS)
-    prompt = llama.engine.tokenize(make_prompt(TEXTS))
-    layer = llama.reference.model.layers[1].self_attn
+    prompt = stored.engine.tokenize(make_prompt(TEXTS))
+    layer = stored.reference.model.layers[1].self_attn
     grabbed = {}
     hook = layer.register_forward_pre_hook(lambda _, args, kwargs: grabbed.update(kwargs), with_kwargs=True)
-    _, reused = reference_attention(llama, prompt)
+    _, reused = reference_attention(stored, prompt)
     hook.remove()
     start, (cos, sin) = prompt.places[-1][1], grabbed["position_embeddings"]
     with torch.inference_mode():
         queries = layer.q_proj(grabbed["hidden_states"])[0].unflatten(-1, (4, 16))  # (W, N, D)
-    llama.engine.prefill(prompt, method="a3", ratio=0.6)
+    stored.engine.prefill(prompt, method="a3", ratio=0.6)
     policy, plan, probed = seen[-1]
     keys = reused.span(1, 0, start)[0]  # (H, T, D)
     documents = [row for row in range(start) if plan.kinds[row] in (Kind.EXACT, Kind.REUSABLE)]
@@ -170,7 +163,7 @@ def test_a3_merges_its_heads_into_one_product(llama, seen):
 
 
 @pytest.mark.parametrize(("kind", "name"), pairs(("a3", "prophet", "qcfuse", "probe"), always=("a3",)))
-def test_the_best_rows_are_taken_and_no_others(stored_for, seen, kind, name):
+def test_the_best_scored_rows_are_selected(stored_for, seen, kind, name):
     stored = stored_for(kind)
     prompt = stored.engine.tokenize(make_prompt(TEXTS))
     report = stored.engine.prefill(prompt, method=name, ratio=0.7).report
@@ -187,15 +180,14 @@ def test_the_best_rows_are_taken_and_no_others(stored_for, seen, kind, name):
     assert report.probe_rows == fresh_rows(plan).numel()
 
 
-def test_a_probe_stops_where_it_has_seen_enough(llama, monkeypatch):
+def test_a_probe_stops_after_its_last_scored_layer(stored, monkeypatch):
     """A3 looks at layer 1 only; what comes after is not computed for it."""
-    llama.engine.encode(TEXTS)
-    decoder, layers = llama.engine.runtime.decoder, []
+    decoder, layers = stored.engine.runtime.decoder, []
     run_layer = decoder.run_layer
     monkeypatch.setattr(
         decoder, "run_layer", lambda layer, *args: layers.append(layer) or run_layer(layer, *args)
     )
-    llama.engine.prefill(make_prompt(TEXTS), method="a3", ratio=0.6)
+    stored.engine.prefill(make_prompt(TEXTS), method="a3", ratio=0.6)
     assert layers == [0, 1, 0, 1, 2, 3]
 
 
@@ -206,7 +198,7 @@ def test_a_probe_stops_where_it_has_seen_enough(llama, monkeypatch):
         ("a3", [True] * 2, [False, True, True, True]),  # the last layer was left half way
     ],
 )
-def test_what_nothing_can_change_is_computed_once(bench, monkeypatch, name, first, later):
+def test_rows_before_the_first_reused_chunk_are_computed_once(bench, monkeypatch, name, first, later):
     """The words before the first chunk that is not exact go on after the probe where it left them."""
     bench.engine.encode(TEXTS)
     decoder, begins = bench.engine.runtime.decoder, []
@@ -223,10 +215,7 @@ def test_what_nothing_can_change_is_computed_once(bench, monkeypatch, name, firs
     monkeypatch.setattr(decoder, "run_layer", recorded)
     probed = bench.engine.prefill(prompt, method=name, ratio=0.6)
     assert begins == first + later
-    for layer, (keys, values) in enumerate(bench.kv(prompt.token_ids)):
-        found_keys, found_values = probed.cache.span(layer, 0, start)
-        assert largest_error(found_keys, keys[:, :start]) < 1e-4, f"keys of layer {layer}"
-        assert largest_error(found_values, values[:, :start]) < 1e-4, f"values of layer {layer}"
+    bench.assert_exact(probed.cache, prompt, 0, start)
 
 
 @pytest.mark.parametrize("name", GUIDED)
@@ -249,9 +238,8 @@ def test_missing_chunks_are_left_out_of_the_probe(fresh, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", ["probe", "a3"])
-def test_a_probe_can_be_cancelled_between_layers(llama, monkeypatch, name):
-    llama.engine.encode(TEXTS)
-    decoder, cancel, layers = llama.engine.runtime.decoder, threading.Event(), []
+def test_a_probe_can_be_cancelled_between_layers(stored, monkeypatch, name):
+    decoder, cancel, layers = stored.engine.runtime.decoder, threading.Event(), []
     run_layer = decoder.run_layer
 
     def cancelling(layer, *args):
@@ -261,27 +249,25 @@ def test_a_probe_can_be_cancelled_between_layers(llama, monkeypatch, name):
 
     monkeypatch.setattr(decoder, "run_layer", cancelling)
     with pytest.raises(Cancelled):
-        llama.engine.prefill(make_prompt(TEXTS), method=name, ratio=0.5, cancel=cancel)
+        stored.engine.prefill(make_prompt(TEXTS), method=name, ratio=0.5, cancel=cancel)
     assert layers == [0]
 
 
 @pytest.mark.parametrize("method", ["probe-shift", "probe", "prophet", "qcfuse", "a3"])
-def test_a_model_that_shows_no_attention_is_served_without_looking_and_says_so(method, llama, monkeypatch):
-    llama.engine.encode(TEXTS)
-    asked = llama.engine.prefill(make_prompt(TEXTS), method=BLIND, ratio=0.5)
-    monkeypatch.setattr(llama.engine.runtime.decoder, "shows_attention", False)
-    prefilled = llama.engine.prefill(make_prompt(TEXTS), method=method, ratio=0.5)
+def test_models_without_collectable_attention_use_spread_shift_with_a_warning(method, stored, monkeypatch):
+    asked = stored.engine.prefill(make_prompt(TEXTS), method=ATTENTION_FREE, ratio=0.5)
+    monkeypatch.setattr(stored.engine.runtime.decoder, "shows_attention", False)
+    prefilled = stored.engine.prefill(make_prompt(TEXTS), method=method, ratio=0.5)
     assert (prefilled.report.method, prefilled.report.hits) == ("spread-shift", 4)
     assert prefilled.report.ratio == asked.report.ratio == pytest.approx(0.5, abs=0.02)
     assert method in prefilled.report.warning and "spread-shift" in prefilled.report.warning
     assert torch.equal(prefilled.logits, asked.logits) and asked.report.warning is None
 
 
-def test_of_long_questions_the_end_is_collected(llama, monkeypatch):
+def test_only_the_end_of_a_long_question_is_collected(stored, monkeypatch):
     """The weights of a long question would outgrow a layer's KV; blocks are cut so that one has all of them."""
     import ragblend.engine.fusion as fusion
 
-    llama.engine.encode(TEXTS)
     monkeypatch.setattr(fusion, "BLOCK_ROWS", 16)
     monkeypatch.setattr(fusion, "COLLECTED_ROWS", 8)
     shown, scores = [], ByAttention.layer_scores
@@ -291,7 +277,7 @@ def test_of_long_questions_the_end_is_collected(llama, monkeypatch):
         lambda self, plan, seen: shown.append(seen.weights.shape[1]) or scores(self, plan, seen),
     )
     prompt = make_prompt(TEXTS, suffix="\n\nQuestion: " + make_text(50, words=12))
-    llama.engine.prefill(prompt, method="probe", ratio=0.9)
+    stored.engine.prefill(prompt, method="probe", ratio=0.9)
     assert shown == [8, 8, 8]  # layers 1 to 3
     for rows in (5, 16, 17, 23, 24, 25, 40):
         sizes = fusion._block_sizes(rows, min(8, rows))
@@ -304,12 +290,12 @@ def evenly(rows, count):
 
 
 @pytest.mark.parametrize(("beginnings", "sample"), [(0.2, 48), (0.0, 4), (0.3, 0), (0.75, 48)])
-def test_calibration_rows_and_beginnings_are_among_the_chosen(stored, seen, monkeypatch, beginnings, sample):
+def test_calibration_rows_and_beginnings_are_selected(each_stored, seen, monkeypatch, beginnings, sample):
     """An even sample of all candidates first, then the best of the others, then of what is left the first of chunks."""
-    prompt = stored.engine.tokenize(make_prompt(TEXTS))
+    prompt = each_stored.engine.tokenize(make_prompt(TEXTS))
     monkeypatch.setattr(by_attention, "BEGINNINGS", beginnings)
     monkeypatch.setattr(by_attention, "CALIBRATION_ROWS", sample)
-    report = stored.engine.prefill(prompt, method="probe-shift", ratio=0.7).report
+    report = each_stored.engine.prefill(prompt, method="probe-shift", ratio=0.7).report
     policy, plan, probed = seen[-1]
     scores, candidates = policy.scores(probed), plan.candidates.nonzero().squeeze(1).tolist()
     place = {row: row - start for start, stop in prompt.places for row in range(start, stop)}
@@ -331,47 +317,47 @@ def test_calibration_rows_and_beginnings_are_among_the_chosen(stored, seen, monk
 
 
 @pytest.mark.parametrize("name", ["probe", "probe-shift"])
-def test_a_question_that_is_too_long_for_the_budget_is_not_asked(stored, name):
+def test_a_probe_beyond_the_budget_is_skipped(each_stored, name):
     """The first rows of the chunks are computed then, and what changed there still shifts the others."""
     prompt = make_prompt(TEXTS)
-    plain = stored.engine.prefill(prompt, method="epic", ratio=0.1)
-    prefilled = stored.engine.prefill(prompt, method=name, ratio=0.1)
+    plain = each_stored.engine.prefill(prompt, method="epic", ratio=0.1)
+    prefilled = each_stored.engine.prefill(prompt, method=name, ratio=0.1)
     report = prefilled.report
     assert (report.probe_rows, report.recomputed_fraction) == (0, plain.report.recomputed_fraction)
     assert (report.served == plain.report.served) == (name == "probe") and "c" in report.served
     assert torch.equal(prefilled.logits, plain.logits) == (name == "probe")
-    assert stored.engine.prefill(prompt, method=name, ratio=0.7).report.probe_rows > 0
+    assert each_stored.engine.prefill(prompt, method=name, ratio=0.7).report.probe_rows > 0
 
 
-def test_a_probe_that_would_cost_too_much_ends_at_half_the_depth(stored):
+def test_an_expensive_probe_ends_at_half_the_depth(each_stored):
     """A figure's line is found by the lower layers, too; without any probe figures of short prompts were lost."""
     prompt = make_prompt(TEXTS)
-    layers = stored.engine.runtime.decoder.geometry.layers
+    layers = each_stored.engine.runtime.decoder.geometry.layers
     probed = {}
     for ratio in (0.1, 0.25, 0.3, 0.35, 0.4, 0.5, 0.9):
-        trace = stored.engine.prefill(prompt, method="probe-shift", ratio=ratio).report.trace
+        trace = each_stored.engine.prefill(prompt, method="probe-shift", ratio=ratio).report.trace
         probed[ratio] = len({event.layer for event in trace.events if event.part == "probe"})
     assert probed[0.1] == 0 and probed[0.9] == layers
     assert set(probed.values()) == {0, layers // 2, layers}
 
 
-def test_of_long_literals_only_the_end_asks(stored, monkeypatch):
+def test_only_the_end_of_long_literals_is_probed(each_stored, monkeypatch):
     """A conversation without a session is mostly literals: to read them twice would cost more than full prefill."""
     monkeypatch.setattr(by_attention, "COLLECTED_ROWS", 12)
     prompt = make_prompt(TEXTS)
     long = Prompt(
         [*prompt.segments[:3], Literal("\n\nSo far: " + make_text(60, words=60)), *prompt.segments[3:]]
     )
-    tokenized = stored.engine.tokenize(long)
-    report = stored.engine.prefill(tokenized, method="probe", ratio=0.6).report
+    tokenized = each_stored.engine.tokenize(long)
+    report = each_stored.engine.prefill(tokenized, method="probe", ratio=0.6).report
     prefix = len(tokenized.prefix_ids)
     assert report.tokens.fresh > prefix + 60 and prefix < report.probe_rows <= prefix + 12
-    everything = stored.engine.prefill(tokenized, method="probe", ratio=1.0)
-    assert largest_error(everything.logits, stored.logits(tokenized)[-1]) < 1e-4
+    everything = each_stored.engine.prefill(tokenized, method="probe", ratio=1.0)
+    assert largest_error(everything.logits, each_stored.logits(tokenized)[-1]) < 1e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_attention_is_scored_in_its_order_however_little_it_is(dtype):
+def test_tiny_attention_weights_keep_their_order(dtype):
     """The square of a float16 below 0.0002 is nothing in float16."""
     weights = torch.tensor([[[1e-5, 4e-5, 2e-5, 8e-5]]], dtype=dtype).expand(2, 3, 4)
     scores = by_attention.rooted_squares(None, Attention(0, 0, None, None, 1.0, None, weights))

@@ -12,7 +12,7 @@ from ragblend.engine import cache
 from ragblend.engine.model import attention
 from ragblend.engine.selection import METHODS
 from ragblend.kvstore.blob import ChunkReader
-from ragblend.kvstore.errors import PromptTooLongError
+from ragblend.kvstore.errors import PromptError, PromptTooLongError, UsageError
 
 TEXTS = [make_text(seed) for seed in range(4)]
 ALLOWED = 1e-4
@@ -34,7 +34,7 @@ def check_methods(bench, prompt, methods=METHODS):
     bench.engine.finish_background()
 
 
-def test_no_chunk(stored):
+def test_a_prompt_without_chunks(stored):
     check_methods(stored, Prompt([Literal("who kept the two ledgers?")]))
     for method in METHODS:
         prefilled = stored.engine.prefill(Prompt([Literal("who kept the two ledgers?")]), method=method)
@@ -43,7 +43,7 @@ def test_no_chunk(stored):
 
 
 @pytest.mark.parametrize("segment", [Literal("a " * (1 << 18)), Chunk("a " * (1 << 18))])
-def test_text_that_cannot_fit_is_not_tokenized(stored, segment):
+def test_text_too_long_for_the_window_is_not_tokenized(stored, segment):
     """Sixteen requests of four megabytes took sixteen gigabytes before their length was looked at."""
     with pytest.raises(PromptTooLongError, match=r"524,28\d characters"):
         stored.engine.tokenize(Prompt([Literal("a"), segment]))
@@ -59,21 +59,27 @@ def test_text_that_cannot_fit_is_not_tokenized(stored, segment):
         make_prompt(TEXTS[:3], prefix=""),
         make_prompt(TEXTS[:1], prefix="", suffix=""),
         Prompt([Literal(PREFIX), *[Chunk(text) for text in TEXTS], Literal(SUFFIX)]),
+        make_prompt([TEXTS[0], "", TEXTS[1]]),
+        make_prompt(TEXTS[:2], suffix=""),
     ],
-    ids=["one chunk", "one token", "a chunk first", "nothing but one chunk", "chunks that touch"],
+    ids=[
+        "one chunk",
+        "one token",
+        "a chunk first",
+        "nothing but one chunk",
+        "chunks that touch",
+        "an empty chunk",
+        "a chunk last",
+    ],
 )
 def test_prompts_of_every_shape(stored, prompt):
+    """The last token gives the logits, so its row is computed even if it is stored."""
     check_methods(stored, prompt)
+    report = stored.engine.prefill(prompt, method="reuse").report
+    assert report.misses == 0 and report.tokens.fresh > 0
 
 
-def test_a_prompt_that_ends_in_a_chunk(stored):
-    """Its last token gives the logits, so that row is computed though it is stored."""
-    check_methods(stored, make_prompt(TEXTS[:2], suffix=""))
-    last = stored.engine.prefill(make_prompt(TEXTS[:2], suffix=""), method="reuse")
-    assert last.report.tokens.fresh > 0
-
-
-def test_the_same_chunk_twice(stored):
+def test_a_chunk_may_occur_twice(stored):
     prompt = make_prompt([TEXTS[0], TEXTS[1], TEXTS[0]])
     check_methods(stored, prompt)
     prefilled = stored.engine.prefill(prompt, method="reuse")
@@ -83,14 +89,11 @@ def test_the_same_chunk_twice(stored):
     assert torch.equal(values[0], values[1])  # both as stored
 
 
-def test_an_empty_chunk(stored):
-    prompt = make_prompt([TEXTS[0], "", TEXTS[1]])
-    check_methods(stored, prompt)
+def test_an_empty_passage_is_not_stored(stored):
     assert stored.engine.encode([""]).keys == (None,)
-    assert stored.engine.prefill(prompt, method="reuse").report.misses == 0
 
 
-def test_130_chunks(stored):
+def test_a_prompt_may_have_130_chunks(stored):
     texts = [f"{number}: {make_text(number, words=3)}" for number in range(130)]
     stored.engine.encode(texts)
     prompt = make_prompt(texts)
@@ -98,16 +101,13 @@ def test_130_chunks(stored):
     assert stored.engine.prefill(prompt).report.hits == 130
 
 
-def test_an_empty_prompt_is_refused(stored):
-    from ragblend.kvstore.errors import PromptError, UsageError
-
+@pytest.mark.parametrize("segments", [[], [Literal("")]])
+def test_an_empty_prompt_is_refused(stored, segments):
     with pytest.raises((PromptError, UsageError)):
-        stored.engine.prefill(Prompt([]))
-    with pytest.raises((PromptError, UsageError)):
-        stored.engine.prefill(Prompt([Literal("")]))
+        stored.engine.prefill(Prompt(segments))
 
 
-def test_token_ids_are_the_segments_ids(stored):
+def test_token_ids_are_the_segments_ids_concatenated(stored):
     """Never decoded and encoded again: tokens do not merge over a boundary."""
     prompt = Prompt([Literal("the har"), Chunk("bour mas"), Literal("ter")])
     tokenized = stored.engine.tokenize(prompt)
@@ -118,7 +118,7 @@ def test_token_ids_are_the_segments_ids(stored):
 
 
 @pytest.mark.parametrize("method", ["recompute", "reuse", "cacheblend-gradual", "a3", "probe-shift"])
-def test_a_missing_chunk_is_computed_in_place_and_encoded_alone_later(fresh, method):
+def test_missing_chunks_are_computed_in_place_and_encoded_alone_later(fresh, method):
     """What is stored in the end is the chunk read alone, never what came out of the fused context."""
     engine = fresh.engine
     engine.encode([TEXTS[0], TEXTS[2]])
@@ -151,23 +151,20 @@ def assert_stored_alone(bench, text):
         assert largest_error(chunk.values[layer], values[:, chunk.start :]) < ALLOWED
 
 
-def test_missing_rows_are_right_where_nothing_before_them_is_wrong(fresh):
+def test_missing_chunks_after_exact_rows_are_exact(fresh):
     """A missing chunk behind the prefix is computed in place, so it and its KV are exact in every layer."""
     fresh.engine.encode(TEXTS[1:])
     prompt = make_prompt(TEXTS)
     for method in ("reuse", "cacheblend", "cacheblend-gradual", "epic"):
         prefilled = fresh.engine.prefill(prompt, method=method, ratio=0.4)
         start, stop = prefilled.prompt.places[0]
-        for layer, (keys, values) in enumerate(fresh.kv(prefilled.prompt.token_ids)):
-            found = prefilled.cache.span(layer, start, stop)
-            assert largest_error(found[0], keys[:, start:stop]) < ALLOWED
-            assert largest_error(found[1], values[:, start:stop]) < ALLOWED
+        fresh.assert_exact(prefilled.cache, prefilled.prompt, start, stop)
         fresh.engine.finish_background()
         fresh.engine.store.delete([fresh.engine.encode(TEXTS[:1]).keys[0]])
 
 
 @pytest.mark.parametrize("method", ["reuse", "cacheblend-gradual", "probe-shift"])
-def test_a_slow_disk_changes_nothing_but_the_time(stored, monkeypatch, method):
+def test_a_slow_disk_changes_only_the_timings(stored, monkeypatch, method):
     """Layers that come late are waited for, each before its attention."""
     prompt = make_prompt(TEXTS)
     expected = stored.engine.prefill(prompt, method=method, ratio=0.5)
@@ -198,7 +195,7 @@ class _EmptyIsNaN:
 @pytest.mark.parametrize(
     ("name", "method"), [*pairs(METHODS, kinds=("gemma3",)), ("mistral", "reuse"), ("llama", "probe-shift")]
 )
-def test_no_method_reads_what_it_did_not_write(fresh_bench_for, monkeypatch, name, method):
+def test_no_method_reads_unwritten_memory(fresh_bench_for, monkeypatch, name, method):
     """Buffers are not cleared. An exact, a stored, a missing chunk and one at the end; prefill and decoding."""
     bench = fresh_bench_for(name)
     engine = bench.engine

@@ -1,4 +1,4 @@
-"""Moving keys, against rotation written out as complex numbers in float64."""
+"""Moving keys, against rotation as complex numbers in float64."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def rotated_by_hand(keys, positions, inv_freq, layout=HALF):
 
 @pytest.mark.parametrize("rotated", [SIZE, SIZE // 2])
 @pytest.mark.parametrize("layout", [HALF, INTERLEAVED])
-def test_keys_move_by_their_delta(layout, rotated):
+def test_keys_rotate_by_their_delta(layout, rotated):
     rope = Rope(frequencies(rotated), layout)
     keys, deltas = make_keys(), torch.tensor([0, 1, -3, 100, 2000, -1500, 31])
     expected = rotated_by_hand(keys, deltas.double(), rope.inv_freq, layout)
@@ -55,7 +55,7 @@ def test_a_delta_of_zero_is_the_identity_bit_for_bit(dtype):
     assert torch.equal(move_keys(plain, torch.zeros(TOKENS, dtype=torch.long), Rope(frequencies())), plain)
 
 
-def test_moving_in_place_in_a_view_touches_nothing_else():
+def test_moving_a_view_in_place_changes_nothing_else():
     """As the loader does it, in the middle of the fused buffers."""
     buffer = torch.randn(HEADS, 20, SIZE, generator=torch.Generator().manual_seed(1))
     before = buffer.clone()
@@ -73,6 +73,6 @@ def test_bfloat16_is_rounded_once():
     assert float(((moved - exact).abs() / exact.abs().clamp_min(0.05)).max()) < 2**-8 + 2e-2
 
 
-def test_a_layer_that_does_not_rotate_moves_nothing():
+def test_layers_without_rope_do_not_move_keys():
     keys = make_keys()
     assert torch.equal(move_keys(keys, 300, Rope(frequencies(), UNROTATED)), keys)

@@ -74,7 +74,7 @@ ASKED = [(name, question) for name in SCHEMAS for question in QUESTIONS]
 
 
 @pytest.mark.timeout(7200 if IS_FULL else 300)
-def test_every_answer_keeps_to_its_schema(smollm2_home):
+def test_every_answer_validates_against_its_schema(smollm2_home):
     engine, ends = Engine.open(home=smollm2_home, device="cpu", dtype="bfloat16"), Counter[str]()
     for number, (name, question) in enumerate(ASKED if IS_FULL else ASKED[::27]):
         prompt = engine.chat([Message("user", (Literal(question),))])

@@ -1,4 +1,4 @@
-"""Which rows the policies choose: on planted evidence, and by budget arithmetic."""
+"""Which rows policies select: on made-up evidence, and by budget arithmetic."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def evidence_of(plan, rows, deviating, layer=1):
 TEXTS = [make_text(seed, words=12) for seed in range(3)]
 
 
-def test_a_plan_sorts_every_token():
+def test_a_plan_classifies_every_token():
     plan = plan_of()
     counts = torch.bincount(plan.kinds.long(), minlength=4).tolist()
     assert counts == [20, 20, 20, 60]
@@ -68,7 +68,7 @@ def test_the_last_token_is_always_fresh():
     assert (plan.candidate_tokens, plan.always_tokens) == (14, 6)
 
 
-def test_pick_top_takes_the_best_candidates_and_all_that_must_be():
+def test_pick_top_selects_the_best_candidates_and_all_needed_rows():
     plan = plan_of()
     rows = torch.arange(TOKENS)
     scores = torch.zeros(TOKENS)
@@ -85,7 +85,7 @@ def test_pick_top_takes_the_best_candidates_and_all_that_must_be():
 
 @pytest.mark.parametrize("method", ["cacheblend", "cacheblend-gradual"])
 @pytest.mark.parametrize("ratio", [0.0, 0.12, 0.2, 0.5, 0.7, 0.74])
-def test_the_whole_cost_is_the_ratio(method, ratio):
+def test_the_total_cost_equals_the_ratio(method, ratio):
     """Layer 0 for all candidates, the attention's share of the check layer, and what is kept in each layer."""
     plan, policy = plan_of(ratio), METHODS[method]
     rows = policy.rows(plan)
@@ -104,21 +104,21 @@ def test_the_whole_cost_is_the_ratio(method, ratio):
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
-def test_every_policy_computes_what_must_be_computed(method, ratio):
+def test_every_policy_computes_the_needed_rows(method, ratio):
     plan = plan_of(ratio)
     rows = METHODS[method].rows(plan)
     assert torch.equal(rows, rows.unique())
     assert plan.always[rows].sum() == plan.always_tokens
 
 
-def test_epic_takes_evenly_from_each_chunk():
+def test_epic_selects_equally_many_rows_of_each_chunk():
     plan = plan_of(ratio=0.25)
     rows = METHODS["epic"].rows(plan)
     chosen = rows[plan.candidates[rows]].tolist()
     assert chosen == [*range(30, 40), *range(80, 90)]
 
 
-def test_a_plan_without_stored_tokens():
+def test_every_policy_computes_all_rows_of_a_plan_without_stored_kv():
     plan = make_plan(torch.arange(9), (Span(2, 3, None),), 4, 0.3, 0.2)
     for policy in METHODS.values():
         rows = policy.rows(plan)
@@ -149,8 +149,7 @@ class Forgetful(Policy):
     ],
     ids=lambda policy: policy.name,
 )
-def test_a_policy_that_leaves_out_what_has_no_kv_is_refused(llama, forgetful):
+def test_policies_that_omit_needed_rows_are_refused(stored, forgetful):
     """It would attend to whatever stood in the buffers, and answer nonsense without a word."""
-    llama.engine.encode(TEXTS)
     with pytest.raises(UsageError, match=f"'{forgetful.name}' left out [0-9]+ rows"):
-        llama.engine.prefill(make_prompt(TEXTS), method=forgetful, ratio=0.3)
+        stored.engine.prefill(make_prompt(TEXTS), method=forgetful, ratio=0.3)

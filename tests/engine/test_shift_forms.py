@@ -8,7 +8,7 @@ import torch
 from benches import largest_error, make_prompt, make_text
 
 from ragblend.engine.selection import METHODS, shift
-from ragblend.engine.selection.shift import Change, KernelShift, Run
+from ragblend.engine.selection.shift import KernelShift, LayerChange, ShiftContext
 
 TEXTS = [make_text(seed, words=20) for seed in range(4)]
 
@@ -101,10 +101,10 @@ def shifted(bench, monkeypatch):
 
 
 @pytest.mark.parametrize(("most", "few"), [(768, 256), (768, 0), (12, 0)])
-def test_it_is_kernel_ridge_regression_on_the_computed_rows(shifted, monkeypatch, most, few):
+def test_the_shift_is_kernel_ridge_regression_on_recomputed_rows(shifted, monkeypatch, most, few):
     """One pair of rows at a time; of too many computed rows some are learnt from, and of more than few similarity is
     the layer's before."""
-    monkeypatch.setattr(shift, "MOST_FITTED", most)
+    monkeypatch.setattr(shift, "MAX_FITTED_ROWS", most)
     monkeypatch.setattr(shift, "FEW_FITTED", few)
     layer = shifted(compared_by=1 if few else 0)
     picked, left = layer.picked, layer.left()[::7]
@@ -144,7 +144,7 @@ def test_it_is_kernel_ridge_regression_on_the_computed_rows(shifted, monkeypatch
 
 
 @pytest.mark.parametrize("few", [19, 20])
-def test_where_many_rows_are_computed_three_layers_compare_by_what_the_first_stored(monkeypatch, few):
+def test_with_many_recomputed_rows_three_layers_share_similarity(monkeypatch, few):
     """Twenty are computed."""
     monkeypatch.setattr(shift, "FEW_FITTED", few)
     torch.manual_seed(0)
@@ -154,12 +154,14 @@ def test_where_many_rows_are_computed_three_layers_compare_by_what_the_first_sto
         """compared: by that layer's stored rows, in a run of its own."""
         keys, values, _ = layers[layer if compared is None else compared]
         changes = layers[layer][2]
-        change = Change(layer, run, *changes, stored=lambda at: (keys[:, at], values[:, at]), unrotated=None)
+        change = LayerChange(
+            layer, run, *changes, stored=lambda at: (keys[:, at], values[:, at]), unrotated=None
+        )
         [delta] = KernelShift().deltas(change)
         return torch.cat([delta.keys, delta.values])
 
     def new_run():
-        return Run(torch.arange(0, 60, 3), [(0, 60)])
+        return ShiftContext(torch.arange(0, 60, 3), [(0, 60)])
 
     run = new_run()
     for layer, compared in enumerate([0, 0, 0, 3, 3, 3, 6] if few < 20 else range(7)):
@@ -170,7 +172,7 @@ def test_where_many_rows_are_computed_three_layers_compare_by_what_the_first_sto
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_in_bfloat16_a_row_far_from_all_others_is_still_like_its_twin(seed):
+def test_outliers_stay_similar_to_each_other_in_bfloat16(seed):
     """Its square needs more digits than bfloat16 has: rounded to one number, the twins would seem far apart."""
     torch.manual_seed(seed)
     stored = torch.randn(2, 2, 400, 16)
@@ -181,8 +183,8 @@ def test_in_bfloat16_a_row_far_from_all_others_is_still_like_its_twin(seed):
 
     def shifted(dtype):
         keys, values = stored.to(dtype)
-        run = Run(rows, [(0, 400)], dtype)
-        change = Change(0, run, *changes, stored=lambda at: (keys[:, at], values[:, at]), unrotated=None)
+        run = ShiftContext(rows, [(0, 400)], dtype)
+        change = LayerChange(0, run, *changes, stored=lambda at: (keys[:, at], values[:, at]), unrotated=None)
         [delta] = KernelShift().deltas(change)
         return delta.keys[:, 21].double()
 

@@ -1,4 +1,4 @@
-"""Which rows a shift is added to, and what becomes of odd ones; what is added: test_shift_forms.py."""
+"""Which rows are shifted, and odd rows; test_shift_forms.py has the formula."""
 
 from dataclasses import replace
 
@@ -8,21 +8,15 @@ from benches import chat, largest_error, make_prompt, make_text
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.selection import METHODS, Delta, KernelShift, Policy
-from ragblend.engine.selection.shift import Change, Run
+from ragblend.engine.selection.shift import LayerChange, ShiftContext
 
 TEXTS = [make_text(seed, words=20) for seed in range(4)]
 
 
-@pytest.fixture
-def stored(bench):
-    bench.engine.encode(TEXTS)
-    return bench
-
-
-def test_an_exact_chunk_is_never_shifted(stored):
-    prompt = chat(stored, TEXTS)
-    reused = stored.engine.prefill(prompt, method="reuse").cache
-    found = stored.engine.prefill(prompt, method="probe-shift", ratio=0.5)
+def test_exact_chunks_are_never_shifted(each_stored):
+    prompt = chat(each_stored, TEXTS)
+    reused = each_stored.engine.prefill(prompt, method="reuse").cache
+    found = each_stored.engine.prefill(prompt, method="probe-shift", ratio=0.5)
     start, stop = prompt.places[0]
     for layer in range(reused.geometry.layers):
         for a, b in zip(reused.span(layer, start, stop), found.cache.span(layer, start, stop), strict=True):
@@ -30,10 +24,10 @@ def test_an_exact_chunk_is_never_shifted(stored):
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_where_there_is_nothing_to_choose_nothing_is_shifted(stored, ratio):
+def test_nothing_is_shifted_at_ratio_0_and_1(each_stored, ratio):
     prompt = make_prompt(TEXTS)
-    plain = stored.engine.prefill(prompt, method="reuse" if ratio == 0 else "recompute").logits
-    found = stored.engine.prefill(prompt, method="probe-shift", ratio=ratio)
+    plain = each_stored.engine.prefill(prompt, method="reuse" if ratio == 0 else "recompute").logits
+    found = each_stored.engine.prefill(prompt, method="probe-shift", ratio=ratio)
     assert largest_error(found.logits, plain) < 1e-4
     assert found.report.probe_rows == 0
 
@@ -50,21 +44,20 @@ class Probing(Policy):
         return True
 
     def deltas(self, plan, change):
-        for start, stop in change.run.chunks:
+        for start, stop in change.context.chunks:
             keys, values = change.stored(slice(start, stop))
             yield Delta(start, torch.zeros_like(keys), torch.ones_like(values))
 
 
-def test_a_shift_is_there_before_the_first_row_looks(llama, monkeypatch):
+def test_kv_is_shifted_before_the_first_block_attends(stored, monkeypatch):
     """Rows in several blocks: the first must attend to what the change of the last one says."""
     import ragblend.engine.fusion as fusion
 
-    llama.engine.encode(TEXTS)
     prompt = make_prompt(TEXTS)
-    whole = llama.engine.prefill(prompt, method=Probing(name="shifts"), ratio=0.5).logits
+    whole = stored.engine.prefill(prompt, method=Probing(name="shifts"), ratio=0.5).logits
     monkeypatch.setattr(fusion, "BLOCK_ROWS", 8)
-    assert torch.equal(llama.engine.prefill(prompt, method=Probing(name="shifts"), ratio=0.5).logits, whole)
-    assert largest_error(llama.engine.prefill(prompt, method="reuse").logits, whole) > 1e-2
+    assert torch.equal(stored.engine.prefill(prompt, method=Probing(name="shifts"), ratio=0.5).logits, whole)
+    assert largest_error(stored.engine.prefill(prompt, method="reuse").logits, whole) > 1e-2
 
 
 def made_up_change(key_size=8, value_size=8, dtype=torch.float32):
@@ -76,11 +69,11 @@ def made_up_change(key_size=8, value_size=8, dtype=torch.float32):
         part.float() @ torch.randn(part.shape[-1], part.shape[-1], generator=generator) for part in stored
     ]
     changes = [part[:, rows] * 0.3 + 0.5 for part in mixed]
-    return of_stored(*stored, Run(rows, [(5, 65), (65, 105)], dtype), *changes)
+    return of_stored(*stored, ShiftContext(rows, [(5, 65), (65, 105)], dtype), *changes)
 
 
 def of_stored(keys, values, run, *changes):
-    return Change(0, run, *changes, stored=lambda at: (keys[:, at], values[:, at]), unrotated=None)
+    return LayerChange(0, run, *changes, stored=lambda at: (keys[:, at], values[:, at]), unrotated=None)
 
 
 def delta_of(change):
@@ -88,18 +81,20 @@ def delta_of(change):
     deltas = list(KernelShift().deltas(change))
     if not deltas:
         return None
-    assert [each.start for each in deltas] == [start for start, _ in change.run.chunks]
+    assert [each.start for each in deltas] == [start for start, _ in change.context.chunks]
     behind = (torch.cat([getattr(each, name) for each in deltas], 1) for name in ("keys", "values"))
     return Delta(0, *(torch.nn.functional.pad(part, (0, 0, 5, 0)) for part in behind))
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.3, 0.7])
-def test_chunks_are_shifted_together_as_one_by_one(stored, monkeypatch, ratio):
+def test_shifting_chunks_together_equals_one_by_one(each_stored, monkeypatch, ratio):
     """Before an accelerator, where memory between them holds whatever it holds."""
-    engine, prompt = stored.engine, make_prompt(TEXTS)
+    engine, prompt = each_stored.engine, make_prompt(TEXTS)
     alone = engine.prefill(prompt, method="probe-shift", ratio=ratio).logits
     calls = []
-    monkeypatch.setattr("ragblend.engine.selection.shift.as_one", lambda device: calls.append(device) or True)
+    monkeypatch.setattr(
+        "ragblend.engine.selection.shift.shifts_chunks_together", lambda device: calls.append(device) or True
+    )
     torch.use_deterministic_algorithms(True)  # new memory is NaN
     try:
         together = engine.prefill(prompt, method="probe-shift", ratio=ratio).logits
@@ -109,16 +104,16 @@ def test_chunks_are_shifted_together_as_one_by_one(stored, monkeypatch, ratio):
     assert largest_error(engine.prefill(prompt, method="probe", ratio=ratio).logits, alone) > 1e-3
 
 
-def test_what_stands_between_chunks_that_are_shifted_together_stays(monkeypatch):
+def test_rows_between_chunks_are_not_shifted(monkeypatch):
     """An exact passage, say, or memory that nothing was written to yet; the chunks get what they get one by one."""
     change = made_up_change()
-    middle = change.run.computed[(change.run.computed < 40) | (change.run.computed >= 60)]
+    middle = change.context.computed[(change.context.computed < 40) | (change.context.computed >= 60)]
     keys, values = change.stored(slice(None))
     keys[:, 45:55] = torch.nan
-    parts = [part[:, torch.isin(change.run.computed, middle)] for part in (change.keys, change.values)]
-    alone, together = (Run(middle, [(5, 40), (60, 105)]) for _ in range(2))
+    parts = [part[:, torch.isin(change.context.computed, middle)] for part in (change.keys, change.values)]
+    alone, together = (ShiftContext(middle, [(5, 40), (60, 105)]) for _ in range(2))
     expected = list(KernelShift().deltas(of_stored(keys, values, alone, *parts)))
-    monkeypatch.setattr("ragblend.engine.selection.shift.as_one", lambda device: True)
+    monkeypatch.setattr("ragblend.engine.selection.shift.shifts_chunks_together", lambda device: True)
     (found,) = KernelShift().deltas(of_stored(keys, values, together, *parts))
     assert found.start == 5 and found.keys.shape[1] == 100
     for name in ("keys", "values"):
@@ -129,29 +124,33 @@ def test_what_stands_between_chunks_that_are_shifted_together_stays(monkeypatch)
             assert torch.allclose(part[:, at], getattr(delta, name), atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [30.0, 1e3, 1e5])
-def test_a_row_much_larger_than_all_others_leaves_numbers(size):
-    """Some models have them; in bfloat16 its square rounds off more than its distance to its like."""
-    change = made_up_change(dtype=torch.bfloat16)
-    for rows in (change.run.computed[:2], 95):
-        change.stored(slice(None))[0][:, rows] = size
-    delta = delta_of(change)
-    assert delta.keys.isfinite().all() and delta.values.isfinite().all()
+def with_outliers(size):
+    def change(stored, computed):
+        for rows in (computed[:2], 95):
+            stored[0][:, rows] = size
+
+    return change
+
+
+def with_equal_rows(stored, computed):
+    """As of a passage that repeats one word."""
+    for part in stored:
+        part[:, computed] = part[:, :1].clone()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_computed_rows_that_are_all_alike_tell_no_distance(dtype):
-    """A passage of one word again and again, and other rows beside it."""
+@pytest.mark.parametrize("odd", [*map(with_outliers, (30.0, 1e3, 1e5)), with_equal_rows])
+def test_odd_rows_leave_finite_numbers(odd, dtype):
+    """Some models have rows much larger than all others; bfloat16 rounds more off its square than its distance."""
     change = made_up_change(dtype=dtype)
-    for part in change.stored(slice(None)):
-        part[:, change.run.computed] = part[:, :1].clone()
+    odd(change.stored(slice(None)), change.context.computed)
     delta = delta_of(change)
     assert delta.keys.isfinite().all() and delta.values.isfinite().all()
 
 
 @pytest.mark.parametrize("ratio", [0.05, 0.15, 0.3, 0.6])
 @pytest.mark.parametrize("token", ["=", "-", "."])
-def test_a_passage_of_one_token_again_and_again_is_shifted_as_others_are(fresh_bench_for, token, ratio):
+def test_passages_of_one_repeated_token_are_shifted(fresh_bench_for, token, ratio):
     """What rounding leaves of alike rows is no unit of distance: keys of a million came out, in bfloat16."""
     engine = fresh_bench_for("llama", dtype="bfloat16").engine
     prompt = Prompt([Literal(TEXTS[0]), Chunk(token * 120), Literal(" Question: where?")])
@@ -166,20 +165,20 @@ def test_a_passage_of_one_token_again_and_again_is_shifted_as_others_are(fresh_b
     assert kl[1] < kl[0]
 
 
-def test_far_from_all_computed_rows_nothing_is_shifted():
+def test_rows_far_from_all_recomputed_rows_are_not_shifted():
     change = made_up_change()
-    assert 100 not in change.run.computed
+    assert 100 not in change.context.computed
     change.stored(slice(None))[0][:, 100] = 1e4
     delta = delta_of(change)
     assert delta.keys[:, 100].norm() < 0.01 * delta.keys[:, 5:].norm(dim=(0, 2)).median()
 
 
-def test_of_one_computed_row_nothing_is_fitted():
+def test_nothing_is_shifted_from_one_recomputed_row():
     change = made_up_change()
 
     def of_first(count):
-        run = replace(change.run, computed=change.run.computed[:count])
-        return replace(change, run=run, keys=change.keys[:, :count], values=change.values[:, :count])
+        run = replace(change.context, computed=change.context.computed[:count])
+        return replace(change, context=run, keys=change.keys[:, :count], values=change.values[:, :count])
 
     assert delta_of(of_first(1)) is None
     assert delta_of(of_first(2)).keys.isfinite().all()
@@ -193,13 +192,12 @@ def test_keys_may_be_wider_than_values():
 
 
 @pytest.mark.parametrize("name", ["epic", "cacheblend-gradual"])
-def test_any_kind_may_have_a_shift(llama, name):
+def test_any_kind_of_policy_may_have_a_shift(stored, name):
     """It changes what is read, and nothing where every row is computed."""
-    llama.engine.encode(TEXTS)
     prompt, shifting = make_prompt(TEXTS), replace(METHODS[name], shift=KernelShift(), name="shifting")
-    full = llama.logits(prompt)[-1]
-    plain, shifted = (llama.engine.prefill(prompt, method=each, ratio=0.6) for each in (name, shifting))
+    full = stored.logits(prompt)[-1]
+    plain, shifted = (stored.engine.prefill(prompt, method=each, ratio=0.6) for each in (name, shifting))
     if name == "epic":
         assert shifted.report.served == plain.report.served
     assert not torch.equal(shifted.logits, plain.logits)
-    assert largest_error(llama.engine.prefill(prompt, method=shifting, ratio=1.0).logits, full) < 1e-4
+    assert largest_error(stored.engine.prefill(prompt, method=shifting, ratio=1.0).logits, full) < 1e-4

@@ -10,10 +10,11 @@ import torch
 from benches import reference_pair
 
 from ragblend import Chunk, Engine, Literal, Prompt
+from ragblend.engine.decoding.direct import DirectDecode
 from ragblend.engine.decoding.eightbit import EightBit
-from ragblend.engine.decoding.few_rows import FewRows, pack_weights
 from ragblend.engine.decoding.fourbit import FourBit
-from ragblend.engine.decoding.steps import measure_steps
+from ragblend.engine.decoding.implementations import compare_implementations
+from ragblend.engine.decoding.packed_weights import pack_weights
 from ragblend.engine.model import convert
 from ragblend.kvstore.layout import value_files
 
@@ -57,7 +58,7 @@ def eager(engine, prompt):
     return reference_pair(engine.runtime.folder, prompt.token_ids, torch.bfloat16, "eager")
 
 
-def test_the_model_is_converted_once_for_all_homes(engine, with_smollm2, tmp_path, monkeypatch):
+def test_the_bundled_model_is_converted_once_for_all_homes(engine, with_smollm2, tmp_path, monkeypatch):
     """Each of the engine's, the app's and the documents' tests converted its own: 20 s each."""
     first = engine.runtime.folder
     monkeypatch.setattr(convert, "_convert", None)
@@ -76,12 +77,12 @@ def relative(found, expected):
     return float((found.float() - expected.float()).pow(2).mean().sqrt() / expected.float().std())
 
 
-def test_the_gate_passes(engine):
+def test_the_bundled_model_passes_the_gate(engine):
     assert engine.gate.passed, engine.gate.reason
 
 
 @pytest.mark.parametrize("method", ["full", "recompute"])
-def test_every_row_computed_is_the_model_up_to_rounding(engine, prompt, reference, eager, method):
+def test_computing_every_row_equals_the_model_up_to_rounding(engine, prompt, reference, eager, method):
     """The floor is measured: transformers with itself, sdpa beside eager, differs by KL 2.5e-3 on this prompt.
 
     What is nearer to float32 is not said by it: where attention is by products, it rounds where eager attention does.
@@ -97,30 +98,30 @@ def test_every_row_computed_is_the_model_up_to_rounding(engine, prompt, referenc
     assert rms < 2 * floor[1]
 
 
-def test_reuse_is_well_above_that_floor(engine, prompt, reference):
+def test_reuse_differs_by_more_than_rounding(engine, prompt, reference):
     """Or the test above could not tell right from wrong."""
     naive = engine.prefill(prompt, method="naive")
     assert divergence(reference[0][-1], naive.logits) > 0.01
 
 
-def test_full_answers_as_transformers_does(engine, prompt, reference):
+def test_full_prefill_answers_as_transformers(engine, prompt, reference):
     result = engine.generate(prompt, method="full", max_new_tokens=24)
     assert result.token_ids[0] == int(reference[0][-1].argmax())
     assert len(result.text) > 20
     assert result.text == "".join(engine.stream(prompt, method="full", max_new_tokens=24))
 
 
-def test_its_weights_are_found_to_be_four_bit_ones_and_say_the_same(engine, prompt):
+def test_its_weights_are_packed_in_four_bits_with_the_same_logits(engine, prompt):
     """No further from the model's own forward than bfloat16 itself is from float32."""
     packed = {}
     pack_weights(engine.runtime.decoder, packed, engine.runtime.has_quantized_weights)
     kinds = {name: type(each) for name, each in packed.items()}
     assert kinds == dict.fromkeys(packed, FourBit) | {"head": EightBit} and len(kinds) == 7 * 30 + 1
-    rows = FewRows(engine.runtime.decoder, packed)
-    assert measure_steps(engine.runtime.decoder, rows, prompt.token_ids).divergence < 5e-3
+    rows = DirectDecode(engine.runtime.decoder, packed)
+    assert compare_implementations(engine.runtime.decoder, rows, prompt.token_ids).divergence < 5e-3
 
 
-def test_a_value_is_little_larger_than_the_kv_in_it(engine):
+def test_stored_values_are_little_larger_than_their_kv(engine):
     """Must show 5: within 2% for chunks of the default size."""
     text = " ".join(PASSAGES * 3)
     ids = engine.tokenize(Prompt([Literal("x"), Chunk(text)])).segment_ids[1]
@@ -134,7 +135,7 @@ def test_a_value_is_little_larger_than_the_kv_in_it(engine):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the high-water mark is Linux's")
-def test_the_memory_of_an_answer_is_within_half_again_the_fused_kv(engine, smollm2_home):
+def test_an_answers_memory_is_at_most_one_and_a_half_times_its_kv(engine, smollm2_home):
     """Must show 5, for six chunks of 512 tokens, in a process of its own.
 
     What tensors take is counted: 1.28 of the KV, and nothing when the answer is there. Seen from outside a first answer

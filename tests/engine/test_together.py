@@ -10,7 +10,7 @@ import torch
 from benches import largest_error, make_prompt, make_text
 from waiting import until
 
-from ragblend.engine.decoding.few_rows import FewRows
+from ragblend.engine.decoding.direct import DirectDecode
 from ragblend.engine.decoding.grammar import json_grammar
 from ragblend.engine.scheduling.order import Claim
 from ragblend.engine.scheduling.queue import DeviceQueue
@@ -157,7 +157,7 @@ def test_each_is_charged_for_its_share_of_a_pass(ask, monkeypatch):
 def test_rows_of_several_requests_give_what_each_gives_alone(stored_for, kind):
     """Contexts of several lengths, one or more tokens of each, one of them thinned out, and all beyond their room."""
     engine = stored_for(kind).engine
-    rows = FewRows(engine.runtime.decoder, {})
+    rows = DirectDecode(engine.runtime.decoder, {})
     prefilled = [engine.prefill(make_prompt(TEXTS[:count]), "full") for count in (1, 3, 5)]
     engine.decode(prefilled[2], max_new_tokens=2, keep_tokens=30)
     draw = random.Random(0)
@@ -180,7 +180,7 @@ def test_rows_of_several_requests_give_what_each_gives_alone(stored_for, kind):
 
 def test_a_pass_that_fails_leaves_the_caches_as_they_were(stored):
     engine = stored.engine
-    rows = FewRows(engine.runtime.decoder, {})
+    rows = DirectDecode(engine.runtime.decoder, {})
     prefilled = [engine.prefill(make_prompt(TEXTS[:count]), "full") for count in (2, 3)]
     reads = [(each.cache, [7, 8]) for each in prefilled]
     for each in prefilled:
@@ -209,9 +209,9 @@ def test_a_pass_that_fails_leaves_the_caches_as_they_were(stored):
 def rows(stored, monkeypatch):
     """The loop, taken for every answer; sizes: of its passes."""
     runtime = stored.engine.runtime
-    rows, sizes = FewRows(runtime.decoder, {}), []
-    monkeypatch.setattr(runtime.choice, "steps", rows)
-    monkeypatch.setattr(runtime.choice, "is_open", False)
+    rows, sizes = DirectDecode(runtime.decoder, {}), []
+    monkeypatch.setattr(runtime.choice, "current", rows)
+    monkeypatch.setattr(runtime.choice, "needs_measurement", False)
     run = rows.run_together
     monkeypatch.setattr(rows, "run_together", lambda reads: sizes.append(len(reads)) or run(reads))
     rows.sizes = sizes

@@ -1,4 +1,4 @@
-"""How a model was taught to write calls, what it may write, and what it wrote."""
+"""Tool calls: the template's format, constrained answers, and parsing."""
 
 import copy
 
@@ -9,7 +9,13 @@ from tiny_models import TEMPLATE, TOOLS_TEMPLATE
 from ragblend import Chunk, Literal
 from ragblend.engine.prompts.chat import chat
 from ragblend.engine.prompts.segments import Message, ToolCall
-from ragblend.engine.prompts.tools import Words, call_format, check_tools, said_in, tools_grammar
+from ragblend.engine.prompts.tools import (
+    TextBeforeCalls,
+    call_format,
+    check_tools,
+    parse_answer,
+    tools_grammar,
+)
 from ragblend.kvstore.errors import PromptError, UnsupportedModelError, UsageError
 
 # SmolLM2's way (a list in one pair of tags), and Llama's (no tags, one call).
@@ -61,7 +67,7 @@ def form(tokenizer):
     return call_format(tokenizer, "tiny")
 
 
-def test_the_format_is_what_the_template_writes(tokenizer, form):
+def test_the_call_format_is_read_from_the_template(tokenizer, form):
     assert form.opening == '<tool_call>\n{"name": "'
     assert form.middle == '", "arguments": '
     assert form.between == '}\n</tool_call>\n<tool_call>\n{"name": "'
@@ -85,7 +91,7 @@ def test_the_format_is_what_the_template_writes(tokenizer, form):
         (CONTROL_TEMPLATE, "by control tokens"),
     ],
 )
-def test_a_model_without_tools_is_refused_by_name_and_reason(tokenizer, template, reason):
+def test_models_without_tools_are_refused_with_the_reason(tokenizer, template, reason):
     tokenizer.chat_template = template
     with pytest.raises(UnsupportedModelError, match=f"tiny calls no tools.*{reason}"):
         call_format(tokenizer, "tiny")
@@ -93,12 +99,12 @@ def test_a_model_without_tools_is_refused_by_name_and_reason(tokenizer, template
 
 @pytest.mark.parametrize("template", [TOOLS_TEMPLATE, LIST_TEMPLATE, BARE_TEMPLATE])
 @pytest.mark.parametrize("wanted", [TOOLS, [ADD]], ids=len)
-def test_a_random_model_that_must_call_calls(llama, tokenizer, template, wanted):
+def test_forced_calls_are_valid(llama, tokenizer, template, wanted):
     tokenizer.chat_template = template
     form = call_format(tokenizer, "tiny")
     grammar = tools_grammar(form, wanted, is_forced=True, is_parallel=False)
     result = llama.engine.generate(llama.engine.tokenize(chat(tokenizer, ASKED, wanted)), grammar=grammar)
-    said = said_in(result.text, form, wanted)
+    said = parse_answer(result.text, form, wanted)
     assert said.text == ""
     if result.stopped:  # a random model may never end a text
         [call] = said.calls
@@ -109,7 +115,7 @@ def test_a_random_model_that_must_call_calls(llama, tokenizer, template, wanted)
         assert not said.calls
 
 
-def test_words_are_free_until_a_call_begins(llama, tokenizer, form):
+def test_text_is_free_until_a_call_begins(llama, tokenizer, form):
     """The same tokens as without tools, where the model says nothing like a call."""
     grammar = tools_grammar(form, TOOLS, is_forced=False, is_parallel=True)
     asked = [[Message("user", (Literal(make_text(seed)),))] for seed in range(40)]
@@ -117,24 +123,24 @@ def test_words_are_free_until_a_call_begins(llama, tokenizer, form):
     assert_grammar_changes_nothing(llama.engine, prompts, grammar)
 
 
-def test_what_was_written_is_taken_apart(form):
+def test_answers_are_parsed_into_text_and_calls(form):
     one = (
         'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa\\"}ris"}}\n</tool_call>'
     )
-    said = said_in(one, form, TOOLS)
+    said = parse_answer(one, form, TOOLS)
     assert said.text == "Let me see."
     assert [(c.name, c.arguments) for c in said.calls] == [("get_weather", {"city": 'Pa"}ris'})]
     two = one + '\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-    calls = said_in(two, form, TOOLS).calls
+    calls = parse_answer(two, form, TOOLS).calls
     assert [c.name for c in calls] == ["get_weather", "add"]
     assert calls[0].id != calls[1].id
-    assert said_in("No call.", form, TOOLS).text == "No call."
+    assert parse_answer("No call.", form, TOOLS).text == "No call."
 
 
 @pytest.mark.parametrize("cut", range(len("Let me see.\n<tool_call>"), 80))
-def test_a_call_that_was_cut_off_is_no_call(form, cut):
+def test_calls_that_are_cut_off_are_broken(form, cut):
     text = 'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "a long name"}}\n</tool_call>'
-    said = said_in(text[:cut], form, TOOLS)
+    said = parse_answer(text[:cut], form, TOOLS)
     assert (said.text, said.calls) == ("Let me see.", ())
     _, found, arguments = text[:cut].partition('", "arguments": ')
     if found:
@@ -143,13 +149,13 @@ def test_a_call_that_was_cut_off_is_no_call(form, cut):
         assert said.broken_name is None
 
 
-def test_a_call_without_its_tags_is_understood_where_it_is_the_whole_answer(form):
+def test_untagged_calls_count_if_they_are_the_whole_answer(form):
     bare = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
     for text in (bare, f"```json\n{bare}\n```"):
-        [call] = said_in(text, form, TOOLS).calls
+        [call] = parse_answer(text, form, TOOLS).calls
         assert (call.name, call.arguments) == ("add", {"a": 1, "b": 2})
     for text in (f"So: {bare}", bare.replace("add", "rob"), "[1]", bare.replace("arguments", "kwargs")):
-        assert said_in(text, form, TOOLS).text == text
+        assert parse_answer(text, form, TOOLS).text == text
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -163,13 +169,13 @@ def test_a_call_without_its_tags_is_understood_where_it_is_the_whole_answer(form
         "",
     ],
 )
-def test_streamed_words_are_those_of_the_whole_answer(form, text, size):
-    words, said = Words(form), said_in(text, form, TOOLS)
+def test_streamed_text_equals_the_parsed_text(form, text, size):
+    words, said = TextBeforeCalls(form), parse_answer(text, form, TOOLS)
     pieces = [words.feed(text[at : at + size]) for at in range(0, len(text), size)]
     assert "".join([*pieces, words.finish(said.text)]) == said.text
 
 
-def test_a_later_turn_shows_calls_and_answers_as_the_template_does(tokenizer):
+def test_later_turns_show_calls_and_answers_as_the_template(tokenizer):
     call = Message("assistant", (), (ToolCall("add", {"a": 1}, "c1"),))
     answer = Message("tool", (Literal("2"),), call_id="c1", name="add")
     text = "".join(s.text for s in chat(tokenizer, [*ASKED, call, answer], TOOLS).segments)
@@ -181,7 +187,7 @@ def test_a_later_turn_shows_calls_and_answers_as_the_template_does(tokenizer):
 
 
 @pytest.mark.parametrize("said", ["2", 'a "word"\n\\ é <|im_end|>'])
-def test_what_a_tool_said_is_quoted_where_the_template_quotes_it(tokenizer, said):
+def test_tool_answers_are_json_escaped_where_the_template_does(tokenizer, said):
     """It was not found there; all was folded into words of the user, and the call was gone."""
     tokenizer.chat_template = QUOTING_TEMPLATE
     call = Message("assistant", (), (ToolCall("add", {"a": 1}, "c1"),))
@@ -203,14 +209,14 @@ def test_what_a_tool_said_is_quoted_where_the_template_quotes_it(tokenizer, said
     assert all(segment.verbatim for segment in prompt.segments if "<|im_end|>" in segment.text)
 
 
-def test_a_chunk_that_reads_the_same_in_json_stays_a_chunk(tokenizer):
+def test_chunks_unchanged_by_json_stay_chunks(tokenizer):
     tokenizer.chat_template = QUOTING_TEMPLATE
     chunks = Chunk("two ledgers"), Chunk('a "word"'), Chunk(node_id="n")
     (same, by_id) = chat(tokenizer, [*ASKED, Message("tool", chunks)]).chunks
     assert (same, by_id) == (chunks[0], chunks[2])
 
 
-def test_a_conversation_with_calls_is_refused_and_not_folded(tokenizer):
+def test_conversations_with_calls_are_never_merged(tokenizer):
     """Folding leaves nothing of a call but words."""
     tokenizer.chat_template = BARE_TEMPLATE
     calls = Message("assistant", (), (ToolCall("add", {"a": 1}, "c1"), ToolCall("add", {"a": 2}, "c2")))
@@ -218,7 +224,7 @@ def test_a_conversation_with_calls_is_refused_and_not_folded(tokenizer):
         chat(tokenizer, [*ASKED, calls], TOOLS)
 
 
-def test_what_tools_and_calls_say_ends_no_turn(llama, tokenizer):
+def test_control_tokens_in_tools_and_calls_are_plain_text(llama, tokenizer):
     hostile, end = tool("add", a={"type": "string", "description": "a <|im_end|> b"}), llama.engine.tokenizer
     plain = tool("add", a={"type": "string", "description": "a  b"})
     counts = []
@@ -241,12 +247,12 @@ def test_what_tools_and_calls_say_ends_no_turn(llama, tokenizer):
         ([tool(f"add{n}", a={"enum": ["x" * 1_000]}) for n in range(100)], "of these 100 tools have"),
     ],
 )
-def test_what_is_no_tool_is_refused_by_name(wrong, said):
+def test_invalid_tools_are_refused_by_name(wrong, said):
     with pytest.raises(UsageError, match=said):
         check_tools(wrong)
 
 
-def test_a_model_without_tools_is_not_shown_any(llama):
+def test_tools_are_refused_for_models_without_them(llama):
     with pytest.raises(UnsupportedModelError, match="calls no tools"):
         llama.engine.chat(ASKED, TOOLS)
     with pytest.raises(PromptError, match="no message"):

@@ -1,4 +1,4 @@
-"""Models that cannot be fused are served by full prefill, with a warning that says why; and none is served wrongly."""
+"""Models that cannot be fused use full prefill with a warning; none gives wrong answers."""
 
 import threading
 
@@ -20,7 +20,7 @@ def plain(request, bench_for):
     return bench_for(request.param)
 
 
-def test_unsupported_models_are_served_by_full_prefill_with_a_reason(plain):
+def test_unsupported_models_use_full_prefill_with_a_warning(plain):
     prompt, verdict = make_prompt(TEXTS), plain.engine.gate
     assert not verdict.passed and verdict.reason
     prefilled = plain.engine.prefill(prompt, method="cacheblend")
@@ -30,7 +30,7 @@ def test_unsupported_models_are_served_by_full_prefill_with_a_reason(plain):
     assert largest_error(prefilled.logits, plain.logits(prompt)[-1]) < ALLOWED
 
 
-def test_unsupported_models_answer_as_transformers_does(plain):
+def test_unsupported_models_answer_as_transformers(plain):
     prompt = make_prompt(TEXTS)
     expected = plain.answer(prompt, 20)
     assert list(plain.engine.generate(prompt, method="reuse", max_new_tokens=20).token_ids) == expected
@@ -38,7 +38,7 @@ def test_unsupported_models_answer_as_transformers_does(plain):
     assert list(stream.result.token_ids) == expected
 
 
-def test_logits_of_unsupported_models_can_be_continued(plain):
+def test_continue_logits_works_for_unsupported_models(plain):
     """The benches ask for this, of every model."""
     prompt = make_prompt(TEXTS)
     prefilled = plain.engine.prefill(prompt)
@@ -50,13 +50,13 @@ def test_logits_of_unsupported_models_can_be_continued(plain):
         assert largest_error(found, expected[start : start + 4]) < ALLOWED
 
 
-def test_no_kv_of_unsupported_models_is_stored(plain):
+def test_nothing_is_stored_for_unsupported_models(plain):
     report = plain.engine.encode(TEXTS)
     assert (report.encoded, report.tokens, report.keys) == (0, 0, (None,) * 3)
     assert plain.engine.store.stats().entries == 0
 
 
-def test_unsupported_models_find_nodes_by_id(plain):
+def test_node_ids_work_for_unsupported_models(plain):
     """Without KV a chunk is still a text: a question over ingested nodes is answered, by full prefill."""
     plain.engine.encode(TEXTS[:1], node_ids=["one"])
     by_id = Prompt([Literal("read: "), Chunk(node_id="one"), Literal("?")])
@@ -69,7 +69,7 @@ def test_unsupported_models_find_nodes_by_id(plain):
 # --- frequencies that depend on the length
 
 
-def test_longrope_is_fused_only_below_its_regime(fresh_bench_for):
+def test_longrope_is_fused_only_up_to_its_constant_length(fresh_bench_for):
     bench = fresh_bench_for("phi3-longrope")
     assert bench.engine.gate.passed, bench.engine.gate.reason
     bench.engine.encode(TEXTS)
@@ -88,7 +88,7 @@ def test_longrope_is_fused_only_below_its_regime(fresh_bench_for):
     assert largest_error(keys, bench.kv(reuse.token_ids)[0][0][:, start:stop]) < ALLOWED
 
 
-def test_a_passage_beyond_its_regime_is_not_stored(fresh_bench_for):
+def test_passages_beyond_the_constant_length_are_not_stored(fresh_bench_for):
     """It is read with other frequencies than any prompt that may be fused; behind a shorter prefix it was reused."""
     engine = fresh_bench_for("phi3-longrope").engine
     long = make_text(9, words=185)
@@ -122,7 +122,7 @@ def below_the_regime(bench, by):
 
 
 @pytest.mark.parametrize("by", [0, 1, 7])
-def test_an_answer_beyond_the_regime_is_that_of_transformers(endless_longrope, by):
+def test_answers_beyond_the_constant_length_equal_transformers(endless_longrope, by):
     """Queries rotated by the long factors met keys rotated by the short ones."""
     bench = endless_longrope
     prompt, session = below_the_regime(bench, by), Session()
@@ -142,7 +142,7 @@ def test_an_answer_beyond_the_regime_is_that_of_transformers(endless_longrope, b
     assert list(found.token_ids) == bench.answer(shorter, 12)
 
 
-def test_rereading_beyond_the_regime_can_be_cancelled_between_layers(endless_longrope):
+def test_full_prefill_beyond_the_constant_length_can_be_cancelled(endless_longrope):
     engine, prompt, cancel = endless_longrope.engine, below_the_regime(endless_longrope, 3), threading.Event()
     passed = []
 
@@ -162,7 +162,7 @@ def test_rereading_beyond_the_regime_can_be_cancelled_between_layers(endless_lon
     assert list(found.token_ids) == endless_longrope.answer(prompt, 24)
 
 
-def test_dynamic_ntk_stays_in_one_regime(bench_for):
+def test_dynamic_ntk_equals_the_model(bench_for):
     bench = bench_for("llama-dynamic")
     bench.engine.encode(TEXTS)
     prompt = make_prompt(TEXTS)
@@ -178,7 +178,7 @@ def test_dynamic_ntk_stays_in_one_regime(bench_for):
 
 
 @pytest.mark.parametrize("name", tiny_models.OTHERS)
-def test_other_models_answer_as_transformers_does(bench_for, name):
+def test_unlisted_models_answer_as_transformers(bench_for, name):
     """Attention with soft caps (Gemma 2) or sinks (gpt-oss) is not what torch's sdpa computes."""
     bench = bench_for(name)
     prompt = make_prompt(TEXTS)
@@ -189,7 +189,7 @@ def test_other_models_answer_as_transformers_does(bench_for, name):
 
 
 @pytest.mark.parametrize("name", [*tiny_models.SUPPORTED, *tiny_models.OTHERS])
-def test_stored_keys_are_rotated_as_the_model_does_in_every_layer(bench_for, name):
+def test_stored_keys_are_moved_as_the_model_rotates(bench_for, name):
     """By the model's own rotation: back to position 0, and on to the new one. A layer without RoPE moves nothing."""
     bench = bench_for(name)
     if not bench.engine.gate.passed:

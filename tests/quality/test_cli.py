@@ -17,7 +17,9 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def test_quality_prints_the_fixed_rows_and_writes_results_and_a_picture(bench, data_file, tmp_path) -> None:
     done = bench("quality", "--data", data_file, "--ratios", "0.15,1", "--max-new-tokens", "6", "--json")
     rows = json.loads(done.stdout)
-    choosing = [name for name, policy in METHODS.items() if policy.fixed_ratio is None and not policy.follows]
+    choosing = [
+        name for name, policy in METHODS.items() if policy.fixed_ratio is None and not policy.uses_tree
+    ]
     assert len(rows) == 3 + 2 * len(choosing)  # full, naive, reuse; 2 ratios
     assert all(set(row) >= ROW for row in rows)
     by_name = {(row["method"], row["ratio"]): row for row in rows}

@@ -65,7 +65,7 @@ def test_a_device_that_hangs_ends_the_process(home_of, tiny_folder, what) -> Non
         over = threading.Event()
 
         def measure(_):
-            runtime.choice.is_open = True
+            runtime.choice.needs_measurement = True
             runtime.choose_steps()
 
         begun = {

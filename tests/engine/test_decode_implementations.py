@@ -1,4 +1,4 @@
-"""How the tokens of an answer are computed: both ways say the same, and the faster one is taken only if it does."""
+"""Decode implementations give the same answers, and a faster one is chosen only if it is proven."""
 
 import copy
 import gc
@@ -14,14 +14,20 @@ from benches import largest_error, make_prompt, make_text
 from tiny_models import SUPPORTED, TOOLS_TEMPLATE
 
 from ragblend import Literal, Prompt
-from ragblend.engine.decoding import few_rows
-from ragblend.engine.decoding import steps as steps_module
+from ragblend.engine.decoding import cuda_graph, implementations
+from ragblend.engine.decoding.cuda_graph import CudaGraphDecode
+from ragblend.engine.decoding.direct import DirectDecode
 from ragblend.engine.decoding.eightbit import EightBit, eight_bit
-from ragblend.engine.decoding.few_rows import FewRows, RecordedRows, pack_weights
 from ragblend.engine.decoding.fourbit import FourBit, four_bit
 from ragblend.engine.decoding.grammar import Grammar, json_grammar
-from ragblend.engine.decoding.lookup import Lookup
-from ragblend.engine.decoding.steps import Choice, ModelSteps, StepsVerdict, measure_steps
+from ragblend.engine.decoding.implementations import (
+    DecodeComparison,
+    DecodeSelector,
+    TransformersDecode,
+    compare_implementations,
+)
+from ragblend.engine.decoding.packed_weights import pack_weights
+from ragblend.engine.decoding.prompt_lookup import PromptLookup
 from ragblend.engine.model.load import was_quantized
 from ragblend.engine.prompts.session import Session
 from ragblend.engine.prompts.tools import call_format, tools_grammar
@@ -59,31 +65,31 @@ def verdicts(monkeypatch):
     """What the next measurements say, in their order."""
     found = []
 
-    def measure(decoder, rows, token_ids, leave):
-        if leave():
-            raise Cancelled("told to leave")
+    def measure(decoder, rows, token_ids, cancelled):
+        if cancelled():
+            raise Cancelled("told to cancelled")
         return found.pop(0)
 
-    monkeypatch.setattr(steps_module, "measure_steps", measure)
+    monkeypatch.setattr(implementations, "compare_implementations", measure)
     return found
 
 
-FASTER, SLOWER = StepsVerdict(0.0, (0.5,) * 5), StepsVerdict(0.0, (1.5,) * 5)
-UNCLEAR = StepsVerdict(0.0, (0.5, 0.6, 0.7, 1.1, 2.0))
+FASTER, SLOWER = DecodeComparison(0.0, (0.5,) * 5), DecodeComparison(0.0, (1.5,) * 5)
+UNCLEAR = DecodeComparison(0.0, (0.5, 0.6, 0.7, 1.1, 2.0))
 
 
 @pytest.mark.parametrize("kind", [*SUPPORTED, "ministral3"])
-def test_the_kinds_of_layers_that_are_known(prefilled_for, kind):
+def test_which_models_direct_decode_supports(prefilled_for, kind):
     """Ministral 3 has all of Llama's parts, and queries that grow beyond the positions that are measured."""
-    assert FewRows.knows(prefilled_for(kind)[1]) == (kind in KNOWN)
+    assert DirectDecode.supports(prefilled_for(kind)[1]) == (kind in KNOWN)
 
 
-@pytest.mark.parametrize("loop", [FewRows, RecordedRows])
+@pytest.mark.parametrize("loop", [DirectDecode, CudaGraphDecode])
 @pytest.mark.parametrize("kind", KNOWN)
-def test_rows_say_what_the_model_says_and_leave_the_same_cache(new_memory_is_nan, prefilled_for, kind, loop):
+def test_direct_decode_gives_the_models_logits_and_cache(new_memory_is_nan, prefilled_for, kind, loop):
     """One by one, several at once, and beyond the room of the buffers, twice."""
     told, caches = [], []
-    for steps_of in (lambda decoder: ModelSteps(decoder.model), lambda decoder: loop(decoder, {})):
+    for steps_of in (lambda decoder: TransformersDecode(decoder.model), lambda decoder: loop(decoder, {})):
         prefilled, decoder = prefilled_for(kind)
         steps = steps_of(decoder)
         logits = [steps.run(prefilled.cache, [token]) for token in ANSWER]
@@ -95,17 +101,17 @@ def test_rows_say_what_the_model_says_and_leave_the_same_cache(new_memory_is_nan
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*caches, strict=True))
 
 
-def test_rows_are_recorded_once_for_an_answer_and_number_of_rows(prefilled_for, monkeypatch):
+def test_graphs_are_recorded_once_per_answer_and_number_of_rows(prefilled_for, monkeypatch):
     """And again where its buffers are others; what the recordings hold goes with the answer."""
     made = []
-    monkeypatch.setattr(few_rows, "recorded", lambda device, work: made.append(device) or work)
+    monkeypatch.setattr(cuda_graph, "record_calls", lambda device, work: made.append(device) or work)
     (one, decoder), (other, _) = prefilled_for("llama"), prefilled_for("llama")
-    rows, expected = RecordedRows(decoder, {}), FewRows(decoder, {})
+    rows, expected = CudaGraphDecode(decoder, {}), DirectDecode(decoder, {})
     for token in ANSWER * 3:
         for prefilled in (one, other):
             rows.run(prefilled.cache, [token])
     assert len(made) == 2, "two answers in turns"
-    rows.run(one.cache, [1] * (1 + rows.guessed))
+    rows.run(one.cache, [1] * (1 + rows.guessed_tokens))
     rows.run(one.cache, [1, 2])  # rare: computed as it is
     rows.run_together([(one.cache, [3]), (other.cache, [3])])
     assert len(made) == 3
@@ -119,31 +125,31 @@ def test_rows_are_recorded_once_for_an_answer_and_number_of_rows(prefilled_for, 
     del one, prefilled
     gc.collect()
     assert gone() is None and len(rows._recordings) == 1
-    kept = [prefilled_for("llama")[0] for _ in range(few_rows.MOST_BEGUN + 2)]  # as sessions keep theirs
+    kept = [prefilled_for("llama")[0] for _ in range(cuda_graph.MOST_BEGUN + 2)]  # as sessions keep theirs
     for prefilled in kept:
         rows.run(prefilled.cache, [5])
-    assert len(rows._recordings) == few_rows.MOST_BEGUN
+    assert len(rows._recordings) == cuda_graph.MOST_BEGUN
 
 
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
-def test_rows_that_cannot_be_recorded_are_computed(prefilled_for, monkeypatch, caplog, error):
+def test_rows_are_computed_directly_if_recording_fails(prefilled_for, monkeypatch, caplog, error):
     """A failure in the middle has left some layers a row longer than others. Want of memory is of one moment."""
     (mine, decoder), (own, _) = prefilled_for("llama"), prefilled_for("llama")
-    rows, expected, tried = RecordedRows(decoder, {}), FewRows(decoder, {}), []
+    rows, expected, tried = CudaGraphDecode(decoder, {}), DirectDecode(decoder, {}), []
 
     def fails(device, work):
         tried.append(1)
         mine.cache.fused[0].set_length(mine.cache.get_seq_length() + 1)
         raise error("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(few_rows, "recorded", fails)
+    monkeypatch.setattr(cuda_graph, "record_calls", fails)
     for token in ANSWER:
         assert torch.equal(rows.run(mine.cache, [token]), expected.run(own.cache, [token]))
     said = "are computed call by call" in caplog.text
     assert (len(tried), said) == ((len(ANSWER), False) if error is torch.OutOfMemoryError else (1, True))
 
 
-def test_room_for_rows_that_were_never_written_is_zeros(new_memory_is_nan, prefilled_for):
+def test_unwritten_buffer_rows_are_zeros(new_memory_is_nan, prefilled_for):
     """A pass that fails before it writes leaves it to the next one, whose products are over all of a buffer."""
     prefilled, _ = prefilled_for("llama")
     for held in prefilled.cache.fused:
@@ -153,10 +159,10 @@ def test_room_for_rows_that_were_never_written_is_zeros(new_memory_is_nan, prefi
         assert held.keys.isfinite().all()
 
 
-def test_an_answer_has_products_of_two_shapes(prefilled_for, monkeypatch):
+def test_an_answers_products_have_two_shapes(prefilled_for, monkeypatch):
     """For each shape oneDNN keeps half a megabyte: of a hundred tokens' it was more than the prompt's KV."""
     prefilled, decoder = prefilled_for("llama")
-    rows, shapes = FewRows(decoder, {}), set()
+    rows, shapes = DirectDecode(decoder, {}), set()
 
     def watched(product):
         def multiply(*given, **options):
@@ -172,28 +178,37 @@ def test_an_answer_has_products_of_two_shapes(prefilled_for, monkeypatch):
     assert len(shapes) == 2
 
 
-def test_rows_that_say_something_else_are_not_taken(prefilled_for):
+def test_a_diverging_implementation_is_rejected(prefilled_for):
     prefilled, decoder = prefilled_for("llama")
     ids = prefilled.prompt.token_ids
-    rows = FewRows(decoder, {})
-    assert measure_steps(decoder, rows, ids).divergence < 1e-6
+    rows = DirectDecode(decoder, {})
+    assert compare_implementations(decoder, rows, ids).divergence < 1e-6
     for part in rows.layers:
         object.__setattr__(part, "scaling", part.scaling * 1.5)
-    verdict = measure_steps(decoder, rows, ids)
-    assert verdict.divergence > 0.01 and verdict.is_settled and not verdict.takes_rows
-    assert StepsVerdict(float("nan"), (0.5,) * 5).is_settled
-    assert not StepsVerdict(float("nan"), (0.5,) * 5).takes_rows
+    verdict = compare_implementations(decoder, rows, ids)
+    assert verdict.divergence > 0.01 and verdict.is_settled and not verdict.accepts
 
 
-def test_the_faster_one_is_taken_when_that_is_clear():
-    assert FASTER.takes_rows and not SLOWER.takes_rows
-    assert FASTER.is_settled and SLOWER.is_settled and not UNCLEAR.is_settled
-    assert StepsVerdict(0.0, (0.5,) * 4 + (3.0,)).takes_rows, "another's work took one turn"
-    assert not UNCLEAR.takes_rows, "nobody knows yet"
-    assert StepsVerdict(0.0, (0.9, 0.9, 0.9, 1.1, 1.1) * 5).takes_rows, "it never gets clearer"
+NAN = float("nan")
 
 
-# --- which of them is chosen, and when
+@pytest.mark.parametrize(
+    ("comparison", "is_settled", "accepts"),
+    [
+        (FASTER, True, True),
+        (SLOWER, True, False),
+        (UNCLEAR, False, False),
+        (DecodeComparison(0.0, (0.5,) * 4 + (3.0,)), True, True),  # other load took one turn
+        (DecodeComparison(0.0, (0.9, 0.9, 0.9, 1.1, 1.1) * 5), True, True),  # it never gets clearer
+        (DecodeComparison(NAN, (0.5,) * 5), True, False),
+        (DecodeComparison(0.02, (0.5,) * 5), True, False),
+    ],
+)
+def test_a_candidate_is_accepted_only_if_equal_and_clearly_faster(comparison, is_settled, accepts):
+    assert (comparison.is_settled, comparison.accepts) == (is_settled, accepts)
+
+
+# --- which implementation is chosen, and when
 
 
 @pytest.fixture
@@ -203,8 +218,8 @@ def choice_for(prefilled_for, with_levels, tmp_path):
     with_levels(decoder)
 
     def begun():
-        choice = Choice(decoder, tmp_path / "models", "f" * 64, rounds=True)
-        choice.takes_rows = lambda: isinstance(choice.steps, FewRows)
+        choice = DecodeSelector(decoder, tmp_path / "models", "f" * 64, allows_rounding=True)
+        choice.is_direct = lambda: isinstance(choice.current, DirectDecode)
         choice.measured = partial(choice.measure, prefilled.prompt.token_ids, NEVER)
         return choice
 
@@ -215,40 +230,35 @@ def files(tmp_path):
     return {path.suffix: path for path in (tmp_path / "models").iterdir()}
 
 
-def test_what_was_measured_is_kept_with_the_weights(choice_for, tmp_path, verdicts):
-    verdicts += [FASTER]
-    first = choice_for()
-    assert first.is_open and not first.takes_rows()
-    first.measured()
-    assert not first.is_open and first.takes_rows()
-    assert set(files(tmp_path)) == {".json", ".safetensors"}
+@pytest.mark.parametrize(
+    ("processes", "needs_measurement", "is_direct", "suffixes"),
+    [
+        ([[FASTER]], False, True, {".json", ".safetensors"}),
+        ([[SLOWER]], False, False, {".json"}),
+        ([[UNCLEAR, UNCLEAR]], True, False, {".json"}),
+        ([[UNCLEAR, UNCLEAR], [FASTER]], True, False, {".json"}),
+        ([[UNCLEAR, UNCLEAR], [FASTER, FASTER]], False, True, {".json", ".safetensors"}),
+    ],
+    ids=["faster", "slower", "unclear", "still unclear", "clear together"],
+)
+def test_comparisons_add_up_and_are_saved(
+    choice_for, tmp_path, verdicts, processes, needs_measurement, is_direct, suffixes
+):
+    """processes: the comparisons that each of several processes makes."""
+    for comparisons in processes:
+        choice = choice_for()
+        assert choice.needs_measurement and not choice.is_direct()
+        for comparison in comparisons:
+            verdicts.append(comparison)
+            choice.measured()
+    for found in (choice, choice_for()):
+        assert (found.needs_measurement, found.is_direct()) == (needs_measurement, is_direct)
+    assert set(files(tmp_path)) == suffixes
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in files(tmp_path).values())
-    again = choice_for()
-    assert not again.is_open and again.takes_rows()
-
-
-def test_a_slower_loop_is_not_measured_again(choice_for, tmp_path, verdicts):
-    verdicts += [SLOWER]
-    choice_for().measured()
-    assert not choice_for().is_open and not choice_for().takes_rows()
-    assert set(files(tmp_path)) == {".json"}
-
-
-def test_what_is_not_clear_is_measured_again_and_counts_together(choice_for, verdicts):
-    verdicts += [UNCLEAR, UNCLEAR, FASTER, FASTER]
-    choice = choice_for()
-    choice.measured()
-    choice.measured()
-    assert choice.is_open and not choice.takes_rows()
-    choice = choice_for()  # of another process
-    choice.measured()
-    assert choice.is_open and not choice.takes_rows()
-    choice.measured()
-    assert not choice.is_open and choice.takes_rows() and choice_for().takes_rows()
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "of another", "no verdict"])
-def test_damaged_weights_are_made_again(choice_for, tmp_path, verdicts, damage):
+def test_damaged_packed_weights_are_rebuilt(choice_for, tmp_path, verdicts, damage):
     verdicts += [FASTER] * 2
     choice_for().measured()
     weights, verdict = files(tmp_path)[".safetensors"], files(tmp_path)[".json"]
@@ -262,13 +272,13 @@ def test_damaged_weights_are_made_again(choice_for, tmp_path, verdicts, damage):
         weights.write_bytes({"cut": sound[:-100], "flipped": flipped, "empty": b""}.get(damage, sound[:8]))
     weights.with_suffix(".part").write_bytes(b"of somebody who was killed while he wrote")
     choice = choice_for()
-    assert choice.is_open and not choice.takes_rows()
+    assert choice.needs_measurement and not choice.is_direct()
     choice.measured()
-    assert choice.takes_rows() and choice_for().takes_rows()
+    assert choice.is_direct() and choice_for().is_direct()
     assert weights.read_bytes() == sound and set(files(tmp_path)) == {".json", ".safetensors"}
 
 
-def test_a_full_disk_costs_the_file_alone(choice_for, tmp_path, verdicts):
+def test_on_a_full_disk_only_the_file_is_lost(choice_for, tmp_path, verdicts):
     """The process that measured has its loop; the next one begins with the model's own."""
     verdicts += [FASTER]
     choice, limits = choice_for(), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -277,62 +287,64 @@ def test_a_full_disk_costs_the_file_alone(choice_for, tmp_path, verdicts):
         choice.measured()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert choice.takes_rows()
-    assert choice_for().is_open and not choice_for().takes_rows()
+    assert choice.is_direct()
+    assert choice_for().needs_measurement and not choice_for().is_direct()
     assert not files(tmp_path)
 
 
-def test_weights_that_memory_has_no_room_for_stay_on_the_disk(choice_for, tmp_path, verdicts, monkeypatch):
+def test_packed_weights_beyond_memory_stay_on_disk(choice_for, tmp_path, verdicts, monkeypatch):
     """That process has its loop by the model's own weights; with memory again they are read again."""
     verdicts += [FASTER] * 2
     choice_for().measured()
     kept = {name: path.read_bytes() for name, path in files(tmp_path).items()}
     with monkeypatch.context() as patched:
-        patched.setattr("ragblend.engine.decoding.few_rows.available_bytes", lambda: 1000)
+        patched.setattr("ragblend.engine.decoding.packed_weights.available_bytes", lambda: 1000)
         choice = choice_for()
-        assert choice.is_open and not choice.takes_rows()
+        assert choice.needs_measurement and not choice.is_direct()
         choice.measured()
-        assert choice.takes_rows() and not choice.is_open
+        assert choice.is_direct() and not choice.needs_measurement
     assert {name: path.read_bytes() for name, path in files(tmp_path).items()} == kept
-    assert choice_for().takes_rows() and not choice_for().is_open
+    assert choice_for().is_direct() and not choice_for().needs_measurement
 
 
-def test_a_measurement_that_fails_is_not_made_again_and_holds_no_weights(choice_for, monkeypatch):
-    monkeypatch.setattr(steps_module, "measure_steps", mock.Mock(side_effect=RuntimeError("no memory")))
+def test_a_failed_measurement_is_not_repeated_and_frees_weights(choice_for, monkeypatch):
+    monkeypatch.setattr(
+        implementations, "compare_implementations", mock.Mock(side_effect=RuntimeError("no memory"))
+    )
     choice = choice_for()
     with pytest.raises(RuntimeError, match="no memory"):
         choice.measured()
-    assert not choice.is_open and not choice.takes_rows() and not choice._packed
+    assert not choice.needs_measurement and not choice.is_direct() and not choice._packed
 
 
-def test_it_is_measured_when_the_answer_is_out(fresh, verdicts):
+def test_implementations_are_compared_after_the_answer(fresh, verdicts):
     """And not while it lasts, nor for every answer."""
     verdicts += [FASTER]
     choice = fresh.engine.runtime.choice if fresh.engine.gate.passed else None
     pieces = iter(fresh.engine.stream(make_prompt(TEXTS), "full", max_new_tokens=20))
     next(pieces)
-    assert isinstance(choice.steps, ModelSteps)
+    assert isinstance(choice.current, TransformersDecode)
     first = "".join(pieces)
     assert fresh.engine.finish_background(30)
-    assert isinstance(choice.steps, FewRows) and not verdicts
+    assert isinstance(choice.current, DirectDecode) and not verdicts
     fresh.engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
     assert fresh.engine.finish_background(30)
     assert "".join(fresh.engine.stream(make_prompt(TEXTS), "full", max_new_tokens=20)).endswith(first)
 
 
-def test_measuring_gives_way_and_is_begun_again(fresh, monkeypatch):
+def test_measuring_yields_to_requests_and_restarts(fresh, monkeypatch):
     """To a question, and for good to whoever closes the model."""
     engine, begun, let_go, times = fresh.engine, threading.Event(), threading.Event(), []
 
-    def measure(decoder, rows, token_ids, leave):
+    def measure(decoder, rows, token_ids, cancelled):
         times.append(1)
         begun.set()
-        while not leave():
+        while not cancelled():
             if let_go.wait(0.01):
                 return FASTER
         raise Cancelled("somebody came")
 
-    monkeypatch.setattr(steps_module, "measure_steps", measure)
+    monkeypatch.setattr(implementations, "compare_implementations", measure)
     answer = partial(engine.generate, make_prompt(TEXTS), "full", max_new_tokens=4)
     first = answer()
     assert begun.wait(30)
@@ -343,30 +355,30 @@ def test_measuring_gives_way_and_is_begun_again(fresh, monkeypatch):
     assert len(times) == 2 and answer().token_ids == first.token_ids
     let_go.set()
     assert engine.finish_background(30)
-    assert isinstance(engine.runtime.choice.steps, FewRows)
+    assert isinstance(engine.runtime.choice.current, DirectDecode)
 
 
-def test_what_fails_is_not_tried_after_every_answer(fresh, monkeypatch, caplog):
-    monkeypatch.setattr(steps_module, "measure_steps", lambda *given: 1 / 0)
+def test_a_failed_comparison_is_not_repeated_after_every_answer(fresh, monkeypatch, caplog):
+    monkeypatch.setattr(implementations, "compare_implementations", lambda *given: 1 / 0)
     for _ in range(2):
         fresh.engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
         assert fresh.engine.finish_background(30)
     assert sum("background failed" in record.message for record in caplog.records) == 1
 
 
-# --- whoever computes, an answer is the same
+# --- an answer is the same with both implementations
 
 
 @pytest.fixture
 def both(stored, monkeypatch):
     """both(answer): what answer(engine) returns with each of the two."""
     runtime = stored.engine.runtime
-    ways = ModelSteps(runtime.loaded.model), FewRows(runtime.decoder, {})
+    ways = TransformersDecode(runtime.loaded.model), DirectDecode(runtime.decoder, {})
 
     def answers(answer):
         found = []
         for steps in ways:
-            monkeypatch.setattr(runtime.choice, "steps", steps)
+            monkeypatch.setattr(runtime.choice, "current", steps)
             found.append(answer(stored.engine))
         return found
 
@@ -391,7 +403,7 @@ SCHEMA = json_grammar({"type": "object", "properties": {"a": {"type": "string"}}
     ],
     ids=lambda options: " ".join(options) or "greedy",
 )
-def test_tokens_are_the_same(both, stored, options):
+def test_both_implementations_generate_the_same_tokens(both, stored, options):
     options = {"max_new_tokens": 30, "method": "full"} | options
     told = both(lambda engine: engine.generate(make_prompt(TEXTS), **options).token_ids)
     assert told[0] == told[1] and len(told[0]) > 3
@@ -399,18 +411,18 @@ def test_tokens_are_the_same(both, stored, options):
         assert list(told[1]) == stored.answer(make_prompt(TEXTS), 30)
 
 
-def test_what_a_prompt_says_is_read_in_fewer_passes(stored, monkeypatch):
+def test_quoting_the_prompt_takes_fewer_passes(stored, monkeypatch):
     """A random model repeats itself: with guesses it says the same, and what it goes on from is the same."""
     engine, passes = stored.engine, []
-    rows, prompt = FewRows(engine.runtime.decoder, {}), make_prompt(TEXTS)
+    rows, prompt = DirectDecode(engine.runtime.decoder, {}), make_prompt(TEXTS)
     assert engine.runtime.token_grammars  # which want to know how answers end
-    monkeypatch.setattr(engine.runtime.choice, "steps", rows)
+    monkeypatch.setattr(engine.runtime.choice, "current", rows)
     monkeypatch.setattr(engine.runtime.loaded.model.generation_config, "eos_token_id", None)
     read = rows.run_together
     monkeypatch.setattr(rows, "run_together", lambda reads: passes.append(len(reads[0][1])) or read(reads))
     told, held = [], []
     for count in (0, 3):
-        monkeypatch.setattr(FewRows, "guessed", count)
+        monkeypatch.setattr(DirectDecode, "guessed_tokens", count)
         session, options = Session(), {"grammar": REPEATED, "max_new_tokens": 101}
         told.append(engine.stream(prompt, session=session, **options).result.token_ids)
         held.append((session.tokens, len(passes)))
@@ -420,22 +432,22 @@ def test_what_a_prompt_says_is_read_in_fewer_passes(stored, monkeypatch):
     assert set(passes) <= {1, 2, 3, 4}
 
 
-def test_guesses_end_where_they_are_wrong():
-    lookup = Lookup(3, [1, 2, 3, 4, 5, 6, 1, 2])
-    assert lookup.guesses() == [3, 4, 5]
+def test_guessing_stops_when_guesses_are_wrong():
+    lookup = PromptLookup(3, [1, 2, 3, 4, 5, 6, 1, 2])
+    assert lookup.propose() == [3, 4, 5]
     lookup.add(3)
-    assert lookup.guesses() == [4, 5, 6]
+    assert lookup.propose() == [4, 5, 6]
     for _ in range(8):
-        lookup.were_right(0)
-        assert lookup.guesses()
-    lookup.were_right(0)
-    assert not lookup.guesses()
-    assert not Lookup(0, [1, 2, 3, 1, 2]).guesses() and not Lookup(3, [1, 2, 3, 4]).guesses()
-    assert not Lookup(3, [1, 2, 3, 1, 2, 9]).guesses()
+        lookup.record_accepted(0)
+        assert lookup.propose()
+    lookup.record_accepted(0)
+    assert not lookup.propose()
+    assert not PromptLookup(0, [1, 2, 3, 1, 2]).propose() and not PromptLookup(3, [1, 2, 3, 4]).propose()
+    assert not PromptLookup(3, [1, 2, 3, 1, 2, 9]).propose()
 
 
 @pytest.mark.parametrize("is_forced", [False, True])
-def test_tool_calls_are_the_same(both, stored, is_forced):
+def test_both_implementations_make_the_same_tool_calls(both, stored, is_forced):
     tokenizer = copy.deepcopy(stored.engine.tokenizer)
     tokenizer.chat_template = TOOLS_TEMPLATE
     parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -446,7 +458,7 @@ def test_tool_calls_are_the_same(both, stored, is_forced):
     assert told[1].text.startswith("<tool_call>") == is_forced
 
 
-def test_log_probabilities_are_the_same(both):
+def test_both_implementations_report_the_same_logprobs(both):
     told = both(lambda engine: engine.generate(make_prompt(TEXTS), max_new_tokens=9, logprobs=3, **SAMPLED))
     for one, other in zip(*(result.logprobs for result in told), strict=True):
         assert one.token_id == other.token_id
@@ -454,7 +466,7 @@ def test_log_probabilities_are_the_same(both):
         assert [each[0] for each in other.most_likely] == [each[0] for each in one.most_likely]
 
 
-def test_streams_and_stop_strings_are_the_same(both, stored):
+def test_both_implementations_stream_the_same_pieces(both, stored):
     whole = stored.engine.generate(make_prompt(TEXTS), max_new_tokens=40).text
     stop = whole[len(whole) // 2 :][:3]
     told = both(lambda engine: list(engine.stream(make_prompt(TEXTS), max_new_tokens=40, stop=[stop])))
@@ -462,7 +474,7 @@ def test_streams_and_stop_strings_are_the_same(both, stored):
     assert "".join(told[1]) == whole[: whole.index(stop)]
 
 
-def test_a_session_goes_on_the_same(both):
+def test_both_implementations_continue_sessions_alike(both):
     def talk(engine):
         session = Session()
         first = engine.stream(make_prompt(TEXTS), session=session, max_new_tokens=9).result
@@ -474,7 +486,7 @@ def test_a_session_goes_on_the_same(both):
     assert told[0] == told[1] and told[0][2].reused > 100
 
 
-def test_a_cancelled_answer_ends_at_the_same_token(both):
+def test_both_implementations_cancel_at_the_same_token(both):
     def cancelled(engine):
         event, pieces = threading.Event(), []
 
@@ -491,7 +503,7 @@ def test_a_cancelled_answer_ends_at_the_same_token(both):
     assert told[0] == told[1]
 
 
-# --- weights that were four-bit numbers
+# --- packed weights
 
 
 def on_levels(rows, columns, dtype, seed=0):
@@ -504,57 +516,55 @@ def on_levels(rows, columns, dtype, seed=0):
     return (levels * scale.abs() + lowest).view(rows, columns).to(dtype)
 
 
+def normal(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_four_bit_weights_are_found_and_multiply_as_they_did(dtype):
-    weight, rows = on_levels(128, 96, dtype), torch.randn(3, 96, generator=torch.Generator().manual_seed(1))
-    packed = four_bit(weight)
-    assert packed is not None and packed.levels.nbytes == 128 * 96 // 2
-    expected = rows @ weight.float().T
-    assert largest_error(packed(rows.to(dtype)), expected) < 0.03
-    both = FourBit.joined([packed, packed])
-    assert torch.equal(both(rows.to(dtype)), torch.cat([packed(rows.to(dtype))] * 2, 1))
+@pytest.mark.parametrize(
+    ("pack", "make", "nbytes"),
+    [
+        (four_bit, lambda: on_levels(128, 96, torch.float32), 128 * 96 // 2),
+        (eight_bit, lambda: normal(48, 96).index_fill(0, torch.tensor([5]), 0), 48 * 96),
+    ],
+    ids=["four bits", "eight bits"],
+)
+def test_packed_weights_multiply_like_the_original(pack, make, nbytes, dtype):
+    weight, rows = make().to(dtype), normal(3, 96).to(dtype)
+    packed = pack(weight)
+    assert packed is not None and packed.levels.nbytes == nbytes
+    expected = rows.float() @ weight.float().T
+    assert largest_error(packed(rows), expected) < 0.03
+    both = type(packed).concatenated([packed, packed])
+    assert torch.equal(both(rows), torch.cat([packed(rows)] * 2, 1))
+
+
+ONE_OFF = on_levels(128, 96, torch.float32).index_fill(0, torch.tensor([127]), 1)
 
 
 @pytest.mark.parametrize(
-    "weight",
+    ("pack", "weight"),
     [
-        torch.randn(128, 96, generator=torch.Generator().manual_seed(2)),
-        on_levels(128, 96, torch.float32)
-        .index_fill(0, torch.tensor([127]), 1)
-        .addcmul_(torch.eye(128, 96), torch.full((), 0.02)),
-        on_levels(120, 96, torch.float32),
-        on_levels(128, 96, torch.float32)[:, :80],
+        (four_bit, normal(128, 96)),
+        (four_bit, ONE_OFF.addcmul_(torch.eye(128, 96), torch.full((), 0.02))),
+        (four_bit, on_levels(120, 96, torch.float32)),
+        (four_bit, on_levels(128, 96, torch.float32)[:, :80]),
+        (eight_bit, normal(40, 96)),
+        (eight_bit, normal(48, 80)),
+        (eight_bit, normal(48, 96).index_fill(1, torch.tensor([7]), 30)),
     ],
-    ids=["random", "one row a little off", "rows of no whole block", "columns of no whole group"],
+    ids=[
+        "random",
+        "one row a little off",
+        "rows of no whole block",
+        "columns of no whole group",
+        "rows beyond which the kernel reads",  # it crashed at 20 rows of 33
+        "columns beyond which the kernel reads",
+        "a large weight in each row, beside which others become zero",
+    ],
 )
-def test_other_weights_are_left_as_they_are(weight):
-    assert four_bit(weight) is None
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_weights_are_rounded_to_eight_bits(dtype):
-    draw = torch.Generator().manual_seed(2)
-    weight, rows = torch.randn(48, 96, generator=draw).to(dtype), torch.randn(3, 96, generator=draw).to(dtype)
-    weight[5] = 0
-    packed = eight_bit(weight)
-    assert packed is not None and packed.levels.nbytes == 48 * 96
-    expected = rows.float() @ weight.float().T
-    assert 0 < largest_error(packed(rows), expected) < 0.03
-    joined = EightBit.joined([packed, packed])
-    assert torch.equal(joined(rows), torch.cat([packed(rows)] * 2, 1))
-
-
-@pytest.mark.parametrize("shape", [(40, 96), (48, 80)])
-def test_shapes_beyond_which_the_eight_bit_kernel_reads_are_left_as_they_are(shape):
-    """It crashed at 20 rows of 33."""
-    assert eight_bit(torch.randn(shape)) is None
-
-
-def test_weights_that_rounding_would_move_are_left_as_they_are():
-    """One weight of a row sets its scale: beside a large one others become nothing."""
-    weight = torch.randn(48, 96, generator=torch.Generator().manual_seed(2))
-    assert eight_bit(weight) is not None
-    assert eight_bit(weight.index_fill(1, torch.tensor([7]), 30)) is None
+def test_unsuitable_weights_are_not_packed(pack, weight):
+    assert pack(weight) is None
 
 
 @pytest.fixture
@@ -572,7 +582,7 @@ def with_levels(monkeypatch):
     return with_levels
 
 
-def test_a_model_of_four_bit_weights_is_decoded_with_them(prefilled_for, with_levels):
+def test_models_of_four_bit_weights_are_decoded_with_packed_weights(prefilled_for, with_levels):
     """Within what rounding to bfloat16 does; and the weights that are no four-bit ones become eight-bit ones."""
     prefilled, decoder = prefilled_for("qwen2")
     packed, seen = {}, []
@@ -586,16 +596,22 @@ def test_a_model_of_four_bit_weights_is_decoded_with_them(prefilled_for, with_le
     assert kinds == fours | dict.fromkeys(("k_proj", "v_proj", "o_proj", "head"), EightBit)
     kernel = mock.Mock(wraps=torch._weight_int8pack_mm)
     with mock.patch.object(torch, "_weight_int8pack_mm", kernel):
-        FewRows(decoder, packed).run(prefilled.cache, [1, 2])
+        DirectDecode(decoder, packed).run(prefilled.cache, [1, 2])
     prefilled.cache.truncate()
     rows, levels, _ = kernel.call_args.args
     assert rows.dtype == torch.bfloat16, "in float32 it is ten times slower"
     assert torch.equal(levels, packed["head"].levels) and kernel.call_count == 3 * len(decoder.layers) + 1
-    assert 0 < measure_steps(decoder, FewRows(decoder, packed), prefilled.prompt.token_ids).divergence < 0.05
+    assert (
+        0
+        < compare_implementations(
+            decoder, DirectDecode(decoder, packed), prefilled.prompt.token_ids
+        ).divergence
+        < 0.05
+    )
 
 
 @pytest.mark.parametrize("pack", [four_bit, eight_bit])
-def test_a_large_weight_is_left_in_its_middle(pack, monkeypatch):
+def test_packing_a_large_weight_can_be_cancelled(pack, monkeypatch):
     """An output layer takes seconds: a question that comes meanwhile does not wait for them."""
     monkeypatch.setattr("ragblend.engine.decoding.fourbit.BLOCK_WEIGHTS", 64 * 64)
     monkeypatch.setattr("ragblend.engine.decoding.eightbit.BLOCK_ROWS", 64)
@@ -611,17 +627,17 @@ def test_a_large_weight_is_left_in_its_middle(pack, monkeypatch):
     assert pack(weight, go_on) is not None and len(asked) == 3 + 4
 
 
-def test_weights_that_nobody_rounded_are_not_rounded(prefilled_for, with_levels):
+def test_weights_are_rounded_only_if_allowed(prefilled_for, with_levels):
     """A greedy answer of a float32 checkpoint would not be that of its own `generate`."""
     _, decoder = prefilled_for("llama")
     packed = {}
-    pack_weights(decoder, packed, rounds=False)
+    pack_weights(decoder, packed, allows_rounding=False)
     assert packed and not any(packed.values())
-    pack_weights(with_levels(decoder), again := {}, rounds=False)
+    pack_weights(with_levels(decoder), again := {}, allows_rounding=False)
     assert any(isinstance(each, FourBit) for each in again.values())
 
 
-def test_a_file_of_few_bits_a_weight_is_a_quantized_one(model_folder, tmp_path):
+def test_small_files_count_as_quantized(model_folder, tmp_path):
     file = tmp_path / "model.gguf"
     file.write_bytes(bytes(1_000))
     assert was_quantized(str(file), 1_000) and was_quantized(str(file), 800)

@@ -1,4 +1,4 @@
-"""A figure or name that is not sure is read again in full, once, and the answer goes on from there."""
+"""Before an uncertain figure or name the answer continues from a full prefill, once."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import torch
 from benches import make_prompt, make_text
 
 from ragblend import Chunk, Literal, Prompt
-from ragblend.engine.decoding.second_look import SecondLook
+from ragblend.engine.decoding.uncertainty import UncertaintyCheck
 from ragblend.engine.prompts.session import Session
 from ragblend.engine.selection import METHODS
 
@@ -62,19 +62,21 @@ ASKED = (IDS[" Orbeck"], IDS[" Ferry"])
         ([" metres", "[", "2", "]"], "4", 0.5, True),
     ],
 )
-def test_what_is_looked_up_again(before, token, sure, wanted):
+def test_which_tokens_are_uncertain(before, token, sure, wanted):
     chunk, question = Chunk("x", token_ids=(IDS[" is"],)), Literal("", ASKED)
-    look = SecondLook(WORDS, Prompt([chunk, question]), 0.7)
+    look = UncertaintyCheck(WORDS, Prompt([chunk, question]), 0.7)
     rival = " 339" if token.strip().isdigit() else " Elin"
     logits = probabilities(**{token: sure, rival: 1 - sure})
-    assert look.is_wanted(IDS[token], logits, [IDS[each] for each in before]) is wanted
+    assert look.needs_full_prefill(IDS[token], logits, [IDS[each] for each in before]) is wanted
 
 
-def test_whether_to_begin_with_the_figure_is_no_doubt_about_it():
+def test_choosing_between_a_figure_and_a_word_is_not_uncertain():
     """A model that answers "41" or "The ferry ..." has one figure in mind."""
-    look = SecondLook(WORDS, Prompt([Literal("", ASKED)]), 0.7)
-    assert not look.is_wanted(IDS[" 41"], probabilities(**{" 41": 0.5, " is": 0.45, " 339": 0.05}), [])
-    assert look.is_wanted(IDS[" 41"], probabilities(**{" 41": 0.5, " is": 0.2, " 339": 0.3}), [])
+    look = UncertaintyCheck(WORDS, Prompt([Literal("", ASKED)]), 0.7)
+    assert not look.needs_full_prefill(
+        IDS[" 41"], probabilities(**{" 41": 0.5, " is": 0.45, " 339": 0.05}), []
+    )
+    assert look.needs_full_prefill(IDS[" 41"], probabilities(**{" 41": 0.5, " is": 0.2, " 339": 0.3}), [])
 
 
 def probabilities(**given):
@@ -85,10 +87,10 @@ def probabilities(**given):
     return found.log()
 
 
-class Unsure(SecondLook):
+class Unsure(UncertaintyCheck):
     """Of the third token, whatever it is."""
 
-    def is_wanted(self, token, logits, before):
+    def needs_full_prefill(self, token, logits, before):
         return len(before) == 2
 
 
@@ -103,46 +105,46 @@ def exact_behind(bench, prompt, begun, count):
 
 
 @pytest.mark.parametrize("guessed", [0, 4])
-def test_from_the_unsure_token_on_the_answer_is_that_of_full_prefill(fresh, monkeypatch, guessed):
+def test_after_an_uncertain_token_the_answer_is_full_prefills(fresh, monkeypatch, guessed):
     engine, prompt = fresh.engine, make_prompt(TEXTS)
     engine.encode(TEXTS)
     fused = engine.generate(prompt, method="probe-shift:sure=0", max_new_tokens=8)
     assert fused.report.read_again_at is None
-    monkeypatch.setattr("ragblend.engine.decoding.loop.SecondLook", Unsure)
-    monkeypatch.setattr(type(engine.runtime.choice.steps), "guessed", guessed, raising=False)
+    monkeypatch.setattr("ragblend.engine.decoding.loop.UncertaintyCheck", Unsure)
+    monkeypatch.setattr(type(engine.runtime.choice.current), "guessed_tokens", guessed, raising=False)
     result = engine.generate(prompt, method="probe-shift:sure=0.5", max_new_tokens=8)
     assert result.report.read_again_at == 2
     assert list(result.token_ids) == exact_behind(fresh, prompt, fused.token_ids[:2], len(result.token_ids))
 
 
-def test_a_session_holds_nothing_of_what_was_not_said(fresh, monkeypatch):
+def test_sessions_do_not_hold_rejected_tokens(fresh, monkeypatch):
     """Guesses that the second look turned down stood in it under the ids of what was said."""
     engine, prompt, session = fresh.engine, make_prompt(TEXTS), Session()
     engine.encode(TEXTS)
-    monkeypatch.setattr("ragblend.engine.decoding.loop.SecondLook", Unsure)
+    monkeypatch.setattr("ragblend.engine.decoding.loop.UncertaintyCheck", Unsure)
     with engine.stream(prompt, method="probe-shift:sure=0.5", session=session, max_new_tokens=8) as stream:
         result = stream.result
     assert result.report.read_again_at == 2
     assert session.tokens == len(result.prompt.token_ids) + 2
 
 
-def test_what_is_exact_already_is_not_read_again(fresh, monkeypatch):
+def test_exact_prompts_are_not_prefilled_again(fresh, monkeypatch):
     engine = fresh.engine
     engine.encode(TEXTS)
-    monkeypatch.setattr("ragblend.engine.decoding.loop.SecondLook", Unsure)
+    monkeypatch.setattr("ragblend.engine.decoding.loop.UncertaintyCheck", Unsure)
     for method, ratio in (("full", 0.15), ("exact", 0.15), ("probe-shift", 1.0), ("reuse", 0.15)):
         result = engine.generate(make_prompt(TEXTS), method=method, ratio=ratio, max_new_tokens=4)
         assert result.report.read_again_at is None, method
     assert METHODS["auto"].sure == METHODS["probe-shift"].sure > 0 == METHODS["epic"].sure
 
 
-def test_a_prefilled_prompt_can_be_answered_again_from_its_end(fresh, monkeypatch):
+def test_a_prefilled_prompt_can_be_decoded_again(fresh, monkeypatch):
     """The other cache is the answer's own: what is measured behind the prompt afterwards is still the method's."""
     engine = fresh.engine
     engine.encode(TEXTS)
     prefilled = engine.prefill(make_prompt(TEXTS), method="probe-shift")
     before = engine.continue_logits(prefilled, (5, 6, 7))
-    monkeypatch.setattr("ragblend.engine.decoding.loop.SecondLook", Unsure)
+    monkeypatch.setattr("ragblend.engine.decoding.loop.UncertaintyCheck", Unsure)
     first, again = (engine.decode(prefilled, max_new_tokens=6) for _ in range(2))
     assert first.token_ids == again.token_ids and again.report.read_again_at == 2
     assert torch.equal(engine.continue_logits(prefilled, (5, 6, 7)), before)

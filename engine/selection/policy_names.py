@@ -1,7 +1,7 @@
-"""Policies by what users write (`cacheblend`, `epic:first=16`), and those of other packages.
+"""Parses method names with parameters (`epic:first=16`), and finds policies of other packages.
 
-A package adds one by an entry point, `every-nth = "its.module:POLICY"` in the group `ragblend.policies`.
-It is imported once one of its names is asked for, and can take none of ours.
+A package adds a policy by an entry point, `every-nth = "its.module:POLICY"` in the group `ragblend.policies`. It is
+imported when that name is used, and cannot replace one of ours.
 """
 
 from collections.abc import Sequence
@@ -9,19 +9,19 @@ from dataclasses import fields, replace
 from importlib.metadata import entry_points
 from typing import Any
 
-from ragblend.engine.selection.base import FIXED, Policy
+from ragblend.engine.selection.base import NOT_PARAMETERS, Policy
 from ragblend.kvstore.errors import UsageError, did_you_mean
 
 GROUP = "ragblend.policies"
 
 
 def entry_point_names() -> list[str]:
-    """What other packages call their policies; none of them is imported."""
+    """Names of other packages' policies; imports none of them."""
     return sorted(entry_points(group=GROUP).names)
 
 
-def from_package(name: str) -> Policy | None:
-    """The policy that a package added under that name; None if none did. Raises UsageError, which names the package."""
+def policy_from_package(name: str) -> Policy | None:
+    """The policy that a package adds under that name, or None. Raises UsageError, which names the package."""
     points = entry_points(group=GROUP, name=name)
     found = {f"{p.dist.name} {p.dist.version}" if p.dist is not None else p.module: p for p in points}
     if not found:
@@ -34,32 +34,32 @@ def from_package(name: str) -> Policy | None:
         if not isinstance(policy, Policy):
             raise TypeError(f"{point.value} is a {type(policy).__name__}, not a Policy")
         return replace(policy, name=name)
-    except Exception as error:  # it may be anything: the code is another package's
+    except Exception as error:  # anything: the code is another package's
         raise UsageError(
             f"the method {name!r} of the package {package} cannot be used: {type(error).__name__}: {error}; "
             "repair or remove that package"
         ) from error
 
 
-def unknown(name: str, known: Sequence[str]) -> UsageError:
-    """The error for a name that nobody knows: what there is, and the nearest."""
+def unknown_method(name: str, known: Sequence[str]) -> UsageError:
+    """The error for an unknown method: lists the known ones and suggests the nearest."""
     return UsageError(f"method {name!r} is unknown; there are {', '.join(known)}{did_you_mean(name, known)}")
 
 
 def with_parameters(policy: Policy, method: str) -> Policy:
-    """The policy with the parameters behind the colon, and the whole as its name. Raises UsageError."""
-    there, wanted = policy.parameters, dict[str, Any]()
-    names = ", ".join(f"{name}={standing}" for name, standing in there.items()) or "none"
+    """The policy with the parameters after the colon, named `method`. Raises UsageError."""
+    defaults, wanted = policy.parameters, dict[str, Any]()
+    names = ", ".join(f"{name}={default}" for name, default in defaults.items()) or "none"
     for item in method.partition(":")[2].split(","):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals:
             raise UsageError(
                 f"method {method!r}: a parameter is written name=value behind the colon; there are {names}"
             )
-        if key not in there:
-            near = did_you_mean(key, there)
+        if key not in defaults:
+            near = did_you_mean(key, defaults)
             raise UsageError(f"method {policy.name!r} has no parameter {key!r}; there are {names}{near}")
-        wanted[key] = _value(method, key, value, there[key])
+        wanted[key] = _value(method, key, value, defaults[key])
     try:
         return _replaced(policy, wanted | {"name": method})
     except UsageError as error:
@@ -67,23 +67,23 @@ def with_parameters(policy: Policy, method: str) -> Policy:
 
 
 def _replaced(policy: Policy, wanted: dict[str, Any]) -> Policy:
-    """The policy with these values for fields of its own, or of its parts."""
+    """The policy with these values for its own fields, or for fields of its parts."""
     changed = {}
     for each in fields(policy):
         part = getattr(policy, each.name)
         if each.name in wanted:
             changed[each.name] = wanted[each.name]
-        elif each.name not in FIXED and hasattr(part, "__dataclass_fields__"):
+        elif each.name not in NOT_PARAMETERS and hasattr(part, "__dataclass_fields__"):
             own = {key: value for key, value in wanted.items() if key in part.__dataclass_fields__}
             changed[each.name] = replace(part, **own)
     return replace(policy, **changed)
 
 
-def _value(method: str, key: str, text: str, standing: object) -> object:
-    """The text as what stands there by default is: a whole number, a number, or a word."""
-    if isinstance(standing, str):
+def _value(method: str, key: str, text: str, default: object) -> object:
+    """The text as a value of the default's type: int, float or str."""
+    if isinstance(default, str):
         return text
-    kind = int if isinstance(standing, int) else float
+    kind = int if isinstance(default, int) else float
     try:
         return kind(text)
     except ValueError:

@@ -1,0 +1,216 @@
+"""Chooses and runs the decode implementation: what computes an answer's tokens from the KV in a cache.
+
+The model's own forward (`TransformersDecode`) serves every model, and serves until another one is proven. The first row
+of IMPLEMENTATIONS that supports a model is compared with it once, in the background: it must give the same logits, in
+less time. To add an implementation, write its file, and a row in that table.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ragblend.engine.cache import FusedCache
+from ragblend.engine.decoding.cuda_graph import CudaGraphDecode
+from ragblend.engine.decoding.direct import DirectDecode, Read
+from ragblend.engine.decoding.packed_weights import PackedWeights, load_packed, pack_weights, save_packed
+from ragblend.engine.model.decoder import Decoder
+from ragblend.engine.model.device import device_name, transfer_stream
+from ragblend.kvstore.errors import Cancelled
+from ragblend.kvstore.files import make_private_folder, replace_durably
+
+VERSION = 4  # raise it when what is measured changes
+MEASURED_TOKENS, TURNS = 16, 5
+# Mean divergence allowed, in nats a token: bfloat16 and another order of sums give 2e-3, a wrong layer 1 and more.
+MAX_DIVERGENCE = 0.01
+SETTLED_SHARE, MAX_TURNS = 0.8, 25
+CancelCheck = Callable[[], bool]
+
+
+class DecodeImplementation(Protocol):
+    """Runs a few tokens through the model, behind the KV in a cache.
+
+    guessed_tokens: how many more rows cost little; together: how many answers share one pass at most.
+    """
+
+    guessed_tokens: ClassVar[int]
+    together: ClassVar[int]
+
+    def run(self, cache: FusedCache, token_ids: Sequence[int]) -> Tensor:
+        """Append these tokens to the cache; returns the logits behind each, (n, vocab) float32."""
+
+    def run_together(self, reads: Sequence[Read]) -> list[Tensor]:
+        """`run` for several caches. If it raises, the caches hold what they held before."""
+
+
+@dataclass(frozen=True)
+class TransformersDecode:
+    """The model's own forward, one cache at a time: it takes different lengths only with padding."""
+
+    model: Any
+    guessed_tokens: ClassVar[int] = 0
+    together: ClassVar[int] = 1
+
+    @torch.inference_mode()
+    def run(self, cache: FusedCache, token_ids: Sequence[int]) -> Tensor:
+        ids = torch.tensor([list(token_ids)], device=self.model.device)
+        logits: Tensor = self.model(ids, past_key_values=cache, use_cache=True).logits
+        return logits[0].float()
+
+    def run_together(self, reads: Sequence[Read]) -> list[Tensor]:
+        return [self.run(*read) for read in reads]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A row of IMPLEMENTATIONS. make(decoder, packed weights): only for a decoder that it supports."""
+
+    supports: Callable[[Decoder], bool]
+    make: Callable[[Any, PackedWeights], DecodeImplementation]
+
+
+IMPLEMENTATIONS = (
+    Candidate(CudaGraphDecode.supports, CudaGraphDecode),
+    Candidate(DirectDecode.supports, DirectDecode),
+)
+
+
+def candidate_for(decoder: Decoder) -> Candidate | None:
+    """The first row of the table that supports this decoder."""
+    return next((candidate for candidate in IMPLEMENTATIONS if candidate.supports(decoder)), None)
+
+
+@dataclass(frozen=True)
+class DecodeComparison:
+    """A candidate against the model's own forward: divergence in nats a token, and its share of the time, by turn."""
+
+    divergence: float
+    ratios: tuple[float, ...]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether another measurement would agree: one on a busy machine may not."""
+        faster = sum(ratio < 1 for ratio in self.ratios) / len(self.ratios)
+        is_clear = max(faster, 1 - faster) >= SETTLED_SHARE or len(self.ratios) >= MAX_TURNS
+        return is_clear or not self.divergence <= MAX_DIVERGENCE
+
+    @property
+    def accepts(self) -> bool:
+        """Whether the candidate is to be used."""
+        return self.is_settled and self.divergence <= MAX_DIVERGENCE and statistics.median(self.ratios) < 1
+
+
+def compare_implementations(
+    decoder: Decoder,
+    candidate: DecodeImplementation,
+    token_ids: Sequence[int],
+    cancelled: CancelCheck = lambda: False,
+) -> DecodeComparison:
+    """Run some text through both, its last tokens one by one, in turns. Raises Cancelled once cancelled() is true.
+
+    On a CPU it counts this thread's time, which does half of the work on two cores, so that other load does not count.
+    """
+    transfers = transfer_stream(decoder.device)
+    seconds = time.perf_counter if transfers.staged else time.thread_time
+
+    def clock() -> float:
+        transfers.synchronize()
+        return seconds()
+
+    ids, last = list(token_ids[:-MEASURED_TOKENS]), token_ids[-MEASURED_TOKENS:]
+    cache = FusedCache(decoder.geometry, len(ids), MEASURED_TOKENS, decoder.device)
+    for held in cache.fused:
+        held.set_length(0)
+    model = TransformersDecode(decoder.model)
+    model.run(cache, ids)
+
+    def timed(implementation: DecodeImplementation) -> tuple[Tensor, float]:
+        cache.truncate()
+        logits, begun = [], clock()
+        for token in last:
+            if cancelled():
+                raise Cancelled("comparing decode implementations was interrupted by other work")
+            logits.append(implementation.run(cache, [token]))
+        return torch.cat(logits).log_softmax(-1), clock() - begun
+
+    (expected, _), (found, _) = timed(model), timed(candidate)  # warms up
+    divergence = float((expected.exp() * (expected - found)).sum(-1).mean())
+    turns = [(timed(candidate)[1], timed(model)[1]) for _ in range(TURNS)]
+    return DecodeComparison(divergence, tuple(ours / own for ours, own in turns))
+
+
+class DecodeSelector:
+    """Chooses a loaded model's decode implementation. current: the one to use now.
+
+    allows_rounding: whether weights may be rounded to eight bits (those that a file held in about as many).
+
+    The comparison is kept in a folder, beside the packed weights, which take ten seconds for a billion. If it is
+    missing, damaged, or too large for memory, it is made again, and the model's own forward serves until then.
+    """
+
+    def __init__(self, decoder: Decoder, folder: Path, fingerprint: str, allows_rounding: bool) -> None:
+        # The order in which weights are packed depends on the processor and on torch.
+        on = f"{device_name(decoder.device)}-{torch.__version__}-v{VERSION}"
+        self._file = folder / f"steps-{fingerprint[:32]}-{on}.json"
+        self._weights_file = self._file.with_suffix(".safetensors")
+        self._decoder: Any = decoder
+        self._saves_weights = decoder.device.type == "cpu"
+        self._allows_rounding = allows_rounding
+        self._ratios: tuple[float, ...] = ()
+        self._packed: PackedWeights = {}
+        self.current: DecodeImplementation = TransformersDecode(decoder.model)
+        self._candidate = candidate_for(decoder)
+        self.needs_measurement = self._candidate is not None
+        if self._candidate is not None:
+            self._load(self._candidate)
+
+    def _load(self, candidate: Candidate) -> None:
+        """Take up what an earlier process measured."""
+        with suppress(
+            OSError, ValueError, TypeError, LookupError, SafetensorError, MemoryError, RuntimeError
+        ):
+            saved = json.loads(self._file.read_text())
+            comparison = DecodeComparison(saved["divergence"], tuple(saved["ratios"]))
+            if comparison.accepts:
+                packed = load_packed(self._weights_file, saved["checksum"]) if self._saves_weights else {}
+                self.current = candidate.make(self._decoder, packed)
+            self._ratios, self.needs_measurement = comparison.ratios, not comparison.is_settled
+
+    def measure(self, token_ids: Sequence[int], cancelled: CancelCheck) -> None:
+        """Compare and choose. Raises Cancelled once cancelled() is true; what was packed by then is kept."""
+        assert self._candidate is not None, "there is nothing to measure"
+        self.needs_measurement = False  # an error here would come back after every answer
+        try:
+            pack_weights(self._decoder, self._packed, self._allows_rounding, cancelled)
+            implementation = self._candidate.make(self._decoder, self._packed)
+            measured = compare_implementations(self._decoder, implementation, token_ids, cancelled)
+        except Cancelled:
+            self.needs_measurement = True
+            raise
+        except BaseException:
+            self._packed = {}
+            raise
+        packed, self._packed = self._packed, {}
+        comparison = DecodeComparison(measured.divergence, (*self._ratios, *measured.ratios))
+        self._ratios, self.needs_measurement = comparison.ratios, not comparison.is_settled
+        if comparison.accepts:
+            self.current = implementation
+        if (
+            packed or not self._saves_weights
+        ):  # without: too little memory here, maybe not in the next process
+            self._save(comparison, packed)
+
+    def _save(self, comparison: DecodeComparison, packed: PackedWeights) -> None:
+        with suppress(OSError, SafetensorError):  # on a full disk each process measures for itself
+            make_private_folder(self._file.parent)
+            checksum = save_packed(packed, self._weights_file) if packed and comparison.accepts else 0
+            saved = json.dumps(asdict(comparison) | {"checksum": checksum}, indent=1, sort_keys=True)
+            replace_durably(self._file, saved)

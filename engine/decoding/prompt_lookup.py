@@ -1,0 +1,43 @@
+"""Prompt lookup decoding: guesses that an answer continues as the text it quotes from the prompt.
+
+Source: A. Saxena, 2023; it is speculative decoding (arXiv 2211.17192) without a second model. Guesses are verified in
+one pass, and accepted only if the answer's own choice is the same token, so tokens stay what they were, greedy or
+sampled, with any processors.
+"""
+
+from collections.abc import Iterable
+
+GRAMS = (3, 2)
+# Accepted tokens a pass that pay for its guesses: 4 rows take a quarter longer than 1 (SmolLM2).
+BREAK_EVEN = 0.5
+MAX_CREDIT = 4.0
+
+
+class PromptLookup:
+    """Guesses `count` tokens at a time, until too few of them were accepted."""
+
+    def __init__(self, count: int, token_ids: Iterable[int]) -> None:
+        self._count, self._credit = count, MAX_CREDIT if count else -1.0
+        self._ids: list[int] = []
+        self._next_index: dict[tuple[int, ...], int] = {}  # of the token after the n-gram's last occurrence
+        for token in token_ids if count else ():
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        """Append the next token of prompt or answer."""
+        for size in GRAMS:
+            self._next_index[tuple(self._ids[-size:])] = len(self._ids)
+        self._ids.append(token)
+
+    def propose(self) -> list[int]:
+        """`count` tokens, or none."""
+        if self._credit >= 0:
+            for size in GRAMS:
+                begin = self._next_index.get(tuple(self._ids[-size:]))
+                if begin is not None and begin + self._count <= len(self._ids):
+                    return self._ids[begin : begin + self._count]
+        return []
+
+    def record_accepted(self, tokens: int) -> None:
+        """That many of the last guesses were accepted."""
+        self._credit = min(MAX_CREDIT, self._credit + tokens - BREAK_EVEN)
