@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
-from ragblend.app.library.upkeep import check_index, check_library
+from ragblend.app.library.maintenance import check_index, check_library
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.errors import RagBlendError, UnsupportedModelError
 

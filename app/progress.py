@@ -24,7 +24,7 @@ def silent(*_: object, **__: object) -> None:
     """Show nothing."""
 
 
-class Meter:
+class ProgressCounter:
     """Adds the progress of single documents up to that of the run, and leaves the work where it may be left.
 
     name: the file in hand; leave() says whether to leave it: asked between two passages or pages, and some times a

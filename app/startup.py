@@ -3,31 +3,31 @@
 import logging
 import threading
 
-from ragblend.app.desk import Desk
+from ragblend.app.services import AppServices
 from ragblend.kvstore.errors import RagBlendError
 
 LOG = logging.getLogger(__name__)
 
 
-class Startup:
+class ModelStartup:
     """One loading in the background. problem: what must be told; "" while it is under way or when all is well."""
 
     def __init__(self) -> None:
         self.problem = ""
         self.is_loading = False
 
-    def begin(self, desk: Desk) -> threading.Thread:
+    def begin(self, services: AppServices) -> threading.Thread:
         """Load so that the first question need not wait; a model that is missing is told before anybody asks."""
         self.is_loading = True
-        thread = threading.Thread(target=self._load, args=(desk,), name="ragblend-startup", daemon=True)
+        thread = threading.Thread(target=self._load, args=(services,), name="ragblend-startup", daemon=True)
         thread.start()
         return thread
 
-    def _load(self, desk: Desk) -> None:
+    def _load(self, services: AppServices) -> None:
         try:
-            workspaces = desk.workspaces
+            workspaces = services.workspaces
             workspaces.first.engine.count_tokens("one word")  # is there such a model?
-            desk.conversations.warm_up()
+            services.conversations.warm_up()
             workspaces.first.engine.prefetch(())
             self.problem = ""
         except RagBlendError as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ragblend.app.answering.chats import Chats
 from ragblend.app.home import Home, make_private
-from ragblend.app.library.documents import State
+from ragblend.app.library.documents import DocumentState
 from ragblend.app.library.registry import Library
 from ragblend.app.models import check_model
 from ragblend.app.settings import Settings
@@ -97,10 +97,10 @@ class Workspaces(Closing):
         first = self.settings.collection
         return [first, *sorted({*self.library.collections()} - {first})]
 
-    def count_documents(self, *states: State) -> int:
+    def count_documents(self, *states: DocumentState) -> int:
         """Those of all collections, or those of these states."""
         counts = map(self.library.counts_by_state, self.names())
-        return sum(sum(found[state] for state in states or State) for found in counts)
+        return sum(sum(found[state] for state in states or DocumentState) for found in counts)
 
     def count_passages(self) -> int:
         return sum(map(self.library.count_passages, self.names()))
@@ -188,7 +188,7 @@ class Workspaces(Closing):
 
     def under(self, settings: Settings) -> "Workspaces":
         """The same collections and files under other settings, for one command: closing that closes nothing."""
-        return _Lent(self, settings)
+        return _SharedView(self, settings)
 
     def close(self) -> None:
         """Let go of the files. Engines stay: they are shared in a process."""
@@ -201,7 +201,7 @@ class Workspaces(Closing):
                 self._files.pop(key).close()
 
 
-class _Lent(Workspaces):
+class _SharedView(Workspaces):
     """What another one has open. Who writes, waits and forgets does it there."""
 
     def __init__(self, owner: Workspaces, settings: Settings) -> None:

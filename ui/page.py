@@ -5,28 +5,28 @@ from typing import Any
 import gradio as gr
 
 from ragblend.app.cli.common import plural
-from ragblend.app.library.jobs import Overview
+from ragblend.app.library.jobs import QueueOverview
 from ragblend.app.settings import Settings
 from ragblend.ui import tab_chat, tab_compare, tab_library, tab_settings, tab_store, views
-from ragblend.ui.context import EACH, QUEUED, QUICK, Context, drawn
-from ragblend.ui.guard import dismissed, guard
+from ragblend.ui.callback_checks import check_callbacks, dismissed
+from ragblend.ui.page_context import EACH, QUEUED, QUICK, PageContext, drawn
 from ragblend.ui.sessions import PARTS, session_of
 
 TICK_S = 1.5
 
 
-def build_page(context: Context) -> gr.Blocks:
-    """The whole page over one desk; nothing is served by it yet."""
+def build_page(context: PageContext) -> gr.Blocks:
+    """The whole page over one services; nothing is served by it yet."""
     with gr.Blocks(title="RAGBlend", analytics_enabled=False, fill_width=True) as page:
-        trouble = Frame(context, page).trouble
-    guard(page, trouble)
+        trouble = PageLayout(context, page).trouble
+    check_callbacks(page, trouble)
     return page
 
 
-class Frame:
+class PageLayout:
     """Lays the page out; its callbacks are those of the page itself: when it opens, while it is open, when it goes."""
 
-    def __init__(self, context: Context, page: gr.Blocks) -> None:
+    def __init__(self, context: PageContext, page: gr.Blocks) -> None:
         self._context = context
         self.header = drawn("rb-header", views.frame.header(), acts=False)
         self.banner = drawn("rb-banner", acts=False)
@@ -58,7 +58,7 @@ class Frame:
         self.trouble.click(dismissed, None, None, **QUICK)
 
     def load(self, request: gr.Request) -> dict[Any, Any]:
-        names = self._context.desk.workspaces.names()
+        names = self._context.services.workspaces.names()
         chosen = names[0]
         self._context.sessions.show(session_of(request), None)
         return {
@@ -72,7 +72,7 @@ class Frame:
 
     def choices(self, asked: list[str] | None, compared: str | None) -> dict[Any, Any]:
         """The collections that can be asked, after one was made or removed; what was chosen stays, if it is there."""
-        names = self._context.desk.workspaces.names()
+        names = self._context.services.workspaces.names()
         kept = [name for name in asked or () if name in names] or names[:1]
         return {
             self.chat.collections: gr.update(choices=names, value=kept, visible=len(names) > 1),
@@ -88,7 +88,7 @@ class Frame:
         """
         if not seen:
             return {self.header: gr.skip()}
-        overview = self._context.desk.jobs.overview()
+        overview = self._context.services.jobs.overview()
         startup = self._context.startup
         now = f"{fingerprint(overview, view)} {startup.is_loading} {startup.problem}"
         if now == seen:
@@ -101,9 +101,9 @@ class Frame:
         return updates | {**self._frame(), self.library.seen: now}
 
     def _frame(self) -> dict[Any, Any]:
-        desk, startup = self._context.desk, self._context.startup
-        overview = desk.jobs.overview()
-        line = state_line(overview, desk.settings, startup.is_loading)
+        services, startup = self._context.services, self._context.startup
+        overview = services.jobs.overview()
+        line = state_line(overview, services.settings, startup.is_loading)
         return {
             self.header: views.frame.header(line),
             self.banner: views.frame.banner(startup.problem, overview.waiting),
@@ -114,7 +114,7 @@ class Frame:
             self._context.sessions.close(session_of(request, part))
 
 
-def state_line(overview: Overview, settings: Settings, is_loading: bool = False) -> str:
+def state_line(overview: QueueOverview, settings: Settings, is_loading: bool = False) -> str:
     """What is being done, else which model answers."""
     if overview.total > overview.finished:
         word = "paused at" if overview.paused else "waiting at" if overview.waiting else "reading"
@@ -126,7 +126,7 @@ def state_line(overview: Overview, settings: Settings, is_loading: bool = False)
     return "the bundled model answers" if settings.model == "default" else f"{settings.model} answers"
 
 
-def fingerprint(overview: Overview, view: tuple[Any, ...] = ()) -> str:
+def fingerprint(overview: QueueOverview, view: tuple[Any, ...] = ()) -> str:
     """Another text as soon as there is anything new to draw; its first line is what the list depends on.
 
     view: the collection, search, state and page that are shown. A list that was asked for in one view may come when

@@ -16,7 +16,7 @@ def session_of(request: gr.Request, part: str = CHAT) -> str:
     return f"{request.session_hash}/{part}"
 
 
-class Sessions:
+class PageSessions:
     """What is asked in a session has a number, and the newest has the page. Safe for threads."""
 
     def __init__(self) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import gradio as gr
 
-from ragblend.app.answering.comparing import Side, compare
+from ragblend.app.answering.comparing import ComparedMethod, compare
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import views
-from ragblend.ui.context import QUEUED, QUICK, Context, collection_field, drawn
+from ragblend.ui.page_context import QUEUED, QUICK, PageContext, collection_field, drawn
 from ragblend.ui.sessions import COMPARISON, session_of
 from ragblend.ui.views import LABELS, WITHOUT_RATIO, problem
 
@@ -36,9 +36,9 @@ def _side(name: str, method: str) -> tuple[gr.Dropdown, gr.Slider]:
 
 
 class CompareTab:
-    def __init__(self, context: Context) -> None:
-        self._desk, self._sessions = context.desk, context.sessions
-        names = context.desk.workspaces.names()
+    def __init__(self, context: PageContext) -> None:
+        self._services, self._sessions = context.services, context.sessions
+        names = context.services.workspaces.names()
         with gr.Column(elem_id="rb-compare"):
             with gr.Row():
                 self.question = gr.Textbox(
@@ -94,7 +94,7 @@ class CompareTab:
         ended: Updates = {}
         try:
             with self._sessions.running(session, number, stopped.set):
-                for found in compare(self._desk.conversations, question, collection, sides, stopped):
+                for found in compare(self._services.conversations, question, collection, sides, stopped):
                     if self._sessions.is_others(session, number):
                         break
                     running = len(found.sides) < len(sides)
@@ -117,6 +117,6 @@ class CompareTab:
         self._sessions.stop(session_of(request, COMPARISON))
 
 
-def side_of(method: str, percent: float) -> Side:
+def side_of(method: str, percent: float) -> ComparedMethod:
     """percent: of what is stored."""
-    return Side(method, None if method in WITHOUT_RATIO else percent / 100)
+    return ComparedMethod(method, None if method in WITHOUT_RATIO else percent / 100)

@@ -11,7 +11,7 @@ import gradio as gr
 from ragblend.app import samples
 from ragblend.kvstore.errors import RagBlendError, UsageError
 from ragblend.ui import views
-from ragblend.ui.context import BARE, EACH, QUICK, Context, collection_field, drawn, search_field
+from ragblend.ui.page_context import BARE, EACH, QUICK, PageContext, collection_field, drawn, search_field
 from ragblend.ui.views import problem
 
 Updates = dict[Any, Any]
@@ -24,11 +24,11 @@ STATES = [("All", ""), ("Ready", "done"), ("Not finished", "pending"), ("Failed"
 class LibraryTab:
     """Lays the tab out and connects it; its components are named after what they show or take."""
 
-    def __init__(self, context: Context) -> None:
-        self._desk, self.offset = context.desk, gr.State(0)
+    def __init__(self, context: PageContext) -> None:
+        self._services, self.offset = context.services, gr.State(0)
         with gr.Row(elem_id="rb-library"):
             with gr.Column(scale=2, min_width=280, elem_id="rb-add"):
-                self._lay_out_adding(context.desk.workspaces.names())
+                self._lay_out_adding(context.services.workspaces.names())
             with gr.Column(scale=5, min_width=320):
                 self._lay_out_documents()
         self.view = [self.collection, self.search, self.state, self.offset]
@@ -92,7 +92,7 @@ class LibraryTab:
 
     def upload(self, files: list[str] | None, *view: Any) -> Updates:
         paths = [Path(file) for file in files or []]
-        updates = self._after(lambda: self._desk.jobs.upload(paths, view[0]), view)
+        updates = self._after(lambda: self._services.jobs.upload(paths, view[0]), view)
         discard(paths)
         return updates | {self.files: None}
 
@@ -101,15 +101,15 @@ class LibraryTab:
             if not folder.strip():
                 raise UsageError("Name a folder or a file first.")
             path = Path(folder.strip())
-            added = self._desk.jobs.add([path], view[0])
+            added = self._services.jobs.add([path], view[0])
             if watch:
-                self._desk.watching.add(path, view[0])
+                self._services.watching.add(path, view[0])
             return added
 
         return self._after(work, view) | {self.folder: gr.skip()}
 
     def add_samples(self, *view: Any) -> Updates:
-        return self._after(lambda: self._desk.jobs.add([samples.documents_folder()], view[0]), view)
+        return self._after(lambda: self._services.jobs.add([samples.documents_folder()], view[0]), view)
 
     def _after(self, work: Any, view: tuple[Any, ...]) -> Updates:
         """Add something, and say what became of it."""
@@ -121,7 +121,7 @@ class LibraryTab:
 
     def create(self, name: str) -> Updates:
         """Make a collection and show it; one that is there is shown: a browser may have missed that it was made."""
-        workspaces, name, said = self._desk.workspaces, name.strip(), ""
+        workspaces, name, said = self._services.workspaces, name.strip(), ""
         try:
             if name in workspaces.names():
                 said = problem(f"The collection “{name}” was there already; it is shown now.", "info")
@@ -136,15 +136,15 @@ class LibraryTab:
         self, collection: str, search: str, state: str, offset: int, event: gr.EventData
     ) -> Updates:
         """The one that the button names: another may be chosen already."""
-        desk, shown = self._desk, collection
+        services, shown = self._services, collection
         try:
-            removed, _ = desk.remove_collection(str(event.id))
+            removed, _ = services.remove_collection(str(event.id))
             message = views.library.deleted(removed)
             if collection == event.id:
-                shown = desk.workspaces.settings.collection
+                shown = services.workspaces.settings.collection
         except RagBlendError as error:
             message = problem(str(error))
-        chosen = gr.update(choices=desk.workspaces.names(), value=shown)
+        chosen = gr.update(choices=services.workspaces.names(), value=shown)
         return {self.message: message, self.collection: chosen, **self.refresh(shown, "", "", 0)}
 
     def act(self, collection: str, search: str, state: str, offset: int, event: gr.EventData) -> Updates:
@@ -159,14 +159,14 @@ class LibraryTab:
         return {self.message: message, **self.refresh(collection, search, state, offset)}
 
     def _do(self, event: gr.EventData, collection: str) -> str:
-        jobs, act = self._desk.jobs, event.act
+        jobs, act = self._services.jobs, event.act
         if act == "delete-document":
             return views.library.deleted(jobs.remove([str(event.id)], collection))
         if act == "retry-document":
-            known = self._desk.workspaces.of(collection).library.documents_with([str(event.id)])
+            known = self._services.workspaces.of(collection).library.documents_with([str(event.id)])
             return views.library.added(jobs.add([Path(each.path) for each in known.values()], collection))
         if act == "unwatch":
-            self._desk.watching.remove(int(event.id))
+            self._services.watching.remove(int(event.id))
         elif act in ("retry-job", "cancel-job"):
             (jobs.retry if act == "retry-job" else jobs.cancel)([int(event.id)])
         else:
@@ -187,12 +187,12 @@ class LibraryTab:
         """The queue, the folders and the page of documents as they are now."""
         return {
             **self.progress(),
-            self.watched: views.library.watched(self._desk.watching.folders()),
+            self.watched: views.library.watched(self._services.watching.folders()),
             **self._listed(collection, search, state, offset),
         }
 
     def progress(self) -> Updates:
-        jobs = self._desk.jobs
+        jobs = self._services.jobs
         overview, (shown, total) = jobs.overview(), jobs.page(limit=JOBS_SHOWN)
         return {
             self.queue: views.library.queue(overview),
@@ -204,7 +204,7 @@ class LibraryTab:
         try:
             shown = problem("Choose a collection.", "info"), ""
             if collection:
-                count = sum(self._desk.workspaces.library.counts_by_state(collection).values())
+                count = sum(self._services.workspaces.library.counts_by_state(collection).values())
                 tools = views.library.collection_tools(collection, count)
                 shown = self._documents(collection, search, state, offset), tools
         except RagBlendError as error:
@@ -213,10 +213,10 @@ class LibraryTab:
         return dict(zip(self._page, (*shown, at, OUT_OF_DATE), strict=True))
 
     def _documents(self, collection: str, search: str, state: str, offset: int) -> str:
-        library = self._desk.workspaces.of(collection).library
+        library = self._services.workspaces.of(collection).library
         page = library.page(collection, search, state or None, offset, PAGE)
         paths = [document.path for document in page.documents]
-        queued = self._desk.jobs.store.open_among(collection, paths)
+        queued = self._services.jobs.store.open_among(collection, paths)
         return views.library.documents(page, offset, PAGE, search, queued)
 
 

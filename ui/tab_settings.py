@@ -20,7 +20,7 @@ from ragblend.app.settings import Cost, Settings, cost_of, save_settings
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import views
-from ragblend.ui.context import EMPTY, QUICK, Context, drawn
+from ragblend.ui.page_context import EMPTY, QUICK, PageContext, drawn
 from ragblend.ui.tab_compare import CHOICES
 from ragblend.ui.views import LABELS, problem
 
@@ -85,8 +85,8 @@ def _form() -> dict[str, Any]:
 class SettingsTab:
     """Lays the tab out and connects it; filled anew whenever it is opened."""
 
-    def __init__(self, context: Context, tab: gr.Tab) -> None:
-        self._desk = context.desk
+    def __init__(self, context: PageContext, tab: gr.Tab) -> None:
+        self._services = context.services
         self._machine: Machine | None = None
         self._download: ModelDownload | None = None
         with gr.Row(elem_id="rb-settings"):
@@ -121,7 +121,7 @@ class SettingsTab:
             field.input(self.price, fields, priced, trigger_mode="always_last", **QUICK)
 
     def fill(self) -> Updates:
-        settings, form = self._desk.workspaces.settings, self._form
+        settings, form = self._services.workspaces.settings, self._form
         by_hand = not isinstance(settings.ratio, str)
         share = settings.ratio if by_hand else DEFAULT_RATIO
         as_they_are = ("model", "search", "top_k", "chunk_tokens", "temperature")
@@ -140,7 +140,7 @@ class SettingsTab:
 
     def _choices(self, settings: Settings) -> list[tuple[str, str]]:
         """The models that are here, the one in use, and some of the hub that would fit this machine."""
-        workspaces = self._desk.workspaces
+        workspaces = self._services.workspaces
         here = models_here(workspaces.home.models)
         try:
             self._machine = self._machine or machine_of(workspaces.of(settings.collection))
@@ -168,7 +168,7 @@ class SettingsTab:
             return updates | {self._cost: problem(str(error))}
 
     def _priced(self, given: dict[str, Any]) -> tuple[dict[str, Any], Cost]:
-        workspaces = self._desk.workspaces
+        workspaces = self._services.workspaces
         before, changes = workspaces.settings, chosen(given)
         if changes["max_new_tokens"] == before.answer_tokens:  # as the model has it, unless it was set
             changes["max_new_tokens"] = before.max_new_tokens
@@ -179,7 +179,7 @@ class SettingsTab:
         return changes, cost_of(before, wanted, *held, self._profile())
 
     def _profile(self) -> Any:
-        workspaces = self._desk.workspaces
+        workspaces = self._services.workspaces
         try:
             known = workspaces.first.engine.known_profile
         except RagBlendError:  # the model in use is gone: another one may be chosen all the same
@@ -190,7 +190,7 @@ class SettingsTab:
         """Save, after a hub model is here; what is saved works, or is not saved."""
         from ragblend.engine.model.device import pick_device
 
-        workspaces = self._desk.workspaces
+        workspaces = self._services.workspaces
         try:
             changes, price = self._priced(dict(zip(self._form, values, strict=True)))
             model = str(changes.get("model", workspaces.settings.model))
@@ -237,7 +237,7 @@ class SettingsTab:
     def measure(self) -> Iterator[str]:
         """Measure model and disk, for estimates of full prefill and for `auto`."""
         yield problem("Measuring: about a minute, in which questions wait …", "info")
-        workspaces = self._desk.workspaces
+        workspaces = self._services.workspaces
         try:
             workspaces.first.engine.profile()
             yield problem("Measured. From now on answers say what full prefill would have taken.", "info")
@@ -246,11 +246,11 @@ class SettingsTab:
 
     def _read_again(self) -> int:
         """Put every document in the queue: those whose recipe no longer holds are read again there."""
-        workspaces, count = self._desk.workspaces, 0
+        workspaces, count = self._services.workspaces, 0
         for name in workspaces.names():
             paths = [Path(document.path) for document in workspaces.library.documents(name)]
             if paths:
-                count += self._desk.jobs.add(paths, name).files
+                count += self._services.jobs.add(paths, name).files
         return count
 
 

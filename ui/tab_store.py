@@ -6,12 +6,12 @@ from typing import Any
 
 import gradio as gr
 
-from ragblend.app.library import upkeep
+from ragblend.app.library import maintenance
 from ragblend.app.progress import silent
 from ragblend.app.settings import save_settings
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import views
-from ragblend.ui.context import EMPTY, QUEUED, QUICK, Context, drawn
+from ragblend.ui.page_context import EMPTY, QUEUED, QUICK, PageContext, drawn
 from ragblend.ui.views import problem
 
 Updates = dict[Any, Any]
@@ -22,8 +22,8 @@ MOST_GIB = 500
 class StoreTab:
     """Lays the tab out and connects it; drawn anew whenever it is opened."""
 
-    def __init__(self, context: Context, tab: gr.Tab) -> None:
-        self._desk, self._context = context.desk, context
+    def __init__(self, context: PageContext, tab: gr.Tab) -> None:
+        self._services, self._context = context.services, context
         with gr.Column(elem_id="rb-store"):
             self.overview = drawn("rb-store-overview", acts=False)
             with gr.Row():
@@ -69,20 +69,20 @@ class StoreTab:
 
     @property
     def _workspace(self) -> Any:
-        return self._desk.workspaces.first
+        return self._services.workspaces.first
 
     def _overview(self) -> str:
-        workspaces, engine, takes = self._desk.workspaces, self._workspace.engine, None
+        workspaces, engine, takes = self._services.workspaces, self._workspace.engine, None
         with suppress(RagBlendError):  # without a model, or with one whose KV cannot be stored
             takes = engine.token_bytes
         held = workspaces.count_documents(), workspaces.count_passages()
-        return views.store.overview(upkeep.stats_value(engine.store), *held, takes)
+        return views.store.overview(maintenance.stats_value(engine.store), *held, takes)
 
     def set_budget(self, gib: float) -> Updates:
         try:
-            settings = self._desk.workspaces.change(store_budget_bytes=int(gib * GIB))
+            settings = self._services.workspaces.change(store_budget_bytes=int(gib * GIB))
             save_settings(
-                self._desk.workspaces.home.settings, {"store_budget_bytes": settings.store_budget_bytes}
+                self._services.workspaces.home.settings, {"store_budget_bytes": settings.store_budget_bytes}
             )
             return {self.message: problem("Kept.", "info"), self.overview: self._overview()}
         except RagBlendError as error:
@@ -91,19 +91,19 @@ class StoreTab:
     def check(self) -> Iterator[Updates]:
         yield {self.message: problem("Reading everything that is stored …", "info")}
         try:
-            found = upkeep.check(self._workspace)
+            found = maintenance.check(self._workspace)
             yield {self.message: views.store.findings(found)}
         except RagBlendError as error:
             yield {self.message: problem(str(error))}
 
     def repair(self) -> Iterator[Updates]:
         yield {self.message: problem("Repairing …", "info")}
-        workspaces = self._desk.workspaces
+        workspaces = self._services.workspaces
         try:
             with workspaces.writing():
                 # Encoding may take hours, with the writer's lock: the queue does it without, and can be paused.
-                done = upkeep.repair(workspaces.first, silent, leave=lambda: True)
-            self._desk.jobs.wake()
+                done = maintenance.repair(workspaces.first, silent, leave=lambda: True)
+            self._services.jobs.wake()
             yield {self.message: views.store.repaired(done), self.overview: self._overview()}
         except RagBlendError as error:
             yield {self.message: problem(str(error))}

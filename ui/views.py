@@ -19,10 +19,10 @@ from jinja2.ext import Extension
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
+from ragblend.app.answering.breakdown import KINDS, counts_of, has_breakdown
 from ragblend.app.answering.chats import INTERRUPTED
-from ragblend.app.answering.citations import Cited
-from ragblend.app.answering.comparing import Side
-from ragblend.app.answering.hood import KINDS, counts_of, has_breakdown
+from ragblend.app.answering.citations import CitedAnswer
+from ragblend.app.answering.comparing import ComparedMethod
 from ragblend.app.cli.common import plural, size
 from ragblend.app.models import Here, Offer, offered
 from ragblend.engine.trace import TraceEvent
@@ -82,7 +82,7 @@ class Views:
         return lambda *values, **named: str(found(*values, **named))
 
 
-chat, compare, entrance, frame = Views("chat"), Views("compare"), Views("entrance"), Views("frame")
+chat, compare, frame, login = Views("chat"), Views("compare"), Views("frame"), Views("login")
 hood, library, passage = Views("hood"), Views("library"), Views("passage")
 settings, store = Views("settings"), Views("store")
 
@@ -171,7 +171,7 @@ def _parser() -> MarkdownIt:
     return MarkdownIt("commonmark", {"html": False, "breaks": True}).enable(["table", "strikethrough"])
 
 
-def cited_text(cited: Cited, caller: Callable[..., str]) -> Markup:
+def cited_text(cited: CitedAnswer, caller: Callable[..., str]) -> Markup:
     """The answer as safe HTML; caller draws a citation."""
     pieces = cited.pieces()
     marked = [piece if isinstance(piece, str) else number for number, piece in enumerate(pieces)]
@@ -188,7 +188,7 @@ def difference(text: str, other: str) -> list[tuple[str, bool]]:
     return [piece for piece in pieces if piece[0]]
 
 
-def label(side: Side) -> str:
+def label(side: ComparedMethod) -> str:
     """CacheBlend, 15%."""
     name = LABELS.get(side.method, side.method)
     return name if side.ratio is None else f"{name}, {100 * side.ratio:.0f}%"

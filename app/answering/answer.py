@@ -12,7 +12,7 @@ PLAIN = ("node_id", "document", "location", "score", "text")  # of a source, in 
 
 
 @dataclass(frozen=True)
-class Source:
+class AnswerSource:
     """A passage that the model was given, under its number, which it keeps for the whole conversation.
 
     score: the cosine similarity to the question; earlier: it came with an earlier question and is still before the
@@ -38,7 +38,7 @@ class Source:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Source":
+    def from_json(cls, value: dict[str, Any]) -> "AnswerSource":
         return cls(**{field.name: value[field.name] for field in fields(cls) if field.name in value})
 
 
@@ -59,7 +59,7 @@ class Answer:
     text: str
     model: str
     device: str
-    sources: tuple[Source, ...]
+    sources: tuple[AnswerSource, ...]
     retrieve_ms: float
     report: Report
     notice: str | None = None

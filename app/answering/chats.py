@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ragblend.app.answering.answer import Source
+from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.citations import with_marks
 from ragblend.app.database import Database, Layout, now, storable
 from ragblend.kvstore.errors import LibraryError, UsageError
@@ -51,7 +51,7 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Message:
+class ChatMessage:
     """One turn of one side. report: what the answer cost (`hood.breakdown_of`), notices, errors; {} for questions."""
 
     id: int
@@ -59,7 +59,7 @@ class Message:
     role: Role
     text: str
     created_at: str
-    sources: tuple[Source, ...] = ()
+    sources: tuple[AnswerSource, ...] = ()
     report: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -163,14 +163,14 @@ class Chats(Database):
 
     # --- messages
 
-    def messages(self, chat_id: int) -> list[Message]:
+    def messages(self, chat_id: int) -> list[ChatMessage]:
         """All messages, but for an answer being written, in order. Raises LibraryError if the conversation is gone."""
         rows = self.rows("SELECT * FROM messages WHERE chat_id = ? ORDER BY id", chat_id)
         if not rows:
             self.get(chat_id)
         return [message for message in map(_message, rows) if UNFINISHED not in message.report]
 
-    def message(self, message_id: int) -> Message:
+    def message(self, message_id: int) -> ChatMessage:
         """Raises LibraryError if it is gone."""
         rows = self.rows("SELECT * FROM messages WHERE id = ?", message_id)
         if not rows:
@@ -184,10 +184,10 @@ class Chats(Database):
         chat_id: int,
         role: Role,
         text: str,
-        sources: Sequence[Source] = (),
+        sources: Sequence[AnswerSource] = (),
         report: dict[str, Any] | None = None,
         answers: int | None = None,
-    ) -> Message:
+    ) -> ChatMessage:
         """Append a message; on disk when this returns. Raises LibraryError if its conversation or question is gone.
 
         answers: the message that was asked, which may have been replaced since.
@@ -209,14 +209,14 @@ class Chats(Database):
         self._see_removed(chat_id, sources)
         return self.message(key)
 
-    def add_to_report(self, message_id: int, more: dict[str, Any]) -> Message:
+    def add_to_report(self, message_id: int, more: dict[str, Any]) -> ChatMessage:
         """Beside what the report says by now. Raises LibraryError if the message is gone."""
         with self.transaction() as sql:
             report = self.message(message_id).report | more
             sql.execute("UPDATE messages SET report = ? WHERE id = ?", (_json(report), message_id))
         return self.message(message_id)
 
-    def rewrite(self, message: Message) -> Message:
+    def rewrite(self, message: ChatMessage) -> ChatMessage:
         """Put this text, these sources and this report in the place of a message's. Raises LibraryError if it is gone.
 
         A passage that was deleted since it was written stays deleted.
@@ -233,7 +233,7 @@ class Chats(Database):
             self._see_removed(message.chat_id, message.sources)
         return self.message(message.id)
 
-    def _see_removed(self, chat_id: int, sources: Sequence[Source]) -> None:
+    def _see_removed(self, chat_id: int, sources: Sequence[AnswerSource]) -> None:
         """After these are stored: whoever removes a passage now sees that it is here, or is seen."""
         if sources and self._known is not None:
             self._forget_removed_in(chat_id, self._known)
@@ -302,20 +302,20 @@ def _chat(row: sqlite3.Row) -> Chat:
     return Chat(**{each.name: row[each.name] for each in fields(Chat)})
 
 
-def _message(row: sqlite3.Row) -> Message:
+def _message(row: sqlite3.Row) -> ChatMessage:
     values = {name: row[name] for name in MESSAGE}
     try:
-        values["sources"] = tuple(map(Source.from_json, json.loads(row["sources"])))
+        values["sources"] = tuple(map(AnswerSource.from_json, json.loads(row["sources"])))
         values["report"] = dict(json.loads(row["report"]))
     except (ValueError, TypeError, AttributeError, KeyError):  # a bit that flipped on the disk
         values |= {
             "sources": (),
             "report": {"error": "(What stood beside this message is damaged on the disk.)"},
         }
-    return Message(**values)
+    return ChatMessage(**values)
 
 
-def _sources_json(sources: Sequence[Source]) -> str:
+def _sources_json(sources: Sequence[AnswerSource]) -> str:
     return _json([source.to_json() for source in sources])
 
 
@@ -337,7 +337,7 @@ def _around(texts: Sequence[str], word: str) -> str:
     return ("… " if start else "") + piece + (" …" if start + len(piece) < len(line) else "")
 
 
-def _removed(source: Source) -> Source:
+def _removed(source: AnswerSource) -> AnswerSource:
     """Without its text, and without its id, which is a digest of it."""
     return replace(source, node_id=f"removed-{source.number}", text=DELETED_TEXT)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from ragblend.app.answering.answer import Source
-from ragblend.app.answering.support import Place, sentences, supporting
+from ragblend.app.answering.answer import AnswerSource
+from ragblend.app.answering.support import SupportingSpan, sentences, supporting
 
 NUMBERS = re.compile(r"\[(\d{1,4}(?:\s*[,;]\s*\d{1,4})*)\]")
 
@@ -27,13 +27,13 @@ class Citation:
     start: int
     stop: int
     number: int
-    source: Source | None
+    source: AnswerSource | None
     by: Literal["model", "match"] = "model"
     place: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
-class Cited:
+class CitedAnswer:
     """An answer and its citations, in the order of the text."""
 
     text: str
@@ -56,15 +56,15 @@ class Cited:
         return [*pieces, self.text[at:]] if at < len(self.text) else pieces
 
 
-def cite(text: str, sources: Sequence[Source]) -> Cited:
+def cite(text: str, sources: Sequence[AnswerSource]) -> CitedAnswer:
     """The citations of an answer: the model's own, and matches for the sentences that have none."""
     found: list[Citation] = []
     for start, stop in sentences(text):
         found += _written(text, start, stop, sources) or _matched(text[start:stop], stop, sources)
-    return Cited(text, tuple(found))
+    return CitedAnswer(text, tuple(found))
 
 
-def with_marks(text: str, sources: Sequence[Source], finished: bool = True) -> str:
+def with_marks(text: str, sources: Sequence[AnswerSource], finished: bool = True) -> str:
     """The text with the numbers that were found written behind their sentences.
 
     Not finished: what is certain whatever comes, so that the next call's text begins with this one's.
@@ -83,7 +83,7 @@ def with_marks(text: str, sources: Sequence[Source], finished: bool = True) -> s
     return marked + text[at:]
 
 
-def _written(text: str, start: int, stop: int, sources: Sequence[Source]) -> list[Citation]:
+def _written(text: str, start: int, stop: int, sources: Sequence[AnswerSource]) -> list[Citation]:
     """The numbers in square brackets; `[1, 3]` gives two at the same place."""
     numbers = [
         (match.start(), match.end(), int(number))
@@ -97,7 +97,7 @@ def _written(text: str, start: int, stop: int, sources: Sequence[Source]) -> lis
     return [Citation(*each, known.get(each[2]), place=places.get(each[2])) for each in numbers]
 
 
-def _matched(sentence: str, end: int, sources: Sequence[Source]) -> list[Citation]:
+def _matched(sentence: str, end: int, sources: Sequence[AnswerSource]) -> list[Citation]:
     """The source of which a sentence says this with the fewest words missing; of equals the one ranked first."""
     found = [(place.share, -s.number, s, place) for s in sources if (place := _support(sentence, s))]
     if not found:
@@ -106,5 +106,5 @@ def _matched(sentence: str, end: int, sources: Sequence[Source]) -> list[Citatio
     return [Citation(end, end, best.number, best, "match", (place.start, place.stop))]
 
 
-def _support(sentence: str, source: Source) -> Place | None:
+def _support(sentence: str, source: AnswerSource) -> SupportingSpan | None:
     return supporting(sentence, source.text, about=source.document)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.answering.conversation import ANY, AskOptions, Conversations
+from ragblend.app.answering.conversation import ANY_SCORE, AskOptions, Conversations
 from ragblend.app.quality.metrics import kl_divergence, top1_agreement
 from ragblend.engine.config import TokenCounts
 from ragblend.kvstore.errors import Cancelled, LibraryError
@@ -22,7 +22,7 @@ ANSWER_TOKENS = 48
 
 
 @dataclass(frozen=True)
-class Side:
+class ComparedMethod:
     """One way to read the prompt; ratio None: the method's own, or the default."""
 
     method: str
@@ -30,13 +30,13 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Compared:
+class MethodResult:
     """What one way gave. kl in nats and same_next in [0, 1], both against full prefill along its answer.
 
     warning: why it was read in another way than was asked for, if it was.
     """
 
-    side: Side
+    side: ComparedMethod
     text: str
     ttft_ms: float
     kl: float
@@ -52,39 +52,39 @@ class Comparison:
     prompt_tokens: int
     passages: int
     notice: str | None = None
-    full: Compared | None = None
-    sides: tuple[Compared, ...] = ()
+    full: MethodResult | None = None
+    sides: tuple[MethodResult, ...] = ()
 
 
 def compare(
     talks: Conversations,
     question: str,
     collection: str,
-    sides: Sequence[Side],
+    sides: Sequence[ComparedMethod],
     cancel: threading.Event | None = None,
 ) -> Iterator[Comparison]:
     """A fuller comparison each time. Raises UsageError, LibraryError, PromptTooLongError, Cancelled."""
     longest = min(talks.settings.answer_tokens, ANSWER_TOKENS)
-    asked = talks.prepare(question, AskOptions((collection,), max_new_tokens=longest, least_score=ANY))
+    asked = talks.prepare(question, AskOptions((collection,), max_new_tokens=longest, least_score=ANY_SCORE))
     context, engine = asked.context, talks.engine
     if context is None:
         raise LibraryError(f"Comparing: {asked.notice}")
     now = Comparison(len(context.prompt.token_ids), len(context.sources), asked.notice)
     yield now
 
-    def prefill(side: Side) -> "Prefilled":
+    def prefill(side: ComparedMethod) -> "Prefilled":
         ratio: dict[str, Any] = {} if side.ratio is None else {"ratio": side.ratio}
         return engine.prefill(context.prompt, side.method, cancel=cancel, **ratio)
 
     def answered(prefilled: "Prefilled") -> "Result":
         return engine.decode(prefilled, max_new_tokens=asked.settings.answer_tokens, temperature=0.0)
 
-    def compared(side: Side, prefilled: "Prefilled", answer: "Result") -> Compared:
+    def compared(side: ComparedMethod, prefilled: "Prefilled", answer: "Result") -> MethodResult:
         """Beside what full prefill predicts along its own answer."""
         if cancel is not None and cancel.is_set():
             raise Cancelled("the comparison was stopped")
         logits, report = engine.continue_logits(prefilled, reference.token_ids), prefilled.report
-        return Compared(
+        return MethodResult(
             side=side,
             text=answer.text,
             ttft_ms=report.timings.prefill_ms,
@@ -97,10 +97,10 @@ def compare(
     for side in dict.fromkeys(sides):  # a method's first prefill pays for pages and kernels
         if side.method != FULL:
             prefill(side)
-    read = prefill(Side(FULL))
+    read = prefill(ComparedMethod(FULL))
     reference = answered(read)
     expected = engine.continue_logits(read, reference.token_ids)
-    full = compared(Side(FULL), read, reference)
+    full = compared(ComparedMethod(FULL), read, reference)
     now = replace(now, full=full)
     yield now
     for side in sides:

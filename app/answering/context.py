@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
-from ragblend.app.answering.answer import Source
-from ragblend.app.answering.chats import DELETED_TEXT, Message
+from ragblend.app.answering.answer import AnswerSource
+from ragblend.app.answering.chats import DELETED_TEXT, ChatMessage
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt, Segment
 from ragblend.engine.prompts.segments import Message as PromptMessage
 from ragblend.engine.prompts.tokenizing import OPENING, SEPARATOR, SYSTEM
@@ -37,11 +37,11 @@ class PastTurn:
     id: int
     question: str
     answer: str
-    sources: tuple[Source, ...]
+    sources: tuple[AnswerSource, ...]
 
 
 @dataclass(frozen=True)
-class Context:
+class PromptContext:
     """A tokenized prompt that fits the window. sources: what was found for this question and is in it.
 
     present: those, and what earlier questions brought; first_id: the first question that is in it; notice: what had to
@@ -49,29 +49,29 @@ class Context:
     """
 
     prompt: Prompt
-    sources: tuple[Source, ...]
-    present: tuple[Source, ...]
+    sources: tuple[AnswerSource, ...]
+    present: tuple[AnswerSource, ...]
     first_id: int
     notice: str | None
 
 
 @dataclass(frozen=True)
-class Words:
+class PromptWording:
     """system: how the conversation begins; closing: what is asked for, before the question."""
 
     system: str
     closing: str
 
 
-def words_for(mode: str, system: str | None, passages: bool) -> Words:
+def wording_for(mode: str, system: str | None, passages: bool) -> PromptWording:
     """documents: from the passages alone; chat: with them where there are any."""
     if mode == "documents":
-        return Words(SYSTEM if system is None else system, ONLY_PASSAGES)
+        return PromptWording(SYSTEM if system is None else system, ONLY_PASSAGES)
     default = SYSTEM if passages else PLAIN_SYSTEM
-    return Words(default if system is None else system, WITH_PASSAGES)
+    return PromptWording(default if system is None else system, WITH_PASSAGES)
 
 
-def past_turns(messages: Sequence[Message]) -> list[PastTurn]:
+def past_turns(messages: Sequence[ChatMessage]) -> list[PastTurn]:
     """Questions that the model answered, oldest first; one that failed or found nothing is as if never asked."""
     turns, asked = [], None
     for message in messages:
@@ -84,7 +84,9 @@ def past_turns(messages: Sequence[Message]) -> list[PastTurn]:
     return turns
 
 
-def numbered(found: Sequence[Source], messages: Sequence[Message], turns: Sequence[PastTurn]) -> list[Source]:
+def numbered(
+    found: Sequence[AnswerSource], messages: Sequence[ChatMessage], turns: Sequence[PastTurn]
+) -> list[AnswerSource]:
     """The same passages: those that the conversation knows keep their number, new ones get the next.
 
     earlier: it is in the context already, with one of these turns.
@@ -100,12 +102,12 @@ def numbered(found: Sequence[Source], messages: Sequence[Message], turns: Sequen
 def fit(
     engine: "Engine",
     room: int,
-    words: Words,
-    messages: Sequence[Message],
+    words: PromptWording,
+    messages: Sequence[ChatMessage],
     question: str,
-    found: Sequence[Source],
+    found: Sequence[AnswerSource],
     cancel: Cancel | None = None,
-) -> Context:
+) -> PromptContext:
     """The most that fits: all turns since the last cut, fewer if need be, then fewer passages, the best ones kept.
 
     room: tokens of the window beside the answer. Raises Cancelled, and PromptTooLongError for too long a question.
@@ -115,7 +117,7 @@ def fit(
     first_id = next((int(m.report["first_id"]) for m in reversed(messages) if "first_id" in m.report), 0)
     kept, best = [turn for turn in turns if turn.id >= first_id], list(found)
 
-    def sized() -> tuple[Prompt, list[Source], int]:
+    def sized() -> tuple[Prompt, list[AnswerSource], int]:
         if cancel is not None and cancel.is_set():
             raise Cancelled("The question was called off.")
         sources = numbered(best, messages, kept)
@@ -154,11 +156,15 @@ def fit(
     present |= {source.number: source for source in sources}
     first_id = kept[0].id if kept else (turns[-1].id + 1 if turns else 0)
     notice = _left_out(len(turns) - len(kept), len(turns), len(found) - len(best), len(found))
-    return Context(prompt, tuple(sources), tuple(present.values()), first_id, notice)
+    return PromptContext(prompt, tuple(sources), tuple(present.values()), first_id, notice)
 
 
 def build(
-    engine: "Engine", words: Words, turns: Sequence[PastTurn], question: str, sources: Sequence[Source]
+    engine: "Engine",
+    words: PromptWording,
+    turns: Sequence[PastTurn],
+    question: str,
+    sources: Sequence[AnswerSource],
 ) -> Prompt:
     """The tokenized prompt. Of each turn the passages that no earlier one brought, the best of them last."""
     messages = [PromptMessage("system", (Literal(words.system),))] if words.system else []
@@ -171,7 +177,9 @@ def build(
     return prompt
 
 
-def _asked(words: Words, question: str, sources: Sequence[Source], seen: set[str]) -> list[Segment]:
+def _asked(
+    words: PromptWording, question: str, sources: Sequence[AnswerSource], seen: set[str]
+) -> list[Segment]:
     """What people wrote is verbatim: it cannot end a turn, whatever it says."""
     new = [source for source in sources if source.node_id not in seen]
     segments: list[Segment] = []

@@ -1,7 +1,7 @@
-"""Asking: search the collections, build the context, stream the answer, keep all of it.   <- START HERE
+"""Answers questions: searches the collections, builds the prompt, streams the answer, stores it.   <- START HERE
 
-`Conversations.ask` (kept) or `answer` (not) -> `retrieval.in_stages` -> `context.fit` -> `Engine.stream`, in a `Turn`.
-The command line, the page and `comparing` all ask this way.
+`Conversations.ask` (stored) or `answer` (not stored) -> `retrieval.search_in_stages` -> `context.fit` ->
+`Engine.stream`, returned as an `AnswerStream`. The command line, the page, the server and `comparing` use this path.
 """
 
 import threading
@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
-from ragblend.app.answering.answer import Source
-from ragblend.app.answering.chats import DELETED_TEXT, Chats, Message
-from ragblend.app.answering.context import Words, build, fit, past_turns, words_for
-from ragblend.app.answering.digest import Digest, Reading
-from ragblend.app.answering.hood import full_prefill, has_breakdown
-from ragblend.app.answering.retrieval import in_stages, nearest
-from ragblend.app.answering.turn import UNSAVED, Asked, Turn
+from ragblend.app.answering.answer import AnswerSource
+from ragblend.app.answering.answer_stream import UNSAVED, AnswerStream, PreparedQuestion
+from ragblend.app.answering.breakdown import full_prefill, has_breakdown
+from ragblend.app.answering.chats import DELETED_TEXT, ChatMessage, Chats
+from ragblend.app.answering.context import PromptWording, build, fit, past_turns, wording_for
+from ragblend.app.answering.digest import DocumentSummariser, DocumentSummary
+from ragblend.app.answering.retrieval import nearest, search_in_stages
 from ragblend.app.database import now, storable
 from ragblend.app.library.documents import Document
 from ragblend.app.progress import OnProgress, silent
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # Cosine similarity below which a passage has nothing to do with a question. Measured with MiniLM over the samples: the
 # best passage of the 24 sample questions had 0.47 to 0.78, that of 20 questions about other things 0.11 to 0.33.
 LEAST_SCORE = 0.25
-ANY = -1.0  # whatever is nearest
+ANY_SCORE = -1.0  # whatever is nearest
 SESSIONS = 2  # conversations whose context stays in memory
 MODES = ("documents", "chat")
 ANSWERING = ("method", "ratio", "top_k", "max_new_tokens", "temperature")
@@ -82,7 +82,7 @@ class Conversations:
         self._workspaces = workspaces
         self._sessions: OrderedDict[int, Session] = OrderedDict()
         self._lock = threading.Lock()
-        self._turns: weakref.WeakSet[Turn] = weakref.WeakSet()
+        self._turns: weakref.WeakSet[AnswerStream] = weakref.WeakSet()
 
     @property
     def settings(self) -> Settings:
@@ -93,7 +93,7 @@ class Conversations:
         """Any collection's: each passage says which collection's KV it has."""
         return self._workspaces.first.engine
 
-    def ask(self, chat_id: int, question: str, options: AskOptions | None = None) -> Turn:
+    def ask(self, chat_id: int, question: str, options: AskOptions | None = None) -> AnswerStream:
         """Store the question, search, and begin to answer. Raises UsageError, SettingsError, LibraryError,
         PromptTooLongError; the question stays in the conversation all the same, unless it is empty.
         """
@@ -104,28 +104,34 @@ class Conversations:
         return self._turn(self._prepared(asked, messages, options), self._chats)
 
     def answer(
-        self, question: str, options: AskOptions | None = None, earlier: Sequence[Message] = ()
-    ) -> Turn:
+        self, question: str, options: AskOptions | None = None, earlier: Sequence[ChatMessage] = ()
+    ) -> AnswerStream:
         """The same, and nothing is kept. earlier: the messages before it. Raises as `ask` does."""
         return self._turn(self._unkept(question, options or AskOptions(), earlier), None)
 
-    def prepare(self, question: str, options: AskOptions, earlier: Sequence[Message] = ()) -> Asked:
+    def prepare(
+        self, question: str, options: AskOptions, earlier: Sequence[ChatMessage] = ()
+    ) -> PreparedQuestion:
         """Search, and build the prompt that fits the window. Raises as `ask` does."""
         *_, asked = self._unkept(question, options, earlier)
         return asked
 
-    def digest(self, document: Document, chat_id: int | None = None, show: OnProgress = silent) -> Digest:
+    def digest(
+        self, document: Document, chat_id: int | None = None, show: OnProgress = silent
+    ) -> DocumentSummary:
         """Summarise a document of the library; kept in that conversation, if there is one."""
         said, chats = f"Summarise {document.name}.", None if chat_id is None else self._chats
-        asked = Message(1, UNSAVED, "user", said, now())
+        asked = ChatMessage(1, UNSAVED, "user", said, now())
         if chats is not None and chat_id is not None:
             asked = chats.add(chat_id, "user", said)
-        reading = Reading(self._workspaces.of(document.collection), document, show)
-        turn = Digest(Asked(asked, None, Words("", ""), None, 0.0, self.settings), reading, chats)
+        reading = DocumentSummariser(self._workspaces.of(document.collection), document, show)
+        turn = DocumentSummary(
+            PreparedQuestion(asked, None, PromptWording("", ""), None, 0.0, self.settings), reading, chats
+        )
         self._turns.add(turn)
         return turn
 
-    def edit(self, message_id: int, question: str, options: AskOptions | None = None) -> Turn:
+    def edit(self, message_id: int, question: str, options: AskOptions | None = None) -> AnswerStream:
         """Ask something else in the place of a question: it and all after it are replaced. Raises as `ask` does."""
         message = self._chats.message(message_id)
         if message.role != "user" or not question.strip():
@@ -134,7 +140,7 @@ class Conversations:
         self._chats.replace_from(message_id)
         return self.ask(message.chat_id, question, options)
 
-    def regenerate(self, chat_id: int, options: AskOptions | None = None) -> Turn:
+    def regenerate(self, chat_id: int, options: AskOptions | None = None) -> AnswerStream:
         """Answer the last question again. Raises as `ask` does, and UsageError if nothing was asked."""
         messages = self._chats.messages(chat_id)
         questions = [message for message in messages if message.role == "user"]
@@ -191,13 +197,17 @@ class Conversations:
         if not question.strip():
             raise UsageError("Asking: the question is empty. Write what you want to know.")
 
-    def _unkept(self, question: str, options: AskOptions, earlier: Sequence[Message]) -> Iterator[Asked]:
+    def _unkept(
+        self, question: str, options: AskOptions, earlier: Sequence[ChatMessage]
+    ) -> Iterator[PreparedQuestion]:
         self._check(question, options)
         messages = [replace(message, id=number) for number, message in enumerate(earlier, start=1)]
-        asked = Message(len(messages) + 1, UNSAVED, "user", storable(question).strip(), now())
+        asked = ChatMessage(len(messages) + 1, UNSAVED, "user", storable(question).strip(), now())
         return self._prepared(asked, messages, options)
 
-    def _prepared(self, asked: Message, messages: Sequence[Message], options: AskOptions) -> Iterator[Asked]:
+    def _prepared(
+        self, asked: ChatMessage, messages: Sequence[ChatMessage], options: AskOptions
+    ) -> Iterator[PreparedQuestion]:
         """As far as retrieval has come, a stage at a time: the last one is what is answered."""
         settings = options.settings(self.settings)
         self.engine.check_text(len(asked.text))  # before it is searched by
@@ -207,18 +217,18 @@ class Conversations:
         known = any(turn.sources for turn in turns)
         for found, said in self._search(collections, ways, settings.top_k, options):
             retrieve_ms, notice = (time.perf_counter() - begun) * 1e3, said
-            words = words_for(options.mode, settings.system, bool(found) or known)
+            words = wording_for(options.mode, settings.system, bool(found) or known)
             if not found:
                 notice = notice or _nothing_found(collections, alone=options.mode == "chat" and not known)
                 if options.mode == "documents" and not known:
-                    yield Asked(asked, None, words, notice, retrieve_ms, settings)
+                    yield PreparedQuestion(asked, None, words, notice, retrieve_ms, settings)
                     continue
             room = self.engine.context_window - settings.answer_tokens
             context = fit(self.engine, room, words, messages, asked.text, found, options.cancel)
             notices = " ".join(text for text in (notice, context.notice) if text) or None
-            yield Asked(asked, context, words, notices, retrieve_ms, settings, options.client)
+            yield PreparedQuestion(asked, context, words, notices, retrieve_ms, settings, options.client)
 
-    def _turn(self, stages: Iterator[Asked], chats: Chats | None) -> Turn:
+    def _turn(self, stages: Iterator[PreparedQuestion], chats: Chats | None) -> AnswerStream:
         engine, stream = self.engine, None
         asked = next(stages)
         if asked.context is not None:
@@ -229,13 +239,13 @@ class Conversations:
             else:
                 *_, asked = asked, *stages
                 stream = engine.stream(asked.prompt, **given)
-        turn = Turn(asked, engine, stream, chats)
+        turn = AnswerStream(asked, engine, stream, chats)
         self._turns.add(turn)
         return turn
 
     def _read_ahead(
-        self, asked: Asked, stages: Iterator[Asked], given: dict[str, Any]
-    ) -> "tuple[Asked, Stream]":
+        self, asked: PreparedQuestion, stages: Iterator[PreparedQuestion], given: dict[str, Any]
+    ) -> "tuple[PreparedQuestion, Stream]":
         """The last stage, and its answer under way: the device reads each stage's prompt while the next one is made."""
         prompts = SimpleQueue[Prompt | None]()
         stream = self.engine.stream_staged(iter(prompts.get, None), **given)
@@ -252,7 +262,7 @@ class Conversations:
 
     def _search(
         self, collections: Sequence[str], ways: Sequence[str], top_k: int, options: AskOptions
-    ) -> Iterator[tuple[list[Source], str | None]]:
+    ) -> Iterator[tuple[list[AnswerSource], str | None]]:
         """The best passages of all collections so far, and what must be said about those that hold none.
 
         A follow-up ("and who owns it?") is looked for as it is, and behind the question before it, because a change of
@@ -265,14 +275,14 @@ class Conversations:
         empty = [name for name in names if name not in full]
         said = f"Nothing has been ingested in {_listed(empty)} yet." if empty else None
         spaces = [self._workspaces.of(name) for name in full]
-        for found in in_stages(spaces, ways, top_k, options.least_score, options.cancel):
+        for found in search_in_stages(spaces, ways, top_k, options.least_score, options.cancel):
             yield found, said
 
-    def _prompt_of(self, answer: Message, messages: Sequence[Message]) -> Any:
+    def _prompt_of(self, answer: ChatMessage, messages: Sequence[ChatMessage]) -> Any:
         """The prompt that the answer was made from, built again from what was stored."""
         question = messages[-1].text
         turns = [turn for turn in past_turns(messages[:-1]) if turn.id >= answer.report["first_id"]]
-        words = Words(answer.report["system"], answer.report["closing"])
+        words = PromptWording(answer.report["system"], answer.report["closing"])
         sources = [s for s in answer.sources if not s.earlier and s.text != DELETED_TEXT]
         return build(self.engine, words, turns, question, sources)
 

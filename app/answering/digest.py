@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ragblend.app.answering.answer import Source
+from ragblend.app.answering.answer import AnswerSource
+from ragblend.app.answering.answer_stream import AnswerStream, PreparedQuestion
 from ragblend.app.answering.chats import Chats
 from ragblend.app.answering.support import sentences
-from ragblend.app.answering.turn import Asked, Turn
-from ragblend.app.library.documents import Document, Passage
+from ragblend.app.library.documents import Document, DocumentPassage
 from ragblend.app.progress import OnProgress, Stage, silent
 from ragblend.app.workspace import Workspace
 from ragblend.engine.config import Report, Timings, TokenCounts
@@ -43,7 +43,7 @@ DOING: dict[Stage, str] = {"encode": "Reading passage", "digest": "Summing up pa
 
 
 @dataclass
-class Reading:
+class DocumentSummariser:
     """The work on one document. steps: prompts that were answered now; kept: that had been answered before."""
 
     workspace: Workspace
@@ -88,7 +88,7 @@ class Reading:
         self._tell("digest", total, total)
         return Result(text, (), self._report(before_ms, 1e3 * (time.perf_counter() - begun)), prompts[0])
 
-    def nearest(self, text: str) -> tuple[Source, ...]:
+    def nearest(self, text: str) -> tuple[AnswerSource, ...]:
         """For each sentence the passage of the document that is nearest to it, in their order, numbered."""
         library, document = self.workspace.library, self.document
         passages = library.passages_of(document.id)
@@ -101,7 +101,7 @@ class Reading:
             best[place] = max(scores[place], best.get(place, -1.0))
         found = [(passages[place], best[place]) for place in sorted(best)]
         return tuple(
-            Source(
+            AnswerSource(
                 number, p.node_id, document.id, document.collection, document.name, p.location,
                 round(score, 4), p.text,
             )
@@ -120,7 +120,7 @@ class Reading:
             self.encoded += bool(tokens)
             self._tell("encode", done, len(missing))
 
-    def _windows(self, passages: Sequence[Passage]) -> Iterator[Sequence[Passage]]:
+    def _windows(self, passages: Sequence[DocumentPassage]) -> Iterator[Sequence[DocumentPassage]]:
         """So many as are read for a question, or fewer where the model's window is small; each begins with the last of
         the one before, where that leaves room for another.
         """
@@ -152,7 +152,7 @@ class Reading:
             group, tokens = [*group, text], tokens + length
         yield group
 
-    def _of_passages(self, window: Sequence[Passage]) -> Prompt:
+    def _of_passages(self, window: Sequence[DocumentPassage]) -> Prompt:
         name = self.document.collection
         return self._prompt([Chunk(p.text, p.node_id, collection=name, entered=True) for p in window])
 
@@ -232,10 +232,10 @@ class Reading:
         )
 
 
-class Digest(Turn):
+class DocumentSummary(AnswerStream):
     """A summary on its way: iterate it for its pieces. `sources`, when it has ended, are the passages it rests on."""
 
-    def __init__(self, asked: Asked, reading: Reading, chats: Chats | None) -> None:
+    def __init__(self, asked: PreparedQuestion, reading: DocumentSummariser, chats: Chats | None) -> None:
         from ragblend.engine.results import Stream
 
         self.reading = reading
@@ -252,7 +252,7 @@ class Digest(Turn):
     def _report(self, more: dict[str, Any]) -> dict[str, Any]:
         return {"digest": self.reading.document.id, **more}
 
-    def _cited(self) -> tuple[Source, ...]:
+    def _cited(self) -> tuple[AnswerSource, ...]:
         with suppress(RagBlendError):  # the document may be gone: what was said of it is shown all the same
             self.sources = self.reading.nearest(self.text)
         return self.sources

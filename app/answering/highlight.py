@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ragblend.app.answering.answer import Source
+from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.chats import DELETED_TEXT
 from ragblend.app.extras import check_installed
-from ragblend.app.library.apart import apart
 from ragblend.app.library.chunking import SEPARATOR
-from ragblend.app.library.documents import Document, Passage
-from ragblend.app.library.guards import check_file
+from ragblend.app.library.documents import Document, DocumentPassage
+from ragblend.app.library.file_checks import check_file
 from ragblend.app.library.pdf_pages import PageImage, located_pages
 from ragblend.app.library.readers import read_document
 from ragblend.app.library.registry import Library
+from ragblend.app.library.sandbox import run_in_sandbox
 from ragblend.kvstore.errors import DocumentError
 
 AROUND_CHARACTERS = 3000  # of the text before and after the passage
@@ -41,7 +41,7 @@ class Highlight:
     reason: str = ""
 
 
-def locate_source(library: Library, source: Source, place: Place = None) -> Highlight:
+def locate_source(library: Library, source: AnswerSource, place: Place = None) -> Highlight:
     """Find the source in its document as that is now. Raises UsageError if the extra `ui` is needed and missing.
 
     place: of the passage mark only source.text[start:stop]; None: all of it.
@@ -56,7 +56,7 @@ def locate_source(library: Library, source: Source, place: Place = None) -> High
     return found or Highlight(document.name, reason=_why_not(document))
 
 
-def _located(library: Library, document: Document, source: Source, place: Place) -> Highlight | None:
+def _located(library: Library, document: Document, source: AnswerSource, place: Place) -> Highlight | None:
     path = Path(document.path)
     if path.suffix.lower() == ".pdf":
         return _on_pages(document, path, source, place)
@@ -72,7 +72,7 @@ def _located(library: Library, document: Document, source: Source, place: Place)
     return Highlight(document.name, (), text[first:last], begin, end, first > 0, last < len(text))
 
 
-def _up_to(library: Library, source: Source) -> Sequence[Passage]:
+def _up_to(library: Library, source: AnswerSource) -> Sequence[DocumentPassage]:
     """The document's passages in reading order, up to the source; none if the library does not have it any more."""
     passages = library.passages_of(source.document_id)
     places = [n for n, passage in enumerate(passages) if passage.node_id == source.node_id]
@@ -96,10 +96,10 @@ def _start(text: str, passages: Sequence[str], wanted: str) -> int | None:
     return first if first >= 0 and text.find(wanted, first + 1) < 0 else None
 
 
-def _on_pages(document: Document, path: Path, source: Source, place: Place) -> Highlight | None:
+def _on_pages(document: Document, path: Path, source: AnswerSource, place: Place) -> Highlight | None:
     check_installed("Pages with highlights", ("pypdfium2", "PIL"), "ui")
     check_file(path)
-    pages = apart(located_pages, path, source.text, source.location, place)
+    pages = run_in_sandbox(located_pages, path, source.text, source.location, place)
     return Highlight(document.name, pages) if pages else None
 
 

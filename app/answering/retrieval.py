@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ragblend.app.answering.answer import Source
+from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.library.registry import Library
 from ragblend.app.workspace import Workspace
 from ragblend.engine.scheduling.queue import Cancel
@@ -32,23 +32,23 @@ COMPARED_PASSAGES = 500
 
 def search(
     workspaces: Sequence[Workspace], ways: Sequence[str], top_k: int, least_score: float
-) -> list[Source]:
+) -> list[AnswerSource]:
     """At most top_k passages of these collections, best first, without numbers yet.
 
     ways: the question as it is and perhaps otherwise; each way gives every second passage. Raises LibraryError for a
     lost index, ModelError for a reranker that cannot be loaded.
     """
-    *_, found = in_stages(workspaces, ways, top_k, least_score)
+    *_, found = search_in_stages(workspaces, ways, top_k, least_score)
     return found
 
 
-def in_stages(
+def search_in_stages(
     workspaces: Sequence[Workspace],
     ways: Sequence[str],
     top_k: int,
     least_score: float,
     cancel: Cancel | None = None,
-) -> Iterator[list[Source]]:
+) -> Iterator[list[AnswerSource]]:
     """What `search` finds; before it what is found without the reranker, if one has something to order.
 
     cancel: asked while a question is embedded; Cancelled is raised once it is set.
@@ -61,19 +61,19 @@ def in_stages(
         yield _mixed([_reranked(reranker, way, found) for way in ways])[:top_k]
 
 
-def _reranked(reranker: "CrossEncoder", question: str, found: Sequence[Source]) -> list[Source]:
+def _reranked(reranker: "CrossEncoder", question: str, found: Sequence[AnswerSource]) -> list[AnswerSource]:
     scores = reranker.scores(question, [source.text for source in found])
     return [found[at] for at in sorted(range(len(found)), key=lambda at: -scores[at])]
 
 
-def _mixed(ranked: Sequence[Sequence[Source]]) -> list[Source]:
+def _mixed(ranked: Sequence[Sequence[AnswerSource]]) -> list[AnswerSource]:
     """The first of each ranking, then the second ones; each text once."""
     return without_duplicates([each for place in zip_longest(*ranked) for each in place if each is not None])
 
 
 def _ranked(
     workspaces: Sequence[Workspace], question: str, count: int, least_score: float, cancel: Cancel | None
-) -> list[Source]:
+) -> list[AnswerSource]:
     """Those that are near enough, in the order that nearness and words give together.
 
     A word alone brings none: one that a question shares by chance would make an answer to what nothing here is about.
@@ -123,12 +123,12 @@ def nearest(workspace: Workspace, question: NDArray[np.float32], count: int) -> 
     return found
 
 
-def _sources(library: Library, scores: Mapping[str, float]) -> dict[str, Source]:
+def _sources(library: Library, scores: Mapping[str, float]) -> dict[str, AnswerSource]:
     """What the registry has of these, by node id; scores: their cosine similarity to the question."""
     passages = library.passages(list(scores))
     documents = library.documents_with([passage.document_id for passage in passages.values()])
     return {
-        node: Source(
+        node: AnswerSource(
             0, node, p.document_id, documents[p.document_id].collection, documents[p.document_id].name, p.location,
             round(scores[node], 4), p.text,
         )
@@ -137,9 +137,9 @@ def _sources(library: Library, scores: Mapping[str, float]) -> dict[str, Source]
     }  # fmt: skip
 
 
-def without_duplicates(sources: Sequence[Source]) -> list[Source]:
+def without_duplicates(sources: Sequence[AnswerSource]) -> list[AnswerSource]:
     """Each text once, at its best place: twice in the prompt it would cost twice and add nothing."""
-    first: dict[str, Source] = {}
+    first: dict[str, AnswerSource] = {}
     for source in sources:
         first.setdefault(" ".join(source.text.split()), source)
     return list(first.values())

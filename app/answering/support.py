@@ -60,7 +60,7 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Place:
+class SupportingSpan:
     """passage[start:stop] says it; share of the sentence's words that stand there."""
 
     start: int
@@ -68,7 +68,7 @@ class Place:
     share: float
 
 
-def supporting(sentence: str, passage: str, about: str = "") -> Place | None:
+def supporting(sentence: str, passage: str, about: str = "") -> SupportingSpan | None:
     """The sentence of the passage that says this, or None. about: what the passage is from; its words may be named."""
     asked = tokens(sentence)
     content = [token for token in asked if _says(token)]
@@ -77,7 +77,7 @@ def supporting(sentence: str, passage: str, about: str = "") -> Place | None:
     known = {token.stem for token in tokens(about)}
     wanted = {token.stem for token in content}
     found = [
-        Place(start, stop, share)
+        SupportingSpan(start, stop, share)
         for start, stop, given in _windows(passage)
         if len(wanted & {token.stem for token in given}) >= LEAST_SHARE * len(wanted) / 2
         and (share := _share(asked, content, given, known)) >= LEAST_SHARE

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 
-from ragblend.app.library.documents import Passage, node_id
-from ragblend.app.library.readers import Part
+from ragblend.app.library.documents import DocumentPassage, node_id
+from ragblend.app.library.readers import DocumentPart
 from ragblend.engine.prompts.tokenizing import MAX_TOKEN_CHARACTERS
 from ragblend.kvstore.errors import OversizedDocumentError
 
@@ -18,11 +18,11 @@ CountTokens = Callable[[str], int]
 
 def cut_document(
     document: str,
-    parts: Sequence[Part],
+    parts: Sequence[DocumentPart],
     count_tokens: CountTokens,
     chunk_tokens: int,
     overlap_tokens: int = 0,
-) -> list[Passage]:
+) -> list[DocumentPassage]:
     """Split on sentences with LlamaIndex's SentenceSplitter, over the borders of pages and sections.
 
     Filling passages up matters more than stopping at a heading: every passage that is retrieved costs the same
@@ -56,7 +56,7 @@ def cut_document(
             )
     named = [place or f"part {n} of {len(pieces)}" for n, place in enumerate(places, start=1)]
     return [
-        Passage(node_id(document, index, piece), document, index, piece, place)
+        DocumentPassage(node_id(document, index, piece), document, index, piece, place)
         for index, (piece, place) in enumerate(zip(pieces, named, strict=True))
     ]
 

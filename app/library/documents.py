@@ -9,7 +9,7 @@ from pathlib import Path
 SCANNED = "it is probably scanned"  # how such a file is known by its failure
 
 
-class State(StrEnum):
+class DocumentState(StrEnum):
     """How far a document came: pending work is taken up by the next ingest."""
 
     PENDING = "pending"
@@ -43,7 +43,7 @@ class Document:
     id: str
     path: str
     collection: str
-    state: State
+    state: DocumentState
     reason: str
     facts: FileFacts
     recipe: str
@@ -66,7 +66,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Passage:
+class DocumentPassage:
     """One chunk of a document: the unit of retrieval and of stored KV."""
 
     node_id: str

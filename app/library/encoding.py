@@ -15,7 +15,7 @@ from ragblend.app.workspace import Workspace
 from ragblend.kvstore.errors import Cancelled, StoreLockedError
 from ragblend.kvstore.lock import read_holder, writer_lock
 
-Stopped = Literal["", "budget", "left", "elsewhere", "model"]
+StopReason = Literal["", "budget", "left", "elsewhere", "model"]
 GOES_ON = "it goes on with the next `ragblend ingest`, with the page, and with every question."
 
 
@@ -52,7 +52,7 @@ class KvReport:
     with_kv: int | None
     encoded: int = 0
     tokens: int = 0
-    stopped: Stopped = ""
+    stopped: StopReason = ""
     message: str = ""
 
 
@@ -108,7 +108,7 @@ def _encode(
         said = f"No KV was stored: {failed}, so its answers come from full prefill."
         return KvReport(count, 0, stopped="model", message=said)
     left, done, encoded, tokens, pace = missing.tokens, 0, 0, 0, Pace()
-    stopped: Stopped = ""
+    stopped: StopReason = ""
 
     def shown(document: str) -> None:
         rate, seconds = pace.per_second, pace.seconds_left(left)
@@ -132,7 +132,7 @@ def _encode(
     return KvReport(count, with_kv, encoded, tokens, stopped, message)
 
 
-def _message(stopped: Stopped, with_kv: int, count: int) -> str:
+def _message(stopped: StopReason, with_kv: int, count: int) -> str:
     if stopped == "budget":
         return f"budget reached: {with_kv:,} of {count:,} passages have KV; the rest is encoded when asked"
     if stopped == "left":

@@ -17,7 +17,7 @@ from xml.etree.ElementTree import Element
 from bs4 import BeautifulSoup, Tag, XMLParsedAsHTMLWarning
 from bs4.element import CData, NavigableString, PreformattedString
 
-from ragblend.app.library.guards import decode, open_archive
+from ragblend.app.library.file_checks import decode, open_archive
 from ragblend.kvstore.errors import EncryptedDocumentError, UnreadableDocumentError
 
 CONTAINER = "META-INF/container.xml"

@@ -15,12 +15,12 @@ from typing import Any
 from ragblend.app.library import readers
 from ragblend.app.library.chunking import cut_document
 from ragblend.app.library.discovery import Discovery, discover, is_gone, shown
-from ragblend.app.library.documents import Document, FileFacts, Passage, State, content_digest
+from ragblend.app.library.documents import Document, DocumentPassage, DocumentState, FileFacts, content_digest
 from ragblend.app.library.encoding import KvProgress, KvReport, encode_missing
-from ragblend.app.library.guards import check_file
+from ragblend.app.library.file_checks import check_file
 from ragblend.app.library.registry import Embeddings
 from ragblend.app.library.removal import remove_document
-from ragblend.app.progress import Meter, OnProgress, silent
+from ragblend.app.progress import OnProgress, ProgressCounter, silent
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.embeddings import Part, joined
 from ragblend.integrations.passages import Passage as Known
@@ -65,17 +65,17 @@ class IngestReport:
 
 
 def ingest(workspace: Workspace, paths: Sequence[Path], on_progress: OnProgress = silent) -> IngestReport:
-    """Ingest files and folders, and encode what has no KV. Raises as `take_in` and `add_kv` do."""
-    report = take_in(workspace, paths, on_progress)
+    """Ingest files and folders, and encode what has no KV. Raises as `ingest_paths` and `encode_and_report` do."""
+    report = ingest_paths(workspace, paths, on_progress)
     report.interrupted = report.interrupted or not embed_in_full(workspace, on_progress)
 
     def show(kv: KvProgress) -> None:
         on_progress("encode", kv.done, kv.total)
 
-    return report if report.interrupted else add_kv(workspace, report, show)
+    return report if report.interrupted else encode_and_report(workspace, report, show)
 
 
-def take_in(
+def ingest_paths(
     workspace: Workspace,
     paths: Sequence[Path],
     on_progress: OnProgress = silent,
@@ -88,7 +88,7 @@ def take_in(
     prune: remove the documents of these folders whose file is gone. One bad document is listed and stops nothing; a
     full disk, a missing model and the like are raised. Between two files other threads that want to write pass.
     """
-    run, spaces = _Run(workspace, Meter(on_progress, leave)), workspace.workspaces
+    run, spaces = _Run(workspace, ProgressCounter(on_progress, leave)), workspace.workspaces
     is_over = has_let_pass = False
     try:
         steps = run.all(discover(paths), prune)
@@ -110,7 +110,7 @@ def embed_in_full(
     """
     found = workspace.library.documents(workspace.settings.collection)
     waiting = [document for document in found if document.recipe.endswith(SKETCHED)]
-    meter = Meter(on_progress, leave)
+    meter = ProgressCounter(on_progress, leave)
     try:
         if waiting:
             meter.count("embed", more=sum(document.passages for document in waiting))
@@ -123,7 +123,7 @@ def embed_in_full(
     return True
 
 
-def _embed_rest(workspace: Workspace, document: Document, meter: Meter) -> None:
+def _embed_rest(workspace: Workspace, document: Document, meter: ProgressCounter) -> None:
     library = workspace.library
     passages, (nodes, sketches) = library.passages_of(document.id), library.embeddings_of(document.id)
     texts = [passage.text for passage in passages]
@@ -137,7 +137,7 @@ def _embed_rest(workspace: Workspace, document: Document, meter: Meter) -> None:
         library.replace_passages(document.id, document.facts, recipe, passages, rows)
 
 
-def add_kv(
+def encode_and_report(
     workspace: Workspace,
     report: IngestReport,
     show: Callable[[KvProgress], None],
@@ -163,7 +163,7 @@ def ingest_file(
     behind: how many files wait behind it; where they are many, `embed_in_full` has work to do later.
     Raises DocumentError, Cancelled when leave() says so, and what stops a whole run.
     """
-    run = _Run(workspace, Meter(show, leave))
+    run = _Run(workspace, ProgressCounter(show, leave))
     run.one(path, behind)
     return run.report
 
@@ -171,7 +171,7 @@ def ingest_file(
 class _Run:
     """One ingest run: the documents in turn, and the report on them."""
 
-    def __init__(self, workspace: Workspace, meter: Meter) -> None:
+    def __init__(self, workspace: Workspace, meter: ProgressCounter) -> None:
         self._workspace, self._meter = workspace, meter
         self._library = workspace.library
         self._collection = workspace.settings.collection
@@ -200,7 +200,7 @@ class _Run:
         name = str(path)
         known = self._library.document(self._collection, name)
         recipe = known.recipe.removesuffix(SKETCHED) if known else ""
-        current = known is not None and known.state is State.DONE and recipe == self._recipe
+        current = known is not None and known.state is DocumentState.DONE and recipe == self._recipe
         if known and current and known.facts.fit(path):
             self.report.unchanged.append(name)
             return
@@ -255,7 +255,9 @@ class _Run:
             self._meter.show("recognise", done, total)
         self._meter.check()
 
-    def _embed(self, passages: Sequence[Passage], known: Document | None, part: Part) -> list[Embeddings]:
+    def _embed(
+        self, passages: Sequence[DocumentPassage], known: Document | None, part: Part
+    ) -> list[Embeddings]:
         """Embeddings, (W, E) each; those of passages that did not change come from the registry."""
         embedder = self._workspace.embedder
         earlier: dict[str, Embeddings] = {}

@@ -11,11 +11,11 @@ from typing import Any, Literal, get_args
 
 from ragblend.app.database import Database, Layout, now
 
-State = Literal["queued", "parsing", "embedding", "done", "unchanged", "failed", "cancelled"]
+JobState = Literal["queued", "parsing", "embedding", "done", "unchanged", "failed", "cancelled"]
 Kind = Literal["ingest", "remove"]
-STATES: tuple[State, ...] = get_args(State)
-RUNNING: tuple[State, ...] = ("parsing", "embedding")
-OPEN: tuple[State, ...] = ("queued", *RUNNING)
+STATES: tuple[JobState, ...] = get_args(JobState)
+RUNNING: tuple[JobState, ...] = ("parsing", "embedding")
+OPEN: tuple[JobState, ...] = ("queued", *RUNNING)
 # `turn` is the place in the queue; `again`: the file was asked for while it was being worked on.
 TABLES = (
     "CREATE TABLE jobs (id INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, collection TEXT NOT NULL, "
@@ -51,7 +51,7 @@ class FileJob:
     kind: Kind
     collection: str
     path: str
-    state: State
+    state: JobState
     reason: str
     size: int
     added_at: str
@@ -90,12 +90,12 @@ class JobStore(Database):
         query = "SELECT 1 FROM jobs WHERE state = 'queued' AND kind = ? AND id != ? LIMIT 1"
         return bool(self.rows(query, job.kind, job.id))
 
-    def start(self, job_id: int, state: State) -> bool:
+    def start(self, job_id: int, state: JobState) -> bool:
         """It is in that phase now; False if it was cancelled or removed meanwhile."""
         query = f"UPDATE jobs SET state = ? WHERE id = ? AND state IN {_listed(OPEN)}"
         return bool(self.execute(query, state, job_id).rowcount)
 
-    def finish(self, job_id: int, state: State, reason: str = "") -> None:
+    def finish(self, job_id: int, state: JobState, reason: str = "") -> None:
         """It is over, unless it was cancelled meanwhile, or asked for again: then it is queued."""
         query = (
             "UPDATE jobs SET state = CASE WHEN again THEN 'queued' ELSE ? END, reason = ?, finished_at = ?, "
@@ -150,7 +150,7 @@ class JobStore(Database):
         )
         return set(self.column(query, collection, *paths))
 
-    def counts(self) -> dict[State, int]:
+    def counts(self) -> dict[JobState, int]:
         found = dict(map(tuple, self.rows("SELECT state, count(*) FROM jobs GROUP BY state")))
         return {state: found.get(state, 0) for state in STATES}
 

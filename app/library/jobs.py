@@ -16,10 +16,10 @@ from pathlib import Path
 
 from ragblend.app.library.discovery import discover, is_gone, shown
 from ragblend.app.library.encoding import KvProgress, encode_missing
-from ragblend.app.library.guards import check_file
+from ragblend.app.library.file_checks import check_file
 from ragblend.app.library.ingest import embed_in_full, ingest_file
-from ragblend.app.library.job_store import OPEN, RUNNING, FileJob, JobStore, State
-from ragblend.app.library.removal import Removed, erase_removed, remove_document
+from ragblend.app.library.job_store import OPEN, RUNNING, FileJob, JobState, JobStore
+from ragblend.app.library.removal import RemovedDocument, erase_removed, remove_document
 from ragblend.app.library.uploads import drop_upload, drop_uploads, keep_upload
 from ragblend.app.progress import Pace, Stage
 from ragblend.app.workspace import Workspaces
@@ -27,14 +27,14 @@ from ragblend.engine.scheduling.queue import end_at_exit
 from ragblend.kvstore.errors import Cancelled, DocumentError, RagBlendError
 
 log = logging.getLogger("ragblend")
-STATES_OF: dict[Stage, State] = {"parse": "parsing", "recognise": "parsing", "embed": "embedding"}
+STATES_OF: dict[Stage, JobState] = {"parse": "parsing", "recognise": "parsing", "embed": "embedding"}
 REMOVED_A_TURN = 200
 RETRY_S = 2.0
 LOOK_AGAIN_S = 30.0  # whether another process still encodes
 
 
 @dataclass(frozen=True)
-class Added:
+class QueuedFiles:
     """What came of adding: files queued, files of no known kind, and (path, reason) of what cannot be read."""
 
     files: int
@@ -43,7 +43,7 @@ class Added:
 
 
 @dataclass(frozen=True)
-class Overview:
+class QueueOverview:
     """How far the queue is. waiting: why the worker cannot work just now; current: the file that it works on;
 
     changes: another number whenever anything was written to the queue, also if all counts are what they were; kv: how
@@ -51,7 +51,7 @@ class Overview:
     is_idle: all files are read, and all KV is there.
     """
 
-    counts: dict[State, int]
+    counts: dict[JobState, int]
     total: int
     finished: int
     files_per_minute: float | None
@@ -104,7 +104,7 @@ class JobQueue:
 
     # --- what goes in and out
 
-    def add(self, paths: Sequence[Path], collection: str) -> Added:
+    def add(self, paths: Sequence[Path], collection: str) -> QueuedFiles:
         """Queue files and folders. Raises SettingsError for what cannot be a collection."""
         self.workspaces.of(collection)
         found = discover(list(paths))
@@ -113,9 +113,9 @@ class JobQueue:
         files = [(str(path), _size(path)) for path in found.files if not self._is_ours(path)]
         count = self.store.add("ingest", collection, files)
         self.wake()
-        return Added(count, tuple(map(shown, found.skipped)), failed)
+        return QueuedFiles(count, tuple(map(shown, found.skipped)), failed)
 
-    def upload(self, paths: Sequence[Path], collection: str) -> Added:
+    def upload(self, paths: Sequence[Path], collection: str) -> QueuedFiles:
         """Copy files into the home and queue the copies. Raises StoreFullError; what was copied before is queued."""
         self.workspaces.of(collection)
         found = discover(list(paths))
@@ -143,9 +143,9 @@ class JobQueue:
             self.wake()
         return len(known)
 
-    def remove(self, document_ids: Sequence[str], collection: str) -> list[Removed]:
+    def remove(self, document_ids: Sequence[str], collection: str) -> list[RemovedDocument]:
         """Take documents out now, before the queue goes on; ids that nobody knows are left out. Raises LibraryError."""
-        workspace, removed = self.workspaces.of(collection), list[Removed]()
+        workspace, removed = self.workspaces.of(collection), list[RemovedDocument]()
         for start in range(0, len(document_ids), REMOVED_A_TURN):
             with self.workspaces.writing():
                 known = workspace.library.documents_with(document_ids[start : start + REMOVED_A_TURN])
@@ -154,7 +154,7 @@ class JobQueue:
         self.wake()  # there may be room for other KV now
         return removed
 
-    def remove_collection(self, collection: str) -> tuple[list[Removed], int]:
+    def remove_collection(self, collection: str) -> tuple[list[RemovedDocument], int]:
         """Take a collection out: its documents, what came from prompts, and itself. Raises LibraryError.
 
         Returns what went of its documents, and the bytes freed in all.
@@ -171,12 +171,12 @@ class JobQueue:
 
     # --- how far it is
 
-    def overview(self) -> Overview:
+    def overview(self) -> QueueOverview:
         counts = self.store.counts()
         left, total = sum(counts[state] for state in OPEN), sum(counts.values())
         waiting = self._waiting if left or self._kv else None
         pace, changes = self._pace, self.store.changes
-        return Overview(
+        return QueueOverview(
             counts, total, total - left, pace.files_per_minute, pace.seconds_left(left), self._paused, waiting,
             self._current, changes, self._kv, self._kv_message, left == 0 and self._is_idle,
         )  # fmt: skip
@@ -330,7 +330,7 @@ class JobQueue:
         finally:
             self._current = None
 
-    def _done(self, job: FileJob) -> tuple[State, str]:
+    def _done(self, job: FileJob) -> tuple[JobState, str]:
         if job.kind == "remove":
             return self._gone(job), ""
 
@@ -356,7 +356,7 @@ class JobQueue:
             return "failed", f"Reading {job.path}: {type(error).__name__}: {error}. Please report this."
         return ("unchanged" if report.unchanged else "done"), report.notice or ""
 
-    def _gone(self, job: FileJob) -> State:
+    def _gone(self, job: FileJob) -> JobState:
         """The file of a document went. One that came back meanwhile stays."""
         document = self.workspaces.library.document(job.collection, job.path)
         if document is None or not is_gone(Path(job.path)):

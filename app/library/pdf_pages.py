@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 from ragblend.app.answering.matching import find, fold
-from ragblend.app.library.apart import MIB, OnPage
 from ragblend.app.library.pdf_reader import open_pdf
+from ragblend.app.library.sandbox import MIB, OnPage
 
 MAX_WIDTH, MAX_HEIGHT, MAX_SCALE = 1400, 2400, 2.0  # pixels; pixels a point
 OCR_PACKAGES = ("rapidocr", "onnxruntime", "pypdfium2")

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ragblend.app.library.apart import OnPage
+from ragblend.app.library.sandbox import OnPage
 from ragblend.kvstore.errors import EncryptedDocumentError, OversizedDocumentError, UnreadableDocumentError
 
 if TYPE_CHECKING:

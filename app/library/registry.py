@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ragblend.app.database import WORD, Database, Layout, now, words_of
 from ragblend.app.home import absolute
-from ragblend.app.library.documents import Document, FileFacts, Passage, State, document_id
+from ragblend.app.library.documents import Document, DocumentPassage, DocumentState, FileFacts, document_id
 from ragblend.app.rescue import Gap
 from ragblend.kvstore.errors import LibraryError
 
@@ -132,7 +132,7 @@ class Library(Database):
     def counts_by_state(self, collection: str) -> dict[str, int]:
         query = "SELECT state, count(*) FROM documents WHERE collection = ? GROUP BY state"
         found = dict(map(tuple, self.rows(query, collection)))
-        return {state.value: found.get(state.value, 0) for state in State}
+        return {state.value: found.get(state.value, 0) for state in DocumentState}
 
     def page(
         self,
@@ -253,7 +253,7 @@ class Library(Database):
         document: str,
         facts: FileFacts,
         recipe: str,
-        passages: Sequence[Passage],
+        passages: Sequence[DocumentPassage],
         embeddings: Sequence[Embeddings],
     ) -> None:
         """Put these in place of the document's earlier passages, which become stale. embeddings: (W, E) each."""
@@ -275,11 +275,11 @@ class Library(Database):
             _update_facts(connection, document, facts)
             connection.execute("UPDATE documents SET recipe = ? WHERE id = ?", (recipe, document))
 
-    def passages_of(self, document: str) -> list[Passage]:
+    def passages_of(self, document: str) -> list[DocumentPassage]:
         """A document's passages in reading order."""
         return [_passage(row) for row in self._passage_rows(document)]
 
-    def passages(self, node_ids: Sequence[str]) -> dict[str, Passage]:
+    def passages(self, node_ids: Sequence[str]) -> dict[str, DocumentPassage]:
         """The passages that are known of these; ids that nobody knows are left out."""
         rows = self.among("SELECT * FROM chunks WHERE node_id IN", node_ids)
         return {row["node_id"]: _passage(row) for row in rows}
@@ -485,7 +485,7 @@ def _document(row: sqlite3.Row) -> Document:
         id=row["id"],
         path=row["path"],
         collection=row["collection"],
-        state=State(row["state"]),
+        state=DocumentState(row["state"]),
         reason=row["reason"],
         facts=FileFacts(row["size"], row["mtime_ns"], row["sha256"]),
         recipe=row["recipe"],
@@ -494,8 +494,8 @@ def _document(row: sqlite3.Row) -> Document:
     )
 
 
-def _passage(row: sqlite3.Row) -> Passage:
-    return Passage(row["node_id"], row["document_id"], row["position"], row["text"], row["location"])
+def _passage(row: sqlite3.Row) -> DocumentPassage:
+    return DocumentPassage(row["node_id"], row["document_id"], row["position"], row["text"], row["location"])
 
 
 def _embedding(row: sqlite3.Row) -> Embeddings:

@@ -21,7 +21,7 @@ log = logging.getLogger("ragblend")
 
 
 @dataclass(frozen=True)
-class Removed:
+class RemovedDocument:
     """What went. bytes_freed counts KV files (what another document shares stays) and an uploaded original."""
 
     path: str
@@ -29,7 +29,7 @@ class Removed:
     bytes_freed: int
 
 
-def remove_document(workspace: Workspace, document: Document) -> Removed:
+def remove_document(workspace: Workspace, document: Document) -> RemovedDocument:
     """Remove all that was made of a document. The caller is in `workspaces.writing()`, whose end erases the rest."""
     library, home = workspace.library, workspace.home
     nodes = library.node_ids(document.id)
@@ -44,7 +44,7 @@ def remove_document(workspace: Workspace, document: Document) -> Removed:
             jobs.forget(document.collection, [document.path])
     freed += drop_upload(home, Path(document.path))
     library.remove(document.id)
-    return Removed(document.path, len(nodes), freed)
+    return RemovedDocument(document.path, len(nodes), freed)
 
 
 def erase_removed(workspaces: Workspaces) -> None:

@@ -23,7 +23,7 @@ LOOK_AGAIN_S = 10.0
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedFolder:
     """A folder and the collection that it feeds. reason: why it is not looked after just now; "" while it is."""
 
     id: int
@@ -41,7 +41,7 @@ class Watcher:
         self._running: dict[int, _Folder] = {}
         self._started = False
 
-    def add(self, path: Path, collection: str) -> Watched:
+    def add(self, path: Path, collection: str) -> WatchedFolder:
         """Watch a folder from now on. Raises UsageError for what is no folder, or is watched already."""
         folder = absolute(path)
         if not os.path.isdir(folder):
@@ -63,14 +63,14 @@ class Watcher:
         if folder is not None:
             folder.end()
 
-    def folders(self) -> list[Watched]:
+    def folders(self) -> list[WatchedFolder]:
         """All watched folders, in the order of their coming."""
         rows = self._store.rows("SELECT id, path, collection FROM watched ORDER BY id")
         found = []
         for row in rows:
             folder = self._running.get(row["id"])
             reason = folder.reason if folder else "watching has not begun"
-            found.append(Watched(row["id"], row["path"], row["collection"], reason))
+            found.append(WatchedFolder(row["id"], row["path"], row["collection"], reason))
         return found
 
     def start(self) -> None:

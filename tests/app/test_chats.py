@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from ragblend.app.answering.answer import Source
+from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.chats import DELETED_TEXT, Chats
 from ragblend.kvstore.errors import LibraryError, UsageError
 
@@ -22,7 +22,7 @@ def chats(path):
 
 
 def source(number=1, document="d1", text="The sky is blue."):
-    return Source(number, f"node{number}", document, "default", "sky.txt", "p. 3", 0.71, text)
+    return AnswerSource(number, f"node{number}", document, "default", "sky.txt", "p. 3", 0.71, text)
 
 
 def talk(chats, question="What colour has the sky?", answer="Blue [1]."):

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from ragblend.app import samples
-from ragblend.app.answering.answer import Source
+from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.citations import Citation, cite, with_marks
 from ragblend.app.answering.support import sentences, supporting
 from ragblend.app.library.ingest import ingest
 
 
 def source(number, text):
-    return Source(number, f"n{number}", "d1", "default", "a.txt", "p. 1", 0.5, text)
+    return AnswerSource(number, f"n{number}", "d1", "default", "a.txt", "p. 1", 0.5, text)
 
 
 SKY = source(1, "The sky over the harbour is blue in the morning.")
@@ -174,7 +174,7 @@ def sample_sources(open_workspace):
     documents = workspace.library.documents("default")
     passages = [(each, p) for each in documents for p in workspace.library.passages_of(each.id)]
     return [
-        Source(n, p.node_id, each.id, "default", each.name, p.location, 0.5, p.text)
+        AnswerSource(n, p.node_id, each.id, "default", each.name, p.location, 0.5, p.text)
         for n, (each, p) in enumerate(passages, start=1)
     ]
 
@@ -214,4 +214,4 @@ def test_pieces_lose_no_text(text):
 
 
 def test_json_round_trip_and_unknown_keys_of_later_versions():
-    assert Source.from_json({**BOATS.to_json(), "later": 1}) == BOATS
+    assert AnswerSource.from_json({**BOATS.to_json(), "later": 1}) == BOATS

@@ -6,13 +6,13 @@ import threading
 import pytest
 
 from ragblend.app.answering import retrieval
-from ragblend.app.answering.chats import DELETED_TEXT, INTERRUPTED, Chats, Message
+from ragblend.app.answering.breakdown import has_breakdown
+from ragblend.app.answering.chats import DELETED_TEXT, INTERRUPTED, ChatMessage, Chats
 from ragblend.app.answering.conversation import AskOptions, Conversations
-from ragblend.app.answering.hood import has_breakdown
 from ragblend.app.answering.retrieval import nearest
 from ragblend.app.database import now
-from ragblend.app.desk import Desk
 from ragblend.app.library.ingest import ingest
+from ragblend.app.services import AppServices
 from ragblend.kvstore.errors import (
     Cancelled,
     LibraryError,
@@ -208,7 +208,7 @@ def cut_off(talks, home, chat, question):
 def test_the_page_marks_it_when_it_starts(talks, chats, home, chat):
     pieces = iter(talks.ask(chat, SKY, AskOptions(top_k=2)))
     next(pieces)
-    with Desk.open(home) as desk:
+    with AppServices.open(home) as desk:
         desk.start()
         assert chats.messages(chat)[1].report["interrupted"] is True
 
@@ -286,7 +286,7 @@ def test_an_answer_whose_question_was_replaced_is_in_nobodys_conversation(talks,
 
 def test_many_turns_are_left_out_without_reading_them_as_often(talks, engine, monkeypatch):
     earlier = [
-        Message(0, 0, role, f"{role} says {number} in a few words", now())
+        ChatMessage(0, 0, role, f"{role} says {number} in a few words", now())
         for number in range(2000)
         for role in ("user", "assistant")
     ]
@@ -304,7 +304,7 @@ def test_many_turns_are_left_out_without_reading_them_as_often(talks, engine, mo
 
 def test_turns_that_are_too_long_to_be_tokenized_are_left_out(talks, engine):
     engine.most_characters = 1000
-    earlier = [Message(0, 0, role, f"{role} {'x' * 500}", now()) for role in ("user", "assistant") * 2]
+    earlier = [ChatMessage(0, 0, role, f"{role} {'x' * 500}", now()) for role in ("user", "assistant") * 2]
     ready = talks.prepare(SKY, AskOptions(top_k=2), earlier)
     assert "The first 2 of 2 earlier questions" in ready.notice and len(ready.prompt.chunks) == 2
     with pytest.raises(PromptTooLongError):

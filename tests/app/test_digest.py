@@ -12,7 +12,7 @@ import pytest
 from waiting import SOON_S, until
 
 from ragblend.app.answering.conversation import Conversations
-from ragblend.app.library.ingest import take_in
+from ragblend.app.library.ingest import ingest_paths
 from ragblend.app.library.registry import Library
 from ragblend.app.library.removal import remove_document
 from ragblend.kvstore.errors import LibraryError, PromptTooLongError
@@ -35,7 +35,7 @@ def log(tmp_path):
 @pytest.fixture
 def document(workspaces, log):
     """Twelve passages, not encoded yet."""
-    take_in(workspaces.first, [log])
+    ingest_paths(workspaces.first, [log])
     found = workspaces.library.find("default", str(log))
     assert found.passages == len(SHIPS)
     return found
@@ -76,7 +76,7 @@ def test_windows_overlap_and_each_passage_is_encoded_once(talks, document, engin
 
 def test_a_short_document_is_summed_up_at_once(talks, workspaces, tmp_path, engine):
     (short := tmp_path / "short.txt").write_text(SHIPS[0])
-    take_in(workspaces.first, [short])
+    ingest_paths(workspaces.first, [short])
     with talks.digest(workspaces.library.find("default", "short.txt")) as turn:
         assert list(turn) == ["It ", "is ", "blue."]
     (request,) = engine.requests
@@ -136,7 +136,7 @@ def test_notes_go_with_the_document_and_when_it_changes(talks, document, engine,
         turn.whole()
     assert kept() == 5
     log.write_text("\n\n".join([*SHIPS[:-1], "The last ship carries nothing but sand."]))
-    take_in(workspaces.first, [log])
+    ingest_paths(workspaces.first, [log])
     assert kept() == 0
     workspaces.library.keep_note(document, "an answer about the text before", "late")
     assert kept() == 0, "what was asked about the earlier text came too late"

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from ragblend.app.answering.conversation import ANY, AskOptions, Conversations
+from ragblend.app.answering.conversation import ANY_SCORE, AskOptions, Conversations
+from ragblend.app.library.maintenance import check
 from ragblend.app.library.removal import remove_document
-from ragblend.app.library.upkeep import check
 from ragblend.app.workspace import Workspace
 
 FILES, SENTENCES, SOON_S = 16, 40, 300.0
@@ -19,7 +19,7 @@ FILES, SENTENCES, SOON_S = 16, 40, 300.0
 
 def asked(workspace, question, **options):
     talks = Conversations(workspace.workspaces)
-    return talks.answer(question, AskOptions(least_score=ANY, **options)).whole()
+    return talks.answer(question, AskOptions(least_score=ANY_SCORE, **options)).whole()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ragblend.app.answering.answer import Source
+from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.highlight import locate_source
 from ragblend.app.answering.matching import find, fold
 from ragblend.app.library.ingest import ingest
@@ -35,7 +35,7 @@ def sources(open_workspace):
         document = workspace.library.find("default", str(paths[0]))
         passages = workspace.library.passages_of(document.id)
         rows = [
-            Source(n, p.node_id, document.id, "default", document.name, p.location, 0.5, p.text)
+            AnswerSource(n, p.node_id, document.id, "default", document.name, p.location, 0.5, p.text)
             for n, p in enumerate(passages, start=1)
         ]
         return workspace.library, rows

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from waiting import SOON_S, at_once, idle, until
 
-from ragblend.app.library.documents import State
-from ragblend.app.library.guards import check_file
+from ragblend.app.library.documents import DocumentState
+from ragblend.app.library.file_checks import check_file
 from ragblend.app.library.ingest import MANY_FILES, SKETCHED, ingest, ingest_file
 from ragblend.app.library.jobs import JobQueue
 from ragblend.app.library.uploads import safe_name
@@ -107,9 +107,11 @@ def test_cancel_leaves_the_file_at_once_and_all_that_wait(jobs, workspaces, embe
     gate.set()
     until(lambda: jobs.overview().current is None)
     assert set(states(jobs).values()) == {"cancelled"} and len(embedder.embedded) <= 8, "left after one batch"
-    assert documents_of(workspaces) == {"a.txt": State.PENDING}
+    assert documents_of(workspaces) == {"a.txt": DocumentState.PENDING}
     assert jobs.retry() == 2 and idle(jobs)
-    assert set(states(jobs).values()) == {"done"} and set(documents_of(workspaces).values()) == {State.DONE}
+    assert set(states(jobs).values()) == {"done"} and set(documents_of(workspaces).values()) == {
+        DocumentState.DONE
+    }
 
 
 def test_cancelling_one_file_goes_on_with_the_next(jobs, embedder, tmp_path):
@@ -221,7 +223,7 @@ def test_a_bug_fails_one_file_only(jobs, embedder, documents):
 def test_kv_follows_when_the_queue_is_empty(jobs, workspaces, engine, documents):
     gate = held(jobs, engine, documents)
     overview = jobs.overview()
-    assert overview.counts["done"] == 3 and set(documents_of(workspaces).values()) == {State.DONE}
+    assert overview.counts["done"] == 3 and set(documents_of(workspaces).values()) == {DocumentState.DONE}
     assert overview.kv.phase == "encoding" and overview.kv.done == 0 < overview.kv.total
     time.sleep(0.1)
     assert not jobs.overview().is_idle, "it is not over yet"

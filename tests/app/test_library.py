@@ -9,7 +9,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from ragblend.app.library.documents import FileFacts, Passage, State, document_id, node_id
+from ragblend.app.library.documents import DocumentPassage, DocumentState, FileFacts, document_id, node_id
 from ragblend.app.library.registry import Library
 from ragblend.kvstore.errors import LibraryError
 
@@ -19,7 +19,9 @@ FACTS = FileFacts(10, 20, "ab" * 32)
 def fill(library, path, texts, recipe="r"):
     document = library.begin("default", path)
     numbered = enumerate(texts)
-    passages = [Passage(node_id(document, i, text), document, i, text, f"p. {i}") for i, text in numbered]
+    passages = [
+        DocumentPassage(node_id(document, i, text), document, i, text, f"p. {i}") for i, text in numbered
+    ]
     rows = [np.full((2 + i, 3), i, dtype=np.float32) for i in range(len(texts))]
     library.replace_passages(document, FACTS, recipe, passages, rows)
     return document, [passage.node_id for passage in passages]
@@ -31,7 +33,7 @@ def test_round_trip(library, tmp_path):
     library.close()
     with Library(tmp_path / "library.sqlite") as again:
         found = again.document("default", "/a/b.txt")
-        assert (found.state, found.facts, found.recipe, found.passages) == (State.DONE, FACTS, "r", 2)
+        assert (found.state, found.facts, found.recipe, found.passages) == (DocumentState.DONE, FACTS, "r", 2)
         assert [passage.text for passage in again.passages_of(document)] == ["one", "two"]
         ids, rows = again.embeddings_of(document)
         assert ids == nodes and [r.dtype for r in rows] == [np.float32] * 2
@@ -66,7 +68,7 @@ def test_replaced_passages_are_stale_until_finished(library):
 
 def test_a_failed_change_changes_nothing(library):
     document, nodes = fill(library, "/a", ["one", "two"])
-    twice = [Passage("same", document, 0, "x", ""), Passage("same", document, 1, "y", "")]
+    twice = [DocumentPassage("same", document, 0, "x", ""), DocumentPassage("same", document, 1, "y", "")]
     with pytest.raises(LibraryError, match="Nothing was changed"):
         library.replace_passages(document, FACTS, "r", twice, [np.zeros((1, 3), np.float32)] * 2)
     assert [passage.node_id for passage in library.passages_of(document)] == nodes
@@ -171,6 +173,6 @@ def test_an_embedding_of_which_a_part_is_gone_has_no_score(library):
 def test_a_passage_scores_by_its_nearest_window(library):
     document = library.begin("default", "/a")
     rows = np.eye(3, dtype=np.float32)
-    library.replace_passages(document, FACTS, "r", [Passage("node", document, 0, "x", "")], [rows])
+    library.replace_passages(document, FACTS, "r", [DocumentPassage("node", document, 0, "x", "")], [rows])
     for question in rows:
         assert library.scores(["node"], question) == library.nearest("default", question, 1) == {"node": 1.0}

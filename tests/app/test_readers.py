@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 
-from ragblend.app.library import guards, readers
+from ragblend.app.library import file_checks, readers
 from ragblend.app.library.readers import clean, parse, read_document
 from ragblend.kvstore.errors import (
     Cancelled,
@@ -232,7 +232,7 @@ def test_pipe_is_refused_and_never_opened(tmp_path):
 
 def test_oversized_file(tmp_path):
     with (tmp_path / "a.txt").open("wb") as file:
-        file.truncate(guards.MAX_TEXT_BYTES + 1)
+        file.truncate(file_checks.MAX_TEXT_BYTES + 1)
     fails_with(OversizedDocumentError, tmp_path / "a.txt", "limit", "Split")
 
 
@@ -255,7 +255,7 @@ def test_zip_bomb_is_known_by_its_directory_before_anything_is_unpacked(tmp_path
 
 
 def test_archive_with_one_huge_part(tmp_path, make, monkeypatch):
-    monkeypatch.setattr(guards, "MAX_TEXT_BYTES", 100_000)
+    monkeypatch.setattr(file_checks, "MAX_TEXT_BYTES", 100_000)
     path = make["docx"](tmp_path / "a.docx", ["word " * 50_000])
     fails_with(OversizedDocumentError, path, "one part", "Split", read=parse)
 

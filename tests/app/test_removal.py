@@ -2,7 +2,7 @@
 
 import pytest
 
-from ragblend.app.answering.answer import Source
+from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.chats import DELETED_TEXT, Chats
 from ragblend.app.library import removal
 from ragblend.app.library.ingest import ingest
@@ -29,7 +29,7 @@ def told(home, workspace, documents, secret):
         for first, name in enumerate(("secret.txt", "sky.txt")):
             document = workspace.library.find("default", name)
             sources = [
-                Source(10 * first + n, p.node_id, document.id, "default", name, p.location, 0.5, p.text)
+                AnswerSource(10 * first + n, p.node_id, document.id, "default", name, p.location, 0.5, p.text)
                 for n, p in enumerate(workspace.library.passages_of(document.id))
             ]
             segments = [{"number": s.number, "text": s.text[:40]} for s in sources]
@@ -82,7 +82,7 @@ def test_a_kill_half_way_is_mended_by_the_next_try(cli, told, home, monkeypatch,
 def test_an_answer_under_way_does_not_keep_what_was_removed_meanwhile(told, home, cli):
     document = told.library.find("default", "secret.txt")
     (passage,) = told.library.passages_of(document.id)[:1]
-    found = Source(9, passage.node_id, document.id, "default", "secret.txt", "", 0.5, passage.text)
+    found = AnswerSource(9, passage.node_id, document.id, "default", "secret.txt", "", 0.5, passage.text)
     assert cli("docs", "rm", "secret.txt") == 0
     with Chats(home / "chats.sqlite", told.library.known) as chats:
         assert chats.add(1, "assistant", "Late.", [found]).sources[0].text == DELETED_TEXT

@@ -7,9 +7,9 @@ import sys
 import pytest
 from app_fakes import make_cross_encoder
 
-from ragblend.app.answering.conversation import ANY, AskOptions, Conversations
+from ragblend.app.answering.conversation import ANY_SCORE, AskOptions, Conversations
 from ragblend.app.answering.rerank import BATCH_PAIRS, CrossEncoder
-from ragblend.app.answering.retrieval import DEEP, in_stages, search
+from ragblend.app.answering.retrieval import DEEP, search, search_in_stages
 from ragblend.app.library.ingest import ingest
 from ragblend.kvstore.errors import (
     CorruptModelError,
@@ -121,14 +121,16 @@ def test_the_best_of_the_fused_order_are_put_in_its_order(open_workspace, folder
     (boats / "again.txt").write_text(TEXTS[10])  # which is among the nearest
     workspace = open_workspace()
     ingest(workspace, [boats])
-    fused = search([workspace], [QUESTION], 3, ANY)
+    fused = search([workspace], [QUESTION], 3, ANY_SCORE)
     assert asked == []
-    first, last = in_stages([open_workspace(reranker=str(folder))], [QUESTION], 3, ANY)
+    first, last = search_in_stages([open_workspace(reranker=str(folder))], [QUESTION], 3, ANY_SCORE)
     ((question, texts),) = asked
     assert (question, len(texts), first) == (QUESTION, DEEP * 3 - 1, fused)
     assert [source.text for source in fused] == texts[:3] and texts.count(TEXTS[10]) == 1
     assert [source.text for source in last] == best_first(folder, QUESTION, texts)[:3] != texts[:3]
-    cosines = dict(sorted((source.text, source.score) for source in search([workspace], [QUESTION], 40, ANY)))
+    cosines = dict(
+        sorted((source.text, source.score) for source in search([workspace], [QUESTION], 40, ANY_SCORE))
+    )
     assert [source.score for source in last] == [cosines[source.text] for source in last]
 
 
@@ -138,7 +140,7 @@ def test_two_are_put_in_its_order(open_workspace, folder, tmp_path):
         (tmp_path / f"{name}.txt").write_text(text)
     workspace = open_workspace(reranker=str(folder))
     ingest(workspace, [tmp_path / "a.txt", tmp_path / "b.txt"])
-    stages = [list(in_stages([workspace], [question], 2, ANY)) for question in questions]
+    stages = [list(search_in_stages([workspace], [question], 2, ANY_SCORE)) for question in questions]
     orders = [[[source.text for source in found] for found in each] for each in stages]
     assert [each[-1] for each in orders] == [best_first(folder, question, pair) for question in questions]
     assert any(first != last for first, last in orders)
@@ -148,7 +150,7 @@ def test_each_way_gives_every_second_passage(open_workspace, folder, boats, aske
     workspace = open_workspace(reranker=str(folder))
     ingest(workspace, [boats])
     ways = [QUESTION, "Is it golden?"]
-    found = search([workspace], ways, 2, ANY)
+    found = search([workspace], ways, 2, ANY_SCORE)
     texts = asked[0][1]
     assert asked == [(way, texts) for way in ways] and len(texts) == DEEP * 2
     orders = [best_first(folder, way, texts) for way in ways]

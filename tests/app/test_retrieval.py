@@ -6,10 +6,10 @@ import sys
 import numpy as np
 import pytest
 
-from ragblend.app.answering.answer import Source
-from ragblend.app.answering.conversation import ANY
+from ragblend.app.answering.answer import AnswerSource
+from ragblend.app.answering.conversation import ANY_SCORE
 from ragblend.app.answering.retrieval import fused, search, without_duplicates
-from ragblend.app.library.documents import FileFacts, Passage, node_id
+from ragblend.app.library.documents import DocumentPassage, FileFacts, node_id
 from ragblend.app.library.ingest import ingest
 
 FAR = 2.0  # no passage is as near
@@ -45,7 +45,7 @@ def test_the_constant_of_fusion_is_that_of_the_paper(rank, best):
 
 def test_of_equal_texts_the_one_at_the_best_place_is_named():
     texts = {"a": "Ships  lie\nhere.", "b": "A mill.", "c": "Ships lie here. "}
-    found = [Source(0, name, name, "default", name, "", 0.5, text) for name, text in texts.items()]
+    found = [AnswerSource(0, name, name, "default", name, "", 0.5, text) for name, text in texts.items()]
     assert [source.document for source in without_duplicates(found)] == ["a", "b"]
 
 
@@ -84,7 +84,7 @@ def test_a_number_is_found_that_vectors_miss(open_workspace, logs, monkeypatch):
         monkeypatch.setattr(type(workspace), "embedder", Blurred())
         ingest(workspace, [logs])
         questions = [f"What became of pump {7000 + 13 * n}?" for n in range(30)]
-        best = [search([workspace], [question], 1, ANY)[0] for question in questions]
+        best = [search([workspace], [question], 1, ANY_SCORE)[0] for question in questions]
         found[way] = sum(source.document == f"{n}.txt" for n, source in enumerate(best))
         assert all(0.5 < source.score <= 1 for source in best), "the score is the cosine in both"
     assert found["hybrid"] == 30 and found["vectors"] < 5
@@ -124,7 +124,7 @@ def test_a_code_is_found_in_the_only_passage_there_is(workspace, tmp_path):
 def test_without_words_the_nearest_come_first(open_workspace, documents):
     workspace = open_workspace(search="vectors")
     ingest(workspace, [documents])
-    found = search([workspace], ["Is the sky over the harbour blue?"], 9, ANY)
+    found = search([workspace], ["Is the sky over the harbour blue?"], 9, ANY_SCORE)
     scores = [source.score for source in found]
     assert found[0].document == "sky.txt" and scores == sorted(scores, reverse=True)
     assert len(set(scores)) == workspace.library.count_passages("default") > 2
@@ -132,7 +132,7 @@ def test_without_words_the_nearest_come_first(open_workspace, documents):
 
 def test_each_way_of_asking_is_searched_for(workspace, logs):
     ingest(workspace, [logs])
-    found = search([workspace], ["Pump 7013?", "Pump 7026?"], 2, ANY)
+    found = search([workspace], ["Pump 7013?", "Pump 7026?"], 2, ANY_SCORE)
     assert [source.document for source in found] == ["1.txt", "2.txt"]
 
 
@@ -144,19 +144,21 @@ def test_collections_are_searched_apart_and_together(workspaces, tmp_path, logs)
     ingest(default, [logs])
     ingest(trains, [text])
     question = ["Where is the pump 7013?"]
-    assert {source.collection for source in search([default], question, 30, ANY)} == {"default"}
-    assert {source.document for source in search([trains], question, 30, ANY)} == {"train.txt"}
-    both = search([default, trains], question, 2, ANY)
+    assert {source.collection for source in search([default], question, 30, ANY_SCORE)} == {"default"}
+    assert {source.document for source in search([trains], question, 30, ANY_SCORE)} == {"train.txt"}
+    both = search([default, trains], question, 2, ANY_SCORE)
     assert {source.document for source in both} == {"1.txt", "train.txt"}
     for one, other in ((default, trains), (trains, default)):
         far = search([one, other], question, 6, FAR)
         assert {source.document for source in far} == {"1.txt", "train.txt"}, "by its number in either"
-    assert search([], question, 2, ANY) == []
+    assert search([], question, 2, ANY_SCORE) == []
 
 
 def fill(library, path, texts, collection="default"):
     document = library.begin(collection, path)
-    passages = [Passage(node_id(document, i, text), document, i, text, "") for i, text in enumerate(texts)]
+    passages = [
+        DocumentPassage(node_id(document, i, text), document, i, text, "") for i, text in enumerate(texts)
+    ]
     rows = [np.ones((1, 3), np.float32)] * len(texts)
     library.replace_passages(document, FileFacts(1, 2, "ab"), "r", passages, rows)
     return document, [passage.node_id for passage in passages]

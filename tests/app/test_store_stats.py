@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ragblend.app.cli.main import app
-from ragblend.app.library.upkeep import stats_value
+from ragblend.app.library.maintenance import stats_value
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.keys import ChunkKey

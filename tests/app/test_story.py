@@ -5,11 +5,11 @@ import threading
 import pytest
 from app_fakes import make_cross_encoder
 
-from ragblend.app.answering.conversation import ANY, AskOptions, Conversations
+from ragblend.app.answering.conversation import ANY_SCORE, AskOptions, Conversations
 from ragblend.app.answering.rerank import CrossEncoder
 from ragblend.app.library.ingest import ingest
+from ragblend.app.library.maintenance import check
 from ragblend.app.library.removal import remove_document
-from ragblend.app.library.upkeep import check
 from ragblend.app.workspace import Workspace
 from ragblend.engine.engine import Engine
 from ragblend.kvstore.errors import ModelError
@@ -27,7 +27,7 @@ QUESTION = "What is the ringer of the bell paid in?"
 
 def asked(workspace, question, **options):
     talks = Conversations(workspace.workspaces)
-    return talks.answer(question, AskOptions(least_score=ANY, **options)).whole()
+    return talks.answer(question, AskOptions(least_score=ANY_SCORE, **options)).whole()
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,13 @@ from test_safety import TRAVERSALS
 
 pytest.importorskip("gradio", reason="the page needs the extra `ui`")
 
-from ragblend.app.desk import Desk
 from ragblend.app.serve.front import Address, Rules
+from ragblend.app.services import AppServices
 from ragblend.kvstore.errors import UsageError
-from ragblend.ui.context import Context
-from ragblend.ui.entrance import Entrance
-from ragblend.ui.safety import UPLOAD_PATH
-from ragblend.ui.serving import build_app, gradio_environment, open_entrance
+from ragblend.ui.login import PageLogin
+from ragblend.ui.page_context import PageContext
+from ragblend.ui.security import UPLOAD_PATH
+from ragblend.ui.serving import build_app, gradio_environment, open_login
 
 SECRET = "nobody outside may read this"
 LIMIT = 100_000
@@ -33,24 +33,24 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def app(home):
-    """The real application over a real desk; nothing is loaded by it, and no model is needed."""
-    with Desk.open(home) as desk, gradio_environment(home):
+    """The real application over a real services; nothing is loaded by it, and no model is needed."""
+    with AppServices.open(home) as services, gradio_environment(home):
         (home / "secret.txt").write_text(SECRET)
-        entrance = Entrance(PORT, token="right")
+        login = PageLogin(PORT, token="right")
         rules = Rules(Address(port=PORT), UPLOAD_PATH, max_upload_bytes=LIMIT)
 
         async def built():
-            return build_app(Context(desk), rules, entrance)
+            return build_app(PageContext(services), rules, login)
 
         # Outside a loop Gradio makes loops for its locks, and closes none of them.
         with asyncio.Runner() as runner:
             served = runner.run(built())
-        yield served, entrance
+        yield served, login
 
 
 @pytest.fixture
 def ask(app):
-    served, entrance = app
+    served, login = app
 
     async def send(method, path, session=True, **arguments):
         transport = httpx.ASGITransport(app=served, client=("127.0.0.1", 5000), raise_app_exceptions=False)
@@ -58,7 +58,7 @@ def ask(app):
             transport=transport, base_url=f"http://127.0.0.1:{PORT}", timeout=60
         ) as http:
             if session:
-                http.cookies.set(entrance.cookie_name, entrance.new_cookie())
+                http.cookies.set(login.cookie_name, login.new_cookie())
             return await http.request(method, path, **arguments)
 
     return send
@@ -149,8 +149,8 @@ async def test_an_upload_over_the_limit_is_refused_and_leaves_nothing(ask, home)
 
 def test_beyond_this_machine_there_is_no_page_without_a_password(home) -> None:
     with pytest.raises(UsageError, match="--set-password"):
-        open_entrance(home, Address("0.0.0.0"))
-    assert open_entrance(home, Address()).password_hash is None
+        open_login(home, Address("0.0.0.0"))
+    assert open_login(home, Address()).password_hash is None
 
 
 def test_the_temporary_folder_is_private_and_goes(tmp_path) -> None:

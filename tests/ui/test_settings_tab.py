@@ -8,17 +8,17 @@ import gradio as gr
 from serverless import built
 
 from ragblend.app.settings import Settings
-from ragblend.ui.context import Context
+from ragblend.ui.page_context import PageContext
 from ragblend.ui.tab_settings import SettingsTab
 
 
 class Tab:
     """The tab over a home without a model."""
 
-    def __init__(self, desk):
-        self.workspaces = desk.workspaces
+    def __init__(self, services):
+        self.workspaces = services.workspaces
         with gr.Blocks(), gr.Tab() as tab:
-            self.tab = SettingsTab(Context(desk), tab)
+            self.tab = SettingsTab(PageContext(services), tab)
 
     @property
     def shown(self):

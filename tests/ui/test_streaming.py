@@ -12,9 +12,9 @@ from serverless import built
 
 from ragblend.app.library.ingest import ingest
 from ragblend.ui.coalesce import coalesced
-from ragblend.ui.context import Context
-from ragblend.ui.page import Frame
-from ragblend.ui.sessions import Sessions
+from ragblend.ui.page import PageLayout
+from ragblend.ui.page_context import PageContext
+from ragblend.ui.sessions import PageSessions
 from ragblend.ui.tab_library import discard
 
 
@@ -48,7 +48,7 @@ class Turn:
 
 def test_a_stop_before_the_turn_exists_stops_it_when_it_comes() -> None:
     """Retrieval takes a while: a click in that time must not be lost."""
-    sessions, turn, following = Sessions(), Turn(), Turn()
+    sessions, turn, following = PageSessions(), Turn(), Turn()
     number = sessions.begin("page")
     sessions.stop("page")
     with sessions.running("page", number, turn.stop):
@@ -60,7 +60,7 @@ def test_a_stop_before_the_turn_exists_stops_it_when_it_comes() -> None:
 
 
 def test_what_is_asked_later_has_the_page() -> None:
-    sessions, left, turn = Sessions(), Turn(), Turn()
+    sessions, left, turn = PageSessions(), Turn(), Turn()
     older, newer = sessions.begin("page"), sessions.begin("page")
     with sessions.running("page", newer, turn.stop), sessions.running("page", older, left.stop):
         assert (left.stopped, turn.stopped) == (True, False)
@@ -70,7 +70,7 @@ def test_what_is_asked_later_has_the_page() -> None:
 
 
 def test_a_page_that_is_stopped_or_goes_away_stops_its_own_answer_and_no_other() -> None:
-    sessions, turn, late, yours, mine = Sessions(), Turn(), Turn(), Turn(), Turn()
+    sessions, turn, late, yours, mine = PageSessions(), Turn(), Turn(), Turn(), Turn()
     with (
         sessions.running("yours", sessions.begin("yours"), yours.stop),
         sessions.running("mine", sessions.begin("mine"), mine.stop),
@@ -95,11 +95,11 @@ def test_a_page_that_is_stopped_or_goes_away_stops_its_own_answer_and_no_other()
 class Page:
     """A page over a model that costs nothing; `engine` is the model, `document` is all that was read."""
 
-    def __init__(self, desk):
-        self.desk, self.engine = desk, desk.workspaces.first.engine
-        self.engine.store = desk.workspaces.first.store
+    def __init__(self, services):
+        self.services, self.engine = services, services.workspaces.first.engine
+        self.engine.store = services.workspaces.first.store
         with gr.Blocks() as blocks:
-            self.frame = Frame(Context(desk), blocks)
+            self.frame = PageLayout(PageContext(services), blocks)
         self.chat, self.compare = self.frame.chat, self.frame.compare
         self.request = gr.Request(session_hash="here")
 
@@ -127,7 +127,7 @@ class Page:
         return go
 
     def answers(self):
-        chats = self.desk.chats
+        chats = self.services.chats
         said = [message for chat in chats.page()[0] for message in chats.messages(chat.id)]
         return [message for message in said if message.role == "assistant"]
 
@@ -142,7 +142,7 @@ def page(tmp_path, fake_engine):
 def library(page, tmp_path):
     """The page has something to compare over."""
     (tmp_path / "sky.txt").write_text("The sky over the harbour is blue in the morning.")
-    ingest(page.desk.workspaces.first, [tmp_path / "sky.txt"])
+    ingest(page.services.workspaces.first, [tmp_path / "sky.txt"])
 
 
 def until_text(answer, live):
@@ -186,8 +186,8 @@ def test_the_end_of_an_older_answer_leaves_stop_to_the_newer(page) -> None:
     """Edited and sent again while an answer streams: the page lost its Stop, and the question that it shows."""
     go, older = page.held(), page.send("Why?")
     until_text(older, page.chat.live)
-    (chat,) = page.desk.chats.page()[0]
-    question = page.desk.chats.messages(chat.id)[0]
+    (chat,) = page.services.chats.page()[0]
+    question = page.services.chats.messages(chat.id)[0]
     page.engine.on_piece = lambda number: None
     newer = page.edit(question.id, "Who?", chat.id)
     assert page.chat.stop_button in next(newer)
@@ -244,13 +244,13 @@ def test_a_second_measurement_ends_the_first(page) -> None:
 def test_a_conversation_that_is_deleted_elsewhere_leaves_a_usable_page(page, when) -> None:
     """No Send, a Stop without effect, and the text that was typed was gone."""
     list(page.send("Why?"))
-    (chat,) = page.desk.chats.page()[0]
+    (chat,) = page.services.chats.page()[0]
     if when == "before":
-        page.desk.chats.delete(chat.id)
+        page.services.chats.delete(chat.id)
     answer = page.send("And who?", chat.id)
     if when == "while":
         until_text(answer, page.chat.live)
-        page.desk.chats.delete(chat.id)
+        page.services.chats.delete(chat.id)
     last = list(answer)[-1]
     assert is_send_back(page, last)
     assert (last[page.chat.question], last[page.chat.chat_id], last[page.chat.transcript]) == (

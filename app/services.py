@@ -6,14 +6,14 @@ from typing import Any
 from ragblend.app.answering.chats import Chats
 from ragblend.app.answering.conversation import Conversations
 from ragblend.app.library.jobs import JobQueue
-from ragblend.app.library.removal import Removed
+from ragblend.app.library.removal import RemovedDocument
 from ragblend.app.library.watching import Watcher
 from ragblend.app.settings import Settings
 from ragblend.app.workspace import Workspaces
 from ragblend.kvstore.files import Closing
 
 
-class Desk(Closing):
+class AppServices(Closing):
     """The services over one home. `start` begins the work in the background; `close` ends all of it."""
 
     def __init__(self, workspaces: Workspaces) -> None:
@@ -23,7 +23,7 @@ class Desk(Closing):
         self.conversations = Conversations(workspaces)
 
     @classmethod
-    def open(cls, home: Path | str | None = None, **overrides: Any) -> "Desk":
+    def open(cls, home: Path | str | None = None, **overrides: Any) -> "AppServices":
         """Find the home, make it if need be, read its settings. Raises LibraryError, SettingsError."""
         return cls(Workspaces.open(home, **overrides))
 
@@ -41,7 +41,7 @@ class Desk(Closing):
         self.jobs.start()
         self.watching.start()
 
-    def remove_collection(self, name: str) -> tuple[list[Removed], int]:
+    def remove_collection(self, name: str) -> tuple[list[RemovedDocument], int]:
         """As `JobQueue.remove_collection`; its watched folders go first, which would bring the documents back."""
         for folder in self.watching.folders():
             if folder.collection == name:

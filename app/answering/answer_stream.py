@@ -7,11 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.answering.answer import Answer, Source, unsupported_notice
-from ragblend.app.answering.chats import UNFINISHED, Chats, Message
+from ragblend.app.answering.answer import Answer, AnswerSource, unsupported_notice
+from ragblend.app.answering.breakdown import breakdown_of
+from ragblend.app.answering.chats import UNFINISHED, ChatMessage, Chats
 from ragblend.app.answering.citations import cite
-from ragblend.app.answering.context import Context, Words
-from ragblend.app.answering.hood import breakdown_of
+from ragblend.app.answering.context import PromptContext, PromptWording
 from ragblend.app.database import now
 from ragblend.app.settings import Settings
 from ragblend.engine.config import Report
@@ -28,12 +28,12 @@ KEEP_EVERY_S = 0.5  # a commit each: what a kill can take of an answer that was 
 
 
 @dataclass(frozen=True)
-class Asked:
+class PreparedQuestion:
     """A question with what was found for it. context: None if nothing was; then notice is the answer."""
 
-    question: Message
-    context: Context | None
-    words: Words
+    question: ChatMessage
+    context: PromptContext | None
+    words: PromptWording
     notice: str | None
     retrieve_ms: float
     settings: Settings
@@ -45,7 +45,7 @@ class Asked:
         return self.context.prompt
 
 
-class Turn(Closing):
+class AnswerStream(Closing):
     """Iterate it for pieces of text; afterwards `message` is what was stored, and `answer` what it cost.
 
     question, sources and notice are there at once. What has come is kept twice a second, so that a kill leaves it; a
@@ -53,16 +53,18 @@ class Turn(Closing):
     the iteration. Without `chats` nothing is kept.
     """
 
-    def __init__(self, asked: Asked, engine: "Engine", stream: "Stream | None", chats: Chats | None) -> None:
+    def __init__(
+        self, asked: PreparedQuestion, engine: "Engine", stream: "Stream | None", chats: Chats | None
+    ) -> None:
         self._asked, self._engine, self._stream, self._chats = asked, engine, stream, chats
         self.question, self.sources = asked.question, asked.context.sources if asked.context else ()
         self.notice = asked.notice if stream is not None else None
         self._pieces: list[str] = []
         self._stopped = threading.Event()
         self._result: Result | None = None
-        self._message: Message | None = None
+        self._message: ChatMessage | None = None
         self._keeping = threading.Lock()
-        self._begun: Message | None = None
+        self._begun: ChatMessage | None = None
         self._noted_s = 0.0
         if stream is not None and chats is not None:
             with suppress(RagBlendError):  # it can be shown all the same; `_keep` says why it is not kept
@@ -71,7 +73,7 @@ class Turn(Closing):
                 self._begun = chats.add(to.chat_id, "assistant", "", self.sources, report, to.id)
 
     @property
-    def message(self) -> Message:
+    def message(self) -> ChatMessage:
         """The stored answer. Its id is -1 if it could not be stored; its notice then says why."""
         assert self._message is not None, "the answer has not ended"
         return self._message
@@ -87,7 +89,7 @@ class Turn(Closing):
         return Answer(self.text, model, device, self.sources, self._asked.retrieve_ms, report, said)
 
     @property
-    def present(self) -> tuple[Source, ...]:
+    def present(self) -> tuple[AnswerSource, ...]:
         """All passages that are before the model: those found, and those of earlier questions."""
         return self._asked.context.present if self._asked.context else ()
 
@@ -172,7 +174,7 @@ class Turn(Closing):
             basis["closing"] = asked.words.closing
         return {**basis, **({"notice": self.notice} if self.notice else {}), **more}
 
-    def _cited(self) -> tuple[Source, ...]:
+    def _cited(self) -> tuple[AnswerSource, ...]:
         """What was found, and what the answer cites of earlier turns."""
         mine = {source.number for source in self.sources}
         cited = {citation.number for citation in cite(self.text, self.present).citations}
@@ -194,7 +196,7 @@ class Turn(Closing):
             if self._message is not None:
                 return
             chat_id, text, sources = self.question.chat_id, self.text, self._cited()
-            ended = Message(UNSAVED, chat_id, "assistant", text, now(), sources, self._report(report))
+            ended = ChatMessage(UNSAVED, chat_id, "assistant", text, now(), sources, self._report(report))
             try:
                 if self._chats is not None and self._begun is not None:
                     ended = self._chats.rewrite(replace(ended, id=self._begun.id))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ragblend.app.library.ingest import ingest
-from ragblend.app.library.upkeep import check, check_index, check_library, repair
+from ragblend.app.library.maintenance import check, check_index, check_library, repair
 
 
 @pytest.fixture

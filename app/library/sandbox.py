@@ -37,7 +37,7 @@ OnPage = Callable[[int, int], None]
 T = TypeVar("T")
 
 
-def apart(
+def run_in_sandbox(
     work: Callable[..., T],
     path: Path,
     *arguments: object,
@@ -67,7 +67,7 @@ class _Process:
         self._connection, theirs = Pipe()
         self._has_served = False
         with theirs:
-            code = f"from ragblend.app.library.apart import serve; serve({theirs.fileno()})"
+            code = f"from ragblend.app.library.sandbox import serve; serve({theirs.fileno()})"
             self._process = subprocess.Popen(
                 # -P: the folder that the user is in is no place to import from
                 [sys.executable, "-P", "-c", code],
@@ -170,7 +170,7 @@ def _silent(path: Path, page: tuple[int, int], silent_s: float) -> DocumentError
 # --- in the other process
 
 
-def serve(descriptor: int) -> None:
+def serve_requests(descriptor: int) -> None:
     """Answer requests, one after the other."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's affair
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -31,7 +31,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Repaired:
+class RepairReport:
     """What a repair made or took out. lost: paths of damaged documents whose files are no longer what they were.
 
     encoded: by the repair itself; with_kv of all passages have KV at its end (None: another process encodes them).
@@ -104,7 +104,7 @@ def repair(
     progress: Callable[[KvProgress], None] = silent,
     leave: Callable[[], bool] = lambda: False,
     collection: str | None = None,
-) -> Repaired:
+) -> RepairReport:
     """Build the index again, take damaged KV out, encode what is missing. The caller holds the writer lock.
 
     leave: as in `encode_missing`; collection: as in `check`.
@@ -127,7 +127,7 @@ def repair(
         _enter(each)
     note("Encoding what is missing ...")
     kv = [encode_missing(each, progress, leave) for each in spaces.values()]
-    return Repaired(
+    return RepairReport(
         vectors,
         passages=sum(each.passages for each in kv),
         encoded=sum(each.encoded for each in kv),

@@ -61,7 +61,7 @@ def kind_of(component: Any) -> TypeAdapter[Any] | None:
     raise AssertionError(f"say here what a {type(component).__name__} may send")
 
 
-def guard(page: gr.Blocks, trouble: gr.HTML) -> None:
+def check_callbacks(page: gr.Blocks, trouble: gr.HTML) -> None:
     """Check what each callback of the page is given, and draw at `trouble` what goes wrong in it.
 
     Gradio's own check of a value, which answers with the word Error, is left out; that of files and their paths is not.

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from ragblend.app.waiting import SPINS, set_waiting
+from ragblend.app.openmp import SPINS, set_thread_spinning
 
 NAMES = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
 
@@ -25,7 +25,7 @@ def cores(monkeypatch):
 )
 def test_threads_spin_where_no_one_else_computes(tmp_path, cores, load, spins):
     (tmp_path / "loadavg").write_text(load)
-    set_waiting(tmp_path / "loadavg")
+    set_thread_spinning(tmp_path / "loadavg")
     assert [os.environ.get(name) for name in NAMES] == ["PASSIVE", spins]
 
 
@@ -34,7 +34,7 @@ def test_a_core_that_is_left_is_enough(tmp_path, cores, monkeypatch):
         pytest.skip("one core")
     monkeypatch.setenv("OMP_NUM_THREADS", str(cores - 1))
     (tmp_path / "loadavg").write_text("0.10 0.10 0.10 2/200 42")
-    set_waiting(tmp_path / "loadavg")
+    set_thread_spinning(tmp_path / "loadavg")
     assert os.environ["GOMP_SPINCOUNT"] == SPINS
 
 
@@ -42,12 +42,12 @@ def test_a_core_that_is_left_is_enough(tmp_path, cores, monkeypatch):
 def test_what_the_user_says_stays(tmp_path, cores, monkeypatch, load):
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     (tmp_path / "loadavg").write_text(load)
-    set_waiting(tmp_path / "loadavg")
+    set_thread_spinning(tmp_path / "loadavg")
     assert [os.environ.get(name) for name in NAMES] == ["ACTIVE", None]
 
 
 def test_a_system_that_does_not_say_has_them_sleep(tmp_path, cores):
-    set_waiting(tmp_path / "none")
+    set_thread_spinning(tmp_path / "none")
     assert [os.environ.get(name) for name in NAMES] == ["PASSIVE", None]
 
 
@@ -55,5 +55,5 @@ def test_threads_by_level_are_no_number(tmp_path, cores, monkeypatch):
     """OpenMP takes a list, one for each level of nesting; a command must begin all the same."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1,1")
     (tmp_path / "loadavg").write_text("0.10 0.10 0.10 1/200 42")
-    set_waiting(tmp_path / "loadavg")
+    set_thread_spinning(tmp_path / "loadavg")
     assert [os.environ.get(name) for name in NAMES] == ["PASSIVE", None]

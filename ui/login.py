@@ -22,7 +22,7 @@ FORM_BYTES = 4096
 SECRET_BYTES = 32
 
 
-def kept_secret(path: Path, anew: bool = False) -> bytes:
+def load_or_create_secret(path: Path, anew: bool = False) -> bytes:
     """What cookies are signed with: made once, for this user only. anew: whoever was let in until now is so no more.
 
     One that others could read, or that is not whole, is replaced.
@@ -40,7 +40,7 @@ def kept_secret(path: Path, anew: bool = False) -> bytes:
 
 
 @dataclass
-class Entrance:
+class PageLogin:
     """The launch token, the password if there is one (its hash), and what cookies are signed with.
 
     The token is new with every start. A cookie goes on being good after a restart, for the password that it was got
@@ -86,7 +86,7 @@ class Entrance:
         if scope["path"] == "/" and is_read and is_right:
             return self._let_in()
         if scope["path"] in ("/", "/login") and is_read:
-            return HTMLResponse(views.entrance.page(self.password_hash is not None), 401)
+            return HTMLResponse(views.login.page(self.password_hash is not None), 401)
         return PlainTextResponse("Open the page with the link that `ragblend ui` printed.", 401)
 
     def _log_in(self, scope: Scope, form: dict[str, list[str]]) -> Response:
@@ -94,12 +94,12 @@ class Entrance:
         wait_s = self.attempts.wait_s(client)
         if wait_s > 0:
             wait = str(int(wait_s) + 1)
-            page = views.entrance.page(True, f"Too many attempts. Try again in {wait} s.")
+            page = views.login.page(True, f"Too many attempts. Try again in {wait} s.")
             return HTMLResponse(page, 429, {"Retry-After": wait})
         # Before the check, which takes a while: many at once count as many.
         self.attempts.note_failure(client)
         if not matches(form.get("password", [""])[0], self.password_hash or ""):
-            return HTMLResponse(views.entrance.page(True, "That is not the password."), 401)
+            return HTMLResponse(views.login.page(True, "That is not the password."), 401)
         self.attempts.forget(client)
         return self._let_in()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 SPINS = "4000"  # of GNU OpenMP, which torch brings on Linux
 
 
-def set_waiting(load: Path = Path("/proc/loadavg")) -> None:
+def set_thread_spinning(load: Path = Path("/proc/loadavg")) -> None:
     """Before torch is imported; what the environment says already stays. load: where Linux counts running threads."""
     if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         return

@@ -34,7 +34,7 @@ HEAD = (
 )
 
 
-class Rewriter:
+class ResponseRewriter:
     """A `send` that completes headers; an HTML answer is held until it is whole, all others pass as they come."""
 
     def __init__(self, send: Send) -> None:

@@ -12,11 +12,11 @@ pytest.importorskip("gradio", reason="the page needs the extra `ui`")
 
 import gradio as gr
 
-from ragblend.app.desk import Desk
 from ragblend.app.serve.front import Rules
 from ragblend.app.serve.listening import Server, listening
-from ragblend.ui.context import Context
-from ragblend.ui.entrance import Entrance
+from ragblend.app.services import AppServices
+from ragblend.ui.login import PageLogin
+from ragblend.ui.page_context import PageContext
 from ragblend.ui.serving import build_app, gradio_environment
 
 CANARY = "canary-4711-of-another-folder"
@@ -29,11 +29,11 @@ pytestmark = pytest.mark.timeout(300)
 class Page:
     """The real page on a real port, and what lies around it."""
 
-    def __init__(self, home, folder, app, port, entrance, outside):
+    def __init__(self, home, folder, app, port, login, outside):
         self.home, self.folder, self.app, self.port, self.outside = home, folder, app, port, outside
-        cookies = {entrance.cookie_name: entrance.new_cookie()}
+        cookies = {login.cookie_name: login.new_cookie()}
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", cookies=cookies, timeout=60)
-        self.other = {"cookie": f"{entrance.cookie_name}={entrance.new_cookie()}"}
+        self.other = {"cookie": f"{login.cookie_name}={login.new_cookie()}"}
         self.functions = app._app._page.fns
 
     def number(self, name):
@@ -65,17 +65,19 @@ def page(tmp_path_factory):
     (outside / "canary.txt").write_text(CANARY)
     home = tmp_path_factory.mktemp("gate") / "home"
     with (
-        Desk.open(home) as desk,
+        AppServices.open(home) as services,
         gradio_environment(home) as folder,
         listening("127.0.0.1", 0) as (address, at),
     ):
         port = address.port
-        entrance = Entrance(port, secret=b"s" * 32)
+        login = PageLogin(port, secret=b"s" * 32)
         built = {}
 
         def serve():
             async def go():
-                built["app"] = build_app(Context(desk), Rules(address, max_upload_bytes=100_000), entrance)
+                built["app"] = build_app(
+                    PageContext(services), Rules(address, max_upload_bytes=100_000), login
+                )
                 built["server"] = Server(built["app"], ready.set, grace_s=1)
                 await built["server"].serve([at])
 
@@ -85,7 +87,7 @@ def page(tmp_path_factory):
         thread = threading.Thread(target=serve)
         thread.start()
         assert ready.wait(120)
-        running = Page(home, folder, built["app"], port, entrance, outside)
+        running = Page(home, folder, built["app"], port, login, outside)
         yield running
         running.http.close()
         built["server"].should_exit = True

@@ -11,8 +11,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragblend.app.serve.front import Meter, Refusal, Rules, TooLarge, refuse, too_large
-from ragblend.ui.document import Rewriter
-from ragblend.ui.entrance import Entrance
+from ragblend.ui.login import PageLogin
+from ragblend.ui.response_headers import ResponseRewriter
 
 SAFE_METHODS = ("GET", "HEAD")
 UPLOAD_PATH = "/gradio_api/upload"
@@ -20,11 +20,11 @@ WITHOUT_SESSION = ("/login",)
 LOG = logging.getLogger(__name__)
 
 
-class Safety:
+class SecurityMiddleware:
     """The middleware. Refuses with 4xx and a sentence; lets the rest through, with its headers completed."""
 
-    def __init__(self, app: ASGIApp, rules: Rules, entrance: Entrance) -> None:
-        self._app, self._rules, self._entrance = app, rules, entrance
+    def __init__(self, app: ASGIApp, rules: Rules, login: PageLogin) -> None:
+        self._app, self._rules, self._login = app, rules, login
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -33,11 +33,11 @@ class Safety:
         if scope["type"] != "http":  # the page uses no websockets, so there is nothing to let through
             await send({"type": "websocket.close", "code": 1008})
             return
-        rewriter = Rewriter(send)
+        rewriter = ResponseRewriter(send)
         refused, visitor = refuse(scope, self._rules), self._visitor(scope)
         refusal = _response(refused) if refused else None
         if refusal is None and visitor is None:
-            refusal = await self._entrance.receive_visitor(scope, receive, self._rules.max_body_bytes)
+            refusal = await self._login.receive_visitor(scope, receive, self._rules.max_body_bytes)
         if refusal is not None:
             await refusal(scope, receive, rewriter)
             return
@@ -63,7 +63,7 @@ class Safety:
     def _visitor(self, scope: Scope) -> str | None:
         if scope["path"] in WITHOUT_SESSION:
             return None
-        return self._entrance.visitor(HTTPConnection(scope).cookies.get(self._entrance.cookie_name))
+        return self._login.visitor(HTTPConnection(scope).cookies.get(self._login.cookie_name))
 
 
 def _response(refusal: Refusal) -> Response:

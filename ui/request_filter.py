@@ -19,8 +19,8 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragblend.app.serve.front import whole_body
-from ragblend.ui.guard import LONGEST_TEXT, MOST_VALUES, kind_of
-from ragblend.ui.safety import SAFE_METHODS, UPLOAD_PATH
+from ragblend.ui.callback_checks import LONGEST_TEXT, MOST_VALUES, kind_of
+from ragblend.ui.security import SAFE_METHODS, UPLOAD_PATH
 
 # Whether its functions are queued ones.
 CALLS = {"/gradio_api/queue/join": True, "/gradio_api/run/predict": False}
@@ -32,11 +32,11 @@ SESSION = re.compile(r"[0-9a-z]{1,32}")
 LOG = logging.getLogger(__name__)
 
 
-class Refused(Exception):
+class RefusedCall(Exception):
     """A call that the page would not make. Its text names what is wrong, and nothing that was sent."""
 
 
-class Gate:
+class RequestFilter:
     """ASGI, between `Safety`, which names the visitor, and Gradio."""
 
     def __init__(self, app: ASGIApp, page: gr.Blocks) -> None:
@@ -61,7 +61,7 @@ class Gate:
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             body = self._checked(await whole_body(receive), CALLS[scope["path"]], scope["visitor"])
-        except Refused as refusal:
+        except RefusedCall as refusal:
             LOG.warning("A call was refused: %s", refusal)
             await JSONResponse({"error": str(refusal)}, 422)(scope, receive, send)
             return
@@ -112,7 +112,7 @@ class Gate:
             return None
         kind = kind_of(component)
         if kind is None:
-            raise Refused("states are kept here, not sent")
+            raise RefusedCall("states are kept here, not sent")
         if isinstance(component, gr.File):
             files = value if isinstance(value, list) else [value]
             _require(len(files) <= MOST_VALUES, "too many files at once")
@@ -121,7 +121,7 @@ class Gate:
         try:
             return kind.validate_python(value)
         except ValidationError:
-            raise Refused(f"that is no value for a {type(component).__name__}") from None
+            raise RefusedCall(f"that is no value for a {type(component).__name__}") from None
 
     def _file(self, value: Any, visitor: str) -> dict[str, Any]:
         """As Gradio wants it, with nothing left of what was sent but a path that the same visitor's upload got."""
@@ -133,7 +133,7 @@ class Gate:
 
 def _require(holds: bool, reason: str) -> None:
     if not holds:
-        raise Refused(reason)
+        raise RefusedCall(reason)
 
 
 def _event(value: Any, events: list[str]) -> dict[str, Any] | None:
@@ -162,7 +162,7 @@ def _parsed(body: bytes) -> Any:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError:
-        raise Refused("that is no JSON") from None
+        raise RefusedCall("that is no JSON") from None
 
 
 def _replayed(body: bytes, receive: Receive) -> Callable[[], Any]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import gradio as gr
 
-from ragblend.app.desk import Desk
-from ragblend.app.startup import Startup
-from ragblend.ui.sessions import Sessions
+from ragblend.app.services import AppServices
+from ragblend.app.startup import ModelStartup
+from ragblend.ui.sessions import PageSessions
 
 MOST_SAMPLES = 500
 # When, by a monotonic clock; what this process had found by then, and what not.
@@ -30,15 +30,15 @@ EMPTY = "() => ''"
 
 
 @dataclass(frozen=True)
-class Context:
-    desk: Desk
-    sessions: Sessions = field(default_factory=Sessions)
+class PageContext:
+    services: AppServices
+    sessions: PageSessions = field(default_factory=PageSessions)
     history: deque[Sample] = field(default_factory=lambda: deque(maxlen=MOST_SAMPLES))
-    startup: Startup = field(default_factory=Startup)
+    startup: ModelStartup = field(default_factory=ModelStartup)
 
     def note_store(self) -> None:
         """Keep how often the store had what was asked for, if anything was since the last time. The store is open."""
-        stats = self.desk.workspaces.first.engine.store.stats()
+        stats = self.services.workspaces.first.engine.store.stats()
         counts = stats.hits, stats.misses
         if not self.history or self.history[-1][1:] != counts:
             self.history.append((time.monotonic(), *counts))

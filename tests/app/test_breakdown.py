@@ -1,6 +1,13 @@
 """Under the hood: every token is in one segment with its kind, and numbers are named for what they are."""
 
-from ragblend.app.answering.hood import KINDS, NO_PROFILE, breakdown_of, counts_of, full_prefill, segments_of
+from ragblend.app.answering.breakdown import (
+    KINDS,
+    NO_PROFILE,
+    breakdown_of,
+    counts_of,
+    full_prefill,
+    segments_of,
+)
 from ragblend.engine.config import Report, Timings, TokenCounts
 from ragblend.engine.controller import DeviceProfile, Tier
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt, with_ids
