@@ -84,7 +84,7 @@ def _embedder(workspace: Workspace) -> tuple[Status, str]:
 
 
 def _home(workspace: Workspace) -> tuple[Status, str]:
-    loose = workspace.home.loose_paths()
+    loose = workspace.home.paths_open_to_others()
     if loose:
         advice = f"run `chmod -R go= {workspace.home.root}`"
         return "warning", f"others may read {len(loose)} paths, such as {loose[0]}; {advice}"

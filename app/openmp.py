@@ -1,9 +1,9 @@
-"""How the threads of a product wait for each other; loads nothing heavy, since it is read when torch is loaded.
+"""Sets OpenMP's spinning before torch is imported; imports nothing heavy itself.
 
-Between two small products a thread that sleeps is woken too late: with threads that spin for a twentieth of a
-millisecond first, SmolLM2 computes answers 1.6 times faster on two idle cores. Beside another busy process a thread
-spins in the place of the one it waits for: there sleeping at once is twice as fast, and torch's own default, some
-milliseconds, ten times slower. So threads spin where there is a core for each.
+Between two small matrix products a sleeping thread wakes too late: with threads that spin for a twentieth of a
+millisecond first, SmolLM2 answers 1.6 times faster on two idle cores. Beside another busy process a spinning thread
+occupies the core of the thread that it waits for: there sleeping at once is twice as fast, and torch's own default,
+some milliseconds of spinning, ten times slower. So threads spin only where there is a core for each.
 """
 
 import os
@@ -13,16 +13,16 @@ SPINS = "4000"  # of GNU OpenMP, which torch brings on Linux
 
 
 def set_thread_spinning(load: Path = Path("/proc/loadavg")) -> None:
-    """Before torch is imported; what the environment says already stays. load: where Linux counts running threads."""
+    """Call before torch is imported; variables that are set already stay. load: where Linux counts running threads."""
     if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         return
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    if _has_a_core_for_each(load):
+    if _has_idle_core_per_thread(load):
         os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
-def _has_a_core_for_each(load: Path) -> bool:
-    """Whether as many cores have nothing to do, at this moment, as torch takes threads."""
+def _has_idle_core_per_thread(load: Path) -> bool:
+    """Whether at this moment as many cores are idle as torch uses threads."""
     import psutil  # type: ignore[import-untyped]
 
     try:

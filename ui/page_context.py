@@ -7,8 +7,7 @@ from typing import Any
 
 import gradio as gr
 
-from ragblend.app.services import AppServices
-from ragblend.app.startup import ModelStartup
+from ragblend.app.services import AppServices, ModelStartup
 from ragblend.ui.sessions import PageSessions
 
 MOST_SAMPLES = 500

@@ -15,7 +15,7 @@ from ragblend.app.answering.citations import cite
 from ragblend.app.answering.conversation import AskOptions
 from ragblend.app.answering.highlight import locate_source
 from ragblend.app.library.documents import DocumentState
-from ragblend.app.models import Offer, machine_of, offers
+from ragblend.app.models import Offer, offers
 from ragblend.engine.model.checkpoints import DEFAULT
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import views
@@ -45,7 +45,7 @@ class ChatTab:
                     self.source = drawn("rb-source", views.passage.empty(), acts=False)
                 with gr.Tab("Under the hood", id=HOOD):
                     self.hood = drawn("rb-hood", views.hood.empty())
-        self.chat_id, self.limit = gr.State(None), gr.DocumentState(CHATS_PER_PAGE)
+        self.chat_id, self.limit = gr.State(None), gr.State(CHATS_PER_PAGE)
         self._connect()
 
     def _lay_out_conversations(self) -> None:
@@ -302,7 +302,7 @@ class ChatTab:
         if settings.model != DEFAULT or settings.vllm:
             return []
         try:
-            return offers(machine_of(self._services.workspaces.first))
+            return offers(self._services.workspaces.first.measure_machine())
         except RagBlendError:  # such as a device that is gone: the banner says that
             return []
 

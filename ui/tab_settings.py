@@ -11,7 +11,6 @@ from ragblend.app.models import (
     Machine,
     ModelDownload,
     check_model,
-    machine_of,
     models_here,
     must_be_fetched,
     offers,
@@ -143,7 +142,7 @@ class SettingsTab:
         workspaces = self._services.workspaces
         here = models_here(workspaces.home.models)
         try:
-            self._machine = self._machine or machine_of(workspaces.of(settings.collection))
+            self._machine = self._machine or workspaces.of(settings.collection).measure_machine()
             fitting = offers(self._machine)
         except RagBlendError:  # a device that is gone: said where it is used
             fitting = []

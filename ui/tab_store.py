@@ -102,7 +102,7 @@ class StoreTab:
         try:
             with workspaces.writing():
                 # Encoding may take hours, with the writer's lock: the queue does it without, and can be paused.
-                done = maintenance.repair(workspaces.first, silent, leave=lambda: True)
+                done = maintenance.repair(workspaces.first, silent, is_cancelled=lambda: True)
             self._services.jobs.wake()
             yield {self.message: views.store.repaired(done), self.overview: self._overview()}
         except RagBlendError as error:

@@ -77,7 +77,7 @@ def digest(
         path = absolute(cli.folder / file)
         with progress_bars(cli.terminal) as show:
             if os.path.isfile(path):
-                report = ingest_paths(workspace, [path], show, leave=cli.terminal.check)
+                report = ingest_paths(workspace, [path], show, is_cancelled=cli.terminal.check)
                 for _, reason in report.failed.values():
                     raise LibraryError(reason)
                 if report.interrupted:

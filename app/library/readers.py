@@ -33,17 +33,17 @@ VERSION = 1  # part of a document's recipe: raise it when the text that comes ou
 
 @dataclass(frozen=True, slots=True)
 class DocumentPart:
-    """A stretch of a document's text and where it stands; location may be empty."""
+    """A part of a document's text and its location, which may be empty."""
 
     text: str
     location: str
 
 
 def read_document(path: Path, on_page: OnPage = silent) -> list[DocumentPart]:
-    """The text of a document, in reading order. Raises DocumentError: what is wrong, where, what to do.
+    """Read the text of a document, in reading order. Raises DocumentError.
 
-    on_page(done, total): of a PDF's pages, and then of those whose text has to be recognised, seconds each; it is
-    called some times a second, and what it raises ends the reading.
+    on_page(done, total): a PDF's pages, and then those that need text recognition (seconds each); it is called several
+    times a second, and if it raises, reading is cancelled.
     """
     check_file(path)
     parts = run_in_sandbox(parse, path, on_page=on_page)
@@ -59,7 +59,7 @@ def read_document(path: Path, on_page: OnPage = silent) -> list[DocumentPart]:
 
 
 def parse(path: Path, on_page: OnPage = silent) -> list[DocumentPart]:
-    """In the other process: the parts that have text, and the pages that have none. Raises whatever parsers raise."""
+    """In the sandbox: the parts with text, and PDF pages without any. Raises whatever parsers raise."""
     check_content(path)
     suffix = path.suffix.lower()
     found = _read_pdf(path, on_page) if suffix == ".pdf" else READERS[suffix](path)
@@ -80,12 +80,12 @@ def _within_limits(path: Path, parts: Iterable[DocumentPart]) -> Iterator[Docume
 
 
 def clean(text: str) -> str:
-    """Text without control characters and broken surrogates, with \\n line ends and no white space at line ends."""
+    """Remove control characters, broken surrogates and white space at line ends; line ends become \\n."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\f", "\n")
     text = text.translate(INVISIBLE)
     text = text.encode("utf-8", "replace").decode("utf-8")  # PDF fonts can give half a surrogate pair
     text = NOT_TEXT.sub("", text)
-    # Linear, however long a run of spaces is.
+    # Linear time, however long a run of spaces is.
     text = re.sub(r"(?<![ \t])[ \t]++$", "", text, flags=re.MULTILINE)
     return re.sub(r"\n{3,}", "\n\n", text).strip()
 
@@ -95,7 +95,7 @@ def _read_txt(path: Path) -> Iterable[DocumentPart]:
 
 
 def _read_markdown(path: Path) -> Iterator[DocumentPart]:
-    """A section for every heading that is not in a code block."""
+    """One part for each heading that is not in a code block."""
     section, in_code = list[str](), False
     for line in clean(decode(path.read_bytes(), path)).split("\n"):
         fence = line.lstrip().startswith("```")
@@ -148,7 +148,7 @@ def _word_text(xml: bytes) -> str:
 
 
 class _WordText:
-    """What an XML parser tells of Word's elements, as text."""
+    """An XML parser's target: collects the text of Word's elements."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
@@ -170,9 +170,9 @@ class _WordText:
 
 
 def _read_csv(path: Path) -> Iterator[DocumentPart]:
-    """Every row that says something, "column: value" a line; the header is row 1."""
+    """One part for each row with values, as lines of "column: value"; the header is row 1."""
     text = decode(path.read_bytes(), path)
-    csv.field_size_limit(MAX_TEXT_BYTES)  # of the whole process; 131,072 otherwise
+    csv.field_size_limit(MAX_TEXT_BYTES)  # for the whole process; the default is 131,072
     rows = csv.reader(io.StringIO(text, newline=""), dialect=_dialect(text))
     header = [name.strip() for name in next(rows, [])]
     empty = True
@@ -180,7 +180,7 @@ def _read_csv(path: Path) -> Iterator[DocumentPart]:
         if line := _row_text(header, row):
             empty = False
             yield DocumentPart(line, f"row {number}")
-    if empty and any(header):  # a header alone, or a list of one line
+    if empty and any(header):  # the file is only a header, or a list of one line
         yield DocumentPart(", ".join(name for name in header if name), "row 1")
 
 

@@ -147,7 +147,7 @@ class Shared:
                     f"Process {os.getpid()} has the home {spaces.home.root} open, with {name} {has}; this command asks "
                     f"for {asks}. Ask without that, or end the process and run this again."
                 )
-        return spaces.under(wanted.changed(here)).first
+        return spaces.with_settings(wanted.changed(here)).first
 
     def _meant(self, name: str, value: Any, folder: Path | None = None) -> Any:
         """The same for what is the same: a path from another folder, a device by its name or left out."""

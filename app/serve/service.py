@@ -20,9 +20,8 @@ from ragblend.app.serve.errors import ApiError, api_error, encoded
 from ragblend.app.serve.keys import Client
 from ragblend.app.serve.metrics import Metrics
 from ragblend.app.serve.sessions import Sessions
-from ragblend.app.services import AppServices
+from ragblend.app.services import AppServices, ModelStartup
 from ragblend.app.settings import BUNDLED
-from ragblend.app.startup import ModelStartup
 from ragblend.engine.config import Report
 from ragblend.engine.prompts.tokenizing import LONG_CHARACTERS
 from ragblend.engine.scheduling.queue import Cancel, DeviceQueue

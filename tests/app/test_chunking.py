@@ -55,7 +55,7 @@ def test_node_ids_survive_an_edit_elsewhere():
 @pytest.mark.parametrize("border", ["\n\n", "\n", " ", ""])
 def test_a_long_text_is_cut_stretch_by_stretch(monkeypatch, border):
     """What is tokenized and split at once does not grow with the text, which has no sentence that ends."""
-    monkeypatch.setattr(chunking, "STRETCH_CHARACTERS", 200)
+    monkeypatch.setattr(chunking, "BLOCK_CHARACTERS", 200)
     monkeypatch.setattr(chunking, "MAX_TOKEN_CHARACTERS", 2)
     texts = {page: border.join(f"word{n:03}" for n in range(page, page + 60)) for page in (0, 60)}
     parts = [DocumentPart(text, f"p. {page}") for page, text in texts.items()]

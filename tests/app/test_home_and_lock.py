@@ -29,7 +29,7 @@ def test_home_is_made_private(tmp_path):
     finally:
         os.umask(old)
     assert stat.S_IMODE(home.root.stat().st_mode) == 0o700
-    assert home.loose_paths() == []
+    assert home.paths_open_to_others() == []
 
 
 def test_loose_files_are_found_and_closed(tmp_path):
@@ -38,9 +38,9 @@ def test_loose_files_are_found_and_closed(tmp_path):
     folder.mkdir(mode=0o755)
     (folder / "x").write_text("secret")
     (folder / "x").chmod(0o644)
-    assert set(home.loose_paths()) == {folder, folder / "x"}
+    assert set(home.paths_open_to_others()) == {folder, folder / "x"}
     make_private(folder)
-    assert home.loose_paths() == []
+    assert home.paths_open_to_others() == []
 
 
 def test_home_from_the_environment(tmp_path, monkeypatch):

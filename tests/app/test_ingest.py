@@ -17,7 +17,7 @@ from waiting import idle, until
 from ragblend.app.answering.conversation import ANY_SCORE
 from ragblend.app.answering.retrieval import search
 from ragblend.app.library import readers
-from ragblend.app.library.discovery import discover, is_gone, shown
+from ragblend.app.library.discovery import discover, is_gone, printable
 from ragblend.app.library.documents import DocumentState
 from ragblend.app.library.encoding import encode_missing
 from ragblend.app.library.ingest import MANY_FILES, SKETCHED, embed_in_full, ingest, ingest_paths
@@ -180,7 +180,7 @@ def test_an_odd_path_fails_alone(workspace, documents, monkeypatch):
     (documents / "loop.txt").symlink_to("loop.txt")
     report = ingest(workspace, [*map(Path, odd), documents])
     assert len(report.added) == 3
-    assert report.failed.keys() == {shown(documents / name) for name in odd}
+    assert report.failed.keys() == {printable(documents / name) for name in odd}
     assert "File name too long. Check its name" in report.failed[str(documents / odd[2])][1]
     json.dumps(report.to_json()).encode()
 
@@ -283,7 +283,7 @@ def test_who_wants_to_write_passes_between_two_files(workspace, documents):
                 jobs.add([late], "default")
                 jobs.start()
             if len(seen) <= 3:
-                until(lambda: spaces.is_wanted)
+                until(lambda: spaces.has_waiting_writer)
 
         workspace.embedder.on_embed = begin
         report = ingest_paths(workspace, [documents])
@@ -364,7 +364,7 @@ def test_embedding_in_full_is_left_and_gone_on_with(open_workspace, many):
     first = open_workspace()
     ingest_paths(first, [many])
     first.embedder.embedded.clear()
-    assert not embed_in_full(first, leave=lambda: len(first.embedder.embedded) == 2)
+    assert not embed_in_full(first, is_cancelled=lambda: len(first.embedder.embedded) == 2)
     assert len(sketched(first)) == 2, "left behind the second was embedded and before it was written"
     second = open_workspace()
     assert len(ingest(second, [many]).unchanged) == MANY_FILES + 3
@@ -453,7 +453,7 @@ def test_ctrl_c_while_the_model_is_loaded_loses_no_report(workspace, documents, 
     monkeypatch.setattr(workspace.engine, "missing", interrupted)
     report = ingest(workspace, [documents])
     assert len(report.added) == 3 and report.interrupted
-    assert report.kv.stopped == "left" and "it goes on" in report.kv.message
+    assert report.kv.stopped == "left" and "continue it" in report.kv.message
 
 
 def test_a_file_that_changes_while_it_is_read_is_read_again(workspace, documents, monkeypatch):
@@ -501,7 +501,7 @@ def test_one_process_encodes_at_a_time(open_workspace, documents):
     first.engine.on_encode = lambda text: reports.append(encode_missing(second))
     encode_missing(first)
     assert {report.stopped for report in reports} == {"elsewhere"}
-    assert f"process {os.getpid()}" in reports[0].message and second.engine.encoded == []
+    assert f"Process {os.getpid()}" in reports[0].message and second.engine.encoded == []
 
 
 def test_a_model_that_cannot_be_fused_is_said(workspace, documents):

@@ -163,7 +163,7 @@ def test_a_delete_does_not_wait_for_a_long_file(jobs, workspaces, embedder, docu
     removed = []
     deleting = threading.Thread(target=lambda: removed.extend(jobs.remove([gone.id], "default")))
     deleting.start()
-    until(lambda: workspaces.is_wanted)
+    until(lambda: workspaces.has_waiting_writer)
     gate.set()
     deleting.join(SOON_S)
     assert removed[0].path == gone.path and removed[0].bytes_freed > 0
@@ -298,7 +298,7 @@ def test_removal_of_what_vanished_is_work_for_the_queue(jobs, workspaces, docume
     ingest(workspaces.of("default"), [documents])
     (documents / "sky.txt").unlink()
     paths = [documents / "sky.txt", documents / "boats.txt", documents / "never.txt"]
-    assert jobs.gone(paths, "default") == 2
+    assert jobs.remove_missing(paths, "default") == 2
     finish(jobs)
     assert states(jobs) == {"sky.txt": "done", "boats.txt": "unchanged"}, "what came back stays"
     assert set(documents_of(workspaces)) == {"boats.txt", "bread.md"}
@@ -324,9 +324,9 @@ def test_two_uploads_of_one_name_at_once_are_both_kept(jobs, home, tmp_path, mon
 
 def test_who_ends_a_paused_queue_waits_for_nothing(jobs):
     """Also where that falls between two looks of its thread."""
-    wakened = jobs._wakened
+    woken = jobs._woken
 
-    class Between(type(wakened)):
+    class Between(type(woken)):
         def clear(self):
             if not jobs._ending.is_set():
                 jobs._ending.set()
@@ -334,7 +334,7 @@ def test_who_ends_a_paused_queue_waits_for_nothing(jobs):
             super().clear()
 
     jobs.pause()
-    jobs._wakened = Between()
+    jobs._woken = Between()
     jobs.start()
     jobs._thread.join(5)
     assert not jobs._thread.is_alive()
@@ -411,7 +411,7 @@ def test_an_upload_in_hand_that_is_cancelled_and_cleared_is_a_document_or_nowher
     jobs.cancel()
     clearing = threading.Thread(target=jobs.clear_finished)
     clearing.start()
-    until(lambda: workspaces.is_wanted or not clearing.is_alive())
+    until(lambda: workspaces.has_waiting_writer or not clearing.is_alive())
     opened.set()
     clearing.join(SOON_S)
     jobs.end()
@@ -466,7 +466,7 @@ def test_a_file_is_left_while_it_is_read_and_while_it_is_cut(workspaces, engine,
     counted, count, workspace = [], engine.count_tokens, workspaces.of("default")
     monkeypatch.setattr(engine, "count_tokens", lambda piece: counted.append(piece) or count(piece))
     with workspaces.writing(), pytest.raises(Cancelled):
-        ingest_file(workspace, tmp_path / "a.txt", leave=lambda: bool(counted))
+        ingest_file(workspace, tmp_path / "a.txt", is_cancelled=lambda: bool(counted))
     assert len(counted) == 1 and workspaces.library.counts_by_state("default")["pending"] == 1
     reading = []
 
@@ -477,7 +477,7 @@ def test_a_file_is_left_while_it_is_read_and_while_it_is_cut(workspaces, engine,
 
     monkeypatch.setattr("ragblend.app.library.readers.read_document", read)
     with workspaces.writing(), pytest.raises(Cancelled):
-        ingest_file(workspace, tmp_path / "a.txt", leave=lambda: bool(reading))
+        ingest_file(workspace, tmp_path / "a.txt", is_cancelled=lambda: bool(reading))
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_a_repair_that_is_left_says_what_has_kv_and_loads_no_model(filled):
     engine = filled.engine
     (engine.folder / sorted(engine.stored())[0]).unlink()
     engine.weights_loaded = False
-    done = repair(filled, lambda text: None, leave=lambda: True)
+    done = repair(filled, lambda text: None, is_cancelled=lambda: True)
     assert (done.encoded, done.with_kv) == (0, done.passages - 1)
     assert not engine.weights_loaded
 
@@ -73,7 +73,7 @@ def test_all_collections_are_checked_and_repaired_and_nothing_is_said_twice(fill
     with filled.library.transaction() as sql:
         sql.execute("INSERT INTO words (words) VALUES ('delete-all')")
     words, missing = check(filled)
-    assert words.message.startswith("that of words")
+    assert words.message.startswith("index of words")
     assert missing.message.startswith("letters: 1 passages") and "--collection letters" in missing.message
     assert check(filled, "default") == [words]
     done = repair(filled, lambda text: None)

@@ -4,7 +4,7 @@ import pytest
 
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.chats import DELETED_TEXT, Chats
-from ragblend.app.library import removal
+from ragblend.app.library import erasure
 from ragblend.app.library.ingest import ingest
 from ragblend.app.library.registry import Library
 from ragblend.app.workspace import Workspaces
@@ -71,7 +71,7 @@ def test_a_kill_half_way_is_mended_by_the_next_try(cli, told, home, monkeypatch,
     owner = {"remove": Library, "forget_removed": Chats, "erase": VectorIndex}[place]
     with monkeypatch.context() as broken:
         broken.setattr(owner, place, killed)
-        broken.setattr(removal, "erase_removed", killed if place == "remove" else removal.erase_removed)
+        broken.setattr(erasure, "erase_removed", killed if place == "remove" else erasure.erase_removed)
         with pytest.raises(Killed):
             cli("docs", "rm", "secret.txt")
     assert left_of(home, nodes)

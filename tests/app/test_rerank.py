@@ -259,10 +259,14 @@ def test_one_is_loaded_for_all_and_let_go_when_it_changes(workspaces, folder):
     assert workspaces.first.reranker is None
     workspaces.change(reranker=str(folder))
     shared = workspaces.first.reranker
-    assert shared is workspaces.of("other").reranker is workspaces.under(workspaces.settings).first.reranker
+    assert (
+        shared
+        is workspaces.of("other").reranker
+        is workspaces.with_settings(workspaces.settings).first.reranker
+    )
     workspaces.change(top_k=3)
     assert workspaces.first.reranker is not shared
-    assert workspaces.under(workspaces.settings.changed({"reranker": ""})).first.reranker is None
+    assert workspaces.with_settings(workspaces.settings.changed({"reranker": ""})).first.reranker is None
 
 
 def test_nothing_is_imported_where_none_is_named(tmp_path):

@@ -37,12 +37,12 @@ def test_the_process_is_used_again():
 
 @pytest.mark.parametrize(("work", "how"), [("crash", "SIGSEGV"), ("leave", "exit code 0")])
 def test_a_crash_is_named(work, how):
-    with pytest.raises(UnreadableDocumentError, match=rf"a\.pdf: what reads it crashed \({how}\)"):
+    with pytest.raises(UnreadableDocumentError, match=rf"a\.pdf: the parser crashed \({how}\)"):
         run_in_sandbox(getattr(hostile_work, work), PATH)
 
 
 def test_memory_is_bounded():
-    with pytest.raises(OversizedDocumentError, match=r"a\.pdf: it takes more than 64 MiB of memory"):
+    with pytest.raises(OversizedDocumentError, match=r"a\.pdf: it needs more than 64 MiB of memory"):
         run_in_sandbox(hostile_work.swallow, PATH, memory_bytes=64 * 2**20)
 
 
@@ -77,8 +77,8 @@ def test_a_process_that_was_killed_while_idle_is_replaced():
 
 def test_the_work_ends_with_its_caller(tmp_path):
     code = (
-        "import sys, hostile_work; from pathlib import Path; from ragblend.app.library.sandbox import apart\n"
-        "apart(hostile_work.spin, Path('a'), Path(sys.argv[1]))"
+        "import sys, hostile_work; from pathlib import Path; from ragblend.app.library.sandbox import run_in_sandbox\n"
+        "run_in_sandbox(hostile_work.spin, Path('a'), Path(sys.argv[1]))"
     )
     started = tmp_path / "started"
     caller = subprocess.Popen([sys.executable, "-c", code, started], env=os.environ | PYTHONPATH)
@@ -91,8 +91,8 @@ def test_the_work_ends_with_its_caller(tmp_path):
 def test_the_callers_script_is_not_run_again(tmp_path):
     """As multiprocessing does, which would ingest for ever where a script has no `if __name__ == "__main__"`."""
     (tmp_path / "script.py").write_text(
-        "import hostile_work; from pathlib import Path; from ragblend.app.library.sandbox import apart\n"
-        "print('once', apart(hostile_work.process_id, Path('a')) > 0)"
+        "import hostile_work; from pathlib import Path; from ragblend.app.library.sandbox import run_in_sandbox\n"
+        "print('once', run_in_sandbox(hostile_work.process_id, Path('a')) > 0)"
     )
     (tmp_path / "queue.py").write_text("raise SystemError('imported from where the user is')")
     command, environment = [sys.executable, "-P", tmp_path / "script.py"], os.environ | PYTHONPATH

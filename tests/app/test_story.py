@@ -86,7 +86,9 @@ def test_the_reranker_has_the_last_word_and_the_device_reads_meanwhile(workspace
     from ragblend.engine.scheduling import speculation
 
     reranker = make_cross_encoder(tmp_path / "reranker", [TIDES, BELL, QUESTION])
-    opened = workspace.workspaces.under(workspace.settings.changed({"reranker": str(reranker), "top_k": 2}))
+    opened = workspace.workspaces.with_settings(
+        workspace.settings.changed({"reranker": str(reranker), "top_k": 2})
+    )
     read, real = {"ahead": 0, "in place": 0}, speculation.prefill
     begun = threading.Event()
 
@@ -131,7 +133,7 @@ def test_a_reranker_that_fails_leaves_the_device_free(workspace, monkeypatch):
 
     monkeypatch.setattr(type(workspace), "reranker", Broken())
     monkeypatch.setattr(Engine, "device", "cuda")
-    opened = workspace.workspaces.under(workspace.settings.changed({"reranker": "some/one"}))
+    opened = workspace.workspaces.with_settings(workspace.settings.changed({"reranker": "some/one"}))
     with pytest.raises(ModelError, match="damaged"):
         asked(opened.first, QUESTION)
     with workspace.engine.runtime.queue.turn():

@@ -96,7 +96,7 @@ def test_what_happened_while_nobody_watched_is_found(jobs, workspaces, documents
 
 
 def test_an_empty_or_missing_folder_keeps_its_documents(jobs, workspaces, documents, monkeypatch):
-    monkeypatch.setattr("ragblend.app.library.watching.LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr("ragblend.app.library.watching.RETRY_S", 0.05)
     jobs.add([documents], "default")
     jobs.start()
     assert idle(jobs)
@@ -105,9 +105,9 @@ def test_an_empty_or_missing_folder_keeps_its_documents(jobs, workspaces, docume
     shutil.rmtree(documents)
     watcher.start()
     try:
-        until(lambda: "is not there" in watcher.folders()[0].reason)
+        until(lambda: "does not exist" in watcher.folders()[0].reason)
         documents.mkdir()
-        until(lambda: "is empty, so its 3 documents stay" in watcher.folders()[0].reason)
+        until(lambda: "its 3 documents stay" in watcher.folders()[0].reason)
         assert watcher.folders()[0].reason and len(names(workspaces)) == 3
         (documents / "sky.txt").write_text("It is back, and blue.")
         until(lambda: says(workspaces, "It is back"))

@@ -8,7 +8,7 @@ import gradio as gr
 from gradio.state_holder import SessionState
 from serverless import built
 
-from ragblend.app.startup import ModelStartup
+from ragblend.app.services import ModelStartup
 from ragblend.app.workspace import Workspaces
 from ragblend.ui.page import build_page
 from ragblend.ui.page_context import PageContext
