@@ -1,4 +1,4 @@
-"""The page's own routes beside Gradio's: its assets, and conversations as files."""
+"""The page's own routes beside Gradio's: its assets, and the export of conversations."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ UNSAFE = re.compile(r"[^\w .-]+")
 
 
 def add_routes(app: FastAPI, services: AppServices) -> None:
-    """Add them; whatever is mounted at / later gets the rest."""
+    """Add the routes before Gradio is mounted at /."""
 
     @app.get("/ragblend/{name}")
     def asset(name: str) -> Response:

@@ -1,7 +1,7 @@
-"""What stands in front of every route of the page: host, origin, session, size, and the headers of every answer.
+"""Security of every route of the page: host, origin, session, body size, and response headers.
 
-Gradio on loopback answers any Host (DNS rebinding), takes uploads from other origins and keeps nobody out. This is
-plain ASGI, so that it sees every route there is, also those that Gradio adds, and streams pass through it untouched.
+Gradio on loopback answers any Host (DNS rebinding), accepts uploads from other origins and asks for no login. This is
+plain ASGI, so that it covers all routes, also those that Gradio adds, and streams pass through it unchanged.
 """
 
 import logging
@@ -21,7 +21,7 @@ LOG = logging.getLogger(__name__)
 
 
 class SecurityMiddleware:
-    """The middleware. Refuses with 4xx and a sentence; lets the rest through, with its headers completed."""
+    """The middleware: refuses a request with 4xx and a sentence, or passes it on and completes the response headers."""
 
     def __init__(self, app: ASGIApp, rules: Rules, login: PageLogin) -> None:
         self._app, self._rules, self._login = app, rules, login
@@ -30,7 +30,7 @@ class SecurityMiddleware:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        if scope["type"] != "http":  # the page uses no websockets, so there is nothing to let through
+        if scope["type"] != "http":  # the page uses no websockets
             await send({"type": "websocket.close", "code": 1008})
             return
         rewriter = ResponseRewriter(send)
@@ -44,16 +44,16 @@ class SecurityMiddleware:
         meter = Meter(receive, self._rules.limit(scope["path"]))
 
         async def answer(message: Message) -> None:
-            if rewriter.started or not meter.exceeded:  # what is made of half a body is not worth sending
+            if rewriter.started or not meter.exceeded:  # a response to half a body is not worth sending
                 await rewriter(message)
 
         try:
             await self._app({**scope, "visitor": visitor}, meter, answer)
         except TooLarge:
             pass
-        except Exception as error:  # its message may hold what was sent, and its traceback fills a log
+        except Exception as error:  # its message may repeat what was sent, and its traceback fills the log
             LOG.error("%s %s failed: %s", scope["method"], scope["path"], type(error).__name__)
-            LOG.debug("where it failed", exc_info=error)
+            LOG.debug("traceback", exc_info=error)
             await rewriter.end()
         if meter.exceeded and not rewriter.started:
             await _response(too_large(meter.limit))(scope, receive, rewriter)

@@ -1,4 +1,4 @@
-"""Serve the page: Gradio behind our own front, through uvicorn; temporary files inside the home, gone at exit."""
+"""Serves the page: Gradio behind our middleware, by uvicorn; temporary files are in the home and deleted at exit."""
 
 import contextlib
 import os
@@ -36,21 +36,21 @@ GRADIO_ENVIRONMENT = {
 
 
 def open_login(home: Path, address: Address, anew: bool = False) -> PageLogin:
-    """The launch token, and the password where the page can be reached from elsewhere.
+    """The login with its launch token, and with the password where the page is reachable from other machines.
 
-    anew: browsers that were let in before need the new link. Raises UsageError without a password where one is needed.
+    anew: end all sessions of browsers. Raises UsageError if a password is needed and there is none.
     """
     password = None if address.is_loopback else read_password(password_path(home))
     if not address.is_loopback and password is None:
         raise UsageError(
-            f"Serving the page at {address.host}: it could be reached from other machines, so it needs a password. "
-            "Set one with `ragblend ui --set-password`, or leave --host away."
+            f"Serving the page at {address.host}: other machines can reach it there, so it needs a password. Set one "
+            "with `ragblend ui --set-password`, or run without --host."
         )
     return PageLogin(address.port, password, secret=load_or_create_secret(home / "ui-secret", anew))
 
 
 def build_app(context: "PageContext", rules: Rules, login: PageLogin) -> ASGIApp:
-    """The page as one ASGI application with everything in front of it. `gradio_environment` must be in force."""
+    """The page with its middleware as one ASGI application. Call it inside `gradio_environment`."""
     import gradio as gr
 
     from ragblend.ui.page import build_page
@@ -90,7 +90,7 @@ def build_app(context: "PageContext", rules: Rules, login: PageLogin) -> ASGIApp
 
 @contextlib.contextmanager
 def gradio_environment(home: Path) -> Iterator[Path]:
-    """Gradio's settings and its folder for uploads, inside the home, for this user only and gone afterwards."""
+    """Set Gradio's environment, with a private folder for uploads in the home that is deleted afterwards."""
     folder = home / "ui"
     names = {**GRADIO_ENVIRONMENT, "GRADIO_TEMP_DIR": str(folder)}
     before = {name: os.environ.get(name) for name in names}
@@ -109,7 +109,7 @@ def password_path(home: Path) -> Path:
 
 
 def write_landing(folder: Path, url: str) -> Path:
-    """A file that leads to the page: a browser is started with its path, so that no process list shows the token."""
+    """Write a file that redirects to the page: the browser gets its path, so that no process list has the token."""
     path = folder / "open.html"
     replace_durably(path, views.login.landing(url))
     return path
@@ -123,7 +123,7 @@ def serve(
     on_ready: Callable[[Path], None],
     max_upload_bytes: int = 512 * MIB,
 ) -> None:
-    """Serve until Ctrl-C. on_ready is called once the page answers, with a folder that goes when it ends."""
+    """Serve until Ctrl-C. on_ready is called once the page answers, with a folder that is deleted at the end."""
     from ragblend.ui.page_context import PageContext
 
     rules = Rules(address, UPLOAD_PATH, max_upload_bytes)

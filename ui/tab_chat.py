@@ -1,4 +1,4 @@
-"""The Chat tab: conversations, the running answer, sources and under the hood. Wiring only."""
+"""The Chat tab: conversations, the running answer, its sources, and its details under the hood. Wiring only."""
 
 import logging
 import threading
@@ -31,7 +31,7 @@ SOURCE, HOOD = "source", "hood"
 
 
 class ChatTab:
-    """Lays the tab out and connects it; the callbacks call the app and hand what it gives to what draws."""
+    """Lays the tab out and connects it; callbacks call the app and draw its results with `views`."""
 
     def __init__(self, context: PageContext) -> None:
         self._context, self._services, self._sessions = context, context.services, context.sessions
@@ -55,9 +55,9 @@ class ChatTab:
         self.export = drawn("rb-export", acts=False)
 
     def _lay_out_conversation(self, names: list[str]) -> None:
-        """The transcript, and what a question is written in; names: the collections."""
+        """The transcript and the form for a question; names: the collections."""
         with gr.Column(elem_id="rb-scroll"):
-            # Shown while there is no conversation; of its own, so that it is drawn again at any time and hides none.
+            # Shown while there is no conversation; a component of its own, so that redrawing it hides none.
             self.hello = drawn("rb-hello")
             self.transcript = drawn("rb-transcript")
             self.live = drawn("rb-live", acts=False)
@@ -129,7 +129,7 @@ class ChatTab:
     def again(
         self, chat_id: int | None, collections: list[str], mode: str, event: gr.EventData, request: gr.Request
     ) -> Iterator[Updates]:
-        """Regenerate the last answer, or edit a question and ask it anew."""
+        """Answer the last question again, or edit a question and ask it again."""
         if chat_id is None:
             return
         options, conversations = _options(collections, mode), self._services.conversations
@@ -157,7 +157,7 @@ class ChatTab:
     def _answer(
         self, request: gr.Request, chat_id: int, question: str, begin: Callable[[], AnswerStream]
     ) -> Iterator[Updates]:
-        """Draw a turn while it is being answered; whatever happens, the page is as before afterwards."""
+        """Draw an answer while it is being written; afterwards the form is ready again, whatever happened."""
         session = session_of(request)
         number = self._sessions.begin(session)
         ended = partial(self._ended, session, number, chat_id, question)
@@ -184,13 +184,13 @@ class ChatTab:
                 pass  # it is stored with the answer, and drawn from there
             except Exception:
                 LOG.exception("an answer failed")  # stored and drawn as well
-        with suppress(RagBlendError):  # it is a curve on another tab, and no reason to fail
+        with suppress(RagBlendError):  # only the curve on the Store tab needs it
             self._context.note_store()
         yield ended()
 
     def _draw(self, session: str, number: int, chat_id: int, turn: AnswerStream) -> Iterator[Updates]:
         def has_page() -> bool:
-            return self._sessions.shows(session, chat_id) and not self._sessions.is_others(session, number)
+            return self._sessions.shows(session, chat_id) and not self._sessions.is_outdated(session, number)
 
         if has_page():
             yield {self.transcript: self._transcript(chat_id, True), self.chats: self._chats(chat_id)}
@@ -201,14 +201,16 @@ class ChatTab:
                 yield {self.live: views.chat.live_turn("", text, "" if text else turn.doing, turn.notice)}
 
     def _ended(self, session: str, number: int, chat_id: int, question: str, note: str = "") -> Updates:
-        if self._sessions.is_others(session, number):
-            return {self.live: gr.skip()}  # Gradio repeats what came last
+        if self._sessions.is_outdated(session, number):
+            return {self.live: gr.skip()}  # Gradio would repeat the last update
         resting = {self.send_button: gr.update(visible=True), self.stop_button: gr.update(visible=False)}
         if not self._sessions.shows(session, chat_id):
             return resting
         try:
             return resting | self._shown(chat_id) | {self.live: note}
-        except RagBlendError as error:  # it was deleted elsewhere: what was typed can be asked in a new one
+        except (
+            RagBlendError
+        ) as error:  # the conversation was deleted elsewhere: keep the question for a new one
             self._sessions.show(session, None)
             typed = {self.question: question or gr.skip()}
             return resting | self._shown(None) | typed | {self.live: problem(str(error))}
@@ -289,7 +291,7 @@ class ChatTab:
         return views.chat.welcome(ready, questions, note, [] if ready else self._larger_models())
 
     def add_samples(self) -> str:
-        """The one thing of what an empty conversation offers that is not done in the browser."""
+        """Ingest the sample documents; the other buttons of an empty conversation work in the browser."""
         try:
             self._services.jobs.add([samples.documents_folder()], self._services.settings.collection)
         except RagBlendError as error:
@@ -297,17 +299,17 @@ class ChatTab:
         return views.chat.reading_samples()
 
     def _larger_models(self) -> Sequence[Offer]:
-        """What the newcomer is told of: those of the hub that fit this machine, where the bundled one is in use."""
+        """Models of the hub that fit this machine, to suggest while the bundled one is in use."""
         settings = self._services.settings
         if settings.model != DEFAULT or settings.vllm:
             return []
         try:
             return offers(self._services.workspaces.first.measure_machine())
-        except RagBlendError:  # such as a device that is gone: the banner says that
+        except RagBlendError:  # such as a missing device, which the banner reports
             return []
 
     def _answerable_samples(self) -> list[str]:
-        """Suggested ones whose documents are in the library: others would be answered wrongly."""
+        """Suggested questions whose documents are in the library: others would be answered wrongly."""
         library, collection = self._services.workspaces.library, self._services.settings.collection
         found = (library.document(collection, str(path)) for path in samples.documents_folder().iterdir())
         there = {
@@ -338,7 +340,7 @@ class ChatTab:
         return {self.panel: gr.skip()}
 
     def _source(self, message_id: int, number: int, at: str) -> str:
-        """at: where the citation is in the answer; "" for the first of that number that has a sentence."""
+        """at: the citation's position in the answer; "" for the first of that number that has a sentence."""
         message = self._services.chats.message(message_id)
         source = next((each for each in message.sources if each.number == number), None)
         if source is None:
@@ -353,7 +355,7 @@ class ChatTab:
         return views.hood.view(self._services.chats.message(message_id).report, message_id)
 
     def measure(self, chat_id: int | None, event: gr.EventData, request: gr.Request) -> Iterator[Updates]:
-        """Run full prefill of that answer's prompt, and show it beside the answer's own."""
+        """Run full prefill of that answer's prompt, and show its time beside the answer's."""
         message_id, stopped, said = int(event.message), threading.Event(), ""
         session = session_of(request, MEASUREMENT)
         number = self._sessions.begin(session)
@@ -363,7 +365,7 @@ class ChatTab:
         try:
             with self._sessions.running(session, number, stopped.set):
                 self._services.conversations.measure_full(message_id, stopped)
-        except Cancelled:  # another one is measured, or another conversation shown
+        except Cancelled:  # another answer is measured, or another conversation opened
             yield {self.hood: gr.skip()}
             return
         except RagBlendError as error:

@@ -20,14 +20,14 @@ CHOICES = [(label, name) for name, label in LABELS.items()]
 
 def _side(name: str, method: str) -> tuple[gr.Dropdown, gr.Slider]:
     with gr.Column(min_width=240):
-        asked, element = f"{name}: what is read again", f"rb-method-{name.lower()}"
+        asked, element = f"{name}: reuse method", f"rb-method-{name.lower()}"
         chosen = gr.Dropdown(CHOICES, value=method, label=asked, elem_id=element)
         share = gr.Slider(
             0,
             100,
             value=100 * DEFAULT_RATIO,
             step=1,
-            label=f"{name}: how much of it, percent",
+            label=f"{name}: percent to re-read",
             elem_id=f"rb-ratio-{name.lower()}",
             interactive=True,
             visible=method not in WITHOUT_RATIO,
@@ -36,6 +36,8 @@ def _side(name: str, method: str) -> tuple[gr.Dropdown, gr.Slider]:
 
 
 class CompareTab:
+    """Lays the tab out and connects it."""
+
     def __init__(self, context: PageContext) -> None:
         self._services, self._sessions = context.services, context.sessions
         names = context.services.workspaces.names()
@@ -44,7 +46,7 @@ class CompareTab:
                 self.question = gr.Textbox(
                     "",
                     label="Question",
-                    placeholder="The same prompt is read both ways",
+                    placeholder="Both methods read the same prompt",
                     elem_id="rb-compare-question",
                     max_lines=3,
                     scale=4,
@@ -95,7 +97,7 @@ class CompareTab:
         try:
             with self._sessions.running(session, number, stopped.set):
                 for found in compare(self._services.conversations, question, collection, sides, stopped):
-                    if self._sessions.is_others(session, number):
+                    if self._sessions.is_outdated(session, number):
                         break
                     running = len(found.sides) < len(sides)
                     yield {self.result: views.compare.comparison(found, running)}
@@ -109,8 +111,8 @@ class CompareTab:
         yield self._ended(session, number, ended)
 
     def _ended(self, session: str, number: int, said: Updates) -> Updates:
-        if self._sessions.is_others(session, number):
-            return {self.result: gr.skip()}  # Gradio repeats what came last
+        if self._sessions.is_outdated(session, number):
+            return {self.result: gr.skip()}  # Gradio would repeat the last update
         return said | {self.go: gr.update(interactive=True), self.stop_button: gr.update(visible=False)}
 
     def stop(self, request: gr.Request) -> None:
@@ -118,5 +120,5 @@ class CompareTab:
 
 
 def side_of(method: str, percent: float) -> ComparedMethod:
-    """percent: of what is stored."""
+    """percent: of the stored tokens."""
     return ComparedMethod(method, None if method in WITHOUT_RATIO else percent / 100)

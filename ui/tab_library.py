@@ -17,12 +17,12 @@ from ragblend.ui.views import problem
 Updates = dict[Any, Any]
 PAGE = 50
 JOBS_SHOWN = 100
-OUT_OF_DATE = "out of date"  # instead of a fingerprint: whatever is shown, the next look draws it again
+OUT_OF_DATE = "out of date"  # instead of a fingerprint: the next tick draws everything again
 STATES = [("All", ""), ("Ready", "done"), ("Not finished", "pending"), ("Failed", "failed")]
 
 
 class LibraryTab:
-    """Lays the tab out and connects it; its components are named after what they show or take."""
+    """Lays the tab out and connects it."""
 
     def __init__(self, context: PageContext) -> None:
         self._services, self.offset = context.services, gr.State(0)
@@ -32,24 +32,24 @@ class LibraryTab:
             with gr.Column(scale=5, min_width=320):
                 self._lay_out_documents()
         self.view = [self.collection, self.search, self.state, self.offset]
-        # What the page shows as `fingerprint` has it. It is kept in the browser, where answers may come in another
-        # order than they were given in: what was drawn last decides whether it is to be drawn again.
+        # The `fingerprint` of what the page shows. It is kept in the browser, where updates may arrive out of order:
+        # what was drawn last decides whether to draw again.
         self.seen = gr.Textbox("", visible=False, elem_id="rb-seen")
         self._page = [self.documents, self.tools, self.offset, self.seen]
         self.drawn = [self.queue, self.jobs, self.watched, *self._page]
         self._connect()
 
     def _lay_out_adding(self, names: list[str]) -> None:
-        """The collection, and what can be put into it: files, a folder, the samples. names: all there are."""
-        # Gradio's own check goes by choices that it remembers, and these can be older than what the page shows: a
-        # collection just made would be refused. What it may be called is the app's to judge.
+        """The collection, and what can be added to it: files, a folder, the samples. names: all collections."""
+        # Gradio checks against choices that may be older than what the page shows, and would refuse a new collection.
+        # The app checks the name.
         free: dict[str, Any] = {"interactive": True, "allow_custom_value": True}
         self.collection = collection_field(names, "rb-collection", **free)
         formats = "PDF, DOCX, EPUB, HTML, Markdown, text, CSV"
         self.files = gr.File(label=formats, file_count="multiple", elem_id="rb-upload", height=150)
         self.folder = gr.Textbox(
             "",
-            label="Or a folder or file on this machine",
+            label="Folder or file on this machine",
             placeholder="/path/to/documents",
             elem_id="rb-folder",
             max_lines=1,
@@ -59,12 +59,12 @@ class LibraryTab:
             self.add = gr.Button("Add", elem_id="rb-add-folder", scale=1, min_width=80)
         self.samples = gr.Button("Add the sample documents", elem_id="rb-add-samples", size="sm")
         self.watched = drawn("rb-watched")
-        # Not in an accordion: Gradio draws its contents twice when it opens, and what was typed between them is lost.
+        # Not in an accordion: Gradio draws its contents twice when it opens, which loses what was typed in between.
         self.new_name = gr.Textbox("", label="New collection", elem_id="rb-new-collection", max_lines=1)
         self.new = gr.Button("Create", size="sm", elem_id="rb-create-collection")
 
     def _lay_out_documents(self) -> None:
-        """What was just said, the queue, the collection's documents, and what can be done to all of them."""
+        """The last message, the queue, the collection's documents, and the tools for all of them."""
         self.message = drawn("rb-library-message", acts=False)
         self.queue, self.jobs = drawn("rb-queue"), drawn("rb-jobs")
         with gr.Row():
@@ -112,7 +112,7 @@ class LibraryTab:
         return self._after(lambda: self._services.jobs.add([samples.documents_folder()], view[0]), view)
 
     def _after(self, work: Any, view: tuple[Any, ...]) -> Updates:
-        """Add something, and say what became of it."""
+        """Add something and show the result."""
         try:
             message = views.library.added(work())
         except RagBlendError as error:
@@ -120,11 +120,11 @@ class LibraryTab:
         return {self.message: message, **self.refresh(*view)}
 
     def create(self, name: str) -> Updates:
-        """Make a collection and show it; one that is there is shown: a browser may have missed that it was made."""
+        """Create and show a collection; one that exists is shown, since a browser may miss that it was created."""
         workspaces, name, said = self._services.workspaces, name.strip(), ""
         try:
             if name in workspaces.names():
-                said = problem(f"The collection “{name}” was there already; it is shown now.", "info")
+                said = problem(f"The collection “{name}” exists already; it is shown now.", "info")
             else:
                 workspaces.create(name)
         except RagBlendError as error:
@@ -135,7 +135,7 @@ class LibraryTab:
     def remove_collection(
         self, collection: str, search: str, state: str, offset: int, event: gr.EventData
     ) -> Updates:
-        """The one that the button names: another may be chosen already."""
+        """Remove the collection that the button names: another one may be chosen meanwhile."""
         services, shown = self._services, collection
         try:
             removed, _ = services.remove_collection(str(event.id))
@@ -184,7 +184,7 @@ class LibraryTab:
         return self._listed(collection, search, state, 0)
 
     def refresh(self, collection: str, search: str, state: str, offset: int) -> Updates:
-        """The queue, the folders and the page of documents as they are now."""
+        """Draw the queue, the folders and the page of documents."""
         return {
             **self.progress(),
             self.watched: views.library.watched(self._services.watching.folders()),
@@ -200,7 +200,7 @@ class LibraryTab:
         }
 
     def _listed(self, collection: str, search: str, state: str, offset: int) -> Updates:
-        """A page of the documents, and what can be done to all; why not, where a name was typed that cannot be one."""
+        """Draw a page of documents and the collection's tools, or why the typed name is invalid."""
         try:
             shown = problem("Choose a collection.", "info"), ""
             if collection:
@@ -221,9 +221,9 @@ class LibraryTab:
 
 
 def discard(paths: Sequence[Path]) -> None:
-    """Remove uploaded files, each with the folder that Gradio made for it; what lies elsewhere is left alone.
+    """Delete uploaded files with the folders that Gradio made for them, and nothing elsewhere.
 
-    What Gradio keeps of an upload goes as soon as the library has its own copy: a deleted document must be nowhere.
+    Gradio's copy of an upload must go once the library has its own: a deleted document must not be left anywhere.
     """
     root = Path(os.environ["GRADIO_TEMP_DIR"]).resolve()
     for path in paths:

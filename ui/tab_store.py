@@ -1,4 +1,4 @@
-"""The Store tab: what is kept, how often it is of use, its budget, check and repair. Wiring only."""
+"""The Store tab: contents, hit rate, budget, check and repair. Wiring only."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,7 +20,7 @@ MOST_GIB = 500
 
 
 class StoreTab:
-    """Lays the tab out and connects it; drawn anew whenever it is opened."""
+    """Lays the tab out and connects it; it is drawn again whenever it is opened."""
 
     def __init__(self, context: PageContext, tab: gr.Tab) -> None:
         self._services, self._context = context.services, context
@@ -28,9 +28,7 @@ class StoreTab:
             self.overview = drawn("rb-store-overview", acts=False)
             with gr.Row():
                 with gr.Column(scale=3, min_width=300):
-                    gr.HTML(
-                        '<h2 class="rb-section">Found in the store over time</h2>', apply_default_css=False
-                    )
+                    gr.HTML('<h2 class="rb-section">Hit rate over time</h2>', apply_default_css=False)
                     self.rates = drawn("rb-store-rates", acts=False)
                 with gr.Column(scale=2, min_width=300):
                     self.budget = gr.Slider(
@@ -38,9 +36,9 @@ class StoreTab:
                         MOST_GIB,
                         value=20,
                         step=1,
-                        label="Budget on the disk, GiB",
+                        label="Disk budget, GiB",
                         elem_id="rb-budget",
-                        info="What was used least goes first; it is made again when it is needed.",
+                        info="The least useful passages are evicted first, and computed again when needed.",
                         interactive=True,
                     )
                     set_budget = gr.Button("Set the budget", size="sm", elem_id="rb-set-budget")
@@ -84,7 +82,7 @@ class StoreTab:
             save_settings(
                 self._services.workspaces.home.settings, {"store_budget_bytes": settings.store_budget_bytes}
             )
-            return {self.message: problem("Kept.", "info"), self.overview: self._overview()}
+            return {self.message: problem("Saved.", "info"), self.overview: self._overview()}
         except RagBlendError as error:
             return {self.message: problem(str(error))}
 
@@ -101,7 +99,7 @@ class StoreTab:
         workspaces = self._services.workspaces
         try:
             with workspaces.writing():
-                # Encoding may take hours, with the writer's lock: the queue does it without, and can be paused.
+                # Do not encode here: it may take hours with the writer lock. The queue does it without, and can pause.
                 done = maintenance.repair(workspaces.first, silent, is_cancelled=lambda: True)
             self._services.jobs.wake()
             yield {self.message: views.store.repaired(done), self.overview: self._overview()}

@@ -89,7 +89,7 @@ def test_what_nobody_foresaw_is_said_in_every_tab(page, monkeypatch) -> None:
         monkeypatch.setattr(Workspaces, name, broken)
     for name in ("load", "create", "run", "check", "save"):
         said = page.call(page.named(name), *([(0, "Why?")] if name == "run" else []))
-        assert "did not foresee (ZeroDivisionError: the sky fell)" in said, name
+        assert "failed unexpectedly (ZeroDivisionError: the sky fell)" in said, name
         assert "Try again" in said, name
 
 
@@ -103,7 +103,7 @@ def test_a_start_that_fails_unforeseen_is_said() -> None:
 
 def test_making_a_collection_that_is_there_shows_it(page) -> None:
     """Whoever missed the answer to the first click was told to choose another name, whatever was clicked after that."""
-    for words in ("letters", "was there already; it is shown now"):
+    for words in ("letters", "exists already; it is shown now"):
         said = page.call(page.named("create"), (0, " letters "))
         assert "'value': 'letters'" in said
         assert words in said

@@ -172,7 +172,7 @@ def test_two_methods_are_compared(open_page) -> None:
     page.click("#rb-compare-go")
     page.wait_for_function("document.querySelectorAll('.rb-sides section').length === 2")
     page.wait_for_selector("#rb-compare-stop", state="hidden")
-    for said in ("What the question needs, the rest adjusted (recommended), 15%", "five hours"):
+    for said in ("Re-read what the question needs, adjust the rest (recommended), 15%", "five hours"):
         mine.expect(".rb-sides").to_contain_text(said)
     page.screenshot(path=screenshots() / "compare.png")
 
@@ -207,7 +207,7 @@ def test_uploads_of_each_format_are_inert_and_a_deleted_one_is_nowhere(open_page
     mine.tab("Library")
     before = mine.changes()
     page.set_input_files("#rb-upload input[type=file]", [str(path) for path in uploads])
-    page.wait_for_selector(f"#rb-library-message:has-text('{len(uploads)} files put in the queue')")
+    page.wait_for_selector(f"#rb-library-message:has-text('{len(uploads)} files queued')")
     mine.all_read(before)
     copies = ".rb-documents tr:has(.where:text-is('a copy in the library')) .rb-state"
     mine.expect(copies).to_have_text(["ready"] * len(uploads))

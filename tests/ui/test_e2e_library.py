@@ -52,7 +52,7 @@ def test_a_long_file_is_paused_cancelled_killed_and_resumed(start, open_page, tm
     embedding(mine)
     press_slowly(mine, "#rb-queue [data-act=pause]")
     page.wait_for_selector("#rb-queue strong:has-text('Paused')")
-    mine.await_states(long="in the queue")
+    mine.await_states(long="queued")
     page.click("#rb-queue [data-act=resume]")
     embedding(mine)
     page.click("#rb-queue [data-act=cancel]")
@@ -145,7 +145,7 @@ def test_one_bad_file_among_many_is_named_and_stops_nothing(start, open_page, tm
     )
     before = mine.changes()
     page.click(".rb-documents tr:has-text('broken') [data-act=retry-document]")
-    page.wait_for_selector("#rb-library-message:has-text('1 file put in the queue')")
+    page.wait_for_selector("#rb-library-message:has-text('1 file queued')")
     mine.all_read(before)
 
 

@@ -48,7 +48,7 @@ def test_every_collection_is_checked_and_repaired(tab) -> None:
     assert "letters: 1 passages of the registry are not in the index" in said
     assert "2 vectors indexed" in tab.last_said(tab.tab.repair())
     assert index.node_ids() == nodes
-    assert "Everything is sound." in tab.last_said(tab.tab.check())
+    assert "No problems found." in tab.last_said(tab.tab.check())
 
 
 def test_why_nothing_can_be_shown_is_said(tab, monkeypatch) -> None:

@@ -53,7 +53,7 @@ def test_a_stop_before_the_turn_exists_stops_it_when_it_comes() -> None:
     sessions.stop("page")
     with sessions.running("page", number, turn.stop):
         assert turn.stopped
-        assert not sessions.is_others("page", number)
+        assert not sessions.is_outdated("page", number)
     number = sessions.begin("page")  # the next question is not stopped by it
     with sessions.running("page", number, following.stop):
         assert not following.stopped
@@ -64,7 +64,7 @@ def test_what_is_asked_later_has_the_page() -> None:
     older, newer = sessions.begin("page"), sessions.begin("page")
     with sessions.running("page", newer, turn.stop), sessions.running("page", older, left.stop):
         assert (left.stopped, turn.stopped) == (True, False)
-        assert (sessions.is_others("page", older), sessions.is_others("page", newer)) == (True, False)
+        assert (sessions.is_outdated("page", older), sessions.is_outdated("page", newer)) == (True, False)
         sessions.stop("page")
         assert turn.stopped
 

@@ -26,7 +26,7 @@ def test_what_the_source_does_not_say_is_marked_so_and_the_list_has_the_numbers(
     boats = source("Three boats lie at the quay.")
     cited = cite("Three boats lie at the quay [1]. Nine boats lie at the quay [1].", [boats])
     html = views.chat.answer_turn(message("x"), cited)
-    assert html.count("no sentence of it was found to say this") == 2, "title and label, once"
+    assert html.count("no sentence in it says this") == 2, "title and label, once"
     assert html.count('class="rb-cite model unsaid"') == html.count('class="rb-cite model"') == 1
     assert [f'data-at="{c.start}"' in html for c in cited.citations] == [True, True]
     assert '<span class="rb-cite">1</span>' in html
@@ -106,7 +106,7 @@ def test_a_document_that_was_left_half_way_is_in_the_queue_only_while_it_is() ->
     """A cancelled one was said to be in the queue, with no way to have it read after all."""
     page = DocumentPage((document(state="pending"),), 1, {})
     waiting, left = (views.library.documents(page, 0, 50, queued=paths) for paths in (["/x/a.pdf"], []))
-    assert ("in the queue" in waiting, "in the queue" in left) == (True, False)
+    assert (">queued<" in waiting, ">queued<" in left) == (True, False)
     again = DocumentPage((document(state="failed"),), 1, {})
     assert "rb-state s-pending" in views.library.documents(again, 0, 50, queued=["/x/a.pdf"])
     assert (acts(waiting), acts(left)) == (["delete-document"], ["retry-document", "delete-document"])
@@ -125,7 +125,7 @@ def test_files_are_in_the_queue_only_while_any_waits() -> None:
     rows = [job(state="done")]
     waiting, over = (views.library.jobs(rows, 3, finished) for finished in (False, True))
     assert "<summary>3 files in the queue</summary>" in waiting
-    assert "<summary>What became of 3 files</summary>" in over
+    assert "<summary>3 files: details</summary>" in over
     assert views.library.jobs([], 0, True) == ""
 
 
@@ -156,7 +156,7 @@ def test_kv_that_follows_says_how_far_it_is_what_it_takes_and_can_be_paused() ->
 def test_the_header_tells_what_is_being_done() -> None:
     settings = Settings()
     assert page.state_line(queue(), settings) == "reading 1 of 4 files"
-    assert page.state_line(queue(finished=4), settings) == "the bundled model answers"
+    assert page.state_line(queue(finished=4), settings) == "model: bundled"
     assert page.state_line(queue(finished=4), settings, is_loading=True) == "loading the model …"
     assert "a line" in views.frame.header("a line")
     assert views.frame.banner("", None) == ""

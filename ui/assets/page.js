@@ -251,8 +251,8 @@
     if (one("#rb-new-link")) return;
     const note = Object.assign(document.createElement("div"), { id: "rb-new-link", className: "rb-note error" });
     note.setAttribute("role", "alert");
-    note.textContent = "RAGBlend no longer lets this page in. Open the new link that `ragblend ui` printed, or, " +
-      "where there is a password, load the page again. Copy first what you have typed.";
+    note.textContent = "You are signed out. Copy what you have typed; then open the new link that `ragblend ui` " +
+      "printed, or reload the page if it has a password.";
     one(".gradio-container").prepend(note);
   }
 
