@@ -135,7 +135,7 @@ def said(error: Exception) -> str:
         LOG.error("a callback of the page failed", exc_info=error)
         reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
         words = (
-            f"Something failed unexpectedly ({reason}). Your stored data is safe, but the last action may not have been "
+            f"Something failed unexpectedly ({reason}). Your stored data is safe, but your action may not have been "
             "done. Try again; if it fails again, reload the page. The terminal of `ragblend ui` shows the details."
         )
     return views.frame.trouble(words)

@@ -198,7 +198,7 @@ class ChatTab:
         for piece in coalesced(turn):
             text += piece
             if (piece or not text) and has_page():
-                yield {self.live: views.chat.live_turn("", text, "" if text else turn.doing, turn.notice)}
+                yield {self.live: views.chat.live_turn("", text, "" if text else turn.status, turn.notice)}
 
     def _ended(self, session: str, number: int, chat_id: int, question: str, note: str = "") -> Updates:
         if self._sessions.is_outdated(session, number):

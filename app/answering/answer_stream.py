@@ -1,4 +1,4 @@
-"""One answer on its way: pieces as they come, Stop, and the message that is kept whatever happens."""
+"""A streamed answer: its pieces, stopping it, and saving it whatever happens."""
 
 import threading
 import time
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from ragblend.engine.results import Result, Stream
 
 UNSAVED = -1
-KEEP_EVERY_S = 0.5  # a commit each: what a kill can take of an answer that was shown
+SAVE_EVERY_S = 0.5  # a kill loses at most so much of an answer that was shown
 
 
 @dataclass(frozen=True)
 class PreparedQuestion:
-    """A question with what was found for it. context: None if nothing was; then notice is the answer."""
+    """A question with its prompt. context: None if nothing was found; then notice is the answer."""
 
     question: ChatMessage
     context: PromptContext | None
@@ -41,16 +41,16 @@ class PreparedQuestion:
 
     @property
     def prompt(self) -> Prompt:
-        assert self.context is not None, "nothing was found, so there is nothing to read"
+        assert self.context is not None, "nothing was found, so there is no prompt"
         return self.context.prompt
 
 
 class AnswerStream(Closing):
-    """Iterate it for pieces of text; afterwards `message` is what was stored, and `answer` what it cost.
+    """Iterate it for pieces of text; afterwards `message` is the stored message, and `answer` has the cost.
 
-    question, sources and notice are there at once. What has come is kept twice a second, so that a kill leaves it; a
-    stopped answer is kept as far as it came. An error of the work is stored as `message.report["error"]` and raised by
-    the iteration. Without `chats` nothing is kept.
+    question, sources and notice are available at once. The text is saved twice a second, so that a kill does not lose
+    it; a stopped answer is saved as far as it came. An error is stored as `message.report["error"]` and raised by the
+    iteration. Without `chats` nothing is saved.
     """
 
     def __init__(
@@ -63,14 +63,16 @@ class AnswerStream(Closing):
         self._stopped = threading.Event()
         self._result: Result | None = None
         self._message: ChatMessage | None = None
-        self._keeping = threading.Lock()
-        self._begun: ChatMessage | None = None
-        self._noted_s = 0.0
+        self._saving = threading.Lock()
+        self._partial_message: ChatMessage | None = None
+        self._saved_at_s = 0.0
         if stream is not None and chats is not None:
-            with suppress(RagBlendError):  # it can be shown all the same; `_keep` says why it is not kept
-                report = self._report({UNFINISHED: True})
+            with suppress(
+                RagBlendError
+            ):  # it can be shown all the same; `_save_final` says why it is not saved
+                report = self._with_basis({UNFINISHED: True})
                 to = self.question
-                self._begun = chats.add(to.chat_id, "assistant", "", self.sources, report, to.id)
+                self._partial_message = chats.add(to.chat_id, "assistant", "", self.sources, report, to.id)
 
     @property
     def message(self) -> ChatMessage:
@@ -89,13 +91,13 @@ class AnswerStream(Closing):
         return Answer(self.text, model, device, self.sources, self._asked.retrieve_ms, report, said)
 
     @property
-    def present(self) -> tuple[AnswerSource, ...]:
-        """All passages that are before the model: those found, and those of earlier questions."""
-        return self._asked.context.present if self._asked.context else ()
+    def all_sources(self) -> tuple[AnswerSource, ...]:
+        """All passages in the prompt: those found for this question, and those of earlier ones."""
+        return self._asked.context.all_sources if self._asked.context else ()
 
     @property
-    def doing(self) -> str:
-        """What is being done, before there is a word of the answer."""
+    def status(self) -> str:
+        """The current work, before the first word of the answer."""
         return f"Reading {len(self.sources)} passages …" if self.sources else "Thinking …"
 
     @property
@@ -110,19 +112,19 @@ class AnswerStream(Closing):
         return self.answer
 
     def stop(self) -> None:
-        """Ask the device to stop, and return at once; the iteration then ends."""
+        """Ask the device to stop and return at once; the iteration then ends."""
         self._stopped.set()
         if self._stream is not None:
             self._stream.stop()
 
     def close(self) -> None:
-        """Stop, wait until the device is free, keep what has come; after the end it does nothing."""
+        """Stop, wait until the device is free, and save the text so far; after the end it does nothing."""
         if self._message is not None:
             return
         self._stopped.set()
         if self._stream is not None:
             self._stream.close()
-        self._keep({"stopped": True})
+        self._save_final({"stopped": True})
 
     def __iter__(self) -> Iterator[str]:
         if self._message is not None:
@@ -130,14 +132,14 @@ class AnswerStream(Closing):
         if self._stream is None:
             self._pieces.append(self._asked.notice or "")
             yield self.text
-            self._keep({})
+            self._save_final({})
             return
         try:
             for piece in self._stream:
                 self._pieces.append(piece)
-                self._note()
+                self._save_partial()
                 yield piece
-            report = {"stopped": True} if self._stopped.is_set() else self._described(self._stream.result)
+            report = {"stopped": True} if self._stopped.is_set() else self._final_report(self._stream.result)
         except Cancelled:
             report = {"stopped": True}
         except GeneratorExit:
@@ -146,18 +148,18 @@ class AnswerStream(Closing):
         except BaseException as error:
             self._stream.close()
             named = isinstance(error, RagBlendError)
-            self._keep({"error": str(error) if named else f"{type(error).__name__}: {error}"})
+            self._save_final({"error": str(error) if named else f"{type(error).__name__}: {error}"})
             raise
-        self._keep(report)
+        self._save_final(report)
 
-    def _described(self, result: "Result") -> dict[str, Any]:
+    def _final_report(self, result: "Result") -> dict[str, Any]:
         self._result, engine = result, self._engine
         unsupported = unsupported_notice(result.report.unsupported_figures)
         said = " ".join(text for text in (self.notice, result.report.warning, unsupported) if text) or None
         return breakdown_of(
             result.report,
             result.prompt,
-            {source.node_id: (source.number, source.label) for source in self.present},
+            {source.node_id: (source.number, source.label) for source in self.all_sources},
             model=engine.model_name,
             device=engine.device,
             dtype=engine.dtype,
@@ -166,7 +168,7 @@ class AnswerStream(Closing):
             notice=said,
         )
 
-    def _report(self, more: dict[str, Any]) -> dict[str, Any]:
+    def _with_basis(self, more: dict[str, Any]) -> dict[str, Any]:
         asked = self._asked
         basis: dict[str, Any] = {"found": False}
         if asked.context is not None:
@@ -174,37 +176,42 @@ class AnswerStream(Closing):
             basis["closing"] = asked.words.closing
         return {**basis, **({"notice": self.notice} if self.notice else {}), **more}
 
-    def _cited(self) -> tuple[AnswerSource, ...]:
-        """What was found, and what the answer cites of earlier turns."""
+    def _stored_sources(self) -> tuple[AnswerSource, ...]:
+        """The sources found, and those of earlier turns that the answer cites."""
         mine = {source.number for source in self.sources}
-        cited = {citation.number for citation in cite(self.text, self.present).citations}
-        return (*self.sources, *(s for s in self.present if s.number in cited - mine))
+        cited = {citation.number for citation in cite(self.text, self.all_sources).citations}
+        return (*self.sources, *(s for s in self.all_sources if s.number in cited - mine))
 
-    def _note(self) -> None:
-        """Keep what has come, if the last time is a while ago."""
-        with self._keeping:
-            is_due = time.monotonic() >= self._noted_s + KEEP_EVERY_S
-            if self._message is not None or self._begun is None or self._chats is None or not is_due:
+    def _save_partial(self) -> None:
+        """Save the text so far, if the last save was some time ago."""
+        with self._saving:
+            is_due = time.monotonic() >= self._saved_at_s + SAVE_EVERY_S
+            if (
+                self._message is not None
+                or self._partial_message is None
+                or self._chats is None
+                or not is_due
+            ):
                 return
-            with suppress(RagBlendError):  # the next one may fit again, and `_keep` says so if it does not
-                self._begun = self._chats.rewrite(replace(self._begun, text=self.text))
-            self._noted_s = time.monotonic()
+            with suppress(RagBlendError):  # the next save may work again; `_save_final` reports if not
+                self._partial_message = self._chats.rewrite(replace(self._partial_message, text=self.text))
+            self._saved_at_s = time.monotonic()
 
-    def _keep(self, report: dict[str, Any]) -> None:
-        """Store the answer, once. What cannot be stored is shown all the same."""
-        with self._keeping:
+    def _save_final(self, report: dict[str, Any]) -> None:
+        """Store the finished answer, once. What cannot be stored is shown all the same."""
+        with self._saving:
             if self._message is not None:
                 return
-            chat_id, text, sources = self.question.chat_id, self.text, self._cited()
-            ended = ChatMessage(UNSAVED, chat_id, "assistant", text, now(), sources, self._report(report))
+            chat_id, text, sources = self.question.chat_id, self.text, self._stored_sources()
+            ended = ChatMessage(UNSAVED, chat_id, "assistant", text, now(), sources, self._with_basis(report))
             try:
-                if self._chats is not None and self._begun is not None:
-                    ended = self._chats.rewrite(replace(ended, id=self._begun.id))
+                if self._chats is not None and self._partial_message is not None:
+                    ended = self._chats.rewrite(replace(ended, id=self._partial_message.id))
                 elif self._chats is not None:
                     ended = self._chats.add(
                         chat_id, "assistant", text, sources, ended.report, self.question.id
                     )
             except RagBlendError as error:
-                said = f"{ended.report.get('notice') or ''} This answer was not kept: {error}".strip()
+                said = f"{ended.report.get('notice') or ''} This answer was not saved: {error}".strip()
                 ended = replace(ended, report=ended.report | {"notice": said})
             self._message = ended

@@ -1,7 +1,6 @@
-"""One question answered in two ways over one prompt: the answers, when they began, how far from full prefill they are.
+"""Compares two methods on one prompt: their answers, times to first token, and divergence from full prefill.
 
-Full prefill is read as well, whatever the two are: the divergences are taken along its greedy answer, as in
-`bench quality`.
+Full prefill always runs as the reference: divergences are measured along its greedy answer, as in `bench quality`.
 """
 
 import threading
@@ -23,7 +22,7 @@ ANSWER_TOKENS = 48
 
 @dataclass(frozen=True)
 class ComparedMethod:
-    """One way to read the prompt; ratio None: the method's own, or the default."""
+    """A method and its ratio; None: the method's own, or the default."""
 
     method: str
     ratio: float | None = None
@@ -31,9 +30,9 @@ class ComparedMethod:
 
 @dataclass(frozen=True)
 class MethodResult:
-    """What one way gave. kl in nats and same_next in [0, 1], both against full prefill along its answer.
+    """The result of one method. kl (nats) and same_next (0 to 1) compare it with full prefill along that answer.
 
-    warning: why it was read in another way than was asked for, if it was.
+    warning: why another method was used, if it was.
     """
 
     side: ComparedMethod
@@ -47,7 +46,7 @@ class MethodResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """As far as it has come: full prefill first, then the sides in their order."""
+    """The results so far: full prefill first, then the sides in order."""
 
     prompt_tokens: int
     passages: int
@@ -63,7 +62,7 @@ def compare(
     sides: Sequence[ComparedMethod],
     cancel: threading.Event | None = None,
 ) -> Iterator[Comparison]:
-    """A fuller comparison each time. Raises UsageError, LibraryError, PromptTooLongError, Cancelled."""
+    """Yield the comparison after each result. Raises UsageError, LibraryError, PromptTooLongError, Cancelled."""
     longest = min(talks.settings.answer_tokens, ANSWER_TOKENS)
     asked = talks.prepare(question, AskOptions((collection,), max_new_tokens=longest, least_score=ANY_SCORE))
     context, engine = asked.context, talks.engine
@@ -80,7 +79,7 @@ def compare(
         return engine.decode(prefilled, max_new_tokens=asked.settings.answer_tokens, temperature=0.0)
 
     def compared(side: ComparedMethod, prefilled: "Prefilled", answer: "Result") -> MethodResult:
-        """Beside what full prefill predicts along its own answer."""
+        """Compare the predictions with those of full prefill along its answer."""
         if cancel is not None and cancel.is_set():
             raise Cancelled("the comparison was stopped")
         logits, report = engine.continue_logits(prefilled, reference.token_ids), prefilled.report
@@ -94,7 +93,9 @@ def compare(
             warning=report.warning,
         )
 
-    for side in dict.fromkeys(sides):  # a method's first prefill pays for pages and kernels
+    for side in dict.fromkeys(
+        sides
+    ):  # warm up: a method's first prefill allocates memory and compiles kernels
         if side.method != FULL:
             prefill(side)
     read = prefill(ComparedMethod(FULL))

@@ -227,7 +227,7 @@ def _answered(cli: Cli, turn: "AnswerStream") -> Answer:
         try:
             with cli.terminal.stopping(turn.stop):
                 for _ in turn:
-                    marked = with_marks(turn.text, turn.present, finished=False)
+                    marked = with_marks(turn.text, turn.all_sources, finished=False)
                     if not cli.json and marked.startswith(shown):
                         print(marked.removeprefix(shown), end="", file=cli.out, flush=True)
                         shown = marked
@@ -236,7 +236,7 @@ def _answered(cli: Cli, turn: "AnswerStream") -> Answer:
                 print(file=cli.out)
             raise Cancelled("Interrupted: the answer ends here, before its end.") from None
         if not cli.json:
-            print(with_marks(turn.text, turn.present).removeprefix(shown), file=cli.out)
+            print(with_marks(turn.text, turn.all_sources).removeprefix(shown), file=cli.out)
     answer = turn.answer
     for line in (answer.notice, timing_line(answer)):
         if line:

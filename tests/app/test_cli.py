@@ -289,7 +289,7 @@ def test_chats_have_names_and_are_deleted(filled, say, told, capfd):
     assert listed.index("Boats") < listed.index("Harbour"), "the latest first"
     assert told("chat", "harbour", "--delete")["deleted"] == 1
     assert filled("chat", "Harbour") == 1 and "ragblend chat --list" in capfd.readouterr().err
-    assert filled("chat", "1") == 1 and "not there any more" in capfd.readouterr().err
+    assert filled("chat", "1") == 1 and "was deleted" in capfd.readouterr().err
 
 
 def test_an_answer_that_a_kill_cut_off_is_shown_as_far_as_it_came(filled, say, home, capfd):

@@ -191,7 +191,7 @@ def test_an_answer_that_cannot_be_stored_is_shown_and_says_so(talks, chats, chat
     chats.delete(chat)
     assert list(pieces) == ["is ", "blue."]
     assert turn.message.id == -1 and turn.message.text == "It is blue."
-    assert "was not kept" in turn.message.report["notice"]
+    assert "was not saved" in turn.message.report["notice"]
 
 
 def cut_off(talks, home, chat, question):
@@ -247,7 +247,7 @@ def test_a_document_of_an_earlier_turn_that_is_deleted_meanwhile_is_not_stored_a
     turn = talks.ask(chat, BOATS, AskOptions(top_k=1))
     pieces = iter(turn)
     next(pieces)
-    assert gone.text in str(turn.present)
+    assert gone.text in str(turn.all_sources)
     chats.forget_removed(lambda nodes: set(nodes) - {gone.node_id})
     chats._known = lambda nodes: set(nodes) - {gone.node_id}
     list(pieces)
@@ -280,7 +280,7 @@ def test_an_answer_whose_question_was_replaced_is_in_nobodys_conversation(talks,
     engine.tokenize = edited_meanwhile
     older = talks.ask(chat, BOATS, AskOptions(top_k=2))
     list(older)
-    assert "was not kept" in older.message.report["notice"]
+    assert "was not saved" in older.message.report["notice"]
     assert [m.text for m in chats.messages(chat)] == ["How hot are ovens?", "It is blue."]
 
 
@@ -344,7 +344,7 @@ def test_the_oldest_turns_go_first_and_stay_gone(talks, chat, engine):
     answer = asked(talks, chat, BOATS)
     prompt = engine.requests[-1][0]
     assert len(prompt.token_ids) <= whole and questions[0] not in " ".join(texts(prompt))
-    assert "earlier questions are no longer before the model" in answer.report["notice"]
+    assert "earlier questions are no longer in the prompt" in answer.report["notice"]
     assert {s.node_id for s in answer.sources} <= {c.node_id for c in prompt.chunks}, "it came again"
     engine.context_window = 4096
     asked(talks, chat, SKY)
@@ -405,7 +405,7 @@ def test_deleted_documents_are_not_read_again(talks, chats, chat, engine):
 def test_impossible_questions(talks, chat, question, options, error):
     with pytest.raises(error):
         talks.ask(chat, question, AskOptions(**options))
-    with pytest.raises(LibraryError, match="not there any more"):
+    with pytest.raises(LibraryError, match="was deleted"):
         talks.ask(999, SKY)
 
 

@@ -9,7 +9,7 @@ from app_fakes import make_cross_encoder
 
 from ragblend.app.answering.conversation import ANY_SCORE, AskOptions, Conversations
 from ragblend.app.answering.rerank import BATCH_PAIRS, CrossEncoder
-from ragblend.app.answering.retrieval import DEEP, search, search_in_stages
+from ragblend.app.answering.retrieval import DEPTH, search, search_in_stages
 from ragblend.app.library.ingest import ingest
 from ragblend.kvstore.errors import (
     CorruptModelError,
@@ -125,7 +125,7 @@ def test_the_best_of_the_fused_order_are_put_in_its_order(open_workspace, folder
     assert asked == []
     first, last = search_in_stages([open_workspace(reranker=str(folder))], [QUESTION], 3, ANY_SCORE)
     ((question, texts),) = asked
-    assert (question, len(texts), first) == (QUESTION, DEEP * 3 - 1, fused)
+    assert (question, len(texts), first) == (QUESTION, DEPTH * 3 - 1, fused)
     assert [source.text for source in fused] == texts[:3] and texts.count(TEXTS[10]) == 1
     assert [source.text for source in last] == best_first(folder, QUESTION, texts)[:3] != texts[:3]
     cosines = dict(
@@ -152,7 +152,7 @@ def test_each_way_gives_every_second_passage(open_workspace, folder, boats, aske
     ways = [QUESTION, "Is it golden?"]
     found = search([workspace], ways, 2, ANY_SCORE)
     texts = asked[0][1]
-    assert asked == [(way, texts) for way in ways] and len(texts) == DEEP * 2
+    assert asked == [(way, texts) for way in ways] and len(texts) == DEPTH * 2
     orders = [best_first(folder, way, texts) for way in ways]
     assert orders[0][:2] != orders[1][:2]
     in_turn = dict.fromkeys(text for place in zip(*orders, strict=True) for text in place)

@@ -8,7 +8,7 @@ import pytest
 
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.conversation import ANY_SCORE
-from ragblend.app.answering.retrieval import fused, search, without_duplicates
+from ragblend.app.answering.retrieval import reciprocal_rank_fusion, search, without_duplicates
 from ragblend.app.library.documents import DocumentPassage, FileFacts, node_id
 from ragblend.app.library.ingest import ingest
 
@@ -19,10 +19,10 @@ FAR = 2.0  # no passage is as near
 def test_fusion_keeps_all_and_what_all_agree_on(seed):
     chance = random.Random(seed)
     rankings = [chance.sample("abcdefgh", chance.randrange(9)) for _ in range(chance.randrange(4))]
-    order = fused(*rankings)
+    order = reciprocal_rank_fusion(*rankings)
     assert sorted(order) == sorted({each for ranking in rankings for each in ranking})
     for ranking in rankings:
-        assert fused(ranking, ranking) == ranking
+        assert reciprocal_rank_fusion(ranking, ranking) == ranking
     for better in order:
         for worse in order:
             places = [(r.index(better), r.index(worse)) for r in rankings if better in r and worse in r]
@@ -31,16 +31,18 @@ def test_fusion_keeps_all_and_what_all_agree_on(seed):
 
 
 def test_fusion_counts_ranks_and_prefers_the_first_ranking_among_equals():
-    assert fused(["a", "b"], ["b", "a"]) == ["a", "b"]
-    assert fused(["a", "b", "c"], ["c", "b"]) == ["c", "b", "a"], "1/63 + 1/61 is a little more than 2/62"
-    assert fused(["a", "b"], ["b"]) == ["b", "a"]
+    assert reciprocal_rank_fusion(["a", "b"], ["b", "a"]) == ["a", "b"]
+    assert reciprocal_rank_fusion(["a", "b", "c"], ["c", "b"]) == ["c", "b", "a"], (
+        "1/63 + 1/61 is a little more than 2/62"
+    )
+    assert reciprocal_rank_fusion(["a", "b"], ["b"]) == ["b", "a"]
 
 
 @pytest.mark.parametrize(("rank", "best"), [(61, "both"), (63, "one")])
 def test_the_constant_of_fusion_is_that_of_the_paper(rank, best):
     """Two 1/(60 + 61) are a little more than one 1/(60 + 1), and two 1/(60 + 63) a little less."""
     first, second = ([f"{name}{n}" for n in range(rank - 1)] for name in "ab")
-    assert fused(["one", *first[1:], "both"], [*second, "both"])[0] == best
+    assert reciprocal_rank_fusion(["one", *first[1:], "both"], [*second, "both"])[0] == best
 
 
 def test_of_equal_texts_the_one_at_the_best_place_is_named():

@@ -82,7 +82,7 @@ def test_a_document_is_summarised_stopped_and_gone_on_with(start, open_page, tmp
     mine.await_states(long="ready")
     with mine.answering():
         page.click("[data-act=digest]")
-        page.wait_for_selector("#rb-live .rb-status:has-text('Summing up part 2')")
+        page.wait_for_selector("#rb-live .rb-status:has-text('Summarising part 2')")
         page.click("#rb-stop")
     page.wait_for_selector(f"{ANSWERS} .rb-status:has-text('Stopped.')")
     with mine.answering():
