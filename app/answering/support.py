@@ -1,7 +1,7 @@
 """Decides whether a passage supports a sentence, and where: rules on words, no model. Pure functions over text.
 
 A sentence is compared with single sentences of the passage, not with all its words: a bag of words supports "never
-under water" as well as "under water". Most of its words must occur there, all numbers and names too. A replaced word, an
+under water" as well as "under water". Most of its words must be there, and all numbers and names. A replaced word, an
 added or missing negation, an opposite, or two exchanged numbers make it another statement.
 """
 
