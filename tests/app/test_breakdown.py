@@ -63,7 +63,7 @@ def test_segments_are_the_whole_context_in_order():
         assert sum(counts_of(segment)[kind] for segment in segments) == breakdown()["tokens"][kind]
 
 
-def test_a_prompt_that_was_not_fused_is_all_fresh():
+def test_prompt_that_was_not_fused_is_all_fresh():
     assert {letter for s in segments_of(PROMPT, "", LABELS) for letter, _ in s["runs"]} == {"f"}
 
 

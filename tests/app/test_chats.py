@@ -31,7 +31,7 @@ def talk(chats, question="What colour has the sky?", answer="Blue [1]."):
     return chat.id, asked, chats.add(chat.id, "assistant", answer, [source()], {"ttft_ms": 12.5})
 
 
-def test_all_of_a_message_comes_back_after_a_restart(path):
+def test_messages_survive_a_restart(path):
     with Chats(path) as chats:
         chat_id, asked, answered = talk(chats)
     with Chats(path) as chats:
@@ -94,7 +94,7 @@ def test_deleting_leaves_nothing_behind(path, chats):
     assert len(chats.messages(kept)) == 2
 
 
-def test_a_branch_is_replaced(path, chats):
+def test_editing_a_question_deletes_the_messages_after_it(path, chats):
     chat_id, *_ = talk(chats)
     asked = chats.add(chat_id, "user", "SECRET-branch?")
     chats.add(chat_id, "assistant", "No.")
@@ -136,14 +136,14 @@ def test_exports(chats):
     assert "> Two passages did not fit." in text
 
 
-def test_the_written_conversation_has_the_numbers_that_were_found(chats):
+def test_export_has_matched_numbers(chats):
     chat = chats.create()
     rows = [source(4, text="The sky over the harbour is blue in the morning.")]
     chats.add(chat.id, "assistant", "The sky over the harbour is blue. Nobody knows more.", rows)
     assert "The sky over the harbour is blue. [4] Nobody knows more." in chats.export_markdown(chat.id)
 
 
-def test_what_cannot_be_encoded_is_kept_as_far_as_it_can(chats):
+def test_names_that_are_not_utf8_are_stored(chats):
     chat = chats.create("\ud800 title")
     message = chats.add(chat.id, "user", "half a pair: \ud83d, \x00 and 🙂", report={"x": "\udc00"})
     assert message.text == "half a pair: ?, \x00 and 🙂"
@@ -175,7 +175,7 @@ def test_several_processes_and_threads_write_and_read(path, chats):
     assert counts == [2] * 8 + [20] * 2
 
 
-def test_a_message_whose_sources_are_no_json_any_more_harms_no_other(chats):
+def test_message_with_damaged_sources_does_not_affect_others(chats):
     chat_id, asked, answered = talk(chats)
     chats.execute("UPDATE messages SET sources = ? WHERE id = ?", '[{"number" 1}]', answered.id)
     kept, damaged = chats.messages(chat_id)

@@ -35,7 +35,7 @@ def test_repeated_text_is_located_in_order():
     assert [passage.location for passage in passages] == ["p. 0", "p. 1", "p. 2", "p. 3"]
 
 
-def test_without_places_passages_are_numbered():
+def test_passages_without_location_are_numbered():
     passages = cut([DocumentPart(sentences("a", 10), "")], 40)
     assert [passage.location for passage in passages] == ["part 1 of 2", "part 2 of 2"]
 
@@ -53,7 +53,7 @@ def test_node_ids_survive_an_edit_elsewhere():
 
 
 @pytest.mark.parametrize("border", ["\n\n", "\n", " ", ""])
-def test_a_long_text_is_cut_stretch_by_stretch(monkeypatch, border):
+def test_long_text_is_split_in_blocks(monkeypatch, border):
     """What is tokenized and split at once does not grow with the text, which has no sentence that ends."""
     monkeypatch.setattr(chunking, "BLOCK_CHARACTERS", 200)
     monkeypatch.setattr(chunking, "MAX_TOKEN_CHARACTERS", 2)
@@ -79,7 +79,7 @@ def test_the_passages_of_one_document_are_bounded(monkeypatch):
         cut([DocumentPart(sentences("a", 40), "")], 40)
 
 
-def test_a_busy_machine_may_take_its_time_for_sentences(monkeypatch):
+def test_sentence_splitting_has_no_deadline(monkeypatch):
     """NLTK's regular expressions give up after five seconds of the clock, with an OSError that ended the whole run."""
     redos = pytest.importorskip("nltk.redos")
     monkeypatch.setattr(redos, "DEFAULT_TIMEOUT", 1e-6)

@@ -100,7 +100,7 @@ def test_a_sentence_that_says_something_else_is_not_cited(changed):
         ("Engine four is not in the shed.", "Engine four is in the shed."),
     ],
 )
-def test_exchanged_and_opposite(passage, changed):
+def test_exchanged_and_opposite_words_are_not_supported(passage, changed):
     assert supporting(passage, passage) is not None and supporting(changed, passage) is None
 
 
@@ -113,11 +113,11 @@ def test_exchanged_and_opposite(passage, changed):
         ("According to the passages, Ada owns the red boat.", "The red boat which Ada owns is old."),
     ],
 )
-def test_the_same_in_other_words(sentence, passage):
+def test_rephrased_sentences_are_supported(sentence, passage):
     assert supporting(sentence, passage) is not None
 
 
-def test_the_place_is_the_sentence_that_says_it():
+def test_place_is_the_supporting_sentence():
     (citation,) = cite("The red boat belongs to Ada.", [SKY, BOATS]).citations
     assert BOATS.text[slice(*citation.place)] == "The red boat belongs to Ada."
     wrapped = "# Boats\n\nThree boats lie at\nthe quay of Hull. A\nred boat belongs to Ada."
@@ -125,7 +125,7 @@ def test_the_place_is_the_sentence_that_says_it():
     assert wrapped[place.start : place.stop] == "A\nred boat belongs to Ada."
 
 
-def test_what_the_model_cites_is_looked_for_there():
+def test_citation_by_the_model_is_located():
     text = (
         "The red boat belongs to Ada [2]. The red boat belongs to Eve [2]. Three boats lie at the quay. [2]"
     )
@@ -205,7 +205,7 @@ def test_a_decimal_point_ends_no_sentence():
 @pytest.mark.parametrize(
     "text", ["[1] a [2] b", "a [1]", "The red boat belongs to Ada.", "[1][2]", "x [1, 9]. y"]
 )
-def test_pieces_lose_no_text(text):
+def test_chunks_contain_all_text(text):
     cited = cite(text, [SKY, BOATS])
     places = {(c.start, c.stop) for c in cited.citations}
     joined = "".join(piece for piece in cited.pieces() if isinstance(piece, str))

@@ -83,7 +83,7 @@ def test_a_short_document_is_summed_up_at_once(talks, workspaces, tmp_path, engi
     assert passages_in(request) == [SHIPS[0]]
 
 
-def test_what_was_written_is_not_written_again(talks, document, engine, workspaces):
+def test_stored_notes_are_reused(talks, document, engine, workspaces):
     """Killed after two parts, and asked for twice more: two, then none is left to write."""
 
     def die(number):
@@ -103,7 +103,7 @@ def test_what_was_written_is_not_written_again(talks, document, engine, workspac
         assert turn.to_json()["parts_kept"] == 5
 
 
-def test_a_stop_ends_it_and_keeps_what_is_written(talks, document, engine, workspaces):
+def test_stopping_a_summary_keeps_its_notes(talks, document, engine, workspaces):
     chat, second, stopped = workspaces.chats.create().id, threading.Event(), threading.Event()
 
     def wait(number):
@@ -128,7 +128,7 @@ def test_a_stop_ends_it_and_keeps_what_is_written(talks, document, engine, works
     ]
 
 
-def test_notes_go_with_the_document_and_when_it_changes(talks, document, engine, workspaces, log):
+def test_notes_are_deleted_with_and_on_change_of_the_document(talks, document, engine, workspaces, log):
     def kept():
         return workspaces.library.column("SELECT count(*) FROM notes")[0]
 
@@ -149,7 +149,7 @@ def test_notes_go_with_the_document_and_when_it_changes(talks, document, engine,
     assert kept() == 0
 
 
-def test_what_cannot_be_summed_up_is_said(talks, document, engine, workspaces):
+def test_summary_errors_are_reported(talks, document, engine, workspaces):
     engine.context_window = 300
     engine.reply = ("word " * 90,)
     with pytest.raises(PromptTooLongError, match="two notes do not fit"), talks.digest(document) as turn:
@@ -160,7 +160,7 @@ def test_what_cannot_be_summed_up_is_said(talks, document, engine, workspaces):
         turn.whole()
 
 
-def test_the_command_takes_a_file_in_and_names_its_sources(told, cli, log, capfd):
+def test_digest_command_ingests_a_file_and_names_sources(told, cli, log, capfd):
     cli.engine.reply = ("The ship number 7 carries 10 barrels of salted herring.",)
     found = told("digest", log, "--top-k", "4")
     assert (found["document"], found["passages"], found["passages_encoded"]) == ("log.txt", 12, 12)
@@ -174,7 +174,7 @@ def test_the_command_takes_a_file_in_and_names_its_sources(told, cli, log, capfd
     assert [row["document"] for row in told("docs", "list")["documents"]] == ["log.txt"]
 
 
-def test_a_command_that_was_killed_goes_on(home, log, tiny_folder):
+def test_killed_command_is_continued(home, log, tiny_folder):
     """On a real model: nothing is encoded twice, and every window has all of its KV."""
     log.write_text("\n\n".join(ships(48)))
     command = [

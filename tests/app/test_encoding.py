@@ -70,7 +70,7 @@ def assert_nothing_is_left_over(workspace):
     assert check(workspace) == []
 
 
-def test_asked_deleted_and_killed_while_it_is_encoded(home, tiny_folder, folder, opened):
+def test_questions_deletions_and_kills_during_encoding(home, tiny_folder, folder, opened):
     opened.embedder.load()
     assert (
         opened.engine.gate.passed

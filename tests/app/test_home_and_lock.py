@@ -32,7 +32,7 @@ def test_home_is_made_private(tmp_path):
     assert home.paths_open_to_others() == []
 
 
-def test_loose_files_are_found_and_closed(tmp_path):
+def test_files_open_to_others_are_found_and_made_private(tmp_path):
     home = Home(tmp_path / "home").create()
     folder = home.root / "chroma"
     folder.mkdir(mode=0o755)
@@ -85,7 +85,7 @@ def test_killed_holder_blocks_nobody(holder):
     assert read_holder(lock) is None
 
 
-def test_lock_is_let_go_after_an_error(tmp_path):
+def test_lock_is_released_after_an_error(tmp_path):
     with pytest.raises(ValueError, match="inside"), writer_lock(tmp_path / "lock"):
         raise ValueError("inside")
     with writer_lock(tmp_path / "lock"):

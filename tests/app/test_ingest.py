@@ -51,7 +51,7 @@ def assert_consistent(workspace):
         assert document.state is DocumentState.DONE and not workspace.library.stale(document.id)
 
 
-def test_everything_comes_in(workspace, documents):
+def test_files_are_ingested(workspace, documents):
     seen = []
     report = ingest(workspace, [documents], lambda *progress: seen.append(progress))
     assert len(report.added) == 3 and not report.failed and not report.interrupted
@@ -99,7 +99,7 @@ def test_other_chunk_size_cuts_again(open_workspace, documents):
     assert_consistent(second)
 
 
-def test_what_may_not_be_looked_at_is_not_gone(workspace, documents, monkeypatch):
+def test_unreadable_path_is_not_missing(workspace, documents, monkeypatch):
     """It raised; and `--prune` must not take it for a file that was deleted."""
     ingest(workspace, [documents])
     stat = Path.stat
@@ -263,7 +263,7 @@ def test_interrupt_keeps_what_is_done_and_the_next_run_resumes(open_workspace, d
     assert_consistent(second)
 
 
-def test_who_wants_to_write_passes_between_two_files(workspace, documents):
+def test_other_writers_get_the_lock_between_two_files(workspace, documents):
     """A delete waited for the whole of an ingest that a server runs, and so did what was uploaded meanwhile."""
     spaces, late = workspace.workspaces, documents.parent / "late.txt"
     late.write_text("A letter that came late.")
@@ -337,7 +337,7 @@ def sketched(workspace):
     return sorted(document.name for document in found if document.recipe.endswith(SKETCHED))
 
 
-def test_of_many_files_the_first_can_be_asked_by_a_part_and_then_by_all(workspace, many, tmp_path):
+def test_first_of_many_files_is_searchable_by_its_sketch(workspace, many, tmp_path):
     ingest_paths(workspace, [many])
     assert sketched(workspace) == ["boat00.txt", "boat01.txt", "boat02.txt"]
     before = vectors_of(workspace)
@@ -360,7 +360,7 @@ def test_of_many_files_the_first_can_be_asked_by_a_part_and_then_by_all(workspac
     assert embed_in_full(workspace) and len(workspace.embedder.embedded) == 3, "nothing is embedded twice"
 
 
-def test_embedding_in_full_is_left_and_gone_on_with(open_workspace, many):
+def test_embedding_in_full_is_cancelled_and_continued(open_workspace, many):
     first = open_workspace()
     ingest_paths(first, [many])
     first.embedder.embedded.clear()
@@ -372,7 +372,7 @@ def test_embedding_in_full_is_left_and_gone_on_with(open_workspace, many):
     assert_consistent(second)
 
 
-def test_what_is_deleted_while_it_is_embedded_in_full_stays_away(workspace, many):
+def test_document_deleted_during_full_embedding_stays_deleted(workspace, many):
     ingest_paths(workspace, [many])
     (document, *_) = workspace.library.documents("default")
 
@@ -387,7 +387,7 @@ def test_what_is_deleted_while_it_is_embedded_in_full_stays_away(workspace, many
     assert workspace.index.node_ids() == nodes_of(workspace)
 
 
-def test_what_is_deleted_between_its_passages_and_their_vectors_stays_away(workspace, many, monkeypatch):
+def test_document_deleted_during_ingest_stays_deleted(workspace, many, monkeypatch):
     ingest_paths(workspace, [many])
     (document, *_) = workspace.library.documents("default")
     embeddings_of = workspace.library.embeddings_of
@@ -423,7 +423,7 @@ def test_the_budget_ends_encoding_and_evicts_nothing(workspace, documents):
     assert len(workspace.engine.stored()) == report.encoded
 
 
-def test_what_gets_no_kv_is_said_and_is_no_reason_to_go_on(workspace, documents):
+def test_passages_without_kv_are_reported(workspace, documents):
     """Passages longer than the model's window: one kept its KV from all behind it, in every run."""
     ingest_paths(workspace, [documents])
     workspace.engine.left_out = 2
@@ -479,7 +479,7 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(workspace, documents
     assert "scratch" not in workspace.library.passages_of(known.id)[0].text
 
 
-def test_others_write_while_kv_is_encoded_and_what_they_delete_gets_none(open_workspace, documents):
+def test_others_can_write_and_delete_while_kv_is_encoded(open_workspace, documents):
     first, second = open_workspace(), open_workspace()
     ingest_paths(first, [documents])
 
@@ -504,14 +504,14 @@ def test_one_process_encodes_at_a_time(open_workspace, documents):
     assert f"Process {os.getpid()}" in reports[0].message and second.engine.encoded == []
 
 
-def test_a_model_that_cannot_be_fused_is_said(workspace, documents):
+def test_model_that_failed_the_self_test_is_reported(workspace, documents):
     workspace.engine.verdict = GateVerdict(False, (), "its keys are not moved")
     report = ingest(workspace, [documents])
     assert len(report.added) == 3
     assert report.kv.stopped == "model" and "its keys are not moved" in report.notice
 
 
-def test_prune_takes_out_what_is_gone_and_nothing_else(open_workspace, documents, tmp_path):
+def test_prune_removes_missing_files_only(open_workspace, documents, tmp_path):
     outside = tmp_path / "outside.txt"
     outside.write_text("This file lies in another folder and goes as well.")
     ingest(open_workspace(), [documents, outside])
@@ -524,14 +524,14 @@ def test_prune_takes_out_what_is_gone_and_nothing_else(open_workspace, documents
     assert_consistent(second)
 
 
-def test_what_was_never_read_is_not_gone(open_workspace, documents):
+def test_failed_files_are_not_missing_documents(open_workspace, documents):
     (documents / "nowhere.txt").symlink_to(documents / "never-there.txt")
     ingest(open_workspace(), [documents])
     assert ingest(open_workspace(), [documents]).gone == []
 
 
 @pytest.mark.parametrize("point", ["before-passages", "before-index", "before-entering", "before-done"])
-def test_killed_anywhere_the_next_run_resumes(open_workspace, home, documents, point):
+def test_next_run_resumes_after_a_kill_anywhere(open_workspace, home, documents, point):
     done = run_worker(home, "SIGKILL", point, documents)
     assert done.returncode == -signal.SIGKILL
     second = open_workspace()
@@ -575,7 +575,7 @@ def test_discovery_order_and_rules(tmp_path):
     assert [path.name for path in found.skipped] == ["d.exe"] and found.failed == ()
 
 
-def test_links_in_a_folder_are_not_followed_and_a_users_own_are(tmp_path):
+def test_only_links_given_by_the_user_are_followed(tmp_path):
     """A folder that others write to could have any file of the account read."""
     folder, outside = tmp_path / "folder", tmp_path / "outside"
     for each in (folder, outside):

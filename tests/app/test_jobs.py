@@ -101,7 +101,7 @@ def test_phases_and_progress_are_seen(jobs, embedder, tmp_path):
     assert jobs.overview().current is None
 
 
-def test_cancel_leaves_the_file_at_once_and_all_that_wait(jobs, workspaces, embedder, tmp_path):
+def test_cancel_all_interrupts_the_current_file(jobs, workspaces, embedder, tmp_path):
     gate = held(jobs, embedder, long_file(tmp_path, "a.txt"), long_file(tmp_path, "b.txt"))
     assert jobs.cancel() == 2
     gate.set()
@@ -114,7 +114,7 @@ def test_cancel_leaves_the_file_at_once_and_all_that_wait(jobs, workspaces, embe
     }
 
 
-def test_cancelling_one_file_goes_on_with_the_next(jobs, embedder, tmp_path):
+def test_cancelling_one_file_continues_with_the_next(jobs, embedder, tmp_path):
     gate = held(jobs, embedder, long_file(tmp_path, "a.txt"), long_file(tmp_path, "b.txt"))
     assert jobs.cancel([jobs.overview().current.id]) == 1
     gate.set()
@@ -122,7 +122,7 @@ def test_cancelling_one_file_goes_on_with_the_next(jobs, embedder, tmp_path):
     assert states(jobs) == {"a.txt": "cancelled", "b.txt": "done"}
 
 
-def test_pause_outlives_a_restart(jobs, workspaces, embedder, tmp_path):
+def test_pause_survives_a_restart(jobs, workspaces, embedder, tmp_path):
     gate = held(jobs, embedder, long_file(tmp_path, "a.txt"))
     jobs.pause()
     gate.set()
@@ -140,9 +140,7 @@ def test_pause_outlives_a_restart(jobs, workspaces, embedder, tmp_path):
         again.close()
 
 
-def test_who_only_opens_the_queue_leaves_alone_what_another_one_works_on(
-    jobs, workspaces, embedder, tmp_path
-):
+def test_opening_the_queue_does_not_restart_running_jobs(jobs, workspaces, embedder, tmp_path):
     """A second `ragblend ui`, which is refused later, made the first one forget that its file had changed."""
     path = long_file(tmp_path, "a.txt")
     gate = held(jobs, embedder, path)
@@ -171,7 +169,7 @@ def test_a_delete_does_not_wait_for_a_long_file(jobs, workspaces, embedder, docu
     assert "sky.txt" not in documents_of(workspaces)
 
 
-def test_deleting_a_file_that_waits_takes_it_out_of_the_queue(jobs, workspaces, documents):
+def test_deleting_a_queued_document_removes_its_job(jobs, workspaces, documents):
     ingest(workspaces.of("default"), [documents])
     jobs.add([documents], "default")
     sky = workspaces.library.find("default", "sky.txt")
@@ -180,7 +178,7 @@ def test_deleting_a_file_that_waits_takes_it_out_of_the_queue(jobs, workspaces, 
     assert set(states(jobs)) == set(documents_of(workspaces)) == {"boats.txt", "bread.md"}
 
 
-def test_another_process_that_writes_is_named_and_waited_for(jobs, home, workspaces, documents):
+def test_queue_names_and_waits_for_another_writer(jobs, home, workspaces, documents):
     with writer_lock(home / "writer.lock", "ragblend ingest letters"):
         jobs.add([documents], "default")
         jobs.start()
@@ -192,7 +190,7 @@ def test_another_process_that_writes_is_named_and_waited_for(jobs, home, workspa
     assert idle(jobs) and jobs.overview().waiting is None
 
 
-def test_a_full_disk_is_said_and_waited_for(jobs, engine, documents):
+def test_queue_reports_a_full_disk_and_retries(jobs, engine, documents):
     full = [True]
 
     def fail(text):
@@ -208,7 +206,7 @@ def test_a_full_disk_is_said_and_waited_for(jobs, engine, documents):
     assert idle(jobs) and set(states(jobs).values()) == {"done"}
 
 
-def test_a_bug_fails_one_file_only(jobs, embedder, documents):
+def test_unexpected_error_fails_one_file_only(jobs, embedder, documents):
     def fail(texts):
         if "baker" in " ".join(texts):
             raise ZeroDivisionError("oops")
@@ -220,7 +218,7 @@ def test_a_bug_fails_one_file_only(jobs, embedder, documents):
     assert "ZeroDivisionError" in jobs.page(state="failed")[0][0].reason
 
 
-def test_kv_follows_when_the_queue_is_empty(jobs, workspaces, engine, documents):
+def test_kv_is_encoded_when_the_queue_is_empty(jobs, workspaces, engine, documents):
     gate = held(jobs, engine, documents)
     overview = jobs.overview()
     assert overview.counts["done"] == 3 and set(documents_of(workspaces).values()) == {DocumentState.DONE}
@@ -247,7 +245,7 @@ def test_many_files_are_sketched_and_embedded_in_full_when_none_waits(jobs, work
     assert not any(d.recipe.endswith(SKETCHED) for d in workspace.library.documents("default"))
 
 
-def test_a_file_that_comes_goes_before_the_kv_of_others(jobs, engine, documents, tmp_path):
+def test_new_file_is_ingested_before_kv_is_encoded(jobs, engine, documents, tmp_path):
     gate = held(jobs, engine, documents)
     new = tmp_path / "new.txt"
     new.write_text("A new file that somebody wants to ask about now.")
@@ -258,7 +256,7 @@ def test_a_file_that_comes_goes_before_the_kv_of_others(jobs, engine, documents,
     assert len(set(engine.encoded)) == len(engine.encoded) == len(engine.stored())
 
 
-def test_pause_holds_the_kv_back_too(jobs, workspaces, engine, documents):
+def test_pause_stops_encoding_too(jobs, workspaces, engine, documents):
     gate = held(jobs, engine, documents)
     jobs.pause()
     gate.set()
@@ -283,7 +281,7 @@ def test_a_file_that_is_queued_is_not_queued_twice(jobs, documents):
     assert jobs.add([documents], "other").files == 3 and jobs.overview().total == 6
 
 
-def test_a_file_that_changes_while_it_comes_in_is_looked_at_again(jobs, embedder, workspaces, tmp_path):
+def test_file_that_changes_during_ingest_is_ingested_again(jobs, embedder, workspaces, tmp_path):
     path = long_file(tmp_path, "a.txt")
     gate = held(jobs, embedder, path)
     path.write_text("Something else altogether stands in here now.")
@@ -294,7 +292,7 @@ def test_a_file_that_changes_while_it_comes_in_is_looked_at_again(jobs, embedder
     assert [p.text for p in workspaces.library.passages_of(document.id)] == [path.read_text()]
 
 
-def test_removal_of_what_vanished_is_work_for_the_queue(jobs, workspaces, documents):
+def test_queue_removes_documents_without_files(jobs, workspaces, documents):
     ingest(workspaces.of("default"), [documents])
     (documents / "sky.txt").unlink()
     paths = [documents / "sky.txt", documents / "boats.txt", documents / "never.txt"]
@@ -322,7 +320,7 @@ def test_two_uploads_of_one_name_at_once_are_both_kept(jobs, home, tmp_path, mon
     assert sorted(kept.values()) == ["a" * 400, "b" * 400]
 
 
-def test_who_ends_a_paused_queue_waits_for_nothing(jobs):
+def test_paused_queue_ends_at_once(jobs):
     """Also where that falls between two looks of its thread."""
     woken = jobs._woken
 
@@ -358,7 +356,7 @@ def test_uploads_are_copied_in_and_removed_with_their_document(jobs, home, works
     assert left == []
 
 
-def test_a_collection_goes_with_all_that_is_in_it(jobs, home, workspaces, documents):
+def test_removing_a_collection_removes_its_documents_and_kv(jobs, home, workspaces, documents):
     workspaces.create("letters")
     jobs.upload([documents / "sky.txt"], "letters")
     finish(jobs)
@@ -369,7 +367,7 @@ def test_a_collection_goes_with_all_that_is_in_it(jobs, home, workspaces, docume
     assert jobs.overview().total == 0
 
 
-def test_a_collection_goes_with_the_uploads_that_still_wait(jobs, home, workspaces, documents):
+def test_removing_a_collection_removes_queued_uploads(jobs, home, workspaces, documents):
     """Their copies stayed, in clear, and no list showed them."""
     workspaces.create("letters")
     jobs.upload([documents / "sky.txt"], "default")
@@ -379,7 +377,7 @@ def test_a_collection_goes_with_the_uploads_that_still_wait(jobs, home, workspac
     assert freed == sum((documents / name).stat().st_size for name in ("bread.md", "boats.txt"))
 
 
-def test_uploads_that_were_cancelled_go_when_they_are_cleared(jobs, home, workspaces, documents, tmp_path):
+def test_clearing_deletes_cancelled_uploads(jobs, home, workspaces, documents, tmp_path):
     """And nothing else: neither what is a document already, nor a file that is its owner's."""
     jobs.upload([documents / "sky.txt"], "default")
     finish(jobs)
@@ -394,7 +392,7 @@ def test_uploads_that_were_cancelled_go_when_they_are_cleared(jobs, home, worksp
     assert (documents / "boats.txt").exists()
 
 
-def test_an_upload_in_hand_that_is_cancelled_and_cleared_is_a_document_or_nowhere(
+def test_cancelled_and_cleared_upload_is_a_document_or_deleted(
     jobs, home, workspaces, documents, monkeypatch
 ):
     reached, opened = threading.Event(), threading.Event()
@@ -433,7 +431,7 @@ def test_what_was_copied_before_the_disk_was_full_is_queued(jobs, home, document
     assert states(jobs) == {"bread.md": "queued", "boats.txt": "queued"}
 
 
-def test_uploads_go_with_their_document_however_the_home_was_named(home, fakes, documents):
+def test_uploads_are_deleted_whatever_path_names_the_home(home, fakes, documents):
     """A home with ".." in its path did not know its own copies."""
     named = home / ".." / home.name
     with Workspaces.open(named, chunk_tokens=16) as workspaces, closing(JobQueue(workspaces)) as jobs:
@@ -453,7 +451,7 @@ def test_the_home_itself_is_never_ingested(jobs, home, tmp_path, documents):
     assert "notes.txt" not in states(jobs)
 
 
-def test_finished_ones_can_be_forgotten_and_what_vanished_has_failed(jobs, documents):
+def test_finished_jobs_are_cleared_and_missing_files_fail(jobs, documents):
     jobs.add([documents], "default")
     (documents / "sky.txt").unlink()
     finish(jobs)
@@ -461,7 +459,9 @@ def test_finished_ones_can_be_forgotten_and_what_vanished_has_failed(jobs, docum
     assert "no such file" in jobs.page(state="failed")[0][0].reason
 
 
-def test_a_file_is_left_while_it_is_read_and_while_it_is_cut(workspaces, engine, monkeypatch, tmp_path):
+def test_ingest_of_a_file_can_be_cancelled_while_reading_and_cutting(
+    workspaces, engine, monkeypatch, tmp_path
+):
     (tmp_path / "a.txt").write_text("A word. " * 500)
     counted, count, workspace = [], engine.count_tokens, workspaces.of("default")
     monkeypatch.setattr(engine, "count_tokens", lambda piece: counted.append(piece) or count(piece))

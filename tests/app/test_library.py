@@ -75,7 +75,7 @@ def test_a_failed_change_changes_nothing(library):
     assert library.stale(document) == []
 
 
-def test_removed_text_is_not_in_the_file_any_more(library):
+def test_removed_text_is_erased_from_the_file(library):
     document, _ = fill(library, "/a", ["unmistakable words " * 20])
     fill(library, "/b", ["other"])
     library.remove(document)
@@ -127,7 +127,7 @@ def made_up_words(count, seed):
     return ["".join(chance.choices("bcdfghjklmnpqrtvwxz", k=12)) for _ in range(count)]
 
 
-def test_no_word_of_a_deleted_text_stays_in_the_index(library):
+def test_deleted_text_leaves_the_index_of_words(library):
     """FTS5 notes what is deleted and keeps it; a document that is cut anew loses words as well."""
     texts = [made_up_words(20, seed) for seed in range(40)]
     documents = [fill(library, f"/{n}", [" ".join(text)])[0] for n, text in enumerate(texts)]
@@ -143,7 +143,7 @@ def test_no_word_of_a_deleted_text_stays_in_the_index(library):
     assert library.words_damage() == ""
 
 
-def test_a_damaged_index_of_words_harms_nothing_else_and_is_made_again(library, caplog):
+def test_damaged_index_of_words_is_rebuilt(library, caplog):
     document, nodes = fill(library, "/a", ["a red boat", "a house", "a mill"])
     with library.transaction() as sql:
         sql.execute("UPDATE words_data SET block = x'ffffffffffff' WHERE id >= 10")
@@ -163,7 +163,7 @@ def test_a_passage_that_is_no_text_any_more_can_be_removed(library):
     assert library.count_passages("default") == 0
 
 
-def test_an_embedding_of_which_a_part_is_gone_has_no_score(library):
+def test_truncated_embedding_has_no_score(library):
     """Words find a passage whatever became of its embedding."""
     _, nodes = fill(library, "/a", ["a red boat", "a house"])
     library.execute("UPDATE chunks SET embedding = x'00' WHERE node_id = ?", nodes[0])

@@ -30,7 +30,7 @@ def test_plain_text_in_any_encoding(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["A stray\0 one.", "Some " * 1000 + "\0 words." + "\0 more"])
-def test_a_stray_nul_makes_no_binary_file(tmp_path, text):
+def test_stray_nul_is_text(tmp_path, text):
     (tmp_path / "a.txt").write_text(text)
     assert text_of(tmp_path / "a.txt") == text.replace("\0", "")
 
@@ -45,7 +45,7 @@ def test_markdown_keeps_its_text_and_names_headings(tmp_path):
     assert "# no heading" in parts[2].text and "| a | b |" in parts[2].text
 
 
-def test_html_glues_no_words_and_drops_what_is_not_read(tmp_path):
+def test_html_keeps_words_apart_and_drops_hidden_parts(tmp_path):
     path = tmp_path / "a.html"
     path.write_text(
         "<!DOCTYPE html><html><head><title>t</title><style>p{}</style></head><body><nav>menu</nav>"
@@ -127,7 +127,7 @@ OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600)
         (UnreadableDocumentError, "a.docx", b"plain words", ["promises", "text"]),
     ],
 )
-def test_what_is_no_document_of_its_kind(tmp_path, error, name, content, words):
+def test_file_of_another_type_is_refused(tmp_path, error, name, content, words):
     (tmp_path / name).write_bytes(content)
     fails_with(error, tmp_path / name, *words)
 
@@ -169,7 +169,7 @@ def test_a_scan_is_read(scan):
     assert told == [*((n, 3) for n in range(4)), *((n, 2) for n in range(3))]
 
 
-def test_a_scan_can_be_left_between_two_pages(scan):
+def test_text_recognition_can_be_cancelled_between_pages(scan):
     def leave(done, total):
         if done and total == 2:
             raise Cancelled("left")

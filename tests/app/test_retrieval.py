@@ -16,7 +16,7 @@ FAR = 2.0  # no passage is as near
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_fusion_keeps_all_and_what_all_agree_on(seed):
+def test_fusion_keeps_all_passages_and_agreed_orders(seed):
     chance = random.Random(seed)
     rankings = [chance.sample("abcdefgh", chance.randrange(9)) for _ in range(chance.randrange(4))]
     order = reciprocal_rank_fusion(*rankings)
@@ -45,7 +45,7 @@ def test_the_constant_of_fusion_is_that_of_the_paper(rank, best):
     assert reciprocal_rank_fusion(["one", *first[1:], "both"], [*second, "both"])[0] == best
 
 
-def test_of_equal_texts_the_one_at_the_best_place_is_named():
+def test_best_ranked_of_equal_texts_is_kept():
     texts = {"a": "Ships  lie\nhere.", "b": "A mill.", "c": "Ships lie here. "}
     found = [AnswerSource(0, name, name, "default", name, "", 0.5, text) for name, text in texts.items()]
     assert [source.document for source in without_duplicates(found)] == ["a", "b"]
@@ -132,13 +132,13 @@ def test_without_words_the_nearest_come_first(open_workspace, documents):
     assert len(set(scores)) == workspace.library.count_passages("default") > 2
 
 
-def test_each_way_of_asking_is_searched_for(workspace, logs):
+def test_both_wordings_are_searched(workspace, logs):
     ingest(workspace, [logs])
     found = search([workspace], ["Pump 7013?", "Pump 7026?"], 2, ANY_SCORE)
     assert [source.document for source in found] == ["1.txt", "2.txt"]
 
 
-def test_collections_are_searched_apart_and_together(workspaces, tmp_path, logs):
+def test_collections_are_searched_separately_and_together(workspaces, tmp_path, logs):
     workspaces.create("trains")
     text = tmp_path / "train.txt"
     text.write_text("The train to the harbour is green. The pump 7013 is in it.")
@@ -166,7 +166,7 @@ def fill(library, path, texts, collection="default"):
     return document, [passage.node_id for passage in passages]
 
 
-def test_what_other_collections_hold_changes_no_order(library):
+def test_other_collections_do_not_change_the_order(library):
     """How rare a word is there would tell whether others have it."""
     texts = ["red boat", "red house and its garden", "green boat", "a mill", "a well", "a sluice"]
     fill(library, "/a", texts)
@@ -194,21 +194,21 @@ def test_a_word_counts_once_by_how_rare_it_is(library):
     assert list(library.by_words(["default"], "sluice oak elm ash", 2)) == [nodes[1], nodes[0]]
 
 
-def test_a_word_that_is_asked_twice_counts_once(library):
+def test_repeated_word_of_a_question_counts_once(library):
     """Three of log(7.5 / 3.5) are more than one of log(9.5 / 1.5)."""
     texts = ["sluice b c d", "elm e f g", "elm h i j", "elm k l m", *(f"{n} x y z" for n in range(6))]
     _, nodes = fill(library, "/a", texts)
     assert next(iter(library.by_words(["default"], "Elm, elm or ELM at the sluice?", 9))) == nodes[0]
 
 
-def test_what_holds_the_code_comes_before_what_shares_more_words(library):
+def test_passages_with_the_code_come_first(library):
     _, nodes = fill(library, "/a", ["4711 b c d", "red boat e f", "red boat g h", *"ijklmn"])
     assert dict(library.by_words(["default"], "red boat 4711", 1)) == {nodes[0]: True}
     both = list(library.by_words(["default"], "red boat 4711", 9).items())
     assert both[0] == (nodes[0], True) and sorted(both[1:]) == sorted((node, False) for node in nodes[1:3])
 
 
-def test_a_word_says_nothing_that_half_of_all_asked_passages_have(library):
+def test_words_in_half_of_the_passages_are_ignored(library):
     """Whichever collection they are in."""
     fill(library, "/a", ["a red boat", "a mill"])
     assert library.by_words(["default"], "boat", 9) == {}
@@ -218,7 +218,7 @@ def test_a_word_says_nothing_that_half_of_all_asked_passages_have(library):
     assert set(library.by_words(["other"], "boat", 9)) == set(nodes[:2])
 
 
-def test_words_are_found_in_other_forms(library):
+def test_other_forms_of_a_word_are_found(library):
     _, nodes = fill(
         library, "/a", ["Lighthouses at Orléans", "The e\u0301cluse ﬁts", "foo_bar(x)", "NASA", "x", "y", "z"]
     )
@@ -241,7 +241,7 @@ def test_no_question_breaks_the_search_for_words(library, caplog, question):
     check_unbroken(library, caplog, question)
 
 
-def test_no_text_does(library, caplog):
+def test_empty_text_is_folded(library, caplog):
     """Any characters, and the ones that FTS5's own language is made of."""
     chance = random.Random(0)
     for _ in range(300):

@@ -31,12 +31,12 @@ def is_alive(process_id):
     return state != "Z"
 
 
-def test_the_process_is_used_again():
+def test_subprocess_is_reused():
     assert run_in_sandbox(hostile_work.process_id, PATH) == run_in_sandbox(hostile_work.process_id, PATH)
 
 
 @pytest.mark.parametrize(("work", "how"), [("crash", "SIGSEGV"), ("leave", "exit code 0")])
-def test_a_crash_is_named(work, how):
+def test_parser_crash_is_a_named_error(work, how):
     with pytest.raises(UnreadableDocumentError, match=rf"a\.pdf: the parser crashed \({how}\)"):
         run_in_sandbox(getattr(hostile_work, work), PATH)
 
@@ -46,12 +46,12 @@ def test_memory_is_bounded():
         run_in_sandbox(hostile_work.swallow, PATH, memory_bytes=64 * 2**20)
 
 
-def test_what_does_not_go_on_is_killed():
+def test_stuck_parser_is_killed():
     with pytest.raises(OversizedDocumentError, match=r"a\.pdf: page 3 of 7 took more than 1 seconds"):
         run_in_sandbox(hostile_work.hang, PATH, silent_s=1.0)
 
 
-def test_the_caller_may_leave_at_any_time(tmp_path):
+def test_caller_can_cancel_at_any_time(tmp_path):
     """Also while the work does not ask."""
 
     def leave(done, total):
@@ -63,19 +63,19 @@ def test_the_caller_may_leave_at_any_time(tmp_path):
     assert not is_alive((tmp_path / "started").read_text())
 
 
-def test_a_process_that_has_grown_is_not_used_again():
+def test_grown_subprocess_is_not_reused():
     grown = run_in_sandbox(hostile_work.grow, PATH, memory_bytes=2 * 2**30)
     assert run_in_sandbox(hostile_work.process_id, PATH) != grown
 
 
-def test_a_process_that_was_killed_while_idle_is_replaced():
+def test_killed_idle_subprocess_is_replaced():
     idle = run_in_sandbox(hostile_work.process_id, PATH)
     os.kill(idle, signal.SIGKILL)
     until(lambda: not is_alive(idle))
     assert run_in_sandbox(hostile_work.process_id, PATH) != idle
 
 
-def test_the_work_ends_with_its_caller(tmp_path):
+def test_subprocess_ends_with_its_caller(tmp_path):
     code = (
         "import sys, hostile_work; from pathlib import Path; from ragblend.app.library.sandbox import run_in_sandbox\n"
         "run_in_sandbox(hostile_work.spin, Path('a'), Path(sys.argv[1]))"

@@ -80,7 +80,7 @@ def test_removing_a_document_removes_its_kv_and_no_other(workspace, folder):
     assert check(workspace) == []
 
 
-def test_the_reranker_has_the_last_word_and_the_device_reads_meanwhile(workspace, tmp_path, monkeypatch):
+def test_reranker_decides_while_the_device_prefills(workspace, tmp_path, monkeypatch):
     """As on an accelerator, where there is something to gain."""
     from ragblend.engine import engine as engines
     from ragblend.engine.scheduling import speculation
@@ -126,7 +126,7 @@ def test_the_reranker_has_the_last_word_and_the_device_reads_meanwhile(workspace
         assert read["ahead"] >= 1 and sum(read.values()) == times
 
 
-def test_a_reranker_that_fails_leaves_the_device_free(workspace, monkeypatch):
+def test_failing_reranker_releases_the_device(workspace, monkeypatch):
     class Broken:
         def scores(self, question, texts):
             raise ModelError("the reranker is damaged")

@@ -52,7 +52,7 @@ def test_links_in_a_folder_are_not_followed(watcher, jobs, workspaces, documents
     assert set(names(workspaces)) == {"sky.txt", "bread.md", "boats.txt", "last.txt"}
 
 
-def test_what_happens_in_a_folder_is_followed(watcher, jobs, workspaces, documents):
+def test_changes_in_a_watched_folder_are_ingested(watcher, jobs, workspaces, documents):
     watched(watcher, documents)
     everything = {"sky.txt": "done", "bread.md": "done", "boats.txt": "done"}
     until(lambda: names(workspaces) == everything)
@@ -68,7 +68,7 @@ def test_what_happens_in_a_folder_is_followed(watcher, jobs, workspaces, documen
     until(lambda: set(names(workspaces)) == {"sky.txt", "boats.txt", "moved.txt"})
 
 
-def test_a_folder_that_moves_takes_its_documents_along(watcher, workspaces, documents, tmp_path):
+def test_moved_folder_moves_its_documents(watcher, workspaces, documents, tmp_path):
     watched(watcher, documents)
     inner = tmp_path / "letters"
     inner.mkdir()
@@ -79,7 +79,7 @@ def test_a_folder_that_moves_takes_its_documents_along(watcher, workspaces, docu
     until(lambda: "a.txt" not in names(workspaces))
 
 
-def test_what_happened_while_nobody_watched_is_found(jobs, workspaces, documents):
+def test_changes_before_watching_are_found(jobs, workspaces, documents):
     jobs.add([documents], "default")
     jobs.start()
     assert idle(jobs)
@@ -115,7 +115,7 @@ def test_an_empty_or_missing_folder_keeps_its_documents(jobs, workspaces, docume
         watcher.close()
 
 
-def test_the_list_is_kept_and_checked(watcher, jobs, documents, tmp_path):
+def test_watched_folders_are_stored_and_checked(watcher, jobs, documents, tmp_path):
     found = watched(watcher, documents)
     assert (found.path, found.collection) == (str(documents), "default")
     with pytest.raises(UsageError, match="watched for 'default' already"):

@@ -81,7 +81,7 @@ def test_a_field_without_a_value_is_named(page) -> None:
     assert "“Passages per question” is empty. Give it a value and try again." in said
 
 
-def test_what_nobody_foresaw_is_said_in_every_tab(page, monkeypatch) -> None:
+def test_unexpected_errors_are_shown_in_every_tab(page, monkeypatch) -> None:
     def broken(*_, **__):
         raise ZeroDivisionError("the sky fell")
 
@@ -93,7 +93,7 @@ def test_what_nobody_foresaw_is_said_in_every_tab(page, monkeypatch) -> None:
         assert "Try again" in said, name
 
 
-def test_a_start_that_fails_unforeseen_is_said() -> None:
+def test_unexpected_startup_error_is_shown() -> None:
     """It was said only where the error had a name; else the page waited without a word."""
     startup = ModelStartup()
     startup.begin(None).join()
@@ -101,7 +101,7 @@ def test_a_start_that_fails_unforeseen_is_said() -> None:
     assert not startup.is_loading
 
 
-def test_making_a_collection_that_is_there_shows_it(page) -> None:
+def test_creating_an_existing_collection_shows_it(page) -> None:
     """Whoever missed the answer to the first click was told to choose another name, whatever was clicked after that."""
     for words in ("letters", "exists already; it is shown now"):
         said = page.call(page.named("create"), (0, " letters "))

@@ -83,7 +83,7 @@ def test_a_page_of_a_pdf_is_shown_with_boxes(open_page) -> None:
     page.screenshot(path=screenshots() / "pdf.png")
 
 
-def test_under_the_hood_of_an_answer(open_page) -> None:
+def test_details_of_an_answer(open_page) -> None:
     mine = open_page(color_scheme="dark")
     page = mine.page
     mine.tab("Library")
@@ -104,7 +104,7 @@ def test_under_the_hood_of_an_answer(open_page) -> None:
     page.screenshot(path=screenshots() / "hood-dark.png")
 
 
-def test_history_is_edited_renamed_searched_exported_and_deleted(open_page, server) -> None:
+def test_history_can_be_edited_renamed_searched_exported_and_deleted(open_page, server) -> None:
     mine = open_page()
     page = mine.page
     mine.ask("When did the tramway open?")
@@ -201,7 +201,7 @@ def uploads(tmp_path_factory):
     return sorted(folder.iterdir())
 
 
-def test_uploads_of_each_format_are_inert_and_a_deleted_one_is_nowhere(open_page, server, uploads) -> None:
+def test_uploads_are_inert_and_deleted_completely(open_page, server, uploads) -> None:
     mine = open_page()
     page = mine.page
     mine.tab("Library")
@@ -241,7 +241,7 @@ def content(path: Path) -> bytes:
         return b""
 
 
-def test_killed_while_reading_it_goes_on_where_it_was(start, chromium) -> None:
+def test_ingest_continues_after_a_kill(start, chromium) -> None:
     """Killed in the middle, started again: the queue goes on by itself."""
     running = start(settings=SETTINGS)
     context = chromium.new_context()

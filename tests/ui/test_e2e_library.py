@@ -72,7 +72,7 @@ def test_a_long_file_is_paused_cancelled_killed_and_resumed(start, open_page, tm
     mine.expect("#rb-queue").to_contain_text("2 done")
 
 
-def test_a_document_is_summarised_stopped_and_gone_on_with(start, open_page, tmp_path) -> None:
+def test_summary_is_stopped_and_continued(start, open_page, tmp_path) -> None:
     (folder := tmp_path / "long").mkdir()
     long_text(folder / "long.txt", 300)
     mine = open_page(start(settings="chunk_tokens = 64\ntop_k = 2\n"))
@@ -149,7 +149,7 @@ def test_one_bad_file_among_many_is_named_and_stops_nothing(start, open_page, tm
     mine.all_read(before)
 
 
-def test_a_file_that_goes_while_it_is_waiting_or_being_read(start, open_page, tmp_path) -> None:
+def test_file_deleted_while_queued_or_read(start, open_page, tmp_path) -> None:
     (folder := tmp_path / "going").mkdir()
     first, second = long_text(folder / "first.txt"), folder / "second.txt"
     second.write_text("The second file is gone before its turn comes.")

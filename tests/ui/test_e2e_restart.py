@@ -31,9 +31,7 @@ def again(start, running, *options):
     return start("--port", running.address.rpartition(":")[2], *options)
 
 
-def test_it_goes_on_with_its_conversation_and_what_was_typed_until_the_link_is_another(
-    start, open_plainly
-) -> None:
+def test_page_survives_a_restart_until_the_link_changes(start, open_plainly) -> None:
     running = start()
     page = open_plainly(running)
     page.fill("#rb-question textarea", ASKED)

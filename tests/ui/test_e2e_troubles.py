@@ -119,7 +119,7 @@ def test_a_click_counts_while_the_one_before_it_is_not_answered(quiet, open_page
     mine.expect(f".rb-documents tr:has(.where:has-text('{folder}'))").to_have_count(0)
 
 
-def test_what_a_click_said_outlives_the_opening_of_its_tab(quiet, open_page, harbour) -> None:
+def test_message_of_a_click_survives_opening_the_tab(quiet, open_page, harbour) -> None:
     """The tab's own figures come late, as where the model is being read for them: after the click's answer."""
     mine = open_page(quiet)
     read(mine, harbour)
@@ -152,7 +152,7 @@ def test_a_click_counts_where_its_button_moves_away(quiet, open_page) -> None:
     page.wait_for_selector("#rb-store-message:has-text('No problems found.')")
 
 
-def test_a_click_is_for_what_was_pressed(quiet, open_page) -> None:
+def test_click_acts_on_the_pressed_button(quiet, open_page) -> None:
     """A list that is drawn anew under the pointer has other rows in the same buttons."""
     mine = open_page(quiet)
     page = mine.page
@@ -199,7 +199,7 @@ def test_a_model_is_picked_from_what_is_here(quiet, open_page, tmp_path, tiny_fo
     assert str(other) in (running.home / "settings.toml").read_text()
 
 
-def test_a_model_of_the_hub_is_brought_here(start, open_page, harbour, tiny_folder, tmp_path, monkeypatch):
+def test_hub_model_is_downloaded(start, open_page, harbour, tiny_folder, tmp_path, monkeypatch):
     """With its bytes shown, stopped at once, then whole; and only then is it saved, and answers."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
@@ -473,7 +473,7 @@ def fill(path: Path) -> None:
                 continue
 
 
-def test_a_model_that_a_vllm_server_has(start, open_page, harbour, tiny_folder, tmp_path) -> None:
+def test_model_of_a_vllm_server(start, open_page, harbour, tiny_folder, tmp_path) -> None:
     """Questions go there and answers stream back; once it is gone the page says so, and goes on with the next."""
     engine = Engine.open(str(tiny_folder), tmp_path / "engine")
     literal_ids = engine.runtime.tokenizing.literal_ids

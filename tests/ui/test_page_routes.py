@@ -10,7 +10,7 @@ import httpx
 import pytest
 from browser import Server
 from fronts import PORT, send_raw
-from test_safety import TRAVERSALS
+from test_security import TRAVERSALS
 
 pytest.importorskip("gradio", reason="the page needs the extra `ui`")
 
@@ -101,7 +101,7 @@ async def test_with_a_session_the_page_and_its_assets_are_there(ask) -> None:
     assert "googleapis" not in (await ask("GET", "/theme.css")).text
 
 
-def test_no_path_leads_out(app) -> None:
+def test_no_path_escapes_the_routes(app) -> None:
     answers = {path: send_raw(*app, path) for path in TRAVERSALS}
     assert {path: one for path, one in answers.items() if not 400 <= one[0] < 500 or b"root:" in one[1]} == {}
 
@@ -153,7 +153,7 @@ def test_beyond_this_machine_there_is_no_page_without_a_password(home) -> None:
     assert open_login(home, Address()).password_hash is None
 
 
-def test_the_temporary_folder_is_private_and_goes(tmp_path) -> None:
+def test_temporary_folder_is_private_and_deleted(tmp_path) -> None:
     left = tmp_path / "ui" / "of a page that was killed"
     left.mkdir(parents=True)
     with gradio_environment(tmp_path) as folder:

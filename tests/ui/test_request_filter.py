@@ -201,7 +201,7 @@ def test_gradio_checks_too_which_files_a_call_names(page) -> None:
     assert page.kept() == before
 
 
-def test_a_file_that_was_uploaded_is_taken(page) -> None:
+def test_uploaded_file_is_accepted(page) -> None:
     number = page.number("upload")
     path = page.upload("mine.txt", b"Seven grey seals lie on the sand.")
     file = {"path": path, "url": f"http://x/gradio_api/file={path}", "orig_name": "mine.txt", "meta": META}
@@ -228,7 +228,7 @@ BAD_BODIES = {
 
 
 @pytest.mark.parametrize("name", BAD_BODIES)
-def test_a_body_that_is_no_call_is_refused_in_one_line(page, name, capfd, caplog) -> None:
+def test_invalid_call_is_refused_in_one_line(page, name, capfd, caplog) -> None:
     for path in CALLS:
         answer = page.http.post(path, content=BAD_BODIES[name], headers={"content-type": "application/json"})
         assert answer.status_code == 422, path
@@ -273,7 +273,7 @@ NOT_NEEDED = [
 ]  # fmt: skip
 
 
-def test_what_the_page_does_not_need_is_not_there(page) -> None:
+def test_routes_that_the_page_does_not_need_are_closed(page) -> None:
     """Gradio has more than fifty routes; the page asks at a dozen."""
     for path in NOT_NEEDED:
         posts = path not in ("upload", "queue/join")
@@ -311,7 +311,7 @@ def test_a_bad_upload_is_the_senders_fault_and_no_traceback(page, name, capfd) -
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_the_stream_of_a_page_that_is_not_there_ends(page, capfd) -> None:
+def test_stream_of_a_closed_page_ends(page, capfd) -> None:
     answer = page.http.get("/gradio_api/queue/data", params={"session_hash": "nobody"})
     assert "session_not_found" in answer.text
     assert "Traceback" not in capfd.readouterr().err

@@ -116,7 +116,7 @@ def test_another_origin_is_refused_even_with_a_session(ask, method) -> None:
     assert ask("POST", "/x", content=b"abc", headers={"origin": HOME}).text == "POST /x 3"
 
 
-def test_what_another_site_fetches_without_an_origin_is_refused(ask) -> None:
+def test_cross_site_requests_without_origin_are_refused(ask) -> None:
     """Images, frames and forms of GET carry no Origin, but browsers say where they come from."""
     cross = {"sec-fetch-site": "cross-site"}
     assert ask("GET", "/file", headers=cross).status_code == 403
@@ -127,7 +127,7 @@ def test_what_another_site_fetches_without_an_origin_is_refused(ask) -> None:
     assert ask("GET", "/file", headers={"sec-fetch-site": "same-origin"}).status_code == 200
 
 
-def test_nobody_without_a_session_gets_anything(ask) -> None:
+def test_requests_without_a_session_are_refused(ask) -> None:
     for asked in ("GET /x", "POST /x", "GET /", "PUT /login", "GET /login", "DELETE /x"):
         assert ask(*asked.split(), session=False).status_code == 401, asked
 
@@ -143,7 +143,7 @@ def test_the_token_is_exchanged_for_a_cookie_and_leaves_the_address(ask, login) 
     assert "right" not in cookie
 
 
-def test_another_token_lets_nobody_in_and_the_right_one_at_the_front_door_only(ask) -> None:
+def test_only_the_right_token_at_the_root_logs_in(ask) -> None:
     queries = [
         "token=wrong",
         "token=",
@@ -158,7 +158,7 @@ def test_another_token_lets_nobody_in_and_the_right_one_at_the_front_door_only(a
         assert "set-cookie" not in answer.headers
 
 
-def test_a_cookie_of_another_home_or_port_is_nothing(ask, login) -> None:
+def test_cookie_of_another_home_or_port_is_invalid(ask, login) -> None:
     other = PageLogin(PORT + 1, token="right")
     for cookie in (other.new_cookie(), None, "", ".", "..", "ü", "a.1.b", login.new_cookie()[:-1]):
         assert login.visitor(cookie) is None, cookie
@@ -166,7 +166,7 @@ def test_a_cookie_of_another_home_or_port_is_nothing(ask, login) -> None:
     assert ask("GET", "/x", session=False, headers={"cookie": cookie}).status_code == 401
 
 
-def test_a_cookie_is_good_after_a_restart_and_until_the_secret_or_the_password_changes(tmp_path, monkeypatch):
+def test_cookie_is_valid_until_the_secret_or_password_changes(tmp_path, monkeypatch):
     path = tmp_path / "ui-secret"
     first = PageLogin(PORT, secret=load_or_create_secret(path))
     cookie = first.new_cookie()
@@ -194,7 +194,7 @@ def test_a_secret_that_others_could_read_or_that_is_cut_off_is_replaced(tmp_path
     assert len(load_or_create_secret(path)) == len(kept)
 
 
-def test_what_fails_behind_it_is_one_line_without_what_was_sent(ask, login, caplog) -> None:
+def test_errors_are_logged_in_one_line_without_the_request(ask, login, caplog) -> None:
     async def failing(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise ValueError("payload" * 1000)
@@ -231,7 +231,7 @@ def test_a_body_over_the_limit_is_refused_by_its_length_or_when_it_is_counted(as
     assert ask("POST", "/gradio_api/upload", content=b"a" * 1001).status_code == 200
 
 
-def test_a_content_length_that_is_none_is_refused(ask) -> None:
+def test_invalid_content_length_is_refused(ask) -> None:
     for length in ("-1", "abc", "1e9", "99999999999999999999"):
         assert ask("POST", "/x", content=b"", headers={"content-length": length}).status_code in (400, 413)
 
@@ -297,7 +297,7 @@ def test_behind_a_proxy_a_key_is_needed(tmp_path) -> None:
     check_reach("127.0.0.1", ["docs.example"], keys)
 
 
-def test_the_end_of_the_last_key_opens_nothing(tmp_path) -> None:
+def test_removing_the_last_key_keeps_the_server_closed(tmp_path) -> None:
     keys = Keys(tmp_path)
     door = Door(Rules(Address("127.0.0.1", PORT)), keys, needs_key=False)
     scope = {
@@ -316,7 +316,7 @@ def test_the_end_of_the_last_key_opens_nothing(tmp_path) -> None:
         door.client(scope)
 
 
-def test_a_name_is_answered_to_behind_a_proxy_too() -> None:
+def test_allowed_host_works_behind_a_proxy() -> None:
     rules = Rules(Address("127.0.0.1", PORT, ("Docs.example", "nas.lan:8443")))
     assert all(rules.knows(name) for name in ("docs.example", "docs.example:443", "nas.lan:8443"))
     assert not any(
@@ -339,7 +339,7 @@ def test_a_name_is_answered_to_behind_a_proxy_too() -> None:
         (b"docs.example:" + b"1" * 5000, b"https://docs.example", 421),
     ],
 )
-def test_a_host_and_an_origin_that_are_none_are_refused(host, origin, status) -> None:
+def test_invalid_host_and_origin_are_refused(host, origin, status) -> None:
     """And no error of ours: they were, before anybody was asked for a password."""
     rules = Rules(Address("127.0.0.1", PORT, ("docs.example",)))
     headers = [(b"host", host), (b"origin", origin)]
@@ -410,7 +410,7 @@ def test_the_wait_doubles_and_ends() -> None:
     assert attempts.wait_s("a") == 0
 
 
-def test_clients_that_failed_long_ago_are_forgotten() -> None:
+def test_old_failed_attempts_are_forgotten() -> None:
     """An IPv6 network has more addresses than there is memory."""
     now = [0.0]
     attempts = Attempts(lambda: now[0])

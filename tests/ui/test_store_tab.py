@@ -51,7 +51,7 @@ def test_every_collection_is_checked_and_repaired(tab) -> None:
     assert "No problems found." in tab.last_said(tab.tab.check())
 
 
-def test_why_nothing_can_be_shown_is_said(tab, monkeypatch) -> None:
+def test_missing_highlight_has_a_reason(tab, monkeypatch) -> None:
     def refuses(name):
         raise UsageError("this machine has no cuda")
 
@@ -64,7 +64,7 @@ def test_why_nothing_can_be_shown_is_said(tab, monkeypatch) -> None:
     assert set(said) <= set(refreshed.outputs)
 
 
-def test_a_repair_leaves_the_encoding_to_the_queue(tab) -> None:
+def test_repair_on_the_page_does_not_encode(tab) -> None:
     """A whole collection was encoded under the writer's lock, and nothing could end it."""
     threads, jobs = [], tab.services.jobs
     jobs.start()

@@ -25,7 +25,7 @@ def test_all_text_arrives_in_order_and_in_fewer_pieces() -> None:
     assert len(pieces) < len(words)
 
 
-def test_silence_gives_empty_pieces_so_that_the_caller_can_look_up() -> None:
+def test_silence_gives_empty_pieces() -> None:
     go = threading.Event()
 
     def source():
@@ -59,7 +59,7 @@ def test_a_stop_before_the_turn_exists_stops_it_when_it_comes() -> None:
         assert not following.stopped
 
 
-def test_what_is_asked_later_has_the_page() -> None:
+def test_newest_request_owns_the_page() -> None:
     sessions, left, turn = PageSessions(), Turn(), Turn()
     older, newer = sessions.begin("page"), sessions.begin("page")
     with sessions.running("page", newer, turn.stop), sessions.running("page", older, left.stop):
@@ -69,7 +69,7 @@ def test_what_is_asked_later_has_the_page() -> None:
         assert turn.stopped
 
 
-def test_a_page_that_is_stopped_or_goes_away_stops_its_own_answer_and_no_other() -> None:
+def test_stop_affects_only_the_pages_own_answer() -> None:
     sessions, turn, late, yours, mine = PageSessions(), Turn(), Turn(), Turn(), Turn()
     with (
         sessions.running("yours", sessions.begin("yours"), yours.stop),
@@ -160,7 +160,7 @@ def changed(updates):
     return [each for each in updates if updates[each] != gr.skip()]
 
 
-def test_a_page_that_closes_during_the_search_has_nothing_answered(page) -> None:
+def test_closing_the_page_during_the_search_cancels_the_answer(page) -> None:
     """The stop was forgotten with the page, and the answer computed to its end for nobody."""
     answer = page.send("Why?")
     next(answer)
@@ -169,7 +169,7 @@ def test_a_page_that_closes_during_the_search_has_nothing_answered(page) -> None
     assert [(each.text, each.report["stopped"]) for each in page.answers()] == [("", True)]
 
 
-def test_a_question_left_during_its_search_is_not_answered_beside_the_next(page) -> None:
+def test_newer_question_cancels_the_search_of_the_older(page) -> None:
     """The next question took back the stop of the one before, and both were computed."""
     left = page.send("Why?")
     next(left)
@@ -182,7 +182,7 @@ def test_a_question_left_during_its_search_is_not_answered_beside_the_next(page)
     assert sorted(each.text for each in page.answers()) == ["", "It is blue."]
 
 
-def test_the_end_of_an_older_answer_leaves_stop_to_the_newer(page) -> None:
+def test_end_of_an_older_answer_keeps_the_stop_button(page) -> None:
     """Edited and sent again while an answer streams: the page lost its Stop, and the question that it shows."""
     go, older = page.held(), page.send("Why?")
     until_text(older, page.chat.live)
@@ -199,7 +199,7 @@ def test_the_end_of_an_older_answer_leaves_stop_to_the_newer(page) -> None:
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("steps", [1, 2], ids=["searching", "reading"])
-def test_an_older_comparison_draws_nothing_over_the_newer(page, steps) -> None:
+def test_older_comparison_does_not_overwrite_the_newer(page, steps) -> None:
     """Asked by the button and then by Enter: "Stopped." was written over the one that ran, and its Stop went."""
     older, newer = page.compared("Sky?"), page.compared("Harbour?")
     list(islice(older, steps))
@@ -209,7 +209,7 @@ def test_an_older_comparison_draws_nothing_over_the_newer(page, steps) -> None:
 
 
 @pytest.mark.usefixtures("library")
-def test_a_page_that_closes_ends_its_comparison(page) -> None:
+def test_closing_the_page_stops_its_comparison(page) -> None:
     compared = page.compared("Sky?")
     list(islice(compared, 2))
     page.engine.on_prefill = page.close
@@ -218,7 +218,7 @@ def test_a_page_that_closes_ends_its_comparison(page) -> None:
 
 
 @pytest.mark.parametrize("leave", ["close", "new"])
-def test_a_page_that_closes_or_shows_another_conversation_ends_its_measurement(page, leave) -> None:
+def test_leaving_a_conversation_stops_its_measurement(page, leave) -> None:
     """Full prefill of a long prompt held the device to its end, for nobody."""
     list(page.send("Why?"))
     (answer,) = page.answers()
@@ -263,7 +263,7 @@ def test_a_conversation_that_is_deleted_elsewhere_leaves_a_usable_page(page, whe
     assert [each.text for each in page.answers()] == ["It is blue."]
 
 
-def test_what_gradio_kept_of_an_upload_goes_and_nothing_else(tmp_path, monkeypatch) -> None:
+def test_only_gradios_copy_of_an_upload_is_deleted(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "temporary"))
     mine, other = tmp_path / "temporary" / "hash" / "a.txt", tmp_path / "documents" / "b.txt"
     for path in (mine, other):

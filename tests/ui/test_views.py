@@ -14,7 +14,7 @@ from ragblend.ui import page, views
 from ragblend.ui.views import duration, milliseconds, size
 
 
-def test_a_citation_is_a_button_and_an_unknown_number_is_none() -> None:
+def test_known_citations_are_buttons() -> None:
     html = views.chat.answer_turn(message("x"), cite("It is so [1]. And so [4].", [source("guide.html")]))
     assert acts(html).count("cite") >= 1
     assert 'data-number="1"' in html
@@ -22,7 +22,7 @@ def test_a_citation_is_a_button_and_an_unknown_number_is_none() -> None:
     assert "The model cited [4], which is not among its sources." in html
 
 
-def test_what_the_source_does_not_say_is_marked_so_and_the_list_has_the_numbers() -> None:
+def test_unsupported_citations_are_marked() -> None:
     boats = source("Three boats lie at the quay.")
     cited = cite("Three boats lie at the quay [1]. Nine boats lie at the quay [1].", [boats])
     html = views.chat.answer_turn(message("x"), cited)
@@ -102,7 +102,7 @@ def test_a_failed_document_says_why_and_can_be_tried_again() -> None:
     assert acts(html) == ["retry-document", "delete-document", "digest", "delete-document"]
 
 
-def test_a_document_that_was_left_half_way_is_in_the_queue_only_while_it_is() -> None:
+def test_cancelled_document_is_not_shown_as_queued() -> None:
     """A cancelled one was said to be in the queue, with no way to have it read after all."""
     page = DocumentPage((document(state="pending"),), 1, {})
     waiting, left = (views.library.documents(page, 0, 50, queued=paths) for paths in (["/x/a.pdf"], []))
@@ -120,7 +120,7 @@ def test_every_method_of_the_engine_can_be_chosen_on_the_page() -> None:
     assert len(set(views.LABELS.values())) == len(offered)
 
 
-def test_files_are_in_the_queue_only_while_any_waits() -> None:
+def test_queue_heading_changes_when_all_files_are_done() -> None:
     """The list went on saying so when all of them had been read."""
     rows = [job(state="done")]
     waiting, over = (views.library.jobs(rows, 3, finished) for finished in (False, True))
@@ -135,7 +135,7 @@ def kv(**values):
     )
 
 
-def test_kv_that_follows_says_how_far_it_is_what_it_takes_and_can_be_paused() -> None:
+def test_encoding_shows_progress_and_size_and_can_be_paused() -> None:
     html = views.library.queue(queue(finished=4, kv=kv()))
     assert "12 of 300 passages · 325 tokens a second · 15 min left" in html and "b.pdf" in html
     assert "4.0 GiB in all; the budget has 1.0 GiB left" in html and "can be asked already" in html
@@ -153,7 +153,7 @@ def test_kv_that_follows_says_how_far_it_is_what_it_takes_and_can_be_paused() ->
     assert page.fingerprint(queue(kv=kv())) != page.fingerprint(queue())
 
 
-def test_the_header_tells_what_is_being_done() -> None:
+def test_header_shows_the_current_work() -> None:
     settings = Settings()
     assert page.state_line(queue(), settings) == "reading 1 of 4 files"
     assert page.state_line(queue(finished=4), settings) == "model: bundled"
@@ -163,7 +163,7 @@ def test_the_header_tells_what_is_being_done() -> None:
     assert "no model" in views.frame.banner("no model", None)
 
 
-def test_the_fingerprint_moves_with_every_step_and_the_list_with_every_file() -> None:
+def test_fingerprint_changes_with_each_step() -> None:
     first, second = queue(), queue(current=job(done=1, total=2))
     assert page.fingerprint(first) != page.fingerprint(second)
     # Tried again, and failed again between two looks: the page went on showing that it was being read.
@@ -172,7 +172,7 @@ def test_the_fingerprint_moves_with_every_step_and_the_list_with_every_file() ->
     assert listed[0] == listed[1] != listed[2]
 
 
-def test_another_view_is_another_list() -> None:
+def test_fingerprint_depends_on_the_view() -> None:
     """A list of the collection that was shown before may come last; at the next look it is replaced."""
     views = [("default", "", "", 0), ("letters", "", "", 0), ("letters", "a\nb: c", "", 0)]
     texts = [page.listed_in(page.fingerprint(queue(), view)) for view in views]
@@ -182,7 +182,7 @@ def test_another_view_is_another_list() -> None:
 # --- compare, store, settings
 
 
-def test_only_what_needs_reading_again_has_a_price() -> None:
+def test_only_reingesting_has_a_cost() -> None:
     profile = PrefillProfile.of("test", (0, 1024), (1, 1025), lambda cached, new: float(new))
     before = Settings()
     free = cost_of(before, before.changed({"top_k": 9}), 3, 30, profile)

@@ -95,7 +95,7 @@ def html_of(name, *values):
 
 
 @pytest.mark.parametrize("text", HUNDRED, ids=range(100))
-def test_nothing_hostile_becomes_more_than_text(text) -> None:
+def test_hostile_values_are_escaped(text) -> None:
     for ours, theirs in zip(drawn("plain words"), drawn(text), strict=True):
         plain, html = html_of(*ours), html_of(*theirs)
         # The login is a whole page, with its own style and form.
@@ -107,12 +107,12 @@ def test_nothing_hostile_becomes_more_than_text(text) -> None:
     assert faults(markdown(text) + problem(text)) == acts(markdown(text) + problem(text)) == []
 
 
-def test_what_cannot_be_seen_or_turns_the_direction_is_taken_out_everywhere() -> None:
+def test_invisible_and_direction_characters_are_replaced() -> None:
     for name, *values in drawn("a\u202eb\x1bc"):
         assert not re.search("[\u202e\x1b]", html_of(name, *values)), name
 
 
-def test_the_check_sees_what_it_looks_for() -> None:
+def test_the_check_can_fail() -> None:
     """The other side: raw, nearly every one of the scripts is a fault."""
     assert sum(bool(faults(text)) for text in SCRIPTS) > 25
     assert acts(SCRIPTS[36]) == ["delete-document"]
@@ -126,7 +126,7 @@ def test_markdown_is_drawn_without_images_and_links_say_nothing_about_the_page()
     assert 'rel="noopener noreferrer nofollow"' in made
 
 
-def test_the_marks_of_inserts_cannot_be_written_by_a_document() -> None:
+def test_documents_cannot_fake_citation_marks() -> None:
     """A text that holds the private characters would otherwise put somebody else's citation into an answer."""
     made = markdown(["a \ue0005\ue001 ", 5, " z"], lambda number: f"<b>{number}</b>")
     assert made.count("<b>5</b>") == 1
