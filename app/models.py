@@ -15,8 +15,7 @@ from ragblend.engine.model.hub import cached_models, download, is_hub_id, local_
 from ragblend.kvstore.errors import DownloadStoppedError, ModelError, SettingsError, did_you_mean
 
 if TYPE_CHECKING:
-    from ragblend.app.settings import Settings
-    from ragblend.engine.controller import DeviceProfile
+    from ragblend.app.workspace import Workspace
 
 GIGABYTE = 10**9
 PROMPT_TOKENS = 2000
@@ -61,7 +60,6 @@ SUGGESTIONS = (
     Suggestion("Qwen/Qwen2.5-7B-Instruct", 7.62e9, 15.2e9, 32_768, "Apache-2.0", 57_344),
 )
 SUGGESTED = [one.name for one in SUGGESTIONS]
-KNOWN_PARAMETERS = {DEFAULT: BUNDLED_PARAMETERS} | {one.name: one.parameters for one in SUGGESTIONS}
 
 
 @dataclass(frozen=True)
@@ -126,25 +124,25 @@ def _offer(model: Suggestion, machine: Machine) -> Offer:
     )
 
 
-def has_known_size(model: str) -> bool:
-    """Whether it is known how many parameters that model has."""
-    return model in KNOWN_PARAMETERS
+def machine_of(workspace: "Workspace") -> Machine:
+    """Its memory, and two products measured: a fifth of a second on two cores. Raises UsageError for the device.
 
-
-def measure_machine(settings: "Settings", profile: "DeviceProfile | None") -> Machine:
-    """Its memory, and two matrix products measured: a fifth of a second on two cores. Raises UsageError for the device.
-
-    profile: of the model in these settings, whose size is known; then the speed of reading comes from that.
+    How fast it reads is from the model in use, where that was profiled on it.
     """
     from ragblend.engine.model.device import free_bytes, measure_rates, pick_device, pick_dtype
 
+    settings = workspace.settings
     device = pick_device(settings.device)
     dtype = pick_dtype(device, settings.dtype)
-    found = Machine(free_bytes(device), 4 if dtype == "float32" else 2, *measure_rates(device, dtype))
-    if profile is None:
-        return found
-    seconds = profile.rows_ms(0, PROMPT_TOKENS) / 1e3
-    return replace(found, flops_per_s=2 * KNOWN_PARAMETERS[settings.model] * PROMPT_TOKENS / seconds)
+    rates = measure_rates(device, dtype)
+    found = Machine(free_bytes(device), 4 if dtype == "float32" else 2, *rates)
+    known = {DEFAULT: BUNDLED_PARAMETERS} | {one.name: one.parameters for one in SUGGESTIONS}
+    profiled = settings.model in known and any(workspace.home.profiles.glob("*.json"))
+    profile = workspace.engine.known_profile if profiled else None
+    if profile is not None:
+        seconds = profile.rows_ms(0, PROMPT_TOKENS) / 1e3
+        return replace(found, flops_per_s=2 * known[settings.model] * PROMPT_TOKENS / seconds)
+    return found
 
 
 def models_here(models: Path, *folders: Path) -> list[Here]:

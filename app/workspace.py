@@ -13,7 +13,7 @@ from ragblend.app.home import Home, make_private
 from ragblend.app.library import erasure
 from ragblend.app.library.documents import DocumentState
 from ragblend.app.library.registry import Library
-from ragblend.app.models import Machine, check_model, has_known_size, measure_machine
+from ragblend.app.models import check_model
 from ragblend.app.settings import Settings
 from ragblend.engine.model.checkpoints import find_model
 from ragblend.engine.scheduling.queue import DeviceQueue
@@ -327,14 +327,6 @@ class Workspace(Closing):
         """The passages that are recognised in prompts which a framework builds over this home."""
         name = self.settings.collection
         return self.workspaces.open_once("passages", lambda: PassageRegistry.open(self.home.root, name), name)
-
-    def measure_machine(self) -> Machine:
-        """What this machine can run. Raises UsageError for the device.
-
-        Its speed is that of the model in use, where that was profiled on this device.
-        """
-        profiled = has_known_size(self.settings.model) and any(self.home.profiles.glob("*.json"))
-        return measure_machine(self.settings, self.engine.known_profile if profiled else None)
 
     def close(self) -> None:
         self.workspaces.close()

@@ -2,7 +2,6 @@
 
 import hashlib
 import hmac
-import os
 import secrets
 import time
 from contextlib import suppress
@@ -14,6 +13,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.types import Receive, Scope
 
 from ragblend.app.serve.front import whole_body
+from ragblend.kvstore.files import write_durably
 from ragblend.ui import views
 from ragblend.ui.password import Attempts, matches
 
@@ -33,9 +33,7 @@ def load_or_create_secret(path: Path, anew: bool = False) -> bytes:
             return kept
         path.unlink()
     secret = secrets.token_bytes(SECRET_BYTES)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(secret)
+    write_durably(path, [memoryview(secret)], SECRET_BYTES)
     return secret
 
 

@@ -15,7 +15,7 @@ from ragblend.app.answering.citations import cite
 from ragblend.app.answering.conversation import AskOptions
 from ragblend.app.answering.highlight import locate_source
 from ragblend.app.library.documents import DocumentState
-from ragblend.app.models import Offer, offers
+from ragblend.app.models import Offer, machine_of, offers
 from ragblend.engine.model.checkpoints import DEFAULT
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import views
@@ -304,7 +304,7 @@ class ChatTab:
         if settings.model != DEFAULT or settings.vllm:
             return []
         try:
-            return offers(self._services.workspaces.first.measure_machine())
+            return offers(machine_of(self._services.workspaces.first))
         except RagBlendError:  # such as a missing device, which the banner reports
             return []
 

@@ -11,6 +11,7 @@ from ragblend.app.models import (
     Machine,
     ModelDownload,
     check_model,
+    machine_of,
     models_here,
     must_be_fetched,
     offers,
@@ -142,7 +143,7 @@ class SettingsTab:
         workspaces = self._services.workspaces
         here = models_here(workspaces.home.models)
         try:
-            self._machine = self._machine or workspaces.of(settings.collection).measure_machine()
+            self._machine = self._machine or machine_of(workspaces.of(settings.collection))
             fitting = offers(self._machine)
         except RagBlendError:  # such as a missing device, which is reported where it is used
             fitting = []

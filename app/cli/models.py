@@ -19,6 +19,7 @@ from ragblend.app.models import (
     check_model,
     first_time,
     full_name,
+    machine_of,
     models_here,
     must_be_fetched,
     offered,
@@ -83,7 +84,7 @@ def list_models(
 def suggest(cli: Cli) -> None:
     """Models of the hub that fit this machine's memory and are fast enough on it; asks nobody."""
     with cli.open() as workspace:
-        found = offers(workspace.measure_machine())
+        found = offers(machine_of(workspace))
     lines = [offer_line(offer) for offer in found] or [
         "None of those that we know fits the memory that is free here."
     ]
@@ -133,7 +134,7 @@ def name_better_ones(cli: Cli, workspace: "Workspace") -> None:
     settings = workspace.settings
     if cli.json or settings.model != DEFAULT or settings.vllm or not first_time(workspace.home):
         return
-    found = offers(workspace.measure_machine())
+    found = offers(machine_of(workspace))
     if found:
         cli.note(f"Larger models of the hub that fit this machine: {'; '.join(map(offered, found))}.")
         cli.note(HOW_TO_USE)

@@ -9,7 +9,6 @@ import atexit
 import logging
 import os
 import queue
-import resource
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 
 import psutil  # type: ignore[import-untyped]
 
+from ragblend.app.posix import disable_core_dumps, limit_allocations
 from ragblend.app.progress import silent
 from ragblend.kvstore.errors import DocumentError, OversizedDocumentError, UnreadableDocumentError
 
@@ -177,7 +177,7 @@ def _timeout_error(path: Path, page: tuple[int, int], silent_s: float) -> Docume
 def serve_requests(descriptor: int) -> None:
     """Answer requests, one after the other."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    disable_core_dumps()
     warnings.simplefilter("ignore")  # parsers warn of oddities in files; real errors are raised
     logging.disable()
     connection, requests = Connection(descriptor), queue.Queue[Any]()
@@ -210,7 +210,9 @@ def _answer(
         connection.send(((done, total), None))
 
     try:
-        _limit_memory(memory_bytes)
+        # Stops allocations that are faster than the caller's checks. Twice the limit, because Python that reaches it in
+        # small steps may lose its own errors and hang.
+        limit_allocations(2 * memory_bytes)
         return (0, 0), (work(path, *arguments, on_page),)
     except DocumentError as error:
         return (0, 0), error
@@ -221,15 +223,6 @@ def _answer(
             f"Reading {path}: it cannot be read as {path.suffix.lower()} ({type(error).__name__}: {error}). "
             "Open it in its own program and save it again."
         )
-
-
-def _limit_memory(more_bytes: int) -> None:
-    """Stop allocations that are faster than the caller's checks. The limit is twice `more_bytes`, because Python that
-    reaches it in small steps may lose its own errors and hang.
-    """
-    if used := getattr(psutil.Process().memory_info(), "data", 0):  # on Linux alone
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (used + 2 * more_bytes, hard))
 
 
 def _resident_bytes(process_id: int | None = None) -> int:
