@@ -28,7 +28,6 @@ TABLES = (
     "CREATE INDEX messages_by_chat ON messages (chat_id, id)",
     "CREATE INDEX chats_by_use ON chats (used)",
 )
-MESSAGE = ("id", "chat_id", "role", "text", "sources", "report", "created_at")
 ADOPTED = (
     "INSERT OR IGNORE INTO chats SELECT chat_id, '', min(created_at), max(created_at), max(id) FROM messages "
     "GROUP BY chat_id"
@@ -300,16 +299,16 @@ def _chat(row: sqlite3.Row) -> Chat:
 
 
 def _message(row: sqlite3.Row) -> ChatMessage:
-    values = {name: row[name] for name in MESSAGE}
-    try:
-        values["sources"] = tuple(map(AnswerSource.from_json, json.loads(row["sources"])))
-        values["report"] = dict(json.loads(row["report"]))
-    except (ValueError, TypeError, AttributeError, KeyError):  # a bit that flipped on the disk
-        values |= {
-            "sources": (),
-            "report": {"error": "(What stood beside this message is damaged on the disk.)"},
-        }
-    return ChatMessage(**values)
+    sources = tuple(map(AnswerSource.from_json, json.loads(row["sources"])))
+    return ChatMessage(
+        row["id"],
+        row["chat_id"],
+        row["role"],
+        row["text"],
+        row["created_at"],
+        sources,
+        json.loads(row["report"]),
+    )
 
 
 def _sources_json(sources: Sequence[AnswerSource]) -> str:

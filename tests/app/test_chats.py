@@ -175,15 +175,6 @@ def test_several_processes_and_threads_write_and_read(path, chats):
     assert counts == [2] * 8 + [20] * 2
 
 
-def test_message_with_damaged_sources_does_not_affect_others(chats):
-    chat_id, asked, answered = talk(chats)
-    chats.execute("UPDATE messages SET sources = ? WHERE id = ?", '[{"number" 1}]', answered.id)
-    kept, damaged = chats.messages(chat_id)
-    assert kept == asked and (damaged.text, damaged.sources) == (answered.text, ())
-    assert "damaged" in damaged.report["error"]
-    assert chats.forget_removed(lambda nodes: set(nodes))
-
-
 def test_another_versions_file_is_refused_untouched(path):
     with Chats(path) as chats:
         chats._sql.execute("PRAGMA user_version=9")

@@ -162,7 +162,7 @@ def test_two_threads_may_be_the_first_to_open_it(tmp_path):
 
 @pytest.mark.parametrize("left", [5, 0], ids=["some stay", "none stays"])
 @pytest.mark.parametrize("count", [60, 1300], ids=["all in the log", "in the graph too"])
-def test_deleted_conversations_are_erased(index, tmp_path, count, left):
+def test_deleted_vectors_are_erased(index, tmp_path, count, left):
     """Chroma kept vectors and ids in its log, its graph, free pages and folders that nothing named any more."""
     names, rows = [f"node-{i:04}-{i * 7919:08x}" for i in range(count)], rows_of(count)
     other = VectorIndex(tmp_path / "chroma", "other")

@@ -205,7 +205,7 @@ def test_a_decimal_point_ends_no_sentence():
 @pytest.mark.parametrize(
     "text", ["[1] a [2] b", "a [1]", "The red boat belongs to Ada.", "[1][2]", "x [1, 9]. y"]
 )
-def test_chunks_contain_all_text(text):
+def test_pieces_contain_all_text(text):
     cited = cite(text, [SKY, BOATS])
     places = {(c.start, c.stop) for c in cited.citations}
     joined = "".join(piece for piece in cited.pieces() if isinstance(piece, str))

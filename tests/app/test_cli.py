@@ -213,7 +213,7 @@ def test_doctor_notices_what_is_wrong(told, home):
     assert found["home"] == "warning" and found["vector index"] == "failed" and found["library"] == "ok"
 
 
-def test_pull_reports_the_model(cli, capfd, monkeypatch):
+def test_pull_shows_the_command_it_runs(cli, capfd, monkeypatch):
     ran = []
     done = subprocess.CompletedProcess([], 0)
     monkeypatch.setattr("subprocess.run", lambda command, **_: ran.append(command) or done)

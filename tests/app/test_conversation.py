@@ -318,7 +318,7 @@ def test_editing_replaces_the_branch(talks, chats, chat, engine):
     with talks.edit(first.id, "How hot are ovens?", AskOptions(top_k=2)) as turn:
         list(turn)
     assert [m.text for m in chats.messages(chat)] == ["How hot are ovens?", "It is blue."]
-    with pytest.raises(UsageError, match="must be a question"):
+    with pytest.raises(UsageError, match="only your own questions"):
         talks.edit(chats.messages(chat)[1].id, "x")
     with pytest.raises(SettingsError):
         talks.edit(chats.messages(chat)[0].id, "x", AskOptions(top_k=-1))
@@ -326,7 +326,7 @@ def test_editing_replaces_the_branch(talks, chats, chat, engine):
 
 
 def test_regenerating_asks_the_same_again(talks, chats, chat, engine):
-    with pytest.raises(UsageError, match="nothing was asked"):
+    with pytest.raises(UsageError, match="has no question yet"):
         talks.regenerate(chat)
     asked(talks, chat, SKY)
     with talks.regenerate(chat, AskOptions(top_k=2, temperature=0.7)) as turn:
@@ -373,7 +373,7 @@ def test_full_prefill_is_measured_on_the_same_prompt(talks, chats, chat, engine)
     assert method == "full" and texts(prompt) == texts(engine.requests[1][0])
     assert report["full_prefill_ms"] == 1234.5 and report["full_prefill_is"] == "measured"
     assert chats.message(answer.id).report == report
-    with pytest.raises(UsageError, match="no finished answer"):
+    with pytest.raises(UsageError, match="not a finished answer"):
         talks.measure_full(chats.messages(chat)[0].id)
 
 

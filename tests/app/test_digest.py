@@ -156,7 +156,7 @@ def test_summary_errors_are_reported(talks, document, engine, workspaces):
         turn.whole()
     with workspaces.writing():
         remove_document(workspaces.first, document)
-    with pytest.raises(LibraryError, match="no passage of it"), talks.digest(document) as turn:
+    with pytest.raises(LibraryError, match="no passages in the library"), talks.digest(document) as turn:
         turn.whole()
 
 

@@ -136,7 +136,7 @@ def test_text_that_the_page_does_not_show_is_not_marked(sources, tmp_path):
     library, rows = sources(write_page(tmp_path / "a.pdf", [LINES]), chunk_tokens=64)
     invented = replace(rows[0], text=rows[0].text.replace("two ledgers", "ten ledgers"))
     found = locate_source(library, invented)
-    assert "cannot be matched" in found.reason
+    assert "does not match the text on the page" in found.reason
     elsewhere = replace(rows[0], location="p. 7")
     assert locate_source(library, elsewhere).reason
 

@@ -129,15 +129,14 @@ def test_pause_survives_a_restart(jobs, workspaces, embedder, tmp_path):
     until(lambda: jobs.overview().current is None)
     assert states(jobs) == {"a.txt": "queued"} and jobs.overview().paused
     jobs.close()
-    again = JobQueue(workspaces)
-    again.start()
-    try:
-        time.sleep(0.2)
+    paused = []
+    embedder.on_embed = lambda texts: paused.append(again.overview().paused)
+    with closing(JobQueue(workspaces)) as again:
+        again.start()
         assert again.overview().paused and not again.overview().is_idle
         again.resume()
         assert idle(again) and states(again) == {"a.txt": "done"}
-    finally:
-        again.close()
+    assert not any(paused)
 
 
 def test_opening_the_queue_does_not_restart_running_jobs(jobs, workspaces, embedder, tmp_path):
@@ -223,7 +222,6 @@ def test_kv_is_encoded_when_the_queue_is_empty(jobs, workspaces, engine, documen
     overview = jobs.overview()
     assert overview.counts["done"] == 3 and set(documents_of(workspaces).values()) == {DocumentState.DONE}
     assert overview.kv.phase == "encoding" and overview.kv.done == 0 < overview.kv.total
-    time.sleep(0.1)
     assert not jobs.overview().is_idle, "it is not over yet"
     gate.set()
     assert idle(jobs) and jobs.overview().kv is None
@@ -260,7 +258,7 @@ def test_pause_stops_encoding_too(jobs, workspaces, engine, documents):
     gate = held(jobs, engine, documents)
     jobs.pause()
     gate.set()
-    time.sleep(0.3)
+    until(lambda: jobs.overview().kv is None)
     assert not jobs.overview().is_idle and engine.stored() == set()
     jobs.resume()
     assert idle(jobs) and len(engine.stored()) == workspaces.library.count_passages("default")

@@ -124,7 +124,7 @@ def test_model_can_be_named_by_its_last_part():
     assert full_name("elsewhere/mine", here) == "elsewhere/mine"
 
 
-def test_changed_chunk_size_announces_reingesting(cli, hub, documents, capfd):
+def test_changing_the_model_announces_reingesting(cli, hub, documents, capfd):
     assert cli("ingest", documents) == 0
     capfd.readouterr()
     assert cli("models", "use", "anna/tiny") == 0

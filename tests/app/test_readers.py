@@ -127,7 +127,7 @@ OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600)
         (UnreadableDocumentError, "a.docx", b"plain words", ["promises", "text"]),
     ],
 )
-def test_file_of_another_type_is_refused(tmp_path, error, name, content, words):
+def test_invalid_file_is_refused(tmp_path, error, name, content, words):
     (tmp_path / name).write_bytes(content)
     fails_with(error, tmp_path / name, *words)
 

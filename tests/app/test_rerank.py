@@ -159,7 +159,7 @@ def test_results_of_both_wordings_alternate(open_workspace, folder, boats, asked
     assert [source.text for source in found] == list(in_turn)[:2]
 
 
-def test_changed_sentences_are_not_supported(open_workspace, folder, boats):
+def test_reranker_adds_no_passages(open_workspace, folder, boats):
     workspace = open_workspace(reranker=str(folder))
     ingest(workspace, [boats])
     assert search([workspace], [QUESTION], 3, 2.0) == []

@@ -241,7 +241,7 @@ def test_no_question_breaks_the_search_for_words(library, caplog, question):
     check_unbroken(library, caplog, question)
 
 
-def test_empty_text_is_folded(library, caplog):
+def test_random_questions_do_not_break_the_search(library, caplog):
     """Any characters, and the ones that FTS5's own language is made of."""
     chance = random.Random(0)
     for _ in range(300):

@@ -97,7 +97,7 @@ def test_invalid_collection_name_is_refused(workspaces, name):
     assert workspaces.change(top_k=3).top_k == 3
 
 
-def test_saved_choice_is_loaded(path):
+def test_saved_settings_are_loaded(path):
     save_settings(path, {"top_k": 9, "ratio": "auto", "temperature": 0.5, "model": 'a "quoted"\\name'})
     found = Settings.load(path, environment={})
     assert (found.top_k, found.ratio, found.temperature, found.model) == (9, "auto", 0.5, 'a "quoted"\\name')
@@ -157,5 +157,5 @@ def test_a_shared_stores_url_is_a_setting_and_its_secrets_are_none(path):
 
 @pytest.mark.parametrize("method", ["random", "naive", "recompute"])
 def test_control_methods_are_refused(open_workspace, method):
-    with pytest.raises(SettingsError, match=r"compare others with.*docs/methods\.md"):
+    with pytest.raises(SettingsError, match=r"is a control.*docs/methods\.md"):
         open_workspace(method=method).check_engine()

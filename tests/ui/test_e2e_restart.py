@@ -50,7 +50,7 @@ def test_page_survives_a_restart_until_the_link_changes(start, open_plainly) -> 
     expect(page, ".rb-chat").to_have_count(1)
     page.fill("#rb-question textarea", "Half of another")
     third = again(start, second, "--new-link")
-    expect(page, "#rb-new-link[role=alert]").to_contain_text("Open the new link")
+    expect(page, "#rb-new-link[role=alert]").to_contain_text("open the new link")
     expect(page, "#rb-question textarea").to_have_value("Half of another")
     page.goto(third.url)
     page.wait_for_selector("#rb-hello .rb-welcome")

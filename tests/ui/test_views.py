@@ -76,7 +76,7 @@ def test_full_prefill_is_an_estimate_until_it_is_measured() -> None:
     assert acts(measured) == []
     slow = hood(ttft_ms=900.0, full_prefill_ms=300.0, full_prefill_is="measured", method="reuse")
     assert "Slower than full prefill" in views.hood.speed(slow, 1)
-    assert "nothing to see" in views.hood.view({"error": "x"}, 1)  # of an answer without a model
+    assert "no details" in views.hood.view({"error": "x"}, 1)  # of an answer without a model
 
 
 def test_the_timeline_has_a_row_a_track_and_draws_stalls_over_layers() -> None:
@@ -138,11 +138,11 @@ def kv(**values):
 def test_encoding_shows_progress_and_size_and_can_be_paused() -> None:
     html = views.library.queue(queue(finished=4, kv=kv()))
     assert "12 of 300 passages · 325 tokens a second · 15 min left" in html and "b.pdf" in html
-    assert "4.0 GiB in all; the budget has 1.0 GiB left" in html and "can be asked already" in html
+    assert "4.0 GiB in total; 1.0 GiB of the budget is free" in html and "about all documents already" in html
     assert acts(html) == ["clear", "pause"]
     assert acts(views.library.queue(queue(finished=4, kv=kv(), paused=True))) == ["clear", "resume"]
     alone = views.library.queue(queue(total=0, finished=0, kv=KvProgress("converting", "default")))
-    assert "Converting the model for its first use" in alone
+    assert "Converting the model for first use" in alone
     full = views.library.queue(
         queue(total=0, finished=0, kv_message="budget reached: 3 of 9 passages have KV")
     )
@@ -193,9 +193,9 @@ def test_only_reingesting_has_a_cost() -> None:
     assert shorter.seconds == pytest.approx(60 * 0.256)  # half as long, so twice as many
     other = cost_of(before, before.changed({"model": "x.gguf"}), 3, 30, profile)
     assert other.seconds is None  # the profile is another model's
-    assert "never measured" in views.settings.cost(other)
+    assert "not known" in views.settings.cost(other)
     assert "Nothing has changed" in views.settings.cost(cost_of(before, before, 3, 30, profile))
-    assert "3 documents (30 passages) must be read, cut and embedded again" in views.settings.cost(shorter)
+    assert "3 documents (30 passages) must be cut and embedded again" in views.settings.cost(shorter)
 
 
 @pytest.mark.parametrize(
