@@ -100,7 +100,7 @@ def _with_checks(function: Any, trouble: gr.HTML, is_by_user: bool) -> Callable[
         try:
             return with_trouble(callback(*checked(values)))
         except Exception as error:
-            return {trouble: said(error)}
+            return {trouble: error_message(error)}
 
     @wraps(callback)
     def in_pieces(*values: Any) -> Iterator[Any]:
@@ -108,7 +108,7 @@ def _with_checks(function: Any, trouble: gr.HTML, is_by_user: bool) -> Callable[
             with closing(callback(*checked(values))) as results:
                 yield from map(with_trouble, results)
         except Exception as error:
-            yield {trouble: said(error)}
+            yield {trouble: error_message(error)}
 
     return in_pieces if function.types_generator else at_once
 
@@ -127,7 +127,7 @@ def _value(component: Any, kind: TypeAdapter[Any] | None, value: Any) -> Any:
     return checked
 
 
-def said(error: Exception) -> str:
+def error_message(error: Exception) -> str:
     """The message for an error: what happened and what to do."""
     if isinstance(error, RagBlendError):
         words = str(error)

@@ -356,7 +356,7 @@ class ChatTab:
 
     def measure(self, chat_id: int | None, event: gr.EventData, request: gr.Request) -> Iterator[Updates]:
         """Run full prefill of that answer's prompt, and show its time beside the answer's."""
-        message_id, stopped, said = int(event.message), threading.Event(), ""
+        message_id, stopped, message = int(event.message), threading.Event(), ""
         session = session_of(request, MEASUREMENT)
         number = self._sessions.begin(session)
         yield {
@@ -369,8 +369,8 @@ class ChatTab:
             yield {self.hood: gr.skip()}
             return
         except RagBlendError as error:
-            said = problem(str(error))
-        yield {self.hood: said + self._hood(message_id)}
+            message = problem(str(error))
+        yield {self.hood: message + self._hood(message_id)}
 
 
 def _options(collections: list[str], mode: str) -> AskOptions:

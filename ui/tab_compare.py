@@ -110,10 +110,10 @@ class CompareTab:
             raise
         yield self._ended(session, number, ended)
 
-    def _ended(self, session: str, number: int, said: Updates) -> Updates:
+    def _ended(self, session: str, number: int, message: Updates) -> Updates:
         if self._sessions.is_outdated(session, number):
             return {self.result: gr.skip()}  # Gradio would repeat the last update
-        return said | {self.go: gr.update(interactive=True), self.stop_button: gr.update(visible=False)}
+        return message | {self.go: gr.update(interactive=True), self.stop_button: gr.update(visible=False)}
 
     def stop(self, request: gr.Request) -> None:
         self._sessions.stop(session_of(request, COMPARISON))

@@ -121,16 +121,16 @@ class LibraryTab:
 
     def create(self, name: str) -> Updates:
         """Create and show a collection; one that exists is shown, since a browser may miss that it was created."""
-        workspaces, name, said = self._services.workspaces, name.strip(), ""
+        workspaces, name, message = self._services.workspaces, name.strip(), ""
         try:
             if name in workspaces.names():
-                said = problem(f"The collection “{name}” exists already; it is shown now.", "info")
+                message = problem(f"The collection “{name}” exists already; it is shown now.", "info")
             else:
                 workspaces.create(name)
         except RagBlendError as error:
             return {self.message: problem(str(error))}
         chosen = gr.update(choices=workspaces.names(), value=name)
-        return {self.collection: chosen, self.new_name: "", self.message: said}
+        return {self.collection: chosen, self.new_name: "", self.message: message}
 
     def remove_collection(
         self, collection: str, search: str, state: str, offset: int, event: gr.EventData

@@ -209,10 +209,10 @@ class SettingsTab:
             workspaces.change(**changes)
             way_back = before if model != before else None
             again = self._read_again() if price.encodes_again else 0
-            shown, said = views.settings.saved(again, way_back), ""
+            outcome, cost = views.settings.saved(again, way_back), ""
         except RagBlendError as error:
-            shown, said = problem(str(error)), gr.skip()
-        yield shown, gr.update(visible=False), said
+            outcome, cost = problem(str(error)), gr.skip()
+        yield outcome, gr.update(visible=False), cost
 
     def stop_download(self) -> None:
         if self._download is not None:

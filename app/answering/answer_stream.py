@@ -86,9 +86,9 @@ class AnswerStream(Closing):
         settings = self._asked.settings
         ratio = None if isinstance(settings.ratio, str) else settings.ratio
         report = self._result.report if self._result else Report(settings.method, ratio)
-        said: str | None = self.message.report.get("notice")
+        notice: str | None = self.message.report.get("notice")
         model, device = self._engine.model_name, self._engine.device
-        return Answer(self.text, model, device, self.sources, self._asked.retrieve_ms, report, said)
+        return Answer(self.text, model, device, self.sources, self._asked.retrieve_ms, report, notice)
 
     @property
     def all_sources(self) -> tuple[AnswerSource, ...]:
@@ -155,7 +155,7 @@ class AnswerStream(Closing):
     def _final_report(self, result: "Result") -> dict[str, Any]:
         self._result, engine = result, self._engine
         unsupported = unsupported_notice(result.report.unsupported_figures)
-        said = " ".join(text for text in (self.notice, result.report.warning, unsupported) if text) or None
+        notice = " ".join(text for text in (self.notice, result.report.warning, unsupported) if text) or None
         return breakdown_of(
             result.report,
             result.prompt,
@@ -165,7 +165,7 @@ class AnswerStream(Closing):
             dtype=engine.dtype,
             retrieve_ms=self._asked.retrieve_ms,
             profile=engine.known_profile,
-            notice=said,
+            notice=notice,
         )
 
     def _with_basis(self, more: dict[str, Any]) -> dict[str, Any]:
@@ -212,6 +212,6 @@ class AnswerStream(Closing):
                         chat_id, "assistant", text, sources, ended.report, self.question.id
                     )
             except RagBlendError as error:
-                said = f"{ended.report.get('notice') or ''} This answer was not saved: {error}".strip()
-                ended = replace(ended, report=ended.report | {"notice": said})
+                notice = f"{ended.report.get('notice') or ''} This answer was not saved: {error}".strip()
+                ended = replace(ended, report=ended.report | {"notice": notice})
             self._message = ended

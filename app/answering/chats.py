@@ -246,7 +246,7 @@ class Chats(Database):
         )
         return self.execute(query, chat_id).rowcount
 
-    def replace_from(self, message_id: int) -> None:
+    def delete_from(self, message_id: int) -> None:
         """Delete that message and all after it in its conversation, and their bytes."""
         message = self.message(message_id)
         query = "DELETE FROM messages WHERE chat_id = ? AND id >= ?"
@@ -283,8 +283,8 @@ class Chats(Database):
 
     def export_json(self, chat_id: int) -> dict[str, Any]:
         chat, messages = self.get(chat_id), [message.to_json() for message in self.messages(chat_id)]
-        said = {name: getattr(chat, name) for name in ("title", "created_at", "updated_at")}
-        return {"format": 1, **said, "messages": messages}
+        described = {name: getattr(chat, name) for name in ("title", "created_at", "updated_at")}
+        return {"format": 1, **described, "messages": messages}
 
     def export_markdown(self, chat_id: int) -> str:
         """The conversation for people: questions, answers, numbered sources."""

@@ -68,10 +68,10 @@ class AskOptions:
             raise UsageError(f"the mode {self.mode!r} is unknown; pass {' or '.join(MODES)}")
 
     def settings(self, base: Settings) -> Settings:
-        told = {name: getattr(self, name) for name in ANSWERING}
+        overrides = {name: getattr(self, name) for name in ANSWERING}
         if self.method not in (None, base.method) and self.ratio is None:
-            told["ratio"] = Settings.ratio  # the settings' ratio was chosen for another method
-        return base.changed(told)
+            overrides["ratio"] = Settings.ratio  # the settings' ratio was chosen for another method
+        return base.changed(overrides)
 
 
 class Conversations:
@@ -120,10 +120,10 @@ class Conversations:
         self, document: Document, chat_id: int | None = None, show: OnProgress = silent
     ) -> DocumentSummary:
         """Summarise a document of the library; stored in that conversation, if one is given."""
-        said, chats = f"Summarise {document.name}.", None if chat_id is None else self._chats
-        asked = ChatMessage(1, UNSAVED, "user", said, now())
+        request, chats = f"Summarise {document.name}.", None if chat_id is None else self._chats
+        asked = ChatMessage(1, UNSAVED, "user", request, now())
         if chats is not None and chat_id is not None:
-            asked = chats.add(chat_id, "user", said)
+            asked = chats.add(chat_id, "user", request)
         summariser = DocumentSummariser(self._workspaces.of(document.collection), document, show)
         turn = DocumentSummary(
             PreparedQuestion(asked, None, PromptWording("", ""), None, 0.0, self.settings), summariser, chats
@@ -139,7 +139,7 @@ class Conversations:
                 "Editing a message: only your own questions can be edited, and not to an empty text."
             )
         (options or AskOptions()).settings(self.settings)  # raises before anything is deleted
-        self._chats.replace_from(message_id)
+        self._chats.delete_from(message_id)
         return self.ask(message.chat_id, question, options)
 
     def regenerate(self, chat_id: int, options: AskOptions | None = None) -> AnswerStream:
@@ -150,7 +150,7 @@ class Conversations:
             raise UsageError("Answering again: this conversation has no question yet. Write one.")
         summed_up = self._workspaces.library.documents_with([str(messages[-1].report.get("digest"))])
         for document in summed_up.values():
-            self._chats.replace_from(questions[-1].id)
+            self._chats.delete_from(questions[-1].id)
             return self.digest(document, chat_id)
         return self.edit(questions[-1].id, questions[-1].text, options)
 
@@ -219,8 +219,8 @@ class Conversations:
         ways = [asked.text, *(f"{turn.question} {asked.text}" for turn in turns[-1:])]
         collections = options.collections or (self.settings.collection,)
         known = any(turn.sources for turn in turns)
-        for found, said in self._search(collections, ways, settings.top_k, options):
-            retrieve_ms, notice = (time.perf_counter() - begun) * 1e3, said
+        for found, notice in self._search(collections, ways, settings.top_k, options):
+            retrieve_ms = (time.perf_counter() - begun) * 1e3
             words = wording_for(options.mode, settings.system, bool(found) or known)
             if not found:
                 notice = notice or _nothing_found_notice(

@@ -160,10 +160,10 @@ class DocumentSummariser:
         return self._prompt([Literal(text.strip(), verbatim=True) for text in texts], NOTES, WHOLE)
 
     def _prompt(self, parts: Sequence[Segment], opening: str = "", closing: str = PASSAGES) -> Prompt:
-        said: list[Segment] = [Literal(opening or OPENING)]
+        segments: list[Segment] = [Literal(opening or OPENING)]
         for part in parts:
-            said += [part, Literal(SEPARATOR)]
-        messages = [Message("system", (Literal(SYSTEM),)), Message("user", (*said, Literal(closing)))]
+            segments += [part, Literal(SEPARATOR)]
+        messages = [Message("system", (Literal(SYSTEM),)), Message("user", (*segments, Literal(closing)))]
         return self.engine.tokenize(self.engine.chat(messages))
 
     @property
@@ -190,8 +190,8 @@ class DocumentSummariser:
         """The answer to a prompt: the stored note, or a new one, which is stored. Raises Cancelled."""
         library, settings = self.workspace.library, self.workspace.settings
         options = settings.answering | {"max_new_tokens": most_tokens, "one_sentence": False}
-        told = json.dumps([settings.model, options, prompt.token_ids])
-        key = hashlib.sha256(told.encode()).hexdigest()
+        cache_key = json.dumps([settings.model, options, prompt.token_ids])
+        key = hashlib.sha256(cache_key.encode()).hexdigest()
         found = library.note(self.document.id, key)
         if found is not None:
             self.kept += 1

@@ -53,17 +53,17 @@ def _by_lines(text: str, letters: str) -> list[tuple[int, int, int]] | None:
     Returns (index on the page, start, stop) of each line, all in letters; start and stop are those in the text.
     """
     found: list[tuple[int, int, int]] = []
-    behind = end = 0
+    cursor = end = 0
     for line in text.split("\n"):
         wanted, _ = fold(line)
         begin, end = end, end + len(wanted)
         if len(wanted) < SHORT_LETTERS:
             continue
-        start = letters.find(wanted, behind)
+        start = letters.find(wanted, cursor)
         if start < 0:
             start = letters.find(wanted)
             if start < 0 or letters.find(wanted, start + 1) >= 0:
                 return None
         found.append((start, begin, end))
-        behind = start + len(wanted)
+        cursor = start + len(wanted)
     return found

@@ -289,9 +289,9 @@ class Library(Database):
 
         Embeddings of another size, by another embedder, are left out.
         """
-        whole = f"length(embedding) = windows * {4 * len(question)} AND windows > 0"
+        complete = f"length(embedding) = windows * {4 * len(question)} AND windows > 0"
         rows = self.among(
-            f"SELECT node_id, windows, embedding FROM chunks WHERE {whole} AND node_id IN", node_ids
+            f"SELECT node_id, windows, embedding FROM chunks WHERE {complete} AND node_id IN", node_ids
         )
         return {row["node_id"]: float((_embedding(row) @ question).max()) for row in rows}
 

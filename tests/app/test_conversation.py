@@ -109,7 +109,7 @@ def test_conversations_have_separate_contexts(talks, chats, chat, engine):
     assert engine.sessions[0] is not engine.sessions[1]
 
 
-def test_queue_continues_after_a_restart(talks, workspaces, chats, chat, engine):
+def test_conversation_continues_after_a_restart(talks, workspaces, chats, chat, engine):
     asked(talks, chat, SKY)
     asked(Conversations(workspaces), chat, BOATS)
     before, after = (texts(request[0]) for request in engine.requests)
