@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -228,8 +228,10 @@ class _SharedView(Workspaces):
     def has_urgent_writer(self) -> bool:
         return self._owner.has_urgent_writer
 
-    def writing(self, patient: bool = False) -> AbstractContextManager[None]:
-        return self._owner.writing(patient)
+    @contextmanager
+    def writing(self, patient: bool = False) -> Iterator[None]:
+        with self._owner.writing(patient):
+            yield
 
     def close(self) -> None:
         pass

@@ -118,7 +118,7 @@ class Page:
         return self.compare.run(question, "default", "probe-shift", "full", 15, 100, self.request)
 
     def close(self):
-        self.frame.gone(self.request)
+        self.frame.close(self.request)
 
     def held(self):
         """The next answer is begun, and waits in the middle until what this gives is set."""
