@@ -372,35 +372,23 @@ def test_embedding_in_full_is_cancelled_and_continued(open_workspace, many):
     assert_consistent(second)
 
 
-def test_document_deleted_during_full_embedding_stays_deleted(workspace, many):
+@pytest.mark.parametrize("point", ["embed_passages", "embeddings_of"])
+def test_document_deleted_during_full_embedding_stays_deleted(workspace, many, monkeypatch, point):
     ingest_paths(workspace, [many])
     (document, *_) = workspace.library.documents("default")
+    owner = workspace.embedder if point == "embed_passages" else workspace.library
+    original = getattr(owner, point)
 
-    def delete(_):
-        workspace.embedder.on_embed = lambda _: None
+    def delete_first(*given):
+        monkeypatch.setattr(owner, point, original)
         with workspace.workspaces.writing():
             remove_document(workspace, document)
+        return original(*given)
 
-    workspace.embedder.on_embed = delete
+    monkeypatch.setattr(owner, point, delete_first)
     assert embed_in_full(workspace) and not sketched(workspace)
     assert len(workspace.library.documents("default")) == MANY_FILES + 2
     assert workspace.index.node_ids() == nodes_of(workspace)
-
-
-def test_document_deleted_during_ingest_stays_deleted(workspace, many, monkeypatch):
-    ingest_paths(workspace, [many])
-    (document, *_) = workspace.library.documents("default")
-    embeddings_of = workspace.library.embeddings_of
-
-    def deleted_first(of):
-        monkeypatch.setattr(workspace.library, "embeddings_of", embeddings_of)
-        with workspace.workspaces.writing():
-            remove_document(workspace, document)
-        return embeddings_of(of)
-
-    monkeypatch.setattr(workspace.library, "embeddings_of", deleted_first)
-    assert embed_in_full(workspace) and not sketched(workspace)
-    assert len(workspace.library.documents("default")) == MANY_FILES + 2
 
 
 def test_a_changed_file_is_embedded_in_full_at_once(workspace, many):

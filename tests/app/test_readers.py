@@ -183,26 +183,65 @@ def test_a_scan_without_text_is_empty(tmp_path, make):
     fails_with(EmptyDocumentError, make["pdf"](tmp_path / "a.pdf", ["", ""]), "no text")
 
 
-def test_encrypted_pdf(tmp_path, make):
-    path = make["pdf"](tmp_path / "a.pdf", ["secret"], password="hunter2")
-    fails_with(EncryptedDocumentError, path, "password", "qpdf")
-
-
-def test_encrypted_zip_member(tmp_path, make):
-    path = make["docx"](tmp_path / "a.docx", ["x"])
-    data = bytearray(path.read_bytes())
-    at = data.index(b"PK\x01\x02")  # the first entry of the directory: set its encryption bit
-    data[at + 8] |= 1
+def encrypted_member(path, make):
+    data = bytearray(make["docx"](path, ["x"]).read_bytes())
+    data[data.index(b"PK\x01\x02") + 8] |= 1  # the encryption bit of the directory's first entry
     path.write_bytes(data)
-    fails_with(EncryptedDocumentError, path, "encrypted")
 
 
-def test_mislabelled_archive_is_told_its_right_name(tmp_path, make):
-    make["docx"](tmp_path / "a.docx", ["x"]).rename(tmp_path / "a.pdf")
-    fails_with(UnreadableDocumentError, tmp_path / "a.pdf", "Rename it to .docx")
-    with zipfile.ZipFile(tmp_path / "b.docx", "w") as archive:
-        archive.writestr("hello.txt", "x")
-    fails_with(UnreadableDocumentError, tmp_path / "b.docx", "zip archive")
+def archive_with(name, content):
+    def make_archive(path, _):
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(name, content)
+
+    return make_archive
+
+
+def huge(path, _):
+    with path.open("wb") as file:
+        file.truncate(file_checks.MAX_TEXT_BYTES + 1)
+
+
+# A billion laughs: defusedxml refuses entities.
+ENTITIES = '<!DOCTYPE x [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;">]><package>&b;</package>'
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "error", "words"),
+    [
+        (
+            "a.pdf",
+            lambda path, make: make["pdf"](path, ["secret"], password="x"),
+            EncryptedDocumentError,
+            ["qpdf"],
+        ),
+        ("a.docx", encrypted_member, EncryptedDocumentError, ["encrypted"]),
+        (
+            "a.pdf",
+            lambda path, make: make["docx"](path, ["x"]),
+            UnreadableDocumentError,
+            ["Rename it to .docx"],
+        ),
+        ("a.docx", archive_with("hello.txt", "x"), UnreadableDocumentError, ["zip archive"]),
+        (
+            "a.docx",
+            archive_with("word/document.xml", "<w:not><closed>"),
+            UnreadableDocumentError,
+            ["ParseError"],
+        ),
+        (
+            "a.epub",
+            archive_with("META-INF/container.xml", ENTITIES),
+            UnreadableDocumentError,
+            ["EntitiesForbidden"],
+        ),
+        ("a.txt", lambda path, _: os.mkfifo(path), UnreadableDocumentError, ["not a regular file"]),
+        ("a.txt", huge, OversizedDocumentError, ["limit", "Split"]),
+    ],
+)
+def test_document_that_cannot_be_read_is_refused(tmp_path, make, name, write, error, words):
+    write(tmp_path / name, make)
+    fails_with(error, tmp_path / name, *words)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -223,17 +262,6 @@ def test_unreadable_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(type(path), "open", refuse)
     fails_with(UnreadableDocumentError, path, "Permission denied", "chmod")
-
-
-def test_pipe_is_refused_and_never_opened(tmp_path):
-    os.mkfifo(tmp_path / "a.txt")
-    fails_with(UnreadableDocumentError, tmp_path / "a.txt", "not a regular file")
-
-
-def test_oversized_file(tmp_path):
-    with (tmp_path / "a.txt").open("wb") as file:
-        file.truncate(file_checks.MAX_TEXT_BYTES + 1)
-    fails_with(OversizedDocumentError, tmp_path / "a.txt", "limit", "Split")
 
 
 def bomb(path, megabytes, name="word/media/b.bin"):
@@ -279,12 +307,6 @@ def test_no_encoding_fits(tmp_path, monkeypatch):
     fails_with(UnreadableDocumentError, tmp_path / "a.txt", "UTF-8", read=parse)
 
 
-def test_what_a_parser_cannot_take_names_the_file(tmp_path):
-    with zipfile.ZipFile(tmp_path / "a.docx", "w") as archive:
-        archive.writestr("word/document.xml", "<w:not><closed>")
-    fails_with(UnreadableDocumentError, tmp_path / "a.docx", "ParseError", "save it again")
-
-
 @pytest.mark.parametrize("limit", ["MAX_CHARACTERS", "MAX_PARTS"])
 def test_the_text_of_one_document_is_bounded(tmp_path, monkeypatch, limit):
     (tmp_path / "a.csv").write_text("number\n" + "1\n" * 20)
@@ -297,11 +319,3 @@ def test_the_time_for_one_pdf_is_bounded(tmp_path, make, monkeypatch):
     monkeypatch.setattr("ragblend.app.library.pdf_reader.MAX_SECONDS", 0.0)
     path = make["pdf"](tmp_path / "a.pdf", ["x"] * 3)
     fails_with(OversizedDocumentError, path, "of its 3 pages", read=parse)
-
-
-def test_epub_with_entities_is_refused(tmp_path):
-    """A billion laughs: defusedxml refuses entities."""
-    package = '<!DOCTYPE x [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;">]><package>&b;</package>'
-    with zipfile.ZipFile(tmp_path / "a.epub", "w") as archive:
-        archive.writestr("META-INF/container.xml", package)
-    fails_with(UnreadableDocumentError, tmp_path / "a.epub", "EntitiesForbidden")
