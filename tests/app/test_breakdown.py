@@ -1,4 +1,4 @@
-"""Under the hood: every token is in one segment with its kind, and numbers are named for what they are."""
+"""The breakdown of an answer: every token is in one segment with its kind, and the figures are complete."""
 
 from ragblend.app.answering.breakdown import (
     KINDS,

@@ -1,4 +1,4 @@
-"""Conversations: what is kept, found, exported, and that what is deleted is nowhere in the files."""
+"""Stored conversations: messages, search, export, and complete deletion."""
 
 import multiprocessing
 import threading

@@ -1,4 +1,4 @@
-"""Passages: within the size, nothing lost, nothing twice, each with its place."""
+"""Cutting documents: passages fit, have all text once, and have locations."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Citations: numbers are found where they stand, made-up ones are flagged, and nothing is matched by accident."""
+"""Citations: the model's numbers are found, unknown ones are flagged, and matches are never accidental."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A conversation: the context grows at its end, numbers stay, what does not fit is said, what was said is kept."""
+"""Conversations: prompts grow at their end, numbers stay, and answers are stored whatever happens."""
 
 import json
 import threading

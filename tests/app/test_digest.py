@@ -1,4 +1,4 @@
-"""A document summed up: every passage in a window, each encoded once, kept as far as it came, with its sources."""
+"""Summaries: every passage is in a window, encoded once, and notes are kept."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The bundled embedder, for real: offline, unit length, and no part of a long passage is invisible."""
+"""The real bundled embedder: offline, unit length, and no part of a long passage is ignored."""
 
 import threading
 

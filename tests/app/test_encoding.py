@@ -1,4 +1,4 @@
-"""A folder is asked, changed and killed while its KV is encoded: the real command line, on a model of four layers."""
+"""Questions, changes and kills while KV is encoded: the real command line on a model of four layers."""
 
 import json
 import os

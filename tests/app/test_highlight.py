@@ -1,4 +1,4 @@
-"""Highlights: what is marked has the passage's letters, wherever the page is turned to; everything else is refused."""
+"""Highlights: exactly the passage is marked, however the page is rotated, or the reason is given."""
 
 import io
 import zipfile

@@ -1,4 +1,4 @@
-"""The home is private; one process writes to it at a time, and the others are told who does."""
+"""The home is private, and has one writing process at a time."""
 
 import json
 import os

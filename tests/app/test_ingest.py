@@ -1,4 +1,4 @@
-"""Ingest: what comes in, what is left alone, what is replaced, and that a stop at any point loses nothing."""
+"""Ingest: added, unchanged, updated, failed and missing files; an interruption at any point loses nothing."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""The ingest queue: what comes in, what is said of each file, and that pause, cancel, delete and kills lose nothing."""
+"""The ingest queue: states and reasons of files; pause, cancel, delete and kills lose nothing."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""The registry: every change is all or nothing, ids are stable, deletion is complete, damage is named."""
+"""The registry: changes are atomic, ids are stable, deletion is complete, damage is named."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""The list of documents: pages, searches, states, and that it does not read more than it shows."""
+"""The list of documents: pages, searches, states, and that it reads only what it shows."""
 
 from ragblend.app.library import readers
 from ragblend.app.library.ingest import ingest

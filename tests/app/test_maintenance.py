@@ -1,4 +1,4 @@
-"""Upkeep: what index and registry do not share is found, and a repair makes all of it again."""
+"""Maintenance: differences between index and registry are found and repaired."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Threads spin a moment for each other only where nobody else needs the cores; the user's own word stays."""
+"""OpenMP's threads spin only where there are idle cores, and the user's environment is kept."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Documents -> text with its place; and every document that must be refused, by name and with advice."""
+"""Document readers: text with its location, and a named error with advice for every document that is refused."""
 
 import os
 import struct

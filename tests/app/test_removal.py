@@ -1,4 +1,4 @@
-"""Deletion is complete, by every way in, also after a kill: nothing is found by a search of the home's bytes."""
+"""Deletion is complete, by every command, also after a kill: the home's bytes do not contain the text."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A cross-encoder puts what was found in order, by its own scores; what it cannot do is said, and the app goes on."""
+"""The reranker: it orders passages by its own scores, and its failures are named errors."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What a search finds by meaning and by words: put together, apart for each collection, unbroken by any question."""
+"""Retrieval: vectors and words are combined, collections are separate, and no question breaks it."""
 
 import random
 import sys

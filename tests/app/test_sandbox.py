@@ -1,4 +1,4 @@
-"""Work in a process of its own: whatever it does ends in a named error, and the next call goes on."""
+"""The sandbox: whatever a parser does ends in a named error, and the next call works."""
 
 import os
 import signal

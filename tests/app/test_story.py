@@ -1,4 +1,4 @@
-"""The whole story on the bundled models, nothing faked: documents in, answers out, KV reused, removed, mended."""
+"""The whole story on the bundled models, without fakes: ingest, answers, reused KV, removal, repair."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Watched folders: what is new, changed, moved or gone there becomes work, and a folder that is away loses nothing."""
+"""Watched folders: changes become jobs, and a missing folder loses no documents."""
 
 import shutil
 import threading

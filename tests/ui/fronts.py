@@ -1,4 +1,4 @@
-"""Requests to the front of the page as no client would send them."""
+"""Malformed requests, as no ordinary client would send them."""
 
 import asyncio
 from urllib.parse import unquote

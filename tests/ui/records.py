@@ -1,4 +1,4 @@
-"""Records of the app, as the views get them, with one text wherever a text may stand."""
+"""The app's records as the views get them, with one text wherever a text may be."""
 
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.chats import ChatMessage

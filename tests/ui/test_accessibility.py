@@ -1,4 +1,4 @@
-"""Every view, light and dark, wide and narrow: it fits, and axe finds nothing serious that keeps somebody out."""
+"""Accessibility of every view, light and dark, wide and narrow: it fits, and axe finds nothing serious."""
 
 import pytest
 from browser import Server

@@ -1,4 +1,4 @@
-"""What a browser may send, and what may fail: every callback of the page answers with words, and goes on."""
+"""Callbacks of the page check what a browser sends, and show their errors as text."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The page as its users have it: the real command, the bundled model, a real Chromium."""
+"""The page as users have it: the real command, the bundled model, a real Chromium."""
 
 import json
 import re

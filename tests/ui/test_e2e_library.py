@@ -1,4 +1,4 @@
-"""The Library tab in a real Chromium: the queue in people's hands, watched folders, files that go or cannot be read."""
+"""The Library tab in a real Chromium: the queue, watched folders, unreadable and missing files."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A page that is open while the server is killed and started again on the same port."""
+"""An open page while its server is killed and restarted on the same port."""
 
 import pytest
 from browser import ANSWERS, WAIT_MS, expect

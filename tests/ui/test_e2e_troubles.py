@@ -1,4 +1,4 @@
-"""What goes wrong around the page, in a real Chromium: it says what happened, keeps what it can, and stays usable."""
+"""Failures around the page in a real Chromium: it reports them, keeps data, and stays usable."""
 
 import os
 import re

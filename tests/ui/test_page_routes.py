@@ -1,4 +1,4 @@
-"""The whole page as it is served: every endpoint there is, without the token, from elsewhere, too large, upwards."""
+"""All routes of the served page: without the token, from other origins, too large, with path traversal."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""Every function of the page is called with values that name files: nothing outside is read, and nothing breaks."""
+"""The request filter: functions called with values that name files read nothing outside, and nothing breaks."""
 
 import asyncio
 import os

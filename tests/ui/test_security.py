@@ -1,4 +1,4 @@
-"""The front of the page: who gets through, by host, origin, session, path and size; and the headers of every answer."""
+"""Access to the page: host, origin, session, path and size; response headers; login and password."""
 
 import asyncio
 import time

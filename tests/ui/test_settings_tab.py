@@ -1,4 +1,4 @@
-"""What is saved in the Settings tab holds at once and after a restart; what does not work is not saved."""
+"""The Settings tab: saved settings apply at once and after a restart; invalid ones are not saved."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The Store tab looks after every collection, and leaves the encoding to the queue."""
+"""The Store tab checks and repairs every collection, and leaves encoding to the queue."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Pieces are gathered without losing any, and a page waits for its newest question and no other."""
+"""Streaming: pieces are joined without loss, and a page shows its newest question only."""
 
 import threading
 from itertools import islice

@@ -1,4 +1,4 @@
-"""What the views say: the right words and figures for the data, whatever state it is in."""
+"""Views show the right words and figures for every state of the data."""
 
 import pytest
 from hostile import acts

@@ -1,4 +1,4 @@
-"""Whatever stands in documents, answers, names or errors, the HTML that is made of it does nothing by itself."""
+"""Views make harmless HTML of whatever documents, answers, names or errors contain."""
 
 import re
 from pathlib import Path
