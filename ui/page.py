@@ -10,7 +10,7 @@ from ragblend.app.settings import Settings
 from ragblend.ui import tab_chat, tab_compare, tab_library, tab_settings, tab_store, views
 from ragblend.ui.callback_checks import check_callbacks, dismissed
 from ragblend.ui.page_context import EACH, QUEUED, QUICK, PageContext, drawn
-from ragblend.ui.sessions import PARTS, session_of
+from ragblend.ui.page_sessions import PARTS, session_of
 
 TICK_S = 1.5
 

@@ -8,7 +8,7 @@ from typing import Any
 import gradio as gr
 
 from ragblend.app.services import AppServices, ModelStartup
-from ragblend.ui.sessions import PageSessions
+from ragblend.ui.page_sessions import PageSessions
 
 MOST_SAMPLES = 500
 # Time by a monotonic clock; the process's hits and misses until then.

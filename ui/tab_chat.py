@@ -21,7 +21,7 @@ from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import views
 from ragblend.ui.coalesce import coalesced
 from ragblend.ui.page_context import BARE, EACH, QUEUED, QUICK, PageContext, drawn, search_field
-from ragblend.ui.sessions import MEASUREMENT, session_of
+from ragblend.ui.page_sessions import MEASUREMENT, session_of
 from ragblend.ui.views import problem
 
 Updates = dict[Any, Any]

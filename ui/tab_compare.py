@@ -11,7 +11,7 @@ from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import views
 from ragblend.ui.page_context import QUEUED, QUICK, PageContext, collection_field, drawn
-from ragblend.ui.sessions import COMPARISON, session_of
+from ragblend.ui.page_sessions import COMPARISON, session_of
 from ragblend.ui.views import LABELS, WITHOUT_RATIO, problem
 
 Updates = dict[Any, Any]

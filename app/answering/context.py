@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.chats import DELETED_TEXT, ChatMessage
@@ -99,6 +99,14 @@ def numbered(
     return [replace(s, number=number, earlier=s.node_id in all_sources) for s, number in pairs]
 
 
+class _Draft(NamedTuple):
+    """A prompt with some of the turns and passages, and its length."""
+
+    prompt: Prompt
+    sources: list[AnswerSource]
+    tokens: int
+
+
 def fit(
     engine: "Engine",
     room: int,
@@ -117,46 +125,55 @@ def fit(
     first_id = next((int(m.report["first_id"]) for m in reversed(messages) if "first_id" in m.report), 0)
     kept, best = [turn for turn in turns if turn.id >= first_id], list(found)
 
-    def sized() -> tuple[Prompt, list[AnswerSource], int]:
+    def draft(oldest: int = 0) -> _Draft:
+        """With the kept turns from that one on."""
         if cancel is not None and cancel.is_set():
             raise Cancelled("The question was cancelled.")
-        sources = numbered(best, messages, kept)
+        sources = numbered(best, messages, kept[oldest:])
         try:
-            prompt = build(engine, words, kept, question, sources)
+            prompt = build(engine, words, kept[oldest:], question, sources)
         except PromptTooLongError:  # too long to be tokenized
-            if not kept:
+            if not kept[oldest:]:
                 raise
-            return Prompt(()), sources, sys.maxsize
-        return prompt, sources, len(prompt.token_ids)
+            return _Draft(Prompt(()), sources, sys.maxsize)
+        return _Draft(prompt, sources, len(prompt.token_ids))
 
-    def fits_without(oldest: int) -> bool:
-        nonlocal kept
-        kept = everything[oldest:]
-        return sized()[2] <= REFILL_SHARE * room
-
-    prompt, sources, tokens = sized()
-    if tokens > room:
+    made = draft()
+    if made.tokens > room:
         # Bisect: a client may send thousands of turns, and the prompt is tokenized each time.
-        everything = kept
-        kept = everything[bisect_left(range(len(everything)), True, key=fits_without) :]
-        prompt, sources, tokens = sized()
-    while tokens > room:
+        least = REFILL_SHARE * room
+        kept = kept[bisect_left(range(len(kept)), True, key=lambda oldest: draft(oldest).tokens <= least) :]
+        made = draft()
+    while made.tokens > room:
         if not best:
-            window = engine.context_window
-            raise PromptTooLongError(
-                f"Asking: the question alone makes a prompt of {tokens} tokens; the window of {engine.model_name} is "
-                f"{window}, of which {window - room} are kept for the answer. Shorten the question or lower "
-                "max_new_tokens."
-            )
-        lengths = {chunk.node_id: len(chunk.token_ids or ()) for chunk in prompt.chunks}
-        while best and tokens > room:  # avoids tokenizing a thousand passages a thousand times
-            tokens -= lengths[best.pop().node_id]
-        prompt, sources, tokens = sized()
+            raise PromptTooLongError(_too_long_question(engine, made.tokens, room))
+        best = _without_worst(best, made, room)
+        made = draft()
     all_sources = {s.number: replace(s, earlier=True) for turn in kept for s in turn.sources}
-    all_sources |= {source.number: source for source in sources}
+    all_sources |= {source.number: source for source in made.sources}
     first_id = kept[0].id if kept else (turns[-1].id + 1 if turns else 0)
     notice = _left_out_notice(len(turns) - len(kept), len(turns), len(found) - len(best), len(found))
-    return PromptContext(prompt, tuple(sources), tuple(all_sources.values()), first_id, notice)
+    return PromptContext(made.prompt, tuple(made.sources), tuple(all_sources.values()), first_id, notice)
+
+
+def _without_worst(best: Sequence[AnswerSource], made: _Draft, room: int) -> list[AnswerSource]:
+    """The passages without as many of the last ones as the prompt is too long, by their lengths in it.
+
+    This avoids tokenizing a thousand passages a thousand times.
+    """
+    lengths = {chunk.node_id: len(chunk.token_ids or ()) for chunk in made.prompt.chunks}
+    left, tokens = list(best), made.tokens
+    while left and tokens > room:
+        tokens -= lengths[left.pop().node_id]
+    return left
+
+
+def _too_long_question(engine: "Engine", tokens: int, room: int) -> str:
+    window = engine.context_window
+    return (
+        f"Asking: the question alone makes a prompt of {tokens} tokens; the window of {engine.model_name} is {window}, "
+        f"of which {window - room} are kept for the answer. Shorten the question or lower max_new_tokens."
+    )
 
 
 def build(

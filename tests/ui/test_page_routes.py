@@ -33,7 +33,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def app(home):
-    """The real application over a real services; nothing is loaded by it, and no model is needed."""
+    """The real application over real services; it loads nothing, and needs no model."""
     with AppServices.open(home) as services, gradio_environment(home):
         (home / "secret.txt").write_text(SECRET)
         login = PageLogin(PORT, token="right")

@@ -14,7 +14,7 @@ from ragblend.app.library.ingest import ingest
 from ragblend.ui.coalesce import coalesced
 from ragblend.ui.page import PageLayout
 from ragblend.ui.page_context import PageContext
-from ragblend.ui.sessions import PageSessions
+from ragblend.ui.page_sessions import PageSessions
 from ragblend.ui.tab_library import discard
 
 
