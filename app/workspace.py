@@ -155,9 +155,7 @@ class Workspaces(Closing):
             with self._counted_as_waiting(patient):
                 held.enter_context(self._writers.turn())
             with writer_lock(self.home.lock) as hold:
-                if (
-                    hold.before != self._lock_mark
-                ):  # another process wrote: what Chroma has in memory may be old
+                if hold.before != self._lock_mark:  # another process wrote: Chroma's memory may be outdated
                     self.close_indexes()
                 self._lock_mark = hold.mark
                 try:

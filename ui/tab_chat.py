@@ -208,9 +208,7 @@ class ChatTab:
             return resting
         try:
             return resting | self._shown(chat_id) | {self.live: note}
-        except (
-            RagBlendError
-        ) as error:  # the conversation was deleted elsewhere: keep the question for a new one
+        except RagBlendError as error:  # the conversation was deleted: keep the question for a new one
             self._sessions.show(session, None)
             typed = {self.question: question or gr.skip()}
             return resting | self._shown(None) | typed | {self.live: problem(str(error))}

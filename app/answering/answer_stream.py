@@ -67,9 +67,7 @@ class AnswerStream(Closing):
         self._partial_message: ChatMessage | None = None
         self._saved_at_s = 0.0
         if stream is not None and chats is not None:
-            with suppress(
-                RagBlendError
-            ):  # it can be shown all the same; `_save_final` says why it is not saved
+            with suppress(RagBlendError):  # shown all the same; `_save_final` says why it is not saved
                 report = self._with_basis({UNFINISHED: True})
                 to = self.question
                 self._partial_message = chats.add(to.chat_id, "assistant", "", self.sources, report, to.id)

@@ -93,9 +93,7 @@ def compare(
             warning=report.warning,
         )
 
-    for side in dict.fromkeys(
-        sides
-    ):  # warm up: a method's first prefill allocates memory and compiles kernels
+    for side in dict.fromkeys(sides):  # warm up: the first prefill allocates memory and compiles kernels
         if side.method != FULL:
             prefill(side)
     read = prefill(ComparedMethod(FULL))

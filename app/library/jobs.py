@@ -224,10 +224,7 @@ class JobQueue:
     def clear_finished(self) -> int:
         """As `JobStore.clear_finished`; also deletes the copies of cancelled uploads. Raises LibraryError."""
         if self._cancelled_copies():
-            with (
-                self.workspaces.writing(),
-                self._upload_lock,
-            ):  # so that no file is being ingested or uploaded
+            with self.workspaces.writing(), self._upload_lock:  # no file is being ingested or uploaded
                 for path in self._cancelled_copies():
                     delete_upload(self.workspaces.home, path)
         return self.store.clear_finished()

@@ -32,9 +32,8 @@ SILENT_S = 300.0  # how long a call may take without finishing a page
 BEAT_S = 0.2  # how often the caller's on_page is called, which may cancel the work
 IDLE_S = 60.0
 IDLE_EXIT, MEMORY_EXIT = 75, 76  # exit codes: idle or grown; out of memory
-KEPT_BYTES = (
-    768 * MIB
-)  # a process that has grown over this is not used again; text recognition alone takes 500 MiB
+# A process that has grown over this is not used again; text recognition alone takes 500 MiB.
+KEPT_BYTES = 768 * MIB
 OnPage = Callable[[int, int], None]
 T = TypeVar("T")
 

@@ -72,9 +72,8 @@ def assert_nothing_is_left_over(workspace):
 
 def test_questions_deletions_and_kills_during_encoding(home, tiny_folder, folder, opened):
     opened.embedder.load()
-    assert (
-        opened.engine.gate.passed
-    )  # loaded by now: what is done below must be done while the other one encodes
+    # Loaded by now, because the following must happen while the other process encodes.
+    assert opened.engine.gate.passed
     running = start(home, tiny_folder, folder)
     await_values(running, home, 3)
     documents = opened.library.documents("default")

@@ -257,11 +257,8 @@ def test_reranker_is_shared_and_replaced_on_change(workspaces, folder):
     assert workspaces.first.reranker is None
     workspaces.change(reranker=str(folder))
     shared = workspaces.first.reranker
-    assert (
-        shared
-        is workspaces.of("other").reranker
-        is workspaces.with_settings(workspaces.settings).first.reranker
-    )
+    view = workspaces.with_settings(workspaces.settings)
+    assert shared is workspaces.of("other").reranker is view.first.reranker
     workspaces.change(top_k=3)
     assert workspaces.first.reranker is not shared
     assert workspaces.with_settings(workspaces.settings.changed({"reranker": ""})).first.reranker is None
