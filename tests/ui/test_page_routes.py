@@ -82,7 +82,7 @@ def endpoints(application):
     return sorted(found)
 
 
-async def test_every_endpoint_without_the_token_is_refused(app, ask) -> None:
+async def test_every_endpoint_needs_a_session(app, ask) -> None:
     every = endpoints(app[0]._app.app)
     assert len(every) > 30, every
     for method, path in every:
@@ -90,7 +90,7 @@ async def test_every_endpoint_without_the_token_is_refused(app, ask) -> None:
         assert answer.status_code == 401, (method, path, answer.status_code)
 
 
-async def test_with_a_session_the_page_and_its_assets_are_there(ask) -> None:
+async def test_page_and_assets_are_served_with_a_session(ask) -> None:
     page = await ask("GET", "/")
     assert page.status_code == 200
     assert "RAGBlend" in page.text
@@ -106,7 +106,7 @@ def test_no_path_escapes_the_routes(app) -> None:
     assert {path: one for path, one in answers.items() if not 400 <= one[0] < 500 or b"root:" in one[1]} == {}
 
 
-async def test_neither_files_nor_other_sites_nor_the_interfaces_documentation_are_served(ask, home) -> None:
+async def test_files_other_sites_and_api_docs_are_not_served(ask, home) -> None:
     own = (home / name for name in ("secret.txt", "library.sqlite", "chats.sqlite"))
     routes = ("gradio_api/file=", "gradio_api/file/", "file=", "gradio_api/stream/", "gradio_api/deep_link/")
     for target in (*own, "/etc/passwd", "/proc/self/environ"):
@@ -123,7 +123,7 @@ async def test_neither_files_nor_other_sites_nor_the_interfaces_documentation_ar
         assert answer.status_code >= 400 or "swagger" not in answer.text.lower(), path
 
 
-async def test_the_front_stands_before_the_real_page(ask, home) -> None:
+async def test_requests_from_other_sites_are_refused_by_the_real_page(ask, home) -> None:
     assert 400 <= (await ask("GET", "/config", headers={"host": "evil.example:7860"})).status_code < 500
     files = {"files": ("x.txt", b"x")}
     for path, arguments in (("upload", {"files": files}), ("queue/join", {"json": {}})):
@@ -147,7 +147,7 @@ async def test_an_upload_over_the_limit_is_refused_and_leaves_nothing(ask, home)
     assert kept == []
 
 
-def test_beyond_this_machine_there_is_no_page_without_a_password(home) -> None:
+def test_page_for_other_machines_needs_a_password(home) -> None:
     with pytest.raises(UsageError, match="--set-password"):
         open_login(home, Address("0.0.0.0"))
     assert open_login(home, Address()).password_hash is None
