@@ -56,16 +56,18 @@ class Comparison:
 
 
 def compare(
-    talks: Conversations,
+    conversations: Conversations,
     question: str,
     collection: str,
     sides: Sequence[ComparedMethod],
     cancel: threading.Event | None = None,
 ) -> Iterator[Comparison]:
     """Yield the comparison after each result. Raises UsageError, LibraryError, PromptTooLongError, Cancelled."""
-    longest = min(talks.settings.answer_tokens, ANSWER_TOKENS)
-    asked = talks.prepare(question, AskOptions((collection,), max_new_tokens=longest, least_score=ANY_SCORE))
-    context, engine = asked.context, talks.engine
+    longest = min(conversations.settings.answer_tokens, ANSWER_TOKENS)
+    asked = conversations.prepare(
+        question, AskOptions((collection,), max_new_tokens=longest, least_score=ANY_SCORE)
+    )
+    context, engine = asked.context, conversations.engine
     if context is None:
         raise LibraryError(f"Comparing: {asked.notice}")
     now = Comparison(len(context.prompt.token_ids), len(context.sources), asked.notice)

@@ -216,10 +216,10 @@ class Conversations:
         settings = options.settings(self.settings)
         self.engine.check_text(len(asked.text))  # raises before the search
         turns, begun = past_turns(messages), time.perf_counter()
-        ways = [asked.text, *(f"{turn.question} {asked.text}" for turn in turns[-1:])]
+        queries = [asked.text, *(f"{turn.question} {asked.text}" for turn in turns[-1:])]
         collections = options.collections or (self.settings.collection,)
         known = any(turn.sources for turn in turns)
-        for found, notice in self._search(collections, ways, settings.top_k, options):
+        for found, notice in self._search(collections, queries, settings.top_k, options):
             retrieve_ms = (time.perf_counter() - begun) * 1e3
             words = wording_for(options.mode, settings.system, bool(found) or known)
             if not found:
@@ -267,7 +267,7 @@ class Conversations:
         return asked, stream
 
     def _search(
-        self, collections: Sequence[str], ways: Sequence[str], top_k: int, options: AskOptions
+        self, collections: Sequence[str], queries: Sequence[str], top_k: int, options: AskOptions
     ) -> Iterator[tuple[list[AnswerSource], str | None]]:
         """The best passages of all collections so far, and a notice about empty collections.
 
@@ -281,7 +281,7 @@ class Conversations:
         empty = [name for name in names if name not in full]
         notice = f"Nothing has been ingested in {_quoted(empty)} yet." if empty else None
         spaces = [self._workspaces.of(name) for name in full]
-        for found in search_in_stages(spaces, ways, top_k, options.least_score, options.cancel):
+        for found in search_in_stages(spaces, queries, top_k, options.least_score, options.cancel):
             yield found, notice
 
     def _prompt_of(self, answer: ChatMessage, messages: Sequence[ChatMessage]) -> Any:

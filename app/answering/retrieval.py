@@ -30,20 +30,20 @@ COMPARED_PASSAGES = 500
 
 
 def search(
-    workspaces: Sequence[Workspace], ways: Sequence[str], top_k: int, least_score: float
+    workspaces: Sequence[Workspace], queries: Sequence[str], top_k: int, least_score: float
 ) -> list[AnswerSource]:
     """At most top_k passages of these collections, best first, without numbers.
 
-    ways: the question, and perhaps another wording; their results alternate. Raises LibraryError for a lost index,
+    queries: the question, and perhaps another one; their results alternate. Raises LibraryError for a lost index,
     ModelError for a reranker that cannot be loaded.
     """
-    *_, found = search_in_stages(workspaces, ways, top_k, least_score)
+    *_, found = search_in_stages(workspaces, queries, top_k, least_score)
     return found
 
 
 def search_in_stages(
     workspaces: Sequence[Workspace],
-    ways: Sequence[str],
+    queries: Sequence[str],
     top_k: int,
     least_score: float,
     cancel: Cancel | None = None,
@@ -52,12 +52,12 @@ def search_in_stages(
 
     cancel: checked while a question is embedded; Cancelled is raised once it is set.
     """
-    ranked = [_rank(workspaces, way, DEPTH * top_k, least_score, cancel) for way in ways]
+    ranked = [_rank(workspaces, query, DEPTH * top_k, least_score, cancel) for query in queries]
     found = _interleave(ranked)[: DEPTH * top_k]
     yield found[:top_k]
     reranker = workspaces[0].reranker if len(found) > 1 else None
     if reranker is not None:
-        yield _interleave([_rerank(reranker, way, found) for way in ways])[:top_k]
+        yield _interleave([_rerank(reranker, query, found) for query in queries])[:top_k]
 
 
 def _rerank(reranker: "CrossEncoder", question: str, found: Sequence[AnswerSource]) -> list[AnswerSource]:
