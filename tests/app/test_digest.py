@@ -197,7 +197,7 @@ def test_killed_command_is_continued(home, log, tiny_folder):
         with Library(home / "library.sqlite") as library:
             return library.column("SELECT count(*) FROM notes")[0]
 
-    until(lambda: notes() >= 2)
+    until(lambda: notes() >= 2, 240)
     running.send_signal(signal.SIGKILL)
     running.wait(SOON_S)
     kept = notes()
