@@ -18,11 +18,11 @@ from pydantic import Field
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import ragblend
-from ragblend.app.answering.answer import Source
-from ragblend.app.answering.conversation import ANY, AskOptions, Conversations
+from ragblend.app.answering.answer import AnswerSource
+from ragblend.app.answering.answer_stream import AnswerStream
+from ragblend.app.answering.conversation import ANY_SCORE, AskOptions, Conversations
 from ragblend.app.answering.retrieval import check_askable, check_collection
 from ragblend.app.answering.retrieval import search as searched
-from ragblend.app.answering.turn import Turn
 from ragblend.app.cli.common import Terminal
 from ragblend.app.serve.errors import ApiError, api_error
 from ragblend.app.serve.keys import OWNER, Door
@@ -80,7 +80,7 @@ def tools_over(conversations: Conversations, workspaces: Workspaces) -> MCPServe
         def found() -> Json:
             if not question.strip():
                 raise UsageError("The question is empty.")
-            passages = searched([opened(collection)], [question], limit, ANY)
+            passages = searched([opened(collection)], [question], limit, ANY_SCORE)
             return {"passages": [_passage(each) for each in passages]}
 
         return await told(found)
@@ -88,11 +88,11 @@ def tools_over(conversations: Conversations, workspaces: Workspaces) -> MCPServe
     @server.tool(annotations=LOOKS_ONLY)
     async def ask(question: Question, collection: Collection = None) -> Json:
         """Answer a question from the user's documents by a local model, with the passages that it was given."""
-        turns, stopped = list[Turn](), threading.Event()
+        turns, stopped = list[AnswerStream](), threading.Event()
 
         def answered() -> Json:
             workspace = opened(collection)
-            options = AskOptions((workspace.settings.collection,), least_score=ANY, cancel=stopped)
+            options = AskOptions((workspace.settings.collection,), least_score=ANY_SCORE, cancel=stopped)
             turns.append(conversations.answer(question, options))
             if stopped.is_set():
                 turns[0].stop()
@@ -194,5 +194,5 @@ def over_http(server: MCPServer[Any], door: Door) -> ASGIApp:
     return guarded
 
 
-def _passage(source: Source) -> Json:
+def _passage(source: AnswerSource) -> Json:
     return {name: getattr(source, name) for name in PASSAGE}

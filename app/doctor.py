@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
-from ragblend.app.library.upkeep import check_index, check_library
+from ragblend.app.library.maintenance import check_index, check_library
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.errors import RagBlendError, UnsupportedModelError
 
@@ -84,7 +84,7 @@ def _embedder(workspace: Workspace) -> tuple[Status, str]:
 
 
 def _home(workspace: Workspace) -> tuple[Status, str]:
-    loose = workspace.home.loose_paths()
+    loose = workspace.home.paths_open_to_others()
     if loose:
         advice = f"run `chmod -R go= {workspace.home.root}`"
         return "warning", f"others may read {len(loose)} paths, such as {loose[0]}; {advice}"

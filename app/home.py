@@ -1,6 +1,6 @@
-"""Where everything of one user lives: the home folder, its layout, its permissions.
+"""The home folder of one user: its layout and permissions.
 
-A KV file can be inverted to the text it was made from, so the home is as secret as the documents.
+KV files can be inverted to the text they were made from, so the home is as secret as the documents.
 """
 
 import os
@@ -13,15 +13,14 @@ from ragblend.kvstore.files import FILE_MODE, FOLDER_MODE
 
 
 def absolute(path: Path | str) -> Path:
-    """The path as a user names it: links are not resolved, ".." is, and "~$report.docx" is nobody's home."""
+    """The absolute path, with ".." and "~" resolved but not links; "~$report.docx" is a file, not a user's home."""
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 
 class Home:
     """The paths inside one home folder; nothing is created until `create` is called.
 
-    originals: files that came by upload, of which the home has the only copy of ours; models_named: there once somebody
-    was told which models would fit this machine.
+    originals: copies of uploaded files; models_named: exists once the user was told which models fit this machine.
     """
 
     def __init__(self, root: Path) -> None:
@@ -36,12 +35,11 @@ class Home:
 
     @classmethod
     def resolve(cls, home: Path | str | None = None) -> "Home":
-        """The home that was asked for, else `RAGBLEND_HOME`, else the user's data folder."""
-        chosen = home or default_home()
-        return cls(absolute(chosen))  # as paths of documents are
+        """The given home, else `RAGBLEND_HOME`, else the user's data folder."""
+        return cls(absolute(home or default_home()))
 
     def create(self) -> "Home":
-        """Make the folder, for this user only. Raises LibraryError if it cannot be made or written."""
+        """Create the folder for this user only. Raises LibraryError if it cannot be created or written."""
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
             if stat.S_IMODE(self.root.stat().st_mode) & 0o077:
@@ -52,25 +50,25 @@ class Home:
             raise LibraryError(_cannot_use(self.root, "it is not writable"))
         return self
 
-    def loose_paths(self) -> list[Path]:
-        """What other users of this machine may read or enter, in the whole home but its models, which are public."""
+    def paths_open_to_others(self) -> list[Path]:
+        """Files and folders that other users may read or enter; models are left out, because they are public."""
         if not self.root.exists():
             return []
         inside = (path for path in sorted(self.root.rglob("*")) if not path.is_relative_to(self.models))
-        return [path for path in (self.root, *inside) if _is_loose(path)]
+        return [path for path in (self.root, *inside) if _is_open_to_others(path)]
 
 
 def make_private(folder: Path) -> None:
-    """Take other users' rights from a folder and all in it (for libraries that ask nobody for a mode)."""
+    """Remove other users' rights from a folder and its contents, for libraries that do not let us choose a mode."""
     for path in (folder, *folder.rglob("*")):
-        if _is_loose(path):
+        if _is_open_to_others(path):
             path.chmod(FOLDER_MODE if path.is_dir() else FILE_MODE)
 
 
-def _is_loose(path: Path) -> bool:
+def _is_open_to_others(path: Path) -> bool:
     try:
         found = path.lstat().st_mode
-    except FileNotFoundError:  # a temporary file that went away while we looked
+    except FileNotFoundError:  # a temporary file that was deleted meanwhile
         return False
     return not stat.S_ISLNK(found) and bool(stat.S_IMODE(found) & 0o077)
 

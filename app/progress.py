@@ -1,4 +1,4 @@
-"""How far work is and how fast it goes, for whoever shows it; and leaving it early."""
+"""Progress of long work: stages, counts, pace, and cancelling it early."""
 
 from collections import Counter, deque
 from collections.abc import Callable
@@ -7,47 +7,47 @@ from typing import Literal, Protocol
 from ragblend.kvstore.errors import Cancelled
 
 Stage = Literal["parse", "recognise", "embed", "encode", "digest", "measure"]
-REMEMBERED = 40
+PIECES_REMEMBERED = 40
 SECONDS_A_MINUTE = 60.0
 
 
 class OnProgress(Protocol):
-    """Told how far a stage is. done and total count documents, a scan's pages, passages, parts of a summary.
+    """A callback with the progress of a stage. done and total count documents, pages, passages or parts of a summary.
 
-    name: the file in hand.
+    name: the current file.
     """
 
     def __call__(self, stage: Stage, done: int, total: int, name: str = "") -> None: ...
 
 
 def silent(*_: object, **__: object) -> None:
-    """Show nothing."""
+    """A progress callback that shows nothing."""
 
 
-class Meter:
-    """Adds the progress of single documents up to that of the run, and leaves the work where it may be left.
+class ProgressCounter:
+    """Adds the progress of single documents to that of the run, and raises Cancelled when the work is cancelled.
 
-    name: the file in hand; leave() says whether to leave it: asked between two passages or pages, and some times a
-    second while a parser works. Cancelled is raised then.
+    name: the current file; is_cancelled() is asked between two passages or pages, and several times a second while a
+    parser works.
     """
 
-    def __init__(self, show: OnProgress, leave: Callable[[], bool] = lambda: False) -> None:
-        self._show, self._leave = show, leave
+    def __init__(self, show: OnProgress, is_cancelled: Callable[[], bool] = lambda: False) -> None:
+        self._show, self._is_cancelled = show, is_cancelled
         self.name = ""
         self._done, self._total = Counter[Stage](), Counter[Stage]()
 
     def show(self, stage: Stage, done: int, total: int) -> None:
-        """How far one document is, where there is nothing to add up."""
+        """Show the progress of one document, without adding it up. Raises Cancelled."""
         self._show(stage, done, total, self.name)
         self.check()
 
     def check(self) -> None:
-        """Raises Cancelled if the file is to be left."""
-        if self._leave():
-            raise Cancelled("the file was left on request; what is done of it stays")
+        """Raise Cancelled if the work is cancelled."""
+        if self._is_cancelled():
+            raise Cancelled("the file was cancelled; what is done of it is kept")
 
     def count(self, stage: Stage, more: int = 0, done: int = 0) -> None:
-        """So much more is to be done, or is done."""
+        """Add to the total and to what is done of a stage, and show both."""
         self._total[stage] += more
         self._done[stage] += done
         self.show(stage, self._done[stage], self._total[stage])
@@ -59,13 +59,13 @@ class Meter:
 
 
 class Pace:
-    """Fed with how long each piece took (a file, a passage's tokens); pauses do not count: nothing is fed then."""
+    """The speed of the last pieces of work (files, or tokens of a passage); pauses are not counted."""
 
     def __init__(self) -> None:
-        self._done: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
+        self._done: deque[tuple[float, float]] = deque(maxlen=PIECES_REMEMBERED)
 
     def add(self, seconds: float, amount: float = 1.0) -> None:
-        """So much more was done, in that time."""
+        """Record one piece of work."""
         self._done.append((seconds, amount))
 
     @property
@@ -79,7 +79,7 @@ class Pace:
         return self.per_second * SECONDS_A_MINUTE if self.per_second else None
 
     def seconds_left(self, amount: float) -> float | None:
-        """For so much more like the last pieces; None before the first."""
+        """For that amount at this pace; None before the first piece."""
         if amount == 0:
             return 0.0
         return amount / self.per_second if self.per_second else None

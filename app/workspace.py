@@ -1,4 +1,4 @@
-"""One home, opened: what its collections share, and what each has of its own, all made when first needed."""
+"""An open home (`Workspaces`) and its collections (`Workspace`): files, models, settings, opened when needed."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ragblend.app.answering.chats import Chats
 from ragblend.app.home import Home, make_private
-from ragblend.app.library.documents import State
+from ragblend.app.library import erasure
+from ragblend.app.library.documents import DocumentState
 from ragblend.app.library.registry import Library
 from ragblend.app.models import check_model
 from ragblend.app.settings import Settings
@@ -38,23 +39,21 @@ ENGINE_SETTINGS = (
 class Workspaces(Closing):
     """The collections of one home, a `Workspace` each. Safe for threads.
 
-    settings: as they are now; their collection is the one to begin with.
+    settings: the current ones; the collection that they name is the default one.
     """
 
     def __init__(self, home: Home, settings: Settings) -> None:
         self.home, self.settings = home, settings
         self._lock = threading.RLock()
         self._open: dict[str, Workspace] = {}
-        self._files: dict[tuple[str, str], Any] = {}  # what is open, by what it is and whose
-        self._writers, self._waiting, self._hurried = DeviceQueue(), 0, 0
-        self.reranking = (
-            DeviceQueue()
-        )  # before all rerankers: commands may name another one than the settings
-        self._mark: str | None = None
+        self._files: dict[tuple[str, str], Any] = {}  # open files, by kind and collection
+        self._writers, self._waiting, self._urgent = DeviceQueue(), 0, 0
+        self.reranking = DeviceQueue()  # one for all rerankers: a command may name another than the settings
+        self._lock_mark: str | None = None
 
     @classmethod
     def open(cls, home: Path | str | None = None, **overrides: Any) -> "Workspaces":
-        """Find the home, make it if need be, read its settings. Raises LibraryError, SettingsError."""
+        """Find or create the home and read its settings. Raises LibraryError, SettingsError."""
         found = Home.resolve(home).create()
         return cls(found, Settings.load(found.settings, overrides=overrides))
 
@@ -64,145 +63,143 @@ class Workspaces(Closing):
 
     @property
     def library(self) -> Library:
-        """The registry, which all collections share."""
-        return self.file("library", lambda: Library(self.home.library))
+        """The registry of documents of all collections."""
+        return self.open_once("library", lambda: Library(self.home.library))
 
     @property
     def chats(self) -> Chats:
-        """All conversations; what is in the registry no more is not kept with an answer."""
-        return self.file("chats", lambda: Chats(self.home.chats, lambda nodes: self.library.known(nodes)))
+        """All conversations; passages that were deleted meanwhile are not stored with an answer."""
+        return self.open_once(
+            "chats", lambda: Chats(self.home.chats, lambda nodes: self.library.known(nodes))
+        )
 
     @cached_property
     def embedder(self) -> MiniLMEmbedder:
         return MiniLMEmbedder()
 
     def of(self, collection: str) -> "Workspace":
-        """The workspace of that collection. Raises SettingsError for what cannot be a name."""
+        """The workspace of that collection. Raises SettingsError for an invalid name."""
         settings = replace(self.settings, collection=collection)
         with self._lock:
             if collection not in self._open:
                 self._open[collection] = Workspace(self, settings)
             return self._open[collection]
 
-    def file(self, what: str, opened: Callable[[], T], collection: str = "") -> T:
-        """What is opened once for a collection, or for all, and closed with the home."""
+    def open_once(self, kind: str, open_: Callable[[], T], collection: str = "") -> T:
+        """An object that is opened once for a collection ("": for all of them), and closed with the home."""
         with self._lock:
-            if (what, collection) not in self._files:
-                self._files[what, collection] = opened()
-            found: T = self._files[what, collection]
+            if (kind, collection) not in self._files:
+                self._files[kind, collection] = open_()
+            found: T = self._files[kind, collection]
             return found
 
     def names(self) -> list[str]:
-        """All collections: the one to begin with, then the others by name. Looking at one does not make it."""
+        """All collections: the default one, then the others by name. Opening a workspace does not create one."""
         first = self.settings.collection
         return [first, *sorted({*self.library.collections()} - {first})]
 
-    def count_documents(self, *states: State) -> int:
-        """Those of all collections, or those of these states."""
+    def count_documents(self, *states: DocumentState) -> int:
+        """Documents in all collections; of these states, or of any."""
         counts = map(self.library.counts_by_state, self.names())
-        return sum(sum(found[state] for state in states or State) for found in counts)
+        return sum(sum(found[state] for state in states or DocumentState) for found in counts)
 
     def count_passages(self) -> int:
         return sum(map(self.library.count_passages, self.names()))
 
     def create(self, name: str) -> None:
-        """Make an empty collection. Raises UsageError if it is there, SettingsError for what cannot be a name."""
+        """Create an empty collection. Raises UsageError if it exists, SettingsError for an invalid name."""
         if name in self.names():
-            raise UsageError(
-                f"Making the collection {name!r}: there is one of that name. Choose another name."
-            )
-        with self.writing():  # what somebody left who asked while the last one of that name was removed
+            raise UsageError(f"Creating the collection {name!r}: it exists already. Choose another name.")
+        with self.writing():  # KV of questions that were asked while an earlier one of that name was removed
             self.of(name).engine.forget_all()
             PassageRegistry.drop(self.home.root, name)
         self.library.keep_collection(name)
 
     def forget(self, name: str) -> None:
-        """An emptied collection is no more; the one to begin with stays."""
+        """Remove an emptied collection; the default one is kept in `names`."""
         with self._lock:
             self.library.forget_collection(name)
             PassageRegistry.drop(self.home.root, name)
             self._open.pop(name, None)
-            self._close(lambda what, collection: collection == name)
+            self._close(lambda _, collection: collection == name)
 
     def change(self, **changes: Any) -> Settings:
-        """Use other settings from now on, in this process. Raises SettingsError; the collection cannot be changed.
+        """Change settings in this process. Raises SettingsError; the collection cannot be changed.
 
-        Who holds a workspace goes on with the settings that it was made with.
+        A `Workspace` that is in use keeps the settings that it was created with.
         """
         with self._lock:
             self.settings = self.settings.changed({k: v for k, v in changes.items() if k != "collection"})
             self._open.clear()
-            self._close(lambda what, _: what in ("store", "reranker"))  # one has a budget, one may be another
+            self._close(lambda kind, _: kind in ("store", "reranker"))  # both depend on settings
             return self.settings
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether a thread waits to write behind the one that does: who writes long lets it pass."""
+    def has_waiting_writer(self) -> bool:
+        """Whether a thread waits to write: a long writer then yields to it."""
         return self._waiting > 0
 
     @property
-    def is_hurried(self) -> bool:
-        """Whether one of them is not patient: for it a file is left in the middle, where that loses little."""
-        return self._hurried > 0
+    def has_urgent_writer(self) -> bool:
+        """Whether one of the waiting writers is not patient: for it the current file is interrupted."""
+        return self._urgent > 0
 
     @contextmanager
     def writing(self, patient: bool = False) -> Iterator[None]:
-        """Be the one writer of this home, among threads and processes; what was deleted is erased at the end.
+        """Hold the writer lock of this home, among threads and processes; deleted text is erased at the end.
 
-        patient: who let others pass. Not reentrant. Raises StoreLockedError, naming the process that has it, and
-        LibraryError.
+        patient: the caller has yielded to others before. Not reentrant. Raises StoreLockedError, which names the
+        process that holds the lock, and LibraryError.
         """
-        from ragblend.app.library.removal import erase_removed
-
         with ExitStack() as held:
-            with self._waits(patient):
+            with self._counted_as_waiting(patient):
                 held.enter_context(self._writers.turn())
             with writer_lock(self.home.lock) as hold:
-                if hold.before != self._mark:  # another process wrote: what Chroma has in memory may be old
+                if hold.before != self._lock_mark:  # another process wrote: Chroma's memory may be outdated
                     self.close_indexes()
-                self._mark = hold.mark
+                self._lock_mark = hold.mark
                 try:
                     yield
                 finally:
                     try:
-                        erase_removed(self)
+                        erasure.erase_removed(self.library, self.home)
                     finally:
                         if self.home.chroma.exists():
-                            make_private(self.home.chroma)  # Chroma makes its files readable for all
+                            make_private(self.home.chroma)  # Chroma creates files that everybody may read
 
     @contextmanager
-    def _waits(self, patient: bool) -> Iterator[None]:
+    def _counted_as_waiting(self, patient: bool) -> Iterator[None]:
         with self._lock:
-            self._waiting, self._hurried = self._waiting + 1, self._hurried + (not patient)
+            self._waiting, self._urgent = self._waiting + 1, self._urgent + (not patient)
         try:
             yield
         finally:
             with self._lock:
-                self._waiting, self._hurried = self._waiting - 1, self._hurried - (not patient)
+                self._waiting, self._urgent = self._waiting - 1, self._urgent - (not patient)
 
     def close_indexes(self) -> None:
-        """Have whoever searches one open it again from the files, which all share."""
+        """Close all vector indexes; the next search opens them again from the files."""
         with self._lock:
-            for index in (each for (what, _), each in self._files.items() if what == "index"):
+            for index in (each for (kind, _), each in self._files.items() if kind == "index"):
                 index.close()
 
-    def under(self, settings: Settings) -> "Workspaces":
-        """The same collections and files under other settings, for one command: closing that closes nothing."""
-        return _Lent(self, settings)
+    def with_settings(self, settings: Settings) -> "Workspaces":
+        """The same collections and open files under other settings, for one command. Closing it closes nothing."""
+        return _SharedView(self, settings)
 
     def close(self) -> None:
-        """Let go of the files. Engines stay: they are shared in a process."""
+        """Close all files. Engines stay open: they are shared in a process."""
         self._close(lambda *_: True)
 
     def _close(self, wanted: Callable[[str, str], bool]) -> None:
-        """Who needs one of them again opens it anew."""
+        """Close some files, by kind and collection; they are opened again when needed."""
         with self._lock:
             for key in [key for key in self._files if wanted(*key)]:
                 self._files.pop(key).close()
 
 
-class _Lent(Workspaces):
-    """What another one has open. Who writes, waits and forgets does it there."""
+class _SharedView(Workspaces):
+    """Same files, other settings: everything that is shared is forwarded to the owner."""
 
     def __init__(self, owner: Workspaces, settings: Settings) -> None:
         super().__init__(owner.home, settings)
@@ -212,8 +209,8 @@ class _Lent(Workspaces):
     def embedder(self) -> MiniLMEmbedder:
         return self._owner.embedder
 
-    def file(self, what: str, opened: Callable[[], T], collection: str = "") -> T:
-        return self._owner.file(what, opened, collection)
+    def open_once(self, kind: str, open_: Callable[[], T], collection: str = "") -> T:
+        return self._owner.open_once(kind, open_, collection)
 
     def forget(self, name: str) -> None:
         self._owner.forget(name)
@@ -222,12 +219,12 @@ class _Lent(Workspaces):
         self._owner.close_indexes()
 
     @property
-    def is_wanted(self) -> bool:
-        return self._owner.is_wanted
+    def has_waiting_writer(self) -> bool:
+        return self._owner.has_waiting_writer
 
     @property
-    def is_hurried(self) -> bool:
-        return self._owner.is_hurried
+    def has_urgent_writer(self) -> bool:
+        return self._owner.has_urgent_writer
 
     @contextmanager
     def writing(self, patient: bool = False) -> Iterator[None]:
@@ -239,7 +236,7 @@ class _Lent(Workspaces):
 
 
 class Workspace(Closing):
-    """One collection of a home: what ingest, questions and the command line work on. Closing it closes the home."""
+    """One collection of a home, used by ingest, questions and the command line. Closing it closes the home."""
 
     def __init__(self, workspaces: Workspaces, settings: Settings) -> None:
         self.workspaces, self.settings = workspaces, settings
@@ -247,13 +244,13 @@ class Workspace(Closing):
 
     @classmethod
     def open(cls, home: Path | str | None = None, **overrides: Any) -> "Workspace":
-        """The first collection of a home. Raises LibraryError, SettingsError."""
+        """The default collection of a home. Raises LibraryError, SettingsError."""
         return Workspaces.open(home, **overrides).first
 
     def check_engine(self) -> None:
-        """Find what the engine would refuse before anything heavy is loaded; a hub's model is brought here.
+        """Check model, device, method and reranker before anything heavy is loaded; a hub's model is downloaded.
 
-        Raises SettingsError, UsageError, ModelError. The last checks import torch, which no other needs.
+        Raises SettingsError, UsageError, ModelError. The cheap checks come first: the last ones import torch.
         """
         check_model(self.settings.model, self.home.models)
         find_model(self.settings.model)
@@ -263,8 +260,8 @@ class Workspace(Closing):
         pick_device(self.settings.device)
         if policy_named(self.settings.method).name.partition(":")[0] in CONTROLS:
             raise SettingsError(
-                f"The setting method: {self.settings.method!r} is there to compare others with, in `ragblend bench "
-                "quality`; take another (docs/methods.md)."
+                f"The setting method: {self.settings.method!r} is a control for `ragblend bench quality` only. Choose "
+                "another one (docs/methods.md)."
             )
         if self.settings.reranker:
             from ragblend.app.answering.rerank import find_reranker
@@ -278,7 +275,7 @@ class Workspace(Closing):
     @property
     def index(self) -> VectorIndex:
         name = self.settings.collection
-        return self.workspaces.file("index", lambda: VectorIndex(self.home.chroma, name), name)
+        return self.workspaces.open_once("index", lambda: VectorIndex(self.home.chroma, name), name)
 
     @property
     def embedder(self) -> MiniLMEmbedder:
@@ -286,20 +283,20 @@ class Workspace(Closing):
 
     @property
     def reranker(self) -> "CrossEncoder | None":
-        """The one that the settings name, on the engine's device; where vLLM has that, on the processor."""
+        """The one that the settings name, on the engine's device, or on the CPU where vLLM has the device."""
         name, device = self.settings.reranker, "cpu" if self.settings.vllm else self.settings.device
         if not name:
             return None
         from ragblend.app.answering.rerank import CrossEncoder
 
         queue = self.workspaces.reranking
-        return self.workspaces.file(
+        return self.workspaces.open_once(
             "reranker", lambda: CrossEncoder(name, device, queue), f"{name} on {device}"
         )
 
     @property
     def queues(self) -> tuple[DeviceQueue, ...]:
-        """Those before all models: the one that answers, the embedder, rerankers."""
+        """The queues of all models: the one that answers, the embedder, rerankers."""
         return *self.engine.queues, self.embedder.queue, self.workspaces.reranking
 
     @cached_property
@@ -311,21 +308,25 @@ class Workspace(Closing):
 
     @property
     def store(self) -> "KVStore":
-        """The KV store alone, for upkeep that needs no model."""
+        """The KV store alone, for maintenance that needs no model."""
         from ragblend.kvstore.store import KVStore
 
-        budget, policy, remote = (
-            getattr(self.settings, name) for name in ("store_budget_bytes", "store_policy", "remote")
-        )
-        return self.workspaces.file(
-            "store", lambda: KVStore.open(self.home.kv, budget, policy=policy, remote=remote)
+        settings = self.settings
+        return self.workspaces.open_once(
+            "store",
+            lambda: KVStore.open(
+                self.home.kv,
+                settings.store_budget_bytes,
+                policy=settings.store_policy,
+                remote=settings.remote,
+            ),
         )
 
     @property
     def known_passages(self) -> PassageRegistry:
-        """What is found again in prompts that a framework builds over this home."""
+        """The passages that are recognised in prompts which a framework builds over this home."""
         name = self.settings.collection
-        return self.workspaces.file("passages", lambda: PassageRegistry.open(self.home.root, name), name)
+        return self.workspaces.open_once("passages", lambda: PassageRegistry.open(self.home.root, name), name)
 
     def close(self) -> None:
         self.workspaces.close()

@@ -4,6 +4,6 @@ Each module with a command line is run from the repository's root: `python -m be
 each other as in `ragblend`, which is said before torch is loaded.
 """
 
-from ragblend.app.waiting import set_waiting
+from ragblend.app.openmp import set_thread_spinning
 
-set_waiting()
+set_thread_spinning()

@@ -20,8 +20,8 @@ from benchmarks.common import run
 from ragblend.app import samples
 from ragblend.app.answering.conversation import LEAST_SCORE
 from ragblend.app.answering.retrieval import search
-from ragblend.app.library.documents import FileFacts, Passage, document_id, node_id
-from ragblend.app.library.ingest import embed_in_full, take_in
+from ragblend.app.library.documents import DocumentPassage, FileFacts, document_id, node_id
+from ragblend.app.library.ingest import embed_in_full, ingest_paths
 from ragblend.app.quality.data import Question, load
 from ragblend.app.quality.metrics import normalise
 from ragblend.app.quality.summary import difference_interval
@@ -49,7 +49,9 @@ def fill(workspace: Workspace, texts: Sequence[str]) -> None:
     """Passages as they are, in one document."""
     library, name = workspace.library, workspace.settings.collection
     document = document_id(name, "/passages")
-    parts = [Passage(node_id(document, n, text), document, n, text, "") for n, text in enumerate(texts)]
+    parts = [
+        DocumentPassage(node_id(document, n, text), document, n, text, "") for n, text in enumerate(texts)
+    ]
     rows = workspace.embedder.embed_passages(texts)
     library.begin(name, "/passages")
     library.replace_passages(document, FileFacts(0, 0, ""), "", parts, rows)
@@ -99,7 +101,7 @@ def of_file(home: Path, questions: Sequence[Question]) -> list[str]:
 
 def of_samples(home: Path) -> list[str]:
     with Workspace.open(home) as workspace:
-        take_in(workspace, [samples.documents_folder()])
+        ingest_paths(workspace, [samples.documents_folder()])
         embed_in_full(workspace)
         library = workspace.library
         passages = {

@@ -36,8 +36,8 @@ from scipy.stats import mannwhitneyu
 from benchmarks.common import Model, read_json
 from benchmarks.common import run as run_script
 from benchmarks.filler import Notes, names
-from ragblend.app.desk import Desk
 from ragblend.app.serve.keys import Client, Keys
+from ragblend.app.services import AppServices
 from ragblend.engine.decoding.implementations import DecodeComparison
 from ragblend.engine.prompts.tokenizing import OPENING, SEPARATOR, SYSTEM
 
@@ -64,7 +64,7 @@ class Server:
 
     def __init__(self, home: Path, model: str, names: Sequence[str], dtype: str) -> None:
         self.home = home
-        with Desk.open(home, model=model) as desk:
+        with AppServices.open(home, model=model) as desk:
             known = Keys(desk.workspaces.home.root)
             for name in names:
                 desk.workspaces.create(name)

@@ -204,7 +204,7 @@ def started(name: str, python: str, plan_file: Path) -> Any:
     if name.startswith(OURS):
         command[1:2] = ["-m", "benchmarks.peers"]
     from benchmarks.common import environment_of_others
-    from ragblend.app.waiting import SPINS
+    from ragblend.app.openmp import SPINS
 
     # What it would choose by itself where nothing else runs, and so it is asked.
     own = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPINS} if name.startswith(OURS) else {}

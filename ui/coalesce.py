@@ -1,4 +1,4 @@
-"""Pieces of text, gathered: a page that is told fifty times a second draws badly, and twenty times look the same."""
+"""Joins small pieces of a text stream: twenty updates per second look the same as fifty, and draw better."""
 
 import math
 import queue
@@ -14,8 +14,8 @@ SILENCE_S = 0.25
 def coalesced(pieces: Iterable[str], pause_s: float = PAUSE_S, silence_s: float = SILENCE_S) -> Iterator[str]:
     """The same text in fewer pieces, at least pause_s apart; an empty piece where there was none for silence_s.
 
-    The empty ones give the caller a chance to see that nobody listens any more. Errors of the source are raised after
-    all that came before them. Read in a thread of its own, which ends with the source.
+    The empty ones let the caller notice that the client is gone. An error of the source is raised after the text before
+    it. The source is read in a separate thread, which ends with it.
     """
     arrived: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
 

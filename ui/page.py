@@ -1,32 +1,32 @@
-"""The page: its header, its tabs, and what is drawn again while documents are being read.   <- START HERE"""
+"""The page: its header, its tabs, and the updates while documents are being ingested.   <- START HERE"""
 
 from typing import Any
 
 import gradio as gr
 
 from ragblend.app.cli.common import plural
-from ragblend.app.library.jobs import Overview
+from ragblend.app.library.jobs import QueueOverview
 from ragblend.app.settings import Settings
 from ragblend.ui import tab_chat, tab_compare, tab_library, tab_settings, tab_store, views
-from ragblend.ui.context import EACH, QUEUED, QUICK, Context, drawn
-from ragblend.ui.guard import dismissed, guard
-from ragblend.ui.sessions import PARTS, session_of
+from ragblend.ui.callback_checks import check_callbacks, dismissed
+from ragblend.ui.page_context import EACH, QUEUED, QUICK, PageContext, drawn
+from ragblend.ui.page_sessions import PARTS, session_of
 
 TICK_S = 1.5
 
 
-def build_page(context: Context) -> gr.Blocks:
-    """The whole page over one desk; nothing is served by it yet."""
+def build_page(context: PageContext) -> gr.Blocks:
+    """Build the whole page; it is not served yet."""
     with gr.Blocks(title="RAGBlend", analytics_enabled=False, fill_width=True) as page:
-        trouble = Frame(context, page).trouble
-    guard(page, trouble)
+        trouble = PageLayout(context, page).trouble
+    check_callbacks(page, trouble)
     return page
 
 
-class Frame:
-    """Lays the page out; its callbacks are those of the page itself: when it opens, while it is open, when it goes."""
+class PageLayout:
+    """Lays the page out; its own callbacks run when the page opens, periodically, and when it closes."""
 
-    def __init__(self, context: Context, page: gr.Blocks) -> None:
+    def __init__(self, context: PageContext, page: gr.Blocks) -> None:
         self._context = context
         self.header = drawn("rb-header", views.frame.header(), acts=False)
         self.banner = drawn("rb-banner", acts=False)
@@ -54,11 +54,11 @@ class Frame:
         library.documents.submit(chat.digest, None, chat.streamed, **QUEUED | EACH)
         inputs, moving = [library.seen, *library.view], [*frame, chat.hello]
         gr.Timer(TICK_S).tick(self.tick, inputs, [*moving, *library.drawn], **QUICK)
-        page.unload(self.gone)
+        page.unload(self.close)
         self.trouble.click(dismissed, None, None, **QUICK)
 
     def load(self, request: gr.Request) -> dict[Any, Any]:
-        names = self._context.desk.workspaces.names()
+        names = self._context.services.workspaces.names()
         chosen = names[0]
         self._context.sessions.show(session_of(request), None)
         return {
@@ -71,8 +71,8 @@ class Frame:
         }
 
     def choices(self, asked: list[str] | None, compared: str | None) -> dict[Any, Any]:
-        """The collections that can be asked, after one was made or removed; what was chosen stays, if it is there."""
-        names = self._context.desk.workspaces.names()
+        """The collections to choose from, after one was created or removed; a chosen one stays chosen if it exists."""
+        names = self._context.services.workspaces.names()
         kept = [name for name in asked or () if name in names] or names[:1]
         return {
             self.chat.collections: gr.update(choices=names, value=kept, visible=len(names) > 1),
@@ -82,13 +82,13 @@ class Frame:
         }
 
     def tick(self, seen: str, *view: Any) -> dict[Any, Any]:
-        """Draw the queue again where it has moved since `seen`; the documents too when a file was begun or finished.
+        """Draw the queue again if it has changed since `seen`, and the documents if a file was started or finished.
 
-        Not before the page has been drawn for the first time: it would be said to be ready, and then overwritten.
+        Not before the first drawing of the page, which would overwrite this one.
         """
         if not seen:
             return {self.header: gr.skip()}
-        overview = self._context.desk.jobs.overview()
+        overview = self._context.services.jobs.overview()
         startup = self._context.startup
         now = f"{fingerprint(overview, view)} {startup.is_loading} {startup.problem}"
         if now == seen:
@@ -101,21 +101,21 @@ class Frame:
         return updates | {**self._frame(), self.library.seen: now}
 
     def _frame(self) -> dict[Any, Any]:
-        desk, startup = self._context.desk, self._context.startup
-        overview = desk.jobs.overview()
-        line = state_line(overview, desk.settings, startup.is_loading)
+        services, startup = self._context.services, self._context.startup
+        overview = services.jobs.overview()
+        line = state_line(overview, services.settings, startup.is_loading)
         return {
             self.header: views.frame.header(line),
             self.banner: views.frame.banner(startup.problem, overview.waiting),
         }
 
-    def gone(self, request: gr.Request) -> None:
+    def close(self, request: gr.Request) -> None:
         for part in PARTS:
             self._context.sessions.close(session_of(request, part))
 
 
-def state_line(overview: Overview, settings: Settings, is_loading: bool = False) -> str:
-    """What is being done, else which model answers."""
+def state_line(overview: QueueOverview, settings: Settings, is_loading: bool = False) -> str:
+    """The current work, else the model in use."""
     if overview.total > overview.finished:
         word = "paused at" if overview.paused else "waiting at" if overview.waiting else "reading"
         return f"{word} {overview.finished:,} of {plural(overview.total, 'file')}"
@@ -123,14 +123,14 @@ def state_line(overview: Overview, settings: Settings, is_loading: bool = False)
         return "converting the model for its first use …"
     if is_loading:
         return "loading the model …"
-    return "the bundled model answers" if settings.model == "default" else f"{settings.model} answers"
+    return "model: bundled" if settings.model == "default" else f"model: {settings.model}"
 
 
-def fingerprint(overview: Overview, view: tuple[Any, ...] = ()) -> str:
-    """Another text as soon as there is anything new to draw; its first line is what the list depends on.
+def fingerprint(overview: QueueOverview, view: tuple[Any, ...] = ()) -> str:
+    """A text that differs whenever there is something new to draw; the list of documents depends on its first line.
 
-    view: the collection, search, state and page that are shown. A list that was asked for in one view may come when
-    another is shown already; the next look finds another text then, and it is drawn again.
+    view: the collection, search, state and page that are shown. A list for one view may arrive when another is shown
+    already; the next tick finds another text then, and draws again.
     """
     job = overview.current
     now = (job.id, job.state, job.done, job.total) if job else ()
@@ -141,5 +141,5 @@ def fingerprint(overview: Overview, view: tuple[Any, ...] = ()) -> str:
 
 
 def listed_in(fingerprint: str) -> str:
-    """What of it moves when a file is begun, or ends, in whatever state, or another view is shown."""
+    """The part that changes when a file is started or ends, or another view is shown."""
     return fingerprint.partition("\n")[0]

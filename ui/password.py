@@ -1,4 +1,4 @@
-"""The page's password: kept as an scrypt hash in the home, and few guesses a minute."""
+"""The page's password: an scrypt hash in the home, and a limit on guesses."""
 
 import base64
 import hashlib
@@ -12,14 +12,14 @@ from pathlib import Path
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.files import replace_durably
 
-COST, BLOCK, PARALLEL = 1 << 14, 8, 1  # 16 MiB and about 50 ms a guess
+COST, BLOCK, PARALLEL = 1 << 14, 8, 1  # 16 MiB and about 50 ms per guess
 LEAST_LENGTH = 10
 FREE_ATTEMPTS = 5
 LONGEST_WAIT_S, FORGOTTEN_S = 900.0, 24 * 3600.0
 
 
 def hash_password(password: str) -> str:
-    """One line to keep. Raises UsageError for a password that is too short, or no text."""
+    """The hash and its salt as one line. Raises UsageError for a password that is too short or not UTF-8."""
     try:
         password.encode()
     except UnicodeEncodeError:  # bytes from a pipe
@@ -46,7 +46,7 @@ def save_password(path: Path, password: str) -> None:
 
 
 def read_password(path: Path) -> str | None:
-    """The kept hash, or None."""
+    """The stored hash, or None."""
     try:
         return path.read_text(encoding="utf-8") or None
     except FileNotFoundError:
@@ -54,7 +54,7 @@ def read_password(path: Path) -> str | None:
 
 
 class Attempts:
-    """Wrong guesses by client: five are free, then each doubles the wait, up to a quarter of an hour."""
+    """Counts wrong guesses per client: five are free, then each doubles the wait, up to a quarter of an hour."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -62,7 +62,7 @@ class Attempts:
         self._failures: dict[str, tuple[int, float]] = {}  # client -> how many, when the last
 
     def wait_s(self, client: str) -> float:
-        """Seconds until this client may guess again; 0 if now."""
+        """Seconds until this client may guess again."""
         with self._mutex:
             count, last = self._failures.get(client, (0, 0.0))
             if count < FREE_ATTEMPTS:

@@ -1,4 +1,4 @@
-"""The page's own routes beside Gradio's: its assets, and conversations as files."""
+"""The page's own routes beside Gradio's: its assets, and the export of conversations."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from urllib.parse import quote
 from fastapi import FastAPI
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 
-from ragblend.app.desk import Desk
+from ragblend.app.services import AppServices
 from ragblend.kvstore.errors import RagBlendError
 
 ASSETS = Path(__file__).parent / "assets"
@@ -21,8 +21,8 @@ KINDS = {
 UNSAFE = re.compile(r"[^\w .-]+")
 
 
-def add_routes(app: FastAPI, desk: Desk) -> None:
-    """Add them; whatever is mounted at / later gets the rest."""
+def add_routes(app: FastAPI, services: AppServices) -> None:
+    """Add the routes before Gradio is mounted at /."""
 
     @app.get("/ragblend/{name}")
     def asset(name: str) -> Response:
@@ -36,17 +36,17 @@ def add_routes(app: FastAPI, desk: Desk) -> None:
         if not (number.isascii() and number.isdigit() and len(number) < 16 and kind in ("md", "json")):
             return PlainTextResponse("There is no such conversation.", 404)
         try:
-            return _exported(desk, int(number), kind)
+            return _exported(services, int(number), kind)
         except RagBlendError as error:
             return PlainTextResponse(str(error), 404)
 
 
-def _exported(desk: Desk, chat_id: int, kind: str) -> Response:
-    stem = UNSAFE.sub("", desk.chats.get(chat_id).title).strip(" .")[:60] or "conversation"
+def _exported(services: AppServices, chat_id: int, kind: str) -> Response:
+    stem = UNSAFE.sub("", services.chats.get(chat_id).title).strip(" .")[:60] or "conversation"
     headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(stem)}.{kind}"}
     if kind == "md":
         return PlainTextResponse(
-            desk.chats.export_markdown(chat_id), media_type="text/markdown", headers=headers
+            services.chats.export_markdown(chat_id), media_type="text/markdown", headers=headers
         )
-    value: Any = desk.chats.export_json(chat_id)
+    value: Any = services.chats.export_json(chat_id)
     return JSONResponse(value, headers=headers)

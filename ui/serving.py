@@ -1,4 +1,4 @@
-"""Serve the page: Gradio behind our own front, through uvicorn; temporary files inside the home, gone at exit."""
+"""Serves the page: Gradio behind our middleware, by uvicorn; temporary files are in the home and deleted at exit."""
 
 import contextlib
 import os
@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from ragblend.app.desk import Desk
 from ragblend.app.serve.front import MIB, Address, Rules
 from ragblend.app.serve.listening import Server, files_inside, owning
+from ragblend.app.services import AppServices
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.files import replace_durably
 from ragblend.ui import views
-from ragblend.ui.entrance import Entrance, kept_secret
+from ragblend.ui.login import PageLogin, load_or_create_secret
 from ragblend.ui.password import read_password
 from ragblend.ui.routes import add_routes
-from ragblend.ui.safety import UPLOAD_PATH, Safety
+from ragblend.ui.security import UPLOAD_PATH, SecurityMiddleware
 
 if TYPE_CHECKING:
-    from ragblend.ui.context import Context
+    from ragblend.ui.page_context import PageContext
 
 PORTS_TRIED = 20
 GRADIO_ENVIRONMENT = {
@@ -35,32 +35,32 @@ GRADIO_ENVIRONMENT = {
 }
 
 
-def open_entrance(home: Path, address: Address, anew: bool = False) -> Entrance:
-    """The launch token, and the password where the page can be reached from elsewhere.
+def open_login(home: Path, address: Address, anew: bool = False) -> PageLogin:
+    """The login with its launch token, and with the password where the page is reachable from other machines.
 
-    anew: browsers that were let in before need the new link. Raises UsageError without a password where one is needed.
+    anew: end all sessions of browsers. Raises UsageError if a password is needed and there is none.
     """
     password = None if address.is_loopback else read_password(password_path(home))
     if not address.is_loopback and password is None:
         raise UsageError(
-            f"Serving the page at {address.host}: it could be reached from other machines, so it needs a password. "
-            "Set one with `ragblend ui --set-password`, or leave --host away."
+            f"Serving the page at {address.host}: other machines can reach it there, so it needs a password. Set one "
+            "with `ragblend ui --set-password`, or run without --host."
         )
-    return Entrance(address.port, password, secret=kept_secret(home / "ui-secret", anew))
+    return PageLogin(address.port, password, secret=load_or_create_secret(home / "ui-secret", anew))
 
 
-def build_app(context: "Context", rules: Rules, entrance: Entrance) -> ASGIApp:
-    """The page as one ASGI application with everything in front of it. `gradio_environment` must be in force."""
+def build_app(context: "PageContext", rules: Rules, login: PageLogin) -> ASGIApp:
+    """The page with its middleware as one ASGI application. Call it inside `gradio_environment`."""
     import gradio as gr
 
-    from ragblend.ui.gate import Gate
     from ragblend.ui.page import build_page
+    from ragblend.ui.request_filter import RequestFilter
     from ragblend.ui.theme import page_theme
 
     page = build_page(context)
     page.queue(api_open=False, default_concurrency_limit=8)
     outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    add_routes(outer, context.desk)
+    add_routes(outer, context.services)
     mounted = gr.mount_gradio_app(
         outer,
         page,
@@ -71,7 +71,8 @@ def build_app(context: "Context", rules: Rules, entrance: Entrance) -> ASGIApp:
         run_history=False,
         allowed_paths=[],
         blocked_paths=[
-            str(context.desk.workspaces.home.root / name) for name in ("kv", "chroma", "models", "originals")
+            str(context.services.workspaces.home.root / name)
+            for name in ("kv", "chroma", "models", "originals")
         ],
         max_file_size=rules.max_upload_bytes,
         ssr_mode=False,
@@ -84,12 +85,12 @@ def build_app(context: "Context", rules: Rules, entrance: Entrance) -> ASGIApp:
     )
     # As after `launch`: only then does Gradio check which files a call names, and keep pictures from becoming public.
     page.has_launched = page.is_running = True
-    return Safety(Gate(mounted, page), rules, entrance)
+    return SecurityMiddleware(RequestFilter(mounted, page), rules, login)
 
 
 @contextlib.contextmanager
 def gradio_environment(home: Path) -> Iterator[Path]:
-    """Gradio's settings and its folder for uploads, inside the home, for this user only and gone afterwards."""
+    """Set Gradio's environment, with a private folder for uploads in the home that is deleted afterwards."""
     folder = home / "ui"
     names = {**GRADIO_ENVIRONMENT, "GRADIO_TEMP_DIR": str(folder)}
     before = {name: os.environ.get(name) for name in names}
@@ -108,31 +109,31 @@ def password_path(home: Path) -> Path:
 
 
 def write_landing(folder: Path, url: str) -> Path:
-    """A file that leads to the page: a browser is started with its path, so that no process list shows the token."""
+    """Write a file that redirects to the page: the browser gets its path, so that no process list has the token."""
     path = folder / "open.html"
-    replace_durably(path, views.entrance.landing(url))
+    replace_durably(path, views.login.landing(url))
     return path
 
 
 def serve(
-    desk: Desk,
+    services: AppServices,
     address: Address,
     at: socket.socket,
-    entrance: Entrance,
+    login: PageLogin,
     on_ready: Callable[[Path], None],
     max_upload_bytes: int = 512 * MIB,
 ) -> None:
-    """Serve until Ctrl-C. on_ready is called once the page answers, with a folder that goes when it ends."""
-    from ragblend.ui.context import Context
+    """Serve until Ctrl-C. on_ready is called once the page answers, with a folder that is deleted at the end."""
+    from ragblend.ui.page_context import PageContext
 
     rules = Rules(address, UPLOAD_PATH, max_upload_bytes)
-    root = desk.workspaces.home.root
-    with owning(desk, "ragblend ui"), gradio_environment(root) as folder:
-        context = Context(desk)
-        app = build_app(context, rules, entrance)
+    root = services.workspaces.home.root
+    with owning(services, "ragblend ui"), gradio_environment(root) as folder:
+        context = PageContext(services)
+        app = build_app(context, rules, login)
 
         def ready() -> None:
-            context.startup.begin(desk)
+            context.startup.begin(services)
             on_ready(folder)
 
         Server(app, ready, grace_s=1).run([at])

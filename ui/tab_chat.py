@@ -1,4 +1,4 @@
-"""The Chat tab: conversations, the running answer, sources and under the hood. Wiring only."""
+"""The Chat tab: conversations, the running answer, its sources, and its details under the hood. Wiring only."""
 
 import logging
 import threading
@@ -10,18 +10,18 @@ from typing import Any
 import gradio as gr
 
 from ragblend.app import samples
+from ragblend.app.answering.answer_stream import AnswerStream
 from ragblend.app.answering.citations import cite
 from ragblend.app.answering.conversation import AskOptions
 from ragblend.app.answering.highlight import locate_source
-from ragblend.app.answering.turn import Turn
-from ragblend.app.library.documents import State
+from ragblend.app.library.documents import DocumentState
 from ragblend.app.models import Offer, machine_of, offers
 from ragblend.engine.model.checkpoints import DEFAULT
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import views
 from ragblend.ui.coalesce import coalesced
-from ragblend.ui.context import BARE, EACH, QUEUED, QUICK, Context, drawn, search_field
-from ragblend.ui.sessions import MEASUREMENT, session_of
+from ragblend.ui.page_context import BARE, EACH, QUEUED, QUICK, PageContext, drawn, search_field
+from ragblend.ui.page_sessions import MEASUREMENT, session_of
 from ragblend.ui.views import problem
 
 Updates = dict[Any, Any]
@@ -31,15 +31,15 @@ SOURCE, HOOD = "source", "hood"
 
 
 class ChatTab:
-    """Lays the tab out and connects it; the callbacks call the app and hand what it gives to what draws."""
+    """Lays the tab out and connects it; callbacks call the app and draw its results with `views`."""
 
-    def __init__(self, context: Context) -> None:
-        self._context, self._desk, self._sessions = context, context.desk, context.sessions
+    def __init__(self, context: PageContext) -> None:
+        self._context, self._services, self._sessions = context, context.services, context.sessions
         with gr.Row(elem_id="rb-chat"):
             with gr.Column(elem_id="rb-side", scale=0):
                 self._lay_out_conversations()
             with gr.Column(elem_id="rb-middle"):
-                self._lay_out_conversation(context.desk.workspaces.names())
+                self._lay_out_conversation(context.services.workspaces.names())
             with gr.Column(elem_id="rb-more", scale=0), gr.Tabs(elem_id="rb-panel") as self.panel:
                 with gr.Tab("Source", id=SOURCE):
                     self.source = drawn("rb-source", views.passage.empty(), acts=False)
@@ -55,9 +55,9 @@ class ChatTab:
         self.export = drawn("rb-export", acts=False)
 
     def _lay_out_conversation(self, names: list[str]) -> None:
-        """The transcript, and what a question is written in; names: the collections."""
+        """The transcript and the form for a question; names: the collections."""
         with gr.Column(elem_id="rb-scroll"):
-            # Shown while there is no conversation; of its own, so that it is drawn again at any time and hides none.
+            # Shown while there is no conversation; a component of its own, so that redrawing it hides none.
             self.hello = drawn("rb-hello")
             self.transcript = drawn("rb-transcript")
             self.live = drawn("rb-live", acts=False)
@@ -121,18 +121,18 @@ class ChatTab:
         if not question.strip():
             return
         if chat_id is None:
-            chat_id = self._desk.chats.create().id
-        ask = self._desk.conversations.ask
+            chat_id = self._services.chats.create().id
+        ask = self._services.conversations.ask
         options = _options(collections, mode)
         yield from self._answer(request, chat_id, question, lambda: ask(chat_id, question, options))
 
     def again(
         self, chat_id: int | None, collections: list[str], mode: str, event: gr.EventData, request: gr.Request
     ) -> Iterator[Updates]:
-        """Regenerate the last answer, or edit a question and ask it anew."""
+        """Answer the last question again, or edit a question and ask it again."""
         if chat_id is None:
             return
-        options, conversations = _options(collections, mode), self._desk.conversations
+        options, conversations = _options(collections, mode), self._services.conversations
         if event.act == "edit":
             message_id, text = int(event.id), str(event.text)
             yield from self._answer(
@@ -143,21 +143,21 @@ class ChatTab:
 
     def digest(self, event: gr.EventData, request: gr.Request) -> Iterator[Updates]:
         """Summarise a document of the library, in a conversation of its own."""
-        desk = self._desk
-        found = desk.workspaces.library.documents_with([str(event.id)])
+        services = self._services
+        found = services.workspaces.library.documents_with([str(event.id)])
         for document in found.values():
-            chat_id = desk.chats.create().id
+            chat_id = services.chats.create().id
             yield from self._answer(
                 request,
                 chat_id,
                 f"Summarise {document.name}.",
-                partial(desk.conversations.digest, document, chat_id),
+                partial(services.conversations.digest, document, chat_id),
             )
 
     def _answer(
-        self, request: gr.Request, chat_id: int, question: str, begin: Callable[[], Turn]
+        self, request: gr.Request, chat_id: int, question: str, begin: Callable[[], AnswerStream]
     ) -> Iterator[Updates]:
-        """Draw a turn while it is being answered; whatever happens, the page is as before afterwards."""
+        """Draw an answer while it is being written; afterwards the form is ready again, whatever happened."""
         session = session_of(request)
         number = self._sessions.begin(session)
         ended = partial(self._ended, session, number, chat_id, question)
@@ -184,13 +184,13 @@ class ChatTab:
                 pass  # it is stored with the answer, and drawn from there
             except Exception:
                 LOG.exception("an answer failed")  # stored and drawn as well
-        with suppress(RagBlendError):  # it is a curve on another tab, and no reason to fail
+        with suppress(RagBlendError):  # only the curve on the Store tab needs it
             self._context.note_store()
         yield ended()
 
-    def _draw(self, session: str, number: int, chat_id: int, turn: Turn) -> Iterator[Updates]:
+    def _draw(self, session: str, number: int, chat_id: int, turn: AnswerStream) -> Iterator[Updates]:
         def has_page() -> bool:
-            return self._sessions.shows(session, chat_id) and not self._sessions.is_others(session, number)
+            return self._sessions.shows(session, chat_id) and not self._sessions.is_outdated(session, number)
 
         if has_page():
             yield {self.transcript: self._transcript(chat_id, True), self.chats: self._chats(chat_id)}
@@ -198,17 +198,17 @@ class ChatTab:
         for piece in coalesced(turn):
             text += piece
             if (piece or not text) and has_page():
-                yield {self.live: views.chat.live_turn("", text, "" if text else turn.doing, turn.notice)}
+                yield {self.live: views.chat.live_turn("", text, "" if text else turn.status, turn.notice)}
 
     def _ended(self, session: str, number: int, chat_id: int, question: str, note: str = "") -> Updates:
-        if self._sessions.is_others(session, number):
-            return {self.live: gr.skip()}  # Gradio repeats what came last
+        if self._sessions.is_outdated(session, number):
+            return {self.live: gr.skip()}  # Gradio would repeat the last update
         resting = {self.send_button: gr.update(visible=True), self.stop_button: gr.update(visible=False)}
         if not self._sessions.shows(session, chat_id):
             return resting
         try:
             return resting | self._shown(chat_id) | {self.live: note}
-        except RagBlendError as error:  # it was deleted elsewhere: what was typed can be asked in a new one
+        except RagBlendError as error:  # the conversation was deleted: keep the question for a new one
             self._sessions.show(session, None)
             typed = {self.question: question or gr.skip()}
             return resting | self._shown(None) | typed | {self.live: problem(str(error))}
@@ -228,7 +228,7 @@ class ChatTab:
     def in_list(
         self, chat_id: int | None, search: str, limit: int, event: gr.EventData, request: gr.Request
     ) -> Updates:
-        chats = self._desk.chats
+        chats = self._services.chats
         try:
             if event.act == "open-chat":
                 listed = {self.chats: self._chats(int(event.id), search, limit)}
@@ -242,7 +242,7 @@ class ChatTab:
                 chats.rename(int(event.id), str(event.text))
             if event.act == "delete-chat":
                 chats.delete(int(event.id))
-                self._desk.conversations.forget(int(event.id))
+                self._services.conversations.forget(int(event.id))
                 if int(event.id) == chat_id:
                     return self._open(request, None) | {self.chats: self._chats(None, search, limit)}
         except RagBlendError as error:
@@ -260,7 +260,7 @@ class ChatTab:
         return {**self._shown(chat_id), self.live: "", self.source: views.passage.empty()}
 
     def _shown(self, chat_id: int | None) -> Updates:
-        messages = self._desk.chats.messages(chat_id) if chat_id is not None else []
+        messages = self._services.chats.messages(chat_id) if chat_id is not None else []
         answers = [message for message in messages if message.role == "assistant"]
         return {
             self.chat_id: chat_id,
@@ -273,44 +273,48 @@ class ChatTab:
 
     def _chats(self, chat_id: int | None, search: str = "", limit: int = CHATS_PER_PAGE) -> str:
         if search.strip():
-            return views.chat.found_conversations(self._desk.chats.search(search), chat_id)
-        return views.chat.conversations(*self._desk.chats.page(limit=limit), chat_id)
+            return views.chat.found_conversations(self._services.chats.search(search), chat_id)
+        return views.chat.conversations(*self._services.chats.page(limit=limit), chat_id)
 
     def _transcript(self, chat_id: int | None, is_asking: bool = False) -> str:
-        messages = self._desk.chats.messages(chat_id) if chat_id is not None else []
+        messages = self._services.chats.messages(chat_id) if chat_id is not None else []
         if not messages:
             return ""
         cited = [cite(m.text, m.sources) if m.role == "assistant" else None for m in messages]
         return views.chat.transcript(messages, cited, is_asking)
 
     def welcome(self) -> str:
-        ready = self._desk.workspaces.count_documents(State.DONE)
-        questions, note = self._answerable_samples(), self._desk.settings.manner.note
+        ready = self._services.workspaces.count_documents(DocumentState.DONE)
+        questions, note = self._answerable_samples(), self._services.settings.manner.note
         return views.chat.welcome(ready, questions, note, [] if ready else self._larger_models())
 
     def add_samples(self) -> str:
-        """The one thing of what an empty conversation offers that is not done in the browser."""
+        """Ingest the sample documents; the other buttons of an empty conversation work in the browser."""
         try:
-            self._desk.jobs.add([samples.documents_folder()], self._desk.settings.collection)
+            self._services.jobs.add([samples.documents_folder()], self._services.settings.collection)
         except RagBlendError as error:
             return problem(str(error)) + self.welcome()
         return views.chat.reading_samples()
 
     def _larger_models(self) -> Sequence[Offer]:
-        """What the newcomer is told of: those of the hub that fit this machine, where the bundled one is in use."""
-        settings = self._desk.settings
+        """Models of the hub that fit this machine, to suggest while the bundled one is in use."""
+        settings = self._services.settings
         if settings.model != DEFAULT or settings.vllm:
             return []
         try:
-            return offers(machine_of(self._desk.workspaces.first))
-        except RagBlendError:  # such as a device that is gone: the banner says that
+            return offers(machine_of(self._services.workspaces.first))
+        except RagBlendError:  # such as a missing device, which the banner reports
             return []
 
     def _answerable_samples(self) -> list[str]:
-        """Suggested ones whose documents are in the library: others would be answered wrongly."""
-        library, collection = self._desk.workspaces.library, self._desk.settings.collection
+        """Suggested questions whose documents are in the library: others would be answered wrongly."""
+        library, collection = self._services.workspaces.library, self._services.settings.collection
         found = (library.document(collection, str(path)) for path in samples.documents_folder().iterdir())
-        there = {document.name for document in found if document is not None and document.state is State.DONE}
+        there = {
+            document.name
+            for document in found
+            if document is not None and document.state is DocumentState.DONE
+        }
         return [
             each.question
             for each in samples.questions()
@@ -334,23 +338,23 @@ class ChatTab:
         return {self.panel: gr.skip()}
 
     def _source(self, message_id: int, number: int, at: str) -> str:
-        """at: where the citation is in the answer; "" for the first of that number that has a sentence."""
-        message = self._desk.chats.message(message_id)
+        """at: the citation's position in the answer; "" for the first of that number that has a sentence."""
+        message = self._services.chats.message(message_id)
         source = next((each for each in message.sources if each.number == number), None)
         if source is None:
             return problem(f"Source {number} is no longer here.", "warning")
-        library = self._desk.workspaces.library
+        library = self._services.workspaces.library
         cited = [c for c in cite(message.text, message.sources).citations if c.number == number]
         places = [c.place for c in cited if at in ("", str(c.start)) and c.place is not None]
         found = locate_source(library, source, places[0] if places else None)
         return views.passage.view(source, found, missing=bool(at) and not places)
 
     def _hood(self, message_id: int) -> str:
-        return views.hood.view(self._desk.chats.message(message_id).report, message_id)
+        return views.hood.view(self._services.chats.message(message_id).report, message_id)
 
     def measure(self, chat_id: int | None, event: gr.EventData, request: gr.Request) -> Iterator[Updates]:
-        """Run full prefill of that answer's prompt, and show it beside the answer's own."""
-        message_id, stopped, said = int(event.message), threading.Event(), ""
+        """Run full prefill of that answer's prompt, and show its time beside the answer's."""
+        message_id, stopped, message = int(event.message), threading.Event(), ""
         session = session_of(request, MEASUREMENT)
         number = self._sessions.begin(session)
         yield {
@@ -358,13 +362,13 @@ class ChatTab:
         }
         try:
             with self._sessions.running(session, number, stopped.set):
-                self._desk.conversations.measure_full(message_id, stopped)
-        except Cancelled:  # another one is measured, or another conversation shown
+                self._services.conversations.measure_full(message_id, stopped)
+        except Cancelled:  # another answer is measured, or another conversation opened
             yield {self.hood: gr.skip()}
             return
         except RagBlendError as error:
-            said = problem(str(error))
-        yield {self.hood: said + self._hood(message_id)}
+            message = problem(str(error))
+        yield {self.hood: message + self._hood(message_id)}
 
 
 def _options(collections: list[str], mode: str) -> AskOptions:

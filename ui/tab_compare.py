@@ -6,12 +6,12 @@ from typing import Any
 
 import gradio as gr
 
-from ragblend.app.answering.comparing import Side, compare
+from ragblend.app.answering.comparing import ComparedMethod, compare
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import views
-from ragblend.ui.context import QUEUED, QUICK, Context, collection_field, drawn
-from ragblend.ui.sessions import COMPARISON, session_of
+from ragblend.ui.page_context import QUEUED, QUICK, PageContext, collection_field, drawn
+from ragblend.ui.page_sessions import COMPARISON, session_of
 from ragblend.ui.views import LABELS, WITHOUT_RATIO, problem
 
 Updates = dict[Any, Any]
@@ -20,14 +20,14 @@ CHOICES = [(label, name) for name, label in LABELS.items()]
 
 def _side(name: str, method: str) -> tuple[gr.Dropdown, gr.Slider]:
     with gr.Column(min_width=240):
-        asked, element = f"{name}: what is read again", f"rb-method-{name.lower()}"
+        asked, element = f"{name}: reuse method", f"rb-method-{name.lower()}"
         chosen = gr.Dropdown(CHOICES, value=method, label=asked, elem_id=element)
         share = gr.Slider(
             0,
             100,
             value=100 * DEFAULT_RATIO,
             step=1,
-            label=f"{name}: how much of it, percent",
+            label=f"{name}: percent to re-read",
             elem_id=f"rb-ratio-{name.lower()}",
             interactive=True,
             visible=method not in WITHOUT_RATIO,
@@ -36,15 +36,17 @@ def _side(name: str, method: str) -> tuple[gr.Dropdown, gr.Slider]:
 
 
 class CompareTab:
-    def __init__(self, context: Context) -> None:
-        self._desk, self._sessions = context.desk, context.sessions
-        names = context.desk.workspaces.names()
+    """Lays the tab out and connects it."""
+
+    def __init__(self, context: PageContext) -> None:
+        self._services, self._sessions = context.services, context.sessions
+        names = context.services.workspaces.names()
         with gr.Column(elem_id="rb-compare"):
             with gr.Row():
                 self.question = gr.Textbox(
                     "",
                     label="Question",
-                    placeholder="The same prompt is read both ways",
+                    placeholder="Both methods read the same prompt",
                     elem_id="rb-compare-question",
                     max_lines=3,
                     scale=4,
@@ -94,8 +96,8 @@ class CompareTab:
         ended: Updates = {}
         try:
             with self._sessions.running(session, number, stopped.set):
-                for found in compare(self._desk.conversations, question, collection, sides, stopped):
-                    if self._sessions.is_others(session, number):
+                for found in compare(self._services.conversations, question, collection, sides, stopped):
+                    if self._sessions.is_outdated(session, number):
                         break
                     running = len(found.sides) < len(sides)
                     yield {self.result: views.compare.comparison(found, running)}
@@ -108,15 +110,15 @@ class CompareTab:
             raise
         yield self._ended(session, number, ended)
 
-    def _ended(self, session: str, number: int, said: Updates) -> Updates:
-        if self._sessions.is_others(session, number):
-            return {self.result: gr.skip()}  # Gradio repeats what came last
-        return said | {self.go: gr.update(interactive=True), self.stop_button: gr.update(visible=False)}
+    def _ended(self, session: str, number: int, message: Updates) -> Updates:
+        if self._sessions.is_outdated(session, number):
+            return {self.result: gr.skip()}  # Gradio would repeat the last update
+        return message | {self.go: gr.update(interactive=True), self.stop_button: gr.update(visible=False)}
 
     def stop(self, request: gr.Request) -> None:
         self._sessions.stop(session_of(request, COMPARISON))
 
 
-def side_of(method: str, percent: float) -> Side:
-    """percent: of what is stored."""
-    return Side(method, None if method in WITHOUT_RATIO else percent / 100)
+def side_of(method: str, percent: float) -> ComparedMethod:
+    """percent: of the stored tokens."""
+    return ComparedMethod(method, None if method in WITHOUT_RATIO else percent / 100)

@@ -11,45 +11,45 @@ import gradio as gr
 from ragblend.app import samples
 from ragblend.kvstore.errors import RagBlendError, UsageError
 from ragblend.ui import views
-from ragblend.ui.context import BARE, EACH, QUICK, Context, collection_field, drawn, search_field
+from ragblend.ui.page_context import BARE, EACH, QUICK, PageContext, collection_field, drawn, search_field
 from ragblend.ui.views import problem
 
 Updates = dict[Any, Any]
 PAGE = 50
 JOBS_SHOWN = 100
-OUT_OF_DATE = "out of date"  # instead of a fingerprint: whatever is shown, the next look draws it again
+OUT_OF_DATE = "out of date"  # instead of a fingerprint: the next tick draws everything again
 STATES = [("All", ""), ("Ready", "done"), ("Not finished", "pending"), ("Failed", "failed")]
 
 
 class LibraryTab:
-    """Lays the tab out and connects it; its components are named after what they show or take."""
+    """Lays the tab out and connects it."""
 
-    def __init__(self, context: Context) -> None:
-        self._desk, self.offset = context.desk, gr.State(0)
+    def __init__(self, context: PageContext) -> None:
+        self._services, self.offset = context.services, gr.State(0)
         with gr.Row(elem_id="rb-library"):
             with gr.Column(scale=2, min_width=280, elem_id="rb-add"):
-                self._lay_out_adding(context.desk.workspaces.names())
+                self._lay_out_adding(context.services.workspaces.names())
             with gr.Column(scale=5, min_width=320):
                 self._lay_out_documents()
         self.view = [self.collection, self.search, self.state, self.offset]
-        # What the page shows as `fingerprint` has it. It is kept in the browser, where answers may come in another
-        # order than they were given in: what was drawn last decides whether it is to be drawn again.
+        # The `fingerprint` of what the page shows. It is kept in the browser, where updates may arrive out of order:
+        # what was drawn last decides whether to draw again.
         self.seen = gr.Textbox("", visible=False, elem_id="rb-seen")
         self._page = [self.documents, self.tools, self.offset, self.seen]
         self.drawn = [self.queue, self.jobs, self.watched, *self._page]
         self._connect()
 
     def _lay_out_adding(self, names: list[str]) -> None:
-        """The collection, and what can be put into it: files, a folder, the samples. names: all there are."""
-        # Gradio's own check goes by choices that it remembers, and these can be older than what the page shows: a
-        # collection just made would be refused. What it may be called is the app's to judge.
+        """The collection, and what can be added to it: files, a folder, the samples. names: all collections."""
+        # Gradio checks against choices that may be older than what the page shows, and would refuse a new collection.
+        # The app checks the name.
         free: dict[str, Any] = {"interactive": True, "allow_custom_value": True}
         self.collection = collection_field(names, "rb-collection", **free)
         formats = "PDF, DOCX, EPUB, HTML, Markdown, text, CSV"
         self.files = gr.File(label=formats, file_count="multiple", elem_id="rb-upload", height=150)
         self.folder = gr.Textbox(
             "",
-            label="Or a folder or file on this machine",
+            label="Folder or file on this machine",
             placeholder="/path/to/documents",
             elem_id="rb-folder",
             max_lines=1,
@@ -59,12 +59,12 @@ class LibraryTab:
             self.add = gr.Button("Add", elem_id="rb-add-folder", scale=1, min_width=80)
         self.samples = gr.Button("Add the sample documents", elem_id="rb-add-samples", size="sm")
         self.watched = drawn("rb-watched")
-        # Not in an accordion: Gradio draws its contents twice when it opens, and what was typed between them is lost.
+        # Not in an accordion: Gradio draws its contents twice when it opens, which loses what was typed in between.
         self.new_name = gr.Textbox("", label="New collection", elem_id="rb-new-collection", max_lines=1)
         self.new = gr.Button("Create", size="sm", elem_id="rb-create-collection")
 
     def _lay_out_documents(self) -> None:
-        """What was just said, the queue, the collection's documents, and what can be done to all of them."""
+        """The last message, the queue, the collection's documents, and the tools for all of them."""
         self.message = drawn("rb-library-message", acts=False)
         self.queue, self.jobs = drawn("rb-queue"), drawn("rb-jobs")
         with gr.Row():
@@ -92,7 +92,7 @@ class LibraryTab:
 
     def upload(self, files: list[str] | None, *view: Any) -> Updates:
         paths = [Path(file) for file in files or []]
-        updates = self._after(lambda: self._desk.jobs.upload(paths, view[0]), view)
+        updates = self._after(lambda: self._services.jobs.upload(paths, view[0]), view)
         discard(paths)
         return updates | {self.files: None}
 
@@ -101,18 +101,18 @@ class LibraryTab:
             if not folder.strip():
                 raise UsageError("Name a folder or a file first.")
             path = Path(folder.strip())
-            added = self._desk.jobs.add([path], view[0])
+            added = self._services.jobs.add([path], view[0])
             if watch:
-                self._desk.watching.add(path, view[0])
+                self._services.watching.add(path, view[0])
             return added
 
         return self._after(work, view) | {self.folder: gr.skip()}
 
     def add_samples(self, *view: Any) -> Updates:
-        return self._after(lambda: self._desk.jobs.add([samples.documents_folder()], view[0]), view)
+        return self._after(lambda: self._services.jobs.add([samples.documents_folder()], view[0]), view)
 
     def _after(self, work: Any, view: tuple[Any, ...]) -> Updates:
-        """Add something, and say what became of it."""
+        """Add something and show the result."""
         try:
             message = views.library.added(work())
         except RagBlendError as error:
@@ -120,31 +120,31 @@ class LibraryTab:
         return {self.message: message, **self.refresh(*view)}
 
     def create(self, name: str) -> Updates:
-        """Make a collection and show it; one that is there is shown: a browser may have missed that it was made."""
-        workspaces, name, said = self._desk.workspaces, name.strip(), ""
+        """Create and show a collection; one that exists is shown, since a browser may miss that it was created."""
+        workspaces, name, message = self._services.workspaces, name.strip(), ""
         try:
             if name in workspaces.names():
-                said = problem(f"The collection “{name}” was there already; it is shown now.", "info")
+                message = problem(f"The collection “{name}” exists already; it is shown now.", "info")
             else:
                 workspaces.create(name)
         except RagBlendError as error:
             return {self.message: problem(str(error))}
         chosen = gr.update(choices=workspaces.names(), value=name)
-        return {self.collection: chosen, self.new_name: "", self.message: said}
+        return {self.collection: chosen, self.new_name: "", self.message: message}
 
     def remove_collection(
         self, collection: str, search: str, state: str, offset: int, event: gr.EventData
     ) -> Updates:
-        """The one that the button names: another may be chosen already."""
-        desk, shown = self._desk, collection
+        """Remove the collection that the button names: another one may be chosen meanwhile."""
+        services, shown = self._services, collection
         try:
-            removed, _ = desk.remove_collection(str(event.id))
+            removed, _ = services.remove_collection(str(event.id))
             message = views.library.deleted(removed)
             if collection == event.id:
-                shown = desk.workspaces.settings.collection
+                shown = services.workspaces.settings.collection
         except RagBlendError as error:
             message = problem(str(error))
-        chosen = gr.update(choices=desk.workspaces.names(), value=shown)
+        chosen = gr.update(choices=services.workspaces.names(), value=shown)
         return {self.message: message, self.collection: chosen, **self.refresh(shown, "", "", 0)}
 
     def act(self, collection: str, search: str, state: str, offset: int, event: gr.EventData) -> Updates:
@@ -159,14 +159,14 @@ class LibraryTab:
         return {self.message: message, **self.refresh(collection, search, state, offset)}
 
     def _do(self, event: gr.EventData, collection: str) -> str:
-        jobs, act = self._desk.jobs, event.act
+        jobs, act = self._services.jobs, event.act
         if act == "delete-document":
             return views.library.deleted(jobs.remove([str(event.id)], collection))
         if act == "retry-document":
-            known = self._desk.workspaces.of(collection).library.documents_with([str(event.id)])
+            known = self._services.workspaces.of(collection).library.documents_with([str(event.id)])
             return views.library.added(jobs.add([Path(each.path) for each in known.values()], collection))
         if act == "unwatch":
-            self._desk.watching.remove(int(event.id))
+            self._services.watching.remove(int(event.id))
         elif act in ("retry-job", "cancel-job"):
             (jobs.retry if act == "retry-job" else jobs.cancel)([int(event.id)])
         else:
@@ -184,15 +184,15 @@ class LibraryTab:
         return self._listed(collection, search, state, 0)
 
     def refresh(self, collection: str, search: str, state: str, offset: int) -> Updates:
-        """The queue, the folders and the page of documents as they are now."""
+        """Draw the queue, the folders and the page of documents."""
         return {
             **self.progress(),
-            self.watched: views.library.watched(self._desk.watching.folders()),
+            self.watched: views.library.watched(self._services.watching.folders()),
             **self._listed(collection, search, state, offset),
         }
 
     def progress(self) -> Updates:
-        jobs = self._desk.jobs
+        jobs = self._services.jobs
         overview, (shown, total) = jobs.overview(), jobs.page(limit=JOBS_SHOWN)
         return {
             self.queue: views.library.queue(overview),
@@ -200,11 +200,11 @@ class LibraryTab:
         }
 
     def _listed(self, collection: str, search: str, state: str, offset: int) -> Updates:
-        """A page of the documents, and what can be done to all; why not, where a name was typed that cannot be one."""
+        """Draw a page of documents and the collection's tools, or why the typed name is invalid."""
         try:
             shown = problem("Choose a collection.", "info"), ""
             if collection:
-                count = sum(self._desk.workspaces.library.counts_by_state(collection).values())
+                count = sum(self._services.workspaces.library.counts_by_state(collection).values())
                 tools = views.library.collection_tools(collection, count)
                 shown = self._documents(collection, search, state, offset), tools
         except RagBlendError as error:
@@ -213,17 +213,17 @@ class LibraryTab:
         return dict(zip(self._page, (*shown, at, OUT_OF_DATE), strict=True))
 
     def _documents(self, collection: str, search: str, state: str, offset: int) -> str:
-        library = self._desk.workspaces.of(collection).library
+        library = self._services.workspaces.of(collection).library
         page = library.page(collection, search, state or None, offset, PAGE)
         paths = [document.path for document in page.documents]
-        queued = self._desk.jobs.store.open_among(collection, paths)
+        queued = self._services.jobs.store.open_among(collection, paths)
         return views.library.documents(page, offset, PAGE, search, queued)
 
 
 def discard(paths: Sequence[Path]) -> None:
-    """Remove uploaded files, each with the folder that Gradio made for it; what lies elsewhere is left alone.
+    """Delete uploaded files with the folders that Gradio made for them, and nothing elsewhere.
 
-    What Gradio keeps of an upload goes as soon as the library has its own copy: a deleted document must be nowhere.
+    Gradio's copy of an upload must go once the library has its own: a deleted document must not be left anywhere.
     """
     root = Path(os.environ["GRADIO_TEMP_DIR"]).resolve()
     for path in paths:

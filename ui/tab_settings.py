@@ -1,4 +1,4 @@
-"""The Settings tab: what may be chosen, what a change costs first, saving it. Wiring only."""
+"""The Settings tab: the form, what a change would cost, and saving it. Wiring only."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ from ragblend.app.settings import Cost, Settings, cost_of, save_settings
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import views
-from ragblend.ui.context import EMPTY, QUICK, Context, drawn
+from ragblend.ui.page_context import EMPTY, QUICK, PageContext, drawn
 from ragblend.ui.tab_compare import CHOICES
 from ragblend.ui.views import LABELS, problem
 
@@ -28,45 +28,45 @@ Updates = dict[Any, Any]
 AUTO, MANUAL = "auto", "manual"
 DRAW_EVERY_S = 0.5
 DEVICES = [
-    ("The fastest there is", ""),
+    ("Fastest available", ""),
     ("Processor (CPU)", "cpu"),
     ("NVIDIA graphics card (CUDA)", "cuda"),
     ("Apple graphics (MPS)", "mps"),
 ]
-SEARCHES = [("What they mean, and their words", "hybrid"), ("What they mean alone", "vectors")]
-THEMES = [("As the system", "system"), ("Light", "light"), ("Dark", "dark")]
+SEARCHES = [("Meaning and words", "hybrid"), ("Meaning only", "vectors")]
+THEMES = [("Same as the system", "system"), ("Light", "light"), ("Dark", "dark")]
 SET_THEME = "(name) => { window.ragblend.theme(name); return name; }"
 GET_THEME = "() => window.ragblend.keptTheme()"
 INFO = {
     "model": "default (bundled), a folder, a .gguf file, or a hub id, which is downloaded on first use",
-    "reranker": "a cross-encoder that puts them in order: a folder, or a hub id; empty for none",
-    "method": "Passages were read one by one; some of each is read again next to the others, for a better answer.",
-    "top_k": "How many places in your documents the model is given to answer from.",
+    "reranker": "a cross-encoder that sorts the passages found: a folder or a hub id; empty for none",
+    "method": "Passages were read separately. Re-reading parts of them together makes answers better.",
+    "top_k": "How many passages of your documents the model gets to answer from.",
     "chunk_tokens": "Documents are cut into pieces of at most this length; 100 tokens are about 75 English words.",
-    "temperature": "0: always the likeliest word, so the same question gets the same answer.",
+    "temperature": "0: always the most likely word, so the same question gets the same answer.",
 }
 SLIDERS = (  # name, element, label, least, most, value, step
-    ("ratio", "rb-ratio", "Percent of the passages", 0, 100, 100 * DEFAULT_RATIO, 1),
+    ("ratio", "rb-ratio", "Percent to re-read", 0, 100, 100 * DEFAULT_RATIO, 1),
     ("top_k", "rb-top-k", "Passages per question", 1, 30, 6, 1),
     ("chunk_tokens", "rb-chunk", "Passage length, tokens", 64, 2048, 512, 32),
     ("max_new_tokens", "rb-longest", "Longest answer, tokens", 16, 2048, 256, 16),
-    ("temperature", "rb-temperature", "Variety of words (temperature)", 0, 2, 0, 0.05),
+    ("temperature", "rb-temperature", "Temperature (variety of words)", 0, 2, 0, 0.05),
 )
 
 
 def _form() -> dict[str, Any]:
-    """The fields by their settings, in the order in which callbacks get their values."""
-    method, modes = DEFAULT_METHOD, [("Chosen by hand", MANUAL), ("As much as costs no time", AUTO)]
-    asked = "What is read again for a question"
+    """The fields by the settings' names, in the order in which callbacks get their values."""
+    method, modes = DEFAULT_METHOD, [("Manual", MANUAL), ("Automatic", AUTO)]
+    asked = "Reuse method"
     return {
         "model": gr.Textbox("default", label="Model", elem_id="rb-model", max_lines=1, info=INFO["model"]),
-        "device": gr.Dropdown(DEVICES, value="", label="Computes on", elem_id="rb-device"),
-        "search": gr.Dropdown(SEARCHES, value="hybrid", label="Passages are found by", elem_id="rb-search"),
+        "device": gr.Dropdown(DEVICES, value="", label="Device", elem_id="rb-device"),
+        "search": gr.Dropdown(SEARCHES, value="hybrid", label="Search by", elem_id="rb-search"),
         "reranker": gr.Textbox(
             "", label="Reranker", elem_id="rb-reranker", max_lines=1, info=INFO["reranker"]
         ),
         "method": gr.Dropdown(CHOICES, value=method, label=asked, elem_id="rb-method", info=INFO["method"]),
-        "mode": gr.Radio(modes, value=MANUAL, label="How much is read again", elem_id="rb-ratio-mode"),
+        "mode": gr.Radio(modes, value=MANUAL, label="Share to re-read", elem_id="rb-ratio-mode"),
     } | {
         name: gr.Slider(
             least,
@@ -83,10 +83,10 @@ def _form() -> dict[str, Any]:
 
 
 class SettingsTab:
-    """Lays the tab out and connects it; filled anew whenever it is opened."""
+    """Lays the tab out and connects it; the form is filled whenever the tab is opened."""
 
-    def __init__(self, context: Context, tab: gr.Tab) -> None:
-        self._desk = context.desk
+    def __init__(self, context: PageContext, tab: gr.Tab) -> None:
+        self._services = context.services
         self._machine: Machine | None = None
         self._download: ModelDownload | None = None
         with gr.Row(elem_id="rb-settings"):
@@ -96,8 +96,8 @@ class SettingsTab:
             with gr.Column(min_width=300):
                 theme = gr.Radio(THEMES, value="system", label="Theme", elem_id="rb-theme")
                 self._meaning = drawn("rb-ratio-meaning", acts=False)
-                # What is said stands below the button, which must not move away from under the mouse; and what became
-                # of it apart from what a change costs, which may be said late.
+                # Messages are below the button, so that it does not move away from under the mouse; the result of
+                # saving is separate from the cost of a change, which may arrive late.
                 save = gr.Button("Save", variant="primary", elem_id="rb-save", scale=0)
                 outcome = drawn("rb-saved", acts=False)
                 stop = gr.Button(
@@ -121,7 +121,7 @@ class SettingsTab:
             field.input(self.price, fields, priced, trigger_mode="always_last", **QUICK)
 
     def fill(self) -> Updates:
-        settings, form = self._desk.workspaces.settings, self._form
+        settings, form = self._services.workspaces.settings, self._form
         by_hand = not isinstance(settings.ratio, str)
         share = settings.ratio if by_hand else DEFAULT_RATIO
         as_they_are = ("model", "search", "top_k", "chunk_tokens", "temperature")
@@ -139,13 +139,13 @@ class SettingsTab:
         }
 
     def _choices(self, settings: Settings) -> list[tuple[str, str]]:
-        """The models that are here, the one in use, and some of the hub that would fit this machine."""
-        workspaces = self._desk.workspaces
+        """The models on this machine, the one in use, and some of the hub that would fit."""
+        workspaces = self._services.workspaces
         here = models_here(workspaces.home.models)
         try:
             self._machine = self._machine or machine_of(workspaces.of(settings.collection))
             fitting = offers(self._machine)
-        except RagBlendError:  # a device that is gone: said where it is used
+        except RagBlendError:  # such as a missing device, which is reported where it is used
             fitting = []
         return views.model_choices(here, fitting, settings.model)
 
@@ -168,7 +168,7 @@ class SettingsTab:
             return updates | {self._cost: problem(str(error))}
 
     def _priced(self, given: dict[str, Any]) -> tuple[dict[str, Any], Cost]:
-        workspaces = self._desk.workspaces
+        workspaces = self._services.workspaces
         before, changes = workspaces.settings, chosen(given)
         if changes["max_new_tokens"] == before.answer_tokens:  # as the model has it, unless it was set
             changes["max_new_tokens"] = before.max_new_tokens
@@ -179,18 +179,18 @@ class SettingsTab:
         return changes, cost_of(before, wanted, *held, self._profile())
 
     def _profile(self) -> Any:
-        workspaces = self._desk.workspaces
+        workspaces = self._services.workspaces
         try:
             known = workspaces.first.engine.known_profile
-        except RagBlendError:  # the model in use is gone: another one may be chosen all the same
+        except RagBlendError:  # the model in use is missing: another one can be chosen all the same
             return None
         return known.prefill if known is not None else None
 
     def save(self, *values: Any) -> Iterator[tuple[str, Any, Any]]:
-        """Save, after a hub model is here; what is saved works, or is not saved."""
+        """Save, after downloading a hub model. Settings that do not work are not saved."""
         from ragblend.engine.model.device import pick_device
 
-        workspaces = self._desk.workspaces
+        workspaces = self._services.workspaces
         try:
             changes, price = self._priced(dict(zip(self._form, values, strict=True)))
             model = str(changes.get("model", workspaces.settings.model))
@@ -209,17 +209,17 @@ class SettingsTab:
             workspaces.change(**changes)
             way_back = before if model != before else None
             again = self._read_again() if price.encodes_again else 0
-            shown, said = views.settings.saved(again, way_back), ""
+            outcome, cost = views.settings.saved(again, way_back), ""
         except RagBlendError as error:
-            shown, said = problem(str(error)), gr.skip()
-        yield shown, gr.update(visible=False), said
+            outcome, cost = problem(str(error)), gr.skip()
+        yield outcome, gr.update(visible=False), cost
 
     def stop_download(self) -> None:
         if self._download is not None:
             self._download.stop()
 
     def _fetched(self, model: str) -> Iterator[tuple[str, Any, Any]]:
-        """Show a download until it is over; who goes away meanwhile stops it."""
+        """Show a download until it ends; closing the page stops it."""
         self._download = now = ModelDownload(model)
         try:
             over = False
@@ -238,26 +238,26 @@ class SettingsTab:
         """Measure model and disk, for estimates of full prefill and for `auto`."""
         from ragblend.engine.engine import loaded_here
 
-        yield problem("Measuring: about a minute, in which questions wait …", "info")
-        workspaces = self._desk.workspaces
+        yield problem("Measuring for about a minute; questions wait …", "info")
+        workspaces = self._services.workspaces
         try:
             loaded_here(workspaces.first.engine, "measuring the device").profile()
-            yield problem("Measured. From now on answers say what full prefill would have taken.", "info")
+            yield problem("Measured. Answers now show how long full prefill would have taken.", "info")
         except RagBlendError as error:
             yield problem(str(error))
 
     def _read_again(self) -> int:
-        """Put every document in the queue: those whose recipe no longer holds are read again there."""
-        workspaces, count = self._desk.workspaces, 0
+        """Queue every document: those whose recipe has changed are ingested again."""
+        workspaces, count = self._services.workspaces, 0
         for name in workspaces.names():
             paths = [Path(document.path) for document in workspaces.library.documents(name)]
             if paths:
-                count += self._desk.jobs.add(paths, name).files
+                count += self._services.jobs.add(paths, name).files
         return count
 
 
 def with_chosen(method: str) -> list[tuple[str, str]]:
-    """The methods to choose from: a name with parameters, from a file or from `tune`, is one more."""
+    """The methods to choose from, and the current one if it has parameters (from a file or `tune`)."""
     return CHOICES if method in LABELS else [*CHOICES, (method, method)]
 
 
@@ -280,7 +280,7 @@ def chosen(given: dict[str, Any]) -> dict[str, Any]:
 def _meaning(mode: str, ratio: float) -> str:
     if mode == AUTO:
         return views.settings.meaning(
-            "While stored passages are loaded from the disk, the model reads as much of them again as it can in that "
-            f"time: {DEFAULT_RATIO:.0%} at least."
+            "The model re-reads as much as it can while stored passages are loaded from the disk, at least "
+            f"{DEFAULT_RATIO:.0%}."
         )
     return views.settings.meaning(views.ratio_meaning(ratio))

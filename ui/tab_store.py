@@ -1,4 +1,4 @@
-"""The Store tab: what is kept, how often it is of use, its budget, check and repair. Wiring only."""
+"""The Store tab: contents, hit rate, budget, check and repair. Wiring only."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -6,12 +6,12 @@ from typing import Any
 
 import gradio as gr
 
-from ragblend.app.library import upkeep
+from ragblend.app.library import maintenance
 from ragblend.app.progress import silent
 from ragblend.app.settings import save_settings
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import views
-from ragblend.ui.context import EMPTY, QUEUED, QUICK, Context, drawn
+from ragblend.ui.page_context import EMPTY, QUEUED, QUICK, PageContext, drawn
 from ragblend.ui.views import problem
 
 Updates = dict[Any, Any]
@@ -20,17 +20,15 @@ MOST_GIB = 500
 
 
 class StoreTab:
-    """Lays the tab out and connects it; drawn anew whenever it is opened."""
+    """Lays the tab out and connects it; it is drawn again whenever it is opened."""
 
-    def __init__(self, context: Context, tab: gr.Tab) -> None:
-        self._desk, self._context = context.desk, context
+    def __init__(self, context: PageContext, tab: gr.Tab) -> None:
+        self._services, self._context = context.services, context
         with gr.Column(elem_id="rb-store"):
             self.overview = drawn("rb-store-overview", acts=False)
             with gr.Row():
                 with gr.Column(scale=3, min_width=300):
-                    gr.HTML(
-                        '<h2 class="rb-section">Found in the store over time</h2>', apply_default_css=False
-                    )
+                    gr.HTML('<h2 class="rb-section">Hit rate over time</h2>', apply_default_css=False)
                     self.rates = drawn("rb-store-rates", acts=False)
                 with gr.Column(scale=2, min_width=300):
                     self.budget = gr.Slider(
@@ -38,9 +36,9 @@ class StoreTab:
                         MOST_GIB,
                         value=20,
                         step=1,
-                        label="Budget on the disk, GiB",
+                        label="Disk budget, GiB",
                         elem_id="rb-budget",
-                        info="What was used least goes first; it is made again when it is needed.",
+                        info="The least useful passages are evicted first, and computed again when needed.",
                         interactive=True,
                     )
                     set_budget = gr.Button("Set the budget", size="sm", elem_id="rb-set-budget")
@@ -69,41 +67,41 @@ class StoreTab:
 
     @property
     def _workspace(self) -> Any:
-        return self._desk.workspaces.first
+        return self._services.workspaces.first
 
     def _overview(self) -> str:
-        workspaces, engine, takes = self._desk.workspaces, self._workspace.engine, None
+        workspaces, engine, takes = self._services.workspaces, self._workspace.engine, None
         with suppress(RagBlendError):  # without a model, or with one whose KV cannot be stored
             takes = engine.token_bytes
         held = workspaces.count_documents(), workspaces.count_passages()
-        return views.store.overview(upkeep.stats_value(engine.store), *held, takes)
+        return views.store.overview(maintenance.stats_value(engine.store), *held, takes)
 
     def set_budget(self, gib: float) -> Updates:
         try:
-            settings = self._desk.workspaces.change(store_budget_bytes=int(gib * GIB))
+            settings = self._services.workspaces.change(store_budget_bytes=int(gib * GIB))
             save_settings(
-                self._desk.workspaces.home.settings, {"store_budget_bytes": settings.store_budget_bytes}
+                self._services.workspaces.home.settings, {"store_budget_bytes": settings.store_budget_bytes}
             )
-            return {self.message: problem("Kept.", "info"), self.overview: self._overview()}
+            return {self.message: problem("Saved.", "info"), self.overview: self._overview()}
         except RagBlendError as error:
             return {self.message: problem(str(error))}
 
     def check(self) -> Iterator[Updates]:
         yield {self.message: problem("Reading everything that is stored …", "info")}
         try:
-            found = upkeep.check(self._workspace)
+            found = maintenance.check(self._workspace)
             yield {self.message: views.store.findings(found)}
         except RagBlendError as error:
             yield {self.message: problem(str(error))}
 
     def repair(self) -> Iterator[Updates]:
         yield {self.message: problem("Repairing …", "info")}
-        workspaces = self._desk.workspaces
+        workspaces = self._services.workspaces
         try:
             with workspaces.writing():
-                # Encoding may take hours, with the writer's lock: the queue does it without, and can be paused.
-                done = upkeep.repair(workspaces.first, silent, leave=lambda: True)
-            self._desk.jobs.wake()
+                # Do not encode here: it may take hours with the writer lock. The queue does it without, and can pause.
+                done = maintenance.repair(workspaces.first, silent, is_cancelled=lambda: True)
+            self._services.jobs.wake()
             yield {self.message: views.store.repaired(done), self.overview: self._overview()}
         except RagBlendError as error:
             yield {self.message: problem(str(error))}

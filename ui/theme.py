@@ -1,10 +1,10 @@
-"""Gradio's theme in the page's own colours, which are CSS variables (assets/style.css), so light and dark are one."""
+"""Gradio's theme, in colours that are CSS variables (assets/style.css), so that light and dark share one theme."""
 
 import gradio as gr
 
 SYSTEM = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "sans-serif")
 MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace")
-# What Gradio paints in each of the page's colours.
+# The theme's variables that use each of the page's colours.
 COLOURS = {
     "bg": "body_background_fill",
     "text": """body_text_color button_secondary_text_color checkbox_label_text_color
@@ -25,7 +25,7 @@ COLOURS = {
 
 
 def page_theme() -> gr.themes.Base:
-    """No font is fetched: the system's are used."""
+    """The theme; no font is downloaded, the system's are used."""
     theme = gr.themes.Base(
         primary_hue="teal",
         neutral_hue="stone",

@@ -1,7 +1,6 @@
-"""The page's HTML: a macro of `templates/*.html` a view, and what these need to know. Pure.
+"""Renders the page's HTML: each view is a macro of `templates/*.html`; the functions here are their helpers. Pure.
 
-Every value is escaped, wherever it stands, and characters that turn the direction are taken out; HTML of its own right
-is only what `markdown` lets pass.
+Every value is escaped, and characters that change the writing direction are replaced; only `markdown` produces HTML.
 """
 
 import difflib
@@ -19,19 +18,19 @@ from jinja2.ext import Extension
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
+from ragblend.app.answering.breakdown import KINDS, counts_of, has_breakdown
 from ragblend.app.answering.chats import INTERRUPTED
-from ragblend.app.answering.citations import Cited
-from ragblend.app.answering.comparing import Side
-from ragblend.app.answering.hood import KINDS, counts_of, has_breakdown
+from ragblend.app.answering.citations import CitedAnswer
+from ragblend.app.answering.comparing import ComparedMethod
 from ragblend.app.cli.common import plural, size
 from ragblend.app.models import Here, Offer, offered
 from ragblend.engine.trace import TraceEvent
 
 TAGS = "p br hr em strong del code pre blockquote ul ol li a h1 h2 h3 h4 h5 h6 table thead tbody tr th td"
-# No images at all: one that is fetched tells its server that the document was read.
+# No images: fetching one tells its server that the document was read.
 ATTRIBUTES = {"a": {"href"}, "ol": {"start"}}
 SCHEMES = {"http", "https", "mailto"}
-# Private use: around the number of an insert, until the text is safe.
+# Private-use characters around the number of an insert, until the HTML is sanitised.
 OPEN_MARK, CLOSE_MARK = "\ue000", "\ue001"
 MARKS = re.compile(f"[{OPEN_MARK}{CLOSE_MARK}]")
 MARKED = re.compile(f"{OPEN_MARK}([0-9]+){CLOSE_MARK}")
@@ -40,39 +39,38 @@ CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u202a-\u202e\u2066-\u2069
 WORD = re.compile(r"\s+|[^\s]+")
 BESIDE_A_TAG = re.compile(r"(?<=[>}])\n\s*|\n\s*(?=[<{])")
 
-# All of the engine's methods but its controls, in the order in which they are offered; importing its table would load
-# torch.
+# The engine's methods without its controls, in the order of the menu; importing the engine's table would load torch.
 LABELS = {
-    "probe-shift": "What the question needs, the rest adjusted (recommended)",
-    "full": "Everything, from the beginning (slowest, exact)",
-    "probe": "What the question needs (probe)",
-    "cacheblend": "What differs most between passages (CacheBlend)",
-    "cacheblend-gradual": "What differs most, fewer in each layer (CacheBlend, gradual)",
-    "cacheblend-k": "What differs most in its keys (CacheBlend)",
-    "prophet": "What the question looks at, in all layers (ProphetKV)",
-    "qcfuse": "What the question looks at, in layers of the middle (QCFuse)",
-    "a3": "What the question looks at, in one layer (A3)",
-    "epic": "The first words of each passage (EPIC)",
-    "auto": "What the question needs, behind what was read in this order before (auto)",
-    "exact": "All but what was read in this order before (exact)",
-    "prefix": "All but what begins as an earlier prompt did (prefix caching)",
-    "reuse": "Nothing: passages as they were stored (fastest)",
+    "probe-shift": "Re-read what the question needs, adjust the rest (recommended)",
+    "full": "Re-read everything (exact, slowest)",
+    "probe": "Re-read what the question needs (probe)",
+    "cacheblend": "Re-read what differs most between passages (CacheBlend)",
+    "cacheblend-gradual": "Re-read what differs most, less in each layer (CacheBlend, gradual)",
+    "cacheblend-k": "Re-read what differs most, by its keys (CacheBlend)",
+    "prophet": "Re-read what the question attends to, in all layers (ProphetKV)",
+    "qcfuse": "Re-read what the question attends to, in middle layers (QCFuse)",
+    "a3": "Re-read what the question attends to, in one layer (A3)",
+    "epic": "Re-read the first words of each passage (EPIC)",
+    "auto": "Reuse passages already read in this order, re-read what the question needs in others (auto)",
+    "exact": "Reuse only passages already read in this order (exact)",
+    "prefix": "Reuse only the beginning of an earlier prompt (prefix caching)",
+    "reuse": "Re-read nothing (fastest)",
 }
 WITHOUT_RATIO = frozenset({"full", "reuse", "prefix", "exact"})
 RATIO_WORDS = (
-    (0.0, "Nothing is read again: the fastest, and the least exact."),
-    (0.1, "A little is read again: fast."),
-    (0.25, "The usual middle: fast, and most answers are as if all had been read again."),
-    (0.6, "Much is read again: more exact, and slower."),
-    (1.0, "All is read again: the most exact, and the slowest."),
+    (0.0, "Fastest, least exact: nothing is re-read."),
+    (0.1, "Fast: a little is re-read."),
+    (0.25, "Recommended: fast, and usually matches a full re-read."),
+    (0.6, "More exact, slower: much is re-read."),
+    (1.0, "Exact, slowest: everything is re-read."),
 )
 TRACKS = {"device": 0, "host": 1, "copy": 2}  # the computing ones first
 PARTS = ("lookup", "prepare", "load", "copy", "compute", "select", "head", "move", "stall")
-MOST_EVENTS = 3000  # a long context on a deep model has tens of thousands: too many for a page
+MOST_EVENTS = 3000  # in one timeline: a long context on a deep model has tens of thousands
 
 
 class Views:
-    """One file of templates: each macro in it as a function that gives HTML."""
+    """A template file, with each of its macros as a function that returns HTML."""
 
     def __init__(self, name: str) -> None:
         self._file = f"{name}.html"
@@ -82,18 +80,18 @@ class Views:
         return lambda *values, **named: str(found(*values, **named))
 
 
-chat, compare, entrance, frame = Views("chat"), Views("compare"), Views("entrance"), Views("frame")
+chat, compare, frame, login = Views("chat"), Views("compare"), Views("frame"), Views("login")
 hood, library, passage = Views("hood"), Views("library"), Views("passage")
 settings, store = Views("settings"), Views("store")
 
 
 def problem(message: str, kind: str = "error") -> str:
-    """A box that says what is wrong; kind: error, warning or info."""
+    """A box with a message; kind: error, warning or info."""
     return Views("parts").note(message, kind)
 
 
 class _OneLine(Extension):
-    """A line break beside a tag is for whoever reads the template, and no space on the page."""
+    """Removes line breaks beside tags, so that templates can be wrapped without adding spaces to the page."""
 
     def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
         return BESIDE_A_TAG.sub("", source)
@@ -137,7 +135,7 @@ def _environment() -> Environment:
 
 
 def _visible(value: object) -> str:
-    """Without characters that turn the direction, or cannot be seen."""
+    """Replace control characters and those that change the writing direction."""
     made = CONTROL.sub("\N{REPLACEMENT CHARACTER}", str(value))
     return Markup(made) if isinstance(value, Markup) else made
 
@@ -146,9 +144,9 @@ def _visible(value: object) -> str:
 
 
 def markdown(pieces: str | Sequence[str | int], insert: Callable[[int], str] = str) -> Markup:
-    """Markdown from a document or a model as safe HTML: no script, no style, no image, no raw HTML.
+    """Render Markdown of a document or model as safe HTML: no scripts, styles, images or raw HTML.
 
-    pieces: a text, or texts with numbers between them; insert(number) gives the (safe) HTML that stands for a number.
+    pieces: a text, or texts with numbers between them; insert(number) gives the safe HTML to put there.
     """
     parts = [pieces] if isinstance(pieces, str) else pieces
     text = "".join(
@@ -171,15 +169,15 @@ def _parser() -> MarkdownIt:
     return MarkdownIt("commonmark", {"html": False, "breaks": True}).enable(["table", "strikethrough"])
 
 
-def cited_text(cited: Cited, caller: Callable[..., str]) -> Markup:
-    """The answer as safe HTML; caller draws a citation."""
+def cited_text(cited: CitedAnswer, caller: Callable[..., str]) -> Markup:
+    """The answer as safe HTML; caller renders a citation."""
     pieces = cited.pieces()
     marked = [piece if isinstance(piece, str) else number for number, piece in enumerate(pieces)]
     return markdown(marked, lambda number: caller(pieces[number]))
 
 
 def difference(text: str, other: str) -> list[tuple[str, bool]]:
-    """The text in pieces, and for each whether the other one says it too, word by word."""
+    """The text in pieces, and for each whether it is also in the other one, compared by words."""
     words, others = WORD.findall(text), WORD.findall(other)
     matcher = difflib.SequenceMatcher(None, others, words, autojunk=False)
     pieces = [
@@ -188,19 +186,19 @@ def difference(text: str, other: str) -> list[tuple[str, bool]]:
     return [piece for piece in pieces if piece[0]]
 
 
-def label(side: Side) -> str:
+def label(side: ComparedMethod) -> str:
     """CacheBlend, 15%."""
     name = LABELS.get(side.method, side.method)
     return name if side.ratio is None else f"{name}, {100 * side.ratio:.0f}%"
 
 
 def ratio_meaning(ratio: float) -> str:
-    """What a share of tokens that are read again does, in words."""
+    """What a share of re-read tokens means for the user."""
     return next(words for most, words in RATIO_WORDS if ratio <= most)
 
 
 def model_choices(here: Sequence[Here], fitting: Sequence[Offer], current: str) -> list[tuple[str, str]]:
-    """What a picker of models offers: a label with what each costs, and its name."""
+    """The entries of the model picker: a label with size and speed, and the model's name."""
     found = {one.name: f"{one.name} ({one.kind}, {size(one.bytes)}, here)" for one in here}
     more = {offer.model.name: f"{offered(offer)}, to download" for offer in fitting}
     labels = {current: current} | more | found
@@ -241,21 +239,21 @@ def day(when: str) -> str:
 
 
 def context_bar(segments: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The context from left to right, a stretch a run of tokens: where each begins, and its segment's middle."""
+    """The context from left to right: for each segment its runs of tokens with their start, and its middle."""
     gap = sum(segment["tokens"] for segment in segments) * 0.003
-    stretches, left = [], 0.0
+    bars, left = [], 0.0
     for segment in segments:
         at, runs = left, []
         for letter, tokens in segment["runs"]:
             runs.append((at, KINDS[letter], tokens))
             at += tokens
-        stretches.append({"segment": segment, "runs": runs, "middle": left + segment["tokens"] / 2})
+        bars.append({"segment": segment, "runs": runs, "middle": left + segment["tokens"] / 2})
         left += segment["tokens"] + gap
-    return {"stretches": stretches, "width": left - gap}
+    return {"segments": bars, "width": left - gap}
 
 
 def timeline_of(timeline: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """What is drawn of it: the tracks in their order, the longest events, and what all of a part add up to."""
+    """The timeline to draw: the tracks in order, the longest events, and the total time of each part."""
     events = [TraceEvent(*each) for each in timeline]
     totals = {part: sum(e.duration_ms for e in events if e.part == part) for part in PARTS}
     return {
@@ -268,7 +266,7 @@ def timeline_of(timeline: Sequence[Sequence[Any]]) -> dict[str, Any]:
 
 
 def longest(events: Sequence[TraceEvent], most: int) -> list[TraceEvent]:
-    """The longest events, in their order; all of them if they are few enough."""
+    """The longest events, in order of time; all of them if there are at most `most`."""
     if len(events) <= most:
         return list(events)
     least = sorted((event.duration_ms for event in events), reverse=True)[most - 1]
@@ -276,5 +274,5 @@ def longest(events: Sequence[TraceEvent], most: int) -> list[TraceEvent]:
 
 
 def rates(samples: Sequence[tuple[float, int, int]]) -> list[tuple[float, float]]:
-    """(when, share found by then) for each sample that asked for anything."""
+    """(time, hit rate until then) of each sample with requests."""
     return [(at_s, hits / (hits + misses)) for at_s, hits, misses in samples if hits + misses]

@@ -1,1 +1,1 @@
-"""Questions: passages found, the context, the answer as it comes, its citations, conversations that are kept."""
+"""Answers questions: retrieval, the prompt, the streamed answer, citations, stored conversations."""

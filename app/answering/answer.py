@@ -1,4 +1,4 @@
-"""What a question gives: the answer, where it comes from, what it cost; and its JSON (design: the command line)."""
+"""The answer to a question: its text, its sources, its cost, and its JSON (that of `ragblend ask --json`)."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -6,17 +6,16 @@ from typing import Any
 
 from ragblend.engine.config import Report
 
-# A name of the JSON beside the attribute of the engine's timings; retrieval, ttft and total are completed here.
+# The engine's timings that are copied to the JSON; retrieval, ttft and total are added here.
 ENGINE_TIMES = ("load_ms", "stall_ms", "move_ms", "select_ms", "prefill_ms")
-PLAIN = ("node_id", "document", "location", "score", "text")  # of a source, in the JSON of an answer
+SOURCE_KEYS = ("node_id", "document", "location", "score", "text")  # of a source in the JSON
 
 
 @dataclass(frozen=True)
-class Source:
-    """A passage that the model was given, under its number, which it keeps for the whole conversation.
+class AnswerSource:
+    """A passage in the prompt, with its number, which stays the same in the whole conversation.
 
-    score: the cosine similarity to the question; earlier: it came with an earlier question and is still before the
-    model.
+    score: the cosine similarity to the question; earlier: found for an earlier question and still in the prompt.
     """
 
     number: int
@@ -31,19 +30,19 @@ class Source:
 
     @property
     def label(self) -> str:
-        """The document and the place in it."""
+        """The document and the location in it."""
         return f"{self.document}, {self.location}" if self.location else self.document
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Source":
+    def from_json(cls, value: dict[str, Any]) -> "AnswerSource":
         return cls(**{field.name: value[field.name] for field in fields(cls) if field.name in value})
 
 
 def unsupported_notice(figures: Sequence[str]) -> str | None:
-    """What a reader must know of an answer with figures that stand nowhere in its prompt; None where there are none."""
+    """The warning about figures in an answer that are not in its prompt; None if there are none."""
     if not figures:
         return None
     return f"Neither in the passages nor in the question: {', '.join(figures)}. Check before you rely on it."
@@ -51,22 +50,22 @@ def unsupported_notice(figures: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answered question. retrieve_ms is part of its times to first token and in total.
+    """One answered question. retrieve_ms is included in the time to first token and the total time.
 
-    notice: what the user must know, such as passages that did not fit; None when there is nothing.
+    notice: what the user must know, such as passages that did not fit; None if there is nothing.
     """
 
     text: str
     model: str
     device: str
-    sources: tuple[Source, ...]
+    sources: tuple[AnswerSource, ...]
     retrieve_ms: float
     report: Report
     notice: str | None = None
 
     @property
     def ttft_ms(self) -> float:
-        """From the question to the first token, everything being loaded: retrieval, prefill, first token."""
+        """From the question to the first token, with models loaded: retrieval, prefill, first token."""
         return self.retrieve_ms + self.report.timings.ttft_ms
 
     def to_json(self) -> dict[str, Any]:
@@ -77,7 +76,7 @@ class Answer:
             "device": self.device,
             "method": report.method,
             "ratio": report.ratio,
-            "sources": [{name: getattr(source, name) for name in PLAIN} for source in self.sources],
+            "sources": [{name: getattr(source, name) for name in SOURCE_KEYS} for source in self.sources],
             "tokens": asdict(report.tokens),
             "timings": {
                 "retrieve_ms": round(self.retrieve_ms, 2),
@@ -90,6 +89,6 @@ class Answer:
             "unsupported_figures": list(report.unsupported_figures),
             "read_again_at": report.read_again_at,
         }
-        if report.decision is not None:  # what the loading controller chose, and expected
+        if report.decision is not None:  # the loading controller's choice and estimate
             result["controller"] = report.decision.to_json()
         return result | ({"notice": self.notice} if self.notice else {})

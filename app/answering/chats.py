@@ -1,4 +1,4 @@
-"""Conversations, kept: titles, messages, their sources and what the answers cost. Never lost; deleted for good."""
+"""Stored conversations: titles, messages with their sources, and what answers cost. Never lost; deleted for good."""
 
 import json
 import sqlite3
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ragblend.app.answering.answer import Source
+from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.citations import with_marks
 from ragblend.app.database import Database, Layout, now, storable
 from ragblend.kvstore.errors import LibraryError, UsageError
@@ -17,7 +17,7 @@ SNIPPET_CHARACTERS = 120
 DELETED_TEXT = "(The document was deleted, or changed: this passage is no longer in the library.)"
 Known = Callable[[Sequence[str]], Container[str]]  # of node ids, those that are in the library
 UNFINISHED = "unfinished"  # in the report of an answer that is being written
-# AUTOINCREMENT: the number of a deleted message must not come back, somebody may still hold it.
+# AUTOINCREMENT: the id of a deleted message must not be reused, since a page may still hold it.
 TABLES = (
     "CREATE TABLE chats (id INTEGER PRIMARY KEY AUTOINCREMENT, title TEXT NOT NULL, created_at TEXT NOT NULL, "
     "updated_at TEXT NOT NULL, used INTEGER NOT NULL)",
@@ -28,13 +28,12 @@ TABLES = (
     "CREATE INDEX messages_by_chat ON messages (chat_id, id)",
     "CREATE INDEX chats_by_use ON chats (used)",
 )
-MESSAGE = ("id", "chat_id", "role", "text", "sources", "report", "created_at")
 ADOPTED = (
     "INSERT OR IGNORE INTO chats SELECT chat_id, '', min(created_at), max(created_at), max(id) FROM messages "
     "GROUP BY chat_id"
 )
 LAYOUT = Layout("conversations", 3, TABLES, copied=("chats", "messages"), adopted=(ADOPTED,))
-INTERRUPTED = "RAGBlend ended while this answer was being written. This is as far as it came."
+INTERRUPTED = "RAGBlend ended while this answer was being written, so it is incomplete."
 Role = Literal["user", "assistant"]
 CHATS = "SELECT chats.*, (SELECT count(*) FROM messages WHERE chat_id = chats.id) AS messages FROM chats"
 
@@ -51,19 +50,19 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Message:
-    """One turn of one side. report: what the answer cost (`hood.breakdown_of`), notices, errors; {} for questions."""
+class ChatMessage:
+    """A question or an answer. report: the answer's cost (`breakdown_of`), notices, errors; {} for questions."""
 
     id: int
     chat_id: int
     role: Role
     text: str
     created_at: str
-    sources: tuple[Source, ...] = ()
+    sources: tuple[AnswerSource, ...] = ()
     report: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """For programs: all but its numbers in this home."""
+        """The message for programs, without its ids in this home."""
         return {
             "role": self.role,
             "text": self.text,
@@ -73,7 +72,7 @@ class Message:
         }
 
     def to_markdown(self) -> str:
-        """For people: a heading, the text, notices, numbered sources."""
+        """The message for people: a heading, the text, notices, numbered sources."""
         text = self.text if self.role == "user" else with_marks(self.text, self.sources)
         parts = [f"## {'Question' if self.role == 'user' else 'Answer'}", text.strip()]
         notices = [str(self.report[key]) for key in ("notice", "error") if self.report.get(key)]
@@ -88,7 +87,7 @@ class Message:
 class Chats(Database):
     """All conversations of one home. Safe for threads, and for several programs at once.
 
-    What `known` says is gone is not kept with an answer.
+    known: of node ids, those that are in the library; the text of other passages is not stored with an answer.
     """
 
     layout = LAYOUT
@@ -100,7 +99,7 @@ class Chats(Database):
     # --- conversations
 
     def create(self, title: str = "") -> Chat:
-        """A new conversation; without a title it takes the first question for one."""
+        """A new conversation; without a title, its first question becomes the title."""
         query = (
             "INSERT INTO chats (title, created_at, updated_at, used) "
             "VALUES (?1, ?2, ?2, (SELECT coalesce(max(used), 0) + 1 FROM chats))"
@@ -110,22 +109,20 @@ class Chats(Database):
         return self.get(key)
 
     def get(self, chat_id: int) -> Chat:
-        """Raises LibraryError if it is gone."""
+        """One conversation. Raises LibraryError if it does not exist."""
         rows = self.rows(f"{CHATS} WHERE id = ?", chat_id)
         if not rows:
-            raise LibraryError(
-                f"Opening the conversation {chat_id}: it is not there any more. Start a new one."
-            )
+            raise LibraryError(f"Opening the conversation {chat_id}: it was deleted. Start a new one.")
         return _chat(rows[0])
 
     def page(self, offset: int = 0, limit: int = 50) -> tuple[list[Chat], int]:
-        """Some of the conversations by their last message, newest first, and how many there are in all."""
+        """One page of conversations by their last message, newest first, and how many there are in all."""
         rows = self.rows(f"{CHATS} ORDER BY used DESC LIMIT ? OFFSET ?", limit, offset)
         (total,) = self.column("SELECT count(*) FROM chats")
         return [*map(_chat, rows)], total
 
     def search(self, text: str, limit: int = 50) -> list[tuple[Chat, str]]:
-        """Conversations in whose title or one message all these words stand, newest first, with the first place."""
+        """Conversations with all these words in the title or in one message, newest first, each with a snippet."""
         words = text.casefold().split()
         if not words:
             return [(chat, "") for chat in self.page(limit=limit)[0]]
@@ -144,7 +141,7 @@ class Chats(Database):
         return [(_chat(row), _around(texts[row["id"]], words[0])) for row in rows]
 
     def rename(self, chat_id: int, title: str) -> Chat:
-        """Raises UsageError for an empty title, LibraryError if the conversation is gone."""
+        """Rename a conversation. Raises UsageError for an empty title, LibraryError if it does not exist."""
         if not title.strip():
             raise UsageError("Renaming a conversation: the title is empty. Write a name.")
         self.get(chat_id)
@@ -152,7 +149,7 @@ class Chats(Database):
         return self.get(chat_id)
 
     def delete(self, chat_id: int) -> int:
-        """Remove a conversation and its bytes in the file. Returns how many bytes of text went."""
+        """Delete a conversation and its bytes in the file. Returns how many bytes of text it had."""
         size = "length(CAST(text AS BLOB)) + length(CAST(sources AS BLOB)) + length(CAST(report AS BLOB))"
         query = f"SELECT coalesce(sum({size}), 0) FROM messages WHERE chat_id = ?"
         with self.transaction() as sql:
@@ -163,20 +160,18 @@ class Chats(Database):
 
     # --- messages
 
-    def messages(self, chat_id: int) -> list[Message]:
-        """All messages, but for an answer being written, in order. Raises LibraryError if the conversation is gone."""
+    def messages(self, chat_id: int) -> list[ChatMessage]:
+        """All messages in order, without an answer being written. Raises LibraryError if there is no conversation."""
         rows = self.rows("SELECT * FROM messages WHERE chat_id = ? ORDER BY id", chat_id)
         if not rows:
             self.get(chat_id)
         return [message for message in map(_message, rows) if UNFINISHED not in message.report]
 
-    def message(self, message_id: int) -> Message:
-        """Raises LibraryError if it is gone."""
+    def message(self, message_id: int) -> ChatMessage:
+        """One message. Raises LibraryError if it does not exist."""
         rows = self.rows("SELECT * FROM messages WHERE id = ?", message_id)
         if not rows:
-            raise LibraryError(
-                f"Opening the message {message_id}: it is not there any more. Reload the conversation."
-            )
+            raise LibraryError(f"Opening the message {message_id}: it was deleted. Reload the conversation.")
         return _message(rows[0])
 
     def add(
@@ -184,13 +179,13 @@ class Chats(Database):
         chat_id: int,
         role: Role,
         text: str,
-        sources: Sequence[Source] = (),
+        sources: Sequence[AnswerSource] = (),
         report: dict[str, Any] | None = None,
         answers: int | None = None,
-    ) -> Message:
-        """Append a message; on disk when this returns. Raises LibraryError if its conversation or question is gone.
+    ) -> ChatMessage:
+        """Append a message, durably. Raises LibraryError if its conversation or question was deleted.
 
-        answers: the message that was asked, which may have been replaced since.
+        answers: the id of the question, which may have been replaced meanwhile.
         """
         chat, moment = self.get(chat_id), now()
         with self.transaction() as sql:
@@ -206,20 +201,20 @@ class Chats(Database):
                 (title, moment, chat_id),
             )
         assert key is not None
-        self._see_removed(chat_id, sources)
+        self._forget_if_removed(chat_id, sources)
         return self.message(key)
 
-    def add_to_report(self, message_id: int, more: dict[str, Any]) -> Message:
-        """Beside what the report says by now. Raises LibraryError if the message is gone."""
+    def add_to_report(self, message_id: int, more: dict[str, Any]) -> ChatMessage:
+        """Add entries to a message's report. Raises LibraryError if the message does not exist."""
         with self.transaction() as sql:
             report = self.message(message_id).report | more
             sql.execute("UPDATE messages SET report = ? WHERE id = ?", (_json(report), message_id))
         return self.message(message_id)
 
-    def rewrite(self, message: Message) -> Message:
-        """Put this text, these sources and this report in the place of a message's. Raises LibraryError if it is gone.
+    def rewrite(self, message: ChatMessage) -> ChatMessage:
+        """Replace a message's text, sources and report. Raises LibraryError if it does not exist.
 
-        A passage that was deleted since it was written stays deleted.
+        A passage that was deleted meanwhile stays deleted.
         """
         with self.transaction() as sql:
             gone = {s.number for s in self.message(message.id).sources if s.text == DELETED_TEXT}
@@ -230,19 +225,19 @@ class Chats(Database):
                 (storable(message.text), _sources_json(rows), _json(report), message.id),
             )
         if UNFINISHED not in report:
-            self._see_removed(message.chat_id, message.sources)
+            self._forget_if_removed(message.chat_id, message.sources)
         return self.message(message.id)
 
-    def _see_removed(self, chat_id: int, sources: Sequence[Source]) -> None:
-        """After these are stored: whoever removes a passage now sees that it is here, or is seen."""
+    def _forget_if_removed(self, chat_id: int, sources: Sequence[AnswerSource]) -> None:
+        """After storing sources: remove passages that were deleted meanwhile, which their deletion did not see here."""
         if sources and self._known is not None:
             self._forget_removed_in(chat_id, self._known)
             self.erase_log()
 
     def end_unfinished(self, chat_id: int | None = None) -> int:
-        """Mark what a killed program had come to, in one conversation or all, as interrupted. Returns how many answers.
+        """Mark unfinished answers of a killed program as interrupted, in one conversation or all. Returns how many.
 
-        Call it before anything is asked; a program that is in the middle of one goes on, and marks it as whole again.
+        Call it before asking anything. A program that is still writing an answer marks it as complete at its end.
         """
         query = (
             "UPDATE messages SET report = json_set(json_remove(report, '$.unfinished'), '$.interrupted', json('true')) "
@@ -251,19 +246,20 @@ class Chats(Database):
         )
         return self.execute(query, chat_id).rowcount
 
-    def replace_from(self, message_id: int) -> None:
-        """Remove that message and all after it in its conversation, and their bytes."""
+    def delete_from(self, message_id: int) -> None:
+        """Delete that message and all after it in its conversation, and their bytes."""
         message = self.message(message_id)
         query = "DELETE FROM messages WHERE chat_id = ? AND id >= ?"
         self.execute(query, message.chat_id, message_id)
         self.erase()
 
-    # --- documents that went
+    # --- deleted documents
 
     def forget_removed(self, known: Known) -> bool:
-        """Take the text of passages that are in no library any more out of sources and reports, and its bytes.
+        """Remove the text of passages that are no longer in the library from sources and reports, and its bytes.
 
-        Their number, name and place stay, and the answers. False if the bytes stay while others use the file for long.
+        Their number, document name and location stay, and so do the answers. False if the bytes are still in the file,
+        because other processes use it.
         """
         for chat_id in self.column("SELECT DISTINCT chat_id FROM messages WHERE sources != '[]'"):
             self._forget_removed_in(chat_id, known)
@@ -283,15 +279,15 @@ class Chats(Database):
                     values = (_sources_json(left), _json(report), message.id)
                     sql.execute("UPDATE messages SET sources = ?, report = ? WHERE id = ?", values)
 
-    # --- out of here
+    # --- export
 
     def export_json(self, chat_id: int) -> dict[str, Any]:
         chat, messages = self.get(chat_id), [message.to_json() for message in self.messages(chat_id)]
-        said = {name: getattr(chat, name) for name in ("title", "created_at", "updated_at")}
-        return {"format": 1, **said, "messages": messages}
+        described = {name: getattr(chat, name) for name in ("title", "created_at", "updated_at")}
+        return {"format": 1, **described, "messages": messages}
 
     def export_markdown(self, chat_id: int) -> str:
-        """The whole conversation, for people: questions, answers, numbered sources."""
+        """The conversation for people: questions, answers, numbered sources."""
         chat = self.get(chat_id)
         parts = [f"# {chat.title or 'Conversation'}", f"{chat.created_at} to {chat.updated_at}"]
         parts += [message.to_markdown() for message in self.messages(chat_id)]
@@ -302,20 +298,20 @@ def _chat(row: sqlite3.Row) -> Chat:
     return Chat(**{each.name: row[each.name] for each in fields(Chat)})
 
 
-def _message(row: sqlite3.Row) -> Message:
-    values = {name: row[name] for name in MESSAGE}
-    try:
-        values["sources"] = tuple(map(Source.from_json, json.loads(row["sources"])))
-        values["report"] = dict(json.loads(row["report"]))
-    except (ValueError, TypeError, AttributeError, KeyError):  # a bit that flipped on the disk
-        values |= {
-            "sources": (),
-            "report": {"error": "(What stood beside this message is damaged on the disk.)"},
-        }
-    return Message(**values)
+def _message(row: sqlite3.Row) -> ChatMessage:
+    sources = tuple(map(AnswerSource.from_json, json.loads(row["sources"])))
+    return ChatMessage(
+        row["id"],
+        row["chat_id"],
+        row["role"],
+        row["text"],
+        row["created_at"],
+        sources,
+        json.loads(row["report"]),
+    )
 
 
-def _sources_json(sources: Sequence[Source]) -> str:
+def _sources_json(sources: Sequence[AnswerSource]) -> str:
     return _json([source.to_json() for source in sources])
 
 
@@ -329,7 +325,7 @@ def _shortened(title: str) -> str:
 
 
 def _around(texts: Sequence[str], word: str) -> str:
-    """About 120 characters around the first place of a folded word in the first text, if there is one."""
+    """About 120 characters around the first occurrence of a folded word in the first text, if there is one."""
     line = " ".join("".join(texts[:1]).split())
     at = line.casefold().find(word)
     start = max(0, at - SNIPPET_CHARACTERS // 3)
@@ -337,13 +333,13 @@ def _around(texts: Sequence[str], word: str) -> str:
     return ("… " if start else "") + piece + (" …" if start + len(piece) < len(line) else "")
 
 
-def _removed(source: Source) -> Source:
-    """Without its text, and without its id, which is a digest of it."""
+def _removed(source: AnswerSource) -> AnswerSource:
+    """The source without its text, and without its id, which is a digest of the text."""
     return replace(source, node_id=f"removed-{source.number}", text=DELETED_TEXT)
 
 
 def _without_texts(report: dict[str, Any], numbers: set[int]) -> dict[str, Any]:
-    """The report, without the beginnings of those sources' texts in its segments."""
+    """The report without the beginnings of those sources' texts."""
     segments = [
         {**segment, "text": ""} if segment.get("number") in numbers else segment
         for segment in report.get("segments", [])

@@ -1,7 +1,7 @@
-"""Numbered citations: which sources an answer names, which numbers do not exist, and what its sentences rest on.
+"""Numbered citations: the sources that an answer cites, unknown numbers, and matches for sentences without a number.
 
 Pure functions over text. A model that was asked to cite writes `[2]`; a small one often does not, so a sentence without
-a number gets that of the source in which a sentence says the same (`support.py`), marked as found by us.
+a number gets that of the source with a sentence that says the same (`support.py`), marked as our match.
 """
 
 import re
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from ragblend.app.answering.answer import Source
-from ragblend.app.answering.support import Place, sentences, supporting
+from ragblend.app.answering.answer import AnswerSource
+from ragblend.app.answering.support import SupportingSpan, sentences, supporting
 
 NUMBERS = re.compile(r"\[(\d{1,4}(?:\s*[,;]\s*\d{1,4})*)\]")
 
@@ -20,21 +20,21 @@ NUMBERS = re.compile(r"\[(\d{1,4}(?:\s*[,;]\s*\d{1,4})*)\]")
 class Citation:
     """One number at text[start:stop]; source is None if there is no such number.
 
-    by `match`: the model wrote no number, but the sentence that ends at start == stop stands in that source. place:
-    source.text[start:stop] says what the sentence says; None where the model cites what no sentence there says.
+    by `match`: the model wrote no number, but that source supports the sentence that ends at start == stop. place:
+    source.text[start:stop] supports the sentence; None if the model cites a source that does not.
     """
 
     start: int
     stop: int
     number: int
-    source: Source | None
+    source: AnswerSource | None
     by: Literal["model", "match"] = "model"
     place: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
-class Cited:
-    """An answer and its citations, in the order of the text."""
+class CitedAnswer:
+    """An answer with its citations, in the order of the text."""
 
     text: str
     citations: tuple[Citation, ...]
@@ -45,7 +45,7 @@ class Cited:
         return tuple(dict.fromkeys(c.number for c in self.citations if c.source is None))
 
     def pieces(self) -> list[str | Citation]:
-        """Text and citations in turn; the numbers themselves are not in the text."""
+        """Text and citations in their order; the text is without the model's numbers."""
         pieces: list[str | Citation] = []
         at = 0
         for citation in self.citations:
@@ -56,23 +56,25 @@ class Cited:
         return [*pieces, self.text[at:]] if at < len(self.text) else pieces
 
 
-def cite(text: str, sources: Sequence[Source]) -> Cited:
-    """The citations of an answer: the model's own, and matches for the sentences that have none."""
+def cite(text: str, sources: Sequence[AnswerSource]) -> CitedAnswer:
+    """The citations of an answer: the model's own, and matches for sentences without one."""
     found: list[Citation] = []
     for start, stop in sentences(text):
-        found += _written(text, start, stop, sources) or _matched(text[start:stop], stop, sources)
-    return Cited(text, tuple(found))
+        found += _model_citations(text, start, stop, sources) or _matched_citation(
+            text[start:stop], stop, sources
+        )
+    return CitedAnswer(text, tuple(found))
 
 
-def with_marks(text: str, sources: Sequence[Source], finished: bool = True) -> str:
-    """The text with the numbers that were found written behind their sentences.
+def with_marks(text: str, sources: Sequence[AnswerSource], finished: bool = True) -> str:
+    """The text with the matched numbers added after their sentences.
 
-    Not finished: what is certain whatever comes, so that the next call's text begins with this one's.
+    Not finished: only what later text cannot change, so that the next call's result begins with this one's.
     """
     text = text if finished else text.rstrip()
     ends = [stop for _, stop in sentences(text)]
     if not finished and len(ends) > 1 and text[ends[-2] :].lstrip().startswith("["):
-        ends.pop()  # it may become a number of the model's own, which belongs to the sentence before
+        ends.pop()  # it may become a number by the model, which belongs to the sentence before
         text = text[: ends[-1]]
     certain = ends if finished else ends[:-1]
     marked, at = "", 0
@@ -83,8 +85,8 @@ def with_marks(text: str, sources: Sequence[Source], finished: bool = True) -> s
     return marked + text[at:]
 
 
-def _written(text: str, start: int, stop: int, sources: Sequence[Source]) -> list[Citation]:
-    """The numbers in square brackets; `[1, 3]` gives two at the same place."""
+def _model_citations(text: str, start: int, stop: int, sources: Sequence[AnswerSource]) -> list[Citation]:
+    """The numbers in square brackets; `[1, 3]` gives two citations at the same position."""
     numbers = [
         (match.start(), match.end(), int(number))
         for match in NUMBERS.finditer(text, start, stop)
@@ -97,8 +99,8 @@ def _written(text: str, start: int, stop: int, sources: Sequence[Source]) -> lis
     return [Citation(*each, known.get(each[2]), place=places.get(each[2])) for each in numbers]
 
 
-def _matched(sentence: str, end: int, sources: Sequence[Source]) -> list[Citation]:
-    """The source of which a sentence says this with the fewest words missing; of equals the one ranked first."""
+def _matched_citation(sentence: str, end: int, sources: Sequence[AnswerSource]) -> list[Citation]:
+    """The source with the sentence that matches most words; of equal ones the first in rank."""
     found = [(place.share, -s.number, s, place) for s in sources if (place := _support(sentence, s))]
     if not found:
         return []
@@ -106,5 +108,5 @@ def _matched(sentence: str, end: int, sources: Sequence[Source]) -> list[Citatio
     return [Citation(end, end, best.number, best, "match", (place.start, place.stop))]
 
 
-def _support(sentence: str, source: Source) -> Place | None:
+def _support(sentence: str, source: AnswerSource) -> SupportingSpan | None:
     return supporting(sentence, source.text, about=source.document)

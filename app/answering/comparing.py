@@ -1,7 +1,6 @@
-"""One question answered in two ways over one prompt: the answers, when they began, how far from full prefill they are.
+"""Compares two methods on one prompt: their answers, times to first token, and divergence from full prefill.
 
-Full prefill is read as well, whatever the two are: the divergences are taken along its greedy answer, as in
-`bench quality`.
+Full prefill always runs as the reference: divergences are measured along its greedy answer, as in `bench quality`.
 """
 
 import threading
@@ -9,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.answering.conversation import ANY, AskOptions, Conversations
+from ragblend.app.answering.conversation import ANY_SCORE, AskOptions, Conversations
 from ragblend.app.quality.metrics import kl_divergence, top1_agreement
 from ragblend.engine.config import TokenCounts
 from ragblend.kvstore.errors import Cancelled, LibraryError
@@ -22,21 +21,21 @@ ANSWER_TOKENS = 48
 
 
 @dataclass(frozen=True)
-class Side:
-    """One way to read the prompt; ratio None: the method's own, or the default."""
+class ComparedMethod:
+    """A method and its ratio; None: the method's own, or the default."""
 
     method: str
     ratio: float | None = None
 
 
 @dataclass(frozen=True)
-class Compared:
-    """What one way gave. kl in nats and same_next in [0, 1], both against full prefill along its answer.
+class MethodResult:
+    """The result of one method. kl (nats) and same_next (0 to 1) compare it with full prefill along that answer.
 
-    warning: why it was read in another way than was asked for, if it was.
+    warning: why another method was used, if it was.
     """
 
-    side: Side
+    side: ComparedMethod
     text: str
     ttft_ms: float
     kl: float
@@ -47,47 +46,49 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """As far as it has come: full prefill first, then the sides in their order."""
+    """The results so far: full prefill first, then the sides in order."""
 
     prompt_tokens: int
     passages: int
     notice: str | None = None
-    full: Compared | None = None
-    sides: tuple[Compared, ...] = ()
+    full: MethodResult | None = None
+    sides: tuple[MethodResult, ...] = ()
 
 
 def compare(
-    talks: Conversations,
+    conversations: Conversations,
     question: str,
     collection: str,
-    sides: Sequence[Side],
+    sides: Sequence[ComparedMethod],
     cancel: threading.Event | None = None,
 ) -> Iterator[Comparison]:
-    """A fuller comparison each time. Raises UsageError, LibraryError, PromptTooLongError, Cancelled."""
+    """Yield the comparison after each result. Raises UsageError, LibraryError, PromptTooLongError, Cancelled."""
     from ragblend.engine.engine import loaded_here
 
-    longest = min(talks.settings.answer_tokens, ANSWER_TOKENS)
-    asked = talks.prepare(question, AskOptions((collection,), max_new_tokens=longest, least_score=ANY))
+    longest = min(conversations.settings.answer_tokens, ANSWER_TOKENS)
+    asked = conversations.prepare(
+        question, AskOptions((collection,), max_new_tokens=longest, least_score=ANY_SCORE)
+    )
     context = asked.context
     if context is None:
         raise LibraryError(f"Comparing: {asked.notice}")
-    engine = loaded_here(talks.engine, "comparing logits")
+    engine = loaded_here(conversations.engine, "comparing logits")
     now = Comparison(len(context.prompt.token_ids), len(context.sources), asked.notice)
     yield now
 
-    def prefill(side: Side) -> "Prefilled":
+    def prefill(side: ComparedMethod) -> "Prefilled":
         ratio: dict[str, Any] = {} if side.ratio is None else {"ratio": side.ratio}
         return engine.prefill(context.prompt, side.method, cancel=cancel, **ratio)
 
     def answered(prefilled: "Prefilled") -> "Result":
         return engine.decode(prefilled, max_new_tokens=asked.settings.answer_tokens, temperature=0.0)
 
-    def compared(side: Side, prefilled: "Prefilled", answer: "Result") -> Compared:
-        """Beside what full prefill predicts along its own answer."""
+    def compared(side: ComparedMethod, prefilled: "Prefilled", answer: "Result") -> MethodResult:
+        """Compare the predictions with those of full prefill along its answer."""
         if cancel is not None and cancel.is_set():
             raise Cancelled("the comparison was stopped")
         logits, report = engine.continue_logits(prefilled, reference.token_ids), prefilled.report
-        return Compared(
+        return MethodResult(
             side=side,
             text=answer.text,
             ttft_ms=report.timings.prefill_ms,
@@ -97,13 +98,13 @@ def compare(
             warning=report.warning,
         )
 
-    for side in dict.fromkeys(sides):  # a method's first prefill pays for pages and kernels
+    for side in dict.fromkeys(sides):  # warm up: the first prefill allocates memory and compiles kernels
         if side.method != FULL:
             prefill(side)
-    read = prefill(Side(FULL))
+    read = prefill(ComparedMethod(FULL))
     reference = answered(read)
     expected = engine.continue_logits(read, reference.token_ids)
-    full = compared(Side(FULL), read, reference)
+    full = compared(ComparedMethod(FULL), read, reference)
     now = replace(now, full=full)
     yield now
     for side in sides:

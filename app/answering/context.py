@@ -1,8 +1,8 @@
-"""What the model is given in a conversation: earlier turns with their passages where they stood, then the new ones.
+"""Builds the prompt of a conversation: earlier turns with their passages, then the new passages and the question.
 
-A context only grows at its end, so what was read for one question need not be read for the next: passages come from the
-store, and all of it from memory while the conversation goes on (`engine/prompts/session.py`). What does not fit is left
-out from the oldest turn on, far enough that it does not happen again with every question.
+A prompt only grows at its end, so the KV of one question is reused for the next: from the store, or from memory while
+the conversation is recent (`engine/prompts/session.py`). If it does not fit, the oldest turns are left out, enough of
+them that this does not happen again with every question.
 """
 
 import sys
@@ -10,10 +10,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from ragblend.app.answering.answer import Source
-from ragblend.app.answering.chats import DELETED_TEXT, Message
+from ragblend.app.answering.answer import AnswerSource
+from ragblend.app.answering.chats import DELETED_TEXT, ChatMessage
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt, Segment
 from ragblend.engine.prompts.segments import Message as PromptMessage
 from ragblend.engine.prompts.tokenizing import OPENING, SEPARATOR, SYSTEM
@@ -27,7 +27,7 @@ PLAIN_SYSTEM = "You are a helpful assistant. If you do not know something, say s
 MORE = "More passages:\n\n"
 ONLY_PASSAGES = "Using only the passages above, answer in one or two short sentences:"
 WITH_PASSAGES = "Using the passages above where they help, answer:"
-REFILL_SHARE = 0.6  # of the room: what is kept once something had to go
+REFILL_SHARE = 0.6  # of the window, after turns had to be left out
 
 
 @dataclass(frozen=True)
@@ -37,42 +37,42 @@ class PastTurn:
     id: int
     question: str
     answer: str
-    sources: tuple[Source, ...]
+    sources: tuple[AnswerSource, ...]
 
 
 @dataclass(frozen=True)
-class Context:
-    """A tokenized prompt that fits the window. sources: what was found for this question and is in it.
+class PromptContext:
+    """A tokenized prompt that fits the window. sources: the passages found for this question that are in it.
 
-    present: those, and what earlier questions brought; first_id: the first question that is in it; notice: what had to
+    all_sources: those, and the passages of earlier questions; first_id: the first question in it; notice: what had to
     be left out.
     """
 
     prompt: Prompt
-    sources: tuple[Source, ...]
-    present: tuple[Source, ...]
+    sources: tuple[AnswerSource, ...]
+    all_sources: tuple[AnswerSource, ...]
     first_id: int
     notice: str | None
 
 
 @dataclass(frozen=True)
-class Words:
-    """system: how the conversation begins; closing: what is asked for, before the question."""
+class PromptWording:
+    """system: the system message; closing: the instruction before the question."""
 
     system: str
     closing: str
 
 
-def words_for(mode: str, system: str | None, passages: bool) -> Words:
-    """documents: from the passages alone; chat: with them where there are any."""
+def wording_for(mode: str, system: str | None, passages: bool) -> PromptWording:
+    """mode `documents`: answer from the passages only; `chat`: with passages if there are any."""
     if mode == "documents":
-        return Words(SYSTEM if system is None else system, ONLY_PASSAGES)
+        return PromptWording(SYSTEM if system is None else system, ONLY_PASSAGES)
     default = SYSTEM if passages else PLAIN_SYSTEM
-    return Words(default if system is None else system, WITH_PASSAGES)
+    return PromptWording(default if system is None else system, WITH_PASSAGES)
 
 
-def past_turns(messages: Sequence[Message]) -> list[PastTurn]:
-    """Questions that the model answered, oldest first; one that failed or found nothing is as if never asked."""
+def past_turns(messages: Sequence[ChatMessage]) -> list[PastTurn]:
+    """Questions that the model answered, oldest first; those that failed or found nothing are left out."""
     turns, asked = [], None
     for message in messages:
         if message.role == "user":
@@ -84,99 +84,122 @@ def past_turns(messages: Sequence[Message]) -> list[PastTurn]:
     return turns
 
 
-def numbered(found: Sequence[Source], messages: Sequence[Message], turns: Sequence[PastTurn]) -> list[Source]:
-    """The same passages: those that the conversation knows keep their number, new ones get the next.
+def numbered(
+    found: Sequence[AnswerSource], messages: Sequence[ChatMessage], turns: Sequence[PastTurn]
+) -> list[AnswerSource]:
+    """The passages with numbers: known ones keep theirs, new ones get the next.
 
-    earlier: it is in the context already, with one of these turns.
+    earlier is set if the passage is in the prompt already, with one of these turns.
     """
     known = {source.node_id: source.number for message in messages for source in message.sources}
-    present = {source.node_id for turn in turns for source in turn.sources}
+    all_sources = {source.node_id for turn in turns for source in turn.sources}
     following = count(1 + max(known.values(), default=0))
     numbers = (known[s.node_id] if s.node_id in known else next(following) for s in found)
     pairs = zip(found, numbers, strict=True)
-    return [replace(s, number=number, earlier=s.node_id in present) for s, number in pairs]
+    return [replace(s, number=number, earlier=s.node_id in all_sources) for s, number in pairs]
+
+
+class _Draft(NamedTuple):
+    """A prompt with some of the turns and passages, and its length."""
+
+    prompt: Prompt
+    sources: list[AnswerSource]
+    tokens: int
 
 
 def fit(
     engine: "EngineInterface",
     room: int,
-    words: Words,
-    messages: Sequence[Message],
+    words: PromptWording,
+    messages: Sequence[ChatMessage],
     question: str,
-    found: Sequence[Source],
+    found: Sequence[AnswerSource],
     cancel: Cancel | None = None,
-) -> Context:
+) -> PromptContext:
     """The most that fits: all turns since the last cut, fewer if need be, then fewer passages, the best ones kept.
 
     room: tokens of the window beside the answer. Raises Cancelled, and PromptTooLongError for too long a question.
     """
     turns = past_turns(messages)
-    # Where the last context began: what was left out once stays out.
+    # The first turn of the last prompt: what was left out once stays out.
     first_id = next((int(m.report["first_id"]) for m in reversed(messages) if "first_id" in m.report), 0)
     kept, best = [turn for turn in turns if turn.id >= first_id], list(found)
 
-    def sized() -> tuple[Prompt, list[Source], int]:
+    def draft(oldest: int = 0) -> _Draft:
+        """With the kept turns from that one on."""
         if cancel is not None and cancel.is_set():
-            raise Cancelled("The question was called off.")
-        sources = numbered(best, messages, kept)
+            raise Cancelled("The question was cancelled.")
+        sources = numbered(best, messages, kept[oldest:])
         try:
-            prompt = build(engine, words, kept, question, sources)
-        except PromptTooLongError:  # not even tokenized
-            if not kept:
+            prompt = build(engine, words, kept[oldest:], question, sources)
+        except PromptTooLongError:  # too long to be tokenized
+            if not kept[oldest:]:
                 raise
-            return Prompt(()), sources, sys.maxsize
-        return prompt, sources, len(prompt.token_ids)
+            return _Draft(Prompt(()), sources, sys.maxsize)
+        return _Draft(prompt, sources, len(prompt.token_ids))
 
-    def fits_without(oldest: int) -> bool:
-        nonlocal kept
-        kept = everything[oldest:]
-        return sized()[2] <= REFILL_SHARE * room
-
-    prompt, sources, tokens = sized()
-    if tokens > room:
-        # By halves: a client may bring thousands of turns, and the prompt is tokenized each time.
-        everything = kept
-        kept = everything[bisect_left(range(len(everything)), True, key=fits_without) :]
-        prompt, sources, tokens = sized()
-    while tokens > room:
+    made = draft()
+    if made.tokens > room:
+        # Bisect: a client may send thousands of turns, and the prompt is tokenized each time.
+        least = REFILL_SHARE * room
+        kept = kept[bisect_left(range(len(kept)), True, key=lambda oldest: draft(oldest).tokens <= least) :]
+        made = draft()
+    while made.tokens > room:
         if not best:
-            window = engine.context_window
-            raise PromptTooLongError(
-                f"Asking: the question alone makes a prompt of {tokens} tokens; the window of {engine.model_name} is "
-                f"{window}, of which {window - room} are kept for the answer. Shorten the question or lower "
-                "max_new_tokens."
-            )
-        lengths = {chunk.node_id: len(chunk.token_ids or ()) for chunk in prompt.chunks}
-        while best and tokens > room:  # without tokenizing a thousand passages a thousand times
-            tokens -= lengths[best.pop().node_id]
-        prompt, sources, tokens = sized()
-    present = {s.number: replace(s, earlier=True) for turn in kept for s in turn.sources}
-    present |= {source.number: source for source in sources}
+            raise PromptTooLongError(_too_long_question(engine, made.tokens, room))
+        best = _without_worst(best, made, room)
+        made = draft()
+    all_sources = {s.number: replace(s, earlier=True) for turn in kept for s in turn.sources}
+    all_sources |= {source.number: source for source in made.sources}
     first_id = kept[0].id if kept else (turns[-1].id + 1 if turns else 0)
-    notice = _left_out(len(turns) - len(kept), len(turns), len(found) - len(best), len(found))
-    return Context(prompt, tuple(sources), tuple(present.values()), first_id, notice)
+    notice = _left_out_notice(len(turns) - len(kept), len(turns), len(found) - len(best), len(found))
+    return PromptContext(made.prompt, tuple(made.sources), tuple(all_sources.values()), first_id, notice)
+
+
+def _without_worst(best: Sequence[AnswerSource], made: _Draft, room: int) -> list[AnswerSource]:
+    """The passages without as many of the last ones as the prompt is too long, by their lengths in it.
+
+    This avoids tokenizing a thousand passages a thousand times.
+    """
+    lengths = {chunk.node_id: len(chunk.token_ids or ()) for chunk in made.prompt.chunks}
+    left, tokens = list(best), made.tokens
+    while left and tokens > room:
+        tokens -= lengths[left.pop().node_id]
+    return left
+
+
+def _too_long_question(engine: "EngineInterface", tokens: int, room: int) -> str:
+    window = engine.context_window
+    return (
+        f"Asking: the question alone makes a prompt of {tokens} tokens; the window of {engine.model_name} is {window}, "
+        f"of which {window - room} are kept for the answer. Shorten the question or lower max_new_tokens."
+    )
 
 
 def build(
     engine: "EngineInterface",
-    words: Words,
+    words: PromptWording,
     turns: Sequence[PastTurn],
     question: str,
-    sources: Sequence[Source],
+    sources: Sequence[AnswerSource],
 ) -> Prompt:
-    """The tokenized prompt. Of each turn the passages that no earlier one brought, the best of them last."""
+    """The tokenized prompt. Each turn has its passages that are not in an earlier turn, the best one last."""
     messages = [PromptMessage("system", (Literal(words.system),))] if words.system else []
     seen: set[str] = set()
     for turn in turns:
-        messages.append(PromptMessage("user", tuple(_asked(words, turn.question, turn.sources, seen))))
+        messages.append(
+            PromptMessage("user", tuple(_user_segments(words, turn.question, turn.sources, seen)))
+        )
         messages.append(PromptMessage("assistant", (Literal(turn.answer, verbatim=True),)))
-    messages.append(PromptMessage("user", tuple(_asked(words, question, sources, seen))))
+    messages.append(PromptMessage("user", tuple(_user_segments(words, question, sources, seen))))
     prompt: Prompt = engine.tokenize(engine.chat(messages))
     return prompt
 
 
-def _asked(words: Words, question: str, sources: Sequence[Source], seen: set[str]) -> list[Segment]:
-    """What people wrote is verbatim: it cannot end a turn, whatever it says."""
+def _user_segments(
+    words: PromptWording, question: str, sources: Sequence[AnswerSource], seen: set[str]
+) -> list[Segment]:
+    """A user's message. Its question is verbatim: it cannot end the turn, whatever it contains."""
     new = [source for source in sources if source.node_id not in seen]
     segments: list[Segment] = []
     for source in sorted(new, key=lambda source: -source.number):
@@ -190,10 +213,10 @@ def _asked(words: Words, question: str, sources: Sequence[Source], seen: set[str
     return [*segments, Literal(words.closing), Literal(" " + question, verbatim=True)]
 
 
-def _left_out(turns: int, all_turns: int, passages: int, all_passages: int) -> str | None:
+def _left_out_notice(turns: int, all_turns: int, passages: int, all_passages: int) -> str | None:
     parts = []
     if turns:
-        parts.append(f"The first {turns} of {all_turns} earlier questions are no longer before the model.")
+        parts.append(f"The first {turns} of {all_turns} earlier questions are no longer in the prompt.")
     if passages:
         parts.append(f"The {passages} lowest-ranked of {all_passages} passages were left out.")
     return " ".join([*parts, "The model's window is full."]) if parts else None

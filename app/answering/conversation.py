@@ -1,7 +1,7 @@
-"""Asking: search the collections, build the context, stream the answer, keep all of it.   <- START HERE
+"""Answers questions: searches the collections, builds the prompt, streams the answer, stores it.   <- START HERE
 
-`Conversations.ask` (kept) or `answer` (not) -> `retrieval.in_stages` -> `context.fit` -> `Engine.stream`, in a `Turn`.
-The command line, the page and `comparing` all ask this way.
+`Conversations.ask` (stored) or `answer` (not stored) -> `retrieval.search_in_stages` -> `context.fit` ->
+`Engine.stream`, returned as an `AnswerStream`. The command line, the page, the server and `comparing` use this path.
 """
 
 import threading
@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
-from ragblend.app.answering.answer import Source
-from ragblend.app.answering.chats import DELETED_TEXT, Chats, Message
-from ragblend.app.answering.context import Words, build, fit, past_turns, words_for
-from ragblend.app.answering.digest import Digest, Reading
-from ragblend.app.answering.hood import full_prefill, has_breakdown
-from ragblend.app.answering.retrieval import in_stages, nearest
-from ragblend.app.answering.turn import UNSAVED, Asked, Turn
+from ragblend.app.answering.answer import AnswerSource
+from ragblend.app.answering.answer_stream import UNSAVED, AnswerStream, PreparedQuestion
+from ragblend.app.answering.breakdown import full_prefill, has_breakdown
+from ragblend.app.answering.chats import DELETED_TEXT, ChatMessage, Chats
+from ragblend.app.answering.context import PromptWording, build, fit, past_turns, wording_for
+from ragblend.app.answering.digest import DocumentSummariser, DocumentSummary
+from ragblend.app.answering.retrieval import nearest, search_in_stages
 from ragblend.app.database import now, storable
 from ragblend.app.library.documents import Document
 from ragblend.app.progress import OnProgress, silent
@@ -34,23 +34,22 @@ if TYPE_CHECKING:
     from ragblend.engine.prompts.session import Session
     from ragblend.engine.results import Stream
 
-# Cosine similarity below which a passage has nothing to do with a question. Measured with MiniLM over the samples: the
-# best passage of the 24 sample questions had 0.47 to 0.78, that of 20 questions about other things 0.11 to 0.33.
+# A passage with a lower cosine similarity is unrelated to the question. Measured with MiniLM over the samples: the best
+# passage had 0.47 to 0.78 for the 24 sample questions, and 0.11 to 0.33 for 20 questions about other things.
 LEAST_SCORE = 0.25
-ANY = -1.0  # whatever is nearest
-SESSIONS = 2  # conversations whose context stays in memory
+ANY_SCORE = -1.0  # take the nearest passages, however far
+SESSIONS = 2  # conversations whose KV stays in memory
 MODES = ("documents", "chat")
 ANSWERING = ("method", "ratio", "top_k", "max_new_tokens", "temperature")
 
 
 @dataclass(frozen=True)
 class AskOptions:
-    """How one question is answered; None and () mean what the settings say.
+    """How to answer one question; None and () mean the settings' value.
 
-    documents: from passages alone, and if none is found that is said without asking the model; chat: passages where
-    they are found, else a plain conversation. least_score: the cosine similarity below which nothing is found.
-    client: whose question it is, where the device is shared. cancel: asked while it is embedded; Cancelled is
-    raised once it is set.
+    mode `documents`: from passages only; if none is found, the answer says so without asking the model. `chat`: with
+    passages if some are found, else a plain conversation. least_score: passages with a lower cosine similarity are not
+    used. client: who asks, where the device is shared. cancel: checked during retrieval, which then raises Cancelled.
     """
 
     collections: tuple[str, ...] = ()
@@ -69,20 +68,20 @@ class AskOptions:
             raise UsageError(f"the mode {self.mode!r} is unknown; pass {' or '.join(MODES)}")
 
     def settings(self, base: Settings) -> Settings:
-        told = {name: getattr(self, name) for name in ANSWERING}
+        overrides = {name: getattr(self, name) for name in ANSWERING}
         if self.method not in (None, base.method) and self.ratio is None:
-            told["ratio"] = Settings.ratio  # the settings' is of the method that it was chosen for
-        return base.changed(told)
+            overrides["ratio"] = Settings.ratio  # the settings' ratio was chosen for another method
+        return base.changed(overrides)
 
 
 class Conversations:
-    """Asks questions over one home, and keeps what was said. Safe for threads; the device serves one at a time."""
+    """Answers questions over one home, and stores conversations. Thread-safe; the device serves one at a time."""
 
     def __init__(self, workspaces: Workspaces) -> None:
         self._workspaces = workspaces
         self._sessions: OrderedDict[int, Session] = OrderedDict()
         self._lock = threading.Lock()
-        self._turns: weakref.WeakSet[Turn] = weakref.WeakSet()
+        self._turns: weakref.WeakSet[AnswerStream] = weakref.WeakSet()
 
     @property
     def settings(self) -> Settings:
@@ -90,70 +89,81 @@ class Conversations:
 
     @property
     def engine(self) -> "EngineInterface":
-        """Any collection's: each passage says which collection's KV it has."""
+        """The engine of any collection: each passage names the collection of its KV."""
         return self._workspaces.first.engine
 
-    def ask(self, chat_id: int, question: str, options: AskOptions | None = None) -> Turn:
-        """Store the question, search, and begin to answer. Raises UsageError, SettingsError, LibraryError,
-        PromptTooLongError; the question stays in the conversation all the same, unless it is empty.
+    def ask(self, chat_id: int, question: str, options: AskOptions | None = None) -> AnswerStream:
+        """Store the question, search, and start the answer.
+
+        Raises UsageError, SettingsError, LibraryError, PromptTooLongError; a question that is not empty stays stored.
         """
         options = options or AskOptions()
         self._check(question, options)
         messages = self._chats.messages(chat_id)
         asked = self._chats.add(chat_id, "user", question.strip())
-        return self._turn(self._prepared(asked, messages, options), self._chats)
+        return self._answer_stream(self._stages(asked, messages, options), self._chats)
 
     def answer(
-        self, question: str, options: AskOptions | None = None, earlier: Sequence[Message] = ()
-    ) -> Turn:
-        """The same, and nothing is kept. earlier: the messages before it. Raises as `ask` does."""
-        return self._turn(self._unkept(question, options or AskOptions(), earlier), None)
+        self, question: str, options: AskOptions | None = None, earlier: Sequence[ChatMessage] = ()
+    ) -> AnswerStream:
+        """Answer without storing anything. earlier: the messages before the question. Raises as `ask` does."""
+        return self._answer_stream(self._prepare_unsaved(question, options or AskOptions(), earlier), None)
 
-    def prepare(self, question: str, options: AskOptions, earlier: Sequence[Message] = ()) -> Asked:
-        """Search, and build the prompt that fits the window. Raises as `ask` does."""
-        *_, asked = self._unkept(question, options, earlier)
+    def prepare(
+        self, question: str, options: AskOptions, earlier: Sequence[ChatMessage] = ()
+    ) -> PreparedQuestion:
+        """Search, and build a prompt that fits the window. Raises as `ask` does."""
+        *_, asked = self._prepare_unsaved(question, options, earlier)
         return asked
 
-    def digest(self, document: Document, chat_id: int | None = None, show: OnProgress = silent) -> Digest:
-        """Summarise a document of the library; kept in that conversation, if there is one."""
-        said, chats = f"Summarise {document.name}.", None if chat_id is None else self._chats
-        asked = Message(1, UNSAVED, "user", said, now())
+    def digest(
+        self, document: Document, chat_id: int | None = None, show: OnProgress = silent
+    ) -> DocumentSummary:
+        """Summarise a document of the library; stored in that conversation, if one is given."""
+        request, chats = f"Summarise {document.name}.", None if chat_id is None else self._chats
+        asked = ChatMessage(1, UNSAVED, "user", request, now())
         if chats is not None and chat_id is not None:
-            asked = chats.add(chat_id, "user", said)
-        reading = Reading(self._workspaces.of(document.collection), document, show)
-        turn = Digest(Asked(asked, None, Words("", ""), None, 0.0, self.settings), reading, chats)
+            asked = chats.add(chat_id, "user", request)
+        summariser = DocumentSummariser(self._workspaces.of(document.collection), document, show)
+        turn = DocumentSummary(
+            PreparedQuestion(asked, None, PromptWording("", ""), None, 0.0, self.settings), summariser, chats
+        )
         self._turns.add(turn)
         return turn
 
-    def edit(self, message_id: int, question: str, options: AskOptions | None = None) -> Turn:
-        """Ask something else in the place of a question: it and all after it are replaced. Raises as `ask` does."""
+    def edit(self, message_id: int, question: str, options: AskOptions | None = None) -> AnswerStream:
+        """Replace a question, and delete all messages after it. Raises as `ask` does."""
         message = self._chats.message(message_id)
         if message.role != "user" or not question.strip():
-            raise UsageError("Editing a message: it must be a question, and stay one. Edit one of yours.")
-        (options or AskOptions()).settings(self.settings)  # before anything is removed
-        self._chats.replace_from(message_id)
+            raise UsageError(
+                "Editing a message: only your own questions can be edited, and not to an empty text."
+            )
+        (options or AskOptions()).settings(self.settings)  # raises before anything is deleted
+        self._chats.delete_from(message_id)
         return self.ask(message.chat_id, question, options)
 
-    def regenerate(self, chat_id: int, options: AskOptions | None = None) -> Turn:
-        """Answer the last question again. Raises as `ask` does, and UsageError if nothing was asked."""
+    def regenerate(self, chat_id: int, options: AskOptions | None = None) -> AnswerStream:
+        """Answer the last question again. Raises as `ask` does, and UsageError if there is none."""
         messages = self._chats.messages(chat_id)
         questions = [message for message in messages if message.role == "user"]
         if not questions:
-            raise UsageError("Answering again: nothing was asked in this conversation yet. Write a question.")
+            raise UsageError("Answering again: this conversation has no question yet. Write one.")
         summed_up = self._workspaces.library.documents_with([str(messages[-1].report.get("digest"))])
         for document in summed_up.values():
-            self._chats.replace_from(questions[-1].id)
+            self._chats.delete_from(questions[-1].id)
             return self.digest(document, chat_id)
         return self.edit(questions[-1].id, questions[-1].text, options)
 
     def measure_full(self, message_id: int, cancel: threading.Event | None = None) -> dict[str, Any]:
-        """Read that answer's prompt in full, for the clock; its report, with the measured time, stored.
+        """Run full prefill of that answer's prompt and store its time; the answer's report.
 
-        Raises UsageError where there is nothing to measure, and Cancelled once `cancel` is set.
+        Raises UsageError if there is nothing to measure, and Cancelled once `cancel` is set.
         """
         answer = self._chats.message(message_id)
         if not has_breakdown(answer.report):
-            raise UsageError("Measuring full prefill: this is no finished answer of the model. Take another.")
+            raise UsageError(
+                "Measuring full prefill: this is not a finished answer of the model. Choose another."
+            )
         messages = [m for m in self._chats.messages(answer.chat_id) if m.id < message_id]
         prompt = self._prompt_of(answer, messages)
         prefilled = self.engine.prefill(prompt, method="full", cancel=cancel)
@@ -161,17 +171,17 @@ class Conversations:
         return self._chats.add_to_report(message_id, measured).report
 
     def stop_all(self) -> None:
-        """Stop every answer that is under way, and wait until the device is free."""
+        """Stop all running answers, and wait until the device is free."""
         for turn in list(self._turns):
             turn.close()
 
     def forget(self, chat_id: int) -> None:
-        """Let go of what is in memory of a conversation."""
+        """Release a conversation's KV in memory."""
         with self._lock:
             self._sessions.pop(chat_id, None)
 
     def warm_up(self) -> None:
-        """Load the embedder, index and reranker, as far as they are needed, before the first question pays for them."""
+        """Load the embedder, index and reranker if they are needed, so that the first question is not delayed."""
         first = self._workspaces.first
         if first.library.has_passages(first.settings.collection):
             nearest(first, first.embedder.embed_question("warm up"), 1)
@@ -191,52 +201,58 @@ class Conversations:
         if not question.strip():
             raise UsageError("Asking: the question is empty. Write what you want to know.")
 
-    def _unkept(self, question: str, options: AskOptions, earlier: Sequence[Message]) -> Iterator[Asked]:
+    def _prepare_unsaved(
+        self, question: str, options: AskOptions, earlier: Sequence[ChatMessage]
+    ) -> Iterator[PreparedQuestion]:
         self._check(question, options)
         messages = [replace(message, id=number) for number, message in enumerate(earlier, start=1)]
-        asked = Message(len(messages) + 1, UNSAVED, "user", storable(question).strip(), now())
-        return self._prepared(asked, messages, options)
+        asked = ChatMessage(len(messages) + 1, UNSAVED, "user", storable(question).strip(), now())
+        return self._stages(asked, messages, options)
 
-    def _prepared(self, asked: Message, messages: Sequence[Message], options: AskOptions) -> Iterator[Asked]:
-        """As far as retrieval has come, a stage at a time: the last one is what is answered."""
+    def _stages(
+        self, asked: ChatMessage, messages: Sequence[ChatMessage], options: AskOptions
+    ) -> Iterator[PreparedQuestion]:
+        """The prompt after each stage of retrieval: the last one is answered."""
         settings = options.settings(self.settings)
-        self.engine.check_text(len(asked.text))  # before it is searched by
+        self.engine.check_text(len(asked.text))  # raises before the search
         turns, begun = past_turns(messages), time.perf_counter()
-        ways = [asked.text, *(f"{turn.question} {asked.text}" for turn in turns[-1:])]
+        queries = [asked.text, *(f"{turn.question} {asked.text}" for turn in turns[-1:])]
         collections = options.collections or (self.settings.collection,)
         known = any(turn.sources for turn in turns)
-        for found, said in self._search(collections, ways, settings.top_k, options):
-            retrieve_ms, notice = (time.perf_counter() - begun) * 1e3, said
-            words = words_for(options.mode, settings.system, bool(found) or known)
+        for found, notice in self._search(collections, queries, settings.top_k, options):
+            retrieve_ms = (time.perf_counter() - begun) * 1e3
+            words = wording_for(options.mode, settings.system, bool(found) or known)
             if not found:
-                notice = notice or _nothing_found(collections, alone=options.mode == "chat" and not known)
+                notice = notice or _nothing_found_notice(
+                    collections, alone=options.mode == "chat" and not known
+                )
                 if options.mode == "documents" and not known:
-                    yield Asked(asked, None, words, notice, retrieve_ms, settings)
+                    yield PreparedQuestion(asked, None, words, notice, retrieve_ms, settings)
                     continue
             room = self.engine.context_window - settings.answer_tokens
             context = fit(self.engine, room, words, messages, asked.text, found, options.cancel)
             notices = " ".join(text for text in (notice, context.notice) if text) or None
-            yield Asked(asked, context, words, notices, retrieve_ms, settings, options.client)
+            yield PreparedQuestion(asked, context, words, notices, retrieve_ms, settings, options.client)
 
-    def _turn(self, stages: Iterator[Asked], chats: Chats | None) -> Turn:
+    def _answer_stream(self, stages: Iterator[PreparedQuestion], chats: Chats | None) -> AnswerStream:
         engine, stream = self.engine, None
         asked = next(stages)
         if asked.context is not None:
             session = None if chats is None else self._session(asked.question.chat_id)
             given: dict[str, Any] = {"session": session, "client": asked.client, **asked.settings.answering}
-            if asked.settings.reranker and engine.device != "cpu":  # which would be taken from the reranker
-                asked, stream = self._read_ahead(asked, stages, given)
+            if asked.settings.reranker and engine.device != "cpu":  # the reranker needs the CPU itself
+                asked, stream = self._stream_in_stages(asked, stages, given)
             else:
                 *_, asked = asked, *stages
                 stream = engine.stream(asked.prompt, **given)
-        turn = Turn(asked, engine, stream, chats)
+        turn = AnswerStream(asked, engine, stream, chats)
         self._turns.add(turn)
         return turn
 
-    def _read_ahead(
-        self, asked: Asked, stages: Iterator[Asked], given: dict[str, Any]
-    ) -> "tuple[Asked, Stream]":
-        """The last stage, and its answer under way: the device reads each stage's prompt while the next one is made."""
+    def _stream_in_stages(
+        self, asked: PreparedQuestion, stages: Iterator[PreparedQuestion], given: dict[str, Any]
+    ) -> "tuple[PreparedQuestion, Stream]":
+        """The last stage, and its stream: the device prefills each stage's prompt while the next one is prepared."""
         prompts = SimpleQueue[Prompt | None]()
         stream = self.engine.stream_staged(iter(prompts.get, None), **given)
         try:
@@ -245,39 +261,39 @@ class Conversations:
                 prompts.put(asked.prompt)
         except BaseException:
             stream.stop()
-            prompts.put(asked.prompt)  # with which it sees that it was stopped
+            prompts.put(asked.prompt)  # wakes the stream, which then sees that it was stopped
             raise
         prompts.put(None)
         return asked, stream
 
     def _search(
-        self, collections: Sequence[str], ways: Sequence[str], top_k: int, options: AskOptions
-    ) -> Iterator[tuple[list[Source], str | None]]:
-        """The best passages of all collections so far, and what must be said about those that hold none.
+        self, collections: Sequence[str], queries: Sequence[str], top_k: int, options: AskOptions
+    ) -> Iterator[tuple[list[AnswerSource], str | None]]:
+        """The best passages of all collections so far, and a notice about empty collections.
 
-        A follow-up ("and who owns it?") is looked for as it is, and behind the question before it, because a change of
-        topic is as likely as a pronoun.
+        A follow-up ("and who owns it?") is searched as it is, and together with the question before it, because a
+        change of topic is as likely as a pronoun.
         """
         names = list(dict.fromkeys(collections))
         if unknown := [name for name in names if name not in self._workspaces.names()]:
-            raise UsageError(f"Asking: there is no collection {_listed(unknown)}. Choose one that there is.")
+            raise UsageError(f"Asking: there is no collection {_quoted(unknown)}. Choose one that exists.")
         full = [name for name in names if self._workspaces.library.has_passages(name)]
         empty = [name for name in names if name not in full]
-        said = f"Nothing has been ingested in {_listed(empty)} yet." if empty else None
+        notice = f"Nothing has been ingested in {_quoted(empty)} yet." if empty else None
         spaces = [self._workspaces.of(name) for name in full]
-        for found in in_stages(spaces, ways, top_k, options.least_score, options.cancel):
-            yield found, said
+        for found in search_in_stages(spaces, queries, top_k, options.least_score, options.cancel):
+            yield found, notice
 
-    def _prompt_of(self, answer: Message, messages: Sequence[Message]) -> Any:
-        """The prompt that the answer was made from, built again from what was stored."""
+    def _prompt_of(self, answer: ChatMessage, messages: Sequence[ChatMessage]) -> Any:
+        """The prompt of a stored answer, built again."""
         question = messages[-1].text
         turns = [turn for turn in past_turns(messages[:-1]) if turn.id >= answer.report["first_id"]]
-        words = Words(answer.report["system"], answer.report["closing"])
+        words = PromptWording(answer.report["system"], answer.report["closing"])
         sources = [s for s in answer.sources if not s.earlier and s.text != DELETED_TEXT]
         return build(self.engine, words, turns, question, sources)
 
     def _session(self, chat_id: int) -> "Session":
-        """The conversation's context in memory; that of the conversation that waited longest goes."""
+        """The conversation's KV in memory; that of the least recently used conversation is dropped."""
         from ragblend.engine.prompts.session import Session
 
         with self._lock:
@@ -288,10 +304,10 @@ class Conversations:
             return session
 
 
-def _listed(names: Sequence[str]) -> str:
+def _quoted(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
-def _nothing_found(collections: Sequence[str], alone: bool) -> str:
-    said = f"Nothing about this was found in {_listed(collections)}."
-    return f"{said} The answer is the model's own." if alone else said
+def _nothing_found_notice(collections: Sequence[str], alone: bool) -> str:
+    notice = f"Nothing about this was found in {_quoted(collections)}."
+    return f"{notice} The answer is the model's own." if alone else notice

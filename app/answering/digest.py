@@ -1,8 +1,8 @@
-"""A whole document summed up: windows of neighbouring passages first, then what was written of them (map and reduce).
+"""Summarises a whole document by map and reduce: first windows of neighbouring passages, then the notes on them.
 
-Each passage is encoded once; two windows share the passage at their border, whose stored KV serves both. What was
-written is kept with the document, by the prompt that it was written from: a digest that was stopped, or killed, goes on
-there, and one that is asked for again is there at once.
+Each passage is encoded once; two windows share the passage at their border, and its stored KV. Notes are stored with
+the document by the prompt that they answer: a summary that was stopped or killed continues there, and one that is
+requested again is ready at once.
 """
 
 import hashlib
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ragblend.app.answering.answer import Source
+from ragblend.app.answering.answer import AnswerSource
+from ragblend.app.answering.answer_stream import AnswerStream, PreparedQuestion
 from ragblend.app.answering.chats import Chats
 from ragblend.app.answering.support import sentences
-from ragblend.app.answering.turn import Asked, Turn
-from ragblend.app.library.documents import Document, Passage
+from ragblend.app.library.documents import Document, DocumentPassage
 from ragblend.app.progress import OnProgress, Stage, silent
 from ragblend.app.workspace import Workspace
 from ragblend.engine.config import Report, Timings, TokenCounts
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
     from ragblend.engine.interface import EngineInterface
     from ragblend.engine.results import Result
 
-NOTE_TOKENS, SUMMARY_TOKENS = 96, 256  # what is written of one window, and of all
+NOTE_TOKENS, SUMMARY_TOKENS = 96, 256  # the longest note on one window, and the longest summary
 PASSAGES = "Sum up what these passages say in a few sentences, with the names and numbers that matter."
 NOTES = "Notes on the parts of a document, in their order:\n\n"
 WHOLE = (
     "Sum up the whole document from these notes in a few sentences, with the names and numbers that matter."
 )
-DOING: dict[Stage, str] = {"encode": "Reading passage", "digest": "Summing up part"}
+STATUS: dict[Stage, str] = {"encode": "Reading passage", "digest": "Summarising part"}
 
 
 @dataclass
-class Reading:
-    """The work on one document. steps: prompts that were answered now; kept: that had been answered before."""
+class DocumentSummariser:
+    """Summarises one document. steps: prompts answered now; kept: prompts answered earlier, whose notes are reused."""
 
     workspace: Workspace
     document: Document
@@ -52,7 +52,7 @@ class Reading:
     steps: int = 0
     kept: int = 0
     encoded: int = 0
-    doing: str = "Looking for its passages …"
+    status: str = "Looking for its passages …"
     _reports: list[Report] = field(default_factory=list)
 
     @property
@@ -60,9 +60,9 @@ class Reading:
         return self.workspace.engine
 
     def work(self, on_text: Callable[[str], None], cancel: threading.Event) -> "Result":
-        """The summary; on_text has its pieces, and nothing of what it is made from.
+        """Write the summary; on_text gets its pieces, without those of the notes.
 
-        Raises LibraryError where there is no passage, PromptTooLongError, Cancelled.
+        Raises LibraryError if the document has no passages, PromptTooLongError, Cancelled.
         """
         from ragblend.engine.results import Result
 
@@ -70,7 +70,7 @@ class Reading:
         passages = self.workspace.library.passages_of(self.document.id)
         if not passages:
             raise LibraryError(
-                f"Summing up {self.document.name}: no passage of it is in the library. Ingest it again."
+                f"Summarising {self.document.name}: it has no passages in the library. Ingest it again."
             )
         self._encode([passage.node_id for passage in passages], cancel)
         prompts = [self._of_passages(window) for window in self._windows(passages)]
@@ -88,8 +88,8 @@ class Reading:
         self._tell("digest", total, total)
         return Result(text, (), self._report(before_ms, 1e3 * (time.perf_counter() - begun)), prompts[0])
 
-    def nearest(self, text: str) -> tuple[Source, ...]:
-        """For each sentence the passage of the document that is nearest to it, in their order, numbered."""
+    def nearest(self, text: str) -> tuple[AnswerSource, ...]:
+        """The document's passages that are nearest to the sentences of a text, in order, numbered."""
         library, document = self.workspace.library, self.document
         passages = library.passages_of(document.id)
         _, embeddings = library.embeddings_of(document.id)
@@ -101,7 +101,7 @@ class Reading:
             best[place] = max(scores[place], best.get(place, -1.0))
         found = [(passages[place], best[place]) for place in sorted(best)]
         return tuple(
-            Source(
+            AnswerSource(
                 number, p.node_id, document.id, document.collection, document.name, p.location,
                 round(score, 4), p.text,
             )
@@ -111,7 +111,7 @@ class Reading:
     # --- inside
 
     def _tell(self, stage: Stage, done: int, total: int) -> None:
-        self.doing = f"{DOING[stage]} {min(done + 1, total)} of {total} …"
+        self.status = f"{STATUS[stage]} {min(done + 1, total)} of {total} …"
         self.show(stage, done, total, self.document.name)
 
     def _encode(self, nodes: Sequence[str], cancel: threading.Event) -> None:
@@ -120,9 +120,9 @@ class Reading:
             self.encoded += bool(tokens)
             self._tell("encode", done, len(missing))
 
-    def _windows(self, passages: Sequence[Passage]) -> Iterator[Sequence[Passage]]:
-        """So many as are read for a question, or fewer where the model's window is small; each begins with the last of
-        the one before, where that leaves room for another.
+    def _windows(self, passages: Sequence[DocumentPassage]) -> Iterator[Sequence[DocumentPassage]]:
+        """Windows of `top_k` passages, or fewer if the window is small; each starts with the last passage of the
+        window before, if there is room for another.
         """
         lengths = [self.engine.count_tokens(passage.text) + self._around for passage in passages]
         start = stop = 0
@@ -137,22 +137,22 @@ class Reading:
             start = stop - 1 if stop - start > 1 else stop
 
     def _groups(self, texts: Sequence[str]) -> Iterator[Sequence[str]]:
-        """As many notes together as fit. Raises PromptTooLongError where not even two do."""
+        """Groups of as many notes as fit into one prompt. Raises PromptTooLongError if two do not fit."""
         group, tokens = list[str](), 0
         for text in texts:
             length = self.engine.count_tokens(text) + self._around
             if group and tokens + length > self._room:
                 if len(group) == 1:
                     raise PromptTooLongError(
-                        f"Summing up {self.document.name}: two notes do not fit into the window of "
-                        f"{self.engine.model_name}. Name a model with a longer one."
+                        f"Summarising {self.document.name}: two notes do not fit into the window of "
+                        f"{self.engine.model_name}. Use a model with a longer one."
                     )
                 yield group
                 group, tokens = [], 0
             group, tokens = [*group, text], tokens + length
         yield group
 
-    def _of_passages(self, window: Sequence[Passage]) -> Prompt:
+    def _of_passages(self, window: Sequence[DocumentPassage]) -> Prompt:
         name = self.document.collection
         return self._prompt([Chunk(p.text, p.node_id, collection=name, entered=True) for p in window])
 
@@ -160,10 +160,10 @@ class Reading:
         return self._prompt([Literal(text.strip(), verbatim=True) for text in texts], NOTES, WHOLE)
 
     def _prompt(self, parts: Sequence[Segment], opening: str = "", closing: str = PASSAGES) -> Prompt:
-        said: list[Segment] = [Literal(opening or OPENING)]
+        segments: list[Segment] = [Literal(opening or OPENING)]
         for part in parts:
-            said += [part, Literal(SEPARATOR)]
-        messages = [Message("system", (Literal(SYSTEM),)), Message("user", (*said, Literal(closing)))]
+            segments += [part, Literal(SEPARATOR)]
+        messages = [Message("system", (Literal(SYSTEM),)), Message("user", (*segments, Literal(closing)))]
         return self.engine.tokenize(self.engine.chat(messages))
 
     @property
@@ -172,7 +172,7 @@ class Reading:
 
     @cached_property
     def _room(self) -> int:
-        """Tokens for passages or notes with what stands between them."""
+        """Tokens available for passages or notes and their separators."""
         words = max(len(self._prompt([], NOTES, WHOLE).token_ids), len(self._prompt([]).token_ids))
         return self.engine.context_window - words - max(NOTE_TOKENS, self._summary_tokens)
 
@@ -187,18 +187,18 @@ class Reading:
         cancel: threading.Event,
         on_text: Callable[[str], None] = silent,
     ) -> str:
-        """The answer to a prompt: what is kept of it, or the model's, which is kept. Raises Cancelled."""
+        """The answer to a prompt: the stored note, or a new one, which is stored. Raises Cancelled."""
         library, settings = self.workspace.library, self.workspace.settings
         options = settings.answering | {"max_new_tokens": most_tokens, "one_sentence": False}
-        told = json.dumps([settings.model, options, prompt.token_ids])
-        key = hashlib.sha256(told.encode()).hexdigest()
+        cache_key = json.dumps([settings.model, options, prompt.token_ids])
+        key = hashlib.sha256(cache_key.encode()).hexdigest()
         found = library.note(self.document.id, key)
         if found is not None:
             self.kept += 1
             on_text(found)
             return found
         if cancel.is_set():
-            raise Cancelled("the digest was left on request; what was written is kept")
+            raise Cancelled("the summary was cancelled; its notes are kept")
         result = self.engine.generate(prompt, cancel=cancel, on_text=on_text, **options)
         self.steps += 1
         self._reports.append(result.report)
@@ -206,7 +206,7 @@ class Reading:
         return result.text
 
     def _report(self, before_ms: float, total_ms: float) -> Report:
-        """What all of it took: tokens, hits and misses added up; ttft_ms: until the first word of the summary."""
+        """The total cost: sums of tokens, hits and misses; ttft_ms: until the first word of the summary."""
         settings, reports = self.workspace.settings, self._reports
         last = reports[-1] if reports else Report(settings.method, None)
         tokens = {
@@ -232,37 +232,37 @@ class Reading:
         )
 
 
-class Digest(Turn):
-    """A summary on its way: iterate it for its pieces. `sources`, when it has ended, are the passages it rests on."""
+class DocumentSummary(AnswerStream):
+    """A streamed summary. After its end, `sources` are the passages that support it."""
 
-    def __init__(self, asked: Asked, reading: Reading, chats: Chats | None) -> None:
+    def __init__(self, asked: PreparedQuestion, summariser: DocumentSummariser, chats: Chats | None) -> None:
         from ragblend.engine.results import Stream
 
-        self.reading = reading
-        super().__init__(asked, reading.engine, Stream(reading.work), chats)
+        self.summariser = summariser
+        super().__init__(asked, summariser.engine, Stream(summariser.work), chats)
 
     @property
-    def doing(self) -> str:
-        return self.reading.doing
+    def status(self) -> str:
+        return self.summariser.status
 
-    def _described(self, result: "Result") -> dict[str, Any]:
+    def _final_report(self, result: "Result") -> dict[str, Any]:
         self._result = result
         return {"notice": result.report.warning} if result.report.warning else {}
 
-    def _report(self, more: dict[str, Any]) -> dict[str, Any]:
-        return {"digest": self.reading.document.id, **more}
+    def _with_basis(self, more: dict[str, Any]) -> dict[str, Any]:
+        return {"digest": self.summariser.document.id, **more}
 
-    def _cited(self) -> tuple[Source, ...]:
-        with suppress(RagBlendError):  # the document may be gone: what was said of it is shown all the same
-            self.sources = self.reading.nearest(self.text)
+    def _stored_sources(self) -> tuple[AnswerSource, ...]:
+        with suppress(RagBlendError):  # the document may be deleted: the summary is shown all the same
+            self.sources = self.summariser.nearest(self.text)
         return self.sources
 
     def to_json(self) -> dict[str, Any]:
-        reading = self.reading
+        summariser = self.summariser
         counts = {
-            "parts_written": reading.steps,
-            "parts_kept": reading.kept,
-            "passages_encoded": reading.encoded,
+            "parts_written": summariser.steps,
+            "parts_kept": summariser.kept,
+            "passages_encoded": summariser.encoded,
         }
-        document = {"document": reading.document.name, "passages": reading.document.passages}
+        document = {"document": summariser.document.name, "passages": summariser.document.passages}
         return self.answer.to_json() | document | counts

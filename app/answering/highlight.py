@@ -1,34 +1,34 @@
-"""Where a source stands in its document: marked on the page's picture or in the text, or said that it cannot be.
+"""Finds a source in its document and marks it on the page's picture or in the text, or says why it cannot.
 
-Of a passage that an answer cites only the sentence that says what the answer says is marked. Nothing else is ever
-marked instead: what is found has the passage's letters, all of them, in their order.
+If the answer's sentence is supported by one sentence of the passage, only that is marked. A match is exact: it has all
+letters of the passage in order.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ragblend.app.answering.answer import Source
+from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.chats import DELETED_TEXT
 from ragblend.app.extras import check_installed
-from ragblend.app.library.apart import apart
 from ragblend.app.library.chunking import SEPARATOR
-from ragblend.app.library.documents import Document, Passage
-from ragblend.app.library.guards import check_file
+from ragblend.app.library.documents import Document, DocumentPassage
+from ragblend.app.library.file_checks import check_file
 from ragblend.app.library.pdf_pages import PageImage, located_pages
 from ragblend.app.library.readers import read_document
 from ragblend.app.library.registry import Library
+from ragblend.app.library.sandbox import run_in_sandbox
 from ragblend.kvstore.errors import DocumentError
 
-AROUND_CHARACTERS = 3000  # of the text before and after the passage
+AROUND_CHARACTERS = 3000  # of text shown before and after the passage
 Place = tuple[int, int] | None
 
 
 @dataclass(frozen=True)
 class Highlight:
-    """The source marked on pictures of its pages, or text[start:stop]; reason: why it is neither.
+    """The source marked on pictures of its pages, or as text[start:stop]; reason: why it was not found.
 
-    cut_before and cut_after: the document goes on there.
+    cut_before, cut_after: the document has more text there.
     """
 
     document: str
@@ -41,10 +41,10 @@ class Highlight:
     reason: str = ""
 
 
-def locate_source(library: Library, source: Source, place: Place = None) -> Highlight:
-    """Find the source in its document as that is now. Raises UsageError if the extra `ui` is needed and missing.
+def locate_source(library: Library, source: AnswerSource, place: Place = None) -> Highlight:
+    """Find the source in the current file. Raises UsageError if the extra `ui` is needed and missing.
 
-    place: of the passage mark only source.text[start:stop]; None: all of it.
+    place: mark only source.text[start:stop]; None: the whole passage.
     """
     document = library.documents_with([source.document_id]).get(source.document_id)
     if document is None or source.text == DELETED_TEXT:
@@ -56,7 +56,7 @@ def locate_source(library: Library, source: Source, place: Place = None) -> High
     return found or Highlight(document.name, reason=_why_not(document))
 
 
-def _located(library: Library, document: Document, source: Source, place: Place) -> Highlight | None:
+def _located(library: Library, document: Document, source: AnswerSource, place: Place) -> Highlight | None:
     path = Path(document.path)
     if path.suffix.lower() == ".pdf":
         return _on_pages(document, path, source, place)
@@ -66,23 +66,23 @@ def _located(library: Library, document: Document, source: Source, place: Place)
         return None
     first = max(0, start - AROUND_CHARACTERS)
     last = min(len(text), start + len(source.text) + AROUND_CHARACTERS)
-    if first:  # from the beginning of a line, if there is one
+    if first:  # start at the beginning of a line, if there is one
         first = text.find("\n", first, start) + 1 or first
     begin, end = (start - first + at for at in place or (0, len(source.text)))
     return Highlight(document.name, (), text[first:last], begin, end, first > 0, last < len(text))
 
 
-def _up_to(library: Library, source: Source) -> Sequence[Passage]:
-    """The document's passages in reading order, up to the source; none if the library does not have it any more."""
+def _up_to(library: Library, source: AnswerSource) -> Sequence[DocumentPassage]:
+    """The document's passages in reading order up to the source; none if the library no longer has the source."""
     passages = library.passages_of(source.document_id)
     places = [n for n, passage in enumerate(passages) if passage.node_id == source.node_id]
     return passages[: places[0] + 1] if places else []
 
 
 def _start(text: str, passages: Sequence[str], wanted: str) -> int | None:
-    """Where the wanted passage begins: of several equal places the one behind the passages before it.
+    """Where the wanted passage starts: of several equal places the one after the passages before it.
 
-    None if the text has changed so that it is not there, or that several places come into question.
+    None if the text no longer contains it, or contains it several times without a way to tell which.
     """
     cursor = 0
     for passage in passages:
@@ -96,18 +96,18 @@ def _start(text: str, passages: Sequence[str], wanted: str) -> int | None:
     return first if first >= 0 and text.find(wanted, first + 1) < 0 else None
 
 
-def _on_pages(document: Document, path: Path, source: Source, place: Place) -> Highlight | None:
+def _on_pages(document: Document, path: Path, source: AnswerSource, place: Place) -> Highlight | None:
     check_installed("Pages with highlights", ("pypdfium2", "PIL"), "ui")
     check_file(path)
-    pages = apart(located_pages, path, source.text, source.location, place)
+    pages = run_in_sandbox(located_pages, path, source.text, source.location, place)
     return Highlight(document.name, pages) if pages else None
 
 
 def _why_not(document: Document) -> str:
-    """The file as it is now is not the one that was read, or its text cannot be matched to the page."""
+    """The reason: the file has changed, or its text cannot be matched to the page."""
     path = Path(document.path)
     if not document.facts.fit(path):
-        return "The file has changed since it was read, and this passage does not stand in it any more."
+        return "The file has changed since it was read, and no longer contains this passage."
     if path.suffix.lower() == ".pdf":
-        return "The letters of this passage cannot be matched to those that the page shows, so nothing is marked."
-    return "This passage cannot be told from others in the file, so nothing is marked."
+        return "The text of this passage does not match the text on the page, so nothing is marked."
+    return "The exact place of this passage in the file is not clear, so nothing is marked."

@@ -1,7 +1,7 @@
-"""Finding a text in another that was read by another program: the same letters in the same order, or nothing.
+"""Finds a text in a page that another program read, by its letters.
 
-White space, hyphens and the form of letters (ligatures, case) differ between readers of one page; letters do not. So
-both are folded to their letters, and what is found is exact in those.
+White space, hyphens and the form of letters (ligatures, case) differ between readers of a page; letters do not. So both
+texts are folded to their letters, and a match is exact in those.
 """
 
 import unicodedata
@@ -9,14 +9,14 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 HYPHENS = frozenset("-\u00ad\u2010\u2011\u2012\u2212\x02\ufffe\uffff")
-SHORT_LETTERS = 4  # a line of fewer stands anywhere: it is not looked for by itself
+SHORT_LETTERS = 4  # shorter lines occur anywhere, so they are not searched separately
 
 
-Folded = tuple[str, list[int]]  # the letters of a text, and where each of them stands in it
+Folded = tuple[str, list[int]]  # the letters of a text, and the index of each in it
 
 
 def fold(characters: Sequence[str]) -> Folded:
-    """Of a text, or of a list of characters that may be empty or several."""
+    """Fold a text, or a list of strings with any number of characters each."""
     letters: list[str] = []
     places: list[int] = []
     for place, character in enumerate(characters):
@@ -32,9 +32,9 @@ def fold(characters: Sequence[str]) -> Folded:
 
 
 def find(text: str, page: Folded, part: tuple[int, int] | None = None) -> list[tuple[int, int]] | None:
-    """Where the text stands, as (start, stop) places: whole, or else every line of it; None if that cannot be told.
+    """The (start, stop) indexes of the text on the page: as a whole, or line by line; None if it is not found.
 
-    part: of what is found only text[start:stop], which may stand elsewhere on the page as well.
+    part: return only text[start:stop] of what is found; that part alone may also occur elsewhere on the page.
     """
     (wanted, origins), (letters, places) = fold(text), page
     if not wanted:
@@ -48,22 +48,22 @@ def find(text: str, page: Folded, part: tuple[int, int] | None = None) -> list[t
 
 
 def _by_lines(text: str, letters: str) -> list[tuple[int, int, int]] | None:
-    """Readers may take columns and foot lines in another order: each line must be there, behind the last or once.
+    """Readers may order columns and footers differently: each line must come after the last one, or occur once.
 
-    (place on the page, start, stop) of each, all in letters; start and stop are those of the line in the text.
+    Returns (index on the page, start, stop) of each line, all in letters; start and stop are those in the text.
     """
     found: list[tuple[int, int, int]] = []
-    behind = end = 0
+    cursor = end = 0
     for line in text.split("\n"):
         wanted, _ = fold(line)
         begin, end = end, end + len(wanted)
         if len(wanted) < SHORT_LETTERS:
             continue
-        start = letters.find(wanted, behind)
+        start = letters.find(wanted, cursor)
         if start < 0:
             start = letters.find(wanted)
             if start < 0 or letters.find(wanted, start + 1) >= 0:
                 return None
         found.append((start, begin, end))
-        behind = start + len(wanted)
+        cursor = start + len(wanted)
     return found

@@ -1,4 +1,4 @@
-"""A cross-encoder, if the user names one: it reads question and passage together, and says how well they match."""
+"""The optional reranker: a cross-encoder that scores how well a passage answers a question."""
 
 import os
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ BATCH_PAIRS = 8
 
 
 def find_reranker(name: str) -> Path:
-    """The folder that its name means; a hub id is downloaded unless it was before. Raises ModelError's children."""
+    """The folder of the reranker; a hub id is downloaded if needed. Raises subclasses of ModelError."""
     path = Path(os.path.expanduser(name))
     if not os.path.isdir(path) and not is_hub_id(name):
         raise ModelNotFoundError(
@@ -35,10 +35,10 @@ def find_reranker(name: str) -> Path:
 
 
 class CrossEncoder(Closing):
-    """Loaded on first use, from transformers' own classes for one label; safe for threads. device: None for the best.
+    """A cross-encoder of transformers with one label, loaded on first use. Thread-safe. device: None for the best.
 
-    In float32: of passages that match about as well bfloat16 makes equals.
-    queue: before the model, which is one thread's at a time, as its tokenizer must be; it moves with each batch.
+    It runs in float32: bfloat16 gives passages that match about equally well the same score. queue: admits one thread
+    at a time, as the tokenizer requires too, and yields between batches.
     """
 
     def __init__(self, name: str, device: str | None, queue: DeviceQueue | None = None) -> None:
@@ -47,17 +47,17 @@ class CrossEncoder(Closing):
         self._tokenizer: Any = None
 
     def load(self) -> None:
-        """Load it now. Raises ModelError's children, and UsageError for a device that is not there."""
+        """Load it now. Raises subclasses of ModelError, and UsageError for a missing device."""
         with self._queue.turn() as turn:
             self._load(turn)
 
     def close(self) -> None:
-        """Let go of the weights; they are loaded again at the next use."""
+        """Release the weights; they are loaded again at the next use."""
         with self._queue.turn():
             self._model = self._tokenizer = None
 
     def scores(self, question: str, texts: Sequence[str]) -> list[float]:
-        """How well each text answers the question: higher is better, in no unit. Raises as `load`, and DeviceError."""
+        """How well each text answers the question: higher is better. Raises as `load`, and DeviceError."""
         with self._queue.turn() as turn:
             self._load(turn)
             try:
@@ -71,15 +71,15 @@ class CrossEncoder(Closing):
     def _scores(self, question: str, texts: Sequence[str], turn: DeviceTurn) -> list[float]:
         import torch
 
-        # A tokenizer may know no limit, and of a RoBERTa's positions two are not for tokens.
+        # A tokenizer may have no limit, and two of RoBERTa's positions are not for tokens.
         longest = min(self._tokenizer.model_max_length, self._model.config.max_position_embeddings - 2)
-        # The passage alone is cut, unless the question by itself would leave it no room.
+        # Only the passage is truncated, unless the question is so long that it leaves no room.
         is_short = len(self._tokenizer(question, add_special_tokens=False)["input_ids"]) <= longest // 2
         how = {"truncation": "only_second" if is_short else "longest_first", "max_length": longest}
         scores, order = [0.0] * len(texts), sorted(range(len(texts)), key=lambda at: len(texts[at]))
         for start in range(0, len(order), BATCH_PAIRS):
             turn.between_layers()
-            part = order[start : start + BATCH_PAIRS]  # of about one length, so that little is padding
+            part = order[start : start + BATCH_PAIRS]  # of similar length, which needs little padding
             pairs = [question] * len(part), [texts[at] for at in part]
             read = self._tokenizer(*pairs, padding=True, return_tensors="pt", **how).to(self._model.device)
             with torch.inference_mode():
@@ -112,10 +112,10 @@ class CrossEncoder(Closing):
                     str(folder), dtype="float32", local_files_only=True, output_loading_info=True
                 )
             model, loading = loaded
-            if missing := sorted(loading["missing_keys"]):  # which transformers fills with random numbers
+            if missing := sorted(loading["missing_keys"]):  # transformers fills these with random numbers
                 raise ValueError(f"{len(missing)} weights are missing ({missing[0]}, ...)")
             self._model = model.eval().to(device)
-            self._scores("Is this read?", ["Yes.", "It is."], turn)  # what cannot be run is refused here
+            self._scores("Is this read?", ["Yes.", "It is."], turn)  # fails now if it cannot run
         except ModelError:
             self._model = None
             raise
@@ -125,7 +125,7 @@ class CrossEncoder(Closing):
                 f"there is too little memory on {device} for the reranker in {folder}; name a smaller one, or none "
                 "(`reranker` in the settings)"
             ) from error
-        except Exception as error:  # whatever a damaged file makes transformers, or the trial, raise
+        except Exception as error:  # whatever transformers raises for a damaged file
             self._model = None
             raise CorruptModelError(
                 f"Loading the reranker in {folder}: it cannot be used ({type(error).__name__}: {error}). Fetch it "

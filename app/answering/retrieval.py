@@ -1,9 +1,8 @@
-"""A question -> the passages that answer it best, in one collection or several, each text once.
+"""Retrieval: finds the passages that answer a question best, in one or several collections, each text once.
 
-MiniLM reads the question; the registry or Chroma has the ids of what is near, the registry those that share its words,
-and the texts.
-Both orders are put together (`search = "hybrid"`), or nearness alone decides (`"vectors"`). A cross-encoder, if the
-settings name one (`reranker`), reads the best of them beside the question and has the last word on their order.
+MiniLM embeds the question; the registry or Chroma finds the nearest passages, the registry those that share its words.
+Both rankings are combined (`search = "hybrid"`), or the vectors alone decide (`"vectors"`). A cross-encoder, if the
+settings name one (`reranker`), scores the best of them with the question and decides their order.
 """
 
 from collections import defaultdict
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ragblend.app.answering.answer import Source
+from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.library.registry import Library
 from ragblend.app.workspace import Workspace
 from ragblend.engine.scheduling.queue import Cancel
@@ -23,61 +22,61 @@ from ragblend.kvstore.errors import LibraryError, UsageError, did_you_mean
 if TYPE_CHECKING:
     from ragblend.app.answering.rerank import CrossEncoder
 
-# Ask for this many times more than wanted: what is far down in one order may be on top in the other.
-DEEP = 4
-RANK_CONSTANT = 60  # how little the first ranks are apart; that of the paper
-# Of so few passages the registry compares every vector, in some 15 ms. Importing Chroma takes a process 0.4 s.
+# Ask for this many times top_k passages: what is far down in one ranking may be on top in the other.
+DEPTH = 4
+RANK_CONSTANT = 60  # the paper's: the larger, the less the first ranks differ
+# Up to so many passages the registry compares every vector, in about 15 ms; importing Chroma takes 0.4 s.
 COMPARED_PASSAGES = 500
 
 
 def search(
-    workspaces: Sequence[Workspace], ways: Sequence[str], top_k: int, least_score: float
-) -> list[Source]:
-    """At most top_k passages of these collections, best first, without numbers yet.
+    workspaces: Sequence[Workspace], queries: Sequence[str], top_k: int, least_score: float
+) -> list[AnswerSource]:
+    """At most top_k passages of these collections, best first, without numbers.
 
-    ways: the question as it is and perhaps otherwise; each way gives every second passage. Raises LibraryError for a
-    lost index, ModelError for a reranker that cannot be loaded.
+    queries: the question, and perhaps another one; their results alternate. Raises LibraryError for a lost index,
+    ModelError for a reranker that cannot be loaded.
     """
-    *_, found = in_stages(workspaces, ways, top_k, least_score)
+    *_, found = search_in_stages(workspaces, queries, top_k, least_score)
     return found
 
 
-def in_stages(
+def search_in_stages(
     workspaces: Sequence[Workspace],
-    ways: Sequence[str],
+    queries: Sequence[str],
     top_k: int,
     least_score: float,
     cancel: Cancel | None = None,
-) -> Iterator[list[Source]]:
-    """What `search` finds; before it what is found without the reranker, if one has something to order.
+) -> Iterator[list[AnswerSource]]:
+    """The results of `search`, preceded by those before reranking, if there is a reranker.
 
-    cancel: asked while a question is embedded; Cancelled is raised once it is set.
+    cancel: checked while a question is embedded; Cancelled is raised once it is set.
     """
-    ranked = [_ranked(workspaces, way, DEEP * top_k, least_score, cancel) for way in ways]
-    found = _mixed(ranked)[: DEEP * top_k]
+    ranked = [_rank(workspaces, query, DEPTH * top_k, least_score, cancel) for query in queries]
+    found = _interleave(ranked)[: DEPTH * top_k]
     yield found[:top_k]
     reranker = workspaces[0].reranker if len(found) > 1 else None
     if reranker is not None:
-        yield _mixed([_reranked(reranker, way, found) for way in ways])[:top_k]
+        yield _interleave([_rerank(reranker, query, found) for query in queries])[:top_k]
 
 
-def _reranked(reranker: "CrossEncoder", question: str, found: Sequence[Source]) -> list[Source]:
+def _rerank(reranker: "CrossEncoder", question: str, found: Sequence[AnswerSource]) -> list[AnswerSource]:
     scores = reranker.scores(question, [source.text for source in found])
     return [found[at] for at in sorted(range(len(found)), key=lambda at: -scores[at])]
 
 
-def _mixed(ranked: Sequence[Sequence[Source]]) -> list[Source]:
-    """The first of each ranking, then the second ones; each text once."""
+def _interleave(ranked: Sequence[Sequence[AnswerSource]]) -> list[AnswerSource]:
+    """The first passage of each ranking, then the second ones; each text once."""
     return without_duplicates([each for place in zip_longest(*ranked) for each in place if each is not None])
 
 
-def _ranked(
+def _rank(
     workspaces: Sequence[Workspace], question: str, count: int, least_score: float, cancel: Cancel | None
-) -> list[Source]:
-    """Those that are near enough, in the order that nearness and words give together.
+) -> list[AnswerSource]:
+    """The passages that are near enough, in the combined order of vectors and words.
 
-    A word alone brings none: one that a question shares by chance would make an answer to what nothing here is about.
-    A number or code does, of which an embedder knows nothing and which somebody who asks for it means exactly.
+    A shared word alone is not enough: it may be shared by chance. A number or code of the question is: embedders do
+    not represent them, and who asks for one means exactly that.
     """
     if not workspaces:
         return []
@@ -93,11 +92,14 @@ def _ranked(
     found = {node: score for node, score in scores.items() if score >= least_score or words.get(node)}
     sources = _sources(library, found)
     by_nearness = sorted(sources, key=lambda node: -scores[node])
-    return [sources[node] for node in fused(by_nearness, [node for node in words if node in sources])]
+    return [
+        sources[node]
+        for node in reciprocal_rank_fusion(by_nearness, [node for node in words if node in sources])
+    ]
 
 
-def fused(*rankings: Sequence[str]) -> list[str]:
-    """Reciprocal rank fusion: the best of all rankings first; of equals what an earlier ranking has first.
+def reciprocal_rank_fusion(*rankings: Sequence[str]) -> list[str]:
+    """Combine rankings by reciprocal rank fusion; equal scores are ordered by the first ranking.
 
     Source: Cormack, Clarke and Büttcher, SIGIR 2009.
     """
@@ -109,7 +111,9 @@ def fused(*rankings: Sequence[str]) -> list[str]:
 
 
 def nearest(workspace: Workspace, question: NDArray[np.float32], count: int) -> dict[str, float]:
-    """Of one collection, each with its cosine similarity, best first. Raises LibraryError for a lost index."""
+    """The nearest passages of one collection with their cosine similarity, best first. Raises LibraryError if the index
+    is lost.
+    """
     library, collection = workspace.library, workspace.settings.collection
     if library.count_passages(collection) <= COMPARED_PASSAGES:
         found = library.nearest(collection, question, count)
@@ -118,17 +122,17 @@ def nearest(workspace: Workspace, question: NDArray[np.float32], count: int) -> 
     if not found and not library.counts_by_state(collection)["pending"]:
         raise LibraryError(
             f"Searching the collection {collection!r} in {workspace.home.root}: its index is empty, but the registry "
-            "holds passages. Run `ragblend store repair` to build the index again."
+            "has passages. Run `ragblend store repair` to rebuild the index."
         )
     return found
 
 
-def _sources(library: Library, scores: Mapping[str, float]) -> dict[str, Source]:
-    """What the registry has of these, by node id; scores: their cosine similarity to the question."""
+def _sources(library: Library, scores: Mapping[str, float]) -> dict[str, AnswerSource]:
+    """The sources for these node ids; scores: their cosine similarity to the question."""
     passages = library.passages(list(scores))
     documents = library.documents_with([passage.document_id for passage in passages.values()])
     return {
-        node: Source(
+        node: AnswerSource(
             0, node, p.document_id, documents[p.document_id].collection, documents[p.document_id].name, p.location,
             round(scores[node], 4), p.text,
         )
@@ -137,16 +141,16 @@ def _sources(library: Library, scores: Mapping[str, float]) -> dict[str, Source]
     }  # fmt: skip
 
 
-def without_duplicates(sources: Sequence[Source]) -> list[Source]:
-    """Each text once, at its best place: twice in the prompt it would cost twice and add nothing."""
-    first: dict[str, Source] = {}
+def without_duplicates(sources: Sequence[AnswerSource]) -> list[AnswerSource]:
+    """Each text once, at its best rank: a second copy in the prompt would cost time and add nothing."""
+    first: dict[str, AnswerSource] = {}
     for source in sources:
         first.setdefault(" ".join(source.text.split()), source)
     return list(first.values())
 
 
 def check_askable(workspace: Workspace) -> None:
-    """Raise LibraryError where there is nothing to search, UsageError for a collection that nobody made."""
+    """Raise LibraryError if there is nothing to search, UsageError for an unknown collection."""
     library, name = workspace.library, workspace.settings.collection
     if library.has_passages(name):
         return
@@ -163,7 +167,7 @@ def check_askable(workspace: Workspace) -> None:
 
 
 def check_collection(library: Library, name: str) -> None:
-    """Raise UsageError for a collection that nobody made, with those that are there."""
+    """Raise UsageError, with the known collections, for an unknown one."""
     known = library.collections()
     if name not in known:
         there = f"there are {', '.join(known)}" if known else "there are none yet"

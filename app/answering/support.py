@@ -1,8 +1,8 @@
-"""Whether a passage says what a sentence says, and where: word for word rules, no model. Pure functions over text.
+"""Decides whether a passage supports a sentence, and where: rules on words, no model. Pure functions over text.
 
-A sentence is held against single sentences of the passage, not against all its words: a bag of words supports "never
-under water" as well as "under water". Most of its words must stand there, and all numbers and names; a word in the
-place of another, a negation more or less, an opposite or two numbers exchanged make it another statement.
+A sentence is compared with single sentences of the passage, not with all its words: a bag of words supports "never
+under water" as well as "under water". Most of its words must be there, and all numbers and names. A replaced word, an
+added or missing negation, an opposite, or two exchanged numbers make it another statement.
 """
 
 import re
@@ -15,9 +15,9 @@ from typing import Literal
 
 from ragblend.engine.decoding.text import SENTENCE_END
 
-LEAST_SHARE = 0.7  # of a sentence's words that must stand in the passage's
-LEAST_WORDS, MOST_WORDS = 3, 100  # fewer say nothing about where they are from; more are no sentence
-SHORT_LINE = 0.5  # of the longest line: where a shorter one ends, so does its sentence (headings, cells)
+LEAST_SHARE = 0.7  # of a sentence's words that must occur in the passage's sentence
+LEAST_WORDS, MOST_WORDS = 3, 100  # fewer match by chance; more are not a sentence
+SHORT_LINE = 0.5  # of the longest line: a sentence ends at the end of a shorter line (headings, cells)
 TOKEN = re.compile(r"\d+(?:[.,:]\d+)*|[^\W\d_]+(?:['’][^\W\d_]+)*")
 LISTED = re.compile(r"\s*(?:[-–•*#|>]|\d{1,3}[.)]\s)")
 STOP = frozenset(
@@ -26,7 +26,7 @@ STOP = frozenset(
     him i me my mine we us our you your this that these those there here which who whom whose what when where how why
     than then so such also into about just very own out off mr mrs ms miss dr s""".split()  # noqa: SIM905
 )
-FRAME = frozenset(  # what an answer says about its passages
+FRAME = frozenset(  # words that an answer uses about its passages
     """according passage passages text document documents answer states stated mentioned mentions says said source
     sources information provided context""".split()  # noqa: SIM905
 )
@@ -53,31 +53,31 @@ Kind = Literal["word", "name", "number", "not", "stop"]
 
 @dataclass(frozen=True)
 class Token:
-    """A word as it is compared: its stem, or a number's digits."""
+    """A word for comparison: its stem, or a number's digits."""
 
     stem: str
     kind: Kind
 
 
 @dataclass(frozen=True)
-class Place:
-    """passage[start:stop] says it; share of the sentence's words that stand there."""
+class SupportingSpan:
+    """passage[start:stop] supports the sentence; share: of the sentence's words that occur there."""
 
     start: int
     stop: int
     share: float
 
 
-def supporting(sentence: str, passage: str, about: str = "") -> Place | None:
-    """The sentence of the passage that says this, or None. about: what the passage is from; its words may be named."""
+def supporting(sentence: str, passage: str, about: str = "") -> SupportingSpan | None:
+    """The sentence of the passage that supports this one, or None. about: the document's name; its words count too."""
     asked = tokens(sentence)
-    content = [token for token in asked if _says(token)]
+    content = [token for token in asked if _is_content(token)]
     if not LEAST_WORDS <= len(content) <= MOST_WORDS:
         return None
     known = {token.stem for token in tokens(about)}
     wanted = {token.stem for token in content}
     found = [
-        Place(start, stop, share)
+        SupportingSpan(start, stop, share)
         for start, stop, given in _windows(passage)
         if len(wanted & {token.stem for token in given}) >= LEAST_SHARE * len(wanted) / 2
         and (share := _share(asked, content, given, known)) >= LEAST_SHARE
@@ -86,12 +86,12 @@ def supporting(sentence: str, passage: str, about: str = "") -> Place | None:
 
 
 def sentences(text: str) -> list[tuple[int, int]]:
-    """(start, stop) of each sentence without the space around it; a line's end is a sentence's."""
+    """(start, stop) of each sentence without surrounding space; the end of a line ends a sentence."""
     return [piece for line in re.finditer(r"[^\n]+", text) for piece in _cut(text, line.start(), line.end())]
 
 
 def tokens(text: str) -> list[Token]:
-    """The text's words; numbers in words and in digits are the same."""
+    """The text's words; numbers in words equal numbers in digits."""
     return list(_tokens(text))
 
 
@@ -128,7 +128,7 @@ def _token(word: str, folded: str, begins: bool) -> Token:
 
 
 def _stem(word: str) -> str:
-    """Without the endings of plural and past; rough, and the same for both sides."""
+    """Remove the endings of plural and past: roughly, and in the same way for both texts."""
     for ending in ("ing", "ed", "es", "s", "e"):
         if word.endswith(ending) and len(word) - len(ending) >= 2 and not word.endswith("ss"):
             word = word.removesuffix(ending)
@@ -142,7 +142,7 @@ OPPOSITE_STEMS = {frozenset(map(_stem, pair)) for pair in OPPOSITES}
 FRAME_STEMS = frozenset(map(_stem, FRAME))
 
 
-def _says(token: Token) -> bool:
+def _is_content(token: Token) -> bool:
     return token.kind in ("name", "number") or (token.kind == "word" and token.stem not in FRAME_STEMS)
 
 
@@ -157,7 +157,7 @@ def _cut(text: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 @lru_cache(maxsize=512)
 def _windows(passage: str) -> list[tuple[int, int, list[Token]]]:
-    """Its sentences; and two in a row, where the second's pronoun means something in the first."""
+    """The passage's sentences, and pairs of them if the second has a pronoun for something in the first."""
     places = _passage_sentences(passage)
     found = [(start, stop, tokens(passage[start:stop])) for start, stop in places]
     pairs = [
@@ -169,7 +169,7 @@ def _windows(passage: str) -> list[tuple[int, int, list[Token]]]:
 
 
 def _passage_sentences(text: str) -> list[tuple[int, int]]:
-    """Lines may be wrapped, so that a line's end is no sentence's, but that of a short line or before a list is."""
+    """Sentences of a text that may be wrapped: only the end of a short line, or a list item, ends one."""
     lines = [(match.start(), match.end()) for match in re.finditer(r"[^\n]*\n?", text) if match.group()]
     longest = max((stop - start for start, stop in lines), default=0)
     blocks: list[tuple[int, int]] = []
@@ -189,26 +189,26 @@ def _passage_sentences(text: str) -> list[tuple[int, int]]:
 def _share(
     asked: Sequence[Token], content: Sequence[Token], given: Sequence[Token], known: set[str]
 ) -> float:
-    """How much of the content is given; 0 where what is given is another statement."""
+    """The share of the content that is given; 0 if what is given is another statement."""
     there = {token.stem for token in given}
     missing = [token for token in content if token.stem not in there]
     if any(token.kind != "word" and token.stem not in known for token in missing):
         return 0.0
     if _negated_otherwise(asked, given) or _opposed(missing, given, content) or _exchanged(asked, given):
         return 0.0
-    if _replaced(content, [token for token in given if _says(token)]):
+    if _replaced(content, [token for token in given if _is_content(token)]):
         return 0.0
     return 1 - sum(token.stem not in known for token in missing) / len(content)
 
 
 def _negated_otherwise(asked: Sequence[Token], given: Sequence[Token]) -> bool:
-    """Whether a word is denied in the one and not in the other."""
+    """Whether a word is negated in only one of them."""
     here, there = _negated(asked), _negated(given)
     return bool(here - there) or bool((there - here) & {token.stem for token in asked})
 
 
 def _negated(found: Sequence[Token]) -> set[str]:
-    """The word after each negation, or before it where it is the last."""
+    """The word after each negation, or before it if there is none after it."""
     denied = set()
     for place, token in enumerate(found):
         if token.kind == "not":
@@ -218,13 +218,13 @@ def _negated(found: Sequence[Token]) -> set[str]:
 
 
 def _opposed(missing: Sequence[Token], given: Sequence[Token], content: Sequence[Token]) -> bool:
-    """Whether the opposite of a missing word is given, where the sentence does not have it."""
+    """Whether the opposite of a missing word is given, and is not in the sentence itself."""
     rest = {token.stem for token in given} - {token.stem for token in content}
     return any(frozenset((token.stem, other)) in OPPOSITE_STEMS for token in missing for other in rest)
 
 
 def _replaced(content: Sequence[Token], given: Sequence[Token]) -> bool:
-    """Whether the passage has another word, which the sentence has not, in the place of one of its words."""
+    """Whether the passage has another word, which is not in the sentence, in the position of one of its words."""
     stems, there = {token.stem for token in content}, [token.stem for token in given]
     standing = list(zip(["", *there], there, [*there[1:], ""], strict=False))
     return any(
@@ -237,7 +237,7 @@ def _replaced(content: Sequence[Token], given: Sequence[Token]) -> bool:
 def _places(
     content: Sequence[Token], standing: Sequence[tuple[str, str, str]]
 ) -> Iterator[tuple[str | None, str | None]]:
-    """The neighbours of words that are not given, and of numbers and names that stand elsewhere; None: the end."""
+    """The neighbours of words that are not given, and of numbers and names in other positions; None: the end."""
     there = {word for _, word, _ in standing}
     for is_there, run in groupby(range(len(content)), lambda place: content[place].stem in there):
         places = list(run)
@@ -256,7 +256,7 @@ def _stem_at(content: Sequence[Token], place: int) -> str | None:
 
 
 def _exchanged(asked: Sequence[Token], given: Sequence[Token]) -> bool:
-    """Whether two numbers or two names have changed places: each stands beside what is beside the other there."""
+    """Whether two numbers or two names are exchanged: each is next to what the other is next to in the passage."""
     for kind in ("number", "name"):
         for step in (-1, 1):
             here, there = _beside(asked, step), _beside(given, step)
@@ -271,7 +271,7 @@ def _exchanged(asked: Sequence[Token], given: Sequence[Token]) -> bool:
 
 
 def _beside(found: Sequence[Token], step: int) -> dict[str, str]:
-    """The word before (-1) or after (1) each that stands in one place only."""
+    """The word before (-1) or after (1) each word that occurs once."""
     stems = [token.stem for token in found]
     counted = Counter(stems)
     return {

@@ -1,4 +1,4 @@
-"""A prefill's trace as a file: Chrome's trace JSON, or a picture of what each thread and stream did."""
+"""Writes a prefill's trace to a file: Chrome's trace JSON, or a picture with a bar per thread or stream."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ class TimelineError(RagBlendError):
 
 
 def check_timeline(path: Path) -> None:
-    """Raises UsageError for a file name that says no format, before any work is done for it."""
+    """Raise UsageError for an unknown file format, before any work is done."""
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(
             f"a trace is written as .json (open it in ui.perfetto.dev) or .png (a picture), not as {path.name!r}"
@@ -45,7 +45,7 @@ def check_timeline(path: Path) -> None:
 
 
 def write_timeline(trace: Trace, title: str, path: Path) -> None:
-    """Write the trace in the format that the name says. Raises UsageError, TimelineError."""
+    """Write the trace in the format of the file's suffix. Raises UsageError, TimelineError."""
     check_timeline(path)
     try:
         if path.suffix.lower() == ".json":
@@ -57,7 +57,7 @@ def write_timeline(trace: Trace, title: str, path: Path) -> None:
 
 
 def chrome_trace(trace: Trace) -> dict[str, Any]:
-    """For chrome://tracing and ui.perfetto.dev (the Trace Event Format: complete events, in microseconds)."""
+    """The trace for chrome://tracing and ui.perfetto.dev (Trace Event Format: complete events, in microseconds)."""
     numbers = {track: number for number, track in enumerate(trace.tracks)}
     names = [
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": track}}
@@ -82,7 +82,7 @@ def _chrome_event(event: TraceEvent, numbers: dict[str, int]) -> dict[str, Any]:
 
 
 def draw_timeline(trace: Trace, title: str, path: Path) -> None:
-    """A bar a thread or stream, a block an event; layers are numbered where there is room."""
+    """Draw a bar per thread or stream with a block per event; layers are numbered where there is room."""
     tracks = trace.tracks
     figure = figure_of(12.0, 1.6 + 0.55 * len(tracks))
     axes = figure.subplots()

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.app.answering.answer import Answer, Source
+from ragblend.app.answering.answer import Answer, AnswerSource
 from ragblend.app.answering.citations import with_marks
 from ragblend.app.cli.common import Answering, Cli, plural
 from ragblend.app.home import absolute
 from ragblend.kvstore.errors import Cancelled, LibraryError, UsageError
 
 if TYPE_CHECKING:
-    from ragblend.app.answering.chats import Chat, Chats, Message
+    from ragblend.app.answering.answer_stream import AnswerStream
+    from ragblend.app.answering.chats import Chat, ChatMessage, Chats
     from ragblend.app.answering.conversation import Conversations
-    from ragblend.app.answering.turn import Turn
     from ragblend.app.workspace import Workspace
 
 
@@ -46,9 +46,9 @@ def ask(
         check_timeline(trace)
     with cli.open_collection(collection, **vars(answering)) as workspace:
         talks = ready(cli, workspace)
-        from ragblend.app.answering.conversation import ANY, AskOptions
+        from ragblend.app.answering.conversation import ANY_SCORE, AskOptions
 
-        answer = _answered(cli, talks.answer(question, AskOptions(least_score=ANY)))
+        answer = _answered(cli, talks.answer(question, AskOptions(least_score=ANY_SCORE)))
         cli.result(answer.to_json(), sources_text(answer.sources))
         if trace is not None:
             _write_trace(cli, answer, trace)
@@ -69,7 +69,7 @@ def digest(
 ) -> None:
     """Summarise a long document, part by part, from its stored passages; what was stopped goes on where it was."""
     from ragblend.app.cli.bars import progress_bars
-    from ragblend.app.library.ingest import take_in
+    from ragblend.app.library.ingest import ingest_paths
 
     with cli.open(collection=collection, **vars(answering)) as workspace:
         workspace.check_engine()
@@ -77,7 +77,7 @@ def digest(
         path = absolute(cli.folder / file)
         with progress_bars(cli.terminal) as show:
             if os.path.isfile(path):
-                report = take_in(workspace, [path], show, leave=cli.terminal.check)
+                report = ingest_paths(workspace, [path], show, is_cancelled=cli.terminal.check)
                 for _, reason in report.failed.values():
                     raise LibraryError(reason)
                 if report.interrupted:
@@ -129,7 +129,7 @@ def chat(
             return
         talks = ready(cli, workspace)
         if no_save:
-            said: list[Message] = []
+            said: list[ChatMessage] = []
             while question := _read_question(cli):
                 turn = talks.answer(question, earlier=said)
                 _show(cli, _answered(cli, turn), turn.message, {})
@@ -153,7 +153,7 @@ def ready(cli: Cli, workspace: "Workspace") -> "Conversations":
     return talks
 
 
-def sources_text(sources: Sequence[Source]) -> str:
+def sources_text(sources: Sequence[AnswerSource]) -> str:
     lines = (f"  [{source.number}] {source.label} ({source.score:.2f})" for source in sources)
     return "\n".join(["", "Sources:", *lines])
 
@@ -186,7 +186,7 @@ def _talk(cli: Cli, talks: "Conversations", chats: "Chats", going_on: "Chat | No
         )
 
 
-def _show(cli: Cli, answer: Answer, message: "Message", more: dict[str, Any]) -> None:
+def _show(cli: Cli, answer: Answer, message: "ChatMessage", more: dict[str, Any]) -> None:
     """Sources keep their numbers for the whole conversation, and an answer may cite those of earlier questions."""
     numbers = {"numbers": [source.number for source in answer.sources]}
     cli.result(answer.to_json() | numbers | more, sources_text(message.sources))
@@ -220,14 +220,14 @@ def _print_chats(cli: Cli, chats: "Chats") -> None:
     cli.result(value, "\n".join(lines) or "No conversations yet. `ragblend chat` begins one.")
 
 
-def _answered(cli: Cli, turn: "Turn") -> Answer:
+def _answered(cli: Cli, turn: "AnswerStream") -> Answer:
     """The answer; printed piece by piece unless it is for a program."""
     with turn:
         shown = ""
         try:
             with cli.terminal.stopping(turn.stop):
                 for _ in turn:
-                    marked = with_marks(turn.text, turn.present, finished=False)
+                    marked = with_marks(turn.text, turn.all_sources, finished=False)
                     if not cli.json and marked.startswith(shown):
                         print(marked.removeprefix(shown), end="", file=cli.out, flush=True)
                         shown = marked
@@ -236,7 +236,7 @@ def _answered(cli: Cli, turn: "Turn") -> Answer:
                 print(file=cli.out)
             raise Cancelled("Interrupted: the answer ends here, before its end.") from None
         if not cli.json:
-            print(with_marks(turn.text, turn.present).removeprefix(shown), file=cli.out)
+            print(with_marks(turn.text, turn.all_sources).removeprefix(shown), file=cli.out)
     answer = turn.answer
     for line in (answer.notice, timing_line(answer)):
         if line:

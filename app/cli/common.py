@@ -20,8 +20,8 @@ from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import Cancelled
 
 if TYPE_CHECKING:
-    from ragblend.app.desk import Desk
     from ragblend.app.serve.commands import Shared
+    from ragblend.app.services import AppServices
     from ragblend.app.workspace import Workspace
 
 Command = Callable[..., int | None]
@@ -158,14 +158,14 @@ class Cli:
         return workspace
 
     @contextlib.contextmanager
-    def desk(self) -> "Iterator[Desk]":
+    def desk(self) -> "Iterator[AppServices]":
         """The desk over the home: that of the process that has it open, or one of its own."""
         if self.shared is not None:
             yield self.shared.desk
             return
-        from ragblend.app.desk import Desk
+        from ragblend.app.services import AppServices
 
-        with Desk.open(self.home, **self.overrides) as desk:
+        with AppServices.open(self.home, **self.overrides) as desk:
             yield desk
 
     def result(self, value: dict[str, Any], text: str) -> None:

@@ -15,8 +15,8 @@ import typer
 
 from ragblend.app.cli import ask, demo, docs, mcp, models, serve, store, tune, ui
 from ragblend.app.cli.common import Cli, command, plural
+from ragblend.app.openmp import set_thread_spinning
 from ragblend.app.quality.cli import bench_app
-from ragblend.app.waiting import set_waiting
 from ragblend.kvstore.errors import Cancelled, RagBlendError, UsageError
 
 DONE, FAILED, WRONG_USAGE = 0, 1, 2
@@ -69,12 +69,12 @@ def ingest(
 ) -> int:
     """Read documents and make them askable, then store each passage's KV. What is unchanged costs nothing."""
     from ragblend.app.cli.bars import encoding_bar, progress_bars
-    from ragblend.app.library.ingest import add_kv, embed_in_full, take_in
+    from ragblend.app.library.ingest import embed_in_full, encode_and_report, ingest_paths
 
     with cli.open(collection=collection) as workspace:
         workspace.check_engine()
         with progress_bars(cli.terminal) as show:
-            report = take_in(workspace, paths, show, prune, cli.terminal.check)
+            report = ingest_paths(workspace, paths, show, prune, cli.terminal.check)
         if report.added or report.updated or report.resumed:
             count = workspace.library.count_passages(workspace.settings.collection)
             cli.note(f'Askable now: {plural(count, "passage")}. `ragblend ask "..."` answers from here on.')
@@ -84,7 +84,7 @@ def ingest(
                 report.interrupted = not embed_in_full(workspace, show, cli.terminal.check)
         if not (no_encode or report.interrupted):
             with encoding_bar(cli) as follow:
-                add_kv(workspace, report, follow, cli.terminal.check)
+                encode_and_report(workspace, report, follow, cli.terminal.check)
     _print_ingest(cli, report)
     return FAILED if report.failed or report.interrupted else DONE
 
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None, commands: typer.Typer = app, na
     given = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
         atexit.register(gc.freeze)
-    set_waiting()
+    set_thread_spinning()
     _allow_files()
     _allow_text()
     umask, collected = os.umask(PRIVATE_UMASK), gc.get_threshold()

@@ -37,13 +37,13 @@ def serve(cli: Cli, asked: Serving) -> int:
     """Serve OpenAI's interface: chat, completions, embeddings, and the library with its documents."""
     cli.open().close()  # what it was given is refused before anything is loaded
     check_installed("The server", ("fastapi", "python_multipart", "uvicorn"), "serve")
-    from ragblend.app.desk import Desk
     from ragblend.app.serve.keys import Keys
     from ragblend.app.serve.listening import check_reach, listening
     from ragblend.app.serve.listening import serve as run
     from ragblend.app.serve.service import Limits
+    from ragblend.app.services import AppServices
 
-    with Desk.open(cli.home, **cli.overrides) as desk:
+    with AppServices.open(cli.home, **cli.overrides) as desk:
         known = Keys(desk.workspaces.home.root)
         check_reach(asked.host, asked.allow_host, known)
         with listening(asked.host, asked.port, asked.allow_host) as (address, at):

@@ -17,7 +17,7 @@ MARKS = {"ok": "ok     ", "warning": "warning", "failed": "FAILED "}
 @command(store)
 def stats(cli: Cli, collection: Collection = None) -> None:
     """What is kept, how much room it takes, and how each tier did: in all processes so far, and in this one."""
-    from ragblend.app.library.upkeep import stats_value
+    from ragblend.app.library.maintenance import stats_value
 
     with cli.open_collection(collection) as workspace:
         name = workspace.settings.collection
@@ -53,7 +53,7 @@ def _told(tier: dict[str, Any]) -> str:
 @command(store)
 def check(cli: Cli, collection: OfAll = None) -> int:
     """Read everything that is stored and say what is wrong with it; changes nothing."""
-    from ragblend.app.library.upkeep import check as run
+    from ragblend.app.library.maintenance import check as run
 
     with cli.open_collection(collection) as workspace:
         findings = run(workspace, collection)
@@ -67,7 +67,7 @@ def check(cli: Cli, collection: OfAll = None) -> int:
 def repair(cli: Cli, collection: OfAll = None) -> None:
     """Read damaged documents again, build the vector index again, take damaged KV out and encode what is missing."""
     from ragblend.app.cli.bars import encoding_bar
-    from ragblend.app.library.upkeep import repair as run
+    from ragblend.app.library.maintenance import repair as run
 
     with (
         cli.open_collection(collection) as workspace,

@@ -42,14 +42,14 @@ def ui(cli: Cli, asked: Serving) -> int:
     serving: Any = import_module(PAGE)
     if asked.set_password:
         return _set_password(cli, serving)
-    from ragblend.app.desk import Desk
     from ragblend.app.serve.listening import listening
+    from ragblend.app.services import AppServices
 
     with (
-        Desk.open(cli.home, **cli.overrides) as desk,
+        AppServices.open(cli.home, **cli.overrides) as desk,
         listening(asked.host, asked.port, asked.allow_host, serving.PORTS_TRIED) as (address, at),
     ):
-        entrance = serving.open_entrance(desk.workspaces.home.root, address, asked.new_link)
+        entrance = serving.open_login(desk.workspaces.home.root, address, asked.new_link)
         link = f"{address.url}?token={entrance.token}"
 
         def ready(folder: Path) -> None:

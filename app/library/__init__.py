@@ -1,1 +1,1 @@
-"""Documents: finding, reading and cutting files, the registry of what was read, the queue, watching, removal."""
+"""The documents of a home: discovery, readers, ingest and its queue, the registry, watching, removal, maintenance."""

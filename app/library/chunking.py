@@ -1,47 +1,45 @@
-"""Parts of a document -> passages of at most so many tokens of the model, each with where it stands."""
+"""Cuts a document's parts into passages of at most N tokens of the model, each with its location."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 
-from ragblend.app.library.documents import Passage, node_id
-from ragblend.app.library.readers import Part
+from ragblend.app.library.documents import DocumentPassage, node_id
+from ragblend.app.library.readers import DocumentPart
 from ragblend.engine.prompts.tokenizing import MAX_TOKEN_CHARACTERS
 from ragblend.kvstore.errors import OversizedDocumentError
 
 SEPARATOR = "\n\n"
 MAX_PASSAGES = 60_000  # of one document
-STRETCH_CHARACTERS = 500_000  # cut at once
+BLOCK_CHARACTERS = 500_000  # split at once, which bounds memory
 CountTokens = Callable[[str], int]
 
 
 def cut_document(
     document: str,
-    parts: Sequence[Part],
+    parts: Sequence[DocumentPart],
     count_tokens: CountTokens,
     chunk_tokens: int,
     overlap_tokens: int = 0,
-) -> list[Passage]:
-    """Split on sentences with LlamaIndex's SentenceSplitter, over the borders of pages and sections.
+) -> list[DocumentPassage]:
+    """Split on sentences with LlamaIndex's SentenceSplitter, across pages and sections.
 
-    Filling passages up matters more than stopping at a heading: every passage that is retrieved costs the same
-    few fresh tokens around it, however short it is.
+    Full passages matter more than stopping at headings: every retrieved passage costs the same few fresh tokens
+    around it, however short it is.
     """
     from llama_index.core.node_parser import SentenceSplitter
 
     splitter = SentenceSplitter(
         chunk_size=chunk_tokens,
         chunk_overlap=overlap_tokens,
-        tokenizer=lambda piece: range(
-            _count(piece, count_tokens, chunk_tokens)
-        ),  # it only asks for the length
+        tokenizer=lambda piece: range(_count(piece, count_tokens, chunk_tokens)),  # only its length is used
         paragraph_separator=SEPARATOR,
     )
     text = SEPARATOR.join(part.text for part in parts)
     starts = [0, *accumulate(len(part.text) + len(SEPARATOR) for part in parts)][: len(parts)]
     pieces, places = list[str](), list[str]()
-    for first, last in stretches(text):
+    for first, last in blocks(text):
         with _no_deadline():
             found = splitter.split_text(text[first:last])
         places += [
@@ -56,19 +54,19 @@ def cut_document(
             )
     named = [place or f"part {n} of {len(pieces)}" for n, place in enumerate(places, start=1)]
     return [
-        Passage(node_id(document, index, piece), document, index, piece, place)
+        DocumentPassage(node_id(document, index, piece), document, index, piece, place)
         for index, (piece, place) in enumerate(zip(pieces, named, strict=True))
     ]
 
 
-def stretches(text: str) -> Iterator[tuple[int, int]]:
-    """(start, stop) of what is cut by itself, so that memory is bounded: to a paragraph, line or word, else anywhere.
+def blocks(text: str) -> Iterator[tuple[int, int]]:
+    """(start, stop) of blocks that are split separately: ending at a paragraph, line or word, else anywhere.
 
-    Of a text without a border near the limit a passage may end in a word; nothing of it is lost.
+    A text without such an end near the limit may have a passage that ends within a word; nothing is lost.
     """
     start = 0
-    while len(text) - start > STRETCH_CHARACTERS:
-        half, end = start + STRETCH_CHARACTERS // 2, start + STRETCH_CHARACTERS
+    while len(text) - start > BLOCK_CHARACTERS:
+        half, end = start + BLOCK_CHARACTERS // 2, start + BLOCK_CHARACTERS
         borders = (text.rfind(border, half, end) for border in (SEPARATOR, "\n", " "))
         stop = next((border for border in borders if border >= 0), end)
         yield start, stop
@@ -77,7 +75,7 @@ def stretches(text: str) -> Iterator[tuple[int, int]]:
 
 
 def locate(text: str, pieces: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Where the first and the last character of each piece stand in the text, which has them in this order."""
+    """The index of the first and the last character of each piece in the text, which has them in this order."""
     cursor = 0
     for piece in pieces:
         start = text.find(piece, cursor)
@@ -88,9 +86,9 @@ def locate(text: str, pieces: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _no_deadline() -> Iterator[None]:
-    """NLTK gives up on finding sentences after five seconds of the clock, which a busy machine takes for honest text.
+    """Switch off NLTK's deadline of five seconds, which a busy machine exceeds for ordinary text.
 
-    Its pattern is linear, and what it is given is bounded.
+    Its pattern takes linear time, and the text is bounded.
     """
     try:
         from nltk import redos  # type: ignore[import-untyped]
@@ -105,9 +103,9 @@ def _no_deadline() -> Iterator[None]:
 
 
 def _count(piece: str, count_tokens: CountTokens, chunk_tokens: int) -> int:
-    """More than fit for what is too long whatever it says: tokenizing megabytes takes a hundred times their memory."""
-    is_long = len(piece) > MAX_TOKEN_CHARACTERS * chunk_tokens
-    return chunk_tokens + 1 if is_long else count_tokens(piece)
+    """Skip tokenizing what is too long in any case: tokenizing megabytes takes a hundred times their memory."""
+    is_too_long = len(piece) > MAX_TOKEN_CHARACTERS * chunk_tokens
+    return chunk_tokens + 1 if is_too_long else count_tokens(piece)
 
 
 def _span(first: str, last: str) -> str:

@@ -1,4 +1,4 @@
-"""Paths that a user gives -> the files to ingest, and what was left out and why."""
+"""Finds the files to ingest in the paths that a user gives, and says which were left out and why."""
 
 import errno
 import os
@@ -23,10 +23,10 @@ class Discovery:
 
 
 def discover(paths: Sequence[Path]) -> Discovery:
-    """Walk folders, not into hidden ones, and take files as they are.
+    """List the files of these paths and folders, without hidden ones.
 
-    A link in a folder is not followed, for whoever may write there could have any file of this account read; what it
-    means inside the folder is found there. A link that is given as a path itself is the user's own word.
+    Links in a folder are not followed: whoever may write there could have any file of this account read. A link that
+    is given as a path itself is the user's own choice.
     """
     files: dict[Path, None] = {}
     folders: list[Path] = []
@@ -37,32 +37,32 @@ def discover(paths: Sequence[Path]) -> Discovery:
         try:
             if path.is_dir():
                 folders.append(path)
-                for file in _walk(path, failed):
+                for file in _walk_folder(path, failed):
                     if is_known(file) and not os.path.islink(file):
                         files[file] = None
                     else:
                         skipped.append(file)
             else:
-                files[_checked(path)] = None
+                files[_check_given(path)] = None
         except DocumentError as error:
             failed.append((path, error))
         except OSError as error:
-            message = f"Reading {shown(path)}: {error.strerror}. Check its name and rights."
+            message = f"Reading {printable(path)}: {error.strerror}. Check its name and rights."
             failed.append((path, UnreadableDocumentError(message)))
-    for path in [path for path in files if shown(path) != str(path)]:
+    for path in [path for path in files if printable(path) != str(path)]:
         del files[path]
-        message = f"Reading {shown(path)}: its name is not UTF-8. Rename the file."
+        message = f"Reading {printable(path)}: its name is not UTF-8. Rename the file."
         failed.append((path, UnreadableDocumentError(message)))
     return Discovery(tuple(files), tuple(folders), tuple(dict.fromkeys(skipped)), tuple(failed))
 
 
-def shown(path: Path) -> str:
-    """A name that can be printed and kept, whatever its bytes are."""
+def printable(path: Path) -> str:
+    """A path that can be printed and stored, whatever its bytes are."""
     return storable(str(path))
 
 
 def is_gone(path: Path) -> bool:
-    """Whether there is no such file or folder; what may not be looked at is not gone."""
+    """Whether the file or folder does not exist; False if that cannot be known."""
     try:
         path.stat()
     except OSError as error:
@@ -70,8 +70,8 @@ def is_gone(path: Path) -> bool:
     return False
 
 
-def _checked(path: Path) -> Path:
-    name = Path(shown(path))
+def _check_given(path: Path) -> Path:
+    name = Path(printable(path))
     if not os.path.lexists(path):
         raise DocumentNotFoundError(f"Looking for {name}: there is no such file or folder. Check the path.")
     if not is_known(path):
@@ -83,14 +83,14 @@ def _checked(path: Path) -> Path:
 
 
 def is_known(path: Path) -> bool:
-    """Whether its suffix is one that is read."""
+    """Whether there is a reader for its suffix."""
     return path.suffix.lower() in READERS
 
 
-def _walk(folder: Path, failed: list[tuple[Path, DocumentError]]) -> Iterator[Path]:
+def _walk_folder(folder: Path, failed: list[tuple[Path, DocumentError]]) -> Iterator[Path]:
     def note(error: OSError) -> None:
         path = Path(error.filename)
-        message = f"Reading the folder {shown(path)}: {error.strerror}. Check its rights."
+        message = f"Reading the folder {printable(path)}: {error.strerror}. Check its rights."
         failed.append((path, UnreadableDocumentError(message)))
 
     for parent, folders, names in os.walk(folder, onerror=note):

@@ -1,4 +1,4 @@
-"""What the library keeps of a document and of its passages."""
+"""The records of documents and passages in the library, and how their ids are made."""
 
 import hashlib
 from contextlib import suppress
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-SCANNED = "it is probably scanned"  # how such a file is known by its failure
+SCANNED = "it is probably scanned"  # part of the reason of such a failure
 
 
-class State(StrEnum):
-    """How far a document came: pending work is taken up by the next ingest."""
+class DocumentState(StrEnum):
+    """The state of a document: the next ingest continues pending ones."""
 
     PENDING = "pending"
     DONE = "done"
@@ -19,14 +19,14 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a file was like when it was read: the two cheap facts first, the sure one last."""
+    """Size, modification time and digest of a file when it was read."""
 
     size: int
     mtime_ns: int
     sha256: str
 
     def fit(self, path: Path) -> bool:
-        """Whether the file has that size and that time; False for one that is gone."""
+        """Whether the file still has this size and time; False if it does not exist."""
         with suppress(OSError):
             found = path.stat()
             return (self.size, self.mtime_ns) == (found.st_size, found.st_mtime_ns)
@@ -35,15 +35,15 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Document:
-    """One row of the registry. `recipe` names how its text was cut: another recipe means cutting again.
+    """One row of the registry. `recipe` says how its text was cut and embedded: another recipe means doing it again.
 
-    reason: why it failed; uploaded: the home has the file, as far as somebody looked.
+    reason: why it failed; uploaded: the home has a copy of the file (set by `Library.page` only).
     """
 
     id: str
     path: str
     collection: str
-    state: State
+    state: DocumentState
     reason: str
     facts: FileFacts
     recipe: str
@@ -66,7 +66,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Passage:
+class DocumentPassage:
     """One chunk of a document: the unit of retrieval and of stored KV."""
 
     node_id: str
@@ -77,12 +77,12 @@ class Passage:
 
 
 def document_id(collection: str, path: str) -> str:
-    """The same for one path in one collection, for ever: 16 hex digits."""
+    """A stable id of one path in one collection: 16 hex digits."""
     return _digest(collection, path)[:16]
 
 
 def node_id(document: str, index: int, text: str) -> str:
-    """The same for the same text at the same place of a document, so that its KV survives edits elsewhere."""
+    """A stable id of a text at an index of a document, so that its KV survives edits elsewhere."""
     return _digest(document, str(index), text)[:32]
 
 

@@ -1,7 +1,7 @@
-"""KV behind the questions: what can be asked already gets its KV in the background, as far as the budget goes.
+"""Encodes passages that have no KV yet, as far as the store's budget allows.
 
-What has none is nowhere written down: the registry says what there is, the store what of it has KV under this model.
-One process does this for a home at a time, without the writer lock: what is deleted meanwhile gets none.
+There is no list of them: the registry says which passages exist, the store which have KV under this model. One process
+does this for a home at a time, without the writer lock; passages that are deleted meanwhile get no KV.
 """
 
 import time
@@ -16,17 +16,17 @@ from ragblend.engine.scheduling.queue import CallbackCancel
 from ragblend.kvstore.errors import Cancelled, StoreLockedError
 from ragblend.kvstore.lock import read_holder, writer_lock
 
-Stopped = Literal["", "budget", "left", "elsewhere", "model"]
-GOES_ON = "it goes on with the next `ragblend ingest`, with the page, and with every question."
+StopReason = Literal["", "budget", "left", "elsewhere", "model"]
+CONTINUES = "the next `ragblend ingest`, the page, and every question continue it."
 
 
 @dataclass(frozen=True)
 class KvProgress:
-    """How far one collection is; the plan comes first, with done 0.
+    """The progress of one collection; the first report has done 0.
 
-    phase: `embedding` is what `embed_in_full` does; `converting` is the model's first use, which takes a minute; total,
-    tokens and nbytes: of all that is to be encoded, room_bytes: what the budget has left for it; document: whose
-    passage is next.
+    phase: `embedding` is the work of `embed_in_full`; `converting` is the model's first use, which takes a minute;
+    total, tokens, nbytes: everything that is to be encoded; room_bytes: what the budget has left for it; document: the
+    one whose passage is next.
     """
 
     phase: Literal["embedding", "converting", "loading", "encoding"]
@@ -43,28 +43,28 @@ class KvProgress:
 
 @dataclass(frozen=True)
 class KvReport:
-    """What became of it. passages: of the collection, with_kv of them have it now (None: not looked at).
+    """The result. passages: of the collection; with_kv: how many of them have KV now (None: unknown).
 
-    stopped: why it ended before all was done: the budget is used, it was left (Ctrl-C), another process does it, the
-    model cannot be fused; message says so to people.
+    stopped: why it ended early: the budget is used up, it was cancelled ("left"), another process does it
+    ("elsewhere"), the model failed its self-test ("model"); message says the same to people.
     """
 
     passages: int
     with_kv: int | None
     encoded: int = 0
     tokens: int = 0
-    stopped: Stopped = ""
+    stopped: StopReason = ""
     message: str = ""
 
 
 def encode_missing(
     workspace: Workspace,
     show: Callable[[KvProgress], None] = silent,
-    leave: Callable[[], bool] = lambda: False,
+    is_cancelled: Callable[[], bool] = lambda: False,
 ) -> KvReport:
-    """Encode what has no KV in this collection: what was asked for first, then in the order of ingest.
+    """Encode the collection's passages without KV: those that questions asked for first, then in order of ingest.
 
-    leave() ends it before the model is loaded or within a layer, and so does Ctrl-C; what is encoded stays.
+    is_cancelled() is asked before the model is loaded and between layers; Ctrl-C cancels too. What is encoded is kept.
     Raises StoreFullError and ModelError.
     """
     passages = workspace.library.nodes(workspace.settings.collection)
@@ -75,41 +75,44 @@ def encode_missing(
             stack.enter_context(writer_lock(workspace.home.encoder_lock))
         except StoreLockedError:
             holder = read_holder(workspace.home.encoder_lock) or {}
-            said = f"KV is being encoded by process {holder.get('pid')} (`{holder.get('command')}`) already."
-            return KvReport(len(passages), None, stopped="elsewhere", message=said)
+            message = f"Process {holder.get('pid')} (`{holder.get('command')}`) is already encoding KV."
+            return KvReport(len(passages), None, stopped="elsewhere", message=message)
         try:
-            return _encode(workspace, passages, show, leave)
+            return _encode(workspace, passages, show, is_cancelled)
         except KeyboardInterrupt:  # while the model was converted or loaded
-            return KvReport(len(passages), None, stopped="left", message=f"Stopped: {GOES_ON}")
+            return KvReport(len(passages), None, stopped="left", message=f"Stopped: {CONTINUES}")
 
 
 def _encode(
     workspace: Workspace,
     passages: dict[str, str],
     show: Callable[[KvProgress], None],
-    leave: Callable[[], bool],
+    is_cancelled: Callable[[], bool],
 ) -> KvReport:
     engine, name = workspace.engine, workspace.settings.collection
     if engine.needs_conversion:
         show(KvProgress("converting", name))
     missing = engine.missing(list(passages))
     total, count = len(missing.node_ids), len(passages)
-    whole, left_out = count - missing.left_out, ""  # those that have KV when all is done
+    can_have_kv, left_out = count - missing.left_out, ""
     if missing.left_out:
-        what = f"too long for {engine.model_name}, or were not ingested with it"
-        left_out = f"{missing.left_out} passages are {what}."
+        left_out = (
+            f"{missing.left_out} passages are too long for {engine.model_name}, or were not ingested with it."
+        )
     if not total:
-        return KvReport(count, whole, message=left_out)
-    if leave():
-        said = _message("left", whole - total, count)
-        return KvReport(count, whole - total, stopped="left", message=said)
+        return KvReport(count, can_have_kv, message=left_out)
+    with_kv = can_have_kv - total
+    if is_cancelled():
+        return KvReport(count, with_kv, stopped="left", message=_message("left", with_kv, count))
     show(KvProgress("loading", name, 0, total))
     if not engine.gate.passed:
-        failed = f"{engine.model_name} did not pass the self-test ({engine.gate.reason})"
-        said = f"No KV was stored: {failed}, so its answers come from full prefill."
-        return KvReport(count, 0, stopped="model", message=said)
+        message = (
+            f"No KV was stored: {engine.model_name} did not pass the self-test ({engine.gate.reason}), so its "
+            "answers come from full prefill."
+        )
+        return KvReport(count, 0, stopped="model", message=message)
     left, done, encoded, tokens, pace = missing.tokens, 0, 0, 0, Pace()
-    stopped: Stopped = ""
+    stopped: StopReason = ""
 
     def shown(document: str) -> None:
         rate, seconds = pace.per_second, pace.seconds_left(left)
@@ -120,7 +123,9 @@ def _encode(
     begun = time.monotonic()
     try:
         for node_id, new in zip(
-            missing.node_ids, engine.encode_nodes(missing.node_ids, CallbackCancel(leave)), strict=False
+            missing.node_ids,
+            engine.encode_nodes(missing.node_ids, CallbackCancel(is_cancelled)),
+            strict=False,
         ):
             done, encoded, tokens, left = done + 1, encoded + bool(new), tokens + new, left - new
             if new:
@@ -130,14 +135,14 @@ def _encode(
         stopped = "" if done == total else "budget"
     except (Cancelled, KeyboardInterrupt):
         stopped = "left"
-    with_kv = whole - total + done  # of equal passages one is encoded
+    with_kv += done  # of equal passages one is encoded
     message = " ".join(filter(None, (_message(stopped, with_kv, count), left_out)))
     return KvReport(count, with_kv, encoded, tokens, stopped, message)
 
 
-def _message(stopped: Stopped, with_kv: int, count: int) -> str:
+def _message(stopped: StopReason, with_kv: int, count: int) -> str:
     if stopped == "budget":
         return f"budget reached: {with_kv:,} of {count:,} passages have KV; the rest is encoded when asked"
     if stopped == "left":
-        return f"Stopped: {with_kv:,} of {count:,} passages have KV; {GOES_ON}"
+        return f"Stopped: {with_kv:,} of {count:,} passages have KV; {CONTINUES}"
     return ""

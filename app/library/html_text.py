@@ -1,4 +1,4 @@
-"""HTML, and the chapters of an EPUB -> sections of plain text, a block a line, no two words glued, no table lost.
+"""Converts HTML and EPUB chapters to sections of plain text, one block per line, tables included.
 
 LlamaIndex's HTMLTagReader reads UTF-8 only and joins table cells without a space. EbookLib, which its EpubReader needs,
 is AGPL, and gives chapters in file order without their headings.
@@ -17,7 +17,7 @@ from xml.etree.ElementTree import Element
 from bs4 import BeautifulSoup, Tag, XMLParsedAsHTMLWarning
 from bs4.element import CData, NavigableString, PreformattedString
 
-from ragblend.app.library.guards import decode, open_archive
+from ragblend.app.library.file_checks import decode, open_archive
 from ragblend.kvstore.errors import EncryptedDocumentError, UnreadableDocumentError
 
 CONTAINER = "META-INF/container.xml"
@@ -45,7 +45,7 @@ class Section:
 
 
 def html_sections(markup: str) -> list[Section]:
-    """The text of a page, cut at its headings; scripts, styles and navigation are left out."""
+    """The text of a page, split at its headings, without scripts, styles and navigation."""
     with warnings.catch_warnings():  # EPUB chapters are XHTML: good enough as HTML
         warnings.simplefilter("ignore", XMLParsedAsHTMLWarning)
         soup = BeautifulSoup(markup, "html.parser")
@@ -55,7 +55,7 @@ def html_sections(markup: str) -> list[Section]:
 
 
 def _walk(root: Tag, sections: list[Section]) -> None:
-    """Depth first with a stack of our own: a page nested ten thousand deep must not overflow Python's."""
+    """Walk depth first with an explicit stack: a page nested ten thousand deep must not overflow Python's."""
     stack: list[Tag | NavigableString | str] = [root]
     while stack:
         node = stack.pop()
@@ -88,11 +88,11 @@ def _edges(name: str) -> tuple[str, str]:
 
 
 class _Edge(str):
-    """Line ends and separators of ours: kept as they are, unlike the page's own white space."""
+    """Line ends and separators that we add: kept as they are, unlike the page's own white space."""
 
 
 def epub_chapters(path: Path) -> Iterator[Section]:
-    """The text of the book, chapter by chapter; one that the spine names twice is read once. Raises DocumentError."""
+    """The text of the book by chapter; one that the spine names twice is read once. Raises DocumentError."""
     with open_archive(path) as archive:
         names = set(archive.namelist())
         if "META-INF/encryption.xml" in names and "META-INF/rights.xml" in names:

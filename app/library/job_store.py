@@ -1,6 +1,6 @@
-"""The queue of files on their way in, in SQLite: one row a file, what is to be done with it and what came of it.
+"""The ingest queue in SQLite: one row per file, with its state and result; watched folders; facts such as "paused".
 
-Not `durable`: what a power cut takes from it is only that a file was looked at, and looking again costs a `stat`.
+Not `durable`: after a power cut some files are checked again, which costs a `stat` each.
 """
 
 import sqlite3
@@ -11,12 +11,12 @@ from typing import Any, Literal, get_args
 
 from ragblend.app.database import Database, Layout, now
 
-State = Literal["queued", "parsing", "embedding", "done", "unchanged", "failed", "cancelled"]
+JobState = Literal["queued", "parsing", "embedding", "done", "unchanged", "failed", "cancelled"]
 Kind = Literal["ingest", "remove"]
-STATES: tuple[State, ...] = get_args(State)
-RUNNING: tuple[State, ...] = ("parsing", "embedding")
-OPEN: tuple[State, ...] = ("queued", *RUNNING)
-# `turn` is the place in the queue; `again`: the file was asked for while it was being worked on.
+STATES: tuple[JobState, ...] = get_args(JobState)
+RUNNING: tuple[JobState, ...] = ("parsing", "embedding")
+OPEN: tuple[JobState, ...] = ("queued", *RUNNING)
+# `turn` is the position in the queue; `again`: the file was added again while it was being ingested.
 TABLES = (
     "CREATE TABLE jobs (id INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, collection TEXT NOT NULL, "
     "path TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '', size INTEGER NOT NULL DEFAULT 0, "
@@ -42,16 +42,16 @@ ON CONFLICT (collection, path) DO UPDATE SET
 
 @dataclass(frozen=True)
 class FileJob:
-    """One file on its way in, or (kind `remove`) out.
+    """One file to ingest, or (kind `remove`) to remove.
 
-    done and total: passages in the phase that runs, 0 and 0 if unknown; reason: why it failed; size in bytes.
+    done and total: passages in the current phase, 0 and 0 if unknown; reason: why it failed; size in bytes.
     """
 
     id: int
     kind: Kind
     collection: str
     path: str
-    state: State
+    state: JobState
     reason: str
     size: int
     added_at: str
@@ -65,16 +65,16 @@ class FileJob:
 
 
 class JobStore(Database):
-    """All reads and writes of the queue; every change is one transaction. Safe for threads."""
+    """All reads and writes of the queue; every change is one transaction. Thread-safe."""
 
     layout = QUEUE
 
     def requeue_running(self) -> None:
-        """What nobody works on any more waits for its turn again, before the others."""
+        """Queue the jobs of a process that ended again, at their old positions."""
         self.execute(f"UPDATE jobs SET state = 'queued', again = 0 WHERE state IN {_listed(RUNNING)}")
 
     def add(self, kind: Kind, collection: str, files: Iterable[tuple[str, int]]) -> int:
-        """Queue files, (path, size) each; one that is queued already keeps its place. Returns how many."""
+        """Queue files, (path, size) each; one that is queued already keeps its position. Returns how many."""
         moment, count = now(), 0
         with self.transaction() as sql:
             (turn,) = sql.execute("SELECT coalesce(max(turn), 0) FROM jobs").fetchone()
@@ -90,13 +90,13 @@ class JobStore(Database):
         query = "SELECT 1 FROM jobs WHERE state = 'queued' AND kind = ? AND id != ? LIMIT 1"
         return bool(self.rows(query, job.kind, job.id))
 
-    def start(self, job_id: int, state: State) -> bool:
-        """It is in that phase now; False if it was cancelled or removed meanwhile."""
+    def start(self, job_id: int, state: JobState) -> bool:
+        """Set the phase of a job. False if it was cancelled or removed meanwhile."""
         query = f"UPDATE jobs SET state = ? WHERE id = ? AND state IN {_listed(OPEN)}"
         return bool(self.execute(query, state, job_id).rowcount)
 
-    def finish(self, job_id: int, state: State, reason: str = "") -> None:
-        """It is over, unless it was cancelled meanwhile, or asked for again: then it is queued."""
+    def finish(self, job_id: int, state: JobState, reason: str = "") -> None:
+        """End a job, unless it was cancelled meanwhile; one that was added again meanwhile is queued."""
         query = (
             "UPDATE jobs SET state = CASE WHEN again THEN 'queued' ELSE ? END, reason = ?, finished_at = ?, "
             f"again = 0 WHERE id = ? AND state IN {_listed(OPEN)}"
@@ -104,18 +104,18 @@ class JobStore(Database):
         self.execute(query, state, reason, now(), job_id)
 
     def put_back(self, job_id: int) -> None:
-        """It was left half way: its turn comes again, unless it was cancelled."""
+        """Queue an interrupted job again, unless it was cancelled."""
         query = f"UPDATE jobs SET state = 'queued', again = 0 WHERE id = ? AND state IN {_listed(RUNNING)}"
         self.execute(query, job_id)
 
     def cancel(self, job_ids: Sequence[int] | None) -> int:
-        """These, or all that are not over. Returns how many."""
+        """Cancel these jobs, or all that are not finished. Returns how many."""
         where, values = _these(job_ids)
         query = f"UPDATE jobs SET state = 'cancelled', finished_at = ? WHERE state IN {_listed(OPEN)}{where}"
         return self.execute(query, now(), *values).rowcount
 
     def retry(self, job_ids: Sequence[int] | None) -> int:
-        """Queue these, or all, of the failed and cancelled ones again. Returns how many."""
+        """Queue these, or all, failed and cancelled jobs again. Returns how many."""
         where, values = _these(job_ids)
         query = (
             "UPDATE jobs SET state = 'queued', reason = '', finished_at = NULL, "
@@ -124,14 +124,14 @@ class JobStore(Database):
         return self.execute(query, *values).rowcount
 
     def clear_finished(self) -> int:
-        """Forget what went well or was cancelled; what failed stays. Returns how many."""
+        """Delete the jobs that are done or cancelled; failed ones stay. Returns how many."""
         query = "DELETE FROM jobs WHERE state IN ('done', 'unchanged', 'cancelled')"
         count = self.execute(query).rowcount
         self.erase_log()
         return count
 
     def forget(self, collection: str, paths: Iterable[str]) -> None:
-        """No trace of these files, whatever their state; of a removal it is kept that it was done."""
+        """Delete all traces of these files, whatever their state, except jobs that removed them."""
         with self.transaction() as sql:
             values = ((collection, path) for path in paths)
             query = "DELETE FROM jobs WHERE collection = ? AND path = ? AND kind != 'remove'"
@@ -143,23 +143,23 @@ class JobStore(Database):
         self.erase_log()
 
     def open_among(self, collection: str, paths: Sequence[str]) -> set[str]:
-        """Those of these files (no more than a page shows) that are worked on or wait for their turn."""
+        """Which of these files (at most one page of them) are queued or being ingested."""
         marks = ", ".join("?" * len(paths))
         query = (
             f"SELECT path FROM jobs WHERE state IN {_listed(OPEN)} AND collection = ? AND path IN ({marks})"
         )
         return set(self.column(query, collection, *paths))
 
-    def counts(self) -> dict[State, int]:
+    def counts(self) -> dict[JobState, int]:
         found = dict(map(tuple, self.rows("SELECT state, count(*) FROM jobs GROUP BY state")))
         return {state: found.get(state, 0) for state in STATES}
 
     def page(
         self, state: str | None, search: str, offset: int, limit: int, collection: str | None = None
     ) -> tuple[list[FileJob], int]:
-        """Some jobs, and how many there are of that state in all; of one collection or of all.
+        """One page of jobs, and how many there are of that state in all; of one collection or of all.
 
-        Running ones first, then the queue, then the rest with the latest first.
+        Running ones first, then queued ones, then finished ones with the latest first.
         """
         where = "WHERE state = coalesce(?, state) AND collection = coalesce(?, collection)"
         values = list[Any]([state, collection])
@@ -175,7 +175,7 @@ class JobStore(Database):
         rows = self.rows(query, *values, limit, offset)
         return [_job(row) for row in rows], total
 
-    # --- facts that outlive a process, by name
+    # --- facts that survive a restart
 
     def fact(self, name: str) -> str | None:
         return next(iter(self.column("SELECT value FROM facts WHERE name = ?", name)), None)

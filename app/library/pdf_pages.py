@@ -1,6 +1,6 @@
-"""Pages of a PDF as pictures, by pdfium (the extra `ui`): with the boxes of a text on them, or to have it recognised.
+"""Renders PDF pages with pdfium (extra `ui`): with a passage's boxes on them, or for text recognition.
 
-The text of scanned pages is RapidOCR's (the extra `ocr`). Its models are in its package: nothing is downloaded.
+Text of scanned pages is recognised by RapidOCR (extra `ocr`). Its models are in its package: nothing is downloaded.
 """
 
 import ctypes
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 from ragblend.app.answering.matching import find, fold
-from ragblend.app.library.apart import MIB, OnPage
 from ragblend.app.library.pdf_reader import open_pdf
+from ragblend.app.library.sandbox import MIB, OnPage
 
-MAX_WIDTH, MAX_HEIGHT, MAX_SCALE = 1400, 2400, 2.0  # pixels; pixels a point
+MAX_WIDTH, MAX_HEIGHT, MAX_SCALE = 1400, 2400, 2.0  # pixels; pixels per point
 OCR_PACKAGES = ("rapidocr", "onnxruntime", "pypdfium2")
 OCR_BYTES = 2048 * MIB  # its models take a third of that
-OCR_SCALE = 200 / 72  # dots a point: what text recognition is made for
+OCR_SCALE = 200 / 72  # pixels per point: the resolution that text recognition is made for
 MAX_PICTURE = 4000  # pixels, of the longer side
-MOST_PAGES = 50  # that one passage is looked for on
+MOST_PAGES = 50  # on which one passage is searched
 Span = tuple[int, int]
 PAGE = re.compile(r"^p\. (.+?)(?: – p\. (.+))?$")
 
 
 @dataclass(frozen=True)
 class Box:
-    """A line of the passage, in pixels of the picture from its upper left corner."""
+    """The box of one line of the passage, in pixels from the picture's upper left corner."""
 
     left: float
     top: float
@@ -44,7 +44,7 @@ class Box:
 
 @dataclass(frozen=True)
 class PageImage:
-    """One page. number counts from 1; label is what the document calls it; png: the picture's bytes."""
+    """One page as a picture. number counts from 1; label: the document's own; png: the bytes."""
 
     number: int
     label: str
@@ -57,10 +57,10 @@ class PageImage:
 def located_pages(
     path: Path, text: str, location: str, part: Span | None, _: OnPage
 ) -> tuple[PageImage, ...] | None:
-    """The pages on which the text stands, of those that the location may mean; None if it stands on none.
+    """The pages that show the text, of those that the location may mean; None if there is none.
 
-    part: mark only text[start:stop] of it, on the pages that have that. For a process of its own. Raises DocumentError,
-    and whatever pdfium does for a file that it cannot read.
+    part: mark only text[start:stop], on the pages that show that. Runs in the sandbox. Raises DocumentError, and
+    whatever pdfium raises for a file that it cannot read.
     """
     import pypdfium2
 
@@ -74,7 +74,7 @@ def located_pages(
 
 
 def _page_numbers(labels: list[str], location: str) -> list[list[int]]:
-    """Runs of pages (from 1) that the location may mean: labels can come twice in a document."""
+    """Runs of pages (from 1) that the location may mean: labels may occur twice in a document."""
     named = PAGE.match(location)
     if named is None:
         return [list(range(1, len(labels) + 1))] if len(labels) <= MOST_PAGES else []
@@ -100,9 +100,9 @@ def _page_images(
 
 
 def page_pictures(path: Path, numbers: Sequence[int], scale: float) -> "Iterator[NDArray[np.uint8]]":
-    """(height, width, 3): pages, from 1, at so many pixels a point; fewer where that would be a huge picture.
+    """Pages (from 1) as (height, width, 3), at `scale` pixels per point, or fewer where the picture would be huge.
 
-    Raises whatever pdfium does for a file that it cannot read.
+    Raises whatever pdfium raises for a file that it cannot read.
     """
     import pypdfium2
 
@@ -115,7 +115,7 @@ def page_pictures(path: Path, numbers: Sequence[int], scale: float) -> "Iterator
 
 
 def _find_on(pages: Sequence[Any], text: str, part: Span | None) -> list[list[tuple[int, int]]] | None:
-    """For each page the (start, stop) character indexes of the text; a passage may run over a page's end."""
+    """For each page the (start, stop) character indexes of the text; a passage may span pages."""
     characters, edges = list[str](), [0]
     for page in pages:
         characters += _characters(page)
@@ -133,7 +133,7 @@ def _find_on(pages: Sequence[Any], text: str, part: Span | None) -> list[list[tu
 
 
 def _characters(page: Any) -> list[str]:
-    """The page's characters by pdfium's own indexes, which those of its text as a string are not."""
+    """The page's characters by pdfium's indexes, which differ from those of its text as a string."""
     from pypdfium2 import raw
 
     with closing(page.get_textpage()) as textpage:
@@ -159,10 +159,10 @@ def _boxes(page: Any, span: tuple[int, int], size: tuple[int, int]) -> list[Box]
 
 
 def _on_picture(page: Any, rect: tuple[float, float, float, float], size: tuple[int, int]) -> Box:
-    """From the page's own coordinates; pdfium knows how it is turned and cropped."""
+    """Convert the page's coordinates to pixels; pdfium knows how the page is rotated and cropped."""
     left, bottom, right, top = rect
     (x1, y1), (x2, y2) = (_pixel(page, x, y, size) for x, y in ((left, top), (right, bottom)))
-    width, height = size  # what is cropped away is not on the picture
+    width, height = size  # clip what the picture does not show
     return Box(max(0, min(x1, x2)), max(0, min(y1, y2)), min(width, max(x1, x2)), min(height, max(y1, y2)))
 
 
@@ -179,7 +179,7 @@ def can_recognise() -> bool:
 
 
 def recognised(path: Path, numbers: Sequence[int], on_page: OnPage) -> list[tuple[int, str]]:
-    """(number, text) of these pages of a PDF, from 1, line by line; some seconds a page. For a process of its own.
+    """(number, text) of these pages of a PDF (from 1) by text recognition; some seconds per page. Runs in the sandbox.
 
     on_page(done, total) is called before each page and at the end.
     """

@@ -1,4 +1,4 @@
-"""PDF -> the text of its pages with their labels, by pypdf, which reads the file once."""
+"""Reads the text and label of each page of a PDF with pypdf, which reads the file once."""
 
 import time
 from collections.abc import Iterator
@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ragblend.app.library.apart import OnPage
+from ragblend.app.library.sandbox import OnPage
 from ragblend.kvstore.errors import EncryptedDocumentError, OversizedDocumentError, UnreadableDocumentError
 
 if TYPE_CHECKING:
     from pypdf import PdfReader
 
 MAX_PAGES = 20_000
-MAX_SECONDS = 1800.0  # for the text of all pages; one page is bounded by `apart`
+MAX_SECONDS = 1800.0  # for the text of all pages; `sandbox` bounds the time of one page
 
 
 def pdf_pages(path: Path, on_page: OnPage) -> Iterator[tuple[str, str]]:
@@ -34,7 +34,7 @@ def pdf_pages(path: Path, on_page: OnPage) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def open_pdf(path: Path) -> "Iterator[PdfReader]":
-    """Raises EncryptedDocumentError, OversizedDocumentError or UnreadableDocumentError, now or as it is read."""
+    """Open a PDF. Raises Encrypted-, Oversized- or UnreadableDocumentError, on opening or while it is read."""
     from pypdf import PdfReader
     from pypdf.errors import DependencyError, FileNotDecryptedError, LimitReachedError, PyPdfError
 
@@ -58,8 +58,8 @@ def open_pdf(path: Path) -> "Iterator[PdfReader]":
         ) from error
     except LimitReachedError as error:
         raise OversizedDocumentError(
-            f"Reading {path}: part of the PDF is larger than any honest one ({error}). Open it in a viewer and "
-            "print it to a new PDF."
+            f"Reading {path}: a part of the PDF is suspiciously large ({error}). Open it in a viewer and print it to a "
+            "new PDF."
         ) from error
     except (PyPdfError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UnreadableDocumentError(

@@ -1,8 +1,8 @@
-"""One document -> parts of text with where they stand ("p. 3", a heading, a row).
+"""Document readers: one file -> parts of text, each with its location ("p. 3", a heading, a row).
 
-All of it happens in a process of its own (`apart`), within the limits on memory and time there and on text here. The
-parsers are pypdf, Beautiful Soup, expat and csv, each behind a few lines of ours: LlamaIndex's readers load a PDF three
-times and hide why it failed, glue table cells, stop at a ragged row, and would bring copyleft packages for EPUB.
+Parsing runs in a limited subprocess (`sandbox`), which bounds memory and time; this module bounds the amount of text.
+The parsers are pypdf, Beautiful Soup, expat and csv. LlamaIndex's readers were rejected: they load a PDF three times
+and hide why it failed, join table cells without a space, stop at a ragged row, and need copyleft packages for EPUB.
 """
 
 import csv
@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ragblend.app.library.apart import OnPage, apart
 from ragblend.app.library.documents import SCANNED
-from ragblend.app.library.guards import MAX_TEXT_BYTES, check_content, check_file, decode, open_archive
+from ragblend.app.library.file_checks import MAX_TEXT_BYTES, check_content, check_file, decode, open_archive
 from ragblend.app.library.pdf_pages import OCR_BYTES, can_recognise, recognised
+from ragblend.app.library.sandbox import OnPage, run_in_sandbox
 from ragblend.app.progress import silent
 from ragblend.kvstore.errors import EmptyDocumentError, OversizedDocumentError
 
@@ -32,42 +32,42 @@ VERSION = 1  # part of a document's recipe: raise it when the text that comes ou
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A stretch of a document's text and where it stands; location may be empty."""
+class DocumentPart:
+    """A part of a document's text and its location, which may be empty."""
 
     text: str
     location: str
 
 
-def read_document(path: Path, on_page: OnPage = silent) -> list[Part]:
-    """The text of a document, in reading order. Raises DocumentError: what is wrong, where, what to do.
+def read_document(path: Path, on_page: OnPage = silent) -> list[DocumentPart]:
+    """Read the text of a document, in reading order. Raises DocumentError.
 
-    on_page(done, total): of a PDF's pages, and then of those whose text has to be recognised, seconds each; it is
-    called some times a second, and what it raises ends the reading.
+    on_page(done, total): a PDF's pages, and then those that need text recognition (seconds each); it is called several
+    times a second, and if it raises, reading is cancelled.
     """
     check_file(path)
-    parts = apart(parse, path, on_page=on_page)
+    parts = run_in_sandbox(parse, path, on_page=on_page)
     without = [number for number, part in enumerate(parts, start=1) if not part.text]
     if without and can_recognise():
-        found = apart(recognised, path, without, on_page=on_page, memory_bytes=OCR_BYTES)
+        found = run_in_sandbox(recognised, path, without, on_page=on_page, memory_bytes=OCR_BYTES)
         for number, text in found:
-            parts[number - 1] = Part(clean(text), parts[number - 1].location)
+            parts[number - 1] = DocumentPart(clean(text), parts[number - 1].location)
     parts = [part for part in parts if part.text]
     if not parts:
         raise EmptyDocumentError(_no_text(path))
     return parts
 
 
-def parse(path: Path, on_page: OnPage = silent) -> list[Part]:
-    """In the other process: the parts that have text, and the pages that have none. Raises whatever parsers raise."""
+def parse(path: Path, on_page: OnPage = silent) -> list[DocumentPart]:
+    """In the sandbox: the parts with text, and PDF pages without any. Raises whatever parsers raise."""
     check_content(path)
     suffix = path.suffix.lower()
     found = _read_pdf(path, on_page) if suffix == ".pdf" else READERS[suffix](path)
-    cleaned = (Part(clean(part.text), part.location) for part in found)
+    cleaned = (DocumentPart(clean(part.text), part.location) for part in found)
     return list(_within_limits(path, (part for part in cleaned if part.text or suffix == ".pdf")))
 
 
-def _within_limits(path: Path, parts: Iterable[Part]) -> Iterator[Part]:
+def _within_limits(path: Path, parts: Iterable[DocumentPart]) -> Iterator[DocumentPart]:
     characters = 0
     for count, part in enumerate(parts, start=1):
         characters += len(part.text)
@@ -80,22 +80,22 @@ def _within_limits(path: Path, parts: Iterable[Part]) -> Iterator[Part]:
 
 
 def clean(text: str) -> str:
-    """Text without control characters and broken surrogates, with \\n line ends and no white space at line ends."""
+    """Remove control characters, broken surrogates and white space at line ends; line ends become \\n."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\f", "\n")
     text = text.translate(INVISIBLE)
     text = text.encode("utf-8", "replace").decode("utf-8")  # PDF fonts can give half a surrogate pair
     text = NOT_TEXT.sub("", text)
-    # Linear, however long a run of spaces is.
+    # Linear time, however long a run of spaces is.
     text = re.sub(r"(?<![ \t])[ \t]++$", "", text, flags=re.MULTILINE)
     return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
-def _read_txt(path: Path) -> Iterable[Part]:
-    return [Part(decode(path.read_bytes(), path), "")]
+def _read_txt(path: Path) -> Iterable[DocumentPart]:
+    return [DocumentPart(decode(path.read_bytes(), path), "")]
 
 
-def _read_markdown(path: Path) -> Iterator[Part]:
-    """A section for every heading that is not in a code block."""
+def _read_markdown(path: Path) -> Iterator[DocumentPart]:
+    """One part for each heading that is not in a code block."""
     section, in_code = list[str](), False
     for line in clean(decode(path.read_bytes(), path)).split("\n"):
         fence = line.lstrip().startswith("```")
@@ -107,35 +107,35 @@ def _read_markdown(path: Path) -> Iterator[Part]:
     yield _markdown_section(section)
 
 
-def _markdown_section(lines: list[str]) -> Part:
+def _markdown_section(lines: list[str]) -> DocumentPart:
     text = "\n".join(lines).strip()
     heading = re.match(r"#+\s+(.+)", text)
-    return Part(text, heading.group(1).strip(" #*_`") if heading else "")
+    return DocumentPart(text, heading.group(1).strip(" #*_`") if heading else "")
 
 
-def _read_pages(path: Path) -> Iterator[Part]:
+def _read_pages(path: Path) -> Iterator[DocumentPart]:
     """HTML, or the chapters of an EPUB."""
     from ragblend.app.library.html_text import epub_chapters, html_sections
 
     is_book = path.suffix.lower() == ".epub"
     found = epub_chapters(path) if is_book else html_sections(decode(path.read_bytes(), path))
-    return (Part(section.text, section.heading) for section in found)
+    return (DocumentPart(section.text, section.heading) for section in found)
 
 
-def _read_pdf(path: Path, on_page: OnPage = silent) -> Iterator[Part]:
+def _read_pdf(path: Path, on_page: OnPage = silent) -> Iterator[DocumentPart]:
     from ragblend.app.library.pdf_reader import pdf_pages
 
-    return (Part(text, f"p. {label}") for label, text in pdf_pages(path, on_page))
+    return (DocumentPart(text, f"p. {label}") for label, text in pdf_pages(path, on_page))
 
 
-def _read_docx(path: Path) -> Iterator[Part]:
+def _read_docx(path: Path) -> Iterator[DocumentPart]:
     """Headers, the document, footers, as docx2txt has them, without a tree in memory; paragraphs apart."""
     with open_archive(path) as archive:
         names = archive.namelist()
         headers = [name for name in names if re.match(r"word/header[0-9]*.xml", name)]
         footers = [name for name in names if re.match(r"word/footer[0-9]*.xml", name)]
         members = (*headers, "word/document.xml", *footers)
-        yield Part("".join(_word_text(archive.read(name)) for name in members), "")
+        yield DocumentPart("".join(_word_text(archive.read(name)) for name in members), "")
 
 
 def _word_text(xml: bytes) -> str:
@@ -148,7 +148,7 @@ def _word_text(xml: bytes) -> str:
 
 
 class _WordText:
-    """What an XML parser tells of Word's elements, as text."""
+    """An XML parser's target: collects the text of Word's elements."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
@@ -169,19 +169,19 @@ class _WordText:
         return "".join(self._pieces)
 
 
-def _read_csv(path: Path) -> Iterator[Part]:
-    """Every row that says something, "column: value" a line; the header is row 1."""
+def _read_csv(path: Path) -> Iterator[DocumentPart]:
+    """One part for each row with values, as lines of "column: value"; the header is row 1."""
     text = decode(path.read_bytes(), path)
-    csv.field_size_limit(MAX_TEXT_BYTES)  # of the whole process; 131,072 otherwise
+    csv.field_size_limit(MAX_TEXT_BYTES)  # for the whole process; the default is 131,072
     rows = csv.reader(io.StringIO(text, newline=""), dialect=_dialect(text))
     header = [name.strip() for name in next(rows, [])]
     empty = True
     for number, row in enumerate(rows, start=2):
         if line := _row_text(header, row):
             empty = False
-            yield Part(line, f"row {number}")
-    if empty and any(header):  # a header alone, or a list of one line
-        yield Part(", ".join(name for name in header if name), "row 1")
+            yield DocumentPart(line, f"row {number}")
+    if empty and any(header):  # the file is only a header, or a list of one line
+        yield DocumentPart(", ".join(name for name in header if name), "row 1")
 
 
 def _dialect(text: str) -> type[csv.Dialect] | csv.Dialect:
@@ -197,7 +197,7 @@ def _row_text(header: list[str], row: list[str]) -> str:
     return "\n".join(f"{name}: {value}" if name else value for name, value in pairs if value)
 
 
-READERS: dict[str, Callable[[Path], Iterable[Part]]] = {
+READERS: dict[str, Callable[[Path], Iterable[DocumentPart]]] = {
     ".txt": _read_txt,
     ".md": _read_markdown,
     ".markdown": _read_markdown,

@@ -1,6 +1,6 @@
-"""The registry of documents: what was ingested, its text and its embeddings. Never lost, never rebuilt.
+"""The registry of documents in SQLite: documents, passages with text and embeddings, the index of words. Never lost.
 
-Everything else (Chroma's index, all KV) can be made again from this one SQLite file.
+Everything else (Chroma's index, all KV) can be rebuilt from this file.
 """
 
 import logging
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ragblend.app.database import WORD, Database, Layout, now, words_of
 from ragblend.app.home import absolute
-from ragblend.app.library.documents import Document, FileFacts, Passage, State, document_id
+from ragblend.app.library.documents import Document, DocumentPassage, DocumentState, FileFacts, document_id
 from ragblend.app.rescue import Gap
 from ragblend.kvstore.errors import LibraryError
 
@@ -30,12 +30,12 @@ PASSAGE_COUNT = "(SELECT count(*) FROM chunks WHERE document_id = documents.id) 
 COLUMNS = f"documents.*, {PASSAGE_COUNT} FROM documents"
 LOST = "Passages of it were lost to damage on the disk. Run `ragblend store repair`, or ingest it again."
 log = logging.getLogger("ragblend")
-# `stale` lists node ids whose vectors and KV are still to be removed: written in the transaction that replaces
-# the chunks, and emptied once Chroma and the KV store have let go, so that a crash in between leaks nothing.
-# `unerased`: collections from which something was taken, whose bytes are still to be erased in other files.
-# `notes`: what a model wrote of a document on the way to its summary, by what it was written from.
-# `words`: those of passages, in FTS5, which keeps no copy of the text and reads it from a view where it must; rows of
-# `chunks` have no number that a VACUUM keeps. A passage goes before its document does: the view needs both.
+# `stale`: node ids whose vectors and KV are still to be deleted: written in the transaction that replaces the chunks,
+# and emptied once Chroma and the KV store have deleted them, so that a crash in between leaks nothing.
+# `unerased`: collections with deleted text whose bytes are still to be erased in other files.
+# `notes`: a model's notes on a document for its summary, by the prompt that they answer.
+# `words`: the full-text index (FTS5) of passages, without a copy of the text, which it reads from a view; `numbers` has
+# row numbers that survive a VACUUM. A passage is deleted before its document, because the view needs both.
 TABLES = (
     "CREATE TABLE documents (id TEXT PRIMARY KEY, path TEXT NOT NULL, collection TEXT NOT NULL, "
     "state TEXT NOT NULL CHECK (state IN ('pending', 'done', 'failed')), reason TEXT NOT NULL DEFAULT '', "
@@ -68,7 +68,7 @@ TABLES = (
 
 
 def _mark_incomplete(sql: sqlite3.Connection, gaps: dict[str, list[Gap]]) -> None:
-    """Documents that have lost passages, so that `docs list` shows them, and the next ingest reads them again."""
+    """Mark documents that have lost passages, so that `docs list` shows them and the next ingest reads them again."""
     queries = [
         "SELECT id FROM documents WHERE state = 'done' AND (updated_at = '' OR id NOT IN "
         "(SELECT document_id FROM chunks))",
@@ -99,16 +99,16 @@ REGISTRY = Layout(
 NOTE = ("document_id", "origin", "text")
 PASSAGE = ("node_id", "document_id", "position", "text", "location", "windows", "embedding")
 INSERT_PASSAGE = f"INSERT INTO chunks ({', '.join(PASSAGE)}) VALUES (?, ?, ?, ?, ?, ?, ?)"
-MOST_WORDS = 100  # of a question that are looked for
-# A number or code with its parts: INV-2024-0817, 48213, 4711. One that is no more than a year, a round number or a
-# number with its unit stands in passages by chance.
+MOST_WORDS = 100  # of a question that are searched
+# A number or code with its parts: INV-2024-0817, 48213, 4711. A year, a round number, or a number with its unit is not
+# one: passages contain them by chance.
 CODE = re.compile(r"[^\W_]+(?:[-_./\u2010-\u2015][^\W_]+)*")
 COMMON = re.compile(r"\d[\d.]*000|(?:1[5-9]|20)\d\d|\d+[^\W\d_]+|\d\d?[./]\d\d?")
 
 
 @dataclass(frozen=True)
 class DocumentPage:
-    """Some documents; total: how many the search found; counts: of the whole collection, by state."""
+    """One page of documents; total: how many the search found; counts: of the whole collection, by state."""
 
     documents: tuple[Document, ...]
     total: int
@@ -116,7 +116,7 @@ class DocumentPage:
 
 
 class Library(Database):
-    """All reads and writes of the registry; every change is one transaction. Safe to share between threads."""
+    """All reads and writes of the registry; every change is one transaction. Thread-safe."""
 
     layout = REGISTRY
 
@@ -132,7 +132,7 @@ class Library(Database):
     def counts_by_state(self, collection: str) -> dict[str, int]:
         query = "SELECT state, count(*) FROM documents WHERE collection = ? GROUP BY state"
         found = dict(map(tuple, self.rows(query, collection)))
-        return {state.value: found.get(state.value, 0) for state in State}
+        return {state.value: found.get(state.value, 0) for state in DocumentState}
 
     def page(
         self,
@@ -142,7 +142,7 @@ class Library(Database):
         offset: int = 0,
         limit: int = 50,
     ) -> DocumentPage:
-        """Some documents whose path has all words of the search, folded; those of one state, or of all."""
+        """One page of the documents whose path has all words of the search, ignoring case; of one state, or of all."""
         where, values = "collection = ?", list[Any]([collection])
         if state is not None:
             where += " AND state = ?"
@@ -153,19 +153,19 @@ class Library(Database):
         counts = self.counts_by_state(collection)
         total = sum(counts.values()) if state is None else counts.get(state, 0)
         query = f"SELECT id FROM documents WHERE {where} ORDER BY path"
-        if search.strip():  # looked through once, for the rows and for how many there are
+        if search.strip():  # one scan gives the ids and their number
             ids = self.column(query, *values)
             shown, total = ids[offset : offset + limit], len(ids)
         else:
             shown = self.column(f"{query} LIMIT ? OFFSET ?", *values, limit, offset)
-        found = self.documents_with(shown)  # only what is shown has its row read, and its passages counted
-        originals = f"{self.path.parent / 'originals'}/"  # of them the home has the file
+        found = self.documents_with(shown)  # reads rows and counts passages of this page only
+        originals = f"{self.path.parent / 'originals'}/"
         listed = (found[key] for key in shown if key in found)
         documents = (replace(one, uploaded=one.path.startswith(originals)) for one in listed)
         return DocumentPage(tuple(documents), total, counts)
 
     def documents_with(self, ids: Sequence[str]) -> dict[str, Document]:
-        """The documents with these ids; ids that nobody knows are left out."""
+        """The documents with these ids; unknown ids are left out."""
         return {row["id"]: _document(row) for row in self.among(f"SELECT {COLUMNS} WHERE id IN", ids)}
 
     def paths_below(self, collection: str, folder: str) -> list[str]:
@@ -177,7 +177,7 @@ class Library(Database):
     def find(self, collection: str, reference: str, folder: Path | str = "") -> Document:
         """The one document with this id (or its beginning), path or file name. Raises LibraryError.
 
-        folder: where a relative path begins, if not where this process stands.
+        folder: the base of a relative path; "": the current folder.
         """
         known = self.documents(collection)
         path = str(absolute(Path(folder, os.path.expanduser(reference))))
@@ -195,7 +195,7 @@ class Library(Database):
         )
 
     def begin(self, collection: str, path: str) -> str:
-        """Write down that work on a document starts; what was known of it stays. Returns its id."""
+        """Mark a document as pending, and keep what is known of it. Returns its id."""
         key = document_id(collection, path)
         query = (
             "INSERT INTO documents (id, path, collection, state, updated_at) VALUES (?, ?, ?, 'pending', ?) "
@@ -205,26 +205,26 @@ class Library(Database):
         return key
 
     def finish(self, document: str) -> None:
-        """All of a document is in place: nothing is stale and nothing is left to do."""
+        """Mark a document as done, with nothing stale."""
         with self.transaction() as connection:
             connection.execute("DELETE FROM stale WHERE document_id = ?", (document,))
             query = "UPDATE documents SET state = 'done', reason = '', updated_at = ? WHERE id = ?"
             connection.execute(query, (now(), document))
 
     def fail(self, document: str, reason: str) -> None:
-        """Keep why a document could not be ingested. What an earlier version of it left here stays."""
+        """Mark a document as failed, with the reason. The passages of an earlier version stay."""
         query = "UPDATE documents SET state = 'failed', reason = ?, updated_at = ? WHERE id = ?"
         self.execute(query, reason, now(), document)
 
     def set_facts(self, document: str, facts: FileFacts) -> None:
-        """The file was touched but not changed: remember its new time."""
+        """Store a file's new time, when only that has changed."""
         with self.transaction() as connection:
             _update_facts(connection, document, facts)
 
     def remove(self, document: str) -> None:
-        """Delete a document's row, passages and embeddings, and their bytes in the file; noted as `unerased`.
+        """Delete a document's row, passages and embeddings, and their bytes in the file; its collection is `unerased`.
 
-        Those of its words that the index has go with the next `erase`.
+        The bytes of its words in the index are deleted by the next `erase`.
         """
         with self.transaction() as connection:
             _note_unerased(connection, document)
@@ -234,16 +234,16 @@ class Library(Database):
     # --- collections -----------------------------------------------------------------------------
 
     def collections(self) -> list[str]:
-        """All that hold documents or were made to hold some, by name."""
+        """All collections by name: those with documents, and empty ones that were created."""
         query = "SELECT collection AS name FROM documents UNION SELECT name FROM collections ORDER BY name"
         return self.column(query)
 
     def keep_collection(self, name: str) -> None:
-        """Remember a collection although nothing is in it."""
+        """Keep a collection even while it is empty."""
         self.execute("INSERT OR IGNORE INTO collections VALUES (?)", name)
 
     def forget_collection(self, name: str) -> None:
-        """Not to be remembered when nothing is in it."""
+        """Stop keeping a collection while it is empty."""
         self.execute("DELETE FROM collections WHERE name = ?", name)
 
     # --- passages --------------------------------------------------------------------------------
@@ -253,10 +253,10 @@ class Library(Database):
         document: str,
         facts: FileFacts,
         recipe: str,
-        passages: Sequence[Passage],
+        passages: Sequence[DocumentPassage],
         embeddings: Sequence[Embeddings],
     ) -> None:
-        """Put these in place of the document's earlier passages, which become stale. embeddings: (W, E) each."""
+        """Replace the document's passages; the earlier ones become stale. embeddings: (W, E) each."""
         assert len(passages) == len(embeddings)
         kept = {passage.node_id for passage in passages}
         earlier = set(self.node_ids(document))
@@ -275,66 +275,68 @@ class Library(Database):
             _update_facts(connection, document, facts)
             connection.execute("UPDATE documents SET recipe = ? WHERE id = ?", (recipe, document))
 
-    def passages_of(self, document: str) -> list[Passage]:
+    def passages_of(self, document: str) -> list[DocumentPassage]:
         """A document's passages in reading order."""
         return [_passage(row) for row in self._passage_rows(document)]
 
-    def passages(self, node_ids: Sequence[str]) -> dict[str, Passage]:
-        """The passages that are known of these; ids that nobody knows are left out."""
+    def passages(self, node_ids: Sequence[str]) -> dict[str, DocumentPassage]:
+        """The passages with these node ids; unknown ids are left out."""
         rows = self.among("SELECT * FROM chunks WHERE node_id IN", node_ids)
         return {row["node_id"]: _passage(row) for row in rows}
 
     def scores(self, node_ids: Sequence[str], question: NDArray[np.float32]) -> dict[str, float]:
-        """The cosine similarity of these passages to a question (E,): that of the nearest window.
+        """The cosine similarity of these passages to a question (E,): that of their nearest window.
 
-        Those of another embedder, of other sizes, are left out.
+        Embeddings of another size, by another embedder, are left out.
         """
-        whole = f"length(embedding) = windows * {4 * len(question)} AND windows > 0"
+        complete = f"length(embedding) = windows * {4 * len(question)} AND windows > 0"
         rows = self.among(
-            f"SELECT node_id, windows, embedding FROM chunks WHERE {whole} AND node_id IN", node_ids
+            f"SELECT node_id, windows, embedding FROM chunks WHERE {complete} AND node_id IN", node_ids
         )
         return {row["node_id"]: float((_embedding(row) @ question).max()) for row in rows}
 
     def by_words(self, collections: Sequence[str], question: str, count: int) -> dict[str, bool]:
-        """The node ids of passages of these collections that share words with a question, the best by BM25 first.
+        """Passages of these collections that share words with a question: node id -> whether it has one of the codes.
 
-        With each whether it holds a code of the question (`codes_of`): these are the first. A word that half of the
-        passages have says nothing. How rare a word is in other collections has no part in it: nobody learns what these
-        hold. An index that cannot be read is as if empty, and said.
+        Those with a code (`codes_of`) come first, then the best by BM25. Words that half of the passages have are
+        ignored. Other collections do not influence the score, so that it reveals nothing about them. An index that
+        cannot be read is treated as empty, with a warning.
         """
         try:
             scores = self._by_words(collections, question)
-            holding = self._holding(collections, question, count)
+            with_code = self._with_code(collections, question, count)
             best = nlargest(
-                count, dict.fromkeys((*scores, *holding)), key=lambda each: (each in holding, scores[each])
+                count,
+                dict.fromkeys((*scores, *with_code)),
+                key=lambda each: (each in with_code, scores[each]),
             )
             rows = self.among("SELECT id, node_id FROM numbers WHERE id IN", best)
         except LibraryError as error:
             log.warning("searching without words: %s", error)
             return {}
         nodes = {row["id"]: row["node_id"] for row in rows}
-        return {nodes[number]: number in holding for number in best if number in nodes}
+        return {nodes[number]: number in with_code for number in best if number in nodes}
 
     def _by_words(self, collections: Sequence[str], question: str) -> Counter[int]:
         scores = Counter[int]()
         asked = sum(map(self.count_passages, collections))
         everywhere = self.column("SELECT count(*) FROM numbers")[0]
         ways = zip(*(words_of(each, question.lower()) for each in collections), strict=True)
-        for words in list(dict.fromkeys(ways))[:MOST_WORDS]:  # one word, as it is indexed in each collection
+        for words in list(dict.fromkeys(ways))[:MOST_WORDS]:  # a word, as it is indexed in each collection
             having = [
                 self.column("SELECT count(*) FROM words WHERE words MATCH ?", f'"{w}"')[0] for w in words
             ]
             for word, here in zip(words, having, strict=True):
                 if here and 2 * sum(having) < asked:
-                    # FTS5 counts how rare it is as if all collections were one.
+                    # FTS5 computes the rarity over all collections.
                     weight = -_rarity(sum(having), asked) / _rarity(here, everywhere)
                     query = "SELECT rowid, bm25(words) FROM words WHERE words MATCH ?"
                     for number, score in self.rows(query, f'"{word}"'):
                         scores[number] += weight * score
         return scores
 
-    def _holding(self, collections: Sequence[str], question: str, count: int) -> set[int]:
-        """Passages in which a code of the question stands, its parts in their order; `count` for each at most."""
+    def _with_code(self, collections: Sequence[str], question: str, count: int) -> set[int]:
+        """Passages with a code of the question, its parts in order; at most `count` for each code."""
         query = "SELECT rowid FROM words WHERE words MATCH ? ORDER BY rank LIMIT ?"
         return {
             number
@@ -344,16 +346,16 @@ class Library(Database):
         }
 
     def known(self, node_ids: Sequence[str]) -> set[str]:
-        """Those of these that are passages of some document."""
+        """Which of these node ids are in the registry."""
         return {row[0] for row in self.among("SELECT node_id FROM chunks WHERE node_id IN", node_ids)}
 
     def node_ids(self, document: str) -> list[str]:
-        """Of a document's passages, in reading order."""
+        """The ids of a document's passages, in reading order."""
         query = "SELECT node_id FROM chunks WHERE document_id = ? ORDER BY position"
         return self.column(query, document)
 
     def stale(self, document: str) -> list[str]:
-        """Node ids of earlier versions, whose vectors and KV are still to be removed."""
+        """Node ids of earlier versions whose vectors and KV are still to be deleted."""
         return self.column("SELECT node_id FROM stale WHERE document_id = ?", document)
 
     def embeddings_of(self, document: str) -> tuple[list[str], list[Embeddings]]:
@@ -362,15 +364,15 @@ class Library(Database):
         return [row["node_id"] for row in rows], [_embedding(row) for row in rows]
 
     def embeddings(self, collection: str) -> Iterator[tuple[list[str], list[Embeddings]]]:
-        """Every node id and embedding of a collection, a document at a time."""
+        """All node ids and embeddings of a collection, by document."""
         for document in self.documents(collection):
             if document.passages:
                 yield self.embeddings_of(document.id)
 
     def nearest(self, collection: str, embedding: Embeddings, count: int) -> dict[str, float]:
-        """The nodes nearest to one embedding (E,), each with its cosine similarity, best first; from reading all.
+        """The nodes nearest to an embedding (E,) with their cosine similarity, best first; compares all vectors.
 
-        A node is as near as the nearest of its vectors.
+        A node's similarity is that of its nearest vector.
         """
         query = (
             "SELECT node_id, windows, embedding FROM chunks JOIN documents ON id = document_id "
@@ -389,7 +391,7 @@ class Library(Database):
         return bool(self.rows(query, collection))
 
     def nodes(self, collection: str) -> dict[str, str]:
-        """Every node id of a collection with its document's path, in the order of ingest."""
+        """All node ids of a collection with their document's path, in the order of ingest."""
         query = (
             "SELECT node_id, path FROM documents JOIN chunks ON document_id = id WHERE collection = ? "
             "ORDER BY documents.rowid, position"
@@ -403,12 +405,12 @@ class Library(Database):
     # --- notes -----------------------------------------------------------------------------------
 
     def note(self, document: str, origin: str) -> str | None:
-        """What was written of a document from that; None where nothing was."""
+        """The stored note on a document for that prompt, or None."""
         query = "SELECT text FROM notes WHERE document_id = ? AND origin = ?"
         return next(iter(self.column(query, document, origin)), None)
 
     def keep_note(self, document: Document, origin: str, text: str) -> None:
-        """Keep it as long as the document is what it was; of one that is another by now nothing is kept."""
+        """Store a note until the document changes; nothing is stored if it has changed already."""
         with self.transaction() as connection:
             connection.execute(
                 "DELETE FROM notes WHERE document_id = ? AND origin = ?", (document.id, origin)
@@ -419,25 +421,25 @@ class Library(Database):
     # --- damage and erasing ----------------------------------------------------------------------
 
     def incomplete_documents(self) -> list[Document]:
-        """Those of which damage took passages, and that were not ingested again since."""
+        """Documents that lost passages to damage, and were not ingested again since."""
         rows = self.rows(f"SELECT {COLUMNS} WHERE state = 'failed' AND reason = ? ORDER BY path", LOST)
         return [_document(row) for row in rows]
 
     def unerased(self) -> list[str]:
-        """Collections from which something was taken that may still stand in other files."""
+        """Collections with deleted text that other files may still have."""
         return self.column("SELECT collection FROM unerased")
 
     def erased(self, collection: str) -> None:
-        """Nothing that was taken from it stands anywhere else."""
+        """Note that no other file has deleted text of this collection."""
         self.execute("DELETE FROM unerased WHERE collection = ?", collection)
 
     def index_words(self) -> None:
-        """Build the index of words again from the passages."""
+        """Rebuild the index of words from the passages."""
         for statement in self._full_text("rebuild"):
             self.execute(statement)
 
     def words_damage(self) -> str:
-        """What is wrong with the index of words, or that it does not fit the passages."""
+        """What is wrong with the index of words, or ""."""
         try:
             self.execute("INSERT INTO words (words, rank) VALUES ('integrity-check', 1)")
         except LibraryError as error:
@@ -449,9 +451,9 @@ class Library(Database):
 
 
 def codes_of(question: str) -> list[str]:
-    """Numbers and codes of a question that name one thing, such as an invoice: four letters or digits at least.
+    """Numbers and codes in a question that identify something, such as an invoice: at least four letters or digits.
 
-    Three are enough where they are all that is asked, and then it may be a year as well.
+    If the question is only the code, three are enough, and a year counts too.
     """
     found = [text for text in CODE.findall(unicodedata.normalize("NFKC", question)) if re.search(r"\d", text)]
     if found and len(WORD.findall(question)) == len(WORD.findall(found[0])):
@@ -464,7 +466,7 @@ def codes_of(question: str) -> list[str]:
 
 
 def _rarity(having: int, passages: int) -> float:
-    """BM25's weight of a word that so many passages have (Robertson and Spärck Jones), as FTS5 counts it."""
+    """BM25's weight of a word (Robertson and Spärck Jones), as FTS5 computes it. having: passages with the word."""
     return math.log((passages - having + 0.5) / (having + 0.5))
 
 
@@ -485,7 +487,7 @@ def _document(row: sqlite3.Row) -> Document:
         id=row["id"],
         path=row["path"],
         collection=row["collection"],
-        state=State(row["state"]),
+        state=DocumentState(row["state"]),
         reason=row["reason"],
         facts=FileFacts(row["size"], row["mtime_ns"], row["sha256"]),
         recipe=row["recipe"],
@@ -494,8 +496,8 @@ def _document(row: sqlite3.Row) -> Document:
     )
 
 
-def _passage(row: sqlite3.Row) -> Passage:
-    return Passage(row["node_id"], row["document_id"], row["position"], row["text"], row["location"])
+def _passage(row: sqlite3.Row) -> DocumentPassage:
+    return DocumentPassage(row["node_id"], row["document_id"], row["position"], row["text"], row["location"])
 
 
 def _embedding(row: sqlite3.Row) -> Embeddings:

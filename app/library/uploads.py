@@ -1,4 +1,4 @@
-"""Files that came through the page: the home keeps a copy of its own, under a name that is one."""
+"""Uploaded files: the home keeps its own copy of each, under a safe file name."""
 
 import os
 import re
@@ -16,19 +16,19 @@ from ragblend.kvstore.files import FILE_MODE, FOLDER_MODE, NO_ROOM, sync_file, s
 NAME_BYTES = 200
 
 
-def keep_upload(home: Home, collection: str, path: Path) -> Path:
-    """Copy a file into the home; the same file twice is one copy, another one of that name gets a number.
+def store_upload(home: Home, collection: str, path: Path) -> Path:
+    """Copy a file into the home. The same content twice is one copy; another file of the same name gets a number.
 
-    One at a time. Raises UnreadableDocumentError, StoreFullError.
+    Not thread-safe. Raises UnreadableDocumentError, StoreFullError.
     """
     folder = home.originals / collection
     wanted, doing = folder / safe_name(path.name), f"Keeping {path.name} in {folder}"
     try:
         for each in (home.originals, folder):
             each.mkdir(exist_ok=True, mode=FOLDER_MODE)
-        for target in _names_like(wanted):
+        for target in _candidate_names(wanted):
             if not target.exists():
-                return _copied(path, target)
+                return _copy_durably(path, target)
             if content_digest(path) == content_digest(target):
                 return target
     except OSError as error:
@@ -38,8 +38,8 @@ def keep_upload(home: Home, collection: str, path: Path) -> Path:
     raise UnreadableDocumentError(f"{doing}: too many files have that name. Rename it.")
 
 
-def drop_upload(home: Home, path: Path) -> int:
-    """Remove the home's own copy of a file that was uploaded; bytes freed. A file elsewhere is its owner's.
+def delete_upload(home: Home, path: Path) -> int:
+    """Delete the home's copy of an uploaded file, and nothing outside the home. Returns the bytes freed.
 
     Raises LibraryError.
     """
@@ -51,8 +51,8 @@ def drop_upload(home: Home, path: Path) -> int:
     return 0
 
 
-def drop_uploads(home: Home, collection: str) -> int:
-    """Remove all copies that the home has of a collection's uploads; bytes freed. Raises LibraryError."""
+def delete_uploads(home: Home, collection: str) -> int:
+    """Delete all copies of a collection's uploads. Returns the bytes freed. Raises LibraryError."""
     folder = home.originals / collection
     with _deleting(folder):
         size = sum(path.stat().st_size for path in folder.iterdir())
@@ -63,7 +63,7 @@ def drop_uploads(home: Home, collection: str) -> int:
 
 @contextmanager
 def _deleting(path: Path) -> Iterator[None]:
-    """What is gone already is passed over. Raises LibraryError."""
+    """Ignore that a file does not exist. Raises LibraryError for other failures."""
     try:
         yield
     except FileNotFoundError:
@@ -74,14 +74,14 @@ def _deleting(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _names_like(wanted: Path) -> Iterator[Path]:
+def _candidate_names(wanted: Path) -> Iterator[Path]:
     yield wanted
     for number in range(2, 10_000):
         yield wanted.with_name(f"{wanted.stem} ({number}){wanted.suffix}")
 
 
 def safe_name(name: str) -> str:
-    """A file name without folders, control characters and leading dots, that every file system takes."""
+    """A file name that every file system takes: no folders, control characters or leading dots, not too long."""
     last = re.split(r"[/\\]", name)[-1]
     shown = "".join(c for c in last if unicodedata.category(c)[0] != "C").strip().lstrip(".")
     stem, dot, suffix = shown.rpartition(".")
@@ -90,8 +90,8 @@ def safe_name(name: str) -> str:
     return (stem.encode()[:room].decode("utf-8", "ignore").strip() or "document") + suffix
 
 
-def _copied(path: Path, target: Path) -> Path:
-    """Whole or not at all, also after a power cut: a name that is there has its content."""
+def _copy_durably(path: Path, target: Path) -> Path:
+    """Copy completely or not at all, also after a power cut."""
     partial = target.with_name(f".{target.name[:100]}.{os.getpid()}.part")
     try:
         shutil.copyfile(path, partial)

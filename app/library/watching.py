@@ -1,7 +1,7 @@
-"""Watched folders: what is new, changed, moved or gone in them becomes work for the ingest queue.
+"""Watches folders: new, changed, moved and deleted files become jobs of the ingest queue.
 
-The folder is looked through when watching begins, so what happened while nobody watched is found as well. Events of the
-system are taken as a hint only: a path that exists is ingested, one that does not is removed, whatever was said of it.
+A folder is scanned when watching begins, which finds what changed before. Events of the operating system are hints
+only: a path that exists is ingested, one that does not is removed, whatever the event said.
 """
 
 import logging
@@ -18,13 +18,13 @@ from ragblend.app.library.jobs import JobQueue
 from ragblend.kvstore.errors import UsageError
 
 log = logging.getLogger("ragblend")
-QUIET_MS = 800  # a file that is being written is left alone until it has been still for so long
-LOOK_AGAIN_S = 10.0
+QUIET_MS = 800  # a file is ingested once it has not been written to for so long
+RETRY_S = 10.0
 
 
 @dataclass(frozen=True)
-class Watched:
-    """A folder and the collection that it feeds. reason: why it is not looked after just now; "" while it is."""
+class WatchedFolder:
+    """A folder and its collection. reason: why it is not being watched at the moment, or ""."""
 
     id: int
     path: str
@@ -33,7 +33,7 @@ class Watched:
 
 
 class Watcher:
-    """The watched folders of one home; the list is kept with the queue. Safe for threads."""
+    """The watched folders of one home; their list is stored with the queue. Thread-safe."""
 
     def __init__(self, jobs: JobQueue, quiet_ms: int = QUIET_MS) -> None:
         self._jobs, self._store, self._quiet_ms = jobs, jobs.store, quiet_ms
@@ -41,12 +41,12 @@ class Watcher:
         self._running: dict[int, _Folder] = {}
         self._started = False
 
-    def add(self, path: Path, collection: str) -> Watched:
-        """Watch a folder from now on. Raises UsageError for what is no folder, or is watched already."""
+    def add(self, path: Path, collection: str) -> WatchedFolder:
+        """Watch a folder from now on. Raises UsageError if it is not a folder, or is watched already."""
         folder = absolute(path)
         if not os.path.isdir(folder):
             raise UsageError(f"Watching {folder}: there is no such folder. Check the path.")
-        self._jobs.workspaces.of(collection)  # is it a name?
+        self._jobs.workspaces.of(collection)  # raises SettingsError for an invalid name
         for other in (each.path for each in self.folders() if each.collection == collection):
             if folder.is_relative_to(other) or Path(other).is_relative_to(folder):
                 raise UsageError(f"Watching {folder}: {other} is watched for {collection!r} already.")
@@ -56,25 +56,25 @@ class Watcher:
         return next(w for w in self.folders() if w.path == str(folder) and w.collection == collection)
 
     def remove(self, watched_id: int) -> None:
-        """Watch that folder no more; what came from it stays."""
+        """Stop watching that folder; its documents stay."""
         self._store.execute("DELETE FROM watched WHERE id = ?", watched_id)
         with self._lock:
             folder = self._running.pop(watched_id, None)
         if folder is not None:
             folder.end()
 
-    def folders(self) -> list[Watched]:
-        """All watched folders, in the order of their coming."""
+    def folders(self) -> list[WatchedFolder]:
+        """All watched folders, in the order in which they were added."""
         rows = self._store.rows("SELECT id, path, collection FROM watched ORDER BY id")
         found = []
         for row in rows:
             folder = self._running.get(row["id"])
-            reason = folder.reason if folder else "watching has not begun"
-            found.append(Watched(row["id"], row["path"], row["collection"], reason))
+            reason = folder.reason if folder else "watching has not started"
+            found.append(WatchedFolder(row["id"], row["path"], row["collection"], reason))
         return found
 
     def start(self) -> None:
-        """Look through all folders, and then after them, in a thread each. Raises UsageError without the extra `ui`."""
+        """Scan and watch all folders, a thread each. Raises UsageError without the extra `ui`."""
         check_installed("Watched folders", ("watchfiles",), "ui")
         self._started = True
         self._begin()
@@ -96,10 +96,10 @@ class Watcher:
 
 
 class _Folder:
-    """One folder under watch. A folder that is away (a disk that is not plugged in) loses no documents."""
+    """One watched folder. While it is missing (an unplugged disk, say) its documents stay."""
 
     def __init__(self, jobs: JobQueue, path: Path, collection: str, quiet_ms: int) -> None:
-        self.reason = "it has not been looked through yet"
+        self.reason = "it has not been scanned yet"
         self._jobs, self._path, self._collection, self._quiet_ms = jobs, path, collection, quiet_ms
         self._ending = threading.Event()
         self.thread = threading.Thread(target=self._run, name="ragblend-watch", daemon=True)
@@ -112,16 +112,18 @@ class _Folder:
         while not self._ending.is_set():
             try:
                 self._watch()
-            except Exception as error:  # too many watches, a folder that vanished: look again later
-                self.reason = f"Watching {self._path}: {error or type(error).__name__}. It is tried again."
+            except Exception as error:  # such as too many watches, or a folder that vanished
+                self.reason = f"Watching {self._path}: {error or type(error).__name__}. Trying again."
                 log.warning("%s", self.reason)
-            self._ending.wait(LOOK_AGAIN_S)
+            self._ending.wait(RETRY_S)
 
     def _watch(self) -> None:
         from watchfiles import watch
 
         if not self._path.is_dir():
-            self.reason = f"{self._path} is not there. Its documents stay; it is looked for again."
+            self.reason = (
+                f"{self._path} does not exist at the moment. Its documents stay, and it is checked again."
+            )
             return
         events = watch(
             self._path,
@@ -136,48 +138,49 @@ class _Folder:
         )
         first = True
         for changes in events:
-            if first:  # only now the system tells of changes: what came before is looked for
-                self._look_through()
+            if first:  # events arrive from now on: scan for earlier changes
+                self._scan()
                 first = False
             if not self._path.is_dir():
-                self.reason = f"{self._path} is no longer there. Its documents stay; it is looked for again."
+                self.reason = f"{self._path} no longer exists. Its documents stay, and it is checked again."
                 return
-            self._took(Path(path) for _, path in changes)
+            self._apply_changes(Path(path) for _, path in changes)
 
-    def _look_through(self) -> None:
-        """What changed while nobody watched. An empty folder is more likely a disk that is away than a wish."""
+    def _scan(self) -> None:
+        """Find earlier changes. An empty folder is more likely an unmounted disk than a wish to delete everything."""
         self._jobs.add([self._path], self._collection)
         missing = self._missing_in(self._path)
         if missing and not any(self._path.iterdir()):
             self.reason = (
-                f"{self._path} is empty, so its {len(missing)} documents stay; delete them in the list."
+                f"{self._path} is empty. In case its disk is not mounted, its {len(missing)} documents stay; delete "
+                "them in the list if you do not need them."
             )
             return
-        self._jobs.gone(missing, self._collection)
+        self._jobs.remove_missing(missing, self._collection)
         self.reason = ""
 
     def _missing_in(self, folder: Path) -> list[Path]:
         known = self._jobs.workspaces.library.paths_below(self._collection, str(folder))
         return [path for path in map(Path, known) if is_gone(path)]
 
-    def _took(self, paths: Iterable[Path]) -> None:
-        """A folder that was moved in or out is one event: all of it is looked at."""
-        changed = {path for path in paths if not _hidden(path, self._path)}
-        mine = [path for path in changed if not _through_link(path, self._path)]
+    def _apply_changes(self, paths: Iterable[Path]) -> None:
+        """Queue the jobs for changed paths; moving a whole folder is one event."""
+        changed = {path for path in paths if not _is_hidden(path, self._path)}
+        mine = [path for path in changed if not _is_behind_link(path, self._path)]
         there = [path for path in mine if os.path.isdir(path) or (is_known(path) and not is_gone(path))]
         gone = [path for path in changed if is_gone(path)]
         if there:
             self._jobs.add(there, self._collection)
         for path in gone:
-            self._jobs.gone([path, *self._missing_in(path)], self._collection)
+            self._jobs.remove_missing([path, *self._missing_in(path)], self._collection)
 
 
-def _hidden(path: Path, root: Path) -> bool:
+def _is_hidden(path: Path, root: Path) -> bool:
     inside = path.relative_to(root).parts if path.is_relative_to(root) else path.parts
     return any(part.startswith(".") for part in inside)
 
 
-def _through_link(path: Path, root: Path) -> bool:
-    """Links in a folder are not followed, by `discover` neither."""
+def _is_behind_link(path: Path, root: Path) -> bool:
+    """Links in a folder are not followed, as in `discover`."""
     steps = (path, *path.parents)
     return any(os.path.islink(step) for step in steps if step != root and step.is_relative_to(root))

@@ -115,7 +115,7 @@ def report_ttft(engine_arguments: Row, request: "TtftRequest") -> Row:
 @contextmanager
 def retriever(home: Path) -> Iterator[Callable[[str, int], object] | None]:
     """Retrieval from the documents of that home, loaded and ready; None where nothing was ingested."""
-    from ragblend.app.answering.conversation import ANY
+    from ragblend.app.answering.conversation import ANY_SCORE
     from ragblend.app.answering.retrieval import search
     from ragblend.app.workspace import Workspace
 
@@ -127,7 +127,7 @@ def retriever(home: Path) -> Iterator[Callable[[str, int], object] | None]:
             yield None
             return
         workspace.embedder.load()
-        yield lambda question, count: search([workspace], [question], count, ANY)
+        yield lambda question, count: search([workspace], [question], count, ANY_SCORE)
 
 
 def _write_timelines(folder: Path, row: Row, trace: "Trace") -> None:

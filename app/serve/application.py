@@ -18,7 +18,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragblend.app.desk import Desk
 from ragblend.app.serve import chat, library, responses
 from ragblend.app.serve.bodies import EmbeddingBody
 from ragblend.app.serve.errors import ApiError, api_error, json_response
@@ -34,6 +33,7 @@ from ragblend.app.serve.service import (
     stoppable,
     until_gone,
 )
+from ragblend.app.services import AppServices
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.integrations.embeddings import DIMENSIONS, Embeddings
 from ragblend.integrations.threads import in_thread
@@ -55,7 +55,7 @@ STATUSES = {
 }  # fmt: skip
 
 
-def build(desk: Desk, door: Door, limits: Limits | None = None) -> "Front":
+def build(desk: AppServices, door: Door, limits: Limits | None = None) -> "Front":
     answers: dict[int | str, dict[str, Any]] = {
         status: {"description": said} for status, said in STATUSES.items()
     }

@@ -16,8 +16,8 @@ from typing import Any
 
 from ragblend import __version__
 from ragblend.app.cli.common import Terminal, run_shared
-from ragblend.app.desk import Desk
 from ragblend.app.remote import NAME, Line, address, folder_of, is_same_user, unpacked
+from ragblend.app.services import AppServices
 from ragblend.app.settings import TYPES, Settings
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.errors import RagBlendError, UsageError
@@ -37,7 +37,7 @@ COMMON = ("model", "device", "dtype", "store_policy", "kv_codec", "remote", *SIZ
 class Commands(Closing):
     """Listens in the home from now on. Raises OSError where that cannot be. Only for who holds the home's page lock."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: AppServices) -> None:
         self._desk, self._root = desk, desk.workspaces.home.root
         self._closing = threading.Event()
         self._lock, self._running = threading.Lock(), dict["RemoteTerminal", threading.Thread]()
@@ -131,7 +131,7 @@ def _named(error: RagBlendError) -> str:
 class Shared:
     """What this process has open, for one command: under the command's own settings."""
 
-    def __init__(self, desk: Desk, asked: dict[str, Any]) -> None:
+    def __init__(self, desk: AppServices, asked: dict[str, Any]) -> None:
         self.desk, self._environment = desk, dict(asked["environment"])
         self.folder = Path(asked["folder"])
 
@@ -147,7 +147,7 @@ class Shared:
                     f"Process {os.getpid()} has the home {spaces.home.root} open, with {name} {has}; this command asks "
                     f"for {asks}. Ask without that, or end the process and run this again."
                 )
-        return spaces.under(wanted.changed(here)).first
+        return spaces.with_settings(wanted.changed(here)).first
 
     def _meant(self, name: str, value: Any, folder: Path | None = None) -> Any:
         """The same for what is the same: a path from another folder, a device by its name or left out."""

@@ -17,11 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragblend.app.answering.answer import Answer
-from ragblend.app.answering.chats import Message
+from ragblend.app.answering.answer_stream import AnswerStream
+from ragblend.app.answering.chats import ChatMessage
 from ragblend.app.answering.conversation import AskOptions
-from ragblend.app.answering.turn import Turn
 from ragblend.app.database import now
-from ragblend.app.desk import Desk
 from ragblend.app.library.documents import Document
 from ragblend.app.library.job_store import FileJob
 from ragblend.app.library.uploads import safe_name
@@ -29,6 +28,7 @@ from ragblend.app.serve.bodies import AskBody
 from ragblend.app.serve.errors import ApiError, json_response
 from ragblend.app.serve.keys import Client
 from ragblend.app.serve.service import Service, client_of, service_of, streamed, until_gone, whole
+from ragblend.app.services import AppServices
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.integrations.threads import in_thread, items_of_thread
 from ragblend.kvstore.errors import Cancelled
@@ -50,11 +50,13 @@ async def ask(request: Request, body: AskBody) -> Response:
         tuple(dict.fromkeys(collections)), body.mode, body.method, body.ratio, body.top_k, body.max_tokens,
         body.temperature, client=client.name,
     )  # fmt: skip
-    earlier = [Message(number, 0, each.role, each.content, now()) for number, each in enumerate(body.history)]
+    earlier = [
+        ChatMessage(number, 0, each.role, each.content, now()) for number, each in enumerate(body.history)
+    ]
 
     sent = await request.body()
 
-    def begin(cancel: Cancel) -> Turn:
+    def begin(cancel: Cancel) -> AnswerStream:
         with service.reading(sent, cancel):
             return service.desk.conversations.answer(body.question, replace(options, cancel=cancel), earlier)
 
@@ -65,11 +67,11 @@ async def ask(request: Request, body: AskBody) -> Response:
 
 
 async def _asked(
-    service: Service, client: Client, body: AskBody, begin: Callable[[Cancel], Turn]
+    service: Service, client: Client, body: AskBody, begin: Callable[[Cancel], AnswerStream]
 ) -> AsyncGenerator[dict[str, Any], None]:
     """A `delta` for each piece, then the whole answer. Whoever closes it stops the device."""
     arrived, seconds = time.monotonic(), service.allowed_s(body.timeout)
-    stopped, turns = threading.Event(), list[Turn]()
+    stopped, turns = threading.Event(), list[AnswerStream]()
 
     def stop() -> None:
         stopped.set()
@@ -164,7 +166,7 @@ class Listing:
     limit: Annotated[int, Query(ge=1, le=1000)] = 50
     offset: Annotated[int, Query(ge=0, lt=2**31)] = 0
 
-    async def of(self, page: Callable[[Desk, str], tuple[list[dict[str, Any]], int]]) -> Response:
+    async def of(self, page: Callable[[AppServices, str], tuple[list[dict[str, Any]], int]]) -> Response:
         """page: of a collection that this client may see, those that were asked for, and how many there are."""
         service, client = service_of(self.request), client_of(self.request)
 
@@ -181,7 +183,7 @@ class Listing:
 async def documents(asked: Annotated[Listing, Depends()]) -> Response:
     """The documents of a collection, by name."""
 
-    def page(desk: Desk, name: str) -> tuple[list[dict[str, Any]], int]:
+    def page(desk: AppServices, name: str) -> tuple[list[dict[str, Any]], int]:
         found = desk.workspaces.library.page(name, asked.search, None, asked.offset, asked.limit)
         return [_shown("document", each, "passages", "updated_at") for each in found.documents], found.total
 
@@ -192,7 +194,7 @@ async def documents(asked: Annotated[Listing, Depends()]) -> Response:
 async def jobs(asked: Annotated[Listing, Depends()]) -> Response:
     """Files on their way in: those that run, those that wait, then what is over."""
 
-    def page(desk: Desk, name: str) -> tuple[list[dict[str, Any]], int]:
+    def page(desk: AppServices, name: str) -> tuple[list[dict[str, Any]], int]:
         found, total = desk.jobs.page(None, asked.search, asked.offset, asked.limit, name)
         more = ("kind", "added_at", "finished_at", "done", "total")
         return [_shown("job", job, *more) for job in found], total

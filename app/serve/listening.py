@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from ragblend.app.desk import Desk
 from ragblend.app.serve.commands import Commands
 from ragblend.app.serve.front import MIB, Address, Rules
 from ragblend.app.serve.keys import Door, Keys
 from ragblend.app.serve.watchdog import watch
+from ragblend.app.services import AppServices
 from ragblend.kvstore.errors import StoreLockedError, UsageError
 from ragblend.kvstore.files import FOLDER_MODE
 from ragblend.kvstore.lock import read_holder, writer_lock
@@ -88,7 +88,7 @@ def check_reach(host: str, names: Iterable[str] | None, keys: Keys) -> None:
 
 
 def serve(
-    desk: Desk,
+    desk: AppServices,
     address: Address,
     at: socket.socket,
     keys: Keys,
@@ -123,7 +123,7 @@ def serve(
 
 
 @contextmanager
-def owning(desk: Desk, command: str) -> Iterator[None]:
+def owning(desk: AppServices, command: str) -> Iterator[None]:
     """Be the one process that has the home open: it works on the queue, and runs this user's commands for the home.
 
     Where it cannot listen for commands they run beside it. SIGTERM ends it as Ctrl-C does. Raises StoreLockedError

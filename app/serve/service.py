@@ -16,13 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ragblend.app.desk import Desk
 from ragblend.app.serve.errors import ApiError, api_error, encoded
 from ragblend.app.serve.keys import Client
 from ragblend.app.serve.metrics import Metrics
 from ragblend.app.serve.sessions import Sessions
+from ragblend.app.services import AppServices, ModelStartup
 from ragblend.app.settings import BUNDLED
-from ragblend.app.startup import Startup
 from ragblend.engine.config import Report
 from ragblend.engine.prompts.tokenizing import LONG_CHARACTERS
 from ragblend.engine.scheduling.queue import Cancel, DeviceQueue
@@ -85,9 +84,9 @@ class Admission:
 class Service:
     """One server over one desk."""
 
-    def __init__(self, desk: Desk, limits: Limits | None = None) -> None:
+    def __init__(self, desk: AppServices, limits: Limits | None = None) -> None:
         self.desk, self.limits = desk, limits or Limits()
-        self.startup, self.metrics, self.sessions = Startup(), Metrics(), Sessions()
+        self.startup, self.metrics, self.sessions = ModelStartup(), Metrics(), Sessions()
         self.admission, self._long = Admission(self.limits), DeviceQueue()
         self.home = str(desk.workspaces.home.root)
         self.begun, self._begun_s = int(time.time()), time.monotonic()

@@ -1,4 +1,4 @@
-"""Stand-ins for the engine and the embedder: small, exact, and counting what they were asked. Not a test file."""
+"""Fakes of the engine and the embedder: small, exact, and counting their calls. Not a test file."""
 
 import hashlib
 from pathlib import Path

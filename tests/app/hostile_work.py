@@ -1,4 +1,4 @@
-"""What a parser of a hostile file may do, for the process that it is done in."""
+"""What the parser of a hostile file may do, run in the sandbox by its tests."""
 
 import os
 import signal

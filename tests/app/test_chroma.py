@@ -39,7 +39,7 @@ def test_nearest_by_cosine(index):
     assert [hit.score for hit in hits] == pytest.approx((rows @ question)[expected], abs=1e-3)
 
 
-def test_a_node_is_as_near_as_its_nearest_window(index):
+def test_similarity_of_a_node_is_that_of_its_nearest_window(index):
     rows, question = rows_of(40), rows_of(1, seed=1)[0]
     near = question + 0.01 * rows[:30]
     many = near / np.linalg.norm(near, axis=1, keepdims=True)
@@ -53,7 +53,7 @@ def test_a_node_is_as_near_as_its_nearest_window(index):
     assert index.count() == 2 and index.node_ids() == {"few", "one"}
 
 
-def test_a_passage_that_repeats_itself_hides_no_other(index):
+def test_repeated_passage_does_not_hide_others(index):
     """HNSW leads nowhere from a crowd of equal vectors."""
     crowd, alone = rows_of(3), rows_of(20, seed=1)
     for number, row in enumerate(alone):
@@ -62,7 +62,7 @@ def test_a_passage_that_repeats_itself_hides_no_other(index):
     assert found == [f"alone-{number}" for number in range(20)]
 
 
-def test_boilerplate_hides_no_passage(index):
+def test_repeated_boilerplate_does_not_hide_passages(index):
     """Three windows of 13 that all files share: every tenth passage was found by no question."""
     crowd, own = rows_of(3), rows_of(4000, seed=1).reshape(400, 10, 16)
     index.upsert([f"n{n}" for n in range(400)], [np.concatenate([rows, crowd]) for rows in own])
@@ -101,7 +101,7 @@ def test_upsert_replaces_and_delete_forgives(index):
     assert index.node_ids() == {"b"}
 
 
-def test_collections_are_apart_even_with_short_names(index, tmp_path):
+def test_collections_with_short_names_are_separate(index, tmp_path):
     other = VectorIndex(tmp_path / "chroma", "x")
     index.upsert(["a"], unit(1))
     other.upsert(["b"], unit(1))
@@ -162,7 +162,7 @@ def test_two_threads_may_be_the_first_to_open_it(tmp_path):
 
 @pytest.mark.parametrize("left", [5, 0], ids=["some stay", "none stays"])
 @pytest.mark.parametrize("count", [60, 1300], ids=["all in the log", "in the graph too"])
-def test_what_was_deleted_leaves_no_byte(index, tmp_path, count, left):
+def test_deleted_vectors_are_erased(index, tmp_path, count, left):
     """Chroma kept vectors and ids in its log, its graph, free pages and folders that nothing named any more."""
     names, rows = [f"node-{i:04}-{i * 7919:08x}" for i in range(count)], rows_of(count)
     other = VectorIndex(tmp_path / "chroma", "other")
@@ -183,7 +183,7 @@ def test_what_was_deleted_leaves_no_byte(index, tmp_path, count, left):
     other.close()
 
 
-def test_a_rebuild_leaves_no_byte_of_before(index):
+def test_rebuild_erases_old_bytes(index):
     names, rows = [f"node-{i:04}-{i * 7919:08x}" for i in range(1300)], rows_of(1300)
     index.upsert(names, list(rows[:, None, :]))
     written = np.concatenate([apart(name, row[None]) for name, row in zip(names, rows, strict=True)])

@@ -1,4 +1,4 @@
-"""Citations: numbers are found where they stand, made-up ones are flagged, and nothing is matched by accident."""
+"""Citations: the model's numbers are found, unknown ones are flagged, and matches are never accidental."""
 
 import json
 from pathlib import Path
@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from ragblend.app import samples
-from ragblend.app.answering.answer import Source
+from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.citations import Citation, cite, with_marks
 from ragblend.app.answering.support import sentences, supporting
 from ragblend.app.library.ingest import ingest
 
 
 def source(number, text):
-    return Source(number, f"n{number}", "d1", "default", "a.txt", "p. 1", 0.5, text)
+    return AnswerSource(number, f"n{number}", "d1", "default", "a.txt", "p. 1", 0.5, text)
 
 
 SKY = source(1, "The sky over the harbour is blue in the morning.")
@@ -100,7 +100,7 @@ def test_a_sentence_that_says_something_else_is_not_cited(changed):
         ("Engine four is not in the shed.", "Engine four is in the shed."),
     ],
 )
-def test_exchanged_and_opposite(passage, changed):
+def test_exchanged_and_opposite_words_are_not_supported(passage, changed):
     assert supporting(passage, passage) is not None and supporting(changed, passage) is None
 
 
@@ -113,11 +113,11 @@ def test_exchanged_and_opposite(passage, changed):
         ("According to the passages, Ada owns the red boat.", "The red boat which Ada owns is old."),
     ],
 )
-def test_the_same_in_other_words(sentence, passage):
+def test_rephrased_sentences_are_supported(sentence, passage):
     assert supporting(sentence, passage) is not None
 
 
-def test_the_place_is_the_sentence_that_says_it():
+def test_place_is_the_supporting_sentence():
     (citation,) = cite("The red boat belongs to Ada.", [SKY, BOATS]).citations
     assert BOATS.text[slice(*citation.place)] == "The red boat belongs to Ada."
     wrapped = "# Boats\n\nThree boats lie at\nthe quay of Hull. A\nred boat belongs to Ada."
@@ -125,7 +125,7 @@ def test_the_place_is_the_sentence_that_says_it():
     assert wrapped[place.start : place.stop] == "A\nred boat belongs to Ada."
 
 
-def test_what_the_model_cites_is_looked_for_there():
+def test_citation_by_the_model_is_located():
     text = (
         "The red boat belongs to Ada [2]. The red boat belongs to Eve [2]. Three boats lie at the quay. [2]"
     )
@@ -174,7 +174,7 @@ def sample_sources(open_workspace):
     documents = workspace.library.documents("default")
     passages = [(each, p) for each in documents for p in workspace.library.passages_of(each.id)]
     return [
-        Source(n, p.node_id, each.id, "default", each.name, p.location, 0.5, p.text)
+        AnswerSource(n, p.node_id, each.id, "default", each.name, p.location, 0.5, p.text)
         for n, (each, p) in enumerate(passages, start=1)
     ]
 
@@ -205,7 +205,7 @@ def test_a_decimal_point_ends_no_sentence():
 @pytest.mark.parametrize(
     "text", ["[1] a [2] b", "a [1]", "The red boat belongs to Ada.", "[1][2]", "x [1, 9]. y"]
 )
-def test_pieces_lose_no_text(text):
+def test_pieces_contain_all_text(text):
     cited = cite(text, [SKY, BOATS])
     places = {(c.start, c.stop) for c in cited.citations}
     joined = "".join(piece for piece in cited.pieces() if isinstance(piece, str))
@@ -214,4 +214,4 @@ def test_pieces_lose_no_text(text):
 
 
 def test_json_round_trip_and_unknown_keys_of_later_versions():
-    assert Source.from_json({**BOATS.to_json(), "later": 1}) == BOATS
+    assert AnswerSource.from_json({**BOATS.to_json(), "later": 1}) == BOATS

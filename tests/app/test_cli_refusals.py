@@ -109,14 +109,14 @@ def test_wrong_arguments_and_settings_are_refused_before_anything_is_loaded(with
 
 
 @pytest.mark.usefixtures("library")
-def test_most_of_them_before_torch_is(without):
+def test_most_settings_are_checked_before_torch_is_imported(without):
     named = ("ratio", "device", "dtype", "model", "gguf", "collection", "trace", "chat in", "documents of")
     done = without([(list(REFUSED[name][0]), {}) for name in named], (*HEAVY, "torch"))
     assert {name: code for name, (code, *_) in zip(named, done, strict=True)} == dict.fromkeys(named, 2)
 
 
 @pytest.mark.usefixtures("library")
-def test_an_accelerator_that_is_not_there(without):
+def test_missing_accelerator_is_reported(without):
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is one")
@@ -125,7 +125,7 @@ def test_an_accelerator_that_is_not_there(without):
         assert code == 2 and "--device cpu" in err
 
 
-def test_an_empty_library_is_answered_at_once(without):
+def test_empty_library_needs_no_model(without):
     """It loaded embedder and model first; chat even waited for a question."""
     for code, out, err in without([([*ASK], {}), (["chat"], {})], (*HEAVY, "torch")):
         assert code == 1 and out == ""

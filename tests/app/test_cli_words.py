@@ -106,7 +106,7 @@ def test_an_answer_that_is_interrupted_says_so_and_stays(two, capfd, interrupts,
     assert two.engine.stream_made.closed
 
 
-def test_waiting_for_missing_passages_may_be_skipped(two, capfd, monkeypatch, interrupts):
+def test_ask_can_skip_encoding_missing_passages(two, capfd, monkeypatch, interrupts):
     """As it says of itself; the answer is there."""
     two.engine.misses = 1
     monkeypatch.setattr(two.engine, "finish_background", interrupts)
@@ -146,7 +146,7 @@ def test_a_failure_stays_one_when_nobody_reads_of_it(two, home):
     os.close(writer)
 
 
-def test_notes_that_nobody_reads_do_not_end_an_answer(two, monkeypatch, capfd):
+def test_closed_stderr_does_not_end_an_answer(two, monkeypatch, capfd):
     class Closed:
         def write(self, text):
             raise BrokenPipeError(32, "Broken pipe")
@@ -187,7 +187,7 @@ def test_a_name_that_is_not_utf8_does_not_spoil_the_json(cli, written, documents
     assert f"/dev/null/{LATIN}" in error["message"]
 
 
-def test_a_question_that_is_not_utf8_is_asked(two, told):
+def test_question_that_is_not_utf8_is_answered(two, told):
     assert told("ask", f"Who owns the {LATIN}?")["answer"] == "It is blue."
     assert "Who owns the caf??" in two.engine.requests[-1][0].segments[-1].text
 

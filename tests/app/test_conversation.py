@@ -1,4 +1,4 @@
-"""A conversation: the context grows at its end, numbers stay, what does not fit is said, what was said is kept."""
+"""Conversations: prompts grow at their end, numbers stay, and answers are stored whatever happens."""
 
 import json
 import threading
@@ -6,13 +6,13 @@ import threading
 import pytest
 
 from ragblend.app.answering import retrieval
-from ragblend.app.answering.chats import DELETED_TEXT, INTERRUPTED, Chats, Message
+from ragblend.app.answering.breakdown import has_breakdown
+from ragblend.app.answering.chats import DELETED_TEXT, INTERRUPTED, ChatMessage, Chats
 from ragblend.app.answering.conversation import AskOptions, Conversations
-from ragblend.app.answering.hood import has_breakdown
 from ragblend.app.answering.retrieval import nearest
 from ragblend.app.database import now
-from ragblend.app.desk import Desk
 from ragblend.app.library.ingest import ingest
+from ragblend.app.services import AppServices
 from ragblend.kvstore.errors import (
     Cancelled,
     LibraryError,
@@ -54,7 +54,7 @@ def asked(talks, chat, question, **options):
         return turn.message
 
 
-def test_a_ratio_stays_with_the_method_that_it_was_chosen_for(talks):
+def test_ratio_of_the_settings_applies_to_its_method_only(talks):
     base = talks.settings.changed({"method": "probe", "ratio": 0.05})
     assert AskOptions().settings(base).ratio == AskOptions(method="probe").settings(base).ratio == 0.05
     assert AskOptions(method="cacheblend").settings(base).ratio == type(base).ratio
@@ -65,7 +65,7 @@ def texts(prompt):
     return [segment.text for segment in prompt.segments]
 
 
-def test_an_answer_is_kept_with_all_that_belongs_to_it(talks, chats, chat, engine):
+def test_answer_is_stored_with_sources_and_report(talks, chats, chat, engine):
     with talks.ask(chat, f"  {SKY} ", AskOptions(top_k=2)) as turn:
         assert [message.role for message in chats.messages(chat)] == ["user"], "a kill now keeps the question"
         assert [source.number for source in turn.sources] == [1, 2] and turn.question.text == SKY
@@ -96,20 +96,20 @@ def test_follow_ups_extend_the_same_context(talks, chat, engine):
     assert new == [2] and [s.number for s in second.sources if s.earlier] == [1]
 
 
-def test_a_follow_up_is_looked_for_with_the_question_before_it(talks, chat):
+def test_follow_up_is_searched_with_the_question_before_it(talks, chat):
     asked(talks, chat, "Tell me of the red boat at the quay", top_k=1)
     answer = asked(talks, chat, "And who owns it?", top_k=2)
     assert "boats.txt" in [source.document for source in answer.sources]
 
 
-def test_conversations_do_not_share_a_context(talks, chats, chat, engine):
+def test_conversations_have_separate_contexts(talks, chats, chat, engine):
     asked(talks, chat, SKY)
     asked(talks, chats.create().id, BOATS)
     assert "It is blue." not in texts(engine.requests[1][0])
     assert engine.sessions[0] is not engine.sessions[1]
 
 
-def test_it_goes_on_after_a_restart(talks, workspaces, chats, chat, engine):
+def test_conversation_continues_after_a_restart(talks, workspaces, chats, chat, engine):
     asked(talks, chat, SKY)
     asked(Conversations(workspaces), chat, BOATS)
     before, after = (texts(request[0]) for request in engine.requests)
@@ -129,7 +129,7 @@ def test_several_collections_each_with_its_kv(talks, workspaces, chat, engine, t
     assert [s.score for s in answer.sources] == sorted((s.score for s in answer.sources), reverse=True)
 
 
-def test_nothing_found_is_said_without_asking_the_model(talks, workspaces, chat, engine):
+def test_nothing_found_is_answered_without_the_model(talks, workspaces, chat, engine):
     workspaces.create("empty")
     answer = asked(talks, chat, SKY, collections=("empty",))
     assert "Nothing has been ingested in 'empty'" in answer.text and answer.report["found"] is False
@@ -155,7 +155,7 @@ def test_chat_mode_talks_without_passages_too(talks, workspaces, chat, engine):
     assert engine.requests[1][0].chunks and "passages" in texts(engine.requests[1][0])[1]
 
 
-def test_stop_keeps_what_has_come(talks, chats, chat, engine):
+def test_stop_keeps_the_text_so_far(talks, chats, chat, engine):
     turn = talks.ask(chat, SKY)
     engine.on_piece = lambda number: None
     pieces = []
@@ -169,7 +169,7 @@ def test_stop_keeps_what_has_come(talks, chats, chat, engine):
     assert not has_breakdown(turn.message.report)
 
 
-def test_what_goes_wrong_is_kept_and_raised_and_the_conversation_goes_on(talks, chats, chat, engine):
+def test_error_is_stored_and_raised_and_the_conversation_continues(talks, chats, chat, engine):
     def fail(number):
         if number == 1:
             raise RagBlendError("the disk went away; plug it in again")
@@ -191,7 +191,7 @@ def test_an_answer_that_cannot_be_stored_is_shown_and_says_so(talks, chats, chat
     chats.delete(chat)
     assert list(pieces) == ["is ", "blue."]
     assert turn.message.id == -1 and turn.message.text == "It is blue."
-    assert "was not kept" in turn.message.report["notice"]
+    assert "was not saved" in turn.message.report["notice"]
 
 
 def cut_off(talks, home, chat, question):
@@ -205,15 +205,15 @@ def cut_off(talks, home, chat, question):
     return shown, pieces
 
 
-def test_the_page_marks_it_when_it_starts(talks, chats, home, chat):
+def test_start_marks_interrupted_answers(talks, chats, home, chat):
     pieces = iter(talks.ask(chat, SKY, AskOptions(top_k=2)))
     next(pieces)
-    with Desk.open(home) as desk:
+    with AppServices.open(home) as desk:
         desk.start()
         assert chats.messages(chat)[1].report["interrupted"] is True
 
 
-def test_a_kill_in_mid_answer_leaves_what_was_shown(talks, chats, home, chat, engine):
+def test_kill_during_an_answer_keeps_the_text_shown(talks, chats, home, chat, engine):
     """It used to leave the question without a word."""
     shown, pieces = cut_off(talks, home, chat, SKY)
     left = chats.messages(chat)[1]
@@ -247,7 +247,7 @@ def test_a_document_of_an_earlier_turn_that_is_deleted_meanwhile_is_not_stored_a
     turn = talks.ask(chat, BOATS, AskOptions(top_k=1))
     pieces = iter(turn)
     next(pieces)
-    assert gone.text in str(turn.present)
+    assert gone.text in str(turn.all_sources)
     chats.forget_removed(lambda nodes: set(nodes) - {gone.node_id})
     chats._known = lambda nodes: set(nodes) - {gone.node_id}
     list(pieces)
@@ -266,7 +266,7 @@ def test_a_document_that_is_deleted_while_its_answer_is_measured_is_not_stored_a
     assert gone.text not in json.dumps(chats.export_json(chat))
 
 
-def test_an_answer_whose_question_was_replaced_is_in_nobodys_conversation(talks, chats, chat, engine):
+def test_answer_to_a_replaced_question_is_not_stored(talks, chats, chat, engine):
     """Edited while the older question was still being searched for."""
     asked(talks, chat, SKY)
     first, tokenize = chats.messages(chat)[0], engine.tokenize
@@ -280,13 +280,13 @@ def test_an_answer_whose_question_was_replaced_is_in_nobodys_conversation(talks,
     engine.tokenize = edited_meanwhile
     older = talks.ask(chat, BOATS, AskOptions(top_k=2))
     list(older)
-    assert "was not kept" in older.message.report["notice"]
+    assert "was not saved" in older.message.report["notice"]
     assert [m.text for m in chats.messages(chat)] == ["How hot are ovens?", "It is blue."]
 
 
-def test_many_turns_are_left_out_without_reading_them_as_often(talks, engine, monkeypatch):
+def test_leaving_out_many_turns_tokenizes_few_prompts(talks, engine, monkeypatch):
     earlier = [
-        Message(0, 0, role, f"{role} says {number} in a few words", now())
+        ChatMessage(0, 0, role, f"{role} says {number} in a few words", now())
         for number in range(2000)
         for role in ("user", "assistant")
     ]
@@ -304,7 +304,7 @@ def test_many_turns_are_left_out_without_reading_them_as_often(talks, engine, mo
 
 def test_turns_that_are_too_long_to_be_tokenized_are_left_out(talks, engine):
     engine.most_characters = 1000
-    earlier = [Message(0, 0, role, f"{role} {'x' * 500}", now()) for role in ("user", "assistant") * 2]
+    earlier = [ChatMessage(0, 0, role, f"{role} {'x' * 500}", now()) for role in ("user", "assistant") * 2]
     ready = talks.prepare(SKY, AskOptions(top_k=2), earlier)
     assert "The first 2 of 2 earlier questions" in ready.notice and len(ready.prompt.chunks) == 2
     with pytest.raises(PromptTooLongError):
@@ -318,7 +318,7 @@ def test_editing_replaces_the_branch(talks, chats, chat, engine):
     with talks.edit(first.id, "How hot are ovens?", AskOptions(top_k=2)) as turn:
         list(turn)
     assert [m.text for m in chats.messages(chat)] == ["How hot are ovens?", "It is blue."]
-    with pytest.raises(UsageError, match="must be a question"):
+    with pytest.raises(UsageError, match="only your own questions"):
         talks.edit(chats.messages(chat)[1].id, "x")
     with pytest.raises(SettingsError):
         talks.edit(chats.messages(chat)[0].id, "x", AskOptions(top_k=-1))
@@ -326,7 +326,7 @@ def test_editing_replaces_the_branch(talks, chats, chat, engine):
 
 
 def test_regenerating_asks_the_same_again(talks, chats, chat, engine):
-    with pytest.raises(UsageError, match="nothing was asked"):
+    with pytest.raises(UsageError, match="has no question yet"):
         talks.regenerate(chat)
     asked(talks, chat, SKY)
     with talks.regenerate(chat, AskOptions(top_k=2, temperature=0.7)) as turn:
@@ -335,7 +335,7 @@ def test_regenerating_asks_the_same_again(talks, chats, chat, engine):
     assert texts(engine.requests[0][0]) == texts(engine.requests[1][0]) and engine.requests[1][-1] == 0.7
 
 
-def test_the_oldest_turns_go_first_and_stay_gone(talks, chat, engine):
+def test_oldest_turns_are_left_out_first_and_stay_out(talks, chat, engine):
     questions = [f"Question number {n} of the sky over the harbour?" for n in range(3)]
     for question in questions:
         asked(talks, chat, question)
@@ -344,7 +344,7 @@ def test_the_oldest_turns_go_first_and_stay_gone(talks, chat, engine):
     answer = asked(talks, chat, BOATS)
     prompt = engine.requests[-1][0]
     assert len(prompt.token_ids) <= whole and questions[0] not in " ".join(texts(prompt))
-    assert "earlier questions are no longer before the model" in answer.report["notice"]
+    assert "earlier questions are no longer in the prompt" in answer.report["notice"]
     assert {s.node_id for s in answer.sources} <= {c.node_id for c in prompt.chunks}, "it came again"
     engine.context_window = 4096
     asked(talks, chat, SKY)
@@ -352,7 +352,7 @@ def test_the_oldest_turns_go_first_and_stay_gone(talks, chat, engine):
     assert texts(engine.requests[-1][0])[: len(prompt.segments)] == texts(prompt)
 
 
-def test_passages_that_do_not_fit_are_left_out_and_it_is_said(talks, chats, chat, engine):
+def test_passages_that_do_not_fit_are_left_out_with_a_notice(talks, chats, chat, engine):
     asked(talks, chat, SKY, top_k=3)
     engine.context_window = 32 + len(engine.requests[0][0].token_ids) - 1
     answer = asked(talks, chats.create().id, SKY, top_k=3)
@@ -373,11 +373,11 @@ def test_full_prefill_is_measured_on_the_same_prompt(talks, chats, chat, engine)
     assert method == "full" and texts(prompt) == texts(engine.requests[1][0])
     assert report["full_prefill_ms"] == 1234.5 and report["full_prefill_is"] == "measured"
     assert chats.message(answer.id).report == report
-    with pytest.raises(UsageError, match="no finished answer"):
+    with pytest.raises(UsageError, match="not a finished answer"):
         talks.measure_full(chats.messages(chat)[0].id)
 
 
-def test_what_an_answer_cites_of_earlier_turns_is_among_its_sources(talks, chat, engine):
+def test_cited_earlier_passages_are_sources(talks, chat, engine):
     first = asked(talks, chat, SKY, top_k=1)
     engine.reply = ("The red boat belongs to Ada [2] under a blue sky [1] [9].",)
     answer = asked(talks, chat, "Whom does the red boat belong to? It is old.", top_k=1)
@@ -402,14 +402,14 @@ def test_deleted_documents_are_not_read_again(talks, chats, chat, engine):
         ("?", {"mode": "other"}, UsageError),
     ],
 )
-def test_impossible_questions(talks, chat, question, options, error):
+def test_invalid_questions_are_refused(talks, chat, question, options, error):
     with pytest.raises(error):
         talks.ask(chat, question, AskOptions(**options))
-    with pytest.raises(LibraryError, match="not there any more"):
+    with pytest.raises(LibraryError, match="was deleted"):
         talks.ask(999, SKY)
 
 
-def test_only_some_contexts_stay_in_memory(talks, chats, engine):
+def test_least_recent_conversation_leaves_memory(talks, chats, engine):
     ids = [chats.create().id for _ in range(3)]
     for key in [*ids, ids[0]]:
         asked(talks, key, SKY)
@@ -419,7 +419,7 @@ def test_only_some_contexts_stay_in_memory(talks, chats, engine):
     assert engine.sessions[3] is not engine.sessions[4]
 
 
-def test_what_is_not_kept_is_answered_the_same_way(talks, chats, chat, engine):
+def test_unsaved_answer_equals_saved_answer(talks, chats, chat, engine):
     kept = asked(talks, chat, SKY)
     answer = talks.answer(SKY, AskOptions(top_k=2)).whole()
     assert (answer.text, answer.sources) == (kept.text, kept.sources)
@@ -427,7 +427,7 @@ def test_what_is_not_kept_is_answered_the_same_way(talks, chats, chat, engine):
     assert engine.sessions[1] is None and len(chats.messages(chat)) == 2 and chats.page()[1] == 1
 
 
-def test_earlier_messages_that_nobody_keeps_are_context_too(talks, engine):
+def test_unsaved_earlier_messages_are_context(talks, engine):
     said = []
     for question in (SKY, BOATS):
         turn = talks.answer(question, AskOptions(top_k=1), said)
@@ -437,7 +437,7 @@ def test_earlier_messages_that_nobody_keeps_are_context_too(talks, engine):
     assert after[: len(before)] == before and [s.number for s in said[3].sources] == [2]
 
 
-def test_json_is_the_one_that_was_promised(talks):
+def test_answer_json_matches_the_contract(talks):
     value = talks.answer(SKY, AskOptions(top_k=2)).whole().to_json()
     assert list(value) == [
         "answer", "model", "device", "method", "ratio", "sources", "tokens", "timings", "store",
@@ -453,7 +453,7 @@ def test_json_is_the_one_that_was_promised(talks):
     assert nothing.keys() - {"notice"} == value.keys() and nothing["tokens"]["prompt"] == 0
 
 
-def test_few_passages_are_compared_as_the_index_would(talks, workspaces, monkeypatch):
+def test_exact_search_equals_the_index(talks, workspaces, monkeypatch):
     """A process that asks one question of a small library need not import Chroma."""
     question = workspaces.first.embedder.embed_question(SKY)
     compared = nearest(workspaces.first, question, 3)

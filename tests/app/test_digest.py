@@ -1,4 +1,4 @@
-"""A document summed up: every passage in a window, each encoded once, kept as far as it came, with its sources."""
+"""Summaries: every passage is in a window, encoded once, and notes are kept."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 from waiting import SOON_S, until
 
 from ragblend.app.answering.conversation import Conversations
-from ragblend.app.library.ingest import take_in
+from ragblend.app.library.ingest import ingest_paths
 from ragblend.app.library.registry import Library
 from ragblend.app.library.removal import remove_document
 from ragblend.kvstore.errors import LibraryError, PromptTooLongError
@@ -35,7 +35,7 @@ def log(tmp_path):
 @pytest.fixture
 def document(workspaces, log):
     """Twelve passages, not encoded yet."""
-    take_in(workspaces.first, [log])
+    ingest_paths(workspaces.first, [log])
     found = workspaces.library.find("default", str(log))
     assert found.passages == len(SHIPS)
     return found
@@ -76,14 +76,14 @@ def test_windows_overlap_and_each_passage_is_encoded_once(talks, document, engin
 
 def test_a_short_document_is_summed_up_at_once(talks, workspaces, tmp_path, engine):
     (short := tmp_path / "short.txt").write_text(SHIPS[0])
-    take_in(workspaces.first, [short])
+    ingest_paths(workspaces.first, [short])
     with talks.digest(workspaces.library.find("default", "short.txt")) as turn:
         assert list(turn) == ["It ", "is ", "blue."]
     (request,) = engine.requests
     assert passages_in(request) == [SHIPS[0]]
 
 
-def test_what_was_written_is_not_written_again(talks, document, engine, workspaces):
+def test_stored_notes_are_reused(talks, document, engine, workspaces):
     """Killed after two parts, and asked for twice more: two, then none is left to write."""
 
     def die(number):
@@ -103,7 +103,7 @@ def test_what_was_written_is_not_written_again(talks, document, engine, workspac
         assert turn.to_json()["parts_kept"] == 5
 
 
-def test_a_stop_ends_it_and_keeps_what_is_written(talks, document, engine, workspaces):
+def test_stopping_a_summary_keeps_its_notes(talks, document, engine, workspaces):
     chat, second, stopped = workspaces.chats.create().id, threading.Event(), threading.Event()
 
     def wait(number):
@@ -128,7 +128,7 @@ def test_a_stop_ends_it_and_keeps_what_is_written(talks, document, engine, works
     ]
 
 
-def test_notes_go_with_the_document_and_when_it_changes(talks, document, engine, workspaces, log):
+def test_notes_are_deleted_with_and_on_change_of_the_document(talks, document, engine, workspaces, log):
     def kept():
         return workspaces.library.column("SELECT count(*) FROM notes")[0]
 
@@ -136,7 +136,7 @@ def test_notes_go_with_the_document_and_when_it_changes(talks, document, engine,
         turn.whole()
     assert kept() == 5
     log.write_text("\n\n".join([*SHIPS[:-1], "The last ship carries nothing but sand."]))
-    take_in(workspaces.first, [log])
+    ingest_paths(workspaces.first, [log])
     assert kept() == 0
     workspaces.library.keep_note(document, "an answer about the text before", "late")
     assert kept() == 0, "what was asked about the earlier text came too late"
@@ -149,18 +149,18 @@ def test_notes_go_with_the_document_and_when_it_changes(talks, document, engine,
     assert kept() == 0
 
 
-def test_what_cannot_be_summed_up_is_said(talks, document, engine, workspaces):
+def test_summary_errors_are_reported(talks, document, engine, workspaces):
     engine.context_window = 300
     engine.reply = ("word " * 90,)
     with pytest.raises(PromptTooLongError, match="two notes do not fit"), talks.digest(document) as turn:
         turn.whole()
     with workspaces.writing():
         remove_document(workspaces.first, document)
-    with pytest.raises(LibraryError, match="no passage of it"), talks.digest(document) as turn:
+    with pytest.raises(LibraryError, match="no passages in the library"), talks.digest(document) as turn:
         turn.whole()
 
 
-def test_the_command_takes_a_file_in_and_names_its_sources(told, cli, log, capfd):
+def test_digest_command_ingests_a_file_and_names_sources(told, cli, log, capfd):
     cli.engine.reply = ("The ship number 7 carries 10 barrels of salted herring.",)
     found = told("digest", log, "--top-k", "4")
     assert (found["document"], found["passages"], found["passages_encoded"]) == ("log.txt", 12, 12)
@@ -174,7 +174,7 @@ def test_the_command_takes_a_file_in_and_names_its_sources(told, cli, log, capfd
     assert [row["document"] for row in told("docs", "list")["documents"]] == ["log.txt"]
 
 
-def test_a_command_that_was_killed_goes_on(home, log, tiny_folder):
+def test_killed_command_is_continued(home, log, tiny_folder):
     """On a real model: nothing is encoded twice, and every window has all of its KV."""
     log.write_text("\n\n".join(ships(48)))
     command = [
@@ -197,7 +197,7 @@ def test_a_command_that_was_killed_goes_on(home, log, tiny_folder):
         with Library(home / "library.sqlite") as library:
             return library.column("SELECT count(*) FROM notes")[0]
 
-    until(lambda: notes() >= 2)
+    until(lambda: notes() >= 2, 240)
     running.send_signal(signal.SIGKILL)
     running.wait(SOON_S)
     kept = notes()

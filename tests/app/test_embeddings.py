@@ -1,4 +1,4 @@
-"""The bundled embedder, for real: offline, unit length, and no part of a long passage is invisible."""
+"""The real bundled embedder: offline, unit length, and no part of a long passage is ignored."""
 
 import threading
 
@@ -39,7 +39,7 @@ def test_vectors_are_those_of_sentence_transformers():
     np.testing.assert_allclose(rows, theirs, atol=1e-5)
 
 
-def test_end_of_a_long_passage_counts(embedder):
+def test_end_of_a_long_passage_is_embedded(embedder):
     filler = "The committee met and read the minutes of its last meeting aloud. " * 30
     cats = "The lighthouse keeper feeds three grey cats. " * 10
     plain, telling = embedder.embed_passages([filler, filler + cats])
@@ -56,14 +56,14 @@ def test_progress_and_order(embedder):
     assert rows[69][0] == pytest.approx(embedder.embed_question("text number 69"), abs=1e-4)
 
 
-def test_who_cancels_has_no_further_batch(embedder):
+def test_cancelled_embedding_stops_after_the_batch(embedder):
     texts, seen, cancel = [f"text number {n}" for n in range(200)], [], threading.Event()
     with pytest.raises(Cancelled):
         embedder.embed_passages(texts, lambda *done: (seen.append(done), cancel.set()), cancel=cancel)
     assert len(seen) == 1
 
 
-def test_a_question_passes_while_one_long_text_is_embedded(embedder):
+def test_question_is_not_blocked_by_embedding_a_long_text(embedder):
     embedder.load()
     long, order = "Why is the harbour closed? " * 3000, []
     begun, embed = threading.Event(), embedder._model.embed
@@ -99,7 +99,7 @@ def test_vectors_of_bfloat16_stand_beside_those_of_float32():
     assert (near > 0.99).all() and not np.array_equal(rows["bfloat16"], rows["float32"])
 
 
-def test_a_sketch_and_the_rest_are_the_whole():
+def test_sketch_and_rest_equal_the_whole_embedding():
     """Of one window, of two, of many; in one batch with others and across batches."""
     embedder = MiniLMEmbedder("float32")  # bfloat16 rounds otherwise in other batches
     ships = [f"Ship {n} sails to port {n} with herring." for n in range(600)]
@@ -112,5 +112,5 @@ def test_a_sketch_and_the_rest_are_the_whole():
         np.testing.assert_allclose(joined(*both), all_rows, atol=1e-4)
 
 
-def test_no_texts(embedder):
+def test_embedding_no_texts(embedder):
     assert embedder.embed_passages([]) == []

@@ -1,4 +1,4 @@
-"""A folder is asked, changed and killed while its KV is encoded: the real command line, on a model of four layers."""
+"""Questions, changes and kills while KV is encoded: the real command line on a model of four layers."""
 
 import json
 import os
@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from ragblend.app.answering.conversation import ANY, AskOptions, Conversations
+from ragblend.app.answering.conversation import ANY_SCORE, AskOptions, Conversations
+from ragblend.app.library.maintenance import check
 from ragblend.app.library.removal import remove_document
-from ragblend.app.library.upkeep import check
 from ragblend.app.workspace import Workspace
 
 FILES, SENTENCES, SOON_S = 16, 40, 300.0
@@ -19,7 +19,7 @@ FILES, SENTENCES, SOON_S = 16, 40, 300.0
 
 def asked(workspace, question, **options):
     talks = Conversations(workspace.workspaces)
-    return talks.answer(question, AskOptions(least_score=ANY, **options)).whole()
+    return talks.answer(question, AskOptions(least_score=ANY_SCORE, **options)).whole()
 
 
 @pytest.fixture
@@ -70,11 +70,10 @@ def assert_nothing_is_left_over(workspace):
     assert check(workspace) == []
 
 
-def test_asked_deleted_and_killed_while_it_is_encoded(home, tiny_folder, folder, opened):
+def test_questions_deletions_and_kills_during_encoding(home, tiny_folder, folder, opened):
     opened.embedder.load()
-    assert (
-        opened.engine.gate.passed
-    )  # loaded by now: what is done below must be done while the other one encodes
+    # Loaded by now, because the following must happen while the other process encodes.
+    assert opened.engine.gate.passed
     running = start(home, tiny_folder, folder)
     await_values(running, home, 3)
     documents = opened.library.documents("default")

@@ -1,4 +1,4 @@
-"""Highlights: what is marked has the passage's letters, wherever the page is turned to; everything else is refused."""
+"""Highlights: exactly the passage is marked, however the page is rotated, or the reason is given."""
 
 import io
 import zipfile
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ragblend.app.answering.answer import Source
+from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.highlight import locate_source
 from ragblend.app.answering.matching import find, fold
 from ragblend.app.library.ingest import ingest
@@ -35,7 +35,7 @@ def sources(open_workspace):
         document = workspace.library.find("default", str(paths[0]))
         passages = workspace.library.passages_of(document.id)
         rows = [
-            Source(n, p.node_id, document.id, "default", document.name, p.location, 0.5, p.text)
+            AnswerSource(n, p.node_id, document.id, "default", document.name, p.location, 0.5, p.text)
             for n, p in enumerate(passages, start=1)
         ]
         return workspace.library, rows
@@ -80,7 +80,7 @@ def dark_outside(page, margin=3):
     ("rotation", "crop"),
     [(0, None), (90, None), (180, None), (270, None), (0, (40, 100, 390, 280)), (90, (40, 100, 390, 280))],
 )
-def test_the_boxes_lie_on_the_letters(sources, tmp_path, rotation, crop):
+def test_boxes_are_on_the_text(sources, tmp_path, rotation, crop):
     path = write_page(tmp_path / "a.pdf", [LINES], rotation, crop)
     library, rows = sources(path, chunk_tokens=64)
     found = locate_source(library, rows[0])
@@ -92,7 +92,7 @@ def test_the_boxes_lie_on_the_letters(sources, tmp_path, rotation, crop):
     assert (page.width > page.height) == (rotation in (0, 180))
 
 
-def test_of_a_cited_passage_only_the_sentence_is_marked(sources, tmp_path):
+def test_only_the_cited_sentence_is_marked(sources, tmp_path):
     """Also where the same letters stand on the page before it, and across lines."""
     path = write_page(tmp_path / "a.pdf", [["both of the ledgers", *LINES]])
     library, rows = sources(path, chunk_tokens=64)
@@ -120,7 +120,7 @@ def test_a_passage_over_two_pages_is_marked_on_both(sources, tmp_path):
     assert [dark_outside(page)[0] for page in pages] == [0, 0, 0]
 
 
-def test_a_changed_file_marks_nothing_else(sources, tmp_path):
+def test_changed_file_is_not_highlighted(sources, tmp_path):
     path = write_page(tmp_path / "a.pdf", [LINES])
     library, rows = sources(path, chunk_tokens=64)
     write_page(path, [[line.replace("storm", "calm") for line in LINES]])
@@ -132,11 +132,11 @@ def test_a_changed_file_marks_nothing_else(sources, tmp_path):
     assert "deleted from the library" in locate_source(library, rows[0]).reason
 
 
-def test_letters_that_the_page_does_not_show_are_refused(sources, tmp_path):
+def test_text_that_the_page_does_not_show_is_not_marked(sources, tmp_path):
     library, rows = sources(write_page(tmp_path / "a.pdf", [LINES]), chunk_tokens=64)
     invented = replace(rows[0], text=rows[0].text.replace("two ledgers", "ten ledgers"))
     found = locate_source(library, invented)
-    assert "cannot be matched" in found.reason
+    assert "does not match the text on the page" in found.reason
     elsewhere = replace(rows[0], location="p. 7")
     assert locate_source(library, elsewhere).reason
 
@@ -153,7 +153,7 @@ def test_text_is_marked_where_it_stands(sources, tmp_path):
         assert len(found.text) <= 6000 + len(row.text)
 
 
-def test_of_equal_passages_the_right_one_is_marked(sources, tmp_path):
+def test_right_one_of_equal_passages_is_marked(sources, tmp_path):
     path = tmp_path / "a.txt"
     refrain = "The bell rings over the harbour every evening at eight for all of the boats outside."
     verse = "Verse {} of the song has these very words and none of the others in it at all here."
@@ -185,7 +185,7 @@ def test_every_kind_of_text(sources, tmp_path, make, suffix):
         assert not found.reason and found.text[found.start : found.stop] == row.text
 
 
-def test_a_damaged_document_says_so(sources, tmp_path, make):
+def test_damaged_document_has_a_reason(sources, tmp_path, make):
     path = make["docx"](tmp_path / "a.docx", LINES)
     library, rows = sources(path)
     with zipfile.ZipFile(path, "w") as archive:

@@ -1,4 +1,4 @@
-"""The home is private; one process writes to it at a time, and the others are told who does."""
+"""The home is private, and has one writing process at a time."""
 
 import json
 import os
@@ -29,18 +29,18 @@ def test_home_is_made_private(tmp_path):
     finally:
         os.umask(old)
     assert stat.S_IMODE(home.root.stat().st_mode) == 0o700
-    assert home.loose_paths() == []
+    assert home.paths_open_to_others() == []
 
 
-def test_loose_files_are_found_and_closed(tmp_path):
+def test_files_open_to_others_are_found_and_made_private(tmp_path):
     home = Home(tmp_path / "home").create()
     folder = home.root / "chroma"
     folder.mkdir(mode=0o755)
     (folder / "x").write_text("secret")
     (folder / "x").chmod(0o644)
-    assert set(home.loose_paths()) == {folder, folder / "x"}
+    assert set(home.paths_open_to_others()) == {folder, folder / "x"}
     make_private(folder)
-    assert home.loose_paths() == []
+    assert home.paths_open_to_others() == []
 
 
 def test_home_from_the_environment(tmp_path, monkeypatch):
@@ -85,7 +85,7 @@ def test_killed_holder_blocks_nobody(holder):
     assert read_holder(lock) is None
 
 
-def test_lock_is_let_go_after_an_error(tmp_path):
+def test_lock_is_released_after_an_error(tmp_path):
     with pytest.raises(ValueError, match="inside"), writer_lock(tmp_path / "lock"):
         raise ValueError("inside")
     with writer_lock(tmp_path / "lock"):

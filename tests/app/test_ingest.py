@@ -1,4 +1,4 @@
-"""Ingest: what comes in, what is left alone, what is replaced, and that a stop at any point loses nothing."""
+"""Ingest: added, unchanged, updated, failed and missing files; an interruption at any point loses nothing."""
 
 import errno
 import json
@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from waiting import idle, until
 
-from ragblend.app.answering.conversation import ANY
+from ragblend.app.answering.conversation import ANY_SCORE
 from ragblend.app.answering.retrieval import search
 from ragblend.app.library import readers
-from ragblend.app.library.discovery import discover, is_gone, shown
-from ragblend.app.library.documents import State
+from ragblend.app.library.discovery import discover, is_gone, printable
+from ragblend.app.library.documents import DocumentState
 from ragblend.app.library.encoding import encode_missing
-from ragblend.app.library.ingest import MANY_FILES, SKETCHED, embed_in_full, ingest, take_in
+from ragblend.app.library.ingest import MANY_FILES, SKETCHED, embed_in_full, ingest, ingest_paths
 from ragblend.app.library.jobs import JobQueue
 from ragblend.app.library.removal import remove_document
 from ragblend.app.workspace import Workspaces
@@ -48,10 +48,10 @@ def assert_consistent(workspace):
     assert workspace.index.node_ids() == nodes
     assert workspace.engine.stored() == nodes
     for document in workspace.library.documents("default"):
-        assert document.state is State.DONE and not workspace.library.stale(document.id)
+        assert document.state is DocumentState.DONE and not workspace.library.stale(document.id)
 
 
-def test_everything_comes_in(workspace, documents):
+def test_files_are_ingested(workspace, documents):
     seen = []
     report = ingest(workspace, [documents], lambda *progress: seen.append(progress))
     assert len(report.added) == 3 and not report.failed and not report.interrupted
@@ -99,7 +99,7 @@ def test_other_chunk_size_cuts_again(open_workspace, documents):
     assert_consistent(second)
 
 
-def test_what_may_not_be_looked_at_is_not_gone(workspace, documents, monkeypatch):
+def test_unreadable_path_is_not_missing(workspace, documents, monkeypatch):
     """It raised; and `--prune` must not take it for a file that was deleted."""
     ingest(workspace, [documents])
     stat = Path.stat
@@ -110,7 +110,7 @@ def test_what_may_not_be_looked_at_is_not_gone(workspace, documents, monkeypatch
         return stat(path, **options)
 
     monkeypatch.setattr(Path, "stat", refuse)
-    report = take_in(workspace, [documents], prune=True)
+    report = ingest_paths(workspace, [documents], prune=True)
     assert report.pruned == [] and report.failed.keys() == {str(documents / "sky.txt")}
 
 
@@ -120,7 +120,7 @@ def test_gone_file_is_reported_and_stays(open_workspace, documents):
     second = open_workspace()
     report = ingest(second, [documents])
     assert report.gone == [str(documents / "sky.txt")]
-    assert second.library.document("default", report.gone[0]).state is State.DONE
+    assert second.library.document("default", report.gone[0]).state is DocumentState.DONE
     assert_consistent(second)
 
 
@@ -141,7 +141,8 @@ def test_bad_files_are_listed_and_stop_nothing(workspace, documents, make):
     }
     assert len(report.added) == 3 and report.skipped == [str(documents / "photo.jpg")]
     states = {d.name: d.state for d in workspace.library.documents("default")}
-    assert states["locked.pdf"] is State.FAILED and "none.txt" not in states and ".hidden.txt" not in states
+    assert states["locked.pdf"] is DocumentState.FAILED
+    assert not {"none.txt", ".hidden.txt"} & states.keys()
 
 
 def test_failed_file_is_tried_again(open_workspace, documents):
@@ -159,7 +160,7 @@ def test_file_that_becomes_unreadable_keeps_its_earlier_version(open_workspace, 
     second = open_workspace()
     report = ingest(second, [documents])
     document = second.library.document("default", str(documents / "sky.txt"))
-    assert len(report.failed) == 1 and document.state is State.FAILED
+    assert len(report.failed) == 1 and document.state is DocumentState.FAILED
     assert document.passages == 1 and "earlier version is kept" in document.reason
     (documents / "sky.txt").write_text("The sky over the harbour is blue in the morning.")
     third = open_workspace()
@@ -176,7 +177,7 @@ def test_an_odd_path_fails_alone(workspace, documents, monkeypatch):
     (documents / "loop.txt").symlink_to("loop.txt")
     report = ingest(workspace, [*map(Path, odd), documents])
     assert len(report.added) == 3
-    assert report.failed.keys() == {shown(documents / name) for name in odd}
+    assert report.failed.keys() == {printable(documents / name) for name in odd}
     assert "File name too long. Check its name" in report.failed[str(documents / odd[2])][1]
     json.dumps(report.to_json()).encode()
 
@@ -233,7 +234,7 @@ def test_full_store_ends_the_run_and_keeps_what_is_done(open_workspace, document
     first.engine.on_encode = fill_up
     with pytest.raises(StoreFullError):
         ingest(first, [documents])
-    assert {d.state for d in first.library.documents("default")} == {State.DONE}, "all can be asked"
+    assert {d.state for d in first.library.documents("default")} == {DocumentState.DONE}, "all can be asked"
     second = open_workspace()
     ingest(second, [documents])
     assert second.embedder.embedded == [], "embeddings are in the registry already"
@@ -259,7 +260,7 @@ def test_interrupt_keeps_what_is_done_and_the_next_run_resumes(open_workspace, d
     assert_consistent(second)
 
 
-def test_who_wants_to_write_passes_between_two_files(workspace, documents):
+def test_other_writers_get_the_lock_between_two_files(workspace, documents):
     """A delete waited for the whole of an ingest that a server runs, and so did what was uploaded meanwhile."""
     spaces, late = workspace.workspaces, documents.parent / "late.txt"
     late.write_text("A letter that came late.")
@@ -279,10 +280,10 @@ def test_who_wants_to_write_passes_between_two_files(workspace, documents):
                 jobs.add([late], "default")
                 jobs.start()
             if len(seen) <= 3:
-                until(lambda: spaces.is_wanted)
+                until(lambda: spaces.has_waiting_writer)
 
         workspace.embedder.on_embed = begin
-        report = take_in(workspace, [documents])
+        report = ingest_paths(workspace, [documents])
         assert idle(jobs) and [job.state for job in jobs.page()[0]] == ["done"]
     assert seen == [True, False, False, True]
     assert len(report.updated) == 2 and report.added == [gone.path]
@@ -291,11 +292,11 @@ def test_who_wants_to_write_passes_between_two_files(workspace, documents):
 
 
 def test_documents_can_be_asked_before_anything_is_encoded(workspace, documents):
-    report = take_in(workspace, [documents])
+    report = ingest_paths(workspace, [documents])
     assert len(report.added) == 3 and workspace.engine.stored() == set()
     assert not workspace.engine.weights_loaded, "the model is not needed for that"
-    assert {d.state for d in workspace.library.documents("default")} == {State.DONE}
-    found = search([workspace], ["To whom does the red boat belong?"], 1, ANY)
+    assert {d.state for d in workspace.library.documents("default")} == {DocumentState.DONE}
+    found = search([workspace], ["To whom does the red boat belong?"], 1, ANY_SCORE)
     assert "Ada" in found[0].text
     encode_missing(workspace)
     assert_consistent(workspace)
@@ -333,34 +334,32 @@ def sketched(workspace):
     return sorted(document.name for document in found if document.recipe.endswith(SKETCHED))
 
 
-def test_of_many_files_the_first_can_be_asked_by_a_part_and_then_by_all(workspace, many, tmp_path):
-    take_in(workspace, [many])
+def test_first_of_many_files_is_searchable_by_its_sketch(workspace, many, tmp_path):
+    ingest_paths(workspace, [many])
     assert sketched(workspace) == ["boat00.txt", "boat01.txt", "boat02.txt"]
     before = vectors_of(workspace)
-    assert {source.document for source in search([workspace], ["boat 0 carries herring"], 8, ANY)} >= {
-        "boat00.txt"
-    }
+    found = search([workspace], ["boat 0 carries herring"], 8, ANY_SCORE)
+    assert "boat00.txt" in [source.document for source in found]
     workspace.embedder.embedded.clear()
     assert embed_in_full(workspace) and len(workspace.embedder.embedded) == 3 and not sketched(workspace)
     after = vectors_of(workspace)
     assert sum(map(len, after.values())) == sum(map(len, before.values())) + 3
-    assert search([workspace], ["keeper0 there"], 1, ANY)[0].document == "boat00.txt"
-    with Workspaces.open(
-        tmp_path / "other", chunk_tokens=16
-    ) as other:  # file by file: none waits behind another
+    assert search([workspace], ["keeper0 there"], 1, ANY_SCORE)[0].document == "boat00.txt"
+    # File by file: none waits behind another.
+    with Workspaces.open(tmp_path / "other", chunk_tokens=16) as other:
         for path in sorted(many.iterdir()):
-            take_in(other.first, [path])
+            ingest_paths(other.first, [path])
         assert vectors_of(other.first) == after
-    report = take_in(workspace, [many])
+    report = ingest_paths(workspace, [many])
     assert len(report.unchanged) == MANY_FILES + 3 and report.embedded == 0
     assert embed_in_full(workspace) and len(workspace.embedder.embedded) == 3, "nothing is embedded twice"
 
 
-def test_embedding_in_full_is_left_and_gone_on_with(open_workspace, many):
+def test_embedding_in_full_is_cancelled_and_continued(open_workspace, many):
     first = open_workspace()
-    take_in(first, [many])
+    ingest_paths(first, [many])
     first.embedder.embedded.clear()
-    assert not embed_in_full(first, leave=lambda: len(first.embedder.embedded) == 2)
+    assert not embed_in_full(first, is_cancelled=lambda: len(first.embedder.embedded) == 2)
     assert len(sketched(first)) == 2, "left behind the second was embedded and before it was written"
     second = open_workspace()
     assert len(ingest(second, [many]).unchanged) == MANY_FILES + 3
@@ -368,50 +367,38 @@ def test_embedding_in_full_is_left_and_gone_on_with(open_workspace, many):
     assert_consistent(second)
 
 
-def test_what_is_deleted_while_it_is_embedded_in_full_stays_away(workspace, many):
-    take_in(workspace, [many])
+@pytest.mark.parametrize("point", ["embed_passages", "embeddings_of"])
+def test_document_deleted_during_full_embedding_stays_deleted(workspace, many, monkeypatch, point):
+    ingest_paths(workspace, [many])
     (document, *_) = workspace.library.documents("default")
+    owner = workspace.embedder if point == "embed_passages" else workspace.library
+    original = getattr(owner, point)
 
-    def delete(_):
-        workspace.embedder.on_embed = lambda _: None
+    def delete_first(*given):
+        monkeypatch.setattr(owner, point, original)
         with workspace.workspaces.writing():
             remove_document(workspace, document)
+        return original(*given)
 
-    workspace.embedder.on_embed = delete
+    monkeypatch.setattr(owner, point, delete_first)
     assert embed_in_full(workspace) and not sketched(workspace)
     assert len(workspace.library.documents("default")) == MANY_FILES + 2
     assert workspace.index.node_ids() == nodes_of(workspace)
 
 
-def test_what_is_deleted_between_its_passages_and_their_vectors_stays_away(workspace, many, monkeypatch):
-    take_in(workspace, [many])
-    (document, *_) = workspace.library.documents("default")
-    embeddings_of = workspace.library.embeddings_of
-
-    def deleted_first(of):
-        monkeypatch.setattr(workspace.library, "embeddings_of", embeddings_of)
-        with workspace.workspaces.writing():
-            remove_document(workspace, document)
-        return embeddings_of(of)
-
-    monkeypatch.setattr(workspace.library, "embeddings_of", deleted_first)
-    assert embed_in_full(workspace) and not sketched(workspace)
-    assert len(workspace.library.documents("default")) == MANY_FILES + 2
-
-
 def test_a_changed_file_is_embedded_in_full_at_once(workspace, many):
-    take_in(workspace, [many])
+    ingest_paths(workspace, [many])
     for path in many.iterdir():
         path.write_text(
             path.read_text() + " And then it sails home again to the harbour that it came from before."
         )
-    assert len(take_in(workspace, [many]).updated) == MANY_FILES + 3
+    assert len(ingest_paths(workspace, [many]).updated) == MANY_FILES + 3
     assert not sketched(workspace)
     vectors_of(workspace)
 
 
 def test_the_budget_ends_encoding_and_evicts_nothing(workspace, documents):
-    take_in(workspace, [documents])
+    ingest_paths(workspace, [documents])
     workspace.engine.room_bytes = 100
     report = encode_missing(workspace)
     assert report.stopped == "budget" and 0 < report.encoded < report.passages
@@ -419,9 +406,9 @@ def test_the_budget_ends_encoding_and_evicts_nothing(workspace, documents):
     assert len(workspace.engine.stored()) == report.encoded
 
 
-def test_what_gets_no_kv_is_said_and_is_no_reason_to_go_on(workspace, documents):
+def test_passages_without_kv_are_reported(workspace, documents):
     """Passages longer than the model's window: one kept its KV from all behind it, in every run."""
-    take_in(workspace, [documents])
+    ingest_paths(workspace, [documents])
     workspace.engine.left_out = 2
     report = encode_missing(workspace)
     assert report.stopped == "" and report.with_kv == report.passages - 2
@@ -432,7 +419,7 @@ def test_what_gets_no_kv_is_said_and_is_no_reason_to_go_on(workspace, documents)
 
 def test_a_lock_that_is_not_the_encoders_is_no_other_encoder(workspace, documents):
     """A `store repair` at the same time, say: the run would end as if all were well."""
-    take_in(workspace, [documents])
+    ingest_paths(workspace, [documents])
 
     def locked(text):
         raise StoreLockedError("the store is being repaired")
@@ -449,7 +436,7 @@ def test_ctrl_c_while_the_model_is_loaded_loses_no_report(workspace, documents, 
     monkeypatch.setattr(workspace.engine, "missing", interrupted)
     report = ingest(workspace, [documents])
     assert len(report.added) == 3 and report.interrupted
-    assert report.kv.stopped == "left" and "it goes on" in report.kv.message
+    assert report.kv.stopped == "left" and "continue it" in report.kv.message
 
 
 def test_a_file_that_changes_while_it_is_read_is_read_again(workspace, documents, monkeypatch):
@@ -466,18 +453,18 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(workspace, documents
         return found
 
     monkeypatch.setattr(readers, "read_document", swapped)
-    assert len(take_in(workspace, [documents]).added) == 3
+    assert len(ingest_paths(workspace, [documents]).added) == 3
     monkeypatch.undo()
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    report = take_in(workspace, [documents])
+    report = ingest_paths(workspace, [documents])
     assert [Path(each).name for each in report.updated] == ["sky.txt"] and len(report.unchanged) == 2
     known = workspace.library.find("default", "sky.txt")
     assert "scratch" not in workspace.library.passages_of(known.id)[0].text
 
 
-def test_others_write_while_kv_is_encoded_and_what_they_delete_gets_none(open_workspace, documents):
+def test_others_can_write_and_delete_while_kv_is_encoded(open_workspace, documents):
     first, second = open_workspace(), open_workspace()
-    take_in(first, [documents])
+    ingest_paths(first, [documents])
 
     def delete(text):
         if "Ada" in text:
@@ -492,47 +479,47 @@ def test_others_write_while_kv_is_encoded_and_what_they_delete_gets_none(open_wo
 
 def test_one_process_encodes_at_a_time(open_workspace, documents):
     first, second = open_workspace(), open_workspace()
-    take_in(first, [documents])
+    ingest_paths(first, [documents])
     reports = []
     first.engine.on_encode = lambda text: reports.append(encode_missing(second))
     encode_missing(first)
     assert {report.stopped for report in reports} == {"elsewhere"}
-    assert f"process {os.getpid()}" in reports[0].message and second.engine.encoded == []
+    assert f"Process {os.getpid()}" in reports[0].message and second.engine.encoded == []
 
 
-def test_a_model_that_cannot_be_fused_is_said(workspace, documents):
+def test_model_that_failed_the_self_test_is_reported(workspace, documents):
     workspace.engine.verdict = GateVerdict(False, (), "its keys are not moved")
     report = ingest(workspace, [documents])
     assert len(report.added) == 3
     assert report.kv.stopped == "model" and "its keys are not moved" in report.notice
 
 
-def test_prune_takes_out_what_is_gone_and_nothing_else(open_workspace, documents, tmp_path):
+def test_prune_removes_missing_files_only(open_workspace, documents, tmp_path):
     outside = tmp_path / "outside.txt"
     outside.write_text("This file lies in another folder and goes as well.")
     ingest(open_workspace(), [documents, outside])
     (documents / "sky.txt").unlink()
     outside.unlink()
     second = open_workspace()
-    report = take_in(second, [documents], prune=True)
+    report = ingest_paths(second, [documents], prune=True)
     assert (report.pruned, report.gone) == ([str(documents / "sky.txt")], [])
     assert {d.name for d in second.library.documents("default")} == {"boats.txt", "bread.md", "outside.txt"}
     assert_consistent(second)
 
 
-def test_what_was_never_read_is_not_gone(open_workspace, documents):
+def test_failed_files_are_not_missing_documents(open_workspace, documents):
     (documents / "nowhere.txt").symlink_to(documents / "never-there.txt")
     ingest(open_workspace(), [documents])
     assert ingest(open_workspace(), [documents]).gone == []
 
 
 @pytest.mark.parametrize("point", ["before-passages", "before-index", "before-entering", "before-done"])
-def test_killed_anywhere_the_next_run_resumes(open_workspace, home, documents, point):
+def test_next_run_resumes_after_a_kill_anywhere(open_workspace, home, documents, point):
     done = run_worker(home, "SIGKILL", point, documents)
     assert done.returncode == -signal.SIGKILL
     second = open_workspace()
     states = [document.state for document in second.library.documents("default")]
-    assert states == [State.DONE, State.PENDING]
+    assert states == [DocumentState.DONE, DocumentState.PENDING]
     report = ingest(second, [documents])
     assert not report.failed and len(report.unchanged) == 1
     assert_consistent(second)
@@ -571,7 +558,7 @@ def test_discovery_order_and_rules(tmp_path):
     assert [path.name for path in found.skipped] == ["d.exe"] and found.failed == ()
 
 
-def test_links_in_a_folder_are_not_followed_and_a_users_own_are(tmp_path):
+def test_only_links_given_by_the_user_are_followed(tmp_path):
     """A folder that others write to could have any file of the account read."""
     folder, outside = tmp_path / "folder", tmp_path / "outside"
     for each in (folder, outside):

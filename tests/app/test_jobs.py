@@ -1,4 +1,4 @@
-"""The ingest queue: what comes in, what is said of each file, and that pause, cancel, delete and kills lose nothing."""
+"""The ingest queue: states and reasons of files; pause, cancel, delete and kills lose nothing."""
 
 import errno
 import os
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from waiting import SOON_S, at_once, idle, until
 
-from ragblend.app.library.documents import State
-from ragblend.app.library.guards import check_file
+from ragblend.app.library.documents import DocumentState
+from ragblend.app.library.file_checks import check_file
 from ragblend.app.library.ingest import MANY_FILES, SKETCHED, ingest, ingest_file
 from ragblend.app.library.jobs import JobQueue
 from ragblend.app.library.uploads import safe_name
@@ -101,18 +101,20 @@ def test_phases_and_progress_are_seen(jobs, embedder, tmp_path):
     assert jobs.overview().current is None
 
 
-def test_cancel_leaves_the_file_at_once_and_all_that_wait(jobs, workspaces, embedder, tmp_path):
+def test_cancel_all_interrupts_the_current_file(jobs, workspaces, embedder, tmp_path):
     gate = held(jobs, embedder, long_file(tmp_path, "a.txt"), long_file(tmp_path, "b.txt"))
     assert jobs.cancel() == 2
     gate.set()
     until(lambda: jobs.overview().current is None)
     assert set(states(jobs).values()) == {"cancelled"} and len(embedder.embedded) <= 8, "left after one batch"
-    assert documents_of(workspaces) == {"a.txt": State.PENDING}
+    assert documents_of(workspaces) == {"a.txt": DocumentState.PENDING}
     assert jobs.retry() == 2 and idle(jobs)
-    assert set(states(jobs).values()) == {"done"} and set(documents_of(workspaces).values()) == {State.DONE}
+    assert set(states(jobs).values()) == {"done"} and set(documents_of(workspaces).values()) == {
+        DocumentState.DONE
+    }
 
 
-def test_cancelling_one_file_goes_on_with_the_next(jobs, embedder, tmp_path):
+def test_cancelling_one_file_continues_with_the_next(jobs, embedder, tmp_path):
     gate = held(jobs, embedder, long_file(tmp_path, "a.txt"), long_file(tmp_path, "b.txt"))
     assert jobs.cancel([jobs.overview().current.id]) == 1
     gate.set()
@@ -120,27 +122,24 @@ def test_cancelling_one_file_goes_on_with_the_next(jobs, embedder, tmp_path):
     assert states(jobs) == {"a.txt": "cancelled", "b.txt": "done"}
 
 
-def test_pause_outlives_a_restart(jobs, workspaces, embedder, tmp_path):
+def test_pause_survives_a_restart(jobs, workspaces, embedder, tmp_path):
     gate = held(jobs, embedder, long_file(tmp_path, "a.txt"))
     jobs.pause()
     gate.set()
     until(lambda: jobs.overview().current is None)
     assert states(jobs) == {"a.txt": "queued"} and jobs.overview().paused
     jobs.close()
-    again = JobQueue(workspaces)
-    again.start()
-    try:
-        time.sleep(0.2)
+    paused = []
+    embedder.on_embed = lambda texts: paused.append(again.overview().paused)
+    with closing(JobQueue(workspaces)) as again:
+        again.start()
         assert again.overview().paused and not again.overview().is_idle
         again.resume()
         assert idle(again) and states(again) == {"a.txt": "done"}
-    finally:
-        again.close()
+    assert not any(paused)
 
 
-def test_who_only_opens_the_queue_leaves_alone_what_another_one_works_on(
-    jobs, workspaces, embedder, tmp_path
-):
+def test_opening_the_queue_does_not_restart_running_jobs(jobs, workspaces, embedder, tmp_path):
     """A second `ragblend ui`, which is refused later, made the first one forget that its file had changed."""
     path = long_file(tmp_path, "a.txt")
     gate = held(jobs, embedder, path)
@@ -161,7 +160,7 @@ def test_a_delete_does_not_wait_for_a_long_file(jobs, workspaces, embedder, docu
     removed = []
     deleting = threading.Thread(target=lambda: removed.extend(jobs.remove([gone.id], "default")))
     deleting.start()
-    until(lambda: workspaces.is_wanted)
+    until(lambda: workspaces.has_waiting_writer)
     gate.set()
     deleting.join(SOON_S)
     assert removed[0].path == gone.path and removed[0].bytes_freed > 0
@@ -169,7 +168,7 @@ def test_a_delete_does_not_wait_for_a_long_file(jobs, workspaces, embedder, docu
     assert "sky.txt" not in documents_of(workspaces)
 
 
-def test_deleting_a_file_that_waits_takes_it_out_of_the_queue(jobs, workspaces, documents):
+def test_deleting_a_queued_document_removes_its_job(jobs, workspaces, documents):
     ingest(workspaces.of("default"), [documents])
     jobs.add([documents], "default")
     sky = workspaces.library.find("default", "sky.txt")
@@ -178,7 +177,7 @@ def test_deleting_a_file_that_waits_takes_it_out_of_the_queue(jobs, workspaces, 
     assert set(states(jobs)) == set(documents_of(workspaces)) == {"boats.txt", "bread.md"}
 
 
-def test_another_process_that_writes_is_named_and_waited_for(jobs, home, workspaces, documents):
+def test_queue_names_and_waits_for_another_writer(jobs, home, workspaces, documents):
     with writer_lock(home / "writer.lock", "ragblend ingest letters"):
         jobs.add([documents], "default")
         jobs.start()
@@ -190,7 +189,7 @@ def test_another_process_that_writes_is_named_and_waited_for(jobs, home, workspa
     assert idle(jobs) and jobs.overview().waiting is None
 
 
-def test_a_full_disk_is_said_and_waited_for(jobs, engine, documents):
+def test_queue_reports_a_full_disk_and_retries(jobs, engine, documents):
     full = [True]
 
     def fail(text):
@@ -206,7 +205,7 @@ def test_a_full_disk_is_said_and_waited_for(jobs, engine, documents):
     assert idle(jobs) and set(states(jobs).values()) == {"done"}
 
 
-def test_a_bug_fails_one_file_only(jobs, embedder, documents):
+def test_unexpected_error_fails_one_file_only(jobs, embedder, documents):
     def fail(texts):
         if "baker" in " ".join(texts):
             raise ZeroDivisionError("oops")
@@ -218,12 +217,11 @@ def test_a_bug_fails_one_file_only(jobs, embedder, documents):
     assert "ZeroDivisionError" in jobs.page(state="failed")[0][0].reason
 
 
-def test_kv_follows_when_the_queue_is_empty(jobs, workspaces, engine, documents):
+def test_kv_is_encoded_when_the_queue_is_empty(jobs, workspaces, engine, documents):
     gate = held(jobs, engine, documents)
     overview = jobs.overview()
-    assert overview.counts["done"] == 3 and set(documents_of(workspaces).values()) == {State.DONE}
+    assert overview.counts["done"] == 3 and set(documents_of(workspaces).values()) == {DocumentState.DONE}
     assert overview.kv.phase == "encoding" and overview.kv.done == 0 < overview.kv.total
-    time.sleep(0.1)
     assert not jobs.overview().is_idle, "it is not over yet"
     gate.set()
     assert idle(jobs) and jobs.overview().kv is None
@@ -245,7 +243,7 @@ def test_many_files_are_sketched_and_embedded_in_full_when_none_waits(jobs, work
     assert not any(d.recipe.endswith(SKETCHED) for d in workspace.library.documents("default"))
 
 
-def test_a_file_that_comes_goes_before_the_kv_of_others(jobs, engine, documents, tmp_path):
+def test_new_file_is_ingested_before_kv_is_encoded(jobs, engine, documents, tmp_path):
     gate = held(jobs, engine, documents)
     new = tmp_path / "new.txt"
     new.write_text("A new file that somebody wants to ask about now.")
@@ -256,11 +254,11 @@ def test_a_file_that_comes_goes_before_the_kv_of_others(jobs, engine, documents,
     assert len(set(engine.encoded)) == len(engine.encoded) == len(engine.stored())
 
 
-def test_pause_holds_the_kv_back_too(jobs, workspaces, engine, documents):
+def test_pause_stops_encoding_too(jobs, workspaces, engine, documents):
     gate = held(jobs, engine, documents)
     jobs.pause()
     gate.set()
-    time.sleep(0.3)
+    until(lambda: jobs.overview().kv is None)
     assert not jobs.overview().is_idle and engine.stored() == set()
     jobs.resume()
     assert idle(jobs) and len(engine.stored()) == workspaces.library.count_passages("default")
@@ -281,7 +279,7 @@ def test_a_file_that_is_queued_is_not_queued_twice(jobs, documents):
     assert jobs.add([documents], "other").files == 3 and jobs.overview().total == 6
 
 
-def test_a_file_that_changes_while_it_comes_in_is_looked_at_again(jobs, embedder, workspaces, tmp_path):
+def test_file_that_changes_during_ingest_is_ingested_again(jobs, embedder, workspaces, tmp_path):
     path = long_file(tmp_path, "a.txt")
     gate = held(jobs, embedder, path)
     path.write_text("Something else altogether stands in here now.")
@@ -292,11 +290,11 @@ def test_a_file_that_changes_while_it_comes_in_is_looked_at_again(jobs, embedder
     assert [p.text for p in workspaces.library.passages_of(document.id)] == [path.read_text()]
 
 
-def test_removal_of_what_vanished_is_work_for_the_queue(jobs, workspaces, documents):
+def test_queue_removes_documents_without_files(jobs, workspaces, documents):
     ingest(workspaces.of("default"), [documents])
     (documents / "sky.txt").unlink()
     paths = [documents / "sky.txt", documents / "boats.txt", documents / "never.txt"]
-    assert jobs.gone(paths, "default") == 2
+    assert jobs.remove_missing(paths, "default") == 2
     finish(jobs)
     assert states(jobs) == {"sky.txt": "done", "boats.txt": "unchanged"}, "what came back stays"
     assert set(documents_of(workspaces)) == {"boats.txt", "bread.md"}
@@ -320,11 +318,11 @@ def test_two_uploads_of_one_name_at_once_are_both_kept(jobs, home, tmp_path, mon
     assert sorted(kept.values()) == ["a" * 400, "b" * 400]
 
 
-def test_who_ends_a_paused_queue_waits_for_nothing(jobs):
+def test_paused_queue_ends_at_once(jobs):
     """Also where that falls between two looks of its thread."""
-    wakened = jobs._wakened
+    woken = jobs._woken
 
-    class Between(type(wakened)):
+    class Between(type(woken)):
         def clear(self):
             if not jobs._ending.is_set():
                 jobs._ending.set()
@@ -332,7 +330,7 @@ def test_who_ends_a_paused_queue_waits_for_nothing(jobs):
             super().clear()
 
     jobs.pause()
-    jobs._wakened = Between()
+    jobs._woken = Between()
     jobs.start()
     jobs._thread.join(5)
     assert not jobs._thread.is_alive()
@@ -356,7 +354,7 @@ def test_uploads_are_copied_in_and_removed_with_their_document(jobs, home, works
     assert left == []
 
 
-def test_a_collection_goes_with_all_that_is_in_it(jobs, home, workspaces, documents):
+def test_removing_a_collection_removes_its_documents_and_kv(jobs, home, workspaces, documents):
     workspaces.create("letters")
     jobs.upload([documents / "sky.txt"], "letters")
     finish(jobs)
@@ -367,7 +365,7 @@ def test_a_collection_goes_with_all_that_is_in_it(jobs, home, workspaces, docume
     assert jobs.overview().total == 0
 
 
-def test_a_collection_goes_with_the_uploads_that_still_wait(jobs, home, workspaces, documents):
+def test_removing_a_collection_removes_queued_uploads(jobs, home, workspaces, documents):
     """Their copies stayed, in clear, and no list showed them."""
     workspaces.create("letters")
     jobs.upload([documents / "sky.txt"], "default")
@@ -377,7 +375,7 @@ def test_a_collection_goes_with_the_uploads_that_still_wait(jobs, home, workspac
     assert freed == sum((documents / name).stat().st_size for name in ("bread.md", "boats.txt"))
 
 
-def test_uploads_that_were_cancelled_go_when_they_are_cleared(jobs, home, workspaces, documents, tmp_path):
+def test_clearing_deletes_cancelled_uploads(jobs, home, workspaces, documents, tmp_path):
     """And nothing else: neither what is a document already, nor a file that is its owner's."""
     jobs.upload([documents / "sky.txt"], "default")
     finish(jobs)
@@ -392,7 +390,7 @@ def test_uploads_that_were_cancelled_go_when_they_are_cleared(jobs, home, worksp
     assert (documents / "boats.txt").exists()
 
 
-def test_an_upload_in_hand_that_is_cancelled_and_cleared_is_a_document_or_nowhere(
+def test_cancelled_and_cleared_upload_is_a_document_or_deleted(
     jobs, home, workspaces, documents, monkeypatch
 ):
     reached, opened = threading.Event(), threading.Event()
@@ -409,7 +407,7 @@ def test_an_upload_in_hand_that_is_cancelled_and_cleared_is_a_document_or_nowher
     jobs.cancel()
     clearing = threading.Thread(target=jobs.clear_finished)
     clearing.start()
-    until(lambda: workspaces.is_wanted or not clearing.is_alive())
+    until(lambda: workspaces.has_waiting_writer or not clearing.is_alive())
     opened.set()
     clearing.join(SOON_S)
     jobs.end()
@@ -431,7 +429,7 @@ def test_what_was_copied_before_the_disk_was_full_is_queued(jobs, home, document
     assert states(jobs) == {"bread.md": "queued", "boats.txt": "queued"}
 
 
-def test_uploads_go_with_their_document_however_the_home_was_named(home, fakes, documents):
+def test_uploads_are_deleted_whatever_path_names_the_home(home, fakes, documents):
     """A home with ".." in its path did not know its own copies."""
     named = home / ".." / home.name
     with Workspaces.open(named, chunk_tokens=16) as workspaces, closing(JobQueue(workspaces)) as jobs:
@@ -451,7 +449,7 @@ def test_the_home_itself_is_never_ingested(jobs, home, tmp_path, documents):
     assert "notes.txt" not in states(jobs)
 
 
-def test_finished_ones_can_be_forgotten_and_what_vanished_has_failed(jobs, documents):
+def test_finished_jobs_are_cleared_and_missing_files_fail(jobs, documents):
     jobs.add([documents], "default")
     (documents / "sky.txt").unlink()
     finish(jobs)
@@ -459,12 +457,14 @@ def test_finished_ones_can_be_forgotten_and_what_vanished_has_failed(jobs, docum
     assert "no such file" in jobs.page(state="failed")[0][0].reason
 
 
-def test_a_file_is_left_while_it_is_read_and_while_it_is_cut(workspaces, engine, monkeypatch, tmp_path):
+def test_ingest_of_a_file_can_be_cancelled_while_reading_and_cutting(
+    workspaces, engine, monkeypatch, tmp_path
+):
     (tmp_path / "a.txt").write_text("A word. " * 500)
     counted, count, workspace = [], engine.count_tokens, workspaces.of("default")
     monkeypatch.setattr(engine, "count_tokens", lambda piece: counted.append(piece) or count(piece))
     with workspaces.writing(), pytest.raises(Cancelled):
-        ingest_file(workspace, tmp_path / "a.txt", leave=lambda: bool(counted))
+        ingest_file(workspace, tmp_path / "a.txt", is_cancelled=lambda: bool(counted))
     assert len(counted) == 1 and workspaces.library.counts_by_state("default")["pending"] == 1
     reading = []
 
@@ -475,7 +475,7 @@ def test_a_file_is_left_while_it_is_read_and_while_it_is_cut(workspaces, engine,
 
     monkeypatch.setattr("ragblend.app.library.readers.read_document", read)
     with workspaces.writing(), pytest.raises(Cancelled):
-        ingest_file(workspace, tmp_path / "a.txt", leave=lambda: bool(reading))
+        ingest_file(workspace, tmp_path / "a.txt", is_cancelled=lambda: bool(reading))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The registry: every change is all or nothing, ids are stable, deletion is complete, damage is named."""
+"""The registry: changes are atomic, ids are stable, deletion is complete, damage is named."""
 
 import random
 import re
@@ -9,7 +9,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from ragblend.app.library.documents import FileFacts, Passage, State, document_id, node_id
+from ragblend.app.library.documents import DocumentPassage, DocumentState, FileFacts, document_id, node_id
 from ragblend.app.library.registry import Library
 from ragblend.kvstore.errors import LibraryError
 
@@ -19,7 +19,9 @@ FACTS = FileFacts(10, 20, "ab" * 32)
 def fill(library, path, texts, recipe="r"):
     document = library.begin("default", path)
     numbered = enumerate(texts)
-    passages = [Passage(node_id(document, i, text), document, i, text, f"p. {i}") for i, text in numbered]
+    passages = [
+        DocumentPassage(node_id(document, i, text), document, i, text, f"p. {i}") for i, text in numbered
+    ]
     rows = [np.full((2 + i, 3), i, dtype=np.float32) for i in range(len(texts))]
     library.replace_passages(document, FACTS, recipe, passages, rows)
     return document, [passage.node_id for passage in passages]
@@ -31,7 +33,7 @@ def test_round_trip(library, tmp_path):
     library.close()
     with Library(tmp_path / "library.sqlite") as again:
         found = again.document("default", "/a/b.txt")
-        assert (found.state, found.facts, found.recipe, found.passages) == (State.DONE, FACTS, "r", 2)
+        assert (found.state, found.facts, found.recipe, found.passages) == (DocumentState.DONE, FACTS, "r", 2)
         assert [passage.text for passage in again.passages_of(document)] == ["one", "two"]
         ids, rows = again.embeddings_of(document)
         assert ids == nodes and [r.dtype for r in rows] == [np.float32] * 2
@@ -66,14 +68,14 @@ def test_replaced_passages_are_stale_until_finished(library):
 
 def test_a_failed_change_changes_nothing(library):
     document, nodes = fill(library, "/a", ["one", "two"])
-    twice = [Passage("same", document, 0, "x", ""), Passage("same", document, 1, "y", "")]
+    twice = [DocumentPassage("same", document, 0, "x", ""), DocumentPassage("same", document, 1, "y", "")]
     with pytest.raises(LibraryError, match="Nothing was changed"):
         library.replace_passages(document, FACTS, "r", twice, [np.zeros((1, 3), np.float32)] * 2)
     assert [passage.node_id for passage in library.passages_of(document)] == nodes
     assert library.stale(document) == []
 
 
-def test_removed_text_is_not_in_the_file_any_more(library):
+def test_removed_text_is_erased_from_the_file(library):
     document, _ = fill(library, "/a", ["unmistakable words " * 20])
     fill(library, "/b", ["other"])
     library.remove(document)
@@ -125,7 +127,7 @@ def made_up_words(count, seed):
     return ["".join(chance.choices("bcdfghjklmnpqrtvwxz", k=12)) for _ in range(count)]
 
 
-def test_no_word_of_a_deleted_text_stays_in_the_index(library):
+def test_deleted_text_leaves_the_index_of_words(library):
     """FTS5 notes what is deleted and keeps it; a document that is cut anew loses words as well."""
     texts = [made_up_words(20, seed) for seed in range(40)]
     documents = [fill(library, f"/{n}", [" ".join(text)])[0] for n, text in enumerate(texts)]
@@ -141,7 +143,7 @@ def test_no_word_of_a_deleted_text_stays_in_the_index(library):
     assert library.words_damage() == ""
 
 
-def test_a_damaged_index_of_words_harms_nothing_else_and_is_made_again(library, caplog):
+def test_damaged_index_of_words_is_rebuilt(library, caplog):
     document, nodes = fill(library, "/a", ["a red boat", "a house", "a mill"])
     with library.transaction() as sql:
         sql.execute("UPDATE words_data SET block = x'ffffffffffff' WHERE id >= 10")
@@ -161,7 +163,7 @@ def test_a_passage_that_is_no_text_any_more_can_be_removed(library):
     assert library.count_passages("default") == 0
 
 
-def test_an_embedding_of_which_a_part_is_gone_has_no_score(library):
+def test_truncated_embedding_has_no_score(library):
     """Words find a passage whatever became of its embedding."""
     _, nodes = fill(library, "/a", ["a red boat", "a house"])
     library.execute("UPDATE chunks SET embedding = x'00' WHERE node_id = ?", nodes[0])
@@ -171,6 +173,6 @@ def test_an_embedding_of_which_a_part_is_gone_has_no_score(library):
 def test_a_passage_scores_by_its_nearest_window(library):
     document = library.begin("default", "/a")
     rows = np.eye(3, dtype=np.float32)
-    library.replace_passages(document, FACTS, "r", [Passage("node", document, 0, "x", "")], [rows])
+    library.replace_passages(document, FACTS, "r", [DocumentPassage("node", document, 0, "x", "")], [rows])
     for question in rows:
         assert library.scores(["node"], question) == library.nearest("default", question, 1) == {"node": 1.0}

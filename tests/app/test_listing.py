@@ -1,4 +1,4 @@
-"""The list of documents: pages, searches, states, and that it does not read more than it shows."""
+"""The list of documents: pages, searches, states, and that it reads only what it shows."""
 
 from ragblend.app.library import readers
 from ragblend.app.library.ingest import ingest
@@ -36,7 +36,7 @@ def test_pages_searches_and_states(library):
     assert [document.name for document in library.page("other").documents] == ["x.txt"]
 
 
-def test_only_what_is_shown_is_read(library):
+def test_only_the_shown_page_is_read(library):
     """20,000 documents took seconds when each had its passages counted."""
     fill(library, 3000)
     steps = []

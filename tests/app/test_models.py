@@ -41,7 +41,7 @@ FAST = {"bytes_a_parameter": 2, "flops_per_s": 1e13, "bytes_per_s": 1e11}
 SLOW = {"bytes_a_parameter": 4, "flops_per_s": 1e11, "bytes_per_s": 8e9}
 
 
-def test_no_more_than_fits_is_offered():
+def test_only_models_that_fit_are_offered():
     for free in (3, 4, 6, 8, 12, 40):
         found = offers(Machine(free * GIGABYTE, **FAST))
         assert 1 <= len(found) <= 3 or free < 3
@@ -50,7 +50,7 @@ def test_no_more_than_fits_is_offered():
     assert offers(Machine(1 * GIGABYTE, **FAST)) == []
 
 
-def test_a_quick_machine_is_offered_the_largest_and_a_slow_one_is_not():
+def test_larger_models_are_offered_to_faster_machines():
     quick, slow = (offers(Machine(40 * GIGABYTE, **speed)) for speed in (FAST, SLOW))
     assert quick[0].model is SUGGESTIONS[0] and quick[-1].model is SUGGESTIONS[-1] and len(quick) == 3
     assert slow[-1].model.parameters < 2e9 and slow[-1].first_token_s <= 90
@@ -58,7 +58,7 @@ def test_a_quick_machine_is_offered_the_largest_and_a_slow_one_is_not():
     assert [offer.model for offer in slowest] == [SUGGESTIONS[0]], "none is quick: the smallest"
 
 
-def test_the_suggestions_can_be_true():
+def test_suggested_models_are_plausible():
     """bfloat16 takes two bytes a parameter; all are free to use, and have room for six passages."""
     for model in SUGGESTIONS:
         assert model.download_bytes == pytest.approx(2 * model.parameters, rel=0.02)
@@ -66,7 +66,7 @@ def test_the_suggestions_can_be_true():
     assert list(SUGGESTIONS) == sorted(SUGGESTIONS, key=lambda model: model.parameters)
 
 
-def test_what_is_here_is_listed(told, home, tiny_folder, hub_cache, tmp_path):
+def test_local_models_are_listed(told, home, tiny_folder, hub_cache, tmp_path):
     """Converted ones, .gguf files, the hub's cache; an embedder of that cache is no model to ask."""
     (home / "models" / "tiny-0123-float32").mkdir(parents=True)
     for file in tiny_folder.iterdir():
@@ -102,13 +102,13 @@ def in_cache(cache, name, model, **changes):
     (snapshot / "config.json").write_text(json.dumps(config))
 
 
-def test_a_suggestion_asks_nobody(told, hub):
+def test_suggestions_need_no_network(told, hub):
     rows = told("models", "suggest")["models"]
     assert told("models", "list") and hub.asked == []
     assert all(row["first_token_s"] > 0 and row["tokens_per_s"] > 0 for row in rows)
 
 
-def test_what_cannot_be_brought_here_leaves_the_old_one(cli, hub, home, capfd):
+def test_failed_download_keeps_the_old_model(cli, hub, home, capfd):
     assert cli("models", "use", "anna/other") == 1
     assert "could not be downloaded from the hub" in capfd.readouterr().err
     assert cli("models", "use", "defualt") == 2
@@ -116,7 +116,7 @@ def test_what_cannot_be_brought_here_leaves_the_old_one(cli, hub, home, capfd):
     assert not (home / "settings.toml").exists()
 
 
-def test_a_name_may_be_the_last_part_of_one():
+def test_model_can_be_named_by_its_last_part():
     here = [Here("anna/tiny", "hub", 1), Here("/models/mine.gguf", ".gguf", 1)]
     assert full_name("Qwen2.5-0.5B-Instruct", here) == "Qwen/Qwen2.5-0.5B-Instruct"
     assert full_name("mine.gguf", here) == "/models/mine.gguf"
@@ -124,7 +124,7 @@ def test_a_name_may_be_the_last_part_of_one():
     assert full_name("elsewhere/mine", here) == "elsewhere/mine"
 
 
-def test_documents_are_said_to_be_read_again(cli, hub, documents, capfd):
+def test_changing_the_model_announces_reingesting(cli, hub, documents, capfd):
     assert cli("ingest", documents) == 0
     capfd.readouterr()
     assert cli("models", "use", "anna/tiny") == 0
@@ -144,7 +144,7 @@ def test_better_models_are_named_once_in_a_home(cli, documents, hub_cache, capfd
     assert "Larger models of the hub" not in capfd.readouterr().err
 
 
-def test_a_picker_offers_each_once_and_what_is_in_use():
+def test_model_picker_lists_each_model_once_and_the_current_one():
     fitting = offers(Machine(40 * GIGABYTE, **FAST))
     here = [Here("default", "bundled", 100), Here(fitting[0].model.name, "hub", 100)]
     choices = views.model_choices(here, fitting, "/my/model")
@@ -161,7 +161,7 @@ def download_that(monkeypatch, act):
 
 
 @pytest.mark.parametrize("error", [ModelNotFoundError("no such model"), ZeroDivisionError("a bug")])
-def test_whatever_ends_it_is_raised_to_who_waits(monkeypatch, error):
+def test_download_error_is_raised_to_the_waiting_caller(monkeypatch, error):
     """An error of no kind of ours would have passed for a model that is here."""
 
     def fail(name, progress, stop):
@@ -172,7 +172,7 @@ def test_whatever_ends_it_is_raised_to_who_waits(monkeypatch, error):
         going.wait(60)
 
 
-def test_it_is_not_over_before_it_is_and_says_how_far_it_is(monkeypatch):
+def test_download_reports_progress_until_it_ends(monkeypatch):
     come, go_on = threading.Event(), threading.Event()
 
     def fetch(name, progress, stop):
@@ -187,7 +187,7 @@ def test_it_is_not_over_before_it_is_and_says_how_far_it_is(monkeypatch):
     assert going.wait(60)
 
 
-def test_a_stop_is_what_ended_it_whatever_the_thread_says_later(monkeypatch):
+def test_stopped_download_reports_the_stop(monkeypatch):
     stopped = threading.Event()
 
     def fetch(name, progress, stop):

@@ -1,4 +1,4 @@
-"""Documents -> text with its place; and every document that must be refused, by name and with advice."""
+"""Document readers: text with its location, and a named error with advice for every document that is refused."""
 
 import os
 import struct
@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 
-from ragblend.app.library import guards, readers
+from ragblend.app.library import file_checks, readers
 from ragblend.app.library.readers import clean, parse, read_document
 from ragblend.kvstore.errors import (
     Cancelled,
@@ -30,7 +30,7 @@ def test_plain_text_in_any_encoding(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["A stray\0 one.", "Some " * 1000 + "\0 words." + "\0 more"])
-def test_a_stray_nul_makes_no_binary_file(tmp_path, text):
+def test_stray_nul_is_text(tmp_path, text):
     (tmp_path / "a.txt").write_text(text)
     assert text_of(tmp_path / "a.txt") == text.replace("\0", "")
 
@@ -45,7 +45,7 @@ def test_markdown_keeps_its_text_and_names_headings(tmp_path):
     assert "# no heading" in parts[2].text and "| a | b |" in parts[2].text
 
 
-def test_html_glues_no_words_and_drops_what_is_not_read(tmp_path):
+def test_html_keeps_words_apart_and_drops_hidden_parts(tmp_path):
     path = tmp_path / "a.html"
     path.write_text(
         "<!DOCTYPE html><html><head><title>t</title><style>p{}</style></head><body><nav>menu</nav>"
@@ -127,7 +127,7 @@ OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600)
         (UnreadableDocumentError, "a.docx", b"plain words", ["promises", "text"]),
     ],
 )
-def test_what_is_no_document_of_its_kind(tmp_path, error, name, content, words):
+def test_invalid_file_is_refused(tmp_path, error, name, content, words):
     (tmp_path / name).write_bytes(content)
     fails_with(error, tmp_path / name, *words)
 
@@ -169,7 +169,7 @@ def test_a_scan_is_read(scan):
     assert told == [*((n, 3) for n in range(4)), *((n, 2) for n in range(3))]
 
 
-def test_a_scan_can_be_left_between_two_pages(scan):
+def test_text_recognition_can_be_cancelled_between_pages(scan):
     def leave(done, total):
         if done and total == 2:
             raise Cancelled("left")
@@ -183,26 +183,65 @@ def test_a_scan_without_text_is_empty(tmp_path, make):
     fails_with(EmptyDocumentError, make["pdf"](tmp_path / "a.pdf", ["", ""]), "no text")
 
 
-def test_encrypted_pdf(tmp_path, make):
-    path = make["pdf"](tmp_path / "a.pdf", ["secret"], password="hunter2")
-    fails_with(EncryptedDocumentError, path, "password", "qpdf")
-
-
-def test_encrypted_zip_member(tmp_path, make):
-    path = make["docx"](tmp_path / "a.docx", ["x"])
-    data = bytearray(path.read_bytes())
-    at = data.index(b"PK\x01\x02")  # the first entry of the directory: set its encryption bit
-    data[at + 8] |= 1
+def encrypted_member(path, make):
+    data = bytearray(make["docx"](path, ["x"]).read_bytes())
+    data[data.index(b"PK\x01\x02") + 8] |= 1  # the encryption bit of the directory's first entry
     path.write_bytes(data)
-    fails_with(EncryptedDocumentError, path, "encrypted")
 
 
-def test_mislabelled_archive_is_told_its_right_name(tmp_path, make):
-    make["docx"](tmp_path / "a.docx", ["x"]).rename(tmp_path / "a.pdf")
-    fails_with(UnreadableDocumentError, tmp_path / "a.pdf", "Rename it to .docx")
-    with zipfile.ZipFile(tmp_path / "b.docx", "w") as archive:
-        archive.writestr("hello.txt", "x")
-    fails_with(UnreadableDocumentError, tmp_path / "b.docx", "zip archive")
+def archive_with(name, content):
+    def make_archive(path, _):
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(name, content)
+
+    return make_archive
+
+
+def huge(path, _):
+    with path.open("wb") as file:
+        file.truncate(file_checks.MAX_TEXT_BYTES + 1)
+
+
+# A billion laughs: defusedxml refuses entities.
+ENTITIES = '<!DOCTYPE x [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;">]><package>&b;</package>'
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "error", "words"),
+    [
+        (
+            "a.pdf",
+            lambda path, make: make["pdf"](path, ["secret"], password="x"),
+            EncryptedDocumentError,
+            ["qpdf"],
+        ),
+        ("a.docx", encrypted_member, EncryptedDocumentError, ["encrypted"]),
+        (
+            "a.pdf",
+            lambda path, make: make["docx"](path, ["x"]),
+            UnreadableDocumentError,
+            ["Rename it to .docx"],
+        ),
+        ("a.docx", archive_with("hello.txt", "x"), UnreadableDocumentError, ["zip archive"]),
+        (
+            "a.docx",
+            archive_with("word/document.xml", "<w:not><closed>"),
+            UnreadableDocumentError,
+            ["ParseError"],
+        ),
+        (
+            "a.epub",
+            archive_with("META-INF/container.xml", ENTITIES),
+            UnreadableDocumentError,
+            ["EntitiesForbidden"],
+        ),
+        ("a.txt", lambda path, _: os.mkfifo(path), UnreadableDocumentError, ["not a regular file"]),
+        ("a.txt", huge, OversizedDocumentError, ["limit", "Split"]),
+    ],
+)
+def test_document_that_cannot_be_read_is_refused(tmp_path, make, name, write, error, words):
+    write(tmp_path / name, make)
+    fails_with(error, tmp_path / name, *words)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -225,17 +264,6 @@ def test_unreadable_file(tmp_path, monkeypatch):
     fails_with(UnreadableDocumentError, path, "Permission denied", "chmod")
 
 
-def test_pipe_is_refused_and_never_opened(tmp_path):
-    os.mkfifo(tmp_path / "a.txt")
-    fails_with(UnreadableDocumentError, tmp_path / "a.txt", "not a regular file")
-
-
-def test_oversized_file(tmp_path):
-    with (tmp_path / "a.txt").open("wb") as file:
-        file.truncate(guards.MAX_TEXT_BYTES + 1)
-    fails_with(OversizedDocumentError, tmp_path / "a.txt", "limit", "Split")
-
-
 def bomb(path, megabytes, name="word/media/b.bin"):
     """A docx with a member that unpacks to so many MiB of zeros."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -255,7 +283,7 @@ def test_zip_bomb_is_known_by_its_directory_before_anything_is_unpacked(tmp_path
 
 
 def test_archive_with_one_huge_part(tmp_path, make, monkeypatch):
-    monkeypatch.setattr(guards, "MAX_TEXT_BYTES", 100_000)
+    monkeypatch.setattr(file_checks, "MAX_TEXT_BYTES", 100_000)
     path = make["docx"](tmp_path / "a.docx", ["word " * 50_000])
     fails_with(OversizedDocumentError, path, "one part", "Split", read=parse)
 
@@ -279,12 +307,6 @@ def test_no_encoding_fits(tmp_path, monkeypatch):
     fails_with(UnreadableDocumentError, tmp_path / "a.txt", "UTF-8", read=parse)
 
 
-def test_what_a_parser_cannot_take_names_the_file(tmp_path):
-    with zipfile.ZipFile(tmp_path / "a.docx", "w") as archive:
-        archive.writestr("word/document.xml", "<w:not><closed>")
-    fails_with(UnreadableDocumentError, tmp_path / "a.docx", "ParseError", "save it again")
-
-
 @pytest.mark.parametrize("limit", ["MAX_CHARACTERS", "MAX_PARTS"])
 def test_the_text_of_one_document_is_bounded(tmp_path, monkeypatch, limit):
     (tmp_path / "a.csv").write_text("number\n" + "1\n" * 20)
@@ -297,11 +319,3 @@ def test_the_time_for_one_pdf_is_bounded(tmp_path, make, monkeypatch):
     monkeypatch.setattr("ragblend.app.library.pdf_reader.MAX_SECONDS", 0.0)
     path = make["pdf"](tmp_path / "a.pdf", ["x"] * 3)
     fails_with(OversizedDocumentError, path, "of its 3 pages", read=parse)
-
-
-def test_epub_with_entities_is_refused(tmp_path):
-    """A billion laughs: defusedxml refuses entities."""
-    package = '<!DOCTYPE x [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;">]><package>&b;</package>'
-    with zipfile.ZipFile(tmp_path / "a.epub", "w") as archive:
-        archive.writestr("META-INF/container.xml", package)
-    fails_with(UnreadableDocumentError, tmp_path / "a.epub", "EntitiesForbidden")

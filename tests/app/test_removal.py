@@ -1,10 +1,10 @@
-"""Deletion is complete, by every way in, also after a kill: nothing is found by a search of the home's bytes."""
+"""Deletion is complete, by every command, also after a kill: the home's bytes do not contain the text."""
 
 import pytest
 
-from ragblend.app.answering.answer import Source
+from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.chats import DELETED_TEXT, Chats
-from ragblend.app.library import removal
+from ragblend.app.library import erasure
 from ragblend.app.library.ingest import ingest
 from ragblend.app.library.registry import Library
 from ragblend.app.workspace import Workspaces
@@ -29,7 +29,7 @@ def told(home, workspace, documents, secret):
         for first, name in enumerate(("secret.txt", "sky.txt")):
             document = workspace.library.find("default", name)
             sources = [
-                Source(10 * first + n, p.node_id, document.id, "default", name, p.location, 0.5, p.text)
+                AnswerSource(10 * first + n, p.node_id, document.id, "default", name, p.location, 0.5, p.text)
                 for n, p in enumerate(workspace.library.passages_of(document.id))
             ]
             segments = [{"number": s.number, "text": s.text[:40]} for s in sources]
@@ -37,7 +37,7 @@ def told(home, workspace, documents, secret):
     return workspace
 
 
-def test_the_command_line_takes_a_document_out_of_conversations_too(cli, home, told):
+def test_docs_rm_erases_conversations_too(cli, home, told):
     """`docs rm` left the passages in chats.sqlite; the page did not."""
     nodes = told.library.node_ids(told.library.find("default", "secret.txt").id)
     assert left_of(home, nodes) and b"CANARY" in read(home)
@@ -49,7 +49,7 @@ def test_the_command_line_takes_a_document_out_of_conversations_too(cli, home, t
     assert "sky" in second.sources[0].text, "what others hold stays"
 
 
-def test_what_a_changed_document_no_longer_says_is_gone_too(told, home, documents, secret):
+def test_text_removed_from_a_changed_document_is_erased(told, home, documents, secret):
     nodes = told.library.node_ids(told.library.find("default", "secret.txt").id)
     secret.write_text("Nothing is hidden here.")
     ingest(told, [documents])
@@ -57,7 +57,7 @@ def test_what_a_changed_document_no_longer_says_is_gone_too(told, home, document
 
 
 @pytest.mark.parametrize("place", ["remove", "forget_removed", "erase"])
-def test_a_kill_half_way_is_mended_by_the_next_try(cli, told, home, monkeypatch, place):
+def test_interrupted_removal_is_finished_by_the_next(cli, told, home, monkeypatch, place):
     """The registry's row goes last, and what is still to be erased elsewhere is noted with it."""
     from ragblend.integrations.chroma import VectorIndex
 
@@ -71,7 +71,7 @@ def test_a_kill_half_way_is_mended_by_the_next_try(cli, told, home, monkeypatch,
     owner = {"remove": Library, "forget_removed": Chats, "erase": VectorIndex}[place]
     with monkeypatch.context() as broken:
         broken.setattr(owner, place, killed)
-        broken.setattr(removal, "erase_removed", killed if place == "remove" else removal.erase_removed)
+        broken.setattr(erasure, "erase_removed", killed if place == "remove" else erasure.erase_removed)
         with pytest.raises(Killed):
             cli("docs", "rm", "secret.txt")
     assert left_of(home, nodes)
@@ -79,10 +79,10 @@ def test_a_kill_half_way_is_mended_by_the_next_try(cli, told, home, monkeypatch,
     assert left_of(home, nodes) == [] and b"CANARY" not in read(home)
 
 
-def test_an_answer_under_way_does_not_keep_what_was_removed_meanwhile(told, home, cli):
+def test_running_answer_does_not_store_deleted_passages(told, home, cli):
     document = told.library.find("default", "secret.txt")
     (passage,) = told.library.passages_of(document.id)[:1]
-    found = Source(9, passage.node_id, document.id, "default", "secret.txt", "", 0.5, passage.text)
+    found = AnswerSource(9, passage.node_id, document.id, "default", "secret.txt", "", 0.5, passage.text)
     assert cli("docs", "rm", "secret.txt") == 0
     with Chats(home / "chats.sqlite", told.library.known) as chats:
         assert chats.add(1, "assistant", "Late.", [found]).sources[0].text == DELETED_TEXT
@@ -106,6 +106,6 @@ def left_of(home, nodes):
     return [node for node in nodes if node.encode() in content or bytes.fromhex(node) in content]
 
 
-def test_opening_is_enough_of_a_workspace(home):
+def test_opened_home_can_be_written(home):
     with Workspaces.open(home) as opened, opened.writing():
         pass

@@ -1,4 +1,4 @@
-"""A cross-encoder puts what was found in order, by its own scores; what it cannot do is said, and the app goes on."""
+"""The reranker: it orders passages by its own scores, and its failures are named errors."""
 
 import json
 import subprocess
@@ -7,9 +7,9 @@ import sys
 import pytest
 from app_fakes import make_cross_encoder
 
-from ragblend.app.answering.conversation import ANY, AskOptions, Conversations
+from ragblend.app.answering.conversation import ANY_SCORE, AskOptions, Conversations
 from ragblend.app.answering.rerank import BATCH_PAIRS, CrossEncoder
-from ragblend.app.answering.retrieval import DEEP, in_stages, search
+from ragblend.app.answering.retrieval import DEPTH, search, search_in_stages
 from ragblend.app.library.ingest import ingest
 from ragblend.kvstore.errors import (
     CorruptModelError,
@@ -62,7 +62,7 @@ def test_scores_are_those_of_transformers(folder):
     assert CrossEncoder(str(folder), "cpu").scores(QUESTION, []) == []
 
 
-def test_the_passage_alone_is_cut(folder):
+def test_only_the_passage_is_truncated(folder):
     """To 62 tokens of both: a pair has three of its own."""
     encoder, filler = CrossEncoder(str(folder), "cpu"), "boat " * 60
     long, other_end = f"{TEXTS[0]} {filler}", f"{TEXTS[0]} {filler} golden yard"
@@ -83,7 +83,7 @@ def test_a_tokenizer_may_have_a_limit_of_its_own(folder):
     )
 
 
-def test_a_device_that_fails_is_said(folder, monkeypatch):
+def test_device_failure_is_reported(folder, monkeypatch):
     from transformers import BertForSequenceClassification
 
     def full(*_, **__):
@@ -116,48 +116,50 @@ def best_first(folder, question, texts):
     return sorted(texts, key=lambda text: -scores[text])
 
 
-def test_the_best_of_the_fused_order_are_put_in_its_order(open_workspace, folder, boats, asked):
+def test_reranker_orders_the_best_passages(open_workspace, folder, boats, asked):
     """Each text once; the scores that are shown stay cosines."""
     (boats / "again.txt").write_text(TEXTS[10])  # which is among the nearest
     workspace = open_workspace()
     ingest(workspace, [boats])
-    fused = search([workspace], [QUESTION], 3, ANY)
+    fused = search([workspace], [QUESTION], 3, ANY_SCORE)
     assert asked == []
-    first, last = in_stages([open_workspace(reranker=str(folder))], [QUESTION], 3, ANY)
+    first, last = search_in_stages([open_workspace(reranker=str(folder))], [QUESTION], 3, ANY_SCORE)
     ((question, texts),) = asked
-    assert (question, len(texts), first) == (QUESTION, DEEP * 3 - 1, fused)
+    assert (question, len(texts), first) == (QUESTION, DEPTH * 3 - 1, fused)
     assert [source.text for source in fused] == texts[:3] and texts.count(TEXTS[10]) == 1
     assert [source.text for source in last] == best_first(folder, QUESTION, texts)[:3] != texts[:3]
-    cosines = dict(sorted((source.text, source.score) for source in search([workspace], [QUESTION], 40, ANY)))
+    cosines = dict(
+        sorted((source.text, source.score) for source in search([workspace], [QUESTION], 40, ANY_SCORE))
+    )
     assert [source.score for source in last] == [cosines[source.text] for source in last]
 
 
-def test_two_are_put_in_its_order(open_workspace, folder, tmp_path):
+def test_two_passages_are_reranked(open_workspace, folder, tmp_path):
     pair, questions = [TEXTS[0], TEXTS[19]], TEXTS[:8]
     for name, text in zip("ab", pair, strict=True):
         (tmp_path / f"{name}.txt").write_text(text)
     workspace = open_workspace(reranker=str(folder))
     ingest(workspace, [tmp_path / "a.txt", tmp_path / "b.txt"])
-    stages = [list(in_stages([workspace], [question], 2, ANY)) for question in questions]
+    stages = [list(search_in_stages([workspace], [question], 2, ANY_SCORE)) for question in questions]
     orders = [[[source.text for source in found] for found in each] for each in stages]
     assert [each[-1] for each in orders] == [best_first(folder, question, pair) for question in questions]
     assert any(first != last for first, last in orders)
 
 
-def test_each_way_gives_every_second_passage(open_workspace, folder, boats, asked):
+def test_results_of_both_wordings_alternate(open_workspace, folder, boats, asked):
     workspace = open_workspace(reranker=str(folder))
     ingest(workspace, [boats])
     ways = [QUESTION, "Is it golden?"]
-    found = search([workspace], ways, 2, ANY)
+    found = search([workspace], ways, 2, ANY_SCORE)
     texts = asked[0][1]
-    assert asked == [(way, texts) for way in ways] and len(texts) == DEEP * 2
+    assert asked == [(way, texts) for way in ways] and len(texts) == DEPTH * 2
     orders = [best_first(folder, way, texts) for way in ways]
     assert orders[0][:2] != orders[1][:2]
     in_turn = dict.fromkeys(text for place in zip(*orders, strict=True) for text in place)
     assert [source.text for source in found] == list(in_turn)[:2]
 
 
-def test_nothing_is_found_that_was_not(open_workspace, folder, boats):
+def test_reranker_adds_no_passages(open_workspace, folder, boats):
     workspace = open_workspace(reranker=str(folder))
     ingest(workspace, [boats])
     assert search([workspace], [QUESTION], 3, 2.0) == []
@@ -218,9 +220,7 @@ def damages(tmp_path, folder):
         ("no-config", ModelNotFoundError, "no config.json"),
     ],
 )
-def test_what_is_no_cross_encoder_is_refused_by_name(
-    open_workspace, boats, damages, folder, name, error, words
-):
+def test_other_models_are_refused_as_reranker(open_workspace, boats, damages, folder, name, error, words):
     """And answers come again once there is none, or a whole one at its place."""
     where = damages(name)
     workspace = open_workspace(reranker=str(where))
@@ -237,7 +237,7 @@ def test_what_is_no_cross_encoder_is_refused_by_name(
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "somebody/nothing", "default-model"])
-def test_what_is_not_here_is_refused_before_anything_is_loaded(open_workspace, name):
+def test_missing_reranker_is_refused_before_loading(open_workspace, name):
     """A hub id, too, where the hub cannot be asked."""
     workspace = open_workspace(reranker=name)
     for refused in (workspace.check_engine, workspace.reranker.load):
@@ -247,23 +247,24 @@ def test_what_is_not_here_is_refused_before_anything_is_loaded(open_workspace, n
 
 
 @pytest.mark.parametrize("name", [" ", "default", "a.gguf", "folder/A.GGUF"])
-def test_a_language_model_is_no_setting(open_workspace, name):
+def test_language_model_cannot_be_a_reranker(open_workspace, name):
     with pytest.raises(SettingsError, match="reranker"):
         open_workspace(reranker=name)
 
 
-def test_one_is_loaded_for_all_and_let_go_when_it_changes(workspaces, folder):
+def test_reranker_is_shared_and_replaced_on_change(workspaces, folder):
     workspaces.create("other")
     assert workspaces.first.reranker is None
     workspaces.change(reranker=str(folder))
     shared = workspaces.first.reranker
-    assert shared is workspaces.of("other").reranker is workspaces.under(workspaces.settings).first.reranker
+    view = workspaces.with_settings(workspaces.settings)
+    assert shared is workspaces.of("other").reranker is view.first.reranker
     workspaces.change(top_k=3)
     assert workspaces.first.reranker is not shared
-    assert workspaces.under(workspaces.settings.changed({"reranker": ""})).first.reranker is None
+    assert workspaces.with_settings(workspaces.settings.changed({"reranker": ""})).first.reranker is None
 
 
-def test_nothing_is_imported_where_none_is_named(tmp_path):
+def test_no_reranker_imports_nothing(tmp_path):
     asked = (
         "import sys; from ragblend.app.workspace import Workspace; from ragblend.app.answering import conversation; "
         "from ragblend.app.answering.retrieval import search; w = Workspace.open(sys.argv[1]); "
@@ -276,7 +277,7 @@ def test_nothing_is_imported_where_none_is_named(tmp_path):
     assert ran.stdout.strip() == "[]"
 
 
-def test_the_command_line_takes_one(cli, told, folder, boats, monkeypatch):
+def test_command_line_accepts_a_reranker(cli, told, folder, boats, monkeypatch):
     cli("ingest", boats)
     plain_ones = told("ask", QUESTION, "--top-k", "3")["sources"]
     monkeypatch.chdir(folder.parent)

@@ -10,7 +10,7 @@ import pytest
 from ragblend.app import rescue
 from ragblend.app.answering.chats import Chats
 from ragblend.app.database import Database, Layout
-from ragblend.app.library.documents import FileFacts, Passage
+from ragblend.app.library.documents import DocumentPassage, FileFacts
 from ragblend.app.library.job_store import JobStore
 from ragblend.app.library.registry import Library
 from ragblend.app.rescue import joined, set_aside_files
@@ -237,7 +237,7 @@ def test_messages_whose_conversation_is_lost_are_kept_in_one_without_a_title(tmp
 def test_documents_of_which_only_an_index_is_left_are_named_and_keep_their_passages(library):
     document = library.begin("letters", "/a.txt")
     texts = ("Dear Ada", "Dear Bo", "Dear Cy")
-    passages = [Passage(f"node{n}", document, n, text, "") for n, text in enumerate(texts)]
+    passages = [DocumentPassage(f"node{n}", document, n, text, "") for n, text in enumerate(texts)]
     library.replace_passages(document, FileFacts(1, 2, "x"), "r", passages, [np.ones((1, 3), np.float32)] * 3)
     library.finish(document)
     library.close()
@@ -252,7 +252,7 @@ def test_documents_of_which_only_an_index_is_left_are_named_and_keep_their_passa
 def test_a_row_that_breaks_a_rule_is_had_again_from_an_index_or_counted(library):
     """One flipped bit in a document's state took the document and all its passages, and nobody was told."""
     document = library.begin("letters", "/a.txt")
-    passage = Passage("node", document, 0, "Dear Ada", "")
+    passage = DocumentPassage("node", document, 0, "Dear Ada", "")
     library.replace_passages(document, FileFacts(1, 2, "x"), "r", [passage], [np.ones((1, 3), np.float32)])
     library.finish(document)
     library.erase()
@@ -270,7 +270,7 @@ def test_documents_that_lost_passages_are_named_whoever_puts_the_file_in_its_pla
     """Killed between the copy and its place, the next process only puts it there."""
     document = library.begin("letters", "/a.txt")
     texts = [f"{n} {TEXT}" for n in range(40)]
-    passages = [Passage(f"node{n}", document, n, text, "") for n, text in enumerate(texts)]
+    passages = [DocumentPassage(f"node{n}", document, n, text, "") for n, text in enumerate(texts)]
     library.replace_passages(
         document, FileFacts(1, 2, "x"), "r", passages, [np.ones((1, 3), np.float32)] * 40
     )

@@ -1,4 +1,4 @@
-"""What a search finds by meaning and by words: put together, apart for each collection, unbroken by any question."""
+"""Retrieval: vectors and words are combined, collections are separate, and no question breaks it."""
 
 import random
 import sys
@@ -6,23 +6,23 @@ import sys
 import numpy as np
 import pytest
 
-from ragblend.app.answering.answer import Source
-from ragblend.app.answering.conversation import ANY
-from ragblend.app.answering.retrieval import fused, search, without_duplicates
-from ragblend.app.library.documents import FileFacts, Passage, node_id
+from ragblend.app.answering.answer import AnswerSource
+from ragblend.app.answering.conversation import ANY_SCORE
+from ragblend.app.answering.retrieval import reciprocal_rank_fusion, search, without_duplicates
+from ragblend.app.library.documents import DocumentPassage, FileFacts, node_id
 from ragblend.app.library.ingest import ingest
 
 FAR = 2.0  # no passage is as near
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_fusion_keeps_all_and_what_all_agree_on(seed):
+def test_fusion_keeps_all_passages_and_agreed_orders(seed):
     chance = random.Random(seed)
     rankings = [chance.sample("abcdefgh", chance.randrange(9)) for _ in range(chance.randrange(4))]
-    order = fused(*rankings)
+    order = reciprocal_rank_fusion(*rankings)
     assert sorted(order) == sorted({each for ranking in rankings for each in ranking})
     for ranking in rankings:
-        assert fused(ranking, ranking) == ranking
+        assert reciprocal_rank_fusion(ranking, ranking) == ranking
     for better in order:
         for worse in order:
             places = [(r.index(better), r.index(worse)) for r in rankings if better in r and worse in r]
@@ -31,21 +31,23 @@ def test_fusion_keeps_all_and_what_all_agree_on(seed):
 
 
 def test_fusion_counts_ranks_and_prefers_the_first_ranking_among_equals():
-    assert fused(["a", "b"], ["b", "a"]) == ["a", "b"]
-    assert fused(["a", "b", "c"], ["c", "b"]) == ["c", "b", "a"], "1/63 + 1/61 is a little more than 2/62"
-    assert fused(["a", "b"], ["b"]) == ["b", "a"]
+    assert reciprocal_rank_fusion(["a", "b"], ["b", "a"]) == ["a", "b"]
+    assert reciprocal_rank_fusion(["a", "b", "c"], ["c", "b"]) == ["c", "b", "a"], (
+        "1/63 + 1/61 is a little more than 2/62"
+    )
+    assert reciprocal_rank_fusion(["a", "b"], ["b"]) == ["b", "a"]
 
 
 @pytest.mark.parametrize(("rank", "best"), [(61, "both"), (63, "one")])
 def test_the_constant_of_fusion_is_that_of_the_paper(rank, best):
     """Two 1/(60 + 61) are a little more than one 1/(60 + 1), and two 1/(60 + 63) a little less."""
     first, second = ([f"{name}{n}" for n in range(rank - 1)] for name in "ab")
-    assert fused(["one", *first[1:], "both"], [*second, "both"])[0] == best
+    assert reciprocal_rank_fusion(["one", *first[1:], "both"], [*second, "both"])[0] == best
 
 
-def test_of_equal_texts_the_one_at_the_best_place_is_named():
+def test_best_ranked_of_equal_texts_is_kept():
     texts = {"a": "Ships  lie\nhere.", "b": "A mill.", "c": "Ships lie here. "}
-    found = [Source(0, name, name, "default", name, "", 0.5, text) for name, text in texts.items()]
+    found = [AnswerSource(0, name, name, "default", name, "", 0.5, text) for name, text in texts.items()]
     assert [source.document for source in without_duplicates(found)] == ["a", "b"]
 
 
@@ -84,7 +86,7 @@ def test_a_number_is_found_that_vectors_miss(open_workspace, logs, monkeypatch):
         monkeypatch.setattr(type(workspace), "embedder", Blurred())
         ingest(workspace, [logs])
         questions = [f"What became of pump {7000 + 13 * n}?" for n in range(30)]
-        best = [search([workspace], [question], 1, ANY)[0] for question in questions]
+        best = [search([workspace], [question], 1, ANY_SCORE)[0] for question in questions]
         found[way] = sum(source.document == f"{n}.txt" for n, source in enumerate(best))
         assert all(0.5 < source.score <= 1 for source in best), "the score is the cosine in both"
     assert found["hybrid"] == 30 and found["vectors"] < 5
@@ -124,19 +126,19 @@ def test_a_code_is_found_in_the_only_passage_there_is(workspace, tmp_path):
 def test_without_words_the_nearest_come_first(open_workspace, documents):
     workspace = open_workspace(search="vectors")
     ingest(workspace, [documents])
-    found = search([workspace], ["Is the sky over the harbour blue?"], 9, ANY)
+    found = search([workspace], ["Is the sky over the harbour blue?"], 9, ANY_SCORE)
     scores = [source.score for source in found]
     assert found[0].document == "sky.txt" and scores == sorted(scores, reverse=True)
     assert len(set(scores)) == workspace.library.count_passages("default") > 2
 
 
-def test_each_way_of_asking_is_searched_for(workspace, logs):
+def test_both_wordings_are_searched(workspace, logs):
     ingest(workspace, [logs])
-    found = search([workspace], ["Pump 7013?", "Pump 7026?"], 2, ANY)
+    found = search([workspace], ["Pump 7013?", "Pump 7026?"], 2, ANY_SCORE)
     assert [source.document for source in found] == ["1.txt", "2.txt"]
 
 
-def test_collections_are_searched_apart_and_together(workspaces, tmp_path, logs):
+def test_collections_are_searched_separately_and_together(workspaces, tmp_path, logs):
     workspaces.create("trains")
     text = tmp_path / "train.txt"
     text.write_text("The train to the harbour is green. The pump 7013 is in it.")
@@ -144,25 +146,27 @@ def test_collections_are_searched_apart_and_together(workspaces, tmp_path, logs)
     ingest(default, [logs])
     ingest(trains, [text])
     question = ["Where is the pump 7013?"]
-    assert {source.collection for source in search([default], question, 30, ANY)} == {"default"}
-    assert {source.document for source in search([trains], question, 30, ANY)} == {"train.txt"}
-    both = search([default, trains], question, 2, ANY)
+    assert {source.collection for source in search([default], question, 30, ANY_SCORE)} == {"default"}
+    assert {source.document for source in search([trains], question, 30, ANY_SCORE)} == {"train.txt"}
+    both = search([default, trains], question, 2, ANY_SCORE)
     assert {source.document for source in both} == {"1.txt", "train.txt"}
     for one, other in ((default, trains), (trains, default)):
         far = search([one, other], question, 6, FAR)
         assert {source.document for source in far} == {"1.txt", "train.txt"}, "by its number in either"
-    assert search([], question, 2, ANY) == []
+    assert search([], question, 2, ANY_SCORE) == []
 
 
 def fill(library, path, texts, collection="default"):
     document = library.begin(collection, path)
-    passages = [Passage(node_id(document, i, text), document, i, text, "") for i, text in enumerate(texts)]
+    passages = [
+        DocumentPassage(node_id(document, i, text), document, i, text, "") for i, text in enumerate(texts)
+    ]
     rows = [np.ones((1, 3), np.float32)] * len(texts)
     library.replace_passages(document, FileFacts(1, 2, "ab"), "r", passages, rows)
     return document, [passage.node_id for passage in passages]
 
 
-def test_what_other_collections_hold_changes_no_order(library):
+def test_other_collections_do_not_change_the_order(library):
     """How rare a word is there would tell whether others have it."""
     texts = ["red boat", "red house and its garden", "green boat", "a mill", "a well", "a sluice"]
     fill(library, "/a", texts)
@@ -190,21 +194,21 @@ def test_a_word_counts_once_by_how_rare_it_is(library):
     assert list(library.by_words(["default"], "sluice oak elm ash", 2)) == [nodes[1], nodes[0]]
 
 
-def test_a_word_that_is_asked_twice_counts_once(library):
+def test_repeated_word_of_a_question_counts_once(library):
     """Three of log(7.5 / 3.5) are more than one of log(9.5 / 1.5)."""
     texts = ["sluice b c d", "elm e f g", "elm h i j", "elm k l m", *(f"{n} x y z" for n in range(6))]
     _, nodes = fill(library, "/a", texts)
     assert next(iter(library.by_words(["default"], "Elm, elm or ELM at the sluice?", 9))) == nodes[0]
 
 
-def test_what_holds_the_code_comes_before_what_shares_more_words(library):
+def test_passages_with_the_code_come_first(library):
     _, nodes = fill(library, "/a", ["4711 b c d", "red boat e f", "red boat g h", *"ijklmn"])
     assert dict(library.by_words(["default"], "red boat 4711", 1)) == {nodes[0]: True}
     both = list(library.by_words(["default"], "red boat 4711", 9).items())
     assert both[0] == (nodes[0], True) and sorted(both[1:]) == sorted((node, False) for node in nodes[1:3])
 
 
-def test_a_word_says_nothing_that_half_of_all_asked_passages_have(library):
+def test_words_in_half_of_the_passages_are_ignored(library):
     """Whichever collection they are in."""
     fill(library, "/a", ["a red boat", "a mill"])
     assert library.by_words(["default"], "boat", 9) == {}
@@ -214,7 +218,7 @@ def test_a_word_says_nothing_that_half_of_all_asked_passages_have(library):
     assert set(library.by_words(["other"], "boat", 9)) == set(nodes[:2])
 
 
-def test_words_are_found_in_other_forms(library):
+def test_other_forms_of_a_word_are_found(library):
     _, nodes = fill(
         library, "/a", ["Lighthouses at Orléans", "The e\u0301cluse ﬁts", "foo_bar(x)", "NASA", "x", "y", "z"]
     )
@@ -237,7 +241,7 @@ def test_no_question_breaks_the_search_for_words(library, caplog, question):
     check_unbroken(library, caplog, question)
 
 
-def test_no_text_does(library, caplog):
+def test_random_questions_do_not_break_the_search(library, caplog):
     """Any characters, and the ones that FTS5's own language is made of."""
     chance = random.Random(0)
     for _ in range(300):

@@ -88,7 +88,7 @@ def test_the_bundled_model_ends_with_a_sentence_unless_a_longer_answer_is_wanted
 
 
 @pytest.mark.parametrize("name", [None, "", 7, "../up", ["default"]])
-def test_what_is_no_name_opens_no_collection(workspaces, name):
+def test_invalid_collection_name_is_refused(workspaces, name):
     """None took the settings as they were: it became a collection, and nothing could be saved or made after that."""
     with pytest.raises(SettingsError, match="collection"):
         workspaces.of(name)
@@ -97,7 +97,7 @@ def test_what_is_no_name_opens_no_collection(workspaces, name):
     assert workspaces.change(top_k=3).top_k == 3
 
 
-def test_what_is_written_is_read_again(path):
+def test_saved_settings_are_loaded(path):
     save_settings(path, {"top_k": 9, "ratio": "auto", "temperature": 0.5, "model": 'a "quoted"\\name'})
     found = Settings.load(path, environment={})
     assert (found.top_k, found.ratio, found.temperature, found.model) == (9, "auto", 0.5, 'a "quoted"\\name')
@@ -137,7 +137,7 @@ def test_whatever_way_a_file_is_written_one_value_changes(path, text):
 
 
 @pytest.mark.parametrize("changes", [{"top_k": 0}, {"ratio": 7}, {"nonsense": 1}, {"model": ""}])
-def test_what_is_impossible_changes_nothing(path, changes):
+def test_invalid_changes_have_no_effect(path, changes):
     path.write_text("top_k = 3\n")
     with pytest.raises(SettingsError):
         save_settings(path, changes)
@@ -156,6 +156,6 @@ def test_a_shared_stores_url_is_a_setting_and_its_secrets_are_none(path):
 
 
 @pytest.mark.parametrize("method", ["random", "naive", "recompute"])
-def test_what_is_only_there_to_compare_with_answers_nobody(open_workspace, method):
-    with pytest.raises(SettingsError, match=r"compare others with.*docs/methods\.md"):
+def test_control_methods_are_refused(open_workspace, method):
+    with pytest.raises(SettingsError, match=r"is a control.*docs/methods\.md"):
         open_workspace(method=method).check_engine()

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ragblend.app.cli.main import app
-from ragblend.app.library.upkeep import stats_value
+from ragblend.app.library.maintenance import stats_value
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.keys import ChunkKey
@@ -53,7 +53,7 @@ def test_each_tier_counts_its_own_over_all_processes(tmp_path, chunk):
         assert {each: tier[each] for each in COUNTS} == both
 
 
-def test_the_command_says_it_and_the_settings_reach_the_store(tmp_path, chunk, monkeypatch):
+def test_store_stats_reports_the_settings(tmp_path, chunk, monkeypatch):
     monkeypatch.setenv("RAGBLEND_STORE_POLICY", "gdsf")
     monkeypatch.setenv("RAGBLEND_STORE_BUDGET_BYTES", "5000")
     use(tmp_path / "kv", chunk)
@@ -73,9 +73,7 @@ def test_a_disk_without_a_budget_gets_a_share_of_what_is_free(tmp_path):
         assert free // 8 < workspace.store.budget_bytes < free // 2
 
 
-def test_the_shared_store_is_told_with_its_counts_its_bytes_and_whether_it_answers(
-    tmp_path, chunk, redis_server, monkeypatch
-):
+def test_stats_include_the_shared_store(tmp_path, chunk, redis_server, monkeypatch):
     redis, key = redis_server(), ChunkKey("ab" * 32)
     url = f"{redis.url()}?timeout_s=60"
     with KVStore.open(tmp_path / "other", 1 << 20, remote=url) as other:

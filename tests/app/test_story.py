@@ -1,15 +1,15 @@
-"""The whole story on the bundled models, nothing faked: documents in, answers out, KV reused, removed, mended."""
+"""The whole story on the bundled models, without fakes: ingest, answers, reused KV, removal, repair."""
 
 import threading
 
 import pytest
 from app_fakes import make_cross_encoder
 
-from ragblend.app.answering.conversation import ANY, AskOptions, Conversations
+from ragblend.app.answering.conversation import ANY_SCORE, AskOptions, Conversations
 from ragblend.app.answering.rerank import CrossEncoder
 from ragblend.app.library.ingest import ingest
+from ragblend.app.library.maintenance import check
 from ragblend.app.library.removal import remove_document
-from ragblend.app.library.upkeep import check
 from ragblend.app.workspace import Workspace
 from ragblend.engine.engine import Engine
 from ragblend.kvstore.errors import ModelError
@@ -27,7 +27,7 @@ QUESTION = "What is the ringer of the bell paid in?"
 
 def asked(workspace, question, **options):
     talks = Conversations(workspace.workspaces)
-    return talks.answer(question, AskOptions(least_score=ANY, **options)).whole()
+    return talks.answer(question, AskOptions(least_score=ANY_SCORE, **options)).whole()
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +80,15 @@ def test_removing_a_document_removes_its_kv_and_no_other(workspace, folder):
     assert check(workspace) == []
 
 
-def test_the_reranker_has_the_last_word_and_the_device_reads_meanwhile(workspace, tmp_path, monkeypatch):
+def test_reranker_decides_while_the_device_prefills(workspace, tmp_path, monkeypatch):
     """As on an accelerator, where there is something to gain."""
     from ragblend.engine import engine as engines
     from ragblend.engine.scheduling import speculation
 
     reranker = make_cross_encoder(tmp_path / "reranker", [TIDES, BELL, QUESTION])
-    opened = workspace.workspaces.under(workspace.settings.changed({"reranker": str(reranker), "top_k": 2}))
+    opened = workspace.workspaces.with_settings(
+        workspace.settings.changed({"reranker": str(reranker), "top_k": 2})
+    )
     read, real = {"ahead": 0, "in place": 0}, speculation.prefill
     begun = threading.Event()
 
@@ -110,7 +112,7 @@ def test_the_reranker_has_the_last_word_and_the_device_reads_meanwhile(workspace
         agrees = False
 
         def scores(self, question, texts):
-            assert begun.wait(60)
+            assert begun.wait(300)
             return [-n for n, _ in enumerate(texts)] if self.agrees else super().scores(question, texts)
 
     slow = Slow(str(reranker), "cpu")
@@ -124,14 +126,14 @@ def test_the_reranker_has_the_last_word_and_the_device_reads_meanwhile(workspace
         assert read["ahead"] >= 1 and sum(read.values()) == times
 
 
-def test_a_reranker_that_fails_leaves_the_device_free(workspace, monkeypatch):
+def test_failing_reranker_releases_the_device(workspace, monkeypatch):
     class Broken:
         def scores(self, question, texts):
             raise ModelError("the reranker is damaged")
 
     monkeypatch.setattr(type(workspace), "reranker", Broken())
     monkeypatch.setattr(Engine, "device", "cuda")
-    opened = workspace.workspaces.under(workspace.settings.changed({"reranker": "some/one"}))
+    opened = workspace.workspaces.with_settings(workspace.settings.changed({"reranker": "some/one"}))
     with pytest.raises(ModelError, match="damaged"):
         asked(opened.first, QUESTION)
     with workspace.engine.runtime.queue.turn():

@@ -1,4 +1,4 @@
-"""A trace as a file: the name says the format, and is judged before any work is done."""
+"""Traces as files: the suffix chooses the format, and is checked before any work is done."""
 
 import json
 

@@ -34,14 +34,14 @@ def test_the_choice_of_a_model_is_for_that_model(tuned) -> None:
     assert chosen(tuned, model="default") == ("cacheblend-gradual", 0.05)
 
 
-def test_a_method_that_is_given_comes_first_with_the_default_ratio(tuned) -> None:
+def test_given_method_overrides_tuned_choice_and_ratio(tuned) -> None:
     assert chosen(tuned, method="random") == ("random", 0.15)
     assert chosen(tuned, {"RAGBLEND_METHOD": "random"}) == ("random", 0.15)
     tuned.write_text('method = "random"')
     assert chosen(tuned) == ("random", 0.15)
 
 
-def test_a_ratio_that_is_given_goes_with_the_tuned_method(tuned) -> None:
+def test_given_ratio_applies_to_the_tuned_method(tuned) -> None:
     assert chosen(tuned, ratio=0.3) == ("cacheblend-gradual", 0.3)
     assert chosen(tuned, {"RAGBLEND_RATIO": "auto"}) == ("cacheblend-gradual", "auto")
 
@@ -51,7 +51,7 @@ def test_a_method_without_a_ratio_leaves_the_default_one(path) -> None:
     assert chosen(path) == ("reuse", 0.15)
 
 
-def test_choices_are_taken_back_one_by_one(tuned) -> None:
+def test_tuned_choices_are_undone_one_by_one(tuned) -> None:
     file = tuned_file(tuned)
     save_choice(file, "other", "random", 0.5, {})
     save_choice(file, "default", "epic", 0.1, {})
@@ -65,7 +65,7 @@ def test_choices_are_taken_back_one_by_one(tuned) -> None:
     assert choice_for(file, "other").method == "random"
 
 
-def test_not_more_than_a_few_are_kept_and_only_their_user_may_read_them(path) -> None:
+def test_few_choices_are_stored_privately(path) -> None:
     for number in range(KEPT + 3):
         save_choice(tuned_file(path), "default", "epic", number / 100, {})
     assert stat.S_IMODE(tuned_file(path).stat().st_mode) == 0o600

@@ -1,4 +1,4 @@
-"""Watched folders: what is new, changed, moved or gone there becomes work, and a folder that is away loses nothing."""
+"""Watched folders: changes become jobs, and a missing folder loses no documents."""
 
 import shutil
 import threading
@@ -52,7 +52,7 @@ def test_links_in_a_folder_are_not_followed(watcher, jobs, workspaces, documents
     assert set(names(workspaces)) == {"sky.txt", "bread.md", "boats.txt", "last.txt"}
 
 
-def test_what_happens_in_a_folder_is_followed(watcher, jobs, workspaces, documents):
+def test_changes_in_a_watched_folder_are_ingested(watcher, jobs, workspaces, documents):
     watched(watcher, documents)
     everything = {"sky.txt": "done", "bread.md": "done", "boats.txt": "done"}
     until(lambda: names(workspaces) == everything)
@@ -68,7 +68,7 @@ def test_what_happens_in_a_folder_is_followed(watcher, jobs, workspaces, documen
     until(lambda: set(names(workspaces)) == {"sky.txt", "boats.txt", "moved.txt"})
 
 
-def test_a_folder_that_moves_takes_its_documents_along(watcher, workspaces, documents, tmp_path):
+def test_moved_folder_moves_its_documents(watcher, workspaces, documents, tmp_path):
     watched(watcher, documents)
     inner = tmp_path / "letters"
     inner.mkdir()
@@ -79,7 +79,7 @@ def test_a_folder_that_moves_takes_its_documents_along(watcher, workspaces, docu
     until(lambda: "a.txt" not in names(workspaces))
 
 
-def test_what_happened_while_nobody_watched_is_found(jobs, workspaces, documents):
+def test_changes_before_watching_are_found(jobs, workspaces, documents):
     jobs.add([documents], "default")
     jobs.start()
     assert idle(jobs)
@@ -96,7 +96,7 @@ def test_what_happened_while_nobody_watched_is_found(jobs, workspaces, documents
 
 
 def test_an_empty_or_missing_folder_keeps_its_documents(jobs, workspaces, documents, monkeypatch):
-    monkeypatch.setattr("ragblend.app.library.watching.LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr("ragblend.app.library.watching.RETRY_S", 0.05)
     jobs.add([documents], "default")
     jobs.start()
     assert idle(jobs)
@@ -105,9 +105,9 @@ def test_an_empty_or_missing_folder_keeps_its_documents(jobs, workspaces, docume
     shutil.rmtree(documents)
     watcher.start()
     try:
-        until(lambda: "is not there" in watcher.folders()[0].reason)
+        until(lambda: "does not exist" in watcher.folders()[0].reason)
         documents.mkdir()
-        until(lambda: "is empty, so its 3 documents stay" in watcher.folders()[0].reason)
+        until(lambda: "its 3 documents stay" in watcher.folders()[0].reason)
         assert watcher.folders()[0].reason and len(names(workspaces)) == 3
         (documents / "sky.txt").write_text("It is back, and blue.")
         until(lambda: says(workspaces, "It is back"))
@@ -115,7 +115,7 @@ def test_an_empty_or_missing_folder_keeps_its_documents(jobs, workspaces, docume
         watcher.close()
 
 
-def test_the_list_is_kept_and_checked(watcher, jobs, documents, tmp_path):
+def test_watched_folders_are_stored_and_checked(watcher, jobs, documents, tmp_path):
     found = watched(watcher, documents)
     assert (found.path, found.collection) == (str(documents), "default")
     with pytest.raises(UsageError, match="watched for 'default' already"):

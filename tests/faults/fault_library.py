@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ragblend.app.library.documents import FileFacts, Passage, document_id, node_id
+from ragblend.app.library.documents import DocumentPassage, FileFacts, document_id, node_id
 from ragblend.app.library.registry import LOST, Library
 from ragblend.kvstore.errors import RagBlendError
 
@@ -25,7 +25,8 @@ def make_library(path: Path, documents: int = 12, passages: int = 6, seed: int =
             assert key == document_id(collection, name)
             texts = [" ".join(chance.randbytes(4).hex() for _ in range(WORDS)) for _ in range(passages)]
             parts = [
-                Passage(node_id(key, i, text), key, i, text, f"p. {i + 1}") for i, text in enumerate(texts)
+                DocumentPassage(node_id(key, i, text), key, i, text, f"p. {i + 1}")
+                for i, text in enumerate(texts)
             ]
             rows = [np.array([[chance.gauss(0, 1) for _ in range(96)]], np.float32) for _ in texts]
             facts = FileFacts(chance.randrange(10**6), chance.randrange(10**18), chance.randbytes(32).hex())

@@ -11,8 +11,8 @@ import pytest
 from waiting import idle
 
 from ragblend.app.answering.conversation import AskOptions
-from ragblend.app.desk import Desk
 from ragblend.app.library.ingest import ingest
+from ragblend.app.services import AppServices
 from ragblend.app.workspace import Workspace
 from ragblend.engine.prompts.segments import Chunk, Prompt
 from ragblend.integrations.chroma import apart
@@ -132,7 +132,7 @@ def test_nothing_of_a_removed_document_is_found(home, tmp_path, count):
     folder.mkdir()
     paths = [write(folder, n, 0) for n in range(number)]
     ways = dict(zip(paths, WAYS * number, strict=False))
-    with Desk.open(home) as desk:
+    with AppServices.open(home) as desk:
         letters = [path for path in paths if ways[path] == "collection"]
         ingest(desk.workspaces.of("default"), [path for path in paths if path not in letters])
         desk.workspaces.create("letters")
@@ -192,7 +192,7 @@ def _remove(desk, home, way, paths, folder):
         for path in paths:
             path.unlink()
         desk.jobs.start()
-        assert desk.jobs.gone(paths, "default") == len(paths) and idle(desk.jobs, 120)
+        assert desk.jobs.remove_missing(paths, "default") == len(paths) and idle(desk.jobs, 120)
         with desk.workspaces.writing():
             pass  # the worker has let go
     elif way == "changed":

@@ -3,7 +3,7 @@
 import fault_documents
 import pytest
 
-from ragblend.app.library import apart
+from ragblend.app.library import sandbox
 from ragblend.app.library.readers import read_document
 from ragblend.kvstore.errors import OversizedDocumentError, UnreadableDocumentError
 
@@ -48,9 +48,9 @@ def test_refused_by_name(tmp_path, count, monkeypatch, maker, suffix, full, redu
     """With little memory for the reduced size, so that the same limit is met."""
     path = maker(tmp_path / f"a{suffix}", count(full, reduced))
     monkeypatch.setattr(
-        apart.apart,
+        sandbox.run_in_sandbox,
         "__kwdefaults__",
-        apart.apart.__kwdefaults__ | {"memory_bytes": count(1024, memory) * MIB},
+        sandbox.run_in_sandbox.__kwdefaults__ | {"memory_bytes": count(1024, memory) * MIB},
     )
     with pytest.raises(error, match=r"a\.\w+: .*(limit|damaged|Split|larger)"):
         read_document(path)

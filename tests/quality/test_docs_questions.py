@@ -53,13 +53,13 @@ def library(home, tmp_path):
     import numpy as np
 
     from ragblend.app.home import Home
-    from ragblend.app.library.documents import FileFacts, Passage
+    from ragblend.app.library.documents import DocumentPassage, FileFacts
     from ragblend.app.library.registry import Library
 
     store = Library(Home(home).create().library)
     for collection, path in (("default", "a/one.txt"), ("default", "b/two.txt"), ("other", "a/three.txt")):
         key = store.begin(collection, str(tmp_path / path))
-        passages = [Passage(f"{key}{n}", key, n, f"{path} passage {n}", f"p. {n}") for n in range(2)]
+        passages = [DocumentPassage(f"{key}{n}", key, n, f"{path} passage {n}", f"p. {n}") for n in range(2)]
         store.replace_passages(key, FileFacts(1, 1, "x"), "r", passages, [np.zeros((1, 4), "f4")] * 2)
     store.close()
     return home

@@ -66,7 +66,7 @@ def test_a_one_hop_question_needs_one_page(question: Question, pages: dict[str, 
     [{"answers": ()}, {"hops": 3}, {"hops": 2}, {"documents": ()}],
     ids=["answer", "hops", "two hops", "file"],
 )
-def test_a_question_that_cannot_be_is_refused(row: dict[str, object]) -> None:
+def test_invalid_question_is_refused(row: dict[str, object]) -> None:
     good: dict[str, object] = {"question": "Q?", "answers": ("a",), "documents": ("d.md",), "hops": 1}
     Question(**good)  # type: ignore[arg-type]
     with pytest.raises(AssertionError):

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 import httpx
 from waiting import SOON_S
 
-from ragblend.app.desk import Desk
 from ragblend.app.serve.application import build
 from ragblend.app.serve.front import Rules
 from ragblend.app.serve.keys import Client, Door, Keys
 from ragblend.app.serve.library import UPLOAD_PATH
 from ragblend.app.serve.listening import Server, listening
+from ragblend.app.services import AppServices
 
 LEDGER = (
     "The harbour master kept two ledgers in the tower. The first one named every ship that came in by night. "
@@ -67,7 +67,7 @@ class Served:
 
 @contextmanager
 def serving(home, model, limits=None):
-    desk = Desk.open(home, model=str(model), device="cpu", dtype="float32", chunk_tokens=64)
+    desk = AppServices.open(home, model=str(model), device="cpu", dtype="float32", chunk_tokens=64)
     known = Keys(desk.workspaces.home.root)
     keys = {"owner-key": known.add(Client("chief"))}
     for name in ("ada", "bob"):

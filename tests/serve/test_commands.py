@@ -18,9 +18,9 @@ from waiting import until
 from ragblend import __version__
 from ragblend.app import remote
 from ragblend.app.cli.main import main
-from ragblend.app.desk import Desk
 from ragblend.app.remote import NAME, Line, connected
 from ragblend.app.serve.commands import Commands, RemoteTerminal
+from ragblend.app.services import AppServices
 from ragblend.app.workspace import Workspaces
 
 LIGHT = "The lighthouse of Skarholm was built in 1888 by Marta Lind. "
@@ -44,7 +44,7 @@ def home(home_of, tiny_folder, tmp_path_factory):
 @contextmanager
 def owned(home):
     """The home, open in this process as a server has it open; who opens it a second time meanwhile fails."""
-    with Desk.open(home) as desk, Commands(desk), pytest.MonkeyPatch.context() as patch:
+    with AppServices.open(home) as desk, Commands(desk), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Workspaces, "open", None)
         yield desk
 
@@ -454,7 +454,7 @@ def test_who_leaves_or_is_left_stops_the_work() -> None:
 
 
 def test_the_end_of_the_process_ends_its_commands_and_takes_the_socket_away(home) -> None:
-    with Desk.open(home) as desk:
+    with AppServices.open(home) as desk:
         commands = Commands(desk)
         process = as_process(home, "chat")
         until(lambda: process.stderr.read(1) == ">")

@@ -1,4 +1,4 @@
-"""A real Chromium over the real command: starting both, and what must hold on every page that it opens."""
+"""A real Chromium over the real command, and the checks that hold on every page that it opens."""
 
 import contextlib
 import json

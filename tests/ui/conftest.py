@@ -1,4 +1,4 @@
-"""What the page's tests share: a browser, pages that are checked when they close, and a model that costs nothing."""
+"""Shared fixtures of the page's tests: a browser, pages that are checked when they close, a fake model."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Requests to the front of the page as no client would send them."""
+"""Malformed requests, as no ordinary client would send them."""
 
 import asyncio
 from urllib.parse import unquote
@@ -6,9 +6,9 @@ from urllib.parse import unquote
 PORT = 7860
 
 
-def send_raw(app, entrance, path: str) -> tuple[int, bytes]:
+def send_raw(app, login, path: str) -> tuple[int, bytes]:
     """Status and body of one GET with a session, its path byte by byte: clients tidy that of a URL."""
-    cookie = f"{entrance.cookie_name}={entrance.new_cookie()}".encode()
+    cookie = f"{login.cookie_name}={login.new_cookie()}".encode()
     scope = {
         "type": "http",
         "http_version": "1.1",

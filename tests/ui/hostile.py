@@ -1,4 +1,4 @@
-"""Texts that try to be more than text: for documents, answers, names and figures."""
+"""Hostile texts for documents, answers, names and figures."""
 
 from html.parser import HTMLParser
 

@@ -1,21 +1,21 @@
-"""Records of the app, as the views get them, with one text wherever a text may stand."""
+"""The app's records as the views get them, with one text wherever a text may be."""
 
-from ragblend.app.answering.answer import Source
-from ragblend.app.answering.chats import Message
+from ragblend.app.answering.answer import AnswerSource
+from ragblend.app.answering.chats import ChatMessage
 from ragblend.app.library.documents import Document, FileFacts
 from ragblend.app.library.job_store import FileJob
-from ragblend.app.library.jobs import Overview
+from ragblend.app.library.jobs import QueueOverview
 
 WHEN = "2026-03-04T10:00:00+00:00"
 TIER = {"hits": 30, "misses": 10, "this_process": {"hits": 3, "misses": 1, "evictions": 0}}
 
 
 def source(text):
-    return Source(1, "n", "d", "default", text, text, 0.5, text)
+    return AnswerSource(1, "n", "d", "default", text, text, 0.5, text)
 
 
 def message(text, role="assistant", report=None):
-    return Message(1, 1, role, text, WHEN, (source(text),), report or {})
+    return ChatMessage(1, 1, role, text, WHEN, (source(text),), report or {})
 
 
 def hood(text="m", **values):
@@ -62,7 +62,7 @@ def queue(**values):
         "current": None,
         "changes": 7,
     }
-    return Overview(**(defaults | values))
+    return QueueOverview(**(defaults | values))
 
 
 def stats(policy="pgdsf"):

@@ -1,4 +1,4 @@
-"""The page as its users have it: the real command, the bundled model, a real Chromium."""
+"""The page as users have it: the real command, the bundled model, a real Chromium."""
 
 import json
 import re
@@ -83,7 +83,7 @@ def test_a_page_of_a_pdf_is_shown_with_boxes(open_page) -> None:
     page.screenshot(path=screenshots() / "pdf.png")
 
 
-def test_under_the_hood_of_an_answer(open_page) -> None:
+def test_details_of_an_answer(open_page) -> None:
     mine = open_page(color_scheme="dark")
     page = mine.page
     mine.tab("Library")
@@ -104,7 +104,7 @@ def test_under_the_hood_of_an_answer(open_page) -> None:
     page.screenshot(path=screenshots() / "hood-dark.png")
 
 
-def test_history_is_edited_renamed_searched_exported_and_deleted(open_page, server) -> None:
+def test_history_can_be_edited_renamed_searched_exported_and_deleted(open_page, server) -> None:
     mine = open_page()
     page = mine.page
     mine.ask("When did the tramway open?")
@@ -172,7 +172,7 @@ def test_two_methods_are_compared(open_page) -> None:
     page.click("#rb-compare-go")
     page.wait_for_function("document.querySelectorAll('.rb-sides section').length === 2")
     page.wait_for_selector("#rb-compare-stop", state="hidden")
-    for said in ("What the question needs, the rest adjusted (recommended), 15%", "five hours"):
+    for said in ("Re-read what the question needs, adjust the rest (recommended), 15%", "five hours"):
         mine.expect(".rb-sides").to_contain_text(said)
     page.screenshot(path=screenshots() / "compare.png")
 
@@ -201,13 +201,13 @@ def uploads(tmp_path_factory):
     return sorted(folder.iterdir())
 
 
-def test_uploads_of_each_format_are_inert_and_a_deleted_one_is_nowhere(open_page, server, uploads) -> None:
+def test_uploads_are_inert_and_deleted_completely(open_page, server, uploads) -> None:
     mine = open_page()
     page = mine.page
     mine.tab("Library")
     before = mine.changes()
     page.set_input_files("#rb-upload input[type=file]", [str(path) for path in uploads])
-    page.wait_for_selector(f"#rb-library-message:has-text('{len(uploads)} files put in the queue')")
+    page.wait_for_selector(f"#rb-library-message:has-text('{len(uploads)} files queued')")
     mine.all_read(before)
     copies = ".rb-documents tr:has(.where:text-is('a copy in the library')) .rb-state"
     mine.expect(copies).to_have_text(["ready"] * len(uploads))
@@ -241,7 +241,7 @@ def content(path: Path) -> bytes:
         return b""
 
 
-def test_killed_while_reading_it_goes_on_where_it_was(start, chromium) -> None:
+def test_ingest_continues_after_a_kill(start, chromium) -> None:
     """Killed in the middle, started again: the queue goes on by itself."""
     running = start(settings=SETTINGS)
     context = chromium.new_context()

@@ -1,4 +1,4 @@
-"""The Library tab in a real Chromium: the queue in people's hands, watched folders, files that go or cannot be read."""
+"""The Library tab in a real Chromium: the queue, watched folders, unreadable and missing files."""
 
 import os
 import re
@@ -52,7 +52,7 @@ def test_a_long_file_is_paused_cancelled_killed_and_resumed(start, open_page, tm
     embedding(mine)
     press_slowly(mine, "#rb-queue [data-act=pause]")
     page.wait_for_selector("#rb-queue strong:has-text('Paused')")
-    mine.await_states(long="in the queue")
+    mine.await_states(long="queued")
     page.click("#rb-queue [data-act=resume]")
     embedding(mine)
     page.click("#rb-queue [data-act=cancel]")
@@ -72,7 +72,7 @@ def test_a_long_file_is_paused_cancelled_killed_and_resumed(start, open_page, tm
     mine.expect("#rb-queue").to_contain_text("2 done")
 
 
-def test_a_document_is_summarised_stopped_and_gone_on_with(start, open_page, tmp_path) -> None:
+def test_summary_is_stopped_and_continued(start, open_page, tmp_path) -> None:
     (folder := tmp_path / "long").mkdir()
     long_text(folder / "long.txt", 300)
     mine = open_page(start(settings="chunk_tokens = 64\ntop_k = 2\n"))
@@ -82,7 +82,7 @@ def test_a_document_is_summarised_stopped_and_gone_on_with(start, open_page, tmp
     mine.await_states(long="ready")
     with mine.answering():
         page.click("[data-act=digest]")
-        page.wait_for_selector("#rb-live .rb-status:has-text('Summing up part 2')")
+        page.wait_for_selector("#rb-live .rb-status:has-text('Summarising part 2')")
         page.click("#rb-stop")
     page.wait_for_selector(f"{ANSWERS} .rb-status:has-text('Stopped.')")
     with mine.answering():
@@ -145,11 +145,11 @@ def test_one_bad_file_among_many_is_named_and_stops_nothing(start, open_page, tm
     )
     before = mine.changes()
     page.click(".rb-documents tr:has-text('broken') [data-act=retry-document]")
-    page.wait_for_selector("#rb-library-message:has-text('1 file put in the queue')")
+    page.wait_for_selector("#rb-library-message:has-text('1 file queued')")
     mine.all_read(before)
 
 
-def test_a_file_that_goes_while_it_is_waiting_or_being_read(start, open_page, tmp_path) -> None:
+def test_file_deleted_while_queued_or_read(start, open_page, tmp_path) -> None:
     (folder := tmp_path / "going").mkdir()
     first, second = long_text(folder / "first.txt"), folder / "second.txt"
     second.write_text("The second file is gone before its turn comes.")

@@ -1,4 +1,4 @@
-"""A page that is open while the server is killed and started again on the same port."""
+"""An open page while its server is killed and restarted on the same port."""
 
 import pytest
 from browser import ANSWERS, WAIT_MS, expect
@@ -31,9 +31,7 @@ def again(start, running, *options):
     return start("--port", running.address.rpartition(":")[2], *options)
 
 
-def test_it_goes_on_with_its_conversation_and_what_was_typed_until_the_link_is_another(
-    start, open_plainly
-) -> None:
+def test_page_survives_a_restart_until_the_link_changes(start, open_plainly) -> None:
     running = start()
     page = open_plainly(running)
     page.fill("#rb-question textarea", ASKED)
@@ -52,7 +50,7 @@ def test_it_goes_on_with_its_conversation_and_what_was_typed_until_the_link_is_a
     expect(page, ".rb-chat").to_have_count(1)
     page.fill("#rb-question textarea", "Half of another")
     third = again(start, second, "--new-link")
-    expect(page, "#rb-new-link[role=alert]").to_contain_text("Open the new link")
+    expect(page, "#rb-new-link[role=alert]").to_contain_text("open the new link")
     expect(page, "#rb-question textarea").to_have_value("Half of another")
     page.goto(third.url)
     page.wait_for_selector("#rb-hello .rb-welcome")

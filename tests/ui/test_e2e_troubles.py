@@ -1,4 +1,4 @@
-"""What goes wrong around the page, in a real Chromium: it says what happened, keeps what it can, and stays usable."""
+"""Failures around the page in a real Chromium: it reports them, keeps data, and stays usable."""
 
 import os
 import re
@@ -119,7 +119,7 @@ def test_a_click_counts_while_the_one_before_it_is_not_answered(quiet, open_page
     mine.expect(f".rb-documents tr:has(.where:has-text('{folder}'))").to_have_count(0)
 
 
-def test_what_a_click_said_outlives_the_opening_of_its_tab(quiet, open_page, harbour) -> None:
+def test_message_of_a_click_survives_opening_the_tab(quiet, open_page, harbour) -> None:
     """The tab's own figures come late, as where the model is being read for them: after the click's answer."""
     mine = open_page(quiet)
     read(mine, harbour)
@@ -127,11 +127,11 @@ def test_what_a_click_said_outlives_the_opening_of_its_tab(quiet, open_page, har
     page.route("**/gradio_api/run/**", lambda route: held.append(route))
     mine.tab("Store")
     page.click("#rb-check")
-    page.wait_for_selector("#rb-store-message:has-text('Everything is sound.')")
+    page.wait_for_selector("#rb-store-message:has-text('No problems found.')")
     assert not page.locator("#rb-store-overview .rb-cards").count(), "the figures were not held back"
     page.unroute("**/gradio_api/run/**")  # lets those go that were held
     page.wait_for_selector("#rb-store-overview .rb-cards")
-    assert page.inner_text("#rb-store-message") == "Everything is sound."
+    assert page.inner_text("#rb-store-message") == "No problems found."
     mine.tab("Chat")
     mine.tab("Store")
     page.wait_for_function("!document.querySelector('#rb-store-message').innerText.trim()")
@@ -149,10 +149,10 @@ def test_a_click_counts_where_its_button_moves_away(quiet, open_page) -> None:
     page.unroute("**/gradio_api/run/**")
     page.wait_for_selector("#rb-store-overview .rb-cards")
     page.mouse.up()
-    page.wait_for_selector("#rb-store-message:has-text('Everything is sound.')")
+    page.wait_for_selector("#rb-store-message:has-text('No problems found.')")
 
 
-def test_a_click_is_for_what_was_pressed(quiet, open_page) -> None:
+def test_click_acts_on_the_pressed_button(quiet, open_page) -> None:
     """A list that is drawn anew under the pointer has other rows in the same buttons."""
     mine = open_page(quiet)
     page = mine.page
@@ -199,7 +199,7 @@ def test_a_model_is_picked_from_what_is_here(quiet, open_page, tmp_path, tiny_fo
     assert str(other) in (running.home / "settings.toml").read_text()
 
 
-def test_a_model_of_the_hub_is_brought_here(start, open_page, harbour, tiny_folder, tmp_path, monkeypatch):
+def test_hub_model_is_downloaded(start, open_page, harbour, tiny_folder, tmp_path, monkeypatch):
     """With its bytes shown, stopped at once, then whole; and only then is it saved, and answers."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
@@ -218,7 +218,7 @@ def test_a_model_of_the_hub_is_brought_here(start, open_page, harbour, tiny_fold
         assert "anna/tiny" not in (running.home / "settings.toml").read_text()
         hub.go_on.set()
         before = mine.changes()
-        mine.press("#rb-save", "#rb-saved:has-text('Saved. 1 document put in the queue.')")
+        mine.press("#rb-save", "#rb-saved:has-text('Saved. 1 document queued.')")
         assert "anna/tiny" in (running.home / "settings.toml").read_text()
         asked = len(hub.asked)
         mine.tab("Library")
@@ -238,13 +238,13 @@ def test_settings_and_the_store_over_a_restart(start, open_page, harbour, tiny_f
     page.fill("#rb-top-k input[type=number]", "9")
     page.press("#rb-top-k input[type=number]", "Tab")
     page.wait_for_selector(
-        "#rb-cost:has-text('Changes passages per question. Nothing needs to be read again.')"
+        "#rb-cost:has-text('Changes passages per question. No document needs to be processed again.')"
     )
     page.fill("#rb-chunk input[type=number]", "256")
     page.press("#rb-chunk input[type=number]", "Tab")
     page.wait_for_selector("#rb-cost:has-text('1 document (1 passage) must be read, cut and embedded again')")
     before = mine.changes()
-    mine.press("#rb-save", "#rb-saved:has-text('Saved. 1 document put in the queue.')")
+    mine.press("#rb-save", "#rb-saved:has-text('Saved. 1 document queued.')")
     page.fill("#rb-reranker input, #rb-reranker textarea", "/no/such/reranker")
     mine.press("#rb-save", "#rb-saved .rb-note.error:has-text('/no/such/reranker')")
     page.fill("#rb-model input, #rb-model textarea", "/no/such/model")
@@ -273,8 +273,8 @@ def test_settings_and_the_store_over_a_restart(start, open_page, harbour, tiny_f
     mine.tab("Store")
     for button, said in (
         ("#rb-check", "1 problem found"),
-        ("#rb-repair", "1 damaged KV value taken out; "),
-        ("#rb-check", "Everything is sound."),
+        ("#rb-repair", "1 damaged KV value removed; "),
+        ("#rb-check", "No problems found."),
     ):
         page.click(button)
         mine.expect("#rb-store-message").to_contain_text(said)
@@ -300,7 +300,7 @@ def test_beyond_loopback_it_wants_a_password(start, chromium, tmp_path, tiny_fol
         assert page.goto(running.address).status == 401
         page.fill("input[type=password]", "seven grey geese")
         page.click("button")
-        page.wait_for_selector("[role=alert]:has-text('That is not the password.')")
+        page.wait_for_selector("[role=alert]:has-text('Wrong password.')")
         page.fill("input[type=password]", "seven grey seals")
         page.click("button")
         page.wait_for_selector("#rb-question textarea")
@@ -473,7 +473,7 @@ def fill(path: Path) -> None:
                 continue
 
 
-def test_a_model_that_a_vllm_server_has(start, open_page, harbour, tiny_folder, tmp_path) -> None:
+def test_model_of_a_vllm_server(start, open_page, harbour, tiny_folder, tmp_path) -> None:
     """Questions go there and answers stream back; once it is gone the page says so, and goes on with the next."""
     engine = Engine.open(str(tiny_folder), tmp_path / "engine")
     literal_ids = engine.runtime.tokenizing.literal_ids

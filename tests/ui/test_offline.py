@@ -1,4 +1,4 @@
-"""Nothing is asked of the network: the flow works where there is none, and tries no address but loopback's."""
+"""The page works without a network, and contacts no address but loopback."""
 
 import json
 import re

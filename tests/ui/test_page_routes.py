@@ -1,4 +1,4 @@
-"""The whole page as it is served: every endpoint there is, without the token, from elsewhere, too large, upwards."""
+"""All routes of the served page: without the token, from other origins, too large, with path traversal."""
 
 import asyncio
 import re
@@ -10,17 +10,17 @@ import httpx
 import pytest
 from browser import Server
 from fronts import PORT, send_raw
-from test_safety import TRAVERSALS
+from test_security import TRAVERSALS
 
 pytest.importorskip("gradio", reason="the page needs the extra `ui`")
 
-from ragblend.app.desk import Desk
 from ragblend.app.serve.front import Address, Rules
+from ragblend.app.services import AppServices
 from ragblend.kvstore.errors import UsageError
-from ragblend.ui.context import Context
-from ragblend.ui.entrance import Entrance
-from ragblend.ui.safety import UPLOAD_PATH
-from ragblend.ui.serving import build_app, gradio_environment, open_entrance
+from ragblend.ui.login import PageLogin
+from ragblend.ui.page_context import PageContext
+from ragblend.ui.security import UPLOAD_PATH
+from ragblend.ui.serving import build_app, gradio_environment, open_login
 
 SECRET = "nobody outside may read this"
 LIMIT = 100_000
@@ -33,24 +33,24 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def app(home):
-    """The real application over a real desk; nothing is loaded by it, and no model is needed."""
-    with Desk.open(home) as desk, gradio_environment(home):
+    """The real application over real services; it loads nothing, and needs no model."""
+    with AppServices.open(home) as services, gradio_environment(home):
         (home / "secret.txt").write_text(SECRET)
-        entrance = Entrance(PORT, token="right")
+        login = PageLogin(PORT, token="right")
         rules = Rules(Address(port=PORT), UPLOAD_PATH, max_upload_bytes=LIMIT)
 
         async def built():
-            return build_app(Context(desk), rules, entrance)
+            return build_app(PageContext(services), rules, login)
 
         # Outside a loop Gradio makes loops for its locks, and closes none of them.
         with asyncio.Runner() as runner:
             served = runner.run(built())
-        yield served, entrance
+        yield served, login
 
 
 @pytest.fixture
 def ask(app):
-    served, entrance = app
+    served, login = app
 
     async def send(method, path, session=True, **arguments):
         transport = httpx.ASGITransport(app=served, client=("127.0.0.1", 5000), raise_app_exceptions=False)
@@ -58,7 +58,7 @@ def ask(app):
             transport=transport, base_url=f"http://127.0.0.1:{PORT}", timeout=60
         ) as http:
             if session:
-                http.cookies.set(entrance.cookie_name, entrance.new_cookie())
+                http.cookies.set(login.cookie_name, login.new_cookie())
             return await http.request(method, path, **arguments)
 
     return send
@@ -82,7 +82,7 @@ def endpoints(application):
     return sorted(found)
 
 
-async def test_every_endpoint_without_the_token_is_refused(app, ask) -> None:
+async def test_every_endpoint_needs_a_session(app, ask) -> None:
     every = endpoints(app[0]._app.app)
     assert len(every) > 30, every
     for method, path in every:
@@ -90,7 +90,7 @@ async def test_every_endpoint_without_the_token_is_refused(app, ask) -> None:
         assert answer.status_code == 401, (method, path, answer.status_code)
 
 
-async def test_with_a_session_the_page_and_its_assets_are_there(ask) -> None:
+async def test_page_and_assets_are_served_with_a_session(ask) -> None:
     page = await ask("GET", "/")
     assert page.status_code == 200
     assert "RAGBlend" in page.text
@@ -101,12 +101,12 @@ async def test_with_a_session_the_page_and_its_assets_are_there(ask) -> None:
     assert "googleapis" not in (await ask("GET", "/theme.css")).text
 
 
-def test_no_path_leads_out(app) -> None:
+def test_no_path_escapes_the_routes(app) -> None:
     answers = {path: send_raw(*app, path) for path in TRAVERSALS}
     assert {path: one for path, one in answers.items() if not 400 <= one[0] < 500 or b"root:" in one[1]} == {}
 
 
-async def test_neither_files_nor_other_sites_nor_the_interfaces_documentation_are_served(ask, home) -> None:
+async def test_files_other_sites_and_api_docs_are_not_served(ask, home) -> None:
     own = (home / name for name in ("secret.txt", "library.sqlite", "chats.sqlite"))
     routes = ("gradio_api/file=", "gradio_api/file/", "file=", "gradio_api/stream/", "gradio_api/deep_link/")
     for target in (*own, "/etc/passwd", "/proc/self/environ"):
@@ -123,7 +123,7 @@ async def test_neither_files_nor_other_sites_nor_the_interfaces_documentation_ar
         assert answer.status_code >= 400 or "swagger" not in answer.text.lower(), path
 
 
-async def test_the_front_stands_before_the_real_page(ask, home) -> None:
+async def test_requests_from_other_sites_are_refused_by_the_real_page(ask, home) -> None:
     assert 400 <= (await ask("GET", "/config", headers={"host": "evil.example:7860"})).status_code < 500
     files = {"files": ("x.txt", b"x")}
     for path, arguments in (("upload", {"files": files}), ("queue/join", {"json": {}})):
@@ -147,13 +147,13 @@ async def test_an_upload_over_the_limit_is_refused_and_leaves_nothing(ask, home)
     assert kept == []
 
 
-def test_beyond_this_machine_there_is_no_page_without_a_password(home) -> None:
+def test_page_for_other_machines_needs_a_password(home) -> None:
     with pytest.raises(UsageError, match="--set-password"):
-        open_entrance(home, Address("0.0.0.0"))
-    assert open_entrance(home, Address()).password_hash is None
+        open_login(home, Address("0.0.0.0"))
+    assert open_login(home, Address()).password_hash is None
 
 
-def test_the_temporary_folder_is_private_and_goes(tmp_path) -> None:
+def test_temporary_folder_is_private_and_deleted(tmp_path) -> None:
     left = tmp_path / "ui" / "of a page that was killed"
     left.mkdir(parents=True)
     with gradio_environment(tmp_path) as folder:

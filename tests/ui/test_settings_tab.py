@@ -1,4 +1,4 @@
-"""What is saved in the Settings tab holds at once and after a restart; what does not work is not saved."""
+"""The Settings tab: saved settings apply at once and after a restart; invalid ones are not saved."""
 
 import pytest
 
@@ -8,17 +8,17 @@ import gradio as gr
 from serverless import built
 
 from ragblend.app.settings import Settings
-from ragblend.ui.context import Context
+from ragblend.ui.page_context import PageContext
 from ragblend.ui.tab_settings import SettingsTab
 
 
 class Tab:
     """The tab over a home without a model."""
 
-    def __init__(self, desk):
-        self.workspaces = desk.workspaces
+    def __init__(self, services):
+        self.workspaces = services.workspaces
         with gr.Blocks(), gr.Tab() as tab:
-            self.tab = SettingsTab(Context(desk), tab)
+            self.tab = SettingsTab(PageContext(services), tab)
 
     @property
     def shown(self):
@@ -52,7 +52,7 @@ def reranker(tmp_path):
     return str(folder)
 
 
-def test_what_is_saved_holds_at_once_and_after_a_restart(tab, reranker) -> None:
+def test_saved_settings_apply_at_once_and_after_a_restart(tab, reranker) -> None:
     wanted = {
         "device": "cpu", "search": "vectors", "method": "random", "top_k": 3, "chunk_tokens": 96,
         "max_new_tokens": 48, "temperature": 0.5,
@@ -72,14 +72,14 @@ def test_saving_what_is_shown_changes_nothing(tab) -> None:
     assert tab.workspaces.settings == tab.in_file == before
 
 
-def test_a_reranker_that_is_not_there_is_not_saved(tab) -> None:
+def test_missing_reranker_is_not_saved(tab) -> None:
     before = tab.workspaces.settings
     assert "/no/such/reranker" in tab.save(reranker="/no/such/reranker", top_k=3)
     assert tab.workspaces.settings == before
     assert (tab.in_file.reranker, tab.in_file.top_k) == (None, before.top_k)
 
 
-def test_a_device_that_is_not_there_is_not_saved(tab, monkeypatch) -> None:
+def test_missing_device_is_not_saved(tab, monkeypatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     before = tab.workspaces.settings
     assert "cuda" in tab.save(device="cuda", top_k=3)
@@ -87,7 +87,7 @@ def test_a_device_that_is_not_there_is_not_saved(tab, monkeypatch) -> None:
     assert (tab.in_file.device, tab.in_file.top_k) == (before.device, before.top_k)
 
 
-def test_an_emptied_field_is_no_reranker(tab, reranker) -> None:
+def test_empty_reranker_field_means_none(tab, reranker) -> None:
     tab.save(reranker=reranker)
     assert "Saved" in tab.save(reranker=" ")
     assert not tab.workspaces.settings.reranker

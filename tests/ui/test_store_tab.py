@@ -1,4 +1,4 @@
-"""The Store tab looks after every collection, and leaves the encoding to the queue."""
+"""The Store tab checks and repairs every collection, and leaves encoding to the queue."""
 
 import threading
 
@@ -12,18 +12,18 @@ from waiting import idle, until
 
 from ragblend.app.library.ingest import ingest
 from ragblend.kvstore.errors import UsageError
-from ragblend.ui.context import Context
+from ragblend.ui.page_context import PageContext
 from ragblend.ui.tab_store import StoreTab
 
 
 class Tab:
     """The tab over two collections of one document each, on a model that costs nothing."""
 
-    def __init__(self, desk):
-        self.desk, self.engine = desk, desk.workspaces.first.engine
-        self.engine.store = desk.workspaces.first.store
+    def __init__(self, services):
+        self.services, self.engine = services, services.workspaces.first.engine
+        self.engine.store = services.workspaces.first.store
         with gr.Blocks() as self.blocks, gr.Tab() as tab:
-            self.tab = StoreTab(Context(desk), tab)
+            self.tab = StoreTab(PageContext(services), tab)
 
     def last_said(self, steps):
         return list(steps)[-1][self.tab.message]
@@ -34,13 +34,13 @@ def tab(tmp_path, fake_engine):
     with built(tmp_path, Tab) as (made, _):
         for collection, said in (("default", "The sky is blue."), ("letters", "The boat is red.")):
             (tmp_path / f"{collection}.txt").write_text(said)
-            ingest(made.desk.workspaces.of(collection), [tmp_path / f"{collection}.txt"])
+            ingest(made.services.workspaces.of(collection), [tmp_path / f"{collection}.txt"])
         yield made
 
 
 def test_every_collection_is_checked_and_repaired(tab) -> None:
     """Only the first collection's index was looked at: what was missing of another one was sound."""
-    index = tab.desk.workspaces.of("letters").index
+    index = tab.services.workspaces.of("letters").index
     nodes = index.node_ids()
     index.delete(list(nodes))
     said = tab.last_said(tab.tab.check())
@@ -48,25 +48,25 @@ def test_every_collection_is_checked_and_repaired(tab) -> None:
     assert "letters: 1 passages of the registry are not in the index" in said
     assert "2 vectors indexed" in tab.last_said(tab.tab.repair())
     assert index.node_ids() == nodes
-    assert "Everything is sound." in tab.last_said(tab.tab.check())
+    assert "No problems found." in tab.last_said(tab.tab.check())
 
 
-def test_why_nothing_can_be_shown_is_said(tab, monkeypatch) -> None:
+def test_missing_highlight_has_a_reason(tab, monkeypatch) -> None:
     def refuses(name):
         raise UsageError("this machine has no cuda")
 
     refreshed = next(
         fn for fn in tab.blocks.fns.values() if fn.fn is not None and fn.fn.__name__ == "refresh"
     )
-    monkeypatch.setattr(type(tab.desk.workspaces.first), "engine", property(refuses))
+    monkeypatch.setattr(type(tab.services.workspaces.first), "engine", property(refuses))
     said = tab.tab.refresh()
     assert "no cuda" in said[tab.tab.message]
     assert set(said) <= set(refreshed.outputs)
 
 
-def test_a_repair_leaves_the_encoding_to_the_queue(tab) -> None:
+def test_repair_on_the_page_does_not_encode(tab) -> None:
     """A whole collection was encoded under the writer's lock, and nothing could end it."""
-    threads, jobs = [], tab.desk.jobs
+    threads, jobs = [], tab.services.jobs
     jobs.start()
     assert idle(jobs)
     for file in tab.engine.folder.iterdir():

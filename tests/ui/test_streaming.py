@@ -1,4 +1,4 @@
-"""Pieces are gathered without losing any, and a page waits for its newest question and no other."""
+"""Streaming: pieces are joined without loss, and a page shows its newest question only."""
 
 import threading
 from itertools import islice
@@ -12,9 +12,9 @@ from serverless import built
 
 from ragblend.app.library.ingest import ingest
 from ragblend.ui.coalesce import coalesced
-from ragblend.ui.context import Context
-from ragblend.ui.page import Frame
-from ragblend.ui.sessions import Sessions
+from ragblend.ui.page import PageLayout
+from ragblend.ui.page_context import PageContext
+from ragblend.ui.page_sessions import PageSessions
 from ragblend.ui.tab_library import discard
 
 
@@ -25,7 +25,7 @@ def test_all_text_arrives_in_order_and_in_fewer_pieces() -> None:
     assert len(pieces) < len(words)
 
 
-def test_silence_gives_empty_pieces_so_that_the_caller_can_look_up() -> None:
+def test_silence_gives_empty_pieces() -> None:
     go = threading.Event()
 
     def source():
@@ -48,29 +48,29 @@ class Turn:
 
 def test_a_stop_before_the_turn_exists_stops_it_when_it_comes() -> None:
     """Retrieval takes a while: a click in that time must not be lost."""
-    sessions, turn, following = Sessions(), Turn(), Turn()
+    sessions, turn, following = PageSessions(), Turn(), Turn()
     number = sessions.begin("page")
     sessions.stop("page")
     with sessions.running("page", number, turn.stop):
         assert turn.stopped
-        assert not sessions.is_others("page", number)
+        assert not sessions.is_outdated("page", number)
     number = sessions.begin("page")  # the next question is not stopped by it
     with sessions.running("page", number, following.stop):
         assert not following.stopped
 
 
-def test_what_is_asked_later_has_the_page() -> None:
-    sessions, left, turn = Sessions(), Turn(), Turn()
+def test_newest_request_owns_the_page() -> None:
+    sessions, left, turn = PageSessions(), Turn(), Turn()
     older, newer = sessions.begin("page"), sessions.begin("page")
     with sessions.running("page", newer, turn.stop), sessions.running("page", older, left.stop):
         assert (left.stopped, turn.stopped) == (True, False)
-        assert (sessions.is_others("page", older), sessions.is_others("page", newer)) == (True, False)
+        assert (sessions.is_outdated("page", older), sessions.is_outdated("page", newer)) == (True, False)
         sessions.stop("page")
         assert turn.stopped
 
 
-def test_a_page_that_is_stopped_or_goes_away_stops_its_own_answer_and_no_other() -> None:
-    sessions, turn, late, yours, mine = Sessions(), Turn(), Turn(), Turn(), Turn()
+def test_stop_affects_only_the_pages_own_answer() -> None:
+    sessions, turn, late, yours, mine = PageSessions(), Turn(), Turn(), Turn(), Turn()
     with (
         sessions.running("yours", sessions.begin("yours"), yours.stop),
         sessions.running("mine", sessions.begin("mine"), mine.stop),
@@ -95,11 +95,11 @@ def test_a_page_that_is_stopped_or_goes_away_stops_its_own_answer_and_no_other()
 class Page:
     """A page over a model that costs nothing; `engine` is the model, `document` is all that was read."""
 
-    def __init__(self, desk):
-        self.desk, self.engine = desk, desk.workspaces.first.engine
-        self.engine.store = desk.workspaces.first.store
+    def __init__(self, services):
+        self.services, self.engine = services, services.workspaces.first.engine
+        self.engine.store = services.workspaces.first.store
         with gr.Blocks() as blocks:
-            self.frame = Frame(Context(desk), blocks)
+            self.frame = PageLayout(PageContext(services), blocks)
         self.chat, self.compare = self.frame.chat, self.frame.compare
         self.request = gr.Request(session_hash="here")
 
@@ -118,7 +118,7 @@ class Page:
         return self.compare.run(question, "default", "probe-shift", "full", 15, 100, self.request)
 
     def close(self):
-        self.frame.gone(self.request)
+        self.frame.close(self.request)
 
     def held(self):
         """The next answer is begun, and waits in the middle until what this gives is set."""
@@ -127,7 +127,7 @@ class Page:
         return go
 
     def answers(self):
-        chats = self.desk.chats
+        chats = self.services.chats
         said = [message for chat in chats.page()[0] for message in chats.messages(chat.id)]
         return [message for message in said if message.role == "assistant"]
 
@@ -142,7 +142,7 @@ def page(tmp_path, fake_engine):
 def library(page, tmp_path):
     """The page has something to compare over."""
     (tmp_path / "sky.txt").write_text("The sky over the harbour is blue in the morning.")
-    ingest(page.desk.workspaces.first, [tmp_path / "sky.txt"])
+    ingest(page.services.workspaces.first, [tmp_path / "sky.txt"])
 
 
 def until_text(answer, live):
@@ -160,7 +160,7 @@ def changed(updates):
     return [each for each in updates if updates[each] != gr.skip()]
 
 
-def test_a_page_that_closes_during_the_search_has_nothing_answered(page) -> None:
+def test_closing_the_page_during_the_search_cancels_the_answer(page) -> None:
     """The stop was forgotten with the page, and the answer computed to its end for nobody."""
     answer = page.send("Why?")
     next(answer)
@@ -169,7 +169,7 @@ def test_a_page_that_closes_during_the_search_has_nothing_answered(page) -> None
     assert [(each.text, each.report["stopped"]) for each in page.answers()] == [("", True)]
 
 
-def test_a_question_left_during_its_search_is_not_answered_beside_the_next(page) -> None:
+def test_newer_question_cancels_the_search_of_the_older(page) -> None:
     """The next question took back the stop of the one before, and both were computed."""
     left = page.send("Why?")
     next(left)
@@ -182,12 +182,12 @@ def test_a_question_left_during_its_search_is_not_answered_beside_the_next(page)
     assert sorted(each.text for each in page.answers()) == ["", "It is blue."]
 
 
-def test_the_end_of_an_older_answer_leaves_stop_to_the_newer(page) -> None:
+def test_end_of_an_older_answer_keeps_the_stop_button(page) -> None:
     """Edited and sent again while an answer streams: the page lost its Stop, and the question that it shows."""
     go, older = page.held(), page.send("Why?")
     until_text(older, page.chat.live)
-    (chat,) = page.desk.chats.page()[0]
-    question = page.desk.chats.messages(chat.id)[0]
+    (chat,) = page.services.chats.page()[0]
+    question = page.services.chats.messages(chat.id)[0]
     page.engine.on_piece = lambda number: None
     newer = page.edit(question.id, "Who?", chat.id)
     assert page.chat.stop_button in next(newer)
@@ -199,7 +199,7 @@ def test_the_end_of_an_older_answer_leaves_stop_to_the_newer(page) -> None:
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("steps", [1, 2], ids=["searching", "reading"])
-def test_an_older_comparison_draws_nothing_over_the_newer(page, steps) -> None:
+def test_older_comparison_does_not_overwrite_the_newer(page, steps) -> None:
     """Asked by the button and then by Enter: "Stopped." was written over the one that ran, and its Stop went."""
     older, newer = page.compared("Sky?"), page.compared("Harbour?")
     list(islice(older, steps))
@@ -209,7 +209,7 @@ def test_an_older_comparison_draws_nothing_over_the_newer(page, steps) -> None:
 
 
 @pytest.mark.usefixtures("library")
-def test_a_page_that_closes_ends_its_comparison(page) -> None:
+def test_closing_the_page_stops_its_comparison(page) -> None:
     compared = page.compared("Sky?")
     list(islice(compared, 2))
     page.engine.on_prefill = page.close
@@ -218,7 +218,7 @@ def test_a_page_that_closes_ends_its_comparison(page) -> None:
 
 
 @pytest.mark.parametrize("leave", ["close", "new"])
-def test_a_page_that_closes_or_shows_another_conversation_ends_its_measurement(page, leave) -> None:
+def test_leaving_a_conversation_stops_its_measurement(page, leave) -> None:
     """Full prefill of a long prompt held the device to its end, for nobody."""
     list(page.send("Why?"))
     (answer,) = page.answers()
@@ -244,13 +244,13 @@ def test_a_second_measurement_ends_the_first(page) -> None:
 def test_a_conversation_that_is_deleted_elsewhere_leaves_a_usable_page(page, when) -> None:
     """No Send, a Stop without effect, and the text that was typed was gone."""
     list(page.send("Why?"))
-    (chat,) = page.desk.chats.page()[0]
+    (chat,) = page.services.chats.page()[0]
     if when == "before":
-        page.desk.chats.delete(chat.id)
+        page.services.chats.delete(chat.id)
     answer = page.send("And who?", chat.id)
     if when == "while":
         until_text(answer, page.chat.live)
-        page.desk.chats.delete(chat.id)
+        page.services.chats.delete(chat.id)
     last = list(answer)[-1]
     assert is_send_back(page, last)
     assert (last[page.chat.question], last[page.chat.chat_id], last[page.chat.transcript]) == (
@@ -258,12 +258,12 @@ def test_a_conversation_that_is_deleted_elsewhere_leaves_a_usable_page(page, whe
         None,
         "",
     )
-    assert "not there any more" in last[page.chat.live]
+    assert "was deleted" in last[page.chat.live]
     assert is_send_back(page, list(page.send("And who?"))[-1])
     assert [each.text for each in page.answers()] == ["It is blue."]
 
 
-def test_what_gradio_kept_of_an_upload_goes_and_nothing_else(tmp_path, monkeypatch) -> None:
+def test_only_gradios_copy_of_an_upload_is_deleted(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "temporary"))
     mine, other = tmp_path / "temporary" / "hash" / "a.txt", tmp_path / "documents" / "b.txt"
     for path in (mine, other):

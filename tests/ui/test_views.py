@@ -1,4 +1,4 @@
-"""What the views say: the right words and figures for the data, whatever state it is in."""
+"""Views show the right words and figures for every state of the data."""
 
 import pytest
 from hostile import acts
@@ -14,7 +14,7 @@ from ragblend.ui import page, views
 from ragblend.ui.views import duration, milliseconds, size
 
 
-def test_a_citation_is_a_button_and_an_unknown_number_is_none() -> None:
+def test_known_citations_are_buttons() -> None:
     html = views.chat.answer_turn(message("x"), cite("It is so [1]. And so [4].", [source("guide.html")]))
     assert acts(html).count("cite") >= 1
     assert 'data-number="1"' in html
@@ -22,11 +22,11 @@ def test_a_citation_is_a_button_and_an_unknown_number_is_none() -> None:
     assert "The model cited [4], which is not among its sources." in html
 
 
-def test_what_the_source_does_not_say_is_marked_so_and_the_list_has_the_numbers() -> None:
+def test_unsupported_citations_are_marked() -> None:
     boats = source("Three boats lie at the quay.")
     cited = cite("Three boats lie at the quay [1]. Nine boats lie at the quay [1].", [boats])
     html = views.chat.answer_turn(message("x"), cited)
-    assert html.count("no sentence of it was found to say this") == 2, "title and label, once"
+    assert html.count("no sentence in it says this") == 2, "title and label, once"
     assert html.count('class="rb-cite model unsaid"') == html.count('class="rb-cite model"') == 1
     assert [f'data-at="{c.start}"' in html for c in cited.citations] == [True, True]
     assert '<span class="rb-cite">1</span>' in html
@@ -76,7 +76,7 @@ def test_full_prefill_is_an_estimate_until_it_is_measured() -> None:
     assert acts(measured) == []
     slow = hood(ttft_ms=900.0, full_prefill_ms=300.0, full_prefill_is="measured", method="reuse")
     assert "Slower than full prefill" in views.hood.speed(slow, 1)
-    assert "nothing to see" in views.hood.view({"error": "x"}, 1)  # of an answer without a model
+    assert "no details" in views.hood.view({"error": "x"}, 1)  # of an answer without a model
 
 
 def test_the_timeline_has_a_row_a_track_and_draws_stalls_over_layers() -> None:
@@ -102,11 +102,11 @@ def test_a_failed_document_says_why_and_can_be_tried_again() -> None:
     assert acts(html) == ["retry-document", "delete-document", "digest", "delete-document"]
 
 
-def test_a_document_that_was_left_half_way_is_in_the_queue_only_while_it_is() -> None:
+def test_cancelled_document_is_not_shown_as_queued() -> None:
     """A cancelled one was said to be in the queue, with no way to have it read after all."""
     page = DocumentPage((document(state="pending"),), 1, {})
     waiting, left = (views.library.documents(page, 0, 50, queued=paths) for paths in (["/x/a.pdf"], []))
-    assert ("in the queue" in waiting, "in the queue" in left) == (True, False)
+    assert (">queued<" in waiting, ">queued<" in left) == (True, False)
     again = DocumentPage((document(state="failed"),), 1, {})
     assert "rb-state s-pending" in views.library.documents(again, 0, 50, queued=["/x/a.pdf"])
     assert (acts(waiting), acts(left)) == (["delete-document"], ["retry-document", "delete-document"])
@@ -120,12 +120,12 @@ def test_every_method_of_the_engine_can_be_chosen_on_the_page() -> None:
     assert len(set(views.LABELS.values())) == len(offered)
 
 
-def test_files_are_in_the_queue_only_while_any_waits() -> None:
+def test_queue_heading_changes_when_all_files_are_done() -> None:
     """The list went on saying so when all of them had been read."""
     rows = [job(state="done")]
     waiting, over = (views.library.jobs(rows, 3, finished) for finished in (False, True))
     assert "<summary>3 files in the queue</summary>" in waiting
-    assert "<summary>What became of 3 files</summary>" in over
+    assert "<summary>3 files: details</summary>" in over
     assert views.library.jobs([], 0, True) == ""
 
 
@@ -135,14 +135,14 @@ def kv(**values):
     )
 
 
-def test_kv_that_follows_says_how_far_it_is_what_it_takes_and_can_be_paused() -> None:
+def test_encoding_shows_progress_and_size_and_can_be_paused() -> None:
     html = views.library.queue(queue(finished=4, kv=kv()))
     assert "12 of 300 passages · 325 tokens a second · 15 min left" in html and "b.pdf" in html
-    assert "4.0 GiB in all; the budget has 1.0 GiB left" in html and "can be asked already" in html
+    assert "4.0 GiB in total; 1.0 GiB of the budget is free" in html and "about all documents already" in html
     assert acts(html) == ["clear", "pause"]
     assert acts(views.library.queue(queue(finished=4, kv=kv(), paused=True))) == ["clear", "resume"]
     alone = views.library.queue(queue(total=0, finished=0, kv=KvProgress("converting", "default")))
-    assert "Converting the model for its first use" in alone
+    assert "Converting the model for first use" in alone
     full = views.library.queue(
         queue(total=0, finished=0, kv_message="budget reached: 3 of 9 passages have KV")
     )
@@ -153,17 +153,17 @@ def test_kv_that_follows_says_how_far_it_is_what_it_takes_and_can_be_paused() ->
     assert page.fingerprint(queue(kv=kv())) != page.fingerprint(queue())
 
 
-def test_the_header_tells_what_is_being_done() -> None:
+def test_header_shows_the_current_work() -> None:
     settings = Settings()
     assert page.state_line(queue(), settings) == "reading 1 of 4 files"
-    assert page.state_line(queue(finished=4), settings) == "the bundled model answers"
+    assert page.state_line(queue(finished=4), settings) == "model: bundled"
     assert page.state_line(queue(finished=4), settings, is_loading=True) == "loading the model …"
     assert "a line" in views.frame.header("a line")
     assert views.frame.banner("", None) == ""
     assert "no model" in views.frame.banner("no model", None)
 
 
-def test_the_fingerprint_moves_with_every_step_and_the_list_with_every_file() -> None:
+def test_fingerprint_changes_with_each_step() -> None:
     first, second = queue(), queue(current=job(done=1, total=2))
     assert page.fingerprint(first) != page.fingerprint(second)
     # Tried again, and failed again between two looks: the page went on showing that it was being read.
@@ -172,7 +172,7 @@ def test_the_fingerprint_moves_with_every_step_and_the_list_with_every_file() ->
     assert listed[0] == listed[1] != listed[2]
 
 
-def test_another_view_is_another_list() -> None:
+def test_fingerprint_depends_on_the_view() -> None:
     """A list of the collection that was shown before may come last; at the next look it is replaced."""
     views = [("default", "", "", 0), ("letters", "", "", 0), ("letters", "a\nb: c", "", 0)]
     texts = [page.listed_in(page.fingerprint(queue(), view)) for view in views]
@@ -182,7 +182,7 @@ def test_another_view_is_another_list() -> None:
 # --- compare, store, settings
 
 
-def test_only_what_needs_reading_again_has_a_price() -> None:
+def test_only_reingesting_has_a_cost() -> None:
     profile = PrefillProfile.of("test", (0, 1024), (1, 1025), lambda cached, new: float(new))
     before = Settings()
     free = cost_of(before, before.changed({"top_k": 9}), 3, 30, profile)
@@ -193,9 +193,9 @@ def test_only_what_needs_reading_again_has_a_price() -> None:
     assert shorter.seconds == pytest.approx(60 * 0.256)  # half as long, so twice as many
     other = cost_of(before, before.changed({"model": "x.gguf"}), 3, 30, profile)
     assert other.seconds is None  # the profile is another model's
-    assert "never measured" in views.settings.cost(other)
+    assert "not known" in views.settings.cost(other)
     assert "Nothing has changed" in views.settings.cost(cost_of(before, before, 3, 30, profile))
-    assert "3 documents (30 passages) must be read, cut and embedded again" in views.settings.cost(shorter)
+    assert "3 documents (30 passages) must be cut and embedded again" in views.settings.cost(shorter)
 
 
 @pytest.mark.parametrize(

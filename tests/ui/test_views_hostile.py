@@ -1,4 +1,4 @@
-"""Whatever stands in documents, answers, names or errors, the HTML that is made of it does nothing by itself."""
+"""Views make harmless HTML of whatever documents, answers, names or errors contain."""
 
 import re
 from pathlib import Path
@@ -9,16 +9,16 @@ from records import WHEN, document, hood, job, message, queue, source, stats
 
 from ragblend.app.answering.chats import Chat
 from ragblend.app.answering.citations import cite
-from ragblend.app.answering.comparing import Compared, Comparison, Side
+from ragblend.app.answering.comparing import ComparedMethod, Comparison, MethodResult
 from ragblend.app.answering.highlight import Highlight
 from ragblend.app.library.documents import SCANNED
 from ragblend.app.library.encoding import KvProgress
-from ragblend.app.library.jobs import Added
+from ragblend.app.library.jobs import QueuedFiles
+from ragblend.app.library.maintenance import Finding, RepairReport
 from ragblend.app.library.pdf_pages import Box, PageImage
 from ragblend.app.library.registry import DocumentPage
-from ragblend.app.library.removal import Removed
-from ragblend.app.library.upkeep import Finding, Repaired
-from ragblend.app.library.watching import Watched
+from ragblend.app.library.removal import RemovedDocument
+from ragblend.app.library.watching import WatchedFolder
 from ragblend.app.models import GIGABYTE, Machine, offers
 from ragblend.app.settings import Cost
 from ragblend.engine.config import TokenCounts
@@ -27,7 +27,7 @@ from ragblend.ui.views import markdown, problem
 
 
 def compared(method, text, ratio=None, kl=0.02):
-    return Compared(Side(method, ratio), text, 500.0, kl, 0.9, TokenCounts(100, 80, 10), text)
+    return MethodResult(ComparedMethod(method, ratio), text, 500.0, kl, 0.9, TokenCounts(100, 80, 10), text)
 
 
 def drawn(text):
@@ -61,16 +61,16 @@ def drawn(text):
     yield "library.queue", queue(total=1, kv_message=text)
     for state in ("failed", "embedding"):
         yield "library.jobs", [job(text, reason=text, state=state)], 5, state == "failed"
-    yield "library.added", Added(1, (text,) * 9, ((text, text),))
-    yield "library.watched", [Watched(1, text, text, text)]
-    yield "library.deleted", [Removed(text, 3, 500)]
+    yield "library.added", QueuedFiles(1, (text,) * 9, ((text, text),))
+    yield "library.watched", [WatchedFolder(1, text, text, text)]
+    yield "library.deleted", [RemovedDocument(text, 3, 500)]
     yield ("compare.looking",)
     full, left = (compared(name, text) for name in ("full", text))
     yield "compare.comparison", Comparison(100, 3, text, full, (left, full)), False
     yield "store.overview", stats(text), 2, 7, 5000
     yield "store.hit_rates", [(1.0, 1, 1), (2.0, 5, 1)]
     yield "store.findings", [Finding("kv", text)]
-    yield "store.repaired", Repaired(1, 3, 3, 2, 0, 0, ())
+    yield "store.repaired", RepairReport(1, 3, 3, 2, 0, 0, ())
     yield "settings.cost", Cost(("model", text), True, True, 3, 30, None)
     yield "settings.downloading", text, 1, 2, 3.0
     yield "settings.saved", 2, text
@@ -78,7 +78,7 @@ def drawn(text):
     yield "frame.header", text
     yield "frame.banner", text, text
     yield "frame.trouble", text
-    yield "entrance.page", False, text
+    yield "login.page", False, text
 
 
 def test_every_view_that_the_page_draws_is_here() -> None:
@@ -86,7 +86,7 @@ def test_every_view_that_the_page_draws_is_here() -> None:
     source_files = Path(views.__file__).parent.glob("*.py")
     used = {name for file in source_files for name in called.findall(file.read_text())}
     assert len(used) > 25
-    assert used - {"entrance.landing"} == {name for name, *_ in drawn("x")}
+    assert used - {"login.landing"} == {name for name, *_ in drawn("x")}
 
 
 def html_of(name, *values):
@@ -95,11 +95,11 @@ def html_of(name, *values):
 
 
 @pytest.mark.parametrize("text", HUNDRED, ids=range(100))
-def test_nothing_hostile_becomes_more_than_text(text) -> None:
+def test_hostile_values_are_escaped(text) -> None:
     for ours, theirs in zip(drawn("plain words"), drawn(text), strict=True):
         plain, html = html_of(*ours), html_of(*theirs)
-        # The entrance is a whole page, with its own style and form.
-        allowed = faults(plain) if ours[0] == "entrance.page" else []
+        # The login is a whole page, with its own style and form.
+        allowed = faults(plain) if ours[0] == "login.page" else []
         assert faults(html) == allowed, (ours[0], html[:2000])
         assert set(acts(html)) <= {"cite", *acts(plain)}, ours[0]
         if "cite" not in acts(plain):  # a text may hold any number of citations
@@ -107,12 +107,12 @@ def test_nothing_hostile_becomes_more_than_text(text) -> None:
     assert faults(markdown(text) + problem(text)) == acts(markdown(text) + problem(text)) == []
 
 
-def test_what_cannot_be_seen_or_turns_the_direction_is_taken_out_everywhere() -> None:
+def test_invisible_and_direction_characters_are_replaced() -> None:
     for name, *values in drawn("a\u202eb\x1bc"):
         assert not re.search("[\u202e\x1b]", html_of(name, *values)), name
 
 
-def test_the_check_sees_what_it_looks_for() -> None:
+def test_the_check_can_fail() -> None:
     """The other side: raw, nearly every one of the scripts is a fault."""
     assert sum(bool(faults(text)) for text in SCRIPTS) > 25
     assert acts(SCRIPTS[36]) == ["delete-document"]
@@ -126,7 +126,7 @@ def test_markdown_is_drawn_without_images_and_links_say_nothing_about_the_page()
     assert 'rel="noopener noreferrer nofollow"' in made
 
 
-def test_the_marks_of_inserts_cannot_be_written_by_a_document() -> None:
+def test_documents_cannot_fake_citation_marks() -> None:
     """A text that holds the private characters would otherwise put somebody else's citation into an answer."""
     made = markdown(["a \ue0005\ue001 ", 5, " z"], lambda number: f"<b>{number}</b>")
     assert made.count("<b>5</b>") == 1

@@ -1,11 +1,11 @@
-// What the page does by itself: hand clicks in drawn HTML to Python, keys, scrolling, the theme. No state beside the DOM.
+// The page in the browser: sends clicks in drawn HTML to Python; keys, scrolling, theme, restarts. Its state is the DOM.
 (() => {
   "use strict";
-  const STREAMING = new Set(["regenerate", "edit", "digest"]); // answered piece by piece, so they have an event of their own
+  const STREAMING = new Set(["regenerate", "edit", "digest"]); // answered in pieces, so they use another event
   const SCROLLING = ".rb-document, .scroll, .rb-prose :is(pre, table)";
   const one = (selector, from = document) => from.querySelector(selector);
 
-  // --- clicks: every element with data-act; its data go along -------------------------------------------------
+  // --- clicks: every element with data-act sends its data -------------------------------------------------
   function send(trigger, element, more = {}) {
     const data = { ...element.dataset, ...more };
     trigger(STREAMING.has(data.act) ? "submit" : "click", data);
@@ -38,21 +38,21 @@
     });
   }
 
-  // What is drawn between press and release moves a button away, or puts another in its place: browsers know of no click
-  // then. It is that button's all the same, as long as the pointer has stayed where it was.
+  // If a redraw between press and release moves or replaces a button, browsers report no click. It still counts for the
+  // pressed button if the pointer has not moved.
   let pressed = null;
   addEventListener("pointerdown", (event) => {
     const element = event.button === 0 ? event.target.closest("button") : null;
     pressed = element && { element, said: said(element), root: element.closest("[id]"), x: event.clientX, y: event.clientY };
   }, true);
   addEventListener("pointerup", (event) => {
-    setTimeout(() => { pressed = null; }); // behind the click, if there is one
+    setTimeout(() => { pressed = null; }); // after the click, if there is one
     const { element, root, x, y } = pressed || {};
     if (!element || element.contains(event.target) || Math.hypot(event.clientX - x, event.clientY - y) > 4) return;
     (element.isConnected ? element : meant(element, root || document))?.click();
   }, true);
   const said = (element) => JSON.stringify(element.dataset);
-  // What was pressed: rows that are drawn anew take over the buttons of others.
+  // The pressed element: redrawn rows may reuse the buttons of others.
   function meant(element, root) {
     if (!element || pressed?.element !== element || (element.isConnected && said(element) === pressed.said)) return element;
     return [...root.querySelectorAll("[data-act]")].find((each) => said(each) === pressed.said);
@@ -77,13 +77,13 @@
     element.classList.add("chosen");
   }
 
-  // On narrow screens the panel stands below: go there once it has been drawn.
+  // On narrow screens the panel is below: scroll to it once it is drawn.
   function reveal() {
     const panel = one("#rb-more");
     if (panel && innerWidth < 1100) setTimeout(() => panel.scrollIntoView({ behavior: "smooth", block: "start" }), 350);
   }
 
-  let editing = null; // the open editor: a transcript that is drawn anew takes it away, with what was typed
+  let editing = null; // the open editor, which a redrawn transcript would remove with its text
   function keepEditing() {
     if (!editing || editing.form.isConnected) return;
     const { id, trigger, area } = editing, button = one(`[data-act=edit-open][data-id="${CSS.escape(id)}"]`);
@@ -165,7 +165,7 @@
   const button = (id) => one(`button${id}`) || one(`${id} button`);
 
   function clickWhenReady(id) {
-    // Gradio hands the text over a tick after the last key.
+    // Gradio sends the text a tick after the last key.
     setTimeout(() => { const found = button(id); if (visible(found) && !found.disabled) found.click(); }, 60);
   }
 
@@ -188,7 +188,7 @@
     area.remove();
   }
 
-  // --- scrolling: stay at the end while it grows, unless the reader has gone up -----------------------------------
+  // --- scrolling: stay at the end while text arrives, unless the user scrolled up -----------------------------------
   let atEnd = true;
   function follow(list) {
     list.addEventListener("scroll", () => { atEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 60; }, { passive: true });
@@ -196,7 +196,7 @@
       .observe(list, { childList: true, subtree: true, characterData: true });
   }
 
-  // --- what is said to screen readers, and the theme --------------------------------------------------------------
+  // --- announcements for screen readers, and the theme --------------------------------------------------------------
   let live;
   function announce(text) {
     if (!live) {
@@ -216,15 +216,15 @@
     document.documentElement.style.background = dark ? "#121518" : "#faf9f6";
   }
   function theme(name) {
-    try { localStorage.setItem("ragblend-theme", name); } catch { /* a browser that keeps nothing */ }
+    try { localStorage.setItem("ragblend-theme", name); } catch { /* storage is off */ }
     applyTheme();
   }
   system.addEventListener("change", applyTheme);
 
-  // --- a server that was started again: it knows no open page, so load this one anew, with what it showed -------------
+  // --- a restarted server does not know open pages: reload, and restore what was shown -------------
   const KEPT = "ragblend-kept";
   const fromServer = window.fetch;
-  let started; // what the server's process called itself first
+  let started; // identifies the server process that served the page
   window.fetch = async (...request) => {
     const answer = await fromServer(...request);
     const now = answer.headers.get("x-ragblend-start");
@@ -251,8 +251,8 @@
     if (one("#rb-new-link")) return;
     const note = Object.assign(document.createElement("div"), { id: "rb-new-link", className: "rb-note error" });
     note.setAttribute("role", "alert");
-    note.textContent = "RAGBlend no longer lets this page in. Open the new link that `ragblend ui` printed, or, " +
-      "where there is a password, load the page again. Copy first what you have typed.";
+    note.textContent = "You are signed out. Copy what you have typed; then open the new link that `ragblend ui` " +
+      "printed, or reload the page if it has a password.";
     one(".gradio-container").prepend(note);
   }
 
@@ -264,7 +264,7 @@
       keepEditing();
       const list = one("#rb-scroll");
       if (list && !list.dataset.followed) { list.dataset.followed = "1"; follow(list); }
-      document.querySelectorAll(SCROLLING).forEach((each) => { // text that is cut off must be within the keyboard's reach
+      document.querySelectorAll(SCROLLING).forEach((each) => { // scrollable text must be reachable by keyboard
         if (each.scrollHeight > each.clientHeight || each.scrollWidth > each.clientWidth) each.tabIndex = 0;
       });
       const passage = one("#rb-source .rb-mark");

@@ -223,7 +223,7 @@ def test_clients_that_know_nothing_of_it(listening):
 
 def test_the_command_line_and_a_conversation(listening, tmp_path, capsys, caplog):
     """A home of its own: the server keeps the KV in another one, and finds it by the passages' ids."""
-    from ragblend.app.answering.conversation import ANY, AskOptions, Conversations
+    from ragblend.app.answering.conversation import ANY_SCORE, AskOptions, Conversations
     from ragblend.app.cli.main import main
     from ragblend.app.workspace import Workspaces
 
@@ -241,7 +241,7 @@ def test_the_command_line_and_a_conversation(listening, tmp_path, capsys, caplog
     with Workspaces.open(home, **settings, top_k=2, max_new_tokens=8) as workspaces:
         talks, chats = Conversations(workspaces), workspaces.chats
         chat = chats.create("ledgers")
-        turn = talks.ask(chat.id, "Where were both ledgers?", AskOptions(least_score=ANY))
+        turn = talks.ask(chat.id, "Where were both ledgers?", AskOptions(least_score=ANY_SCORE))
         with turn:
             assert "".join(turn)
         assert turn.message.report["hits"] >= 1 and turn.message.report["tokens"]["reused"] > 100

@@ -1,6 +1,13 @@
-"""Under the hood: every token is in one segment with its kind, and numbers are named for what they are."""
+"""The breakdown of an answer: every token is in one segment with its kind, and the figures are complete."""
 
-from ragblend.app.answering.hood import KINDS, NO_PROFILE, breakdown_of, counts_of, full_prefill, segments_of
+from ragblend.app.answering.breakdown import (
+    KINDS,
+    NO_PROFILE,
+    breakdown_of,
+    counts_of,
+    full_prefill,
+    segments_of,
+)
 from ragblend.engine.config import Report, Timings, TokenCounts
 from ragblend.engine.controller import DeviceProfile, Tier
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt, with_ids
@@ -56,7 +63,7 @@ def test_segments_are_the_whole_context_in_order():
         assert sum(counts_of(segment)[kind] for segment in segments) == breakdown()["tokens"][kind]
 
 
-def test_a_prompt_that_was_not_fused_is_all_fresh():
+def test_prompt_that_was_not_fused_is_all_fresh():
     assert {letter for s in segments_of(PROMPT, "", LABELS) for letter, _ in s["runs"]} == {"f"}
 
 

@@ -1,4 +1,4 @@
-"""The front of the page: who gets through, by host, origin, session, path and size; and the headers of every answer."""
+"""Access to the page: host, origin, session, path and size; response headers; login and password."""
 
 import asyncio
 import time
@@ -15,9 +15,9 @@ from ragblend.app.serve.front import Address, Rules, refuse, split_netloc
 from ragblend.app.serve.keys import Client, Door, Keys
 from ragblend.app.serve.listening import check_reach
 from ragblend.kvstore.errors import UsageError
-from ragblend.ui.entrance import COOKIE_SECONDS, Entrance, kept_secret
+from ragblend.ui.login import COOKIE_SECONDS, PageLogin, load_or_create_secret
 from ragblend.ui.password import FREE_ATTEMPTS, Attempts, hash_password, matches, read_password, save_password
-from ragblend.ui.safety import UPLOAD_PATH, Safety
+from ragblend.ui.security import UPLOAD_PATH, SecurityMiddleware
 
 HOME = f"http://127.0.0.1:{PORT}"
 
@@ -47,33 +47,33 @@ async def stream(request):
     )
 
 
-def make(rules=None, entrance=None):
+def make(rules=None, login=None):
     routes = [
         Route("/", page),
         Route("/stream", stream),
         Route("/{path:path}", echo, methods=["GET", "POST", "PUT", "DELETE"]),
     ]
     rules = rules or Rules(Address(port=PORT), UPLOAD_PATH, max_upload_bytes=2000, max_body_bytes=1000)
-    return Safety(Starlette(routes=routes), rules, entrance or Entrance(PORT, token="right"))
+    return SecurityMiddleware(Starlette(routes=routes), rules, login or PageLogin(PORT, token="right"))
 
 
 @pytest.fixture
-def entrance():
-    return Entrance(PORT, token="right")
+def login():
+    return PageLogin(PORT, token="right")
 
 
 @pytest.fixture
-def ask(entrance):
+def ask(login):
     """Sends one request; with `session`, as a browser that was let in."""
 
     def send(method, path, app=None, session=True, client=("127.0.0.1", 5000), **arguments):
-        app = app or make(entrance=entrance)
+        app = app or make(login=login)
 
         async def go():
             transport = httpx.ASGITransport(app=app, client=client)
             async with httpx.AsyncClient(transport=transport, base_url=HOME) as http:
                 if session:
-                    http.cookies.set(entrance.cookie_name, entrance.new_cookie())
+                    http.cookies.set(login.cookie_name, login.new_cookie())
                 return await http.request(method, path, **arguments)
 
         return asyncio.run(go())
@@ -116,7 +116,7 @@ def test_another_origin_is_refused_even_with_a_session(ask, method) -> None:
     assert ask("POST", "/x", content=b"abc", headers={"origin": HOME}).text == "POST /x 3"
 
 
-def test_what_another_site_fetches_without_an_origin_is_refused(ask) -> None:
+def test_cross_site_requests_without_origin_are_refused(ask) -> None:
     """Images, frames and forms of GET carry no Origin, but browsers say where they come from."""
     cross = {"sec-fetch-site": "cross-site"}
     assert ask("GET", "/file", headers=cross).status_code == 403
@@ -127,23 +127,23 @@ def test_what_another_site_fetches_without_an_origin_is_refused(ask) -> None:
     assert ask("GET", "/file", headers={"sec-fetch-site": "same-origin"}).status_code == 200
 
 
-def test_nobody_without_a_session_gets_anything(ask) -> None:
+def test_requests_without_a_session_are_refused(ask) -> None:
     for asked in ("GET /x", "POST /x", "GET /", "PUT /login", "GET /login", "DELETE /x"):
         assert ask(*asked.split(), session=False).status_code == 401, asked
 
 
-def test_the_token_is_exchanged_for_a_cookie_and_leaves_the_address(ask, entrance) -> None:
+def test_the_token_is_exchanged_for_a_cookie_and_leaves_the_address(ask, login) -> None:
     answer = ask("GET", "/?token=right", session=False)
     assert answer.status_code == 303
     assert answer.headers["location"] == "/"
     cookie = answer.headers["set-cookie"]
     assert "HttpOnly" in cookie
     assert "samesite=lax" in cookie.lower()
-    assert entrance.visitor(answer.cookies[entrance.cookie_name])
+    assert login.visitor(answer.cookies[login.cookie_name])
     assert "right" not in cookie
 
 
-def test_another_token_lets_nobody_in_and_the_right_one_at_the_front_door_only(ask) -> None:
+def test_only_the_right_token_at_the_root_logs_in(ask) -> None:
     queries = [
         "token=wrong",
         "token=",
@@ -158,48 +158,48 @@ def test_another_token_lets_nobody_in_and_the_right_one_at_the_front_door_only(a
         assert "set-cookie" not in answer.headers
 
 
-def test_a_cookie_of_another_home_or_port_is_nothing(ask, entrance) -> None:
-    other = Entrance(PORT + 1, token="right")
-    for cookie in (other.new_cookie(), None, "", ".", "..", "ü", "a.1.b", entrance.new_cookie()[:-1]):
-        assert entrance.visitor(cookie) is None, cookie
-    cookie = f"{other.cookie_name}={entrance.new_cookie()}"
+def test_cookie_of_another_home_or_port_is_invalid(ask, login) -> None:
+    other = PageLogin(PORT + 1, token="right")
+    for cookie in (other.new_cookie(), None, "", ".", "..", "ü", "a.1.b", login.new_cookie()[:-1]):
+        assert login.visitor(cookie) is None, cookie
+    cookie = f"{other.cookie_name}={login.new_cookie()}"
     assert ask("GET", "/x", session=False, headers={"cookie": cookie}).status_code == 401
 
 
-def test_a_cookie_is_good_after_a_restart_and_until_the_secret_or_the_password_changes(tmp_path, monkeypatch):
+def test_cookie_is_valid_until_the_secret_or_password_changes(tmp_path, monkeypatch):
     path = tmp_path / "ui-secret"
-    first = Entrance(PORT, secret=kept_secret(path))
+    first = PageLogin(PORT, secret=load_or_create_secret(path))
     cookie = first.new_cookie()
     assert path.stat().st_mode & 0o777 == 0o600
-    again = Entrance(PORT, secret=kept_secret(path))
+    again = PageLogin(PORT, secret=load_or_create_secret(path))
     assert again.token != first.token
     assert again.visitor(cookie)
-    assert Entrance(PORT, "a password's hash", secret=kept_secret(path)).visitor(cookie) is None
+    assert PageLogin(PORT, "a password's hash", secret=load_or_create_secret(path)).visitor(cookie) is None
     later = time.time() + COOKIE_SECONDS + 60
     monkeypatch.setattr(time, "time", lambda: later)
     assert again.visitor(cookie) is None
     monkeypatch.undo()
-    assert Entrance(PORT, secret=kept_secret(path, anew=True)).visitor(cookie) is None
+    assert PageLogin(PORT, secret=load_or_create_secret(path, anew=True)).visitor(cookie) is None
     assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_secret_that_others_could_read_or_that_is_cut_off_is_replaced(tmp_path) -> None:
     path = tmp_path / "ui-secret"
-    kept = kept_secret(path)
-    assert kept_secret(path) == kept
+    kept = load_or_create_secret(path)
+    assert load_or_create_secret(path) == kept
     path.chmod(0o640)
-    replaced = kept_secret(path)
+    replaced = load_or_create_secret(path)
     assert replaced != kept
     path.write_bytes(replaced[:5])
-    assert len(kept_secret(path)) == len(kept)
+    assert len(load_or_create_secret(path)) == len(kept)
 
 
-def test_what_fails_behind_it_is_one_line_without_what_was_sent(ask, entrance, caplog) -> None:
+def test_errors_are_logged_in_one_line_without_the_request(ask, login, caplog) -> None:
     async def failing(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise ValueError("payload" * 1000)
 
-    answer = ask("POST", "/x", Safety(failing, Rules(Address(port=PORT)), entrance), content=b"x")
+    answer = ask("POST", "/x", SecurityMiddleware(failing, Rules(Address(port=PORT)), login), content=b"x")
     assert answer.content == b""  # ended, not broken off
     (record,) = caplog.records
     assert record.getMessage() == "POST /x failed: ValueError"
@@ -213,11 +213,11 @@ STEPS = (
 TRAVERSALS = [f"{folder}{step * depth}etc/passwd" for folder in FOLDERS for step in STEPS for depth in (1, 6)]
 
 
-def test_a_path_with_steps_upwards_is_refused_before_anything_reads_it(entrance) -> None:
+def test_path_traversal_is_refused(login) -> None:
     assert len(set(TRAVERSALS)) == 100
-    answers = {path: send_raw(make(entrance=entrance), entrance, path)[0] for path in TRAVERSALS}
+    answers = {path: send_raw(make(login=login), login, path)[0] for path in TRAVERSALS}
     assert {path: status for path, status in answers.items() if not 400 <= status < 500} == {}
-    assert send_raw(make(entrance=entrance), entrance, "/gradio_api/file=a..b/c.txt")[0] == 200
+    assert send_raw(make(login=login), login, "/gradio_api/file=a..b/c.txt")[0] == 200
 
 
 def test_a_body_over_the_limit_is_refused_by_its_length_or_when_it_is_counted(ask) -> None:
@@ -231,7 +231,7 @@ def test_a_body_over_the_limit_is_refused_by_its_length_or_when_it_is_counted(as
     assert ask("POST", "/gradio_api/upload", content=b"a" * 1001).status_code == 200
 
 
-def test_a_content_length_that_is_none_is_refused(ask) -> None:
+def test_invalid_content_length_is_refused(ask) -> None:
     for length in ("-1", "abc", "1e9", "99999999999999999999"):
         assert ask("POST", "/x", content=b"", headers={"content-length": length}).status_code in (400, 413)
 
@@ -297,7 +297,7 @@ def test_behind_a_proxy_a_key_is_needed(tmp_path) -> None:
     check_reach("127.0.0.1", ["docs.example"], keys)
 
 
-def test_the_end_of_the_last_key_opens_nothing(tmp_path) -> None:
+def test_removing_the_last_key_keeps_the_server_closed(tmp_path) -> None:
     keys = Keys(tmp_path)
     door = Door(Rules(Address("127.0.0.1", PORT)), keys, needs_key=False)
     scope = {
@@ -316,7 +316,7 @@ def test_the_end_of_the_last_key_opens_nothing(tmp_path) -> None:
         door.client(scope)
 
 
-def test_a_name_is_answered_to_behind_a_proxy_too() -> None:
+def test_allowed_host_works_behind_a_proxy() -> None:
     rules = Rules(Address("127.0.0.1", PORT, ("Docs.example", "nas.lan:8443")))
     assert all(rules.knows(name) for name in ("docs.example", "docs.example:443", "nas.lan:8443"))
     assert not any(
@@ -339,7 +339,7 @@ def test_a_name_is_answered_to_behind_a_proxy_too() -> None:
         (b"docs.example:" + b"1" * 5000, b"https://docs.example", 421),
     ],
 )
-def test_a_host_and_an_origin_that_are_none_are_refused(host, origin, status) -> None:
+def test_invalid_host_and_origin_are_refused(host, origin, status) -> None:
     """And no error of ours: they were, before anybody was asked for a password."""
     rules = Rules(Address("127.0.0.1", PORT, ("docs.example",)))
     headers = [(b"host", host), (b"origin", origin)]
@@ -374,11 +374,11 @@ def test_a_password_is_kept_as_a_salted_hash(kept, tmp_path) -> None:
 
 
 def test_the_password_opens_and_guesses_are_slowed_down_for_one_client_and_not_for_others(ask, kept) -> None:
-    entrance = Entrance(PORT, kept, token="right")
-    app = make(entrance=entrance)
+    login = PageLogin(PORT, kept, token="right")
+    app = make(login=login)
     right = ask("POST", "/login", app, session=False, data={"password": "correct horse battery"})
     assert right.status_code == 303
-    assert entrance.visitor(right.cookies[entrance.cookie_name])
+    assert login.visitor(right.cookies[login.cookie_name])
     for _ in range(FREE_ATTEMPTS):
         assert ask("POST", "/login", app, session=False, data={"password": "wrong"}).status_code == 401
     limited = ask("POST", "/login", app, session=False, data={"password": "correct horse battery"})
@@ -410,7 +410,7 @@ def test_the_wait_doubles_and_ends() -> None:
     assert attempts.wait_s("a") == 0
 
 
-def test_clients_that_failed_long_ago_are_forgotten() -> None:
+def test_old_failed_attempts_are_forgotten() -> None:
     """An IPv6 network has more addresses than there is memory."""
     now = [0.0]
     attempts = Attempts(lambda: now[0])

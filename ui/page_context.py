@@ -1,4 +1,4 @@
-"""What every tab needs: the app, what the open pages are doing, and places for drawn HTML."""
+"""What every tab shares: the app's services, the sessions of open pages, and helpers for components."""
 
 import time
 from collections import deque
@@ -7,45 +7,44 @@ from typing import Any
 
 import gradio as gr
 
-from ragblend.app.desk import Desk
-from ragblend.app.startup import Startup
-from ragblend.ui.sessions import Sessions
+from ragblend.app.services import AppServices, ModelStartup
+from ragblend.ui.page_sessions import PageSessions
 
 MOST_SAMPLES = 500
-# When, by a monotonic clock; what this process had found by then, and what not.
+# Time by a monotonic clock; the process's hits and misses until then.
 Sample = tuple[float, int, int]
-# Every click in drawn HTML carries what it means; the page's script hands it over.
+# Connects the buttons in drawn HTML to Python, by the page's script.
 BIND = "window.ragblend && window.ragblend.bind(element, trigger);"
 
-# How callbacks are called: by a request of their own, or, those that yield, in Gradio's queue. What goes through the
-# queue hangs on one stream of events a page; where that breaks off, Gradio loads the page again.
+# How callbacks are called: by a separate request, or, those that yield, in Gradio's queue. The queue uses one stream of
+# events per page; if that breaks off, Gradio reloads the page.
 QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
 QUEUED: dict[str, Any] = {"concurrency_limit": None, "show_progress": "hidden"}
-# By itself Gradio drops a click while it waits for the answer to the one before, on whichever button of the same place.
+# Otherwise Gradio drops a click while the one before, on any button of the same component, is not answered.
 EACH: dict[str, Any] = {"trigger_mode": "multiple"}
 BARE: dict[str, Any] = {"show_label": False, "container": False}  # a field whose label is for screen readers
-# Empties what a click said, when its tab is opened again: in the browser, as Python's answer to the opening may come
-# later than that to the next click, and would take away what that one said.
+# Clears a message when its tab is opened again. In the browser, because Python's answer to the opening may arrive after
+# the answer to the next click, and would clear its message.
 EMPTY = "() => ''"
 
 
 @dataclass(frozen=True)
-class Context:
-    desk: Desk
-    sessions: Sessions = field(default_factory=Sessions)
+class PageContext:
+    services: AppServices
+    sessions: PageSessions = field(default_factory=PageSessions)
     history: deque[Sample] = field(default_factory=lambda: deque(maxlen=MOST_SAMPLES))
-    startup: Startup = field(default_factory=Startup)
+    startup: ModelStartup = field(default_factory=ModelStartup)
 
     def note_store(self) -> None:
-        """Keep how often the store had what was asked for, if anything was since the last time. The store is open."""
-        stats = self.desk.workspaces.first.engine.store.stats()
+        """Record the store's hits and misses, if they changed since the last time."""
+        stats = self.services.workspaces.first.engine.store.stats()
         counts = stats.hits, stats.misses
         if not self.history or self.history[-1][1:] != counts:
             self.history.append((time.monotonic(), *counts))
 
 
 def search_field(placeholder: str, label: str, element: str, **more: Any) -> gr.Textbox:
-    """Where the key `/` leads."""
+    """A search field, which the key `/` focuses."""
     common: dict[str, Any] = {"elem_classes": "rb-search", "max_lines": 1} | BARE | more
     return gr.Textbox("", placeholder=placeholder, label=label, elem_id=element, **common)
 
@@ -55,5 +54,5 @@ def collection_field(names: list[str], element: str, **more: Any) -> gr.Dropdown
 
 
 def drawn(elem_id: str, value: str = "", *, acts: bool = True) -> gr.HTML:
-    """A place for HTML that the pure functions made. acts: its buttons are handed to Python as click and submit."""
+    """A component for HTML drawn by `views`. acts: its buttons send click and submit events to Python."""
     return gr.HTML(value, elem_id=elem_id, apply_default_css=False, js_on_load=BIND if acts else None)

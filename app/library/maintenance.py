@@ -1,4 +1,4 @@
-"""Is everything in place, and how much? And making again what can be made: Chroma's index and KV, from the registry."""
+"""Checks a home, rebuilds what the registry allows (Chroma's index, KV), and reports the store's statistics."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,17 +24,17 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as it should be, and which part it is in: library, index or kv."""
+    """One problem, and the part that it is in: library, index or kv."""
 
     part: str
     message: str
 
 
 @dataclass(frozen=True)
-class Repaired:
-    """What a repair made or took out. lost: paths of damaged documents whose files are no longer what they were.
+class RepairReport:
+    """The result of a repair. lost: paths of damaged documents whose files have changed since, so stay incomplete.
 
-    encoded: by the repair itself; with_kv of all passages have KV at its end (None: another process encodes them).
+    encoded: passages that the repair encoded; with_kv: how many of all have KV now (None: another process encodes).
     """
 
     vectors: int
@@ -47,9 +47,9 @@ class Repaired:
 
 
 def check(workspace: Workspace, collection: str | None = None) -> list[Finding]:
-    """Everything that is wrong, from reading all of the registry, the KV store and the index.
+    """All problems found by reading the registry, the KV store and the index completely.
 
-    collection: whose index; None: that of every one.
+    collection: whose index is read; None: those of all.
     """
     findings = check_library(workspace.home, workspace.library)
     findings += [Finding("kv", problem.message) for problem in workspace.store.check()]
@@ -57,24 +57,21 @@ def check(workspace: Workspace, collection: str | None = None) -> list[Finding]:
 
 
 def check_library(home: Home, library: Library) -> list[Finding]:
-    """Documents that have lost passages, and damaged files that were set aside when they were opened."""
+    """Documents that lost passages, and damaged files that were set aside when they were opened."""
     aside = [path for database in (home.library, home.chats, home.jobs) for path in set_aside_files(database)]
     findings = [Finding("library", f"{each.path}: {LOST}") for each in library.incomplete_documents()]
-    said = (
-        "was damaged, and what could be read of it is in a new file. Remove it once you do not need it: your text is "
-        "in it."
-    )
-    return findings + [Finding("library", f"{path} {said}") for path in aside]
+    advice = "was damaged, and what could be read is in a new file. Delete it once you do not need it: it holds text."
+    return findings + [Finding("library", f"{path} {advice}") for path in aside]
 
 
 def check_index(workspace: Workspace, collection: str | None = None) -> list[Finding]:
-    """Where the index of that collection or of all, or that of words, and the registry disagree about what there is."""
+    """Where the vector index (of that collection or of all) or the index of words disagrees with the registry."""
     findings = []
     if damage := workspace.library.words_damage():
-        findings.append(Finding("index", f"that of words: {damage}"))
-    for each in _opened(workspace, collection):
+        findings.append(Finding("index", f"index of words: {damage}"))
+    for each in _workspaces(workspace, collection):
         findings += _check_vectors(each)
-    return list(dict.fromkeys(findings))  # collections share Chroma's files, and what is wrong with these
+    return list(dict.fromkeys(findings))  # collections share Chroma's files, and so their damage
 
 
 def _check_vectors(workspace: Workspace) -> list[Finding]:
@@ -84,16 +81,16 @@ def _check_vectors(workspace: Workspace) -> list[Finding]:
     except LibraryError as error:
         return [Finding("index", str(error))]
     registered = {node for nodes, _ in workspace.library.embeddings(name) for node in nodes}
-    advice = f"`ragblend store repair --collection {name}` builds the index again."
+    advice = f"`ragblend store repair --collection {name}` rebuilds the index."
     found = [
         (registered - indexed, "passages of the registry are not in the index"),
         (indexed - registered, "vectors belong to no passage"),
     ]
-    return [Finding("index", f"{name}: {len(nodes)} {said}; {advice}") for nodes, said in found if nodes]
+    return [Finding("index", f"{name}: {len(nodes)} {what}; {advice}") for nodes, what in found if nodes]
 
 
-def _opened(workspace: Workspace, collection: str | None) -> list[Workspace]:
-    """Of that collection of the home, or of every one."""
+def _workspaces(workspace: Workspace, collection: str | None) -> list[Workspace]:
+    """The workspace of that collection, or of all."""
     spaces = workspace.workspaces
     return [spaces.of(name) for name in ([collection] if collection else spaces.names())]
 
@@ -102,32 +99,30 @@ def repair(
     workspace: Workspace,
     note: Note,
     progress: Callable[[KvProgress], None] = silent,
-    leave: Callable[[], bool] = lambda: False,
+    is_cancelled: Callable[[], bool] = lambda: False,
     collection: str | None = None,
-) -> Repaired:
-    """Build the index again, take damaged KV out, encode what is missing. The caller holds the writer lock.
+) -> RepairReport:
+    """Rebuild the index, remove damaged KV, encode passages without KV. The caller holds the writer lock.
 
-    leave: as in `encode_missing`; collection: as in `check`.
+    is_cancelled: as in `encode_missing`; collection: as in `check`.
     """
     library = workspace.library
-    spaces = {each.settings.collection: each for each in _opened(workspace, collection)}
-    library.index_words()  # first: a passage whose words it has otherwise could not be taken out
+    spaces = {each.settings.collection: each for each in _workspaces(workspace, collection)}
+    library.index_words()  # first: with a wrong index of words a passage could not be deleted
     incomplete = [each for each in library.incomplete_documents() if each.collection in spaces]
     lost = tuple(each.path for each in incomplete if not _restored(spaces[each.collection], each))
     for path in lost:
-        note(
-            f"{path}: {LOST} Its file is not what was ingested; until then only its other passages are found."
-        )
-    note("Building the vector index from the registry ...")
-    workspace.workspaces.close_indexes()  # one that is open would keep hold of files that another one makes anew
+        note(f"{path}: {LOST} Its file has changed since; until then only its other passages are found.")
+    note("Rebuilding the vector index from the registry ...")
+    workspace.workspaces.close_indexes()  # an open one would keep using the old files
     vectors = sum(each.index.rebuild(library.embeddings(name)) for name, each in spaces.items())
-    note("Looking through the stored KV ...")
+    note("Checking the stored KV ...")
     damaged = len(workspace.store.repair())
     for each in spaces.values():
-        _enter(each)
-    note("Encoding what is missing ...")
-    kv = [encode_missing(each, progress, leave) for each in spaces.values()]
-    return Repaired(
+        _register_passages(each)
+    note("Encoding passages without KV ...")
+    kv = [encode_missing(each, progress, is_cancelled) for each in spaces.values()]
+    return RepairReport(
         vectors,
         passages=sum(each.passages for each in kv),
         encoded=sum(each.encoded for each in kv),
@@ -138,8 +133,8 @@ def repair(
     )
 
 
-def _enter(workspace: Workspace) -> None:
-    """Make known again, to the engine and to frameworks, what the collection's passages are."""
+def _register_passages(workspace: Workspace) -> None:
+    """Register the collection's passages again, for the engine and for frameworks."""
     library, known = workspace.library, workspace.library.documents(workspace.settings.collection)
     passages = [p for d in known for p in library.passages_of(d.id)]
     workspace.known_passages.add([Passage(p.text, p.node_id) for p in passages])
@@ -148,7 +143,7 @@ def _enter(workspace: Workspace) -> None:
 
 
 def _restored(workspace: Workspace, document: Document) -> bool:
-    """Whether the document's file is what was ingested; then it is ingested again."""
+    """Ingest the document again if its file is still the one that was ingested; whether it is."""
     path = Path(document.path)
     if not path.is_file() or content_digest(path) != document.facts.sha256:
         return False
@@ -157,9 +152,9 @@ def _restored(workspace: Workspace, document: Document) -> bool:
 
 
 def stats_value(kv: "KVStore") -> dict[str, Any]:
-    """What `store stats --json` says of the store: the whole, and for each tier what it holds and how it did.
+    """The store's part of `store stats --json`: totals, and for each tier its contents and hit counts.
 
-    A tier that only other processes have (the memory of a running server) has no entries, bytes and budget here.
+    A tier that only another process has (the memory of a running server) has no entries, bytes and budget here.
     """
     from ragblend.kvstore.counters import Counts
 

@@ -1,6 +1,6 @@
-"""Under the hood of one answer, as plain data: how each token was served, what was done when, what full prefill takes.
+"""The breakdown of one answer as plain data: how each token was served, the timeline, the time of full prefill.
 
-It is made when the answer is there, and kept with it as JSON. Pure, but for `memory_bytes`.
+It is stored with the answer as JSON, and shown under the hood. Pure, except for `memory_bytes`.
 """
 
 import sys
@@ -17,7 +17,7 @@ from ragblend.engine.prompts.segments import Chunk, Prompt
 
 KINDS = {"r": "reused", "c": "recomputed", "f": "fresh", "m": "missing"}  # by the letters of `Report.served`
 TEXT_CHARACTERS = 80
-NO_PROFILE = "this model was never measured on this device: `ragblend doctor --profile` does it"
+NO_PROFILE = "this model was not measured on this device yet: `ragblend doctor --profile` does it"
 TIMES = ("load_ms", "stall_ms", "prefill_ms", "total_ms", "tokens_per_s")
 
 
@@ -33,10 +33,10 @@ def breakdown_of(
     profile: DeviceProfile | None = None,
     notice: str | None = None,
 ) -> dict[str, Any]:
-    """labels: for each passage's node id its number and name. The prompt is the tokenized one that was run.
+    """Describe an answer. labels: node id -> number and name of a passage; prompt: the tokenized one that was run.
 
-    full_prefill_ms: what reading all of the prompt takes; None with the reason why not. timeline: of each event what
-    `TraceEvent` has.
+    In the result full_prefill_ms is the time of full prefill, or None with the reason; timeline: the fields of each
+    `TraceEvent`.
     """
     estimate = profile.rows_ms(0, len(prompt.token_ids)) if profile else None
     return {
@@ -67,7 +67,7 @@ def breakdown_of(
 
 
 def full_prefill(ms: float | None, how: Literal["estimate", "measured", ""]) -> dict[str, Any]:
-    """What reading all of the prompt takes, as the breakdown says it; None: it is not known."""
+    """The breakdown's entries for the time of full prefill; None: unknown."""
     why = NO_PROFILE if ms is None else ""
     return {
         "full_prefill_ms": None if ms is None else round(ms, 1),
@@ -77,14 +77,14 @@ def full_prefill(ms: float | None, how: Literal["estimate", "measured", ""]) -> 
 
 
 def has_breakdown(report: Mapping[str, Any]) -> bool:
-    """Whether that is the report of an answer of the model; not that of an error."""
+    """Whether the report has a breakdown; that of an error has none."""
     return report.get("hood") == 1
 
 
 def segments_of(prompt: Prompt, served: str, labels: Mapping[str, tuple[int, str]]) -> list[dict[str, Any]]:
-    """The context in order: passages, and the words between two, which have no number; text: its beginning.
+    """The prompt in order: passages, and the text between them, which has no number; text: the beginning.
 
-    runs: neighbouring tokens that were served the same way, (letter, count) each. Without `served` all count as fresh.
+    runs: neighbouring tokens that were served the same way, (letter, count) each. Without `served` all are fresh.
     """
     served = served or "f" * len(prompt.token_ids)
     pieces: list[tuple[int | None, str, str, str]] = []  # number, label, letters, text
@@ -113,7 +113,7 @@ def segments_of(prompt: Prompt, served: str, labels: Mapping[str, tuple[int, str
 
 
 def counts_of(segment: Mapping[str, Any]) -> dict[str, int]:
-    """How many of its tokens were served in each way."""
+    """How many of a segment's tokens were served in each way."""
     counts = dict.fromkeys(KINDS.values(), 0)
     for letter, tokens in segment["runs"]:
         counts[KINDS[letter]] += tokens
@@ -121,7 +121,7 @@ def counts_of(segment: Mapping[str, Any]) -> dict[str, int]:
 
 
 def memory_bytes(device: str) -> dict[str, int]:
-    """What this process holds, and on an accelerator what torch has given out."""
+    """The process's resident memory, and torch's allocated memory on an accelerator."""
     found = {"process": int(psutil.Process().memory_info().rss)}
     torch = sys.modules.get("torch")
     if torch is not None and device.startswith("cuda"):

@@ -1,6 +1,6 @@
-"""What a file must pass before a parser sees it: size, rights, what it is, what it unpacks to, its encoding.
+"""Checks a file before a parser sees it: size, rights, type, unpacked size; and decodes text.
 
-Parsers trust their input. These checks end in one named DocumentError each.
+Parsers trust their input. Each failed check raises a DocumentError of its own kind.
 """
 
 import codecs
@@ -47,14 +47,14 @@ MAGIC = {
 }
 MARKUP = {".xml", ".xhtml", ".html", ".htm", ".opf"}
 BOMS = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-NO_TEXT = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # what texts have not; escape sequences they may
+NO_TEXT = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # not in texts, which may have escape sequences
 KIND_OF = {".pdf": "pdf", ".docx": "docx", ".epub": "epub"}  # every other suffix promises text
 
 
 def check_file(path: Path) -> str:
-    """The kind of file that its suffix promises. Raises DocumentError for no file, or one too large for its kind.
+    """The type that its suffix promises. Raises DocumentError if it is not a readable file, or too large for its type.
 
-    Nothing is read but the first byte's right to be.
+    Its content is not read.
     """
     size = _check_regular(path)
     promised = KIND_OF.get(path.suffix.lower(), "text")
@@ -67,7 +67,7 @@ def check_file(path: Path) -> str:
 
 
 def check_content(path: Path) -> None:
-    """Refuse what no parser should open: not what its name promises. Raises DocumentError."""
+    """Raise DocumentError if the content is not of the type that the name promises."""
     promised = check_file(path)
     found = _kind(path)
     if promised == "docx" and found == "ole":
@@ -75,7 +75,7 @@ def check_content(path: Path) -> None:
             f"Reading {path}: it is an encrypted document, or an old .doc. Save it as .docx without a password."
         )
     if found == "zip" and promised in {"docx", "epub"}:
-        return  # looked into as it is opened
+        return  # `open_archive` checks what is in it
     if found == "zip":
         found = "zip archive"
         with suppress(zipfile.BadZipFile, OSError, ValueError), zipfile.ZipFile(path) as archive:
@@ -86,10 +86,10 @@ def check_content(path: Path) -> None:
 
 @contextmanager
 def open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
-    """A docx or epub, whose members may be read: zipfile unpacks no more of one than the directory says.
+    """A docx or epub whose members are safe to read: zipfile unpacks no more of one than the directory says.
 
-    Raises DocumentError for one that needs a password, is something else, or unpacks to far more than it is; damage to
-    a member is known as it is read.
+    Raises DocumentError for one that needs a password, is something else, or unpacks to far more than its size; damage
+    to a member is found when that is read.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -105,7 +105,7 @@ def open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def decode(data: bytes, path: Path) -> str:
-    """What the byte order mark or the NULs of UTF-16 say, else UTF-8, else the best guess of charset-normalizer."""
+    """Decode by byte order mark, or UTF-16's NULs, else as UTF-8, else by charset-normalizer's best guess."""
     marked = "utf-32" if data.startswith(BOMS[:2]) else "utf-16" if data.startswith(BOMS) else None
     likely = ("utf-8-sig", marked) if marked else (_utf16_without_mark(data[:HEAD_BYTES]), "utf-8-sig")
     for encoding in likely:
@@ -118,7 +118,7 @@ def decode(data: bytes, path: Path) -> str:
 
 
 def _utf16_without_mark(head: bytes) -> str | None:
-    """Every other byte of Western text is NUL, hardly any of the others, and no other control characters come."""
+    """Recognise UTF-16 of Western text: every other byte is NUL, few others are, and no other control characters."""
     even, odd = head[::2].count(0), head[1::2].count(0)
     others = len(NO_TEXT.findall(head)) - even - odd
     if max(even, odd) * 8 < len(head) or max(min(even, odd), others) * 20 > max(even, odd):
@@ -127,7 +127,7 @@ def _utf16_without_mark(head: bytes) -> str | None:
 
 
 def _is_binary(head: bytes) -> bool:
-    """A NUL that strayed into a text makes no program of it."""
+    """Whether it is not text; a stray NUL is allowed."""
     if b"\0" not in head or head.startswith(BOMS) or _utf16_without_mark(head):
         return False
     return len(NO_TEXT.findall(head)) > max(1, len(head) // 1000)
@@ -170,7 +170,7 @@ def _kind(path: Path) -> str:
     for magic, kind in MAGIC.items():
         if head.startswith(magic):
             return kind
-    if b"%PDF-" in head[:1024]:  # the format allows rubbish before its mark
+    if b"%PDF-" in head[:1024]:  # the format allows other bytes before its mark
         return "pdf"
     return "binary file" if _is_binary(head) else "text"
 
@@ -208,6 +208,6 @@ def _check_directory(path: Path, members: list[zipfile.ZipInfo]) -> None:
     if unpacked > MAX_UNPACKED_BYTES or (unpacked > RATIO_MATTERS_BYTES and ratio > MAX_UNPACK_RATIO):
         raise OversizedDocumentError(
             f"Reading {path}: its {packed} bytes unpack to {unpacked / MIB:.0f} MiB or more ({ratio:.0f} times), as a "
-            f"zip bomb does; the limits are {MAX_UNPACKED_BYTES // MIB} MiB and {MAX_UNPACK_RATIO} times. If it is "
-            "honest, split it, or save it again without pictures."
+            f"zip bomb does; the limits are {MAX_UNPACKED_BYTES // MIB} MiB and {MAX_UNPACK_RATIO} times. If it is a "
+            "real document, split it, or save it again without pictures."
         )

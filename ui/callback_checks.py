@@ -1,4 +1,4 @@
-"""Every value of every callback is checked where it enters, and what nobody foresaw is said on the page."""
+"""Checks every value that a browser sends to a callback, and shows unexpected errors on the page."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -20,16 +20,16 @@ from pydantic import (
 from ragblend.kvstore.errors import RagBlendError, UsageError
 from ragblend.ui import views
 
-BY_ITSELF = ("tick", "load")  # events that are nobody's doing: what is said stays through them
+AUTOMATIC = ("tick", "load")  # events that no user caused: a shown message stays
 LONGEST_REASON = 300
-LARGEST = 1e9  # what a slider may send at most; what is too much for what it is about, the app says
+LARGEST = 1e9  # the most that a slider may send; the app checks the meaning of the value
 LONGEST_TEXT = 100_000
-MOST_VALUES = 1000  # of a list, and of what an event carries
+MOST_VALUES = 1000  # in a list, and in an event
 LOG = logging.getLogger(__name__)
 
 
 def _or(default: Any) -> BeforeValidator:
-    """A browser on a busy machine may send nothing at all for a field that it has not drawn yet."""
+    """Replace None: a browser on a busy machine sends it for a field that it has not drawn yet."""
     return BeforeValidator(lambda value: default if value is None else value)
 
 
@@ -44,7 +44,7 @@ NUMBER = TypeAdapter(Annotated[float, Field(strict=True, allow_inf_nan=False)])
 
 
 def kind_of(component: Any) -> TypeAdapter[Any] | None:
-    """What a component may send, for the gate and for the callbacks; None: it is kept on this side."""
+    """The type of values that a component may send, for the request filter and the callbacks; None: not sent at all."""
     match component:
         case gr.State():
             return None
@@ -58,38 +58,38 @@ def kind_of(component: Any) -> TypeAdapter[Any] | None:
             return NAMES
         case gr.Dropdown() | gr.Radio() | gr.Textbox():
             return TEXT
-    raise AssertionError(f"say here what a {type(component).__name__} may send")
+    raise AssertionError(f"add what a {type(component).__name__} may send")
 
 
-def guard(page: gr.Blocks, trouble: gr.HTML) -> None:
-    """Check what each callback of the page is given, and draw at `trouble` what goes wrong in it.
+def check_callbacks(page: gr.Blocks, trouble: gr.HTML) -> None:
+    """Check the values of each callback of the page, and show its errors at `trouble`.
 
-    Gradio's own check of a value, which answers with the word Error, is left out; that of files and their paths is not.
+    Gradio's own check of values, which answers with the word Error, is switched off; its check of file paths stays.
     """
     for function in page.fns.values():
         events = {event for _, event in function.targets}
         if function.fn is None or "unload" in events:
             continue
-        function.fn = _guarded(function, trouble, events.isdisjoint(BY_ITSELF))
+        function.fn = _with_checks(function, trouble, events.isdisjoint(AUTOMATIC))
         function.preprocess = False
         function.outputs = [*function.outputs, trouble]
 
 
 def dismissed() -> None:
-    """What is done next takes the message away, and be it that somebody closes it."""
+    """Close the message: every callback that a user causes clears it, this one too."""
 
 
-def _guarded(function: Any, trouble: gr.HTML, is_asked_for: bool) -> Callable[..., Any]:
-    """One callback behind its checks. What it is called with beyond its inputs (Gradio's request, event) passes."""
+def _with_checks(function: Any, trouble: gr.HTML, is_by_user: bool) -> Callable[..., Any]:
+    """A callback behind its checks. Arguments beyond its inputs (Gradio's request, event) are passed on."""
     callback: Callable[..., Any] = function.fn
-    inputs, outputs, well = list(function.inputs), len(function.outputs), "" if is_asked_for else gr.skip()
+    inputs, outputs, well = list(function.inputs), len(function.outputs), "" if is_by_user else gr.skip()
     kinds = [kind_of(each) for each in inputs]
 
     def checked(values: Sequence[Any]) -> list[Any]:
         return [*map(_value, inputs, kinds, values), *values[len(inputs) :]]
 
     def with_trouble(result: Any) -> Any:
-        """The callback's result with one output more."""
+        """The callback's result with an output for `trouble`."""
         if isinstance(result, dict) and any(isinstance(key, gr.blocks.Block) for key in result):
             return {**result, trouble: well}
         many = () if not outputs else (result,) if outputs == 1 else tuple(result)
@@ -100,7 +100,7 @@ def _guarded(function: Any, trouble: gr.HTML, is_asked_for: bool) -> Callable[..
         try:
             return with_trouble(callback(*checked(values)))
         except Exception as error:
-            return {trouble: said(error)}
+            return {trouble: error_message(error)}
 
     @wraps(callback)
     def in_pieces(*values: Any) -> Iterator[Any]:
@@ -108,7 +108,7 @@ def _guarded(function: Any, trouble: gr.HTML, is_asked_for: bool) -> Callable[..
             with closing(callback(*checked(values))) as results:
                 yield from map(with_trouble, results)
         except Exception as error:
-            yield {trouble: said(error)}
+            yield {trouble: error_message(error)}
 
     return in_pieces if function.types_generator else at_once
 
@@ -121,20 +121,21 @@ def _value(component: Any, kind: TypeAdapter[Any] | None, value: Any) -> Any:
         found = "is empty" if value is None else f"cannot be used: {error.errors()[0]['msg']}"
         raise UsageError(f"“{name}” {found}. Give it a value and try again.") from None
     if isinstance(component, gr.Slider) and not component.minimum <= checked <= LARGEST:
-        raise UsageError(f"“{name}” cannot be used: it is less than {component.minimum} or far too much.")
+        raise UsageError(
+            f"“{name}” cannot be used: it must be at least {component.minimum}, and not so large."
+        )
     return checked
 
 
-def said(error: Exception) -> str:
-    """What happened and what to do."""
+def error_message(error: Exception) -> str:
+    """The message for an error: what happened and what to do."""
     if isinstance(error, RagBlendError):
         words = str(error)
     else:
         LOG.error("a callback of the page failed", exc_info=error)
         reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
         words = (
-            f"Something failed that RAGBlend did not foresee ({reason}). What is stored is kept; what you asked for "
-            "may not have been done. Try again; if it fails again, load the page anew. The terminal in which "
-            "`ragblend ui` runs says where it failed."
+            f"Something failed unexpectedly ({reason}). Your stored data is safe, but your action may not have been "
+            "done. Try again; if it fails again, reload the page. The terminal of `ragblend ui` shows the details."
         )
     return views.frame.trouble(words)

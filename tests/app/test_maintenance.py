@@ -1,10 +1,10 @@
-"""Upkeep: what index and registry do not share is found, and a repair makes all of it again."""
+"""Maintenance: differences between index and registry are found and repaired."""
 
 import numpy as np
 import pytest
 
 from ragblend.app.library.ingest import ingest
-from ragblend.app.library.upkeep import check, check_index, check_library, repair
+from ragblend.app.library.maintenance import check, check_index, check_library, repair
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def filled(workspace, documents):
     return workspace
 
 
-def test_missing_and_extra_vectors_are_found_and_mended(filled):
+def test_missing_and_extra_vectors_are_repaired(filled):
     nodes = sorted(filled.index.node_ids())
     filled.index.delete(nodes[:2])
     filled.index.upsert(["nobody"], [np.ones((1, 64), np.float32)])
@@ -45,7 +45,7 @@ def test_repair_makes_the_hashes_of_known_passages_again(filled):
     assert len(known) == before > 0
 
 
-def test_repair_encodes_what_is_missing_and_embeds_nothing(filled):
+def test_repair_encodes_missing_kv_without_embedding(filled):
     gone = sorted(filled.engine.stored())[0]
     (filled.engine.folder / gone).unlink()
     filled.embedder.embedded.clear()
@@ -54,16 +54,16 @@ def test_repair_encodes_what_is_missing_and_embeds_nothing(filled):
     assert filled.embedder.embedded == [] and len(notes) == 3
 
 
-def test_a_repair_that_is_left_says_what_has_kv_and_loads_no_model(filled):
+def test_cancelled_repair_reports_kv_without_loading_a_model(filled):
     engine = filled.engine
     (engine.folder / sorted(engine.stored())[0]).unlink()
     engine.weights_loaded = False
-    done = repair(filled, lambda text: None, leave=lambda: True)
+    done = repair(filled, lambda text: None, is_cancelled=lambda: True)
     assert (done.encoded, done.with_kv) == (0, done.passages - 1)
     assert not engine.weights_loaded
 
 
-def test_all_collections_are_checked_and_repaired_and_nothing_is_said_twice(filled, tmp_path):
+def test_check_and_repair_cover_all_collections_without_duplicates(filled, tmp_path):
     (tmp_path / "letter.txt").write_text("Dear Ada, the boat is red.")
     letters = filled.workspaces.of("letters")
     ingest(letters, [tmp_path / "letter.txt"])
@@ -73,7 +73,7 @@ def test_all_collections_are_checked_and_repaired_and_nothing_is_said_twice(fill
     with filled.library.transaction() as sql:
         sql.execute("INSERT INTO words (words) VALUES ('delete-all')")
     words, missing = check(filled)
-    assert words.message.startswith("that of words")
+    assert words.message.startswith("index of words")
     assert missing.message.startswith("letters: 1 passages") and "--collection letters" in missing.message
     assert check(filled, "default") == [words]
     done = repair(filled, lambda text: None)
@@ -81,7 +81,7 @@ def test_all_collections_are_checked_and_repaired_and_nothing_is_said_twice(fill
     assert check(filled) == [] and [each.index.node_ids() for each in (filled, letters)] == truth
 
 
-def test_an_index_that_no_collection_can_be_read_from_is_named_once_and_made_again(filled, tmp_path):
+def test_unreadable_index_is_reported_once_and_rebuilt(filled, tmp_path):
     """All collections share Chroma's files."""
     (tmp_path / "letter.txt").write_text("Dear Ada, the boat is red.")
     letters = filled.workspaces.of("letters")
@@ -115,7 +115,7 @@ def test_a_damaged_page_of_the_registry_is_named_and_its_documents_are_made_agai
     assert check(again) == []
 
 
-def test_what_cannot_be_restored_stays_named_until_it_is_ingested_again(filled, open_workspace, documents):
+def test_incomplete_documents_are_reported_until_ingested(filled, open_workspace, documents):
     document = filled.library.find("default", "bread.md")
     spoil(filled.library, document)
     (documents / "bread.md").write_text("Something else.")

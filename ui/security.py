@@ -1,7 +1,7 @@
-"""What stands in front of every route of the page: host, origin, session, size, and the headers of every answer.
+"""Security of every route of the page: host, origin, session, body size, and response headers.
 
-Gradio on loopback answers any Host (DNS rebinding), takes uploads from other origins and keeps nobody out. This is
-plain ASGI, so that it sees every route there is, also those that Gradio adds, and streams pass through it untouched.
+Gradio on loopback answers any Host (DNS rebinding), accepts uploads from other origins and asks for no login. This is
+plain ASGI, so that it covers all routes, also those that Gradio adds, and streams pass through it unchanged.
 """
 
 import logging
@@ -11,8 +11,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragblend.app.serve.front import Meter, Refusal, Rules, TooLarge, refuse, too_large
-from ragblend.ui.document import Rewriter
-from ragblend.ui.entrance import Entrance
+from ragblend.ui.login import PageLogin
+from ragblend.ui.response_headers import ResponseRewriter
 
 SAFE_METHODS = ("GET", "HEAD")
 UPLOAD_PATH = "/gradio_api/upload"
@@ -20,40 +20,40 @@ WITHOUT_SESSION = ("/login",)
 LOG = logging.getLogger(__name__)
 
 
-class Safety:
-    """The middleware. Refuses with 4xx and a sentence; lets the rest through, with its headers completed."""
+class SecurityMiddleware:
+    """The middleware: refuses a request with 4xx and a sentence, or passes it on and completes the response headers."""
 
-    def __init__(self, app: ASGIApp, rules: Rules, entrance: Entrance) -> None:
-        self._app, self._rules, self._entrance = app, rules, entrance
+    def __init__(self, app: ASGIApp, rules: Rules, login: PageLogin) -> None:
+        self._app, self._rules, self._login = app, rules, login
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        if scope["type"] != "http":  # the page uses no websockets, so there is nothing to let through
+        if scope["type"] != "http":  # the page uses no websockets
             await send({"type": "websocket.close", "code": 1008})
             return
-        rewriter = Rewriter(send)
+        rewriter = ResponseRewriter(send)
         refused, visitor = refuse(scope, self._rules), self._visitor(scope)
         refusal = _response(refused) if refused else None
         if refusal is None and visitor is None:
-            refusal = await self._entrance.receive_visitor(scope, receive, self._rules.max_body_bytes)
+            refusal = await self._login.receive_visitor(scope, receive, self._rules.max_body_bytes)
         if refusal is not None:
             await refusal(scope, receive, rewriter)
             return
         meter = Meter(receive, self._rules.limit(scope["path"]))
 
         async def answer(message: Message) -> None:
-            if rewriter.started or not meter.exceeded:  # what is made of half a body is not worth sending
+            if rewriter.started or not meter.exceeded:  # a response to half a body is not worth sending
                 await rewriter(message)
 
         try:
             await self._app({**scope, "visitor": visitor}, meter, answer)
         except TooLarge:
             pass
-        except Exception as error:  # its message may hold what was sent, and its traceback fills a log
+        except Exception as error:  # its message may repeat what was sent, and its traceback fills the log
             LOG.error("%s %s failed: %s", scope["method"], scope["path"], type(error).__name__)
-            LOG.debug("where it failed", exc_info=error)
+            LOG.debug("traceback", exc_info=error)
             await rewriter.end()
         if meter.exceeded and not rewriter.started:
             await _response(too_large(meter.limit))(scope, receive, rewriter)
@@ -63,7 +63,7 @@ class Safety:
     def _visitor(self, scope: Scope) -> str | None:
         if scope["path"] in WITHOUT_SESSION:
             return None
-        return self._entrance.visitor(HTTPConnection(scope).cookies.get(self._entrance.cookie_name))
+        return self._login.visitor(HTTPConnection(scope).cookies.get(self._login.cookie_name))
 
 
 def _response(refusal: Refusal) -> Response:

@@ -1,8 +1,7 @@
-"""Who may use the page: whoever has the launch token, or, beyond loopback, the password; kept in a signed cookie."""
+"""Login to the page: by the launch token, or beyond loopback the password; remembered in a signed cookie."""
 
 import hashlib
 import hmac
-import os
 import secrets
 import time
 from contextlib import suppress
@@ -14,6 +13,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.types import Receive, Scope
 
 from ragblend.app.serve.front import whole_body
+from ragblend.kvstore.files import write_durably
 from ragblend.ui import views
 from ragblend.ui.password import Attempts, matches
 
@@ -22,10 +22,10 @@ FORM_BYTES = 4096
 SECRET_BYTES = 32
 
 
-def kept_secret(path: Path, anew: bool = False) -> bytes:
-    """What cookies are signed with: made once, for this user only. anew: whoever was let in until now is so no more.
+def load_or_create_secret(path: Path, anew: bool = False) -> bytes:
+    """The secret that signs cookies, created once for this user only. anew: replace it, which ends all sessions.
 
-    One that others could read, or that is not whole, is replaced.
+    A secret that others could read, or that is incomplete, is replaced.
     """
     with suppress(FileNotFoundError):
         private = path.stat().st_mode & 0o077 == 0
@@ -33,18 +33,16 @@ def kept_secret(path: Path, anew: bool = False) -> bytes:
             return kept
         path.unlink()
     secret = secrets.token_bytes(SECRET_BYTES)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(secret)
+    write_durably(path, [memoryview(secret)], SECRET_BYTES)
     return secret
 
 
 @dataclass
-class Entrance:
-    """The launch token, the password if there is one (its hash), and what cookies are signed with.
+class PageLogin:
+    """The launch token, the hash of the password if there is one, and the secret that signs cookies.
 
-    The token is new with every start. A cookie goes on being good after a restart, for the password that it was got
-    with: until that is changed, the secret is replaced, or it is too old.
+    The token is new at every start. A cookie stays valid after a restart until it is too old, or the password or the
+    secret is changed.
     """
 
     port: int
@@ -55,16 +53,16 @@ class Entrance:
 
     @property
     def cookie_name(self) -> str:
-        """Cookies do not tell ports apart, so two pages on one machine need two names."""
+        """Cookies are shared by all ports, so two pages on one machine need two names."""
         return f"ragblend_{self.port}"
 
     def new_cookie(self) -> str:
-        """For a visitor who has been let in."""
+        """A cookie for a visitor who has logged in."""
         visit = f"{secrets.token_urlsafe(12)}.{int(time.time())}"
         return f"{visit}.{self._signature(visit)}"
 
     def visitor(self, cookie: str | None) -> str | None:
-        """Whose cookie that is; None for one that was not signed here, or too long ago."""
+        """The visitor's name in a cookie; None if we did not sign it, or it is too old."""
         visit, _, signature = (cookie or "").rpartition(".")
         if not secrets.compare_digest(signature.encode(), self._signature(visit).encode()):
             return None
@@ -76,7 +74,7 @@ class Entrance:
         return hmac.new(self.secret, text.encode(), hashlib.sha256).hexdigest()
 
     async def receive_visitor(self, scope: Scope, receive: Receive, limit: int) -> Response:
-        """What somebody without a session gets: in, if the token or the password is right, else 4xx."""
+        """Answer a request without a session: log in if the token or the password is right, else 4xx."""
         if scope["path"] == "/login" and scope["method"] == "POST" and self.password_hash:
             form = await whole_body(receive, min(limit, FORM_BYTES))
             return self._log_in(scope, parse_qs(form.decode("utf-8", "replace")))
@@ -84,9 +82,9 @@ class Entrance:
         is_read = scope["method"] == "GET"
         is_right = len(given) == 1 and secrets.compare_digest(given[0].encode(), self.token.encode())
         if scope["path"] == "/" and is_read and is_right:
-            return self._let_in()
+            return self._logged_in()
         if scope["path"] in ("/", "/login") and is_read:
-            return HTMLResponse(views.entrance.page(self.password_hash is not None), 401)
+            return HTMLResponse(views.login.page(self.password_hash is not None), 401)
         return PlainTextResponse("Open the page with the link that `ragblend ui` printed.", 401)
 
     def _log_in(self, scope: Scope, form: dict[str, list[str]]) -> Response:
@@ -94,16 +92,16 @@ class Entrance:
         wait_s = self.attempts.wait_s(client)
         if wait_s > 0:
             wait = str(int(wait_s) + 1)
-            page = views.entrance.page(True, f"Too many attempts. Try again in {wait} s.")
+            page = views.login.page(True, f"Too many attempts. Try again in {wait} s.")
             return HTMLResponse(page, 429, {"Retry-After": wait})
-        # Before the check, which takes a while: many at once count as many.
+        # Before the slow check, so that parallel attempts are all counted.
         self.attempts.note_failure(client)
         if not matches(form.get("password", [""])[0], self.password_hash or ""):
-            return HTMLResponse(views.entrance.page(True, "That is not the password."), 401)
+            return HTMLResponse(views.login.page(True, "Wrong password."), 401)
         self.attempts.forget(client)
-        return self._let_in()
+        return self._logged_in()
 
-    def _let_in(self) -> Response:
+    def _logged_in(self) -> Response:
         response = RedirectResponse("/", 303)
         cookie = self.cookie_name, self.new_cookie()
         response.set_cookie(*cookie, max_age=COOKIE_SECONDS, httponly=True, samesite="lax", path="/")

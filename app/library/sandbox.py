@@ -1,15 +1,14 @@
-"""Files that strangers wrote are read in a process of its own: whatever a parser does, the caller stays alive.
+"""Parses untrusted files in a limited subprocess, so that a parser cannot crash, fill or block the caller.
 
-The process is a new interpreter: not forked, for the caller has torch and its threads, and not multiprocessing's, which
-runs the caller's main script again. It serves one call after the other, and leaves when it has grown, when nobody asks
-for a while, or when its caller is gone. A call that takes too much memory or time costs the process, nothing else.
+The process is a new interpreter: not forked, because the caller has torch and its threads, and not multiprocessing's,
+which runs the caller's main script again. It serves one call after the other, and exits when it has grown, when it is
+idle for a while, or when its caller has ended. A call that takes too much memory or time ends the process only.
 """
 
 import atexit
 import logging
 import os
 import queue
-import resource
 import signal
 import subprocess
 import sys
@@ -23,21 +22,23 @@ from typing import Any, TypeVar
 
 import psutil  # type: ignore[import-untyped]
 
+from ragblend.app.posix import disable_core_dumps, limit_allocations
 from ragblend.app.progress import silent
 from ragblend.kvstore.errors import DocumentError, OversizedDocumentError, UnreadableDocumentError
 
 MIB = 1024**2
-MEMORY_BYTES = 1024 * MIB  # what a call may take above what the process has: enforced on Linux
-SILENT_S = 300.0  # how long a call may go without a page that is done
-BEAT_S = 0.2  # how often the caller is asked whether it wants to leave
+MEMORY_BYTES = 1024 * MIB  # what a call may allocate beyond the process's own memory: enforced on Linux
+SILENT_S = 300.0  # how long a call may take without finishing a page
+BEAT_S = 0.2  # how often the caller's on_page is called, which may cancel the work
 IDLE_S = 60.0
-LEFT, FULL = 75, 76  # exit codes: nobody asked any more; out of memory
-KEPT_BYTES = 768 * MIB  # one that has grown over this is not used again; text recognition alone takes 500 MiB
+IDLE_EXIT, MEMORY_EXIT = 75, 76  # exit codes: idle or grown; out of memory
+# A process that has grown over this is not used again; text recognition alone takes 500 MiB.
+KEPT_BYTES = 768 * MIB
 OnPage = Callable[[int, int], None]
 T = TypeVar("T")
 
 
-def apart(
+def run_in_sandbox(
     work: Callable[..., T],
     path: Path,
     *arguments: object,
@@ -45,10 +46,10 @@ def apart(
     memory_bytes: int = MEMORY_BYTES,
     silent_s: float = SILENT_S,
 ) -> T:
-    """What work(path, *arguments, on_page) returns, in another process; all of it is pickled, `work` by its name.
+    """Run work(path, *arguments, on_page) in another process and return its result; all of it is pickled.
 
-    on_page(done, total) is called here, again and again while the work goes on ((0, 0): not known yet); what it raises
-    ends the work. Raises the work's DocumentError, OversizedDocumentError for one that passes a limit, and
+    on_page(done, total) is called here several times a second ((0, 0): not known yet); if it raises, the work is
+    cancelled. Raises the work's DocumentError, OversizedDocumentError where a limit is exceeded, and
     UnreadableDocumentError for any other failure, a crash included.
     """
     reply = None
@@ -67,9 +68,11 @@ class _Process:
         self._connection, theirs = Pipe()
         self._has_served = False
         with theirs:
-            code = f"from ragblend.app.library.apart import serve; serve({theirs.fileno()})"
+            code = (
+                f"from ragblend.app.library.sandbox import serve_requests; serve_requests({theirs.fileno()})"
+            )
             self._process = subprocess.Popen(
-                # -P: the folder that the user is in is no place to import from
+                # -P: do not import from the user's current folder
                 [sys.executable, "-P", "-c", code],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -79,23 +82,23 @@ class _Process:
             )
 
     def reply(self, request: Any, on_page: OnPage, silent_s: float) -> Any:
-        """(result,), or the DocumentError that it ended in; None where a new process should be asked:
-        one that has served before may have left, or been killed while it was idle.
+        """(result,), or the DocumentError that it ended in; None if a new process should be used instead:
+        one that has served before may have exited or been killed while it was idle.
         """
         served, self._has_served = self._has_served, True
         try:
             self._connection.send(request)
-            reply = self._awaited(request, on_page, silent_s)
+            reply = self._wait_for_reply(request, on_page, silent_s)
         except (EOFError, ConnectionError):
             self.end()
-            return None if served else _ended(request, self._process.returncode)
-        except BaseException:  # the caller leaves
+            return None if served else _crash_error(request, self._process.returncode)
+        except BaseException:  # the caller cancels
             self.end()
             raise
-        _give_back(self)
+        _keep_for_next_call(self)
         return reply
 
-    def _awaited(self, request: Any, on_page: OnPage, silent_s: float) -> Any:
+    def _wait_for_reply(self, request: Any, on_page: OnPage, silent_s: float) -> Any:
         _, path, _, memory_bytes = request
         page, heard = (0, 0), time.monotonic()
         limit = _resident_bytes(self._process.pid) + memory_bytes
@@ -106,16 +109,16 @@ class _Process:
                     return reply
                 heard = time.monotonic()
             elif time.monotonic() - heard > silent_s:
-                raise _silent(path, page, silent_s)
+                raise _timeout_error(path, page, silent_s)
             if _resident_bytes(self._process.pid) > limit:
                 raise _too_much_memory(path, memory_bytes)
             on_page(*page)
 
     def end(self) -> None:
-        """Kill it, unless it has left."""
+        """Kill it, unless it has exited."""
         self._connection.close()
         try:
-            self._process.wait(BEAT_S)  # one that had left, or crashed, says how
+            self._process.wait(BEAT_S)  # for the exit code of a process that had exited or crashed
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -125,7 +128,7 @@ _idle: list[_Process] = []
 _idle_lock = threading.Lock()
 
 
-def _give_back(process: _Process) -> None:
+def _keep_for_next_call(process: _Process) -> None:
     with _idle_lock:
         if not _idle:
             _idle.append(process)
@@ -139,27 +142,27 @@ def _end_idle() -> None:
         _idle.pop().end()
 
 
-os.register_at_fork(after_in_child=_idle.clear)  # they are the parent's
+os.register_at_fork(after_in_child=_idle.clear)  # they belong to the parent
 
 
-def _ended(request: Any, code: int) -> DocumentError:
+def _crash_error(request: Any, code: int) -> DocumentError:
     _, path, _, memory_bytes = request
-    if code == FULL:
+    if code == MEMORY_EXIT:
         return _too_much_memory(path, memory_bytes)
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return UnreadableDocumentError(
-        f"Reading {path}: what reads it crashed ({how}). Open it in its own program and save it again."
+        f"Reading {path}: the parser crashed ({how}). Open it in its own program and save it again."
     )
 
 
 def _too_much_memory(path: Path, memory_bytes: int) -> DocumentError:
     return OversizedDocumentError(
-        f"Reading {path}: it takes more than {memory_bytes // MIB} MiB of memory, the limit. Split it into parts, or "
+        f"Reading {path}: it needs more than {memory_bytes // MIB} MiB of memory, the limit. Split it into parts, or "
         "save it as plain text."
     )
 
 
-def _silent(path: Path, page: tuple[int, int], silent_s: float) -> DocumentError:
+def _timeout_error(path: Path, page: tuple[int, int], silent_s: float) -> DocumentError:
     where = f"page {page[0] + 1} of {page[1]}" if page[1] else "it"
     return OversizedDocumentError(
         f"Reading {path}: {where} took more than {silent_s:.0f} seconds, the limit. Split it into parts, or save it "
@@ -167,14 +170,14 @@ def _silent(path: Path, page: tuple[int, int], silent_s: float) -> DocumentError
     )
 
 
-# --- in the other process
+# --- in the subprocess
 
 
-def serve(descriptor: int) -> None:
+def serve_requests(descriptor: int) -> None:
     """Answer requests, one after the other."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's affair
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    warnings.simplefilter("ignore")  # parsers warn of oddities in files; what matters is raised
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
+    disable_core_dumps()
+    warnings.simplefilter("ignore")  # parsers warn of oddities in files; real errors are raised
     logging.disable()
     connection, requests = Connection(descriptor), queue.Queue[Any]()
     threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
@@ -183,11 +186,11 @@ def serve(descriptor: int) -> None:
             connection.send(_answer(connection, *requests.get(timeout=IDLE_S)))
     except (queue.Empty, OSError):
         pass
-    os._exit(LEFT)
+    os._exit(IDLE_EXIT)
 
 
 def _receive(connection: Connection, requests: "queue.Queue[Any]") -> None:
-    """In a thread, so that a caller who is gone ends the work too."""
+    """Receive in a thread, so that the work ends when the caller does."""
     try:
         while True:
             requests.put(connection.recv())
@@ -206,12 +209,14 @@ def _answer(
         connection.send(((done, total), None))
 
     try:
-        _limit_memory(memory_bytes)
+        # Stops allocations that are faster than the caller's checks. Twice the limit, because Python that reaches it in
+        # small steps may lose its own errors and hang.
+        limit_allocations(2 * memory_bytes)
         return (0, 0), (work(path, *arguments, on_page),)
     except DocumentError as error:
         return (0, 0), error
     except MemoryError:
-        os._exit(FULL)  # there may be no room for a sentence about it
+        os._exit(MEMORY_EXIT)  # there may be no memory for a message
     except Exception as error:  # parsers of hostile formats raise anything
         return (0, 0), UnreadableDocumentError(
             f"Reading {path}: it cannot be read as {path.suffix.lower()} ({type(error).__name__}: {error}). "
@@ -219,17 +224,8 @@ def _answer(
         )
 
 
-def _limit_memory(more_bytes: int) -> None:
-    """What is allocated faster than the caller looks. Twice as much, for Python that meets this limit in small steps
-    may lose its own errors and hang.
-    """
-    if used := getattr(psutil.Process().memory_info(), "data", 0):  # on Linux alone
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (used + 2 * more_bytes, hard))
-
-
 def _resident_bytes(process_id: int | None = None) -> int:
-    """What a process holds; 0 for one that has ended."""
+    """The resident memory of a process; 0 if it has ended."""
     try:
         return int(psutil.Process(process_id).memory_info().rss)
     except psutil.Error:

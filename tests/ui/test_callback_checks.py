@@ -1,4 +1,4 @@
-"""What a browser may send, and what may fail: every callback of the page answers with words, and goes on."""
+"""Callbacks of the page check what a browser sends, and show their errors as text."""
 
 import pytest
 
@@ -8,10 +8,10 @@ import gradio as gr
 from gradio.state_holder import SessionState
 from serverless import built
 
-from ragblend.app.startup import Startup
+from ragblend.app.services import ModelStartup
 from ragblend.app.workspace import Workspaces
-from ragblend.ui.context import Context
 from ragblend.ui.page import build_page
+from ragblend.ui.page_context import PageContext
 
 WRONG = (None, "", "nowhere", 7, True, 1e300, [], [None], {}, {"a": [1]})
 
@@ -19,8 +19,8 @@ WRONG = (None, "", "nowhere", 7, True, 1e300, [], [None], {}, {"a": [1]})
 class Page:
     """The page over a home without a model; callbacks are called as Gradio's routes call them."""
 
-    def __init__(self, desk):
-        self.desk, self.blocks = desk, build_page(Context(desk))
+    def __init__(self, services):
+        self.services, self.blocks = services, build_page(PageContext(services))
         self.functions = [each for each in self.blocks.fns.values() if each.fn is not None]
 
     def call(self, function, changed=None):
@@ -28,7 +28,7 @@ class Page:
         values = [getattr(each, "value", None) for each in function.inputs]
         labels = [getattr(each, "label", None) for each in function.inputs]
         if "Model" in labels:  # as the form is filled: another one would be loaded
-            values[labels.index("Model")] = str(self.desk.settings.model)
+            values[labels.index("Model")] = str(self.services.settings.model)
         if changed:
             values[changed[0]] = changed[1]
         return self.runner.run(self._called(function, values))
@@ -68,10 +68,10 @@ def test_no_value_that_a_field_sends_is_an_error_or_leaves_a_trace(page) -> None
             for value in WRONG[fields % 4 :: 4]:
                 page.call(function, (index, value))
     assert fields > 50
-    assert page.desk.workspaces.names() == ["default", "nowhere"], "which Create was asked for"
-    page.desk.workspaces.change(top_k=3)
+    assert page.services.workspaces.names() == ["default", "nowhere"], "which Create was asked for"
+    page.services.workspaces.change(top_k=3)
     assert "letters" in page.call(page.named("create"), (0, "letters"))
-    assert page.desk.workspaces.names() == ["default", "letters", "nowhere"]
+    assert page.services.workspaces.names() == ["default", "letters", "nowhere"]
 
 
 def test_a_field_without_a_value_is_named(page) -> None:
@@ -81,7 +81,7 @@ def test_a_field_without_a_value_is_named(page) -> None:
     assert "“Passages per question” is empty. Give it a value and try again." in said
 
 
-def test_what_nobody_foresaw_is_said_in_every_tab(page, monkeypatch) -> None:
+def test_unexpected_errors_are_shown_in_every_tab(page, monkeypatch) -> None:
     def broken(*_, **__):
         raise ZeroDivisionError("the sky fell")
 
@@ -89,21 +89,21 @@ def test_what_nobody_foresaw_is_said_in_every_tab(page, monkeypatch) -> None:
         monkeypatch.setattr(Workspaces, name, broken)
     for name in ("load", "create", "run", "check", "save"):
         said = page.call(page.named(name), *([(0, "Why?")] if name == "run" else []))
-        assert "did not foresee (ZeroDivisionError: the sky fell)" in said, name
+        assert "failed unexpectedly (ZeroDivisionError: the sky fell)" in said, name
         assert "Try again" in said, name
 
 
-def test_a_start_that_fails_unforeseen_is_said() -> None:
+def test_unexpected_startup_error_is_shown() -> None:
     """It was said only where the error had a name; else the page waited without a word."""
-    startup = Startup()
+    startup = ModelStartup()
     startup.begin(None).join()
     assert "AttributeError" in startup.problem
     assert not startup.is_loading
 
 
-def test_making_a_collection_that_is_there_shows_it(page) -> None:
+def test_creating_an_existing_collection_shows_it(page) -> None:
     """Whoever missed the answer to the first click was told to choose another name, whatever was clicked after that."""
-    for words in ("letters", "was there already; it is shown now"):
+    for words in ("letters", "exists already; it is shown now"):
         said = page.call(page.named("create"), (0, " letters "))
         assert "'value': 'letters'" in said
         assert words in said

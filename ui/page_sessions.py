@@ -1,4 +1,4 @@
-"""What each open page is doing: the answer that it waits for, and the conversation that it shows."""
+"""The state of each open page: its running work, which can be stopped, and the conversation that it shows."""
 
 import itertools
 import threading
@@ -12,12 +12,12 @@ PARTS = CHAT, COMPARISON, MEASUREMENT = "chat", "comparison", "measurement"
 
 
 def session_of(request: gr.Request, part: str = CHAT) -> str:
-    """By Gradio's session hash, one an open page: its parts are stopped apart, and are closed together."""
+    """The session of one part of an open page (by Gradio's session hash): parts are stopped separately."""
     return f"{request.session_hash}/{part}"
 
 
-class Sessions:
-    """What is asked in a session has a number, and the newest has the page. Safe for threads."""
+class PageSessions:
+    """Numbers the requests of each session; only the newest may draw on its page. Thread-safe."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -28,9 +28,9 @@ class Sessions:
         self._asked_to_stop: set[str] = set()
 
     def begin(self, session: str) -> int:
-        """A question was sent: what was asked before is stopped, also where it does not run yet.
+        """Register a new request and stop the one before, even if that is not running yet.
 
-        Returns its number. A stop from now on is for it, even before there is a turn to stop.
+        Returns its number. From now on `stop` means this request, even before it is running.
         """
         self.stop(session)
         with self._mutex:
@@ -40,7 +40,9 @@ class Sessions:
 
     @contextmanager
     def running(self, session: str, number: int, stop: Stop) -> Iterator[None]:
-        """The page waits for what stop() ends: at once where nobody waits for it any more, and with the block."""
+        """Register how to stop a request while it runs; stop() is called at once if it is no longer wanted, and at the
+        end of the block.
+        """
         with self._mutex:
             is_wanted = self._newest.get(session) == number and session not in self._asked_to_stop
             if is_wanted:
@@ -55,13 +57,13 @@ class Sessions:
                 if self._running.get(session) == stop:
                     del self._running[session]
 
-    def is_others(self, session: str, number: int) -> bool:
-        """Whether something asked later has the page."""
+    def is_outdated(self, session: str, number: int) -> bool:
+        """Whether a newer request has the page."""
         with self._mutex:
             return self._newest.get(session, number) != number
 
     def stop(self, session: str) -> None:
-        """Ask what the page waits for to stop; returns at once."""
+        """Stop the session's request; returns at once."""
         with self._mutex:
             stop = self._running.get(session)
             self._asked_to_stop.add(session)
@@ -69,7 +71,7 @@ class Sessions:
             stop()
 
     def show(self, session: str, chat_id: int | None) -> None:
-        """The page shows this conversation: what runs for another one is no longer drawn there."""
+        """Note which conversation the page shows: answers in others are no longer drawn there."""
         with self._mutex:
             self._shown[session] = chat_id
 
@@ -78,7 +80,7 @@ class Sessions:
             return self._shown.get(session) == chat_id
 
     def close(self, session: str) -> None:
-        """Nobody waits for anything any more, nor for what was asked and does not run yet."""
+        """The page was closed: stop its request, even if that is not running yet."""
         self.stop(session)
         with self._mutex:
             self._shown.pop(session, None)

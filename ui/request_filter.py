@@ -1,8 +1,8 @@
-"""What of Gradio's interface the page needs, and nothing else: a list of routes, and the kind of every value in a call.
+"""Allows only the requests to Gradio that the page makes: a list of routes, and the type of every value in a call.
 
-Gradio copies any file that a value names to where it serves files from, whatever component the value is for. Here a
-call is read, checked against the components that it is for, and written anew from what was checked: files may be
-named where a `gr.File` is, and only those that the same visitor uploaded.
+Gradio copies any file that a value names into its public folder, whatever component the value is for. Here a call is
+parsed, checked against its components, and written again from the checked values: only a `gr.File` may name files, and
+only those that the same visitor uploaded.
 """
 
 import logging
@@ -19,10 +19,10 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragblend.app.serve.front import whole_body
-from ragblend.ui.guard import LONGEST_TEXT, MOST_VALUES, kind_of
-from ragblend.ui.safety import SAFE_METHODS, UPLOAD_PATH
+from ragblend.ui.callback_checks import LONGEST_TEXT, MOST_VALUES, kind_of
+from ragblend.ui.security import SAFE_METHODS, UPLOAD_PATH
 
-# Whether its functions are queued ones.
+# Route -> whether its functions run in Gradio's queue.
 CALLS = {"/gradio_api/queue/join": True, "/gradio_api/run/predict": False}
 READ = re.compile(
     r"/|/theme\.css|/(assets|static|ragblend)/.+|"
@@ -32,16 +32,16 @@ SESSION = re.compile(r"[0-9a-z]{1,32}")
 LOG = logging.getLogger(__name__)
 
 
-class Refused(Exception):
-    """A call that the page would not make. Its text names what is wrong, and nothing that was sent."""
+class RefusedCall(Exception):
+    """A call that the page would not make. Its message says what is wrong, and repeats nothing that was sent."""
 
 
-class Gate:
-    """ASGI, between `Safety`, which names the visitor, and Gradio."""
+class RequestFilter:
+    """ASGI middleware between `SecurityMiddleware`, which identifies the visitor, and Gradio."""
 
     def __init__(self, app: ASGIApp, page: gr.Blocks) -> None:
         self.app, self._page = app, page
-        self._uploads: dict[str, set[str]] = {}  # by visitor: what is there of what was uploaded
+        self._uploads: dict[str, set[str]] = {}  # visitor -> uploaded files that still exist
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -61,7 +61,7 @@ class Gate:
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             body = self._checked(await whole_body(receive), CALLS[scope["path"]], scope["visitor"])
-        except Refused as refusal:
+        except RefusedCall as refusal:
             LOG.warning("A call was refused: %s", refusal)
             await JSONResponse({"error": str(refusal)}, 422)(scope, receive, send)
             return
@@ -70,7 +70,7 @@ class Gate:
         await self.app({**scope, "headers": headers}, _replayed(body, receive), send)
 
     async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Note which files became of it. What goes wrong in it lies in what was sent, so it is no 500."""
+        """Note which files the upload created. Its failures are the request's fault: 400 instead of 500."""
         answer = bytearray()
 
         async def note(message: Message) -> None:
@@ -112,7 +112,7 @@ class Gate:
             return None
         kind = kind_of(component)
         if kind is None:
-            raise Refused("states are kept here, not sent")
+            raise RefusedCall("states are kept here, not sent")
         if isinstance(component, gr.File):
             files = value if isinstance(value, list) else [value]
             _require(len(files) <= MOST_VALUES, "too many files at once")
@@ -121,10 +121,10 @@ class Gate:
         try:
             return kind.validate_python(value)
         except ValidationError:
-            raise Refused(f"that is no value for a {type(component).__name__}") from None
+            raise RefusedCall(f"that is no value for a {type(component).__name__}") from None
 
     def _file(self, value: Any, visitor: str) -> dict[str, Any]:
-        """As Gradio wants it, with nothing left of what was sent but a path that the same visitor's upload got."""
+        """A file value for Gradio, of which only the path comes from the request: that of the visitor's own upload."""
         path = value.get("path") if isinstance(value, dict) else None
         is_own = isinstance(path, str) and path in self._uploads.get(visitor, ()) and _is_plain_file(path)
         _require(is_own, "that file was not uploaded here")
@@ -133,11 +133,11 @@ class Gate:
 
 def _require(holds: bool, reason: str) -> None:
     if not holds:
-        raise Refused(reason)
+        raise RefusedCall(reason)
 
 
 def _event(value: Any, events: list[str]) -> dict[str, Any] | None:
-    """What a click carries: names and plain values. A change carries the new value, which no callback reads."""
+    """The data of a click: names and plain values. That of a change (the new value) is dropped: nothing reads it."""
     if value is None or ("change" in events and isinstance(value, str | int | float)):
         return None
     _require(isinstance(value, dict) and len(value) <= MOST_VALUES, "event_data is no object")
@@ -158,15 +158,15 @@ def _is_plain_file(path: str) -> bool:
 
 
 def _parsed(body: bytes) -> Any:
-    """JSON by a parser that knows no NaN, no half characters, and an end to nesting. Raises Refused."""
+    """Parse JSON strictly: no NaN, no broken characters, limited nesting. Raises RefusedCall."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError:
-        raise Refused("that is no JSON") from None
+        raise RefusedCall("that is no JSON") from None
 
 
 def _replayed(body: bytes, receive: Receive) -> Callable[[], Any]:
-    """A `receive` that gives this body, and then what really comes: the end of the connection."""
+    """A `receive` that gives this body, and then the real messages: the end of the connection."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Message:

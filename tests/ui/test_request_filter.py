@@ -1,4 +1,4 @@
-"""Every function of the page is called with values that name files: nothing outside is read, and nothing breaks."""
+"""The request filter: functions called with values that name files read nothing outside, and nothing breaks."""
 
 import asyncio
 import os
@@ -12,11 +12,11 @@ pytest.importorskip("gradio", reason="the page needs the extra `ui`")
 
 import gradio as gr
 
-from ragblend.app.desk import Desk
 from ragblend.app.serve.front import Rules
 from ragblend.app.serve.listening import Server, listening
-from ragblend.ui.context import Context
-from ragblend.ui.entrance import Entrance
+from ragblend.app.services import AppServices
+from ragblend.ui.login import PageLogin
+from ragblend.ui.page_context import PageContext
 from ragblend.ui.serving import build_app, gradio_environment
 
 CANARY = "canary-4711-of-another-folder"
@@ -29,11 +29,11 @@ pytestmark = pytest.mark.timeout(300)
 class Page:
     """The real page on a real port, and what lies around it."""
 
-    def __init__(self, home, folder, app, port, entrance, outside):
+    def __init__(self, home, folder, app, port, login, outside):
         self.home, self.folder, self.app, self.port, self.outside = home, folder, app, port, outside
-        cookies = {entrance.cookie_name: entrance.new_cookie()}
+        cookies = {login.cookie_name: login.new_cookie()}
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", cookies=cookies, timeout=60)
-        self.other = {"cookie": f"{entrance.cookie_name}={entrance.new_cookie()}"}
+        self.other = {"cookie": f"{login.cookie_name}={login.new_cookie()}"}
         self.functions = app._app._page.fns
 
     def number(self, name):
@@ -65,17 +65,19 @@ def page(tmp_path_factory):
     (outside / "canary.txt").write_text(CANARY)
     home = tmp_path_factory.mktemp("gate") / "home"
     with (
-        Desk.open(home) as desk,
+        AppServices.open(home) as services,
         gradio_environment(home) as folder,
         listening("127.0.0.1", 0) as (address, at),
     ):
         port = address.port
-        entrance = Entrance(port, secret=b"s" * 32)
+        login = PageLogin(port, secret=b"s" * 32)
         built = {}
 
         def serve():
             async def go():
-                built["app"] = build_app(Context(desk), Rules(address, max_upload_bytes=100_000), entrance)
+                built["app"] = build_app(
+                    PageContext(services), Rules(address, max_upload_bytes=100_000), login
+                )
                 built["server"] = Server(built["app"], ready.set, grace_s=1)
                 await built["server"].serve([at])
 
@@ -85,7 +87,7 @@ def page(tmp_path_factory):
         thread = threading.Thread(target=serve)
         thread.start()
         assert ready.wait(120)
-        running = Page(home, folder, built["app"], port, entrance, outside)
+        running = Page(home, folder, built["app"], port, login, outside)
         yield running
         running.http.close()
         built["server"].should_exit = True
@@ -199,7 +201,7 @@ def test_gradio_checks_too_which_files_a_call_names(page) -> None:
     assert page.kept() == before
 
 
-def test_a_file_that_was_uploaded_is_taken(page) -> None:
+def test_uploaded_file_is_accepted(page) -> None:
     number = page.number("upload")
     path = page.upload("mine.txt", b"Seven grey seals lie on the sand.")
     file = {"path": path, "url": f"http://x/gradio_api/file={path}", "orig_name": "mine.txt", "meta": META}
@@ -226,7 +228,7 @@ BAD_BODIES = {
 
 
 @pytest.mark.parametrize("name", BAD_BODIES)
-def test_a_body_that_is_no_call_is_refused_in_one_line(page, name, capfd, caplog) -> None:
+def test_invalid_call_is_refused_in_one_line(page, name, capfd, caplog) -> None:
     for path in CALLS:
         answer = page.http.post(path, content=BAD_BODIES[name], headers={"content-type": "application/json"})
         assert answer.status_code == 422, path
@@ -271,7 +273,7 @@ NOT_NEEDED = [
 ]  # fmt: skip
 
 
-def test_what_the_page_does_not_need_is_not_there(page) -> None:
+def test_routes_that_the_page_does_not_need_are_closed(page) -> None:
     """Gradio has more than fifty routes; the page asks at a dozen."""
     for path in NOT_NEEDED:
         posts = path not in ("upload", "queue/join")
@@ -309,7 +311,7 @@ def test_a_bad_upload_is_the_senders_fault_and_no_traceback(page, name, capfd) -
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_the_stream_of_a_page_that_is_not_there_ends(page, capfd) -> None:
+def test_stream_of_a_closed_page_ends(page, capfd) -> None:
     answer = page.http.get("/gradio_api/queue/data", params={"session_hash": "nobody"})
     assert "session_not_found" in answer.text
     assert "Traceback" not in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""Every answer's security headers, and Gradio's own page made to fit them: a nonce a script, our assets in its head."""
+"""Security headers of every response; adds nonces and our assets to Gradio's own page so that it works with them."""
 
 import re
 import secrets
@@ -20,7 +20,7 @@ SECURITY_HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
-    # Of this process: an open page sees by it that there is another one.
+    # Identifies this process: an open page notices by it that the server was restarted.
     "x-ragblend-start": secrets.token_hex(8),
 }
 SCRIPT_TAG = re.compile(rb"<script(?=[\s>])")
@@ -34,8 +34,8 @@ HEAD = (
 )
 
 
-class Rewriter:
-    """A `send` that completes headers; an HTML answer is held until it is whole, all others pass as they come."""
+class ResponseRewriter:
+    """A `send` that completes headers; HTML is held back until it is complete, everything else is streamed."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -61,7 +61,7 @@ class Rewriter:
         await self._send(message)
 
     async def end(self) -> None:
-        """Close an answer that was begun and breaks off."""
+        """End a response that was started and broke off."""
         if self.started and not self.ended:
             await self({"type": "http.response.body", "body": b""})
 
@@ -79,14 +79,14 @@ class Rewriter:
         page = with_assets(bytes(self._body), self._nonce)
         headers = MutableHeaders(raw=start["headers"])
         headers["content-length"] = str(len(page))
-        headers["cache-control"] = "no-store"  # a nonce is for once
+        headers["cache-control"] = "no-store"  # a nonce may be used once only
         self._start = None
         await self._send(start)
         await self._send({"type": "http.response.body", "body": page})
 
 
 def with_assets(page: bytes, nonce: str) -> bytes:
-    """Gradio's page with our style, script and icon, a nonce in each script, and without what names other sites."""
+    """Gradio's page with our style, script and icon, a nonce in each script, and without links to other sites."""
     page = FOREIGN_META.sub(b"", page)
     page = MANIFEST.sub(b"", page)
     if b"<gradio-app" in page:

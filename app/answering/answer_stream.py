@@ -1,0 +1,215 @@
+"""A streamed answer: its pieces, stopping it, and saving it whatever happens."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ragblend.app.answering.answer import Answer, AnswerSource, unsupported_notice
+from ragblend.app.answering.breakdown import breakdown_of
+from ragblend.app.answering.chats import UNFINISHED, ChatMessage, Chats
+from ragblend.app.answering.citations import cite
+from ragblend.app.answering.context import PromptContext, PromptWording
+from ragblend.app.database import now
+from ragblend.app.settings import Settings
+from ragblend.engine.config import Report
+from ragblend.engine.prompts.segments import Prompt
+from ragblend.kvstore.errors import Cancelled, RagBlendError
+from ragblend.kvstore.files import Closing
+
+if TYPE_CHECKING:
+    from ragblend.engine.interface import EngineInterface
+    from ragblend.engine.results import Result, Stream
+
+UNSAVED = -1
+SAVE_EVERY_S = 0.5  # a kill loses at most so much of an answer that was shown
+
+
+@dataclass(frozen=True)
+class PreparedQuestion:
+    """A question with its prompt. context: None if nothing was found; then notice is the answer."""
+
+    question: ChatMessage
+    context: PromptContext | None
+    words: PromptWording
+    notice: str | None
+    retrieve_ms: float
+    settings: Settings
+    client: str = ""
+
+    @property
+    def prompt(self) -> Prompt:
+        assert self.context is not None, "nothing was found, so there is no prompt"
+        return self.context.prompt
+
+
+class AnswerStream(Closing):
+    """Iterate it for pieces of text; afterwards `message` is the stored message, and `answer` has the cost.
+
+    question, sources and notice are available at once. The text is saved twice a second, so that a kill does not lose
+    it; a stopped answer is saved as far as it came. An error is stored as `message.report["error"]` and raised by the
+    iteration. Without `chats` nothing is saved.
+    """
+
+    def __init__(
+        self, asked: PreparedQuestion, engine: "EngineInterface", stream: "Stream | None", chats: Chats | None
+    ) -> None:
+        self._asked, self._engine, self._stream, self._chats = asked, engine, stream, chats
+        self.question, self.sources = asked.question, asked.context.sources if asked.context else ()
+        self.notice = asked.notice if stream is not None else None
+        self._pieces: list[str] = []
+        self._stopped = threading.Event()
+        self._result: Result | None = None
+        self._message: ChatMessage | None = None
+        self._saving = threading.Lock()
+        self._partial_message: ChatMessage | None = None
+        self._saved_at_s = 0.0
+        if stream is not None and chats is not None:
+            with suppress(RagBlendError):  # shown all the same; `_save_final` says why it is not saved
+                report = self._with_basis({UNFINISHED: True})
+                to = self.question
+                self._partial_message = chats.add(to.chat_id, "assistant", "", self.sources, report, to.id)
+
+    @property
+    def message(self) -> ChatMessage:
+        """The stored answer. Its id is -1 if it could not be stored; its notice then says why."""
+        assert self._message is not None, "the answer has not ended"
+        return self._message
+
+    @property
+    def answer(self) -> Answer:
+        """The answer with what it cost, once it has ended well."""
+        settings = self._asked.settings
+        ratio = None if isinstance(settings.ratio, str) else settings.ratio
+        report = self._result.report if self._result else Report(settings.method, ratio)
+        notice: str | None = self.message.report.get("notice")
+        model, device = self._engine.model_name, self._engine.device
+        return Answer(self.text, model, device, self.sources, self._asked.retrieve_ms, report, notice)
+
+    @property
+    def all_sources(self) -> tuple[AnswerSource, ...]:
+        """All passages in the prompt: those found for this question, and those of earlier ones."""
+        return self._asked.context.all_sources if self._asked.context else ()
+
+    @property
+    def status(self) -> str:
+        """The current work, before the first word of the answer."""
+        return f"Reading {len(self.sources)} passages …" if self.sources else "Thinking …"
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def whole(self) -> Answer:
+        """Wait for the end."""
+        with self:
+            for _ in self:
+                pass
+        return self.answer
+
+    def stop(self) -> None:
+        """Ask the device to stop and return at once; the iteration then ends."""
+        self._stopped.set()
+        if self._stream is not None:
+            self._stream.stop()
+
+    def close(self) -> None:
+        """Stop, wait until the device is free, and save the text so far; after the end it does nothing."""
+        if self._message is not None:
+            return
+        self._stopped.set()
+        if self._stream is not None:
+            self._stream.close()
+        self._save_final({"stopped": True})
+
+    def __iter__(self) -> Iterator[str]:
+        if self._message is not None:
+            return
+        if self._stream is None:
+            self._pieces.append(self._asked.notice or "")
+            yield self.text
+            self._save_final({})
+            return
+        try:
+            for piece in self._stream:
+                self._pieces.append(piece)
+                self._save_partial()
+                yield piece
+            report = {"stopped": True} if self._stopped.is_set() else self._final_report(self._stream.result)
+        except Cancelled:
+            report = {"stopped": True}
+        except GeneratorExit:
+            self.close()
+            raise
+        except BaseException as error:
+            self._stream.close()
+            named = isinstance(error, RagBlendError)
+            self._save_final({"error": str(error) if named else f"{type(error).__name__}: {error}"})
+            raise
+        self._save_final(report)
+
+    def _final_report(self, result: "Result") -> dict[str, Any]:
+        self._result, engine = result, self._engine
+        unsupported = unsupported_notice(result.report.unsupported_figures)
+        notice = " ".join(text for text in (self.notice, result.report.warning, unsupported) if text) or None
+        return breakdown_of(
+            result.report,
+            result.prompt,
+            {source.node_id: (source.number, source.label) for source in self.all_sources},
+            model=engine.model_name,
+            device=engine.device,
+            dtype=engine.dtype,
+            retrieve_ms=self._asked.retrieve_ms,
+            profile=engine.known_profile,
+            notice=notice,
+        )
+
+    def _with_basis(self, more: dict[str, Any]) -> dict[str, Any]:
+        asked = self._asked
+        basis: dict[str, Any] = {"found": False}
+        if asked.context is not None:
+            basis = {"first_id": asked.context.first_id, "system": asked.words.system}
+            basis["closing"] = asked.words.closing
+        return {**basis, **({"notice": self.notice} if self.notice else {}), **more}
+
+    def _stored_sources(self) -> tuple[AnswerSource, ...]:
+        """The sources found, and those of earlier turns that the answer cites."""
+        mine = {source.number for source in self.sources}
+        cited = {citation.number for citation in cite(self.text, self.all_sources).citations}
+        return (*self.sources, *(s for s in self.all_sources if s.number in cited - mine))
+
+    def _save_partial(self) -> None:
+        """Save the text so far, if the last save was some time ago."""
+        with self._saving:
+            is_due = time.monotonic() >= self._saved_at_s + SAVE_EVERY_S
+            if (
+                self._message is not None
+                or self._partial_message is None
+                or self._chats is None
+                or not is_due
+            ):
+                return
+            with suppress(RagBlendError):  # the next save may work again; `_save_final` reports if not
+                self._partial_message = self._chats.rewrite(replace(self._partial_message, text=self.text))
+            self._saved_at_s = time.monotonic()
+
+    def _save_final(self, report: dict[str, Any]) -> None:
+        """Store the finished answer, once. What cannot be stored is shown all the same."""
+        with self._saving:
+            if self._message is not None:
+                return
+            chat_id, text, sources = self.question.chat_id, self.text, self._stored_sources()
+            ended = ChatMessage(UNSAVED, chat_id, "assistant", text, now(), sources, self._with_basis(report))
+            try:
+                if self._chats is not None and self._partial_message is not None:
+                    ended = self._chats.rewrite(replace(ended, id=self._partial_message.id))
+                elif self._chats is not None:
+                    ended = self._chats.add(
+                        chat_id, "assistant", text, sources, ended.report, self.question.id
+                    )
+            except RagBlendError as error:
+                notice = f"{ended.report.get('notice') or ''} This answer was not saved: {error}".strip()
+                ended = replace(ended, report=ended.report | {"notice": notice})
+            self._message = ended

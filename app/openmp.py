@@ -1,0 +1,34 @@
+"""Sets OpenMP's spinning before torch is imported; imports nothing heavy itself.
+
+Between two small matrix products a sleeping thread wakes too late: with threads that spin for a twentieth of a
+millisecond first, SmolLM2 answers 1.6 times faster on two idle cores. Beside another busy process a spinning thread
+occupies the core of the thread that it waits for: there sleeping at once is twice as fast, and torch's own default,
+some milliseconds of spinning, ten times slower. So threads spin only where there is a core for each.
+"""
+
+import os
+from pathlib import Path
+
+SPINS = "4000"  # of GNU OpenMP, which torch brings on Linux
+
+
+def set_thread_spinning(load: Path = Path("/proc/loadavg")) -> None:
+    """Call before torch is imported; variables that are set already stay. load: where Linux counts running threads."""
+    if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        return
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    if _has_idle_core_per_thread(load):
+        os.environ["GOMP_SPINCOUNT"] = SPINS
+
+
+def _has_idle_core_per_thread(load: Path) -> bool:
+    """Whether at this moment as many cores are idle as torch uses threads."""
+    import psutil  # type: ignore[import-untyped]
+
+    try:
+        running = int(load.read_text().split()[3].partition("/")[0])
+        cores = len(os.sched_getaffinity(0))
+        threads = int(os.environ.get("OMP_NUM_THREADS") or psutil.cpu_count(logical=False) or cores)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return False
+    return running - 1 + min(threads, cores) <= cores
