@@ -21,7 +21,7 @@ PACKAGES = ("torch", "transformers", "chromadb", "llama-index-core")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CheckResult:
     """One line of the doctor's report; a warning is not a failure."""
 
     name: str
@@ -29,15 +29,15 @@ class Verdict:
     detail: str
 
 
-def examine(workspace: Workspace) -> Iterator[Verdict]:
+def examine(workspace: Workspace) -> Iterator[CheckResult]:
     """All checks in turn; one that cannot be made has failed, with its reason."""
     for name, check in CHECKS.items():
         try:
-            yield Verdict(name, *check(workspace))
+            yield CheckResult(name, *check(workspace))
         except RagBlendError as error:
-            yield Verdict(name, "failed", str(error))
+            yield CheckResult(name, "failed", str(error))
         except Exception as error:  # the doctor is for broken installations: he must not fall ill himself
-            yield Verdict(name, "failed", f"{type(error).__name__}: {error}")
+            yield CheckResult(name, "failed", f"{type(error).__name__}: {error}")
 
 
 def _python(_: Workspace) -> tuple[Status, str]:

@@ -63,7 +63,7 @@ SUGGESTED = [one.name for one in SUGGESTIONS]
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineCapacity:
     """What a model would run on. flops_per_s: of large products; bytes_per_s: of weights read for a single token."""
 
     free_bytes: float
@@ -82,7 +82,7 @@ class Offer:
     tokens_per_s: float
 
 
-def offers(machine: Machine, most: int = 3) -> list[Offer]:
+def offers(machine: MachineCapacity, most: int = 3) -> list[Offer]:
     """The models that fit the memory and are fast enough; of many the smallest, a middle one and the largest.
 
     Smallest first. Where none is fast enough, the smallest that fits. Pure.
@@ -114,7 +114,7 @@ def first_time(home: Home) -> bool:
     return True
 
 
-def _offer(model: Suggestion, machine: Machine) -> Offer:
+def _offer(model: Suggestion, machine: MachineCapacity) -> Offer:
     weights = model.parameters * machine.bytes_a_parameter
     return Offer(
         model,
@@ -124,7 +124,7 @@ def _offer(model: Suggestion, machine: Machine) -> Offer:
     )
 
 
-def machine_of(workspace: "Workspace") -> Machine:
+def machine_of(workspace: "Workspace") -> MachineCapacity:
     """Its memory, and two products measured: a fifth of a second on two cores. Raises UsageError for the device.
 
     How fast it reads is from the model in use, where that was profiled on it.
@@ -135,7 +135,7 @@ def machine_of(workspace: "Workspace") -> Machine:
     device = pick_device(settings.device)
     dtype = pick_dtype(device, settings.dtype)
     rates = measure_rates(device, dtype)
-    found = Machine(free_bytes(device), 4 if dtype == "float32" else 2, *rates)
+    found = MachineCapacity(free_bytes(device), 4 if dtype == "float32" else 2, *rates)
     known = {DEFAULT: BUNDLED_PARAMETERS} | {one.name: one.parameters for one in SUGGESTIONS}
     profiled = settings.model in known and any(workspace.home.profiles.glob("*.json"))
     profile = workspace.engine.known_profile if profiled else None

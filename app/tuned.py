@@ -17,7 +17,7 @@ KEPT = 10  # choices a model
 
 
 @dataclass(frozen=True)
-class Choice:
+class TunedMethod:
     """A method and its ratio (None: it takes none), when it was chosen, and what was measured for it."""
 
     method: str
@@ -30,22 +30,24 @@ def tuned_file(settings: Path) -> Path:
     return settings.with_name(FILE_NAME)
 
 
-def choice_for(path: Path, model: str) -> Choice | None:
+def choice_for(path: Path, model: str) -> TunedMethod | None:
     """The newest choice for the model. Raises SettingsError if the file cannot be read."""
     choices = _read(path).get(model)
     return choices[-1] if choices else None
 
 
-def save_choice(path: Path, model: str, method: str, ratio: float | None, measured: dict[str, Any]) -> Choice:
+def save_choice(
+    path: Path, model: str, method: str, ratio: float | None, measured: dict[str, Any]
+) -> TunedMethod:
     """Make this the model's choice; the earlier ones stay behind it."""
     everything = _read(path)
-    choice = Choice(method, ratio, datetime.now().astimezone().isoformat(timespec="seconds"), measured)
+    choice = TunedMethod(method, ratio, datetime.now().astimezone().isoformat(timespec="seconds"), measured)
     everything[model] = [*everything.get(model, []), choice][-KEPT:]
     _write(path, everything)
     return choice
 
 
-def undo_choice(path: Path, model: str) -> tuple[Choice, Choice | None] | None:
+def undo_choice(path: Path, model: str) -> tuple[TunedMethod, TunedMethod | None] | None:
     """Take the newest choice back: that one, and the one that now stands (None: the defaults). None: there was none."""
     everything = _read(path)
     choices = everything.get(model)
@@ -58,10 +60,12 @@ def undo_choice(path: Path, model: str) -> tuple[Choice, Choice | None] | None:
     return undone, choices[-1] if choices else None
 
 
-def _read(path: Path) -> dict[str, list[Choice]]:
+def _read(path: Path) -> dict[str, list[TunedMethod]]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return {model: [Choice(**choice) for choice in choices] for model, choices in found["models"].items()}
+        return {
+            model: [TunedMethod(**choice) for choice in choices] for model, choices in found["models"].items()
+        }
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -70,7 +74,7 @@ def _read(path: Path) -> dict[str, list[Choice]]:
         ) from error
 
 
-def _write(path: Path, everything: dict[str, list[Choice]]) -> None:
+def _write(path: Path, everything: dict[str, list[TunedMethod]]) -> None:
     """Whole or not at all, for this user only: the measurements speak of the user's documents."""
     models = {model: [asdict(choice) for choice in choices] for model, choices in everything.items()}
     try:

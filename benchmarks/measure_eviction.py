@@ -22,7 +22,7 @@ from ragblend.app.quality import cli as product
 from ragblend.app.quality.metrics import kl_divergence
 from ragblend.app.quality.prefilling import stored
 from ragblend.app.quality.quality import build_prompt
-from ragblend.app.quality.sources import Source, read
+from ragblend.app.quality.sources import QuestionSource, read
 from ragblend.app.quality.table import number, table_of, text
 from ragblend.app.quality.variants import parse_counts
 
@@ -32,7 +32,7 @@ app = typer.Typer(name="measure_eviction", rich_markup_mode=None, pretty_excepti
 @command(app, "measure_eviction")
 def measure_eviction(
     cli: Cli,
-    source: Source,
+    source: QuestionSource,
     method: Annotated[str, typer.Option(help="What reads the prompts.")] = "cacheblend",
     ratio: Annotated[float, typer.Option(help="And its ratio.")] = 0.15,
     tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 16,

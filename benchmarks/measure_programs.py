@@ -49,24 +49,30 @@ class Framework(NamedTuple):
 def langchain() -> Framework:
     from langchain_core.documents import Document
 
-    from benchmarks.programs_langchain import PROGRAMS, Library
+    from benchmarks.programs_langchain import PROGRAMS, LangChainDocuments
     from ragblend.integrations.langchain import ChatRAGBlend, RAGBlendEmbeddings
 
     documents = [Document(text, metadata={"source": name}) for name, text in texts().items()]
     return Framework(
-        PROGRAMS, ChatRAGBlend, {"max_tokens": ANSWER_TOKENS}, Library(documents, RAGBlendEmbeddings())
+        PROGRAMS,
+        ChatRAGBlend,
+        {"max_tokens": ANSWER_TOKENS},
+        LangChainDocuments(documents, RAGBlendEmbeddings()),
     )
 
 
 def llama_index() -> Framework:
     from llama_index.core import Document
 
-    from benchmarks.programs_llama_index import PROGRAMS, Library
+    from benchmarks.programs_llama_index import PROGRAMS, LlamaIndexDocuments
     from ragblend.integrations.llama_index import RAGBlendEmbedding, RAGBlendLLM
 
     documents = [Document(text=text, metadata={"file_name": name}) for name, text in texts().items()]
     return Framework(
-        PROGRAMS, RAGBlendLLM, {"max_new_tokens": ANSWER_TOKENS}, Library(documents, RAGBlendEmbedding())
+        PROGRAMS,
+        RAGBlendLLM,
+        {"max_new_tokens": ANSWER_TOKENS},
+        LlamaIndexDocuments(documents, RAGBlendEmbedding()),
     )
 
 

@@ -32,7 +32,15 @@ import torch
 import typer
 
 from benchmarks.common import DOCS, FIGURES, Row, between_marks, dumped, markdown, read_json, run, texts
-from benchmarks.serve_simulator import SYSTEMS, Costs, Found, Outcome, Request, System, simulator
+from benchmarks.serve_simulator import (
+    SYSTEMS,
+    Costs,
+    PromptTokens,
+    SimulatedRequest,
+    SimulationResult,
+    System,
+    simulator,
+)
 from benchmarks.traces import make_trace
 from ragblend import Chunk, Engine
 from ragblend.app.quality.prefilling import cpu_name
@@ -93,7 +101,7 @@ def throughput(points: Sequence[tuple[float, float]], slo_s: float) -> float:
 # --- the real engine
 
 
-class Clock:
+class SkippingClock:
     """Processor time of this process, and what was skipped while all who are awake in it only waited for a time.
 
     awake: the requests on their way and who sends them, less those that sleep.
@@ -145,12 +153,12 @@ class TimedOrder(Order):
         return ticket
 
 
-Ask = Callable[[int, Clock, Callable[[str], None]], None]
+Ask = Callable[[int, SkippingClock, Callable[[str], None]], None]
 
 
 def served(engine: Engine, window: int, at: Sequence[float], ask: Ask) -> Row:
     """Ask each when its time has come; what it took to the first token. ask(number, clock, on_text)."""
-    clock, order = Clock(engine), TimedOrder(window=window)
+    clock, order = SkippingClock(engine), TimedOrder(window=window)
     engine.runtime.queue.order = order
     ttft_s, claims_s, threads = [math.nan] * len(at), list[float](), list[threading.Thread]()
     claim_of: Callable[..., Claim] = vars(engine_module)["claim_of"]
@@ -235,7 +243,7 @@ class Trial:
         prompts = self._corpus.prompts(engine, self._passages, self.begin, count)
         self.begin += count
 
-        def ask(number: int, clock: Clock, on_text: Callable[[str], None]) -> None:
+        def ask(number: int, clock: SkippingClock, on_text: Callable[[str], None]) -> None:
             # Opens this thread's connection, which the prefill needs as well.
             engine.store.contains(ChunkKey("0" * 64))
             options = {"on_text": on_text, "max_new_tokens": self._corpus.answer_tokens}
@@ -314,11 +322,11 @@ def read_ahead(home: str) -> list[Row]:
             at = arrivals(AHEAD, load / alone_s if load else SELDOM)
             retrieval_s = alone_s
 
-            def waits(number: int, clock: Clock, on_text: Callable[[str], None]) -> None:
+            def waits(number: int, clock: SkippingClock, on_text: Callable[[str], None]) -> None:
                 clock.sleep_until(at[number] + retrieval_s)  # noqa: B023
                 engine.generate(prompts[number], on_text=on_text, max_new_tokens=1)
 
-            def reads(number: int, clock: Clock, on_text: Callable[[str], None]) -> None:
+            def reads(number: int, clock: SkippingClock, on_text: Callable[[str], None]) -> None:
                 def stages() -> Iterator[Prompt]:
                     for stage in range(len(SETTLED)):
                         clock.sleep_until(at[number] + retrieval_s * (stage + 1) / len(SETTLED))  # noqa: B023
@@ -342,7 +350,7 @@ def read_ahead(home: str) -> list[Row]:
 
 def calibrated(home: str) -> Row:
     """What prompts take, by how many of their passages are on a path, stored alone, and neither."""
-    samples, draw, used = list[tuple[Found, float]](), random.Random(0), 0
+    samples, draw, used = list[tuple[PromptTokens, float]](), random.Random(0), 0
     with opened(home) as engine:
 
         def timed(passages: Sequence[str], method: str, exact: int, pieces: int = 1) -> None:
@@ -353,7 +361,7 @@ def calibrated(home: str) -> Row:
             engine.finish_background()
             stored = counts.reused + counts.recomputed
             path = sum(stop - start for start, stop in prompt.places[:exact])
-            samples.append((Found(counts.prompt - stored, path, stored - path, pieces), spent))
+            samples.append((PromptTokens(counts.prompt - stored, path, stored - path, pieces), spent))
 
         for count in (1, 2, 3, 4) * 2:
             for known in range(count + 1):
@@ -391,19 +399,19 @@ class Large:
         count = LARGE_WARM + (2 + len(LARGE_LOADS)) * LARGE_COUNT
         self.trace = make_trace(exponent, lengths, LARGE, count, each, seed=0)
 
-    def requests(self, run: int, rate: float) -> list[Request]:
+    def requests(self, run: int, rate: float) -> list[SimulatedRequest]:
         """Those of a run, the first of which is to warm up."""
         count = LARGE_COUNT if run else LARGE_WARM
         first = run and LARGE_WARM + (run - 1) * LARGE_COUNT
         tokens = self.trace.tokens
         return [
-            Request(at, tuple((each, tokens[each]) for each in asked), self.answer_tokens)
+            SimulatedRequest(at, tuple((each, tokens[each]) for each in asked), self.answer_tokens)
             for at, asked in zip(
                 arrivals(count, rate), self.trace.requests[first : first + count], strict=True
             )
         ]
 
-    def row(self, outcome: Outcome, rate: float) -> Row:
+    def row(self, outcome: SimulationResult, rate: float) -> Row:
         read = outcome.path_tokens / outcome.tokens
         return {
             "rate": rate, "mean_s": outcome.mean_s, "p99_s": outcome.p99_s, "passed": outcome.passed, "on_paths": read

@@ -59,7 +59,7 @@ FUSED: Json = {}
 WAYS = (FULL, EXACT, FUSED)
 
 
-class Server:
+class ServerProcess:
     """`ragblend serve` over a new home, in a process of its own, with a key for each name."""
 
     def __init__(self, home: Path, model: str, names: Sequence[str], dtype: str) -> None:
@@ -87,8 +87,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(home: Path, model: str, names: Sequence[str], dtype: str = "float32") -> Iterator[Server]:
-    server = Server(home, model, names, dtype)
+def serving(home: Path, model: str, names: Sequence[str], dtype: str = "float32") -> Iterator[ServerProcess]:
+    server = ServerProcess(home, model, names, dtype)
     try:
         yield server
     finally:
@@ -149,7 +149,7 @@ def auc(longer: Sequence[float], shorter: Sequence[float]) -> float:
 class Soak:
     """Many keys ask at once. What each says stands in no other's prompts, and answers are checked."""
 
-    def __init__(self, server: Server, users: Sequence[str]) -> None:
+    def __init__(self, server: ServerProcess, users: Sequence[str]) -> None:
         self.server, self.users, self.texts = server, users, Notes(random.Random(0))
         self.counts = dict.fromkeys(("whole", "left", "wrong", "failed"), 0)
         shared = [self.texts.passage(SENTENCES) for _ in users]  # each stands in two keys' prompts

@@ -64,7 +64,7 @@ def median_s(once: Callable[[], object], repeats: int = 9) -> float:
     return statistics.median(spent(once)[0] for _ in range(repeats))
 
 
-class Machine:
+class HardwareSpeed:
     """bytes_per_s: reading memory; flops: by shape, in the model's dtype, and one in float32."""
 
     def __init__(self, engine: Engine, tokens: int) -> None:
@@ -197,7 +197,7 @@ def whole_ms(engine: Engine, prompt: Prompt, repeats: int) -> dict[str, float]:
     return {method: 1e3 * statistics.median(each) for method, each in found.items()}
 
 
-def bounds_ms(engine: Engine, machine: Machine, prefilled: Prefilled) -> Row:
+def bounds_ms(engine: Engine, machine: HardwareSpeed, prefilled: Prefilled) -> Row:
     """What each phase of that prefill cannot take less than."""
     decoder, report = engine.runtime.decoder, prefilled.report
     geometry, config, layer = decoder.geometry, engine.runtime.model_config, decoder.layers[0]
@@ -265,7 +265,7 @@ def started(home: Path) -> None:
         process.kill()
 
 
-def others_ms(engine: Engine, machine: Machine, prompt: Prompt) -> list[Row]:
+def others_ms(engine: Engine, machine: HardwareSpeed, prompt: Prompt) -> list[Row]:
     """A token of an answer, one at a time, reading a chunk that was not stored, and a new process's first token."""
     model, geometry = engine.runtime.loaded.model, engine.runtime.decoder.geometry
     weights = sum(each.nbytes for each in model.parameters())
@@ -307,7 +307,7 @@ def measured(engine: Engine) -> Row:
     """The machine, the phases of three methods, and what is no prefill."""
     with encoded(engine, texts(engine, CHUNKS, TOKENS)) as subject:
         prompt = subject.prompt
-        machine = Machine(engine, len(prompt.token_ids))
+        machine = HardwareSpeed(engine, len(prompt.token_ids))
         methods = []
         for method, how in WAYS.items():
             found, prefilled = phases_ms(engine, prompt, REPEATS, method=method, **how)

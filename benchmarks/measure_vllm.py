@@ -118,7 +118,7 @@ def prompt_of(engine: Any, passages: list[tuple[int, ...]], question: str) -> An
 
 
 @dataclass(frozen=True)
-class Server:
+class VllmServer:
     """Of a process group, which is stopped but while it is asked."""
 
     url: str
@@ -135,7 +135,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def served(given: argparse.Namespace, folder: str, connected: bool, more: list[str]) -> Iterator[Server]:
+def served(given: argparse.Namespace, folder: str, connected: bool, more: list[str]) -> Iterator[VllmServer]:
     """A server. Its log is in the home."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -170,7 +170,7 @@ def served(given: argparse.Namespace, folder: str, connected: bool, more: list[s
     undertaker = subprocess.Popen(
         end, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     )
-    server = Server(f"http://127.0.0.1:{port}", process.pid)
+    server = VllmServer(f"http://127.0.0.1:{port}", process.pid)
     try:
         with server.awake() as url:
             while not _is_up(url):
@@ -199,7 +199,7 @@ def asked(url: str, ids: tuple[int, ...], **more: Any) -> dict[str, Any]:
     return found
 
 
-def timed(server: Server, ids: tuple[int, ...], **more: Any) -> tuple[float, float]:
+def timed(server: VllmServer, ids: tuple[int, ...], **more: Any) -> tuple[float, float]:
     """Milliseconds to the first token, and from one to the next."""
     with server.awake() as url:
         return _timed(url, ids, **more)
@@ -220,7 +220,7 @@ def _timed(url: str, ids: tuple[int, ...], **more: Any) -> tuple[float, float]:
     return (first - begun) * 1e3, (last - first) * 1e3 / (ANSWER_TOKENS - 1)
 
 
-def counted(server: Server) -> dict[str, float]:
+def counted(server: VllmServer) -> dict[str, float]:
     with server.awake() as url:
         return counted_at(url)
 

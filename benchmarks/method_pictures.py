@@ -42,7 +42,7 @@ PICTURED = tuple(name for name in METHODS if name not in ("recompute", "exact", 
 QUESTION = "Who built the locomotive that took the school choir over to Carrowby at last?"
 
 
-class State(IntEnum):
+class RowState(IntEnum):
     """What became of one row in one layer."""
 
     FRESH = 0  # a literal: computed by every method
@@ -57,13 +57,13 @@ class State(IntEnum):
 # What the legend says, and the colour: names of ui/assets/style.css are the app's colours; the others differ from them,
 # and from each other, in lightness.
 LOOKS = {
-    State.FRESH: ("fresh: always computed", "--rb-fresh"),
-    State.TWICE: ("fresh, run twice (probe)", "#2f4798"),
-    State.COMPUTED: ("passage, computed", "--rb-recomputed"),
-    State.EXACT: ("stored, exact as it is", "#cfe6e2"),
-    State.MOVED: ("stored and moved", "--rb-reused"),
-    State.LEFT: ("stored, not moved", "--rb-other"),
-    State.SHIFTED: ("stored, moved, shifted", "#7cc4ba"),
+    RowState.FRESH: ("fresh: always computed", "--rb-fresh"),
+    RowState.TWICE: ("fresh, run twice (probe)", "#2f4798"),
+    RowState.COMPUTED: ("passage, computed", "--rb-recomputed"),
+    RowState.EXACT: ("stored, exact as it is", "#cfe6e2"),
+    RowState.MOVED: ("stored and moved", "--rb-reused"),
+    RowState.LEFT: ("stored, not moved", "--rb-other"),
+    RowState.SHIFTED: ("stored, moved, shifted", "#7cc4ba"),
 }
 
 
@@ -108,7 +108,7 @@ def picture(engine: "Engine", prompt: "Prompt", name: str) -> "Figure":
 
 
 @dataclass
-class Watched:
+class RecordedRun:
     """Filled in while a watched policy runs. steps: from which layer on which rows (ascending) were computed."""
 
     plan: Plan | None = None
@@ -127,9 +127,9 @@ class Watched:
         return computed
 
 
-def watched(policy: Policy) -> tuple[Policy, Watched]:
+def watched(policy: Policy) -> tuple[Policy, RecordedRun]:
     """The same policy, and what it will do when it runs: an instance of a subclass, so nothing else changes."""
-    seen = Watched()
+    seen = RecordedRun()
 
     def rows(self: Policy, plan: Plan, *more: Any) -> Tensor:
         found: Tensor = type(policy).rows(self, plan, *more)
@@ -152,7 +152,7 @@ def watched(policy: Policy) -> tuple[Policy, Watched]:
 
 def overridden(policy: Policy, overrides: dict[str, Any]) -> Policy:
     """The same policy with other methods by these names."""
-    made: Policy = object.__new__(type(f"Watched{type(policy).__name__}", (type(policy),), overrides))
+    made: Policy = object.__new__(type(f"Recorded{type(policy).__name__}", (type(policy),), overrides))
     made.__dict__.update(policy.__dict__)  # frozen, so not by assignment
     return made
 
@@ -177,20 +177,26 @@ def scored(policy: Policy) -> tuple[Policy, list[Tensor]]:
     ), scores
 
 
-def states(seen: Watched, policy: Policy) -> Tensor:
-    """(L, T) int64 of `State`."""
+def states(seen: RecordedRun, policy: Policy) -> Tensor:
+    """(L, T) int64 of `RowState`."""
     plan, computed = seen.plan, seen.computed()
     assert plan is not None
-    kept = State.LEFT if not policy.moves_keys else State.SHIFTED if policy.corrects(plan) else State.MOVED
-    of_kind = dict.fromkeys(Kind, State.FRESH) | {Kind.EXACT: State.EXACT, Kind.REUSABLE: kept}
+    kept = (
+        RowState.LEFT
+        if not policy.moves_keys
+        else RowState.SHIFTED
+        if policy.corrects(plan)
+        else RowState.MOVED
+    )
+    of_kind = dict.fromkeys(Kind, RowState.FRESH) | {Kind.EXACT: RowState.EXACT, Kind.REUSABLE: kept}
     row = torch.tensor([of_kind[Kind(kind)] for kind in plan.kinds.tolist()])
     found = row.repeat(plan.layers, 1)
-    found[computed & ~plan.always] = State.COMPUTED
+    found[computed & ~plan.always] = RowState.COMPUTED
     for rows in seen.probed:
         last = policy.attention_layers(plan).stop - 1
         # What stands before the first row that can change goes on where the probe left it.
         again = rows[(rows >= plan.settled_tokens) & plan.always[rows]]
-        found[: last + 1, again] = State.TWICE
+        found[: last + 1, again] = RowState.TWICE
     return found
 
 
@@ -206,7 +212,7 @@ def draw(title: str, plan: Plan, found: Tensor, scores: Tensor | None) -> "Figur
         _draw_scores(panels[1], plan, scores, found)
     panels[-1].set_xlabel("tokens of the prompt", fontsize=8)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, weight="bold")
-    shown = [state for state in State if bool((found == state).any())]
+    shown = [state for state in RowState if bool((found == state).any())]
     patches = [Patch(color=colour(state), label=LOOKS[state][0]) for state in shown]
     where: dict[str, Any] = {
         "loc": "outside lower center",
@@ -224,7 +230,7 @@ def _draw_states(axes: "Axes", plan: Plan, found: Tensor) -> None:
 
     layers, tokens = found.shape
     axes.imshow(
-        found.numpy(), cmap=ListedColormap([colour(state) for state in State]), vmin=0, vmax=len(State) - 1,
+        found.numpy(), cmap=ListedColormap([colour(state) for state in RowState]), vmin=0, vmax=len(RowState) - 1,
         origin="lower", aspect="auto", interpolation="nearest", extent=(0, tokens, 0, layers),
     )  # fmt: skip
     spans = [(span.start, span.stop, f"passage {number}") for number, span in enumerate(plan.spans, 1)]
@@ -245,7 +251,7 @@ def _draw_scores(axes: "Axes", plan: Plan, scores: Tensor, found: Tensor) -> Non
     Roots, because a few tokens have most of a score, and beside them the others would be flat.
     """
     heights = scores.float().masked_fill(~plan.candidates, 0).sqrt()
-    colours = [colour(State(state)) for state in found[1:].amin(0).tolist()]
+    colours = [colour(RowState(state)) for state in found[1:].amin(0).tolist()]
     axes.bar([at + 0.5 for at in range(plan.tokens)], heights.tolist(), width=1.0, color=colours)
     axes.set_yticks([])
     axes.set_ylabel("score\n(root)", fontsize=8)
@@ -253,7 +259,7 @@ def _draw_scores(axes: "Axes", plan: Plan, scores: Tensor, found: Tensor) -> Non
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def colour(state: State) -> str:
+def colour(state: RowState) -> str:
     """A state's colour; the app's own are read where they are defined, so that they stay the same."""
     name = LOOKS[state][1]
     if not name.startswith("--"):

@@ -24,7 +24,7 @@ from ragblend.app.quality.data import Question
 from ragblend.app.quality.quality_report import Others, with_all
 from ragblend.app.quality.records import Record
 from ragblend.app.quality.requests import QualityRequest
-from ragblend.app.quality.sources import Source
+from ragblend.app.quality.sources import QuestionSource
 from ragblend.app.quality.variants import Variant, base_name, parse_pairs, parse_variants, split_methods
 from ragblend.kvstore.errors import UsageError
 
@@ -40,7 +40,7 @@ ORACLE = "transplant"
 
 @command(app, "quality")
 def quality(
-    cli: Cli, source: Source, request: QualityRequest, generate: Generate = None, form: Form = None
+    cli: Cli, source: QuestionSource, request: QualityRequest, generate: Generate = None, form: Form = None
 ) -> None:
     """Compare methods, modes (MODE+METHOD) and oracles with full prefill, on questions of any format."""
     from benchmarks.shift_variants import VARIANT

@@ -52,7 +52,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Place:
+class StoragePlace:
     """Where KV lies; rate: bytes a second to one device; dollars: a gigabyte for a month."""
 
     name: str
@@ -72,10 +72,10 @@ MODELS = (
 )
 DEVICES = (Device("L4", 121e12, 0.7), Device("A100", 312e12, 1.5), Device("H100", 989e12, 2.5))
 PLACES = (
-    Place("object storage, 10 Gbit/s", 1.25e9, 0.023),
-    Place("Redis, 100 Gbit/s", 12.5e9, 3.0),
-    Place("NVMe, PCIe 4", 7e9, 0.003),
-    Place("host memory, PCIe 5", 55e9, 0.11),
+    StoragePlace("object storage, 10 Gbit/s", 1.25e9, 0.023),
+    StoragePlace("Redis, 100 Gbit/s", 12.5e9, 3.0),
+    StoragePlace("NVMe, PCIe 4", 7e9, 0.003),
+    StoragePlace("host memory, PCIe 5", 55e9, 0.11),
 )
 
 

@@ -62,7 +62,7 @@ SYSTEMS = (
 
 
 @dataclass(frozen=True)
-class Found:
+class PromptTokens:
     """Tokens of a prompt: computed (`new`, in `pieces` passes), read from paths, and fused."""
 
     new: int
@@ -87,7 +87,7 @@ class Costs:
     error: float
 
     @classmethod
-    def fitted(cls, measured: Sequence[tuple[Found, float]], token_s: float) -> "Costs":
+    def fitted(cls, measured: Sequence[tuple[PromptTokens, float]], token_s: float) -> "Costs":
         from scipy.optimize import nnls
 
         seconds = np.array([each for _, each in measured])
@@ -96,12 +96,12 @@ class Costs:
         error = float(np.median(np.abs(rows @ weights / seconds - 1)))
         return cls(tuple(map(float, weights)), token_s, error)
 
-    def seconds(self, found: Found) -> float:
+    def seconds(self, found: PromptTokens) -> float:
         return sum(weight * each for weight, each in zip(self.weights, found.features(), strict=True))
 
 
 @dataclass(frozen=True)
-class Request:
+class SimulatedRequest:
     """passages: (number, tokens) of each; at: when it comes; answer_tokens: after the first one none is timed."""
 
     at: float
@@ -113,13 +113,13 @@ class Request:
 class Job:
     """A request on its way."""
 
-    request: Request
+    request: SimulatedRequest
     left_s: float = 0.0
     tokens: int = 0
 
 
 @dataclass
-class Outcome:
+class SimulationResult:
     """Seconds to the first token, by request; by how many others one was passed at most; hits of what was retrieved."""
 
     ttft_s: list[float] = field(default_factory=list)
@@ -147,9 +147,9 @@ class Simulator:
         for number, tokens in passages if self.system.fuses else ():
             self._put(Node(self._alone(number, tokens), _ids(number, tokens), len(PREFIX), None))
 
-    def run(self, requests: Sequence[Request]) -> Outcome:
+    def run(self, requests: Sequence[SimulatedRequest]) -> SimulationResult:
         """All of them, to the end."""
-        order, outcome, now = Order(window=self.system.window), Outcome(), 0.0
+        order, outcome, now = Order(window=self.system.window), SimulationResult(), 0.0
         coming, ring = deque(requests), deque[Ticket]()
         jobs: dict[Ticket, Job] = {}
         while coming or jobs:
@@ -194,7 +194,7 @@ class Simulator:
     def _alone(self, number: int, tokens: int) -> ChunkKey:
         return chunk_key(MODEL, PREFIX, "", _ids(number, tokens))
 
-    def _path(self, request: Request) -> list[Node]:
+    def _path(self, request: SimulatedRequest) -> list[Node]:
         path, start = list[Node](), len(PREFIX)
         for number, tokens in request.passages if self.system.paths else ():
             ids, parent = _ids(number, tokens), path[-1].key if path else None
@@ -203,7 +203,7 @@ class Simulator:
             start += tokens
         return path
 
-    def _claim(self, request: Request) -> Claim:
+    def _claim(self, request: SimulatedRequest) -> Claim:
         cached = {}
         for node in takewhile(lambda node: self.store.contains(node.key), self._path(request)):
             cached[node.key.digest] = len(node.token_ids)
@@ -214,7 +214,7 @@ class Simulator:
         fused = sum(cached.values()) - exact
         return Claim(True, "", cached, round(_tokens(request) - exact - (1 - DEFAULT_RATIO) * fused))
 
-    def _begun(self, request: Request, outcome: Outcome) -> float:
+    def _begun(self, request: SimulatedRequest, outcome: SimulationResult) -> float:
         """What is found and must be computed: how long that takes."""
         sources = match(self.store, self._path(request), SHAPE)
         path = sum(len(source.token_ids) for source in sources)
@@ -235,9 +235,9 @@ class Simulator:
         total = _tokens(request)
         outcome.path_tokens, outcome.tokens = outcome.path_tokens + path, outcome.tokens + total
         pieces = 1 + (len(request.passages) - len(sources) if self.system.method == "exact" else 0)
-        return self.costs.seconds(Found(total - path - fused, path, fused, pieces))
+        return self.costs.seconds(PromptTokens(total - path - fused, path, fused, pieces))
 
-    def _follow_up(self, request: Request) -> None:
+    def _follow_up(self, request: SimulatedRequest) -> None:
         """As `engine.prefill.follow_up` does: what was computed is entered beside the device, the rest waits for it."""
         if self.system.method == "exact":
             self._grow(request)
@@ -246,27 +246,27 @@ class Simulator:
         for passage in request.passages if self.system.fuses else ():
             self._chores.append(partial(self._encode, *passage))
 
-    def _grow(self, request: Request) -> None:
+    def _grow(self, request: SimulatedRequest) -> None:
         for node in self._path(request):
             if not self.store.contains(node.key):
                 has_room = file_nbytes(SHAPE, len(node.token_ids), RAW) <= self.store.room_bytes
                 if not (has_room or self.store.times_asked(node.key) >= ASKED_AGAIN) or not self._put(node):
                     break
 
-    def _learn(self, request: Request) -> float:
+    def _learn(self, request: SimulatedRequest) -> float:
         path = self._path(request)
         stored = list(takewhile(lambda node: self.store.contains(node.key), path))
         if stored and len(stored) < len(path):
             node = path[len(stored)]
             if self.store.times_asked(node.key) >= ASKED_AGAIN and self._put(node):
-                return self.costs.seconds(Found(len(node.token_ids), node.start))
+                return self.costs.seconds(PromptTokens(len(node.token_ids), node.start))
         return 0.0
 
     def _encode(self, number: int, tokens: int) -> float:
         key = self._alone(number, tokens)
         if self.store.contains(key) or not self._put(Node(key, _ids(number, tokens), len(PREFIX), None)):
             return 0.0
-        return self.costs.seconds(Found(tokens))
+        return self.costs.seconds(PromptTokens(tokens))
 
     def _put(self, node: Node) -> bool:
         zeros = [torch.zeros((1, len(node.token_ids), SHAPE.key_size), dtype=SHAPE.torch_dtype)]
@@ -282,7 +282,7 @@ def _ids(number: int, tokens: int) -> tuple[int, ...]:
     return number, *range(1, tokens)
 
 
-def _tokens(request: Request) -> int:
+def _tokens(request: SimulatedRequest) -> int:
     return len(PREFIX) + sum(tokens for _, tokens in request.passages) + QUESTION_TOKENS
 
 
@@ -292,7 +292,7 @@ def simulator(system: System, costs: Costs, passages: Sequence[int], share: floa
     budget = int(share * sum(file_nbytes(SHAPE, tokens, RAW) for tokens in passages))
 
     def cost(cached: int, new: int) -> float:
-        return costs.seconds(Found(new, cached)) / new
+        return costs.seconds(PromptTokens(new, cached)) / new
 
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         store = KVStore.open(Path(folder) / "kv", budget, policy=system.policy, cost=cost)

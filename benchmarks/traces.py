@@ -12,7 +12,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Trace:
+class RequestTrace:
     """requests: the documents of each, in prompt order; tokens: of each document."""
 
     tokens: list[int]
@@ -21,7 +21,7 @@ class Trace:
 
 def make_trace(
     exponent: float | None, lengths: str, documents: int, count: int, top_k: int, seed: int
-) -> Trace:
+) -> RequestTrace:
     """So many requests of top_k documents each; the same arguments give the same trace.
 
     exponent: Zipf's; None: the one that gives HEAD_SHARE of the documents HEAD_REQUESTS of the requests.
@@ -32,7 +32,7 @@ def make_trace(
     popularity[random.permutation(documents)] = _zipf(
         documents, _exponent_for(documents) if exponent is None else exponent
     )
-    return Trace(tokens.tolist(), list(_requests(popularity, top_k, count, random)))
+    return RequestTrace(tokens.tolist(), list(_requests(popularity, top_k, count, random)))
 
 
 def _zipf(documents: int, exponent: float) -> Floats:

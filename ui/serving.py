@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from ragblend.app.desk import Desk
 from ragblend.app.serve.front import MIB, Address, Rules
-from ragblend.app.serve.listening import Server, files_inside, owning
+from ragblend.app.serve.listening import UvicornServer, files_inside, owning
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.files import replace_durably
 from ragblend.ui import views
@@ -135,4 +135,4 @@ def serve(
             context.startup.begin(desk)
             on_ready(folder)
 
-        Server(app, ready, grace_s=1).run([at])
+        UvicornServer(app, ready, grace_s=1).run([at])

@@ -11,7 +11,7 @@ import typer
 
 from ragblend.app.answering.answer import Answer, Source
 from ragblend.app.answering.citations import with_marks
-from ragblend.app.cli.common import Answering, Cli, plural
+from ragblend.app.cli.common import AnswerOptions, Cli, plural
 from ragblend.app.home import absolute
 from ragblend.kvstore.errors import Cancelled, LibraryError, UsageError
 
@@ -33,7 +33,7 @@ LONG_NUMBER = 19  # digits; a conversation's number has fewer, as SQLite's have
 
 def ask(
     cli: Cli,
-    answering: Answering,
+    answering: AnswerOptions,
     question: Annotated[str, typer.Argument(help="What you want to know.")],
     collection: Collection = None,
     trace: Trace = None,
@@ -58,7 +58,7 @@ def ask(
 
 def digest(
     cli: Cli,
-    answering: Answering,
+    answering: AnswerOptions,
     file: Annotated[
         str,
         typer.Argument(
@@ -94,7 +94,7 @@ def digest(
 
 def chat(
     cli: Cli,
-    answering: Answering,
+    answering: AnswerOptions,
     saved: Annotated[
         str | None,
         typer.Argument(metavar="CHAT", help="Go on with this conversation: its number or title [a new one]."),

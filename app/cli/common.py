@@ -53,7 +53,7 @@ def folder_or_id(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Answering:
+class AnswerOptions:
     """How a question is answered: settings that hold for one command."""
 
     method: str | None = option(None, f"How to prefill: full, reuse, cacheblend, ... [{DEFAULT_METHOD}].")

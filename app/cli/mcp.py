@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.app.cli.ask import Collection
-from ragblend.app.cli.common import Answering, Cli, option
+from ragblend.app.cli.common import AnswerOptions, Cli, option
 from ragblend.app.extras import check_installed
 
 
 @dataclass(frozen=True)
-class Listening:
+class McpOptions:
     """Where assistants find it, if they do not start it themselves."""
 
     http: bool = option(
@@ -22,7 +22,7 @@ class Listening:
     allow_host: list[str] | None = option(None, "A further host name that it answers to; may be repeated.")
 
 
-def mcp(cli: Cli, answering: Answering, asked: Listening, collection: Collection = None) -> None:
+def mcp(cli: Cli, answering: AnswerOptions, asked: McpOptions, collection: Collection = None) -> None:
     """Give assistants on this machine your documents to search, ask and read (MCP); they start it themselves."""
     check_installed("Tools for assistants", ("mcp",), "mcp")
     with cli.open_collection(collection, **vars(answering)) as workspace:
@@ -40,11 +40,11 @@ def mcp(cli: Cli, answering: Answering, asked: Listening, collection: Collection
                 talk(server, cli.terminal)
 
 
-def _listen(cli: Cli, server: Any, asked: Listening, root: Path) -> None:
+def _listen(cli: Cli, server: Any, asked: McpOptions, root: Path) -> None:
     from ragblend.app.assistants import over_http
     from ragblend.app.serve.front import Rules
     from ragblend.app.serve.keys import Door, Keys
-    from ragblend.app.serve.listening import Server, check_reach, listening
+    from ragblend.app.serve.listening import UvicornServer, check_reach, listening
 
     keys = Keys(root)
     check_reach(asked.host, asked.allow_host, keys)
@@ -52,7 +52,7 @@ def _listen(cli: Cli, server: Any, asked: Listening, root: Path) -> None:
         door = Door(Rules(address), keys, not address.is_private)
         url = f"{address.url}mcp"
         said = {"url": url}, f"Assistants find the library at {url}"
-        running = Server(over_http(server, door), lambda: cli.result(*said))
+        running = UvicornServer(over_http(server, door), lambda: cli.result(*said))
 
         def stop() -> None:
             running.should_exit = True

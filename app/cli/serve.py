@@ -15,7 +15,7 @@ keys = typer.Typer(name="keys", rich_markup_mode=None)
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServerOptions:
     """How the server listens."""
 
     port: int = option(8000, "Port. 0: any.", min=0, max=65535)
@@ -33,7 +33,7 @@ class Serving:
     )
 
 
-def serve(cli: Cli, asked: Serving) -> int:
+def serve(cli: Cli, asked: ServerOptions) -> int:
     """Serve OpenAI's interface: chat, completions, embeddings, and the library with its documents."""
     cli.open().close()  # what it was given is refused before anything is loaded
     check_installed("The server", ("fastapi", "python_multipart", "uvicorn"), "serve")

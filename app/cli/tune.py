@@ -8,17 +8,17 @@ import typer
 
 from ragblend.app.cli.common import Cli, option, plural
 from ragblend.app.quality.cli import engine_arguments, settings_of
-from ragblend.app.quality.sources import ALL_DOCUMENTS, Source, ingested, read
+from ragblend.app.quality.sources import ALL_DOCUMENTS, QuestionSource, ingested, read
 from ragblend.app.tuned import save_choice, tuned_file, undo_choice
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
-    from ragblend.app.quality.tune import Verdict
+    from ragblend.app.quality.tune import TuneResult
     from ragblend.app.settings import Settings
 
 
 @dataclass(frozen=True)
-class Tuning:
+class TuneOptions:
     """What is to be measured, and what is to become of it. save: what the user said, None for nothing."""
 
     minutes: float = option(15, "How long to measure, at most; one question may exceed it.")
@@ -39,7 +39,7 @@ class Tuning:
     undo: bool = option(False, "Take the last choice for this model back.", "--undo")
 
 
-def tune(cli: Cli, asked: Tuning) -> None:
+def tune(cli: Cli, asked: TuneOptions) -> None:
     """Find the method and ratio that this model does best with, on your documents, and use them from now on."""
     from ragblend.app.quality.tune import check_request
 
@@ -50,7 +50,7 @@ def tune(cli: Cli, asked: Tuning) -> None:
         _undo(cli, home.settings, settings.model)
         return
     source = _with_default(
-        Source(
+        QuestionSource(
             data=asked.data,
             docs=asked.docs,
             collection=settings.collection,
@@ -70,7 +70,7 @@ def tune(cli: Cli, asked: Tuning) -> None:
     _finish(cli, found, settings, source, home.settings, asked.save)
 
 
-def _with_default(source: Source) -> Source:
+def _with_default(source: QuestionSource) -> QuestionSource:
     """The user's own documents, or the samples where there are none."""
     if source.data is not None or source.docs is not None:
         return source
@@ -82,7 +82,9 @@ def _with_default(source: Source) -> Source:
     return own
 
 
-def _measure(cli: Cli, source: Source, settings: "Settings", asked: Tuning, folder: Path) -> "Verdict":
+def _measure(
+    cli: Cli, source: QuestionSource, settings: "Settings", asked: TuneOptions, folder: Path
+) -> "TuneResult":
     from ragblend.app.cli.bars import progress_bar
     from ragblend.app.quality import tune as tuning
     from ragblend.app.quality.prefilling import check_extra
@@ -117,7 +119,7 @@ def _measure(cli: Cli, source: Source, settings: "Settings", asked: Tuning, fold
 
 
 def _finish(
-    cli: Cli, found: "Verdict", settings: "Settings", source: Source, path: Path, save: bool | None
+    cli: Cli, found: "TuneResult", settings: "Settings", source: QuestionSource, path: Path, save: bool | None
 ) -> None:
     """Print what was measured, and save it if it is better than what stands, or is asked for all the same."""
     best = found.best
@@ -134,7 +136,7 @@ def _finish(
     cli.result(value, "\n".join([*_lines(found), *last]))
 
 
-def _lines(found: "Verdict") -> list[str]:
+def _lines(found: "TuneResult") -> list[str]:
     head = f"{'method':<24}{'ratio':>7}{'KL':>9}{'95% interval':>20}{'TTFT ms':>9}{'questions':>11}"
     rows = sorted([*found.rows, *found.dropped], key=lambda row: row["kl"])
     return [head, *(_line(row) for row in rows)]
@@ -146,7 +148,7 @@ def _line(row: dict[str, Any]) -> str:
     return f"{row['method']:<24}{ratio:>7}{row['kl']:>9.4f}{ends:>20}{row['ttft_ms']:>9.0f}{row['n']:>11}"
 
 
-def _last_words(found: "Verdict", model: str, saved: bool, in_force: bool) -> list[str]:
+def _last_words(found: "TuneResult", model: str, saved: bool, in_force: bool) -> list[str]:
     what = f"{found.best} for the model {model!r}"
     questions, minutes = plural(found.questions, "question"), f"{found.seconds / 60:.1f} minutes"
     lines = ["", f"{what}: {found.reason} ({questions}, {minutes})."]

@@ -19,7 +19,7 @@ PAGE = "ragblend.ui.serving"
 
 
 @dataclass(frozen=True)
-class Serving:
+class PageOptions:
     """How the page is served."""
 
     port: int = option(7860, "Port; if it is taken, one of the next. 0: any.", min=0, max=65515)
@@ -35,7 +35,7 @@ class Serving:
     )
 
 
-def ui(cli: Cli, asked: Serving) -> int:
+def ui(cli: Cli, asked: PageOptions) -> int:
     """Serve the page: a library to fill, a chat over it, and a look at why it is fast."""
     cli.open().close()  # what it was given is refused before the page is loaded
     check_installed("The page", ("gradio", "nh3"), "ui")

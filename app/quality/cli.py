@@ -8,7 +8,7 @@ import typer
 
 from ragblend.app.cli.common import Cli, command
 from ragblend.app.quality.requests import QualityRequest, TtftRequest
-from ragblend.app.quality.sources import Source
+from ragblend.app.quality.sources import QuestionSource
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,12 +24,14 @@ bench_app.callback(help=ABOUT)(lambda: None)
 
 
 @command(bench_app, "quality")
-def quality(cli: Cli, source: Source, request: QualityRequest) -> None:
+def quality(cli: Cli, source: QuestionSource, request: QualityRequest) -> None:
     """Compare each method's next-token distributions and answers with full prefill's, on the same prompts."""
     show_quality(cli, source, request)
 
 
-def show_quality(cli: Cli, source: Source, request: QualityRequest, others: "Others | None" = None) -> None:
+def show_quality(
+    cli: Cli, source: QuestionSource, request: QualityRequest, others: "Others | None" = None
+) -> None:
     """Measure, and print the tables, or the JSON list of rows."""
     from ragblend.app.quality.quality_report import report_quality, warnings
     from ragblend.app.quality.table import quality_tables

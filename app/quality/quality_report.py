@@ -38,7 +38,10 @@ class Others:
 
 
 def report_quality(
-    source: sources.Source, engine_arguments: Row, request: "QualityRequest", others: Others | None = None
+    source: sources.QuestionSource,
+    engine_arguments: Row,
+    request: "QualityRequest",
+    others: Others | None = None,
 ) -> Row:
     """Measure what is missing; write `quality.json`, the picture and the report. The results, and `files` by kind.
 

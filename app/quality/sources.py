@@ -17,7 +17,7 @@ FIGURE_SETS = 25
 
 
 @dataclass(frozen=True)
-class Source:
+class QuestionSource:
     """What `--data`, `--docs` and their companions say; at most one of the two.
 
     home, collection: where the documents of `--docs` were ingested; docs: a folder or file of them, or `all`.
@@ -52,7 +52,7 @@ class Source:
         return "samples" if self.docs is None else f"documents: {self.docs}"
 
 
-def read(source: Source) -> Loaded:
+def read(source: QuestionSource) -> Loaded:
     """The questions to measure, each once: records are kept under what a question says, its passages included.
 
     Raises UsageError.
@@ -71,7 +71,7 @@ def read(source: Source) -> Loaded:
     return Loaded(choose(once.questions, source.limit, source.seed), (*found.skipped, *once.skipped))
 
 
-def _found(source: Source) -> Loaded:
+def _found(source: QuestionSource) -> Loaded:
     if source.data is not None:
         return load(source.data, source.skip)
     if source.docs is not None:
@@ -82,7 +82,7 @@ def _found(source: Source) -> Loaded:
     return Loaded(sample_questions())
 
 
-def ingested(source: Source) -> list[list[str]]:
+def ingested(source: QuestionSource) -> list[list[str]]:
     """The passages of the ingested documents that `docs` names, in order. Raises UsageError if there are none."""
     from ragblend.app.home import Home, absolute
     from ragblend.app.library.registry import Library
@@ -118,7 +118,7 @@ def sample_questions() -> list[Question]:
     return [_question(number, question, passages) for number, question in asked]
 
 
-def _question(number: int, question: samples.Question, passages: list[tuple[str, str]]) -> Question:
+def _question(number: int, question: samples.SampleQuestion, passages: list[tuple[str, str]]) -> Question:
     mixed = list(passages)
     random.Random(question.question).shuffle(mixed)
     # Those of the right documents that hold an answer first, then the rest of these documents, then all
@@ -131,7 +131,7 @@ def _question(number: int, question: samples.Question, passages: list[tuple[str,
     return Question(number, question.question, texts, tuple(question.answers), where=place)
 
 
-def _distance(question: samples.Question, passage: tuple[str, str]) -> int:
+def _distance(question: samples.SampleQuestion, passage: tuple[str, str]) -> int:
     title, text = passage
     if title not in question.documents:
         return 2

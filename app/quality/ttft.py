@@ -42,7 +42,7 @@ Rounds = list[tuple[float, "Report"]]  # milliseconds to the first token, and th
 
 
 @dataclass(frozen=True)
-class Plan:
+class TtftPlan:
     """What to measure: every variant on every (chunks, tokens, cache).
 
     caches: `warm` (stored KV in the page cache), `cold` (the kernel is asked to drop it before every prefill) and
@@ -79,7 +79,7 @@ def report_ttft(engine_arguments: Row, request: "TtftRequest") -> Row:
     from ragblend.engine.selection import METHODS, WITHOUT_RATIO
 
     check_extra()
-    plan = Plan(
+    plan = TtftPlan(
         variants=parse_variants(request.methods, request.ratios, METHODS, WITHOUT_RATIO),
         chunks=parse_counts(request.chunks, "--chunks"),
         tokens=parse_counts(request.tokens, "--tokens"),
@@ -139,7 +139,7 @@ def _write_timelines(folder: Path, row: Row, trace: "Trace") -> None:
 def run(
     engine: "Engine",
     source: str,
-    plan: Plan,
+    plan: TtftPlan,
     retrieve: Retrieve | None = None,
     memory_engine: dict[str, Any] | None = None,
     progress: Progress = lambda done, total: None,

@@ -34,7 +34,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TuneResult:
     """What was found. best: what to use; better: whether it is to replace what stands; questions: that all were asked.
 
     on_request: it was not compared with what stands, so it replaces that only if the user asks for it.
@@ -104,7 +104,7 @@ def find_best(
     progress: quality.Progress = lambda done, total: None,
     clock: Clock = time.monotonic,
     seed: int = 0,
-) -> Verdict:
+) -> TuneResult:
     """Measure until the time is over or the questions are used up, then choose. Raises UsageError if it was too short.
 
     What the journal has is not measured again. A question that was begun is finished, however long that takes.
@@ -146,7 +146,7 @@ def find_best(
             "was measured is kept; run the same command again with more --minutes."
         )
     rows, _ = summarise(journal.records, asked, left, seed)
-    found = Verdict(stands, False, "", len(asked), spent, rows, list(dropped.values()))
+    found = TuneResult(stands, False, "", len(asked), spent, rows, list(dropped.values()))
     return _decided(found, journal, asked, left, stands, most_ratio, seed)
 
 
@@ -188,14 +188,14 @@ def _kl(journal: Journal, question: Question, variant: Variant) -> float:
 
 
 def _decided(
-    found: Verdict,
+    found: TuneResult,
     journal: Journal,
     asked: Sequence[Question],
     left: Sequence[Variant],
     stands: Variant,
     most_ratio: float,
     seed: int,
-) -> Verdict:
+) -> TuneResult:
     by_variant = dict(zip(left, found.rows, strict=True))
     allowed = {each: row for each, row in by_variant.items() if (each.ratio or 0) <= most_ratio}
     allowed = _keeping_figures(allowed)

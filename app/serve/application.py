@@ -22,7 +22,7 @@ from ragblend.app.desk import Desk
 from ragblend.app.serve import chat, library, responses
 from ragblend.app.serve.bodies import EmbeddingBody
 from ragblend.app.serve.errors import ApiError, api_error, json_response
-from ragblend.app.serve.front import Meter, TooLarge, TooSlow, too_large
+from ragblend.app.serve.front import LimitedBody, TooLarge, TooSlow, too_large
 from ragblend.app.serve.keys import Client, Door
 from ragblend.app.serve.metrics import MEDIA_TYPE, Labels
 from ragblend.app.serve.service import (
@@ -84,7 +84,7 @@ class Front:
             await send({"type": "websocket.close", "code": 1008})
             return
         status: list[int] = []
-        meter = Meter(receive, self._door.rules.limit(scope["path"]), self.service.limits.body_s)
+        meter = LimitedBody(receive, self._door.rules.limit(scope["path"]), self.service.limits.body_s)
 
         async def tell(message: Message) -> None:
             if not status and message["type"] == "http.response.start" and (meter.exceeded or meter.late):
@@ -116,7 +116,7 @@ class Front:
         is_upload = scope["method"] == "POST" and scope["path"] == library.UPLOAD_PATH
         return self.service.admission.enter(client) if is_upload else nullcontext()
 
-    def _unread(self, meter: Meter) -> ApiError:
+    def _unread(self, meter: LimitedBody) -> ApiError:
         """Nothing was answered: the body did not come, or nobody waits any more."""
         if meter.late:
             return ApiError(408, "The request did not come whole in time.", "timeout")

@@ -211,7 +211,7 @@ class EmbeddingBody(Body):
     user: Any = None
 
 
-class Said(Body):
+class HistoryMessage(Body):
     """A message before the question."""
 
     role: Literal["user", "assistant"]
@@ -224,7 +224,7 @@ class AskBody(Body):
     question: Text
     collection: str | None = None
     collections: Annotated[list[str], Field(max_length=100)] | None = None
-    history: Annotated[list[Said], Field(max_length=MOST_MESSAGES)] = []
+    history: Annotated[list[HistoryMessage], Field(max_length=MOST_MESSAGES)] = []
     mode: Literal["documents", "chat"] = "documents"
     method: str | None = None
     ratio: float | Literal["auto"] | None = None

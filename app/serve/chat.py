@@ -34,7 +34,7 @@ LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 @dataclass(frozen=True)
-class Choice:
+class RequestedChoice:
     """One answer to one prompt; prompt_number: choices of one prompt have the same."""
 
     index: int
@@ -44,15 +44,15 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class CompletedChoice:
     """A choice that has been answered."""
 
-    choice: Choice
+    choice: RequestedChoice
     result: "Result"
     logprobs: list[dict[str, Any]] | None = None
 
     @classmethod
-    def of(cls, choice: Choice, result: "Result") -> "Chosen":
+    def of(cls, choice: RequestedChoice, result: "Result") -> "CompletedChoice":
         """With the texts of up to some thousand likely tokens: not for an event loop."""
         told = logprobs(result, choice.call.backend.engine.tokenizer)
         return cls(choice, result, None if told is None else [_finite(token) for token in told])
@@ -82,7 +82,7 @@ class Chosen:
         ]
 
 
-Piece = tuple[Choice, str] | Chosen
+Piece = tuple[RequestedChoice, str] | CompletedChoice
 
 
 @router.post("/chat/completions")
@@ -108,7 +108,7 @@ async def respond(
     service.check_model(body.model)
     client, sent = client_of(request), await request.body()
 
-    def work(stopped: Cancel) -> list[Choice]:
+    def work(stopped: Cancel) -> list[RequestedChoice]:
         with service.reading(sent, stopped):
             return _choices(service, client, body, prompts_of)
 
@@ -116,11 +116,11 @@ async def respond(
     if body.stream:
         return await streamed(request, form.chunks(pieces, body.includes_usage))
     found = await until_gone(request.receive, whole(pieces))
-    return json_response(form.whole([each for each in found if isinstance(each, Chosen)]))
+    return json_response(form.whole([each for each in found if isinstance(each, CompletedChoice)]))
 
 
 async def _answers(
-    service: Service, client: Client, body: Options, choices: Callable[[Cancel], list[Choice]]
+    service: Service, client: Client, body: Options, choices: Callable[[Cancel], list[RequestedChoice]]
 ) -> AsyncGenerator[Piece, None]:
     """Of each choice the pieces, then the whole; one choice after another, as the device reads one prompt at a time."""
     arrived, is_first = time.monotonic(), True
@@ -143,7 +143,7 @@ async def _answers(
                         yield choice, item
                     else:
                         service.count(item.report)
-                        yield await in_thread(partial(Chosen.of, choice, item))
+                        yield await in_thread(partial(CompletedChoice.of, choice, item))
 
 
 @contextmanager
@@ -156,7 +156,7 @@ def _in_time(service: Service, told: float | None) -> Iterator[None]:
 
 def _choices(
     service: Service, client: Client, body: Options, prompts_of: Callable[[Call], list[Prompt]]
-) -> list[Choice]:
+) -> list[RequestedChoice]:
     settings, told = service.desk.settings, body.options()
     first: dict[str, Any] = {"method": settings.method, "ratio": settings.ratio}
     if told.get("method") is not None:
@@ -166,7 +166,9 @@ def _choices(
     call = Call.of(service.backend(client), (), body.learn_from_prompts, first, told)
     calls = [_seeded(call, number) for number in range(body.n or 1)]
     pairs = [(number, each, prompt) for number, prompt in enumerate(prompts_of(call)) for each in calls]
-    return [Choice(index, number, each, prompt) for index, (number, each, prompt) in enumerate(pairs)]
+    return [
+        RequestedChoice(index, number, each, prompt) for index, (number, each, prompt) in enumerate(pairs)
+    ]
 
 
 def _seeded(call: Call, number: int) -> Call:
@@ -187,34 +189,36 @@ class Form:
             "model": model,
         }
 
-    def whole(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
+    def whole(self, chosen: Sequence[CompletedChoice]) -> dict[str, Any]:
         head = {**self._head, "object": self.kind}
         return {**head, "choices": [self.choice(each) for each in chosen], **usage_and_kv(chosen)}
 
     async def chunks(
         self, pieces: AsyncGenerator[Piece, None], includes_usage: bool
     ) -> AsyncGenerator[dict[str, Any], None]:
-        chosen, head = list[Chosen](), {**self._head, "object": self.chunk_kind}
+        chosen, head = list[CompletedChoice](), {**self._head, "object": self.chunk_kind}
         usage_yet = {"usage": None} if includes_usage else {}
         begun: set[int] = set()
         async with aclosing(pieces):
             async for piece in pieces:
-                choice = piece.choice if isinstance(piece, Chosen) else piece[0]
+                choice = piece.choice if isinstance(piece, CompletedChoice) else piece[0]
                 if choice.index not in begun:
                     begun.add(choice.index)
                     for value in self.begin(choice.index):
                         yield {**head, "choices": [value], **usage_yet}
-                if isinstance(piece, Chosen):
+                if isinstance(piece, CompletedChoice):
                     chosen.append(piece)
                 values = (
-                    self.end(piece) if isinstance(piece, Chosen) else [self.piece(choice.index, piece[1])]
+                    self.end(piece)
+                    if isinstance(piece, CompletedChoice)
+                    else [self.piece(choice.index, piece[1])]
                 )
                 for value in values:
                     yield {**head, "choices": [value], **usage_yet}
         if includes_usage:
             yield {**head, "choices": [], **usage_and_kv(chosen)}
 
-    def choice(self, chosen: Chosen) -> dict[str, Any]:
+    def choice(self, chosen: CompletedChoice) -> dict[str, Any]:
         raise NotImplementedError
 
     def begin(self, index: int) -> list[dict[str, Any]]:
@@ -223,7 +227,7 @@ class Form:
     def piece(self, index: int, text: str) -> dict[str, Any]:
         raise NotImplementedError
 
-    def end(self, chosen: Chosen) -> list[dict[str, Any]]:
+    def end(self, chosen: CompletedChoice) -> list[dict[str, Any]]:
         raise NotImplementedError
 
 
@@ -232,7 +236,7 @@ class ChatForm(Form):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def choice(self, chosen: Chosen) -> dict[str, Any]:
+    def choice(self, chosen: CompletedChoice) -> dict[str, Any]:
         calls, text = chosen.calls, chosen.said.text
         message = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         return {
@@ -248,7 +252,7 @@ class ChatForm(Form):
     def piece(self, index: int, text: str) -> dict[str, Any]:
         return _delta(index, {"content": text})
 
-    def end(self, chosen: Chosen) -> list[dict[str, Any]]:
+    def end(self, chosen: CompletedChoice) -> list[dict[str, Any]]:
         index, calls = chosen.choice.index, chosen.calls
         made = (
             [_delta(index, {"tool_calls": [{"index": n, **c} for n, c in enumerate(calls)]})] if calls else []
@@ -262,7 +266,7 @@ class TextForm(Form):
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def choice(self, chosen: Chosen) -> dict[str, Any]:
+    def choice(self, chosen: CompletedChoice) -> dict[str, Any]:
         return {
             "index": chosen.choice.index,
             "text": chosen.result.text,
@@ -273,7 +277,7 @@ class TextForm(Form):
     def piece(self, index: int, text: str) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
-    def end(self, chosen: Chosen) -> list[dict[str, Any]]:
+    def end(self, chosen: CompletedChoice) -> list[dict[str, Any]]:
         return [self.choice(chosen) | {"text": ""}]
 
 
@@ -281,7 +285,7 @@ def _delta(index: int, delta: dict[str, Any], finish_reason: str | None = None) 
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
 
 
-def usage_and_kv(chosen: Sequence[Chosen]) -> dict[str, Any]:
+def usage_and_kv(chosen: Sequence[CompletedChoice]) -> dict[str, Any]:
     """Usage, where a prompt that several choices answer counts once; and what was reused for each choice."""
     firsts = {each.choice.prompt_number: each.result.report for each in reversed(chosen)}
     prompt = sum(report.tokens.prompt for report in firsts.values())
@@ -295,12 +299,12 @@ def usage_and_kv(chosen: Sequence[Chosen]) -> dict[str, Any]:
     return {"usage": total, "kv": [kv_statistics(each.result) for each in chosen]}
 
 
-def _content(chosen: Chosen) -> dict[str, Any] | None:
+def _content(chosen: CompletedChoice) -> dict[str, Any] | None:
     told = chosen.logprobs
     return None if told is None else {"content": told, "refusal": None}
 
 
-def _columns(chosen: Chosen) -> dict[str, Any] | None:
+def _columns(chosen: CompletedChoice) -> dict[str, Any] | None:
     """The form that completions had before chat did."""
     told = chosen.logprobs
     if told is None:

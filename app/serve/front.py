@@ -81,7 +81,7 @@ class TooSlow(Exception):
     """A body was not there in time."""
 
 
-class Meter:
+class LimitedBody:
     """Counts a body that did not say how long it is. seconds: in which it must be there; None: as long as it takes."""
 
     def __init__(self, receive: Receive, limit: int, seconds: float | None = None) -> None:

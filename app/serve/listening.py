@@ -36,7 +36,7 @@ GARBAGE = (700, 10, 10)  # Python's own thresholds
 GRACE_S = 30  # for answers under way when the server is told to stop
 
 
-class Server(uvicorn.Server):
+class UvicornServer(uvicorn.Server):
     """Calls on_ready once it listens. grace_s: for answers under way when it is told to stop; None: till they end."""
 
     def __init__(self, app: ASGIApp, on_ready: Callable[[], None], grace_s: int | None = None) -> None:
@@ -117,7 +117,7 @@ def serve(
         workspace = desk.workspaces.first
         watched = watch(lambda: workspace.queues, front.service.limits.hang_s)
         try:
-            Server(front, ready, GRACE_S).run([at])
+            UvicornServer(front, ready, GRACE_S).run([at])
         finally:
             watched.set()
 

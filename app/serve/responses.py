@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragblend.app.serve.bodies import ResponsesBody
-from ragblend.app.serve.chat import Chosen, Form, Piece, respond, usage_and_kv
+from ragblend.app.serve.chat import CompletedChoice, Form, Piece, respond, usage_and_kv
 from ragblend.app.serve.service import service_of
 
 router = APIRouter(prefix="/v1")
@@ -55,7 +55,7 @@ class ResponseForm(Form):
             "previous_response_id": None,
         }
 
-    def whole(self, chosen: Sequence[Chosen]) -> Json:
+    def whole(self, chosen: Sequence[CompletedChoice]) -> Json:
         [answer] = chosen
         is_cut = answer.finish_reason == "length"
         ended = {
@@ -80,7 +80,7 @@ class ResponseForm(Form):
                     yield self._item_event("added", 0, self._message(None))
                     yield self._event("response.content_part.added", **self._place, part=_part(""))
                     texts.append("")
-                if not isinstance(piece, Chosen):
+                if not isinstance(piece, CompletedChoice):
                     texts.append(piece[1])
                     yield self._text_event("delta", delta=piece[1], logprobs=[])
                     continue
@@ -121,7 +121,7 @@ class ResponseForm(Form):
             return {**kind, "status": STARTED, "content": []}
         return {**kind, "status": DONE, "content": [_part(text)]}
 
-    def _items(self, answer: Chosen) -> list[Json]:
+    def _items(self, answer: CompletedChoice) -> list[Json]:
         kind = {"type": "function_call", "status": DONE}
         calls = [
             {"id": f"fc_{call['id']}", **kind, "call_id": call["id"], **call["function"]}
@@ -137,7 +137,7 @@ def _part(text: str) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _usage(chosen: Sequence[Chosen]) -> Json:
+def _usage(chosen: Sequence[CompletedChoice]) -> Json:
     found = usage_and_kv(chosen)
     usage = found["usage"]
     return {

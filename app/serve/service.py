@@ -20,7 +20,7 @@ from ragblend.app.desk import Desk
 from ragblend.app.serve.errors import ApiError, api_error, encoded
 from ragblend.app.serve.keys import Client
 from ragblend.app.serve.metrics import Metrics
-from ragblend.app.serve.sessions import Sessions
+from ragblend.app.serve.sessions import SessionCache
 from ragblend.app.settings import BUNDLED
 from ragblend.app.startup import Startup
 from ragblend.engine.config import Report
@@ -87,7 +87,7 @@ class Service:
 
     def __init__(self, desk: Desk, limits: Limits | None = None) -> None:
         self.desk, self.limits = desk, limits or Limits()
-        self.startup, self.metrics, self.sessions = Startup(), Metrics(), Sessions()
+        self.startup, self.metrics, self.sessions = Startup(), Metrics(), SessionCache()
         self.admission, self._long = Admission(self.limits), DeviceQueue()
         self.home = str(desk.workspaces.home.root)
         self.begun, self._begun_s = int(time.time()), time.monotonic()

@@ -11,7 +11,7 @@ MOST = 4  # kept in memory, of all clients: 45 MB a thousand tokens of SmolLM2, 
 LEAST_TOKENS = 64  # what fewer have in common is the template, not a conversation
 
 
-class Sessions:
+class SessionCache:
     """The contexts of the conversations that went on last. Nobody is lent another client's. Safe for threads."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hub_server import serve_hub
 
 from ragblend.app import models
-from ragblend.app.models import GIGABYTE, SUGGESTIONS, Here, Machine, ModelDownload, full_name, offers
+from ragblend.app.models import GIGABYTE, SUGGESTIONS, Here, MachineCapacity, ModelDownload, full_name, offers
 from ragblend.kvstore.errors import DownloadStoppedError, ModelNotFoundError
 from ragblend.ui import views
 
@@ -43,18 +43,18 @@ SLOW = {"bytes_a_parameter": 4, "flops_per_s": 1e11, "bytes_per_s": 8e9}
 
 def test_no_more_than_fits_is_offered():
     for free in (3, 4, 6, 8, 12, 40):
-        found = offers(Machine(free * GIGABYTE, **FAST))
+        found = offers(MachineCapacity(free * GIGABYTE, **FAST))
         assert 1 <= len(found) <= 3 or free < 3
         assert all(offer.memory_bytes <= free * GIGABYTE for offer in found)
         assert found == sorted(found, key=lambda offer: offer.memory_bytes)
-    assert offers(Machine(1 * GIGABYTE, **FAST)) == []
+    assert offers(MachineCapacity(1 * GIGABYTE, **FAST)) == []
 
 
 def test_a_quick_machine_is_offered_the_largest_and_a_slow_one_is_not():
-    quick, slow = (offers(Machine(40 * GIGABYTE, **speed)) for speed in (FAST, SLOW))
+    quick, slow = (offers(MachineCapacity(40 * GIGABYTE, **speed)) for speed in (FAST, SLOW))
     assert quick[0].model is SUGGESTIONS[0] and quick[-1].model is SUGGESTIONS[-1] and len(quick) == 3
     assert slow[-1].model.parameters < 2e9 and slow[-1].first_token_s <= 90
-    slowest = offers(Machine(40 * GIGABYTE, 4, 1e9, 1e8))
+    slowest = offers(MachineCapacity(40 * GIGABYTE, 4, 1e9, 1e8))
     assert [offer.model for offer in slowest] == [SUGGESTIONS[0]], "none is quick: the smallest"
 
 
@@ -145,7 +145,7 @@ def test_better_models_are_named_once_in_a_home(cli, documents, hub_cache, capfd
 
 
 def test_a_picker_offers_each_once_and_what_is_in_use():
-    fitting = offers(Machine(40 * GIGABYTE, **FAST))
+    fitting = offers(MachineCapacity(40 * GIGABYTE, **FAST))
     here = [Here("default", "bundled", 100), Here(fitting[0].model.name, "hub", 100)]
     choices = views.model_choices(here, fitting, "/my/model")
     names = [name for _, name in choices]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.method_pictures import State, Watched, states, watched
+from benchmarks.method_pictures import RecordedRun, RowState, states, watched
 from ragblend.app.quality import quality
 from ragblend.app.quality.prefilling import stored
 from ragblend.engine.plan import Kind, Span, make_plan
@@ -26,9 +26,9 @@ def letters():
 
     def drawn(method, steps, probed=()):
         each = [(layer, torch.tensor(sorted([*always, *rows]))) for layer, rows in steps]
-        seen = Watched(plan, each, [torch.tensor(rows) for rows in probed])
+        seen = RecordedRun(plan, each, [torch.tensor(rows) for rows in probed])
         found = states(seen, METHODS[method]).tolist()
-        return ["".join(State(state).name[0] for state in row) for row in found]
+        return ["".join(RowState(state).name[0] for state in row) for row in found]
 
     return drawn
 

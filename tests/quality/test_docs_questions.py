@@ -5,7 +5,7 @@ import re
 import pytest
 
 from ragblend.app.quality.docs_questions import ASKED, BLANK, make_questions
-from ragblend.app.quality.sources import PASSAGE_WORDS, Source, _documents, _passages, ingested, read
+from ragblend.app.quality.sources import PASSAGE_WORDS, QuestionSource, _documents, _passages, ingested, read
 from ragblend.kvstore.errors import UsageError
 
 
@@ -67,7 +67,7 @@ def library(home, tmp_path):
 
 def test_ingested_documents_are_found_by_folder_file_or_all(library, tmp_path) -> None:
     def found(docs, **more):
-        return [texts[0] for texts in ingested(Source(docs=str(docs), home=library, **more))]
+        return [texts[0] for texts in ingested(QuestionSource(docs=str(docs), home=library, **more))]
 
     assert found("all") == ["a/one.txt passage 0", "b/two.txt passage 0"]
     assert found(tmp_path / "a") == ["a/one.txt passage 0"]
@@ -77,19 +77,19 @@ def test_ingested_documents_are_found_by_folder_file_or_all(library, tmp_path) -
 
 def test_documents_that_were_not_ingested_are_named(library, tmp_path) -> None:
     with pytest.raises(UsageError, match="ragblend ingest"):
-        ingested(Source(docs=str(tmp_path / "c"), home=library))
+        ingested(QuestionSource(docs=str(tmp_path / "c"), home=library))
     with pytest.raises(UsageError, match="collection 'none'"):
-        ingested(Source(docs="all", home=library, collection="none"))
+        ingested(QuestionSource(docs="all", home=library, collection="none"))
     nowhere = tmp_path / "new"
     with pytest.raises(UsageError, match="ragblend ingest"):
-        ingested(Source(docs="all", home=nowhere))
+        ingested(QuestionSource(docs="all", home=nowhere))
     assert not nowhere.exists()
 
 
 def test_fewer_passages_never_cut_away_what_the_question_needs(library, documents, monkeypatch) -> None:
     """`--docs all --passages 1` cut the mixed passages once more, and kept the first one whichever it was."""
     monkeypatch.setattr("ragblend.app.quality.sources.ingested", lambda source: documents)
-    loaded = read(Source(docs="all", home=library, passages=1))
+    loaded = read(QuestionSource(docs="all", home=library, passages=1))
     hops = [question for question in loaded.questions if question.task == "docs two-hop"]
     assert hops
     assert {len(question.passages) for question in hops} == {2}

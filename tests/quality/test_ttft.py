@@ -6,7 +6,7 @@ import pytest
 
 from ragblend.app.quality import ttft
 from ragblend.app.quality.memory import peak_bytes
-from ragblend.app.quality.ttft import Plan, cut_texts
+from ragblend.app.quality.ttft import TtftPlan, cut_texts
 from ragblend.app.quality.variants import Variant
 from ragblend.engine.config import Timings
 from ragblend.kvstore.errors import PromptTooLongError, RagBlendError
@@ -32,7 +32,7 @@ def test_every_variant_gets_the_same_number_of_turns_and_none_always_goes_first(
         lambda engine, prompt, variant: order.append(variant) or timed_prefill(engine, prompt, variant),
     )
     variants = (Variant("full"), Variant("reuse"), Variant("random", 0.5))
-    rows = ttft.run(engine, SOURCE, Plan(variants, (2,), (20,), ("warm",), repeats=3))
+    rows = ttft.run(engine, SOURCE, TtftPlan(variants, (2,), (20,), ("warm",), repeats=3))
     rounds = [order[start : start + 3] for start in range(0, 12, 3)]
     assert all(set(each) == set(variants) for each in rounds)
     assert {each[0] for each in rounds} == set(variants)
@@ -56,7 +56,7 @@ def test_kv_in_memory_is_read_from_there_and_a_disk_case_is_not(engine, monkeypa
     layers = engine.runtime.decoder.geometry.layers
     for cache, reads in (("memory", 0), ("warm", 2 * 3 * layers)):
         by_prefills.clear()
-        (row,) = ttft.run(engine, SOURCE, Plan((Variant("reuse"),), (2,), (20,), (cache,), repeats=2))
+        (row,) = ttft.run(engine, SOURCE, TtftPlan((Variant("reuse"),), (2,), (20,), (cache,), repeats=2))
         assert len(by_prefills) == reads, cache
         assert row["predicted_ttft_ms"] is None  # nothing was profiled
 
@@ -70,7 +70,7 @@ def test_parts_are_medians_and_compute_is_what_is_left() -> None:
 def test_too_many_chunks_for_the_window_are_refused_and_leave_nothing(engine) -> None:
     source = " ".join(str(number) for number in range(3000))
     with pytest.raises(PromptTooLongError, match="fewer --chunks"):
-        ttft.run(engine, source, Plan((Variant("reuse"),), (60,), (40,), ("warm",), repeats=1))
+        ttft.run(engine, source, TtftPlan((Variant("reuse"),), (60,), (40,), ("warm",), repeats=1))
     assert list(engine.store.keys()) == []
 
 

@@ -92,10 +92,10 @@ def test_a_stopped_tuning_changes_nothing_and_goes_on(command, few, home, ctrl_c
 
 def test_without_documents_the_samples_are_taken(home) -> None:
     from ragblend.app.cli.tune import _with_default
-    from ragblend.app.quality.sources import Source
+    from ragblend.app.quality.sources import QuestionSource
 
-    assert _with_default(Source(home=home)).name == "samples"
-    assert _with_default(Source(home=home, docs="x")).docs == "x"
+    assert _with_default(QuestionSource(home=home)).name == "samples"
+    assert _with_default(QuestionSource(home=home, docs="x")).docs == "x"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from ragblend.app.serve.application import build
 from ragblend.app.serve.front import Rules
 from ragblend.app.serve.keys import Client, Door, Keys
 from ragblend.app.serve.library import UPLOAD_PATH
-from ragblend.app.serve.listening import Server, listening
+from ragblend.app.serve.listening import UvicornServer, listening
 
 LEDGER = (
     "The harbour master kept two ledgers in the tower. The first one named every ship that came in by night. "
@@ -78,7 +78,7 @@ def serving(home, model, limits=None):
         rules = Rules(address, UPLOAD_PATH)
         front = build(desk, Door(rules, known, needs_key=False), limits)
         ready = threading.Event()
-        server = Server(front, ready.set, grace_s=5)
+        server = UvicornServer(front, ready.set, grace_s=5)
         thread = threading.Thread(target=server.run, args=([at],))
         thread.start()
         try:

@@ -14,7 +14,7 @@ import gradio as gr
 
 from ragblend.app.desk import Desk
 from ragblend.app.serve.front import Rules
-from ragblend.app.serve.listening import Server, listening
+from ragblend.app.serve.listening import UvicornServer, listening
 from ragblend.ui.context import Context
 from ragblend.ui.entrance import Entrance
 from ragblend.ui.serving import build_app, gradio_environment
@@ -76,7 +76,7 @@ def page(tmp_path_factory):
         def serve():
             async def go():
                 built["app"] = build_app(Context(desk), Rules(address, max_upload_bytes=100_000), entrance)
-                built["server"] = Server(built["app"], ready.set, grace_s=1)
+                built["server"] = UvicornServer(built["app"], ready.set, grace_s=1)
                 await built["server"].serve([at])
 
             asyncio.run(go())
