@@ -1,4 +1,4 @@
-"""Models to choose from: those that are here, a few of the hub that would run on this machine; bringing one here."""
+"""Models to choose from: those on this disk, suggestions from the hub for this machine, and downloads."""
 
 import os
 import threading
@@ -21,14 +21,14 @@ GIGABYTE = 10**9
 PROMPT_TOKENS = 2000
 SLOWEST_TOKENS_PER_S = 1.5
 LONGEST_FIRST_TOKEN_S = 90.0
-# What runs beside the weights: embedder, index, the buffers of one prompt.
-BESIDE_BYTES = 2 * GIGABYTE
+# Memory needed beside the weights: embedder, index, the buffers of one prompt.
+OVERHEAD_BYTES = 2 * GIGABYTE
 BUNDLED_PARAMETERS = 0.135e9
 
 
 @dataclass(frozen=True)
 class Here:
-    """A model on this disk. name: what `--model` takes; kind: bundled, hub, .gguf or converted; bytes: of its files."""
+    """A model on this disk. name: for `--model`; kind: bundled, hub, .gguf or converted; bytes: of its files."""
 
     name: str
     kind: str
@@ -37,7 +37,7 @@ class Here:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A model of the hub that is free to use, has no gate, and speaks without thinking aloud first. Approximate.
+    """A model of the hub that is free to use, needs no login, and answers without reasoning first. Approximate.
 
     download_bytes: of its bfloat16 safetensors; kv_bytes: of one token, in bfloat16; window: in tokens.
     """
@@ -50,7 +50,7 @@ class Suggestion:
     kv_bytes: int
 
 
-# Smallest first. From the models' own pages; Qwen2.5-3B is left out for its licence, Qwen3's others for thinking aloud.
+# Smallest first. From the models' pages; Qwen2.5-3B is left out for its licence, other Qwen3 because they reason first.
 SUGGESTIONS = (
     Suggestion("HuggingFaceTB/SmolLM2-360M-Instruct", 0.36e9, 0.72e9, 8_192, "Apache-2.0", 40_960),
     Suggestion("Qwen/Qwen2.5-0.5B-Instruct", 0.49e9, 0.99e9, 32_768, "Apache-2.0", 12_288),
@@ -64,7 +64,7 @@ SUGGESTED = [one.name for one in SUGGESTIONS]
 
 @dataclass(frozen=True)
 class MachineCapacity:
-    """What a model would run on. flops_per_s: of large products; bytes_per_s: of weights read for a single token."""
+    """Memory and speed of this machine. flops_per_s: of large products; bytes_per_s: reading weights for one token."""
 
     free_bytes: float
     bytes_a_parameter: int
@@ -74,7 +74,7 @@ class MachineCapacity:
 
 @dataclass(frozen=True)
 class Offer:
-    """A suggestion on this machine. first_token_s: to read 2,000 tokens that are not stored."""
+    """A suggestion with its cost on this machine. first_token_s: for a prompt of 2,000 tokens that are not stored."""
 
     model: Suggestion
     memory_bytes: float
@@ -83,9 +83,9 @@ class Offer:
 
 
 def offers(machine: MachineCapacity, most: int = 3) -> list[Offer]:
-    """The models that fit the memory and are fast enough; of many the smallest, a middle one and the largest.
+    """The models that fit the memory and are fast enough, smallest first: of many, a small, a middle and a large one.
 
-    Smallest first. Where none is fast enough, the smallest that fits. Pure.
+    If none is fast enough, the smallest that fits.
     """
     every = [_offer(model, machine) for model in SUGGESTIONS]
     fitting = [offer for offer in every if offer.memory_bytes <= machine.free_bytes]
@@ -94,11 +94,11 @@ def offers(machine: MachineCapacity, most: int = 3) -> list[Offer]:
     if len(usable) <= most:
         return usable or fitting[:1]
     step = (len(usable) - 1) / (most - 1)
-    return [usable[round(place * step)] for place in range(most)]
+    return [usable[round(number * step)] for number in range(most)]
 
 
 def offered(offer: Offer) -> str:
-    """A suggestion in a few words, with its price on this machine."""
+    """A suggestion in one line, with its cost on this machine."""
     return (
         f"{offer.model.name} ({offer.model.download_bytes / GIGABYTE:.1f} GB, about {offer.first_token_s:.0f} s "
         f"to read {PROMPT_TOKENS:,} tokens, {offer.tokens_per_s:.0f} tokens/s)"
@@ -106,7 +106,7 @@ def offered(offer: Offer) -> str:
 
 
 def first_time(home: Home) -> bool:
-    """Whether nobody in this home was told of other models yet; from now on somebody was."""
+    """Whether the user of this home has not been told of other models yet; marks it as told."""
     try:
         home.models_named.touch(mode=0o600, exist_ok=False)
     except OSError:
@@ -118,16 +118,16 @@ def _offer(model: Suggestion, machine: MachineCapacity) -> Offer:
     weights = model.parameters * machine.bytes_a_parameter
     return Offer(
         model,
-        weights + BESIDE_BYTES,
+        weights + OVERHEAD_BYTES,
         2 * model.parameters * PROMPT_TOKENS / machine.flops_per_s,
         machine.bytes_per_s / weights,
     )
 
 
 def machine_of(workspace: "Workspace") -> MachineCapacity:
-    """Its memory, and two products measured: a fifth of a second on two cores. Raises UsageError for the device.
+    """Measure this machine, in a fifth of a second on two cores. Raises UsageError for the device.
 
-    How fast it reads is from the model in use, where that was profiled on it.
+    The prefill speed is that of the model in use, if it was profiled here.
     """
     from ragblend.engine.model.device import free_bytes, measure_rates, pick_device, pick_dtype
 
@@ -146,7 +146,7 @@ def machine_of(workspace: "Workspace") -> MachineCapacity:
 
 
 def models_here(models: Path, *folders: Path) -> list[Here]:
-    """The bundled model, those of the hub's cache, and .gguf files and converted ones in these folders."""
+    """The bundled model, those in the hub's cache, and .gguf files and converted ones in these folders."""
     bundled = []
     with suppress(ModelError):  # it may not be installed
         bundled.append(find_model(DEFAULT))
@@ -159,7 +159,7 @@ def models_here(models: Path, *folders: Path) -> list[Here]:
 
 
 def _converted(models: Path, bundled: Sequence[Path]) -> Iterator[Here]:
-    """What was converted from a .gguf, but for the bundled one, which is listed as what it is."""
+    """Models that were converted from a .gguf, except for the bundled one, which is listed as bundled."""
     for config in sorted(models.glob("*/config.json")):
         folder = config.parent
         if writes_text(folder) and not any(folder.name.startswith(f"{path.stem}-") for path in bundled):
@@ -168,14 +168,14 @@ def _converted(models: Path, bundled: Sequence[Path]) -> Iterator[Here]:
 
 
 def full_name(name: str, here: Sequence[Here]) -> str:
-    """What `--model` takes for a name that may be the last part of one that is here or suggested."""
+    """The full name for a name that may be only the last part of a known one."""
     known = [*(one.name for one in here), *SUGGESTED]
     matching = {one for one in known if one.rpartition("/")[2] == name}
     return name if name in known or len(matching) != 1 else matching.pop()
 
 
 def check_model(name: str, models: Path) -> None:
-    """A path must exist; whether a hub id does, the hub says. Raises SettingsError, with the nearest that is here."""
+    """Raise SettingsError for a path that does not exist, naming the nearest known model. Hub ids are not looked up."""
     if name == DEFAULT or is_hub_id(name) or os.path.exists(os.path.expanduser(name)):
         return
     known = list(dict.fromkeys([DEFAULT, *(one.name for one in models_here(models)), *SUGGESTED]))
@@ -186,12 +186,12 @@ def check_model(name: str, models: Path) -> None:
 
 
 def must_be_fetched(model: str) -> bool:
-    """Whether a model's name in the settings is a hub id of which no whole copy is here."""
+    """Whether a model is a hub id without a complete local copy."""
     return model != DEFAULT and is_hub_id(model) and local_copy(model) is None
 
 
 class ModelDownload:
-    """Begins at once. done, total: bytes, 0 until the hub has answered."""
+    """A download in the background, started at once. done, total: bytes, 0 until the hub has answered."""
 
     def __init__(self, name: str) -> None:
         self.name, self.done, self.total = name, 0, 0
@@ -202,9 +202,9 @@ class ModelDownload:
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it is over, after at most so long. Raises what ended it: ModelNotFoundError, DownloadStoppedError.
+        """Wait at most so long; whether it is over. Raises its error: ModelNotFoundError, DownloadStoppedError.
 
-        Who stops it need not wait for the thread, which ends with its next bytes, or the network's own time limit.
+        After `stop` this returns at once; the thread itself ends with its next bytes, or the network's time limit.
         """
         if not self._over.wait(seconds):
             return False
@@ -213,17 +213,17 @@ class ModelDownload:
         return True
 
     def stop(self) -> None:
-        """End it; what has come is kept for the next time."""
+        """End the download; what has arrived is kept for the next one."""
         self._stop.set()
         if not self._over.is_set():
             self._error = DownloadStoppedError(
-                f"The download of {self.name} was stopped; what has come is kept for the next time."
+                f"The download of {self.name} was stopped; what has arrived is kept for the next time."
             )
             self._over.set()
 
     @property
     def seconds_left(self) -> float | None:
-        """At the pace so far; None before there is one."""
+        """Estimated from the speed so far; None before there is one."""
         passed = time.monotonic() - self._begun
         return (self.total - self.done) * passed / self.done if self.done else None
 
@@ -233,7 +233,7 @@ class ModelDownload:
 
         try:
             download(self.name, progress, self._stop)
-        except Exception as error:  # of any kind: what is not here must not pass for a model that is
+        except Exception as error:  # any error: an incomplete model must not pass for a complete one
             self._error = self._error or error
         finally:
             self._over.set()

@@ -285,7 +285,7 @@ class ChatTab:
 
     def welcome(self) -> str:
         ready = self._desk.workspaces.count_documents(State.DONE)
-        questions, note = self._answerable_samples(), self._desk.settings.manner.note
+        questions, note = self._answerable_samples(), self._desk.settings.style.note
         return views.chat.welcome(ready, questions, note, [] if ready else self._larger_models())
 
     def add_samples(self) -> str:

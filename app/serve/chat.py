@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` and `/v1/completions`: what a client sends -> a `Call`, as adapters make it, and back."""
+"""`/v1/chat/completions` and `/v1/completions`: run requests as a `Call`, like the adapters, and format the answers."""
 
 import json
 import time
@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
     from ragblend.engine.results import Result
 
 router = APIRouter(prefix="/v1")
-DEFAULT_TOKENS = 1024  # of an answer, where nobody says: chat programs hardly ever do
+DEFAULT_TOKENS = 1024  # longest answer if the request does not say
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 @dataclass(frozen=True)
 class RequestedChoice:
-    """One answer to one prompt; prompt_number: choices of one prompt have the same."""
+    """One requested answer to one prompt; prompt_number is the same for all choices of a prompt."""
 
     index: int
     prompt_number: int
@@ -45,7 +46,7 @@ class RequestedChoice:
 
 @dataclass(frozen=True)
 class CompletedChoice:
-    """A choice that has been answered."""
+    """A choice with its result."""
 
     choice: RequestedChoice
     result: "Result"
@@ -53,9 +54,9 @@ class CompletedChoice:
 
     @classmethod
     def of(cls, choice: RequestedChoice, result: "Result") -> "CompletedChoice":
-        """With the texts of up to some thousand likely tokens: not for an event loop."""
-        told = logprobs(result, choice.call.backend.engine.tokenizer)
-        return cls(choice, result, None if told is None else [_finite(token) for token in told])
+        """Decodes up to some thousand likely tokens, so not for an event loop."""
+        tokens = logprobs(result, choice.call.backend.engine.tokenizer)
+        return cls(choice, result, None if tokens is None else [_finite(token) for token in tokens])
 
     @property
     def finish_reason(self) -> str:
@@ -70,7 +71,7 @@ class CompletedChoice:
 
     @cached_property
     def calls(self) -> list[dict[str, Any]]:
-        """What was cut off is a call as well, as OpenAI has it: `finish_reason` is `length` then."""
+        """Tool calls; an incomplete one is included, as OpenAI does, and `finish_reason` is `length` then."""
         made = [
             (call.id, call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in self.said.calls
         ]
@@ -87,7 +88,7 @@ Piece = tuple[RequestedChoice, str] | CompletedChoice
 
 @router.post("/chat/completions")
 async def chat(request: Request, body: ChatBody) -> Response:
-    """A conversation, answered by the model; passages of its collection are found in it by their text."""
+    """Answer a conversation; known passages of the client's collection are found in it by their text."""
     turns = body.turns()
     return await respond(
         request, body, lambda call: [call.chat_prompt(turns)], ChatForm(service_of(request).model)
@@ -96,7 +97,7 @@ async def chat(request: Request, body: ChatBody) -> Response:
 
 @router.post("/completions")
 async def complete(request: Request, body: CompletionBody) -> Response:
-    """Text that is continued as it stands, control tokens and all."""
+    """Continue a text without a chat template; control tokens in it are read as such."""
     form = TextForm(service_of(request).model)
     return await respond(request, body, lambda call: [call.text_prompt(text) for text in body.prompts], form)
 
@@ -104,12 +105,13 @@ async def complete(request: Request, body: CompletionBody) -> Response:
 async def respond(
     request: Request, body: Options, prompts_of: Callable[[Call], list[Prompt]], form: "Form"
 ) -> Response:
+    """Answer the prompts that prompts_of makes, in a form, whole or streamed."""
     service = service_of(request)
     service.check_model(body.model)
-    client, sent = client_of(request), await request.body()
+    client, raw_body = client_of(request), await request.body()
 
     def work(stopped: Cancel) -> list[RequestedChoice]:
-        with service.reading(sent, stopped):
+        with service.tokenizing(raw_body, stopped):
             return _choices(service, client, body, prompts_of)
 
     pieces = _answers(service, client, body, work)
@@ -122,14 +124,14 @@ async def respond(
 async def _answers(
     service: Service, client: Client, body: Options, choices: Callable[[Cancel], list[RequestedChoice]]
 ) -> AsyncGenerator[Piece, None]:
-    """Of each choice the pieces, then the whole; one choice after another, as the device reads one prompt at a time."""
+    """Yield each choice's pieces, then the completed choice; one by one, as the device runs one prompt at a time."""
     arrived, is_first = time.monotonic(), True
-    with service.admission.enter(client), _in_time(service, body.timeout):
+    with service.admission.enter(client), _timeout_as_api_error(service, body.timeout):
         seconds = service.allowed_s(body.timeout)
         try:
             found = await stoppable(choices, seconds)
         except Cancelled as error:
-            raise service.too_late(body.timeout) from error
+            raise service.timeout_error(body.timeout) from error
         for choice in found:
             left = seconds - (time.monotonic() - arrived)
             session = service.sessions.of(client.digest, choice.prompt.token_ids)
@@ -147,38 +149,38 @@ async def _answers(
 
 
 @contextmanager
-def _in_time(service: Service, told: float | None) -> Iterator[None]:
+def _timeout_as_api_error(service: Service, timeout: float | None) -> Iterator[None]:
     try:
         yield
     except TimedOut as error:
-        raise service.too_late(told) from error
+        raise service.timeout_error(timeout) from error
 
 
 def _choices(
     service: Service, client: Client, body: Options, prompts_of: Callable[[Call], list[Prompt]]
 ) -> list[RequestedChoice]:
-    settings, told = service.desk.settings, body.options()
-    first: dict[str, Any] = {"method": settings.method, "ratio": settings.ratio}
-    if told.get("method") is not None:
-        del first["ratio"]  # it belongs to the method that it was chosen for
-    if not told.keys() & {"max_tokens", "max_completion_tokens"}:
-        first["max_tokens"] = settings.max_new_tokens or DEFAULT_TOKENS
-    call = Call.of(service.backend(client), (), body.learn_from_prompts, first, told)
-    calls = [_seeded(call, number) for number in range(body.n or 1)]
+    settings, options = service.desk.settings, body.options()
+    defaults: dict[str, Any] = {"method": settings.method, "ratio": settings.ratio}
+    if options.get("method") is not None:
+        del defaults["ratio"]  # it belongs to the settings' method
+    if not options.keys() & {"max_tokens", "max_completion_tokens"}:
+        defaults["max_tokens"] = settings.max_new_tokens or DEFAULT_TOKENS
+    call = Call.of(service.backend(client), (), body.learn_from_prompts, defaults, options)
+    calls = [_with_seed_of(call, number) for number in range(body.n or 1)]
     pairs = [(number, each, prompt) for number, prompt in enumerate(prompts_of(call)) for each in calls]
     return [
         RequestedChoice(index, number, each, prompt) for index, (number, each, prompt) in enumerate(pairs)
     ]
 
 
-def _seeded(call: Call, number: int) -> Call:
-    """The same; with a seed, another one for each choice."""
+def _with_seed_of(call: Call, number: int) -> Call:
+    """The call of choice `number`: if there is a seed, each choice has its own."""
     seed = call.arguments.get("seed")
     return call if seed is None else replace(call, arguments=call.arguments | {"seed": seed + number})
 
 
 class Form:
-    """How answers are written in one of OpenAI's two interfaces."""
+    """The JSON form of answers, whole and streamed; one subclass for each API."""
 
     kind, chunk_kind, prefix = "", "", ""
 
@@ -242,7 +244,7 @@ class ChatForm(Form):
         return {
             "index": chosen.choice.index,
             "message": message | ({"tool_calls": calls} if calls else {}),
-            "logprobs": _content(chosen),
+            "logprobs": _chat_logprobs(chosen),
             "finish_reason": chosen.finish_reason,
         }
 
@@ -257,7 +259,7 @@ class ChatForm(Form):
         made = (
             [_delta(index, {"tool_calls": [{"index": n, **c} for n, c in enumerate(calls)]})] if calls else []
         )
-        last = _delta(index, {}, chosen.finish_reason) | {"logprobs": _content(chosen)}
+        last = _delta(index, {}, chosen.finish_reason) | {"logprobs": _chat_logprobs(chosen)}
         return [*made, last]
 
 
@@ -270,7 +272,7 @@ class TextForm(Form):
         return {
             "index": chosen.choice.index,
             "text": chosen.result.text,
-            "logprobs": _columns(chosen),
+            "logprobs": _text_logprobs(chosen),
             "finish_reason": chosen.finish_reason,
         }
 
@@ -286,7 +288,7 @@ def _delta(index: int, delta: dict[str, Any], finish_reason: str | None = None) 
 
 
 def usage_and_kv(chosen: Sequence[CompletedChoice]) -> dict[str, Any]:
-    """Usage, where a prompt that several choices answer counts once; and what was reused for each choice."""
+    """Token usage, counting a prompt of several choices once; and KV statistics for each choice."""
     firsts = {each.choice.prompt_number: each.result.report for each in reversed(chosen)}
     prompt = sum(report.tokens.prompt for report in firsts.values())
     completion = sum(each.result.report.tokens.generated for each in chosen)
@@ -299,27 +301,23 @@ def usage_and_kv(chosen: Sequence[CompletedChoice]) -> dict[str, Any]:
     return {"usage": total, "kv": [kv_statistics(each.result) for each in chosen]}
 
 
-def _content(chosen: CompletedChoice) -> dict[str, Any] | None:
-    told = chosen.logprobs
-    return None if told is None else {"content": told, "refusal": None}
+def _chat_logprobs(chosen: CompletedChoice) -> dict[str, Any] | None:
+    return None if chosen.logprobs is None else {"content": chosen.logprobs, "refusal": None}
 
 
-def _columns(chosen: CompletedChoice) -> dict[str, Any] | None:
-    """The form that completions had before chat did."""
-    told = chosen.logprobs
-    if told is None:
+def _text_logprobs(chosen: CompletedChoice) -> dict[str, Any] | None:
+    """In the older form of `/v1/completions`: one list per field."""
+    tokens = chosen.logprobs
+    if tokens is None:
         return None
-    offsets, at = [], 0
-    for token in told:
-        offsets.append(at)
-        at += len(token["token"])
+    ends = accumulate(len(token["token"]) for token in tokens)
     return {
-        "tokens": [token["token"] for token in told],
-        "token_logprobs": [token["logprob"] for token in told],
+        "tokens": [token["token"] for token in tokens],
+        "token_logprobs": [token["logprob"] for token in tokens],
         "top_logprobs": [
-            {each["token"]: each["logprob"] for each in token["top_logprobs"]} for token in told
+            {each["token"]: each["logprob"] for each in token["top_logprobs"]} for token in tokens
         ],
-        "text_offset": offsets,
+        "text_offset": [0, *ends][: len(tokens)],
     }
 
 

@@ -1,4 +1,4 @@
-"""`/v1/responses`: a chat by the names of OpenAI's newer interface. Nothing of it is kept here."""
+"""`/v1/responses`: chat in the form of OpenAI's newer API. Responses are not stored."""
 
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -21,15 +21,15 @@ STARTED, DONE, CUT = "in_progress", "completed", "incomplete"
 
 @router.post("/responses")
 async def responses(request: Request, body: ResponsesBody) -> Response:
-    """What `/v1/chat/completions` answers, as items; functions may be called, tools of OpenAI's own may not."""
-    asked = body.chat()
-    turns = asked.turns()
+    """Answer as `/v1/chat/completions` does, as items. Function calls work; OpenAI's built-in tools do not."""
+    chat = body.chat()
+    turns = chat.turns()
     form = ResponseForm(service_of(request).model, body)
-    return await respond(request, asked, lambda call: [call.chat_prompt(turns)], form)
+    return await respond(request, chat, lambda call: [call.chat_prompt(turns)], form)
 
 
 class ResponseForm(Form):
-    """One answer: a message, then the functions that it calls."""
+    """One answer: a message, then its function calls."""
 
     def __init__(self, model: str, body: ResponsesBody) -> None:
         super().__init__(model)
@@ -73,7 +73,7 @@ class ResponseForm(Form):
         texts: list[str] = []
         async with aclosing(pieces):
             async for piece in pieces:
-                # Also of an answer without a word: nothing is said before it is certain that it comes.
+                # The first events wait for the first piece (an answer without text has one too), in case of an error.
                 if not texts:
                     yield self._event("response.created", response=begun)
                     yield self._event("response.in_progress", response=begun)
@@ -90,7 +90,7 @@ class ResponseForm(Form):
                 message, *calls = self._items(piece)
                 yield self._item_event("done", 0, message)
                 for number, item in enumerate(calls, start=1):
-                    for event in self._call_comes(number, item):
+                    for event in self._call_events(number, item):
                         yield event
                 whole = self.whole([piece])
                 yield self._event(f"response.{whole['status']}", response=whole)
@@ -104,7 +104,7 @@ class ResponseForm(Form):
     def _item_event(self, kind: str, number: int, item: Json) -> Json:
         return self._event(f"response.output_item.{kind}", output_index=number, item=item)
 
-    def _call_comes(self, number: int, item: Json) -> Iterator[Json]:
+    def _call_events(self, number: int, item: Json) -> Iterator[Json]:
         place = {"output_index": number, "item_id": item["id"]}
         begun = item | {"status": STARTED, "arguments": ""}
         yield self._item_event("added", number, begun)
@@ -115,7 +115,7 @@ class ResponseForm(Form):
         yield self._item_event("done", number, item)
 
     def _message(self, text: str | None) -> Json:
-        """text: None while none has come."""
+        """The message item; text None: it has just begun."""
         kind = {"id": self._message_id, "type": "message", "role": "assistant"}
         if text is None:
             return {**kind, "status": STARTED, "content": []}

@@ -5,7 +5,7 @@ import stat
 import pytest
 
 from ragblend.app.settings import Settings
-from ragblend.app.tuned import KEPT, choice_for, save_choice, tuned_file, undo_choice
+from ragblend.app.tuned import MAX_CHOICES, choice_for, save_choice, tuned_file, undo_choice
 from ragblend.kvstore.errors import SettingsError
 
 
@@ -66,11 +66,11 @@ def test_choices_are_taken_back_one_by_one(tuned) -> None:
 
 
 def test_not_more_than_a_few_are_kept_and_only_their_user_may_read_them(path) -> None:
-    for number in range(KEPT + 3):
+    for number in range(MAX_CHOICES + 3):
         save_choice(tuned_file(path), "default", "epic", number / 100, {})
     assert stat.S_IMODE(tuned_file(path).stat().st_mode) == 0o600
     assert [each.name for each in path.parent.iterdir()] == ["tuned.json"]
-    for _ in range(KEPT):
+    for _ in range(MAX_CHOICES):
         assert undo_choice(tuned_file(path), "default") is not None
     assert undo_choice(tuned_file(path), "default") is None
 

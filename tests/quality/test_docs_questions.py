@@ -5,14 +5,21 @@ import re
 import pytest
 
 from ragblend.app.quality.docs_questions import ASKED, BLANK, make_questions
-from ragblend.app.quality.sources import PASSAGE_WORDS, QuestionSource, _documents, _passages, ingested, read
+from ragblend.app.quality.sources import (
+    PASSAGE_WORDS,
+    QuestionSource,
+    ingested,
+    pack_passages,
+    read,
+    sample_documents,
+)
 from ragblend.kvstore.errors import UsageError
 
 
 @pytest.fixture(scope="module")
 def documents():
     assert PASSAGE_WORDS
-    return [_passages(text) for _, text in _documents()]
+    return [pack_passages(text) for _, text in sample_documents()]
 
 
 def test_answers_stand_in_the_passages_and_not_in_the_question(documents) -> None:

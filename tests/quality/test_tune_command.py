@@ -64,7 +64,7 @@ def test_tune_measures_saves_and_takes_back(command, few, home, model_folder, mo
     assert (home / "settings.toml").read_text() == 'collection = "mine"\n'
     monkeypatch.setenv("RAGBLEND_METHOD", "random")
     _, printed = command("--most-ratio", "0.9")
-    assert "comes first: take it out" in printed.out
+    assert "takes precedence: remove it" in printed.out
     monkeypatch.delenv("RAGBLEND_METHOD")
     command("--undo")
     code, printed = command("--undo", "--json")
@@ -74,7 +74,7 @@ def test_tune_measures_saves_and_takes_back(command, few, home, model_folder, mo
     }
     assert now() == ("probe-shift", 0.15)
     code, printed = command("--undo")
-    assert "nothing to take back" in printed.out
+    assert "nothing to undo" in printed.out
 
 
 def test_a_stopped_tuning_changes_nothing_and_goes_on(command, few, home, ctrl_c_at) -> None:
@@ -127,7 +127,7 @@ def test_full_prefill_is_replaced_only_if_the_user_says_so(command, home, monkey
     home.mkdir(mode=0o700)
     (home / "settings.toml").write_text('method = "full"\n')
     _, printed = command("--most-ratio", "0")
-    assert "which is exact" in printed.out
+    assert "is exact" in printed.out
     assert "run the command again with --save" in printed.out
     assert not (home / "tuned.json").exists()
     _, printed = command("--most-ratio", "0", "--save", "--json")

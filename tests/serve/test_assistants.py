@@ -18,7 +18,7 @@ from mcp import Client, StdioServerParameters
 from ragblend.app.cli.main import main
 from ragblend.app.desk import Desk
 from ragblend.app.serve import keys as server_keys
-from ragblend.app.serve.commands import Commands
+from ragblend.app.serve.commands import CommandListener
 
 LIGHT = "The lighthouse of Skarholm was built in 1888 by Marta Lind. "
 FERRY = "The ferry Marigold leaves the pier at seven and takes forty minutes. "
@@ -35,7 +35,7 @@ def home(request, home_of, tiny_folder, tmp_path_factory):
     if request.param == "alone":
         yield home
         return
-    with Desk.open(home) as desk, Commands(desk):
+    with Desk.open(home) as desk, CommandListener(desk):
         yield home
         desk.workspaces.first.engine.close()
 

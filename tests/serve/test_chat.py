@@ -222,7 +222,7 @@ def test_long_texts_are_tokenized_one_at_a_time_and_who_waits_may_give_up(served
         else named | {"messages": [{"role": "user", "content": text}]}
     )
     sent = json.dumps(body | {"timeout": 0.2}, ensure_ascii=False).encode()
-    with served.client() as client, served.service.reading(sent, threading.Event()):
+    with served.client() as client, served.service.tokenizing(sent, threading.Event()):
         answer = client.post(path, content=sent, headers={"content-type": "application/json"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (408, "timeout")
         assert served.chat().status_code == 200, "a short one does not wait"

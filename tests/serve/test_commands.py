@@ -20,7 +20,7 @@ from ragblend.app import remote
 from ragblend.app.cli.main import main
 from ragblend.app.desk import Desk
 from ragblend.app.remote import NAME, Line, connected
-from ragblend.app.serve.commands import Commands, RemoteTerminal
+from ragblend.app.serve.commands import CommandListener, RemoteTerminal
 from ragblend.app.workspace import Workspaces
 
 LIGHT = "The lighthouse of Skarholm was built in 1888 by Marta Lind. "
@@ -44,7 +44,7 @@ def home(home_of, tiny_folder, tmp_path_factory):
 @contextmanager
 def owned(home):
     """The home, open in this process as a server has it open; who opens it a second time meanwhile fails."""
-    with Desk.open(home) as desk, Commands(desk), pytest.MonkeyPatch.context() as patch:
+    with Desk.open(home) as desk, CommandListener(desk), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Workspaces, "open", None)
         yield desk
 
@@ -404,7 +404,7 @@ def test_a_hostile_request_harms_nothing(home, told) -> None:
     with owned(home):
         for bad in (
             b"", b"{", b"[1]\n", b"\xff\n", b"9" * 5000 + b"\n", json.dumps(request(command="serve")).encode() + b"\n",
-            json.dumps(request(arguments={"cli": {"shared": 1}})).encode() + b"\n",
+            json.dumps(request(arguments={"cli": {"host": 1}})).encode() + b"\n",
             json.dumps({"command": "ask"}).encode() + b"\n",
         ):  # fmt: skip
             line = connected(home)
@@ -442,7 +442,7 @@ def test_who_leaves_or_is_left_stops_the_work() -> None:
         threading.Thread(target=terminal.listen, daemon=True).start()
         block = terminal.stopping(stopped.set)
         block.__enter__()
-        there.close() if leaves else terminal.leave()
+        there.close() if leaves else terminal.shut_down()
         assert stopped.wait(60)
         with pytest.raises(KeyboardInterrupt):
             block.__exit__(None, None, None)
@@ -455,7 +455,7 @@ def test_who_leaves_or_is_left_stops_the_work() -> None:
 
 def test_the_end_of_the_process_ends_its_commands_and_takes_the_socket_away(home) -> None:
     with Desk.open(home) as desk:
-        commands = Commands(desk)
+        commands = CommandListener(desk)
         process = as_process(home, "chat")
         until(lambda: process.stderr.read(1) == ">")
         begun = time.monotonic()

@@ -141,7 +141,7 @@ def test_what_one_turn_says_and_calls_is_one_message() -> None:
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "web_search"),
         ({"input": [{"type": "image_generation_call", "id": "x"}]}, "image_generation_call"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "no text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "not text"),
         ({"input": [{"role": None, "content": "a"}]}, "messages.0.role"),
         ({"input": []}, "input"),
         ({"text": {"format": {"type": "grammar"}}}, "grammar"),
