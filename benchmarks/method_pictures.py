@@ -1,9 +1,9 @@
-"""The pictures of docs/methods.md: which rows of one prompt each method computes, layer by layer.
+"""Draws the pictures of docs/methods.md: which rows of one prompt each method computes, layer by layer.
 
     python -m benchmarks.method_pictures                 # into docs/pictures/, a minute with the bundled SmolLM2
 
-Three short paragraphs of the sample documents, a question that needs all three, and one real prefill a method, watched
-from outside. Nothing is drawn by hand; the same code over the same model draws the same pictures.
+Three short paragraphs of the sample documents, a question that needs all three, and one real prefill per method, which
+is recorded. Nothing is drawn by hand; the same code and model give the same pictures.
 """
 
 import contextlib
@@ -43,19 +43,19 @@ QUESTION = "Who built the locomotive that took the school choir over to Carrowby
 
 
 class RowState(IntEnum):
-    """What became of one row in one layer."""
+    """How one row was obtained in one layer."""
 
     FRESH = 0  # a literal: computed by every method
-    TWICE = 1  # the same, and before that in a probe
-    COMPUTED = 2  # a passage's, computed
-    EXACT = 3  # stored behind these very tokens, and taken as it is
-    MOVED = 4  # stored, and rotated to where it stands
+    TWICE = 1  # a literal that was also computed in a probe
+    COMPUTED = 2  # a passage's row, recomputed
+    EXACT = 3  # stored after exactly these tokens, and reused unchanged
+    MOVED = 4  # stored, and rotated to its position
     LEFT = 5  # stored, and not rotated
-    SHIFTED = 6  # stored, rotated, and corrected by what changed elsewhere
+    SHIFTED = 6  # stored, rotated, and corrected by changes of other rows
 
 
-# What the legend says, and the colour: names of ui/assets/style.css are the app's colours; the others differ from them,
-# and from each other, in lightness.
+# Legend and colour: names are the app's colours in ui/assets/style.css; the others differ from them, and from each
+# other, in lightness.
 LOOKS = {
     RowState.FRESH: ("fresh: always computed", "--rb-fresh"),
     RowState.TWICE: ("fresh, run twice (probe)", "#2f4798"),
@@ -68,20 +68,20 @@ LOOKS = {
 
 
 def main(out: Path = DOCS / "pictures", home: AnyHome = None) -> None:
-    """Draw every method of the table, over a new home if none is named."""
+    """Draw every method of the table, with a new home if none is given."""
     out.mkdir(parents=True, exist_ok=True)
-    by_attention.PROBE_SHARE = 1.0  # a prompt that fits into a picture is too short to be asked about
+    by_attention.PROBE_SHARE = 1.0  # a prompt that fits into a picture is too short for a probe
     with tempfile.TemporaryDirectory() as folder, opened(home or Path(folder)) as (engine, prompt):
         for name in PICTURED:
             path = out / f"{name}.png"
-            # Without the version of who wrote it, so that equal pictures are equal files.
+            # Without the writer's version, so that equal pictures are equal files.
             picture(engine, prompt, name).savefig(path, dpi=100, metadata={"Software": None})
             print(f"{path}: {path.stat().st_size:,} bytes", flush=True)
 
 
 @contextlib.contextmanager
 def opened(home: Path) -> Iterator[tuple["Engine", "Prompt"]]:
-    """An engine on the bundled model, and the prompt, its passages stored."""
+    """An engine on the bundled model, and the prompt, whose passages are stored."""
     from ragblend import Chunk, Engine
     from ragblend.app.library.readers import read_document
     from ragblend.app.quality.prefilling import stored
@@ -98,7 +98,7 @@ def opened(home: Path) -> Iterator[tuple["Engine", "Prompt"]]:
 
 
 def picture(engine: "Engine", prompt: "Prompt", name: str) -> "Figure":
-    """One method over the prompt."""
+    """Draw one method."""
     policy, scores = scored(METHODS[name])
     policy, seen = watched(policy)
     engine.prefill(prompt, method=policy, ratio=RATIO)
@@ -109,14 +109,14 @@ def picture(engine: "Engine", prompt: "Prompt", name: str) -> "Figure":
 
 @dataclass
 class RecordedRun:
-    """Filled in while a watched policy runs. steps: from which layer on which rows (ascending) were computed."""
+    """What a watched policy did. steps: (first layer, ascending rows that are computed from there on)."""
 
     plan: Plan | None = None
     steps: list[tuple[int, Tensor]] = field(default_factory=list)
     probed: list[Tensor] = field(default_factory=list)
 
     def computed(self) -> Tensor:
-        """(L, T) bool: which rows each layer computed; stored rows of a probe are in all."""
+        """(L, T) bool: the rows that each layer computed, stored rows of a probe included."""
         assert self.plan is not None, "the policy has not run"
         computed = torch.zeros(self.plan.layers, self.plan.tokens, dtype=torch.bool)
         ends = [layer for layer, _ in self.steps[1:]] + [self.plan.layers]
@@ -128,7 +128,7 @@ class RecordedRun:
 
 
 def watched(policy: Policy) -> tuple[Policy, RecordedRun]:
-    """The same policy, and what it will do when it runs: an instance of a subclass, so nothing else changes."""
+    """The policy as an instance of a recording subclass, and the record that its run fills in."""
     seen = RecordedRun()
 
     def rows(self: Policy, plan: Plan, *more: Any) -> Tensor:
@@ -151,14 +151,14 @@ def watched(policy: Policy) -> tuple[Policy, RecordedRun]:
 
 
 def overridden(policy: Policy, overrides: dict[str, Any]) -> Policy:
-    """The same policy with other methods by these names."""
+    """The policy with some methods overridden."""
     made: Policy = object.__new__(type(f"Recorded{type(policy).__name__}", (type(policy),), overrides))
     made.__dict__.update(policy.__dict__)  # frozen, so not by assignment
     return made
 
 
 def scored(policy: Policy) -> tuple[Policy, list[Tensor]]:
-    """The same policy, and the (T,) scores that it chooses by, once it has run; none if it has no score."""
+    """The policy, and a list that gets the (T,) scores it selects by when it runs; empty if it has no scores."""
     scores: list[Tensor] = []
 
     def of_tokens(self: Any, *shown: Any) -> Tensor:
@@ -194,14 +194,14 @@ def states(seen: RecordedRun, policy: Policy) -> Tensor:
     found[computed & ~plan.always] = RowState.COMPUTED
     for rows in seen.probed:
         last = policy.attention_layers(plan).stop - 1
-        # What stands before the first row that can change goes on where the probe left it.
+        # Rows before the first one that can change continue from the probe.
         again = rows[(rows >= plan.settled_tokens) & plan.always[rows]]
         found[: last + 1, again] = RowState.TWICE
     return found
 
 
 def draw(title: str, plan: Plan, found: Tensor, scores: Tensor | None) -> "Figure":
-    """The grid of states, layer 0 at the bottom, and under it the scores."""
+    """Draw the grid of states, layer 0 at the bottom, and the scores below it."""
     from matplotlib.patches import Patch
 
     figure = figure_of(9.0, 2.3 if scores is None else 2.8)
@@ -225,7 +225,7 @@ def draw(title: str, plan: Plan, found: Tensor, scores: Tensor | None) -> "Figur
 
 
 def _draw_states(axes: "Axes", plan: Plan, found: Tensor) -> None:
-    """Lines and words say where the instructions, each passage and the question begin and end."""
+    """Draw states, with lines and labels for the instructions, each passage and the question."""
     from matplotlib.colors import ListedColormap
 
     layers, tokens = found.shape
@@ -246,9 +246,9 @@ def _draw_states(axes: "Axes", plan: Plan, found: Tensor) -> None:
 
 
 def _draw_scores(axes: "Axes", plan: Plan, scores: Tensor, found: Tensor) -> None:
-    """A bar for each token that may be chosen, in the colour of what became of it above layer 0.
+    """Draw a bar for each candidate token, in the colour of its state above layer 0.
 
-    Roots, because a few tokens have most of a score, and beside them the others would be flat.
+    Square roots of scores, because a few tokens have most of a score, and the others would be invisible.
     """
     heights = scores.float().masked_fill(~plan.candidates, 0).sqrt()
     colours = [colour(RowState(state)) for state in found[1:].amin(0).tolist()]
@@ -260,7 +260,7 @@ def _draw_scores(axes: "Axes", plan: Plan, scores: Tensor, found: Tensor) -> Non
 
 
 def colour(state: RowState) -> str:
-    """A state's colour; the app's own are read where they are defined, so that they stay the same."""
+    """A state's colour; the app's colours are read from its style sheet."""
     name = LOOKS[state][1]
     if not name.startswith("--"):
         return name

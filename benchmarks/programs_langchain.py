@@ -1,6 +1,6 @@
-"""Programs of LangChain's own documentation, each in our words: the same calls in the same order.
+"""Programs from LangChain's documentation, with the same calls in the same order.
 
-Beside each stand the repository and the file that it follows. Only the model is ours, and the documents.
+Each names the repository and file that it follows. Only the model and the documents are ours.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,7 +52,7 @@ FROM_CONTEXT = ChatPromptTemplate.from_template(
 
 
 class LangChainRetrieved(BaseCallbackHandler):
-    """What retrieval returned, as text: of retrievers where there are any, else of the vector store."""
+    """Records retrieved texts: those of retrievers if there are any, else those of the vector store."""
 
     by_retrievers: list[str]
     by_store: list[str]
@@ -72,7 +72,7 @@ class LangChainRetrieved(BaseCallbackHandler):
 
 
 class Store(InMemoryVectorStore):
-    """LangChain's own, whose searches are kept."""
+    """LangChain's in-memory store, with recorded searches."""
 
     found: LangChainRetrieved
 
@@ -84,7 +84,7 @@ class Store(InMemoryVectorStore):
 
 @dataclass
 class LangChainDocuments:
-    """Documents, and how they are embedded and cut; sizes in characters."""
+    """Documents, their embeddings, and how they are split; sizes in characters."""
 
     documents: Sequence[Document]
     embeddings: Embeddings
@@ -95,7 +95,7 @@ class LangChainDocuments:
 
     @contextmanager
     def finding(self) -> Iterator[LangChainRetrieved]:
-        """What is retrieved meanwhile."""
+        """Record what is retrieved within the block."""
         self.found.forget()
         yield self.found
 
@@ -130,7 +130,7 @@ def from_messages(system: str) -> ChatPromptTemplate:
 def piped(
     retriever: Any, llm: Any, library: LangChainDocuments, prompt: ChatPromptTemplate = FROM_CONTEXT
 ) -> Ask:
-    """A retriever into a prompt into a model: what people do with the retrievers whose pages end at `invoke`."""
+    """A retriever, a prompt and a model in a chain, for retrievers whose documentation ends at `invoke`."""
     chain = (
         {"context": retriever | joined, "question": RunnablePassthrough()} | prompt | llm | StrOutputParser()
     )
@@ -237,7 +237,7 @@ def as_parents(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
 
 
 class ByWords(BaseRetriever):
-    """In the place of `BM25Retriever`, whose package is not installed here: the documents that share most words."""
+    """Replaces `BM25Retriever`, whose package is not installed: finds the documents that share most words."""
 
     documents: list[Document]
     k: int = 2
@@ -281,7 +281,7 @@ OF_THE_MODEL = (
 
 
 class Deciding(ChatRAGBlend):
-    """Searches first, and finds every document relevant: what a larger model would say in the format asked for."""
+    """Calls the search tool first and grades every document relevant, as a larger model would in that format."""
 
     @classmethod
     def of(cls, llm: BaseChatModel) -> "Deciding":

@@ -1,7 +1,6 @@
-"""Programs of LlamaIndex's own documentation, each in our words: the same calls in the same order.
+"""Programs from LlamaIndex's documentation, with the same calls in the same order.
 
-Beside each stand the repository and the file that it follows. Only the model and the embedder are ours, and the
-documents.
+Each names the repository and file that it follows. Only the model, the embedder and the documents are ours.
 """
 
 import asyncio
@@ -60,7 +59,7 @@ from benchmarks.matrix import Ask, Program
 
 
 class LlamaIndexRetrieved(BaseEventHandler):
-    """What was retrieved, and what was made of it before a model saw it, as text without metadata."""
+    """Records retrieved texts, and what postprocessors made of them, without metadata."""
 
     _texts: list[str] = PrivateAttr(default_factory=list)
 
@@ -84,7 +83,7 @@ class LlamaIndexRetrieved(BaseEventHandler):
 
 @dataclass
 class LlamaIndexDocuments:
-    """Documents, and how they are embedded and cut; sizes in tokens of LlamaIndex's counting."""
+    """Documents, their embedder, and how they are split; sizes in tokens as LlamaIndex counts them."""
 
     documents: Sequence[Document]
     embedder: BaseEmbedding
@@ -97,7 +96,7 @@ class LlamaIndexDocuments:
 
     @contextmanager
     def finding(self) -> Iterator[LlamaIndexRetrieved]:
-        """What is retrieved meanwhile."""
+        """Record what is retrieved within the block."""
         found, handlers = LlamaIndexRetrieved(), dispatcher.root.event_handlers
         handlers.append(found)
         try:
@@ -204,7 +203,7 @@ class Reranked(Event):
 
 
 def all_in_order(answer: str, num_choices: int) -> tuple[list[int], list[float]]:
-    """A small model does not keep to the ranking's format: its answer is let go, and nothing is left out."""
+    """Ignore the model's ranking and keep everything in order: a small model does not follow the format."""
     return list(range(1, num_choices + 1)), [1.0] * num_choices
 
 
@@ -266,7 +265,7 @@ def as_evaluated(llm: LLM, library: LlamaIndexDocuments) -> Ask:
 
 
 class Instead(ReActOutputParser):
-    """What a larger model would have said in the format that was asked for; what this one said is let go."""
+    """Replaces a small model's output by what a larger one would say in the requested format."""
 
     def __init__(self, said: Callable[[str], Any]) -> None:
         self.said = said

@@ -1,10 +1,10 @@
-"""A thousand million chunks on paper: docs/scale.md's tables, from stated figures by stated formulas.
+"""Calculates docs/scale.md's tables for a thousand million chunks, from stated figures by stated formulas.
 
     python -m benchmarks.scale        # writes the tables; change a figure below and run it again
 
-A device computes a prompt of T tokens in T f / F seconds: f FLOP a token, F what it reaches. Loading takes T B / W: B
-bytes of KV a token, W bytes a second. Layers are loaded while others are computed, so a fused prefill at ratio r takes
-the longer of T B / W and r T f / F.
+A device computes a prompt of T tokens in T f / F seconds: f FLOP per token, F FLOP per second. Loading takes T B / W: B
+bytes of KV per token, W bytes per second. Layers are loaded while others are computed, so a fused prefill at ratio r
+takes the longer of T B / W and r T f / F.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,13 +35,13 @@ class Model:
 
     @property
     def flop(self) -> float:
-        """To read one token of a prompt: products with all weights, and attention over half of PROMPT, on average."""
+        """FLOP to prefill one token: products with all weights, and attention over half of PROMPT on average."""
         return 2 * self.parameters + 4 * self.layers * self.heads * self.size * PROMPT / 2
 
 
 @dataclass(frozen=True)
 class Device:
-    """flops: dense bfloat16 at its peak; dollars: an hour of it."""
+    """A GPU. flops: dense bfloat16 peak; dollars: per hour."""
 
     name: str
     flops: float
@@ -53,7 +53,7 @@ class Device:
 
 @dataclass(frozen=True)
 class StoragePlace:
-    """Where KV lies; rate: bytes a second to one device; dollars: a gigabyte for a month."""
+    """Storage for KV. rate: bytes per second to one device; dollars: per gigabyte and month."""
 
     name: str
     rate: float
@@ -127,7 +127,7 @@ def _ms(seconds: float) -> str:
 
 
 def rendered(page: str) -> str:
-    """The page with its four tables, in order, made again."""
+    """The page with its four tables rendered again."""
     made = iter([sizes, rates, waits, prices])
 
     def table() -> str:

@@ -1,8 +1,8 @@
-"""Requests under load in made-up time: the product's queue, store, knowledge tree and eviction, and no model.
+"""Simulates requests under load, with the product's queue, store, knowledge tree and eviction, but without a model.
 
-`Order` says whose turn it is, `KVStore` and `tree.match` what is stored, on files of a few bytes a token. What a prompt
-then takes, `Costs` says, fitted to what the real engine took (`measure_serve.py`). The loop around them is that of
-`engine/scheduling/queue.py`, with a clock that is a number; but each token of an answer is a pass of its own here.
+`Order` is the product's scheduler; `KVStore` and `tree.match` are its store, on files of a few bytes per token. `Costs`
+gives the time of a prompt, fitted to times of the real engine (`measure_serve.py`). The loop follows
+`engine/scheduling/queue.py`, with a simulated clock; here each token of an answer is a separate pass.
 """
 
 import tempfile
@@ -36,7 +36,7 @@ PREFIX, QUESTION_TOKENS = (1,) * 32, 64
 
 @dataclass(frozen=True)
 class System:
-    """What is compared. paths, fuses: what of the store is read; window: 0 is first come, first served."""
+    """A system to compare. paths, fuses: what it reuses; window: 0 is first come, first served."""
 
     name: str
     method: str
@@ -78,8 +78,10 @@ class PromptTokens:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a prompt: of itself, a piece, a thousand tokens computed, a million pairs, a thousand tokens loaded,
-    fused, and a million pairs of those; token_s: of a token of an answer; error: median relative one of the fit.
+    """The fitted cost of a prompt in seconds. token_s: per answer token; error: the fit's median relative error.
+
+    Coefficients: constant, per piece, per 1,000 tokens computed, per million pairs, per 1,000 tokens loaded, fused, and
+    per million pairs of those.
     """
 
     weights: tuple[float, ...]
@@ -102,7 +104,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class SimulatedRequest:
-    """passages: (number, tokens) of each; at: when it comes; answer_tokens: after the first one none is timed."""
+    """A request. passages: (number, tokens) of each; at: arrival time; answer_tokens: only the first is timed."""
 
     at: float
     passages: tuple[tuple[int, int], ...]
@@ -111,7 +113,7 @@ class SimulatedRequest:
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way."""
+    """A request that is being processed."""
 
     request: SimulatedRequest
     left_s: float = 0.0
@@ -120,7 +122,7 @@ class Job:
 
 @dataclass
 class SimulationResult:
-    """Seconds to the first token, by request; by how many others one was passed at most; hits of what was retrieved."""
+    """Seconds to the first token by request; how often one was overtaken at most; reused tokens of all."""
 
     ttft_s: list[float] = field(default_factory=list)
     passed: int = 0
@@ -137,7 +139,7 @@ class SimulationResult:
 
 
 class Simulator:
-    """One system with its store. Times of requests may begin anew with each `run`; what is stored stays."""
+    """One system with its store, which is kept from one `run` to the next."""
 
     def __init__(self, system: System, store: KVStore, costs: Costs) -> None:
         self.system, self.store, self.costs = system, store, costs
@@ -148,7 +150,7 @@ class Simulator:
             self._put(Node(self._alone(number, tokens), _ids(number, tokens), len(PREFIX), None))
 
     def run(self, requests: Sequence[SimulatedRequest]) -> SimulationResult:
-        """All of them, to the end."""
+        """Process all requests."""
         order, outcome, now = Order(window=self.system.window), SimulationResult(), 0.0
         coming, ring = deque(requests), deque[Ticket]()
         jobs: dict[Ticket, Job] = {}
@@ -183,7 +185,7 @@ class Simulator:
         return outcome
 
     def _idle(self, now: float, until: float) -> float:
-        """Chores, when nobody has come for a while; what is not done when somebody comes is given up."""
+        """Run background tasks while there are no requests; what is not done when one arrives is dropped."""
         now += PAUSE_S
         while self._chores and now < until:
             now += self._chores.popleft()()
@@ -215,7 +217,7 @@ class Simulator:
         return Claim(True, "", cached, round(_tokens(request) - exact - (1 - DEFAULT_RATIO) * fused))
 
     def _begun(self, request: SimulatedRequest, outcome: SimulationResult) -> float:
-        """What is found and must be computed: how long that takes."""
+        """The time of a request, by what is found in the store and what must be computed."""
         sources = match(self.store, self._path(request), SHAPE)
         path = sum(len(source.token_ids) for source in sources)
         fused = 0
@@ -226,7 +228,7 @@ class Simulator:
                 self._alone(number, tokens), _ids(number, tokens), SHAPE, len(PREFIX)
             ):
                 sources.append(source)
-                if place == 0:  # right behind its prefix it is exact
+                if place == 0:  # directly after its prefix it is exact
                     path = tokens
                 else:
                     fused += tokens
@@ -238,7 +240,7 @@ class Simulator:
         return self.costs.seconds(PromptTokens(total - path - fused, path, fused, pieces))
 
     def _follow_up(self, request: SimulatedRequest) -> None:
-        """As `engine.prefill.follow_up` does: what was computed is entered beside the device, the rest waits for it."""
+        """As `engine.prefill.follow_up`: computed passages are stored at once, the rest is background work."""
         if self.system.method == "exact":
             self._grow(request)
         elif self.system.paths and self._learn not in [chore.func for chore in self._chores]:
@@ -288,7 +290,7 @@ def _tokens(request: SimulatedRequest) -> int:
 
 @contextmanager
 def simulator(system: System, costs: Costs, passages: Sequence[int], share: float) -> Iterator[Simulator]:
-    """With a store that holds that share of all passages, their tokens given, and what is ingested in it."""
+    """A simulator whose store has room for that share of all passages (given by their tokens), and is filled."""
     budget = int(share * sum(file_nbytes(SHAPE, tokens, RAW) for tokens in passages))
 
     def cost(cached: int, new: int) -> float:

@@ -1,4 +1,4 @@
-"""Made-up traces: documents with lengths, how popular each is, and who asks for which."""
+"""Generates request traces: documents with lengths and popularity, and the requests for them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RequestTrace:
-    """requests: the documents of each, in prompt order; tokens: of each document."""
+    """A trace. requests: the documents of each, in prompt order; tokens: of each document."""
 
     tokens: list[int]
     requests: list[list[int]]
@@ -22,7 +22,7 @@ class RequestTrace:
 def make_trace(
     exponent: float | None, lengths: str, documents: int, count: int, top_k: int, seed: int
 ) -> RequestTrace:
-    """So many requests of top_k documents each; the same arguments give the same trace.
+    """Generate `count` requests of top_k documents each; the same arguments give the same trace.
 
     exponent: Zipf's; None: the one that gives HEAD_SHARE of the documents HEAD_REQUESTS of the requests.
     """
@@ -36,7 +36,7 @@ def make_trace(
 
 
 def _zipf(documents: int, exponent: float) -> Floats:
-    """The probability of the most popular document, of the next, ...; it sums to 1."""
+    """The documents' probabilities, the most popular first; they sum to 1."""
     weights = np.arange(1, documents + 1, dtype=np.float64) ** -exponent
     return weights / weights.sum()
 
@@ -60,7 +60,7 @@ def _tokens(lengths: str, documents: int, random: np.random.Generator) -> NDArra
 
 
 def _requests(popularity: Floats, top_k: int, count: int, random: np.random.Generator) -> Iterator[list[int]]:
-    """`top_k` different documents a request, drawn one after the other."""
+    """`top_k` different documents for each request, drawn one after the other."""
     drawn = _draws(popularity, random)
     for _ in range(count):
         request: dict[int, None] = {}

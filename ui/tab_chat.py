@@ -15,7 +15,7 @@ from ragblend.app.answering.conversation import AskOptions
 from ragblend.app.answering.highlight import locate_source
 from ragblend.app.answering.turn import Turn
 from ragblend.app.library.documents import State
-from ragblend.app.models import Offer, machine_of, offers
+from ragblend.app.model_offers import Offer, machine_of, offers
 from ragblend.engine.model.checkpoints import DEFAULT
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import views

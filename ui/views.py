@@ -24,7 +24,8 @@ from ragblend.app.answering.citations import Cited
 from ragblend.app.answering.comparing import Side
 from ragblend.app.answering.hood import KINDS, counts_of, has_breakdown
 from ragblend.app.cli.common import plural, size
-from ragblend.app.models import Here, Offer, offered
+from ragblend.app.model_offers import Offer, offered
+from ragblend.app.models import Here
 from ragblend.engine.trace import TraceEvent
 
 TAGS = "p br hr em strong del code pre blockquote ul ol li a h1 h2 h3 h4 h5 h6 table thead tbody tr th td"

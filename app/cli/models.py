@@ -12,19 +12,16 @@ import typer
 from ragblend.app.cli.bars import progress_bar
 from ragblend.app.cli.common import Cli, command, plural, size
 from ragblend.app.home import absolute
-from ragblend.app.models import (
+from ragblend.app.model_offers import (
     GIGABYTE,
     PROMPT_TOKENS,
     Offer,
-    check_model,
     first_time,
-    full_name,
     machine_of,
-    models_here,
-    must_be_fetched,
     offered,
     offers,
 )
+from ragblend.app.models import check_model, full_name, models_here, must_be_fetched
 from ragblend.engine.model.checkpoints import DEFAULT, find_model
 from ragblend.engine.model.hub import download, is_hub_id
 from ragblend.kvstore.errors import ModelNotFoundError, UsageError

@@ -8,7 +8,8 @@ import pytest
 from hub_server import serve_hub
 
 from ragblend.app import models
-from ragblend.app.models import GIGABYTE, SUGGESTIONS, Here, MachineCapacity, ModelDownload, full_name, offers
+from ragblend.app.model_offers import GIGABYTE, MachineCapacity, offers
+from ragblend.app.models import SUGGESTIONS, Here, ModelDownload, full_name
 from ragblend.kvstore.errors import DownloadStoppedError, ModelNotFoundError
 from ragblend.ui import views
 

@@ -19,7 +19,7 @@ from ragblend.app.library.registry import DocumentPage
 from ragblend.app.library.removal import Removed
 from ragblend.app.library.upkeep import Finding, Repaired
 from ragblend.app.library.watching import Watched
-from ragblend.app.models import GIGABYTE, MachineCapacity, offers
+from ragblend.app.model_offers import GIGABYTE, MachineCapacity, offers
 from ragblend.app.settings import Cost
 from ragblend.engine.config import TokenCounts
 from ragblend.ui import views
