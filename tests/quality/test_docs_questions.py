@@ -22,7 +22,7 @@ def documents():
     return [pack_passages(text) for _, text in sample_documents()]
 
 
-def test_answers_stand_in_the_passages_and_not_in_the_question(documents) -> None:
+def test_answers_are_in_the_passages_and_not_in_the_question(documents) -> None:
     questions = make_questions(documents, 80)
     assert len(questions) == len({question.digest for question in questions}) == 80
     for question in questions:
@@ -93,7 +93,7 @@ def test_documents_that_were_not_ingested_are_named(library, tmp_path) -> None:
     assert not nowhere.exists()
 
 
-def test_fewer_passages_never_cut_away_what_the_question_needs(library, documents, monkeypatch) -> None:
+def test_needed_passages_are_kept_with_few_passages(library, documents, monkeypatch) -> None:
     """`--docs all --passages 1` cut the mixed passages once more, and kept the first one whichever it was."""
     monkeypatch.setattr("ragblend.app.quality.sources.ingested", lambda source: documents)
     loaded = read(QuestionSource(docs="all", home=library, passages=1))

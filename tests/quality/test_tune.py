@@ -66,7 +66,7 @@ def by_method(table):
     return lambda place, variant: table[variant] * (1 + place % 5)
 
 
-def test_what_is_clearly_better_is_chosen(find) -> None:
+def test_a_clearly_better_variant_is_chosen(find) -> None:
     verdict, _ = find(by_method({REUSE: 0.4, CURRENT: 0.3, GOOD: 0.1, CHEAP: 0.2}))
     assert (verdict.best, verdict.better) == (GOOD, True)
     assert "better: 0.33 times its divergence" in verdict.reason
@@ -81,7 +81,7 @@ def test_lost_figures_count_before_divergence(find) -> None:
     assert (verdict.best, verdict.better) == (CURRENT, False)
 
 
-def test_what_stands_is_replaced_where_it_loses_figures(find) -> None:
+def test_the_current_variant_is_replaced_if_it_loses_figures(find) -> None:
     kl = by_method({REUSE: 0.2, CURRENT: 0.0001, GOOD: 0.01, CHEAP: 0.2})
     verdict, _ = find(kl, keeps=lambda place, variant: variant != CURRENT or place % 4 != 0)
     assert (verdict.best, verdict.better) == (GOOD, True)
@@ -100,7 +100,7 @@ def test_noise_changes_nothing(find) -> None:
     ("current", "said"),
     [(Variant("full"), "full is exact"), (Variant("probe"), "has the ratio auto")],
 )
-def test_what_cannot_be_compared_is_replaced_only_on_request(find, current, said) -> None:
+def test_an_incomparable_variant_is_replaced_only_on_request(find, current, said) -> None:
     """Docs say that nothing is replaced unless it is shown to be better; this was, without a comparison."""
     table = {REUSE: 0.4, GOOD: 0.1, CHEAP: 0.2}
     verdict, _ = find(by_method(table), variants=tuple(table), current=current)
@@ -122,7 +122,7 @@ def test_a_method_with_parameters_is_compared_as_any_other(find) -> None:
     assert (verdict.better, verdict.comparison["against"]) == (True, "a3:kernel=1")
 
 
-def test_time_goes_to_those_that_may_still_win(find) -> None:
+def test_clear_losers_are_dropped_early(find) -> None:
     losers = [Variant(f"loser{n}", 0.15) for n in range(5)]
     table = {REUSE: 0.4, CURRENT: 0.2, GOOD: 0.1, **dict.fromkeys(losers, 0.9)}
     verdict, bench = find(by_method(table), variants=tuple(table))
@@ -134,7 +134,7 @@ def test_time_goes_to_those_that_may_still_win(find) -> None:
     assert {row["n"] for row in verdict.rows} == {40}
 
 
-def test_the_time_is_kept_and_a_second_run_goes_on_with_what_is_there(find) -> None:
+def test_the_time_limit_holds_and_a_second_run_resumes(find) -> None:
     kl = by_method({REUSE: 0.4, CURRENT: 0.3, GOOD: 0.1, CHEAP: 0.2})
     first, bench = find(kl, seconds=30)
     assert 30 <= first.seconds < 34
@@ -145,7 +145,7 @@ def test_the_time_is_kept_and_a_second_run_goes_on_with_what_is_there(find) -> N
     assert not set(before) & set(bench.measured)
 
 
-def test_too_few_questions_are_named_before_any_is_measured(questions, monkeypatch) -> None:
+def test_too_few_questions_are_refused(questions, monkeypatch) -> None:
     monkeypatch.setattr(tune.quality, "run", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(UsageError, match="there are 3 questions; 6 are the fewest"):
         tune.find_best(None, questions[:3], VARIANTS, CURRENT, 0.15, None, 60)

@@ -41,7 +41,7 @@ def few(monkeypatch):
     monkeypatch.setattr(tune, "RATIOS", (0.5,))
 
 
-def test_tune_measures_saves_and_takes_back(command, few, home, model_folder, monkeypatch) -> None:
+def test_tune_measures_saves_and_undoes(command, few, home, model_folder, monkeypatch) -> None:
     from ragblend.app.settings import Settings
 
     def now():
@@ -77,7 +77,7 @@ def test_tune_measures_saves_and_takes_back(command, few, home, model_folder, mo
     assert "nothing to undo" in printed.out
 
 
-def test_a_stopped_tuning_changes_nothing_and_goes_on(command, few, home, ctrl_c_at) -> None:
+def test_a_stopped_tuning_changes_nothing_and_is_resumed(command, few, home, ctrl_c_at) -> None:
     calls = ctrl_c_at(5)
     code, printed = command("--most-ratio", "0.5")
     assert (code, "Nothing was changed" in printed.err) == (1, True)
@@ -90,7 +90,7 @@ def test_a_stopped_tuning_changes_nothing_and_goes_on(command, few, home, ctrl_c
     assert len(keys) == len(set(keys)) == len(calls) - 1
 
 
-def test_without_documents_the_samples_are_taken(home) -> None:
+def test_without_documents_the_samples_are_used(home) -> None:
     from ragblend.app.cli.tune import _with_default
     from ragblend.app.quality.sources import QuestionSource
 
@@ -109,7 +109,7 @@ def test_without_documents_the_samples_are_taken(home) -> None:
         ("probe", ("--limit", "3", "--minutes", "1"), "--limit is 3; 6 questions are the fewest"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_the_model_is_opened(
+def test_wrong_arguments_are_refused_before_the_model_is_opened(
     command, monkeypatch, method, arguments, said
 ) -> None:
     """The bug: all of it was found out, if at all, after the measuring."""
@@ -122,7 +122,7 @@ def test_what_makes_no_sense_is_refused_before_the_model_is_opened(
     assert said in printed.err
 
 
-def test_full_prefill_is_replaced_only_if_the_user_says_so(command, home, monkeypatch) -> None:
+def test_full_prefill_is_replaced_only_with_save(command, home, monkeypatch) -> None:
     monkeypatch.setattr(tune, "RATIOS", ())
     home.mkdir(mode=0o700)
     (home / "settings.toml").write_text('method = "full"\n')

@@ -25,7 +25,7 @@ PASSAGE = (
 )
 
 
-def test_the_story_of_a_program_that_knows_only_openai(with_smollm2, tmp_path) -> None:
+def test_a_program_that_uses_openais_api_from_start_to_end(with_smollm2, tmp_path) -> None:
     home = with_smollm2(tmp_path / "home")
     with running(home, "--device", "cpu") as (ready, process):
         base = ready["url"]
@@ -120,7 +120,7 @@ def test_openais_own_client_sync_and_async(with_smollm2, tmp_path) -> None:
         assert {each.choices[0].message.content for each in asyncio.run(ask_together())} == {text}
 
 
-def test_what_keeps_it_from_listening(tmp_path, capsys) -> None:
+def test_why_a_server_cannot_listen(tmp_path, capsys) -> None:
     home = ["--home", str(tmp_path / "home")]
     with running(tmp_path / "other", "--model", "default") as (ready, _):
         assert main(["serve", *home, "--port", str(ready["port"])]) == 2
@@ -131,7 +131,7 @@ def test_what_keeps_it_from_listening(tmp_path, capsys) -> None:
     assert "needs a key" in capsys.readouterr().err
 
 
-def test_what_follows_the_first_part_of_an_answer_does_not_wait() -> None:
+def test_connections_have_no_delay() -> None:
     """Until that is acknowledged: 40 ms, of each answer and each token."""
     with (
         listening("127.0.0.1", 0) as (address, at),
@@ -165,13 +165,13 @@ def test_keys_are_made_listed_and_removed(tmp_path, capsys) -> None:
     assert keys.client(made["key"]) is None and keys.client(chief["key"]) is not None
 
 
-def test_a_key_for_others_collections_is_made_only_when_it_is_said(tmp_path, capsys) -> None:
+def test_a_key_for_an_existing_collection_must_be_explicit(tmp_path, capsys) -> None:
     home = ["--home", str(tmp_path / "home")]
     assert main(["keys", "add", "default", *home]) == 2
     assert "share it with --collection default" in capsys.readouterr().err
 
 
-def test_who_changes_keys_at_the_same_time_loses_nothing(tmp_path) -> None:
+def test_concurrent_changes_of_keys_are_not_lost(tmp_path) -> None:
     """Each read, changed and wrote without a lock: new keys were lost, and revoked ones came back."""
     old, new = ([f"{kind}{number}" for number in range(20)] for kind in ("old", "new"))
     for name in old:
@@ -185,7 +185,7 @@ def test_who_changes_keys_at_the_same_time_loses_nothing(tmp_path) -> None:
     assert [Keys(tmp_path).client(key).name for key in keys] == new
 
 
-def test_a_damaged_file_of_keys_lets_nobody_in(tmp_path) -> None:
+def test_a_damaged_key_file_is_an_error(tmp_path) -> None:
     keys = Keys(tmp_path)
     keys.add(Client("ada", ("ada",)))
     keys.path.write_text('{"keys": [{}]}')

@@ -56,7 +56,7 @@ def watching(queues, limit_s=LIMIT_S):
 
 
 @pytest.mark.parametrize("what", ["an answer", "a passage", "what is measured after it"])
-def test_a_device_that_hangs_ends_the_process(home_of, tiny_folder, what) -> None:
+def test_a_hanging_device_ends_the_process(home_of, tiny_folder, what) -> None:
     with serving(home_of(), tiny_folder) as served:
         served.chat()
         assert served.engine.finish_background(SOON_S)
@@ -97,7 +97,7 @@ def test_a_device_that_hangs_ends_the_process(home_of, tiny_folder, what) -> Non
             asked.join(SOON_S)
 
 
-def test_what_takes_its_time_before_the_first_layer_is_left_alone(home_of, tiny_folder) -> None:
+def test_loading_a_model_is_not_a_hang(home_of, tiny_folder) -> None:
     """Loading and converting a model does, with the device in hand."""
     with serving(home_of(), tiny_folder) as served:
         served.chat()
@@ -109,7 +109,7 @@ def test_what_takes_its_time_before_the_first_layer_is_left_alone(home_of, tiny_
 
 
 @pytest.mark.parametrize("what", ["the embedder", "a reranker"])
-def test_what_looks_for_a_questions_passages_and_hangs_ends_the_process(
+def test_a_hanging_embedder_or_reranker_ends_the_process(
     home_of, tiny_folder, tmp_path, monkeypatch, what
 ) -> None:
     """Only the queue before the model that answers was looked at."""
@@ -138,7 +138,7 @@ def test_what_looks_for_a_questions_passages_and_hangs_ends_the_process(
         assert ended == [EX_TEMPFAIL]
 
 
-def test_a_server_whose_embedder_hangs_ends(home_of, tiny_folder) -> None:
+def test_a_server_with_a_hanging_embedder_exits(home_of, tiny_folder) -> None:
     options = ("--home", str(home_of()), "--model", str(tiny_folder), "--port", "0", "--hang", "1", "--json")
     command = [sys.executable, "-c", SERVER_OF_AN_EMBEDDER_THAT_HANGS, "serve", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -154,7 +154,7 @@ def test_a_server_whose_embedder_hangs_ends(home_of, tiny_folder) -> None:
         process.communicate()
 
 
-def test_a_long_ingest_is_left_alone(monkeypatch) -> None:
+def test_each_batch_of_a_long_ingest_counts_as_progress(monkeypatch) -> None:
     """Each pass of it moves, if all of them together take longer than the limit."""
     from transformers import BertModel
 
