@@ -192,7 +192,7 @@ class ResponsesBody(Options):
             message = _chat_message(f"input[{number}]", item)
             if message is None:
                 continue
-            last = messages[-1] if messages else {"role": ""}
+            last: dict[str, Any] = messages[-1] if messages else {"role": ""}
             if "tool_calls" in message and last["role"] == "assistant":  # part of the same turn
                 last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
             else:

@@ -116,6 +116,10 @@ def test_ttft_reports_the_parts_of_the_time(bench, data_file, tmp_path) -> None:
         (("quality", "--methods", "full,refine+reuse"), "python -m benchmarks.quality"),
         (("quality", "--methods", "transplant:by=epic"), "python -m benchmarks.quality"),
         (("quality", "--data", "a.json", "--docs", "all"), "--data, --docs and --figures"),
+        (
+            ("quality", "--figures", "--data", "a.json"),
+            "--data, --docs and --figures name different questions",
+        ),
         (("quality", "--docs", "all"), "ragblend ingest"),
         (("quality", "--compare", "reuse,magic"), "--compare"),
         (("ttft", "--chunks", "0"), "--chunks"),

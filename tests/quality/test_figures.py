@@ -108,29 +108,11 @@ def test_figures_are_counted_over_right_answers_only(bench, monkeypatch, tmp_pat
         return () if seen.index(question.digest) == 1 else ("41",)
 
     monkeypatch.setattr("ragblend.app.quality.metrics.right_figures", right)
-    arguments = (
-        "quality",
-        *FEW,
-        "--limit",
-        "3",
-        "--methods",
-        "reuse,epic",
-        "--ratios",
-        "0.15",
-        "--json",
-    )
+    arguments = ("quality", *FEW, *["--limit", "3", "--methods", "reuse,epic", "--ratios", "0.15", "--json"])
     rows = json.loads(bench(*arguments).stdout)
-    assert [(row["method"], row["n"], row["figures_n"]) for row in rows] == [
-        ("full", 2, 2),
-        ("reuse", 2, 2),
-        ("epic", 2, 2),
-    ]
+    counted = [(row["method"], row["n"], row["figures_n"]) for row in rows]
+    assert counted == [(method, 2, 2) for method in ("full", "reuse", "epic")]
     report = json.loads((tmp_path / "out" / "quality.json").read_text())
     assert (report["settings"]["questions"], report["settings"]["asked"]) == (2, 3)
     again = json.loads(bench(*arguments).stdout)
     assert again == rows
-
-
-def test_figures_and_a_file_are_two_sources(bench, data_file):
-    with pytest.raises(UsageError, match="--data, --docs and --figures name different questions"):
-        bench("quality", "--figures", "--data", data_file)

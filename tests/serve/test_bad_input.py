@@ -183,10 +183,11 @@ def failing(*_):
 
 def test_an_error_after_the_first_token_is_an_event_of_the_stream(served) -> None:
     served.chat()
-    read, values = threading.Event(), []
+    read, steps, values = threading.Event(), [], []
 
     def fail(*_):
-        if read.wait(0.2):
+        steps.append(1)
+        if read.wait(0 if len(steps) < 50 else SOON_S):
             raise RuntimeError("gone")
 
     body = {"model": served.service.model, "messages": HI, "max_tokens": 100, "stream": True}

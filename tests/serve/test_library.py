@@ -7,7 +7,6 @@ import shutil
 import socket
 import tempfile
 import threading
-import time
 
 import pytest
 from servers import events
@@ -226,9 +225,10 @@ def test_disconnecting_cancels_an_embedding_and_a_timeout_a_waiting_question(
 def test_a_cancelled_question_is_counted_until_its_search_ends(served, document, monkeypatch) -> None:
     """Who asked and left again and again had as many searches going as he liked."""
     conversations, going, goes_on = served.service.desk.conversations, threading.Event(), threading.Event()
-    answer = conversations.answer
+    answer, cancels = conversations.answer, []
 
     def slow(*given):
+        cancels.append(given[1].cancel)
         going.set()
         assert goes_on.wait(SOON_S)
         return answer(*given)
@@ -237,7 +237,7 @@ def test_a_cancelled_question_is_counted_until_its_search_ends(served, document,
     with socket.create_connection(("127.0.0.1", served.port)) as connection:
         connection.sendall(served.raw("POST", "/v1/rag/ask", {"question": QUESTION, "max_tokens": 1}))
         assert going.wait(SOON_S)
-    time.sleep(0.2)
+    until(lambda: cancels[0].is_set())
     assert served.service.admission.inside == 1
     goes_on.set()
     until(lambda: served.service.admission.inside == 0)
