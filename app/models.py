@@ -14,7 +14,7 @@ from ragblend.kvstore.errors import DownloadStoppedError, ModelError, SettingsEr
 
 
 @dataclass(frozen=True)
-class Here:
+class LocalModel:
     """A model on this disk. name: for `--model`; kind: bundled, hub, .gguf or converted; bytes: of its files."""
 
     name: str
@@ -49,29 +49,29 @@ SUGGESTIONS = (
 SUGGESTED = [one.name for one in SUGGESTIONS]
 
 
-def models_here(models: Path, *folders: Path) -> list[Here]:
+def models_here(models: Path, *folders: Path) -> list[LocalModel]:
     """The bundled model, those in the hub's cache, and .gguf files and converted ones in these folders."""
     bundled = []
     with suppress(ModelError):  # it may not be installed
         bundled.append(find_model(DEFAULT))
-    found = [Here(DEFAULT, "bundled", path.stat().st_size) for path in bundled]
-    found += [Here(name, "hub", size) for name, size in cached_models()]
+    found = [LocalModel(DEFAULT, "bundled", path.stat().st_size) for path in bundled]
+    found += [LocalModel(name, "hub", size) for name, size in cached_models()]
     for folder in (models, *folders):
         files = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
-        found += [Here(str(file), ".gguf", file.stat().st_size) for file in files]
+        found += [LocalModel(str(file), ".gguf", file.stat().st_size) for file in files]
     return [*found, *_converted(models, bundled)]
 
 
-def _converted(models: Path, bundled: Sequence[Path]) -> Iterator[Here]:
+def _converted(models: Path, bundled: Sequence[Path]) -> Iterator[LocalModel]:
     """Models that were converted from a .gguf, except for the bundled one, which is listed as bundled."""
     for config in sorted(models.glob("*/config.json")):
         folder = config.parent
         if writes_text(folder) and not any(folder.name.startswith(f"{path.stem}-") for path in bundled):
             weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-            yield Here(str(folder), "converted", weights)
+            yield LocalModel(str(folder), "converted", weights)
 
 
-def full_name(name: str, here: Sequence[Here]) -> str:
+def full_name(name: str, here: Sequence[LocalModel]) -> str:
     """The full name for a name that may be only the last part of a known one."""
     known = [*(one.name for one in here), *SUGGESTED]
     matching = {one for one in known if one.rpartition("/")[2] == name}

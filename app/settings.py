@@ -27,7 +27,7 @@ NOT_SETTINGS = {"HOME", SALT_VARIABLE.removeprefix(PREFIX)}
 
 @dataclass(frozen=True)
 class AnswerStyle:
-    """A model's defaults for answers. longest: in tokens; note: told to the user."""
+    """A model's defaults for answers. longest: in tokens; note: shown to the user."""
 
     longest: int = 256
     one_sentence: bool = False

@@ -21,7 +21,7 @@ from ragblend.app.cli.main import main
 from ragblend.app.quality import cli as product
 from ragblend.app.quality import quality as measured
 from ragblend.app.quality.data import Question
-from ragblend.app.quality.quality_report import Others, with_all
+from ragblend.app.quality.quality_report import ExtraVariants, with_all
 from ragblend.app.quality.records import Record
 from ragblend.app.quality.requests import QualityRequest
 from ragblend.app.quality.sources import QuestionSource
@@ -55,7 +55,7 @@ def quality(
         product.show_quality(cli, source, replace(request, methods=names), others)
 
 
-def parse(methods: str, ratios: str, compare: list[str]) -> tuple[str, Others]:
+def parse(methods: str, ratios: str, compare: list[str]) -> tuple[str, ExtraVariants]:
     """Split a list of methods into the engine's own, as a list again, and the others. Raises UsageError."""
     import ragblend.integrations
     from ragblend.engine.selection import METHODS, WITHOUT_RATIO, method_names
@@ -83,7 +83,7 @@ def parse(methods: str, ratios: str, compare: list[str]) -> tuple[str, Others]:
     code = tuple(Path(path) for path in ragblend.integrations.__path__) if modes else ()
     if any(base_name(name) == "variant" for name in names):
         code += (Path(__file__).parent,)
-    return own, Others(variants, depends, code)
+    return own, ExtraVariants(variants, depends, code)
 
 
 def modes_of(name: str, ratios: str) -> "list[Mode]":

@@ -260,7 +260,7 @@ def _write_trace(cli: Cli, answer: Answer, path: Path) -> None:
 
 
 def _finish_background(cli: Cli, conversations: "Conversations", answer: Answer) -> None:
-    """Wait for background work that the next question profits from, unless another process goes on with it."""
+    """Wait for background work that speeds up the next question, unless the host process does it."""
     if cli.host is not None:
         return
     todo = [f"Encoding {answer.report.misses} passages"] if answer.report.misses else []

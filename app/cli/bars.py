@@ -78,7 +78,7 @@ def progress_bar(what: str, of_bytes: bool = False) -> Iterator[Callable[[int, i
 
 @contextmanager
 def _bars(terminal: Terminal, of_bytes: bool = False) -> Iterator[Any]:
-    """Bars with counts and remaining time; `name` is shown behind them."""
+    """Bars with counts and remaining time; `name` is shown after them."""
     from rich import progress
     from rich.console import Console
 

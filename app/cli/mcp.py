@@ -43,16 +43,16 @@ def mcp(cli: Cli, answering: AnswerOptions, options: McpOptions, collection: Col
 def _listen(cli: Cli, server: Any, options: McpOptions, root: Path) -> None:
     from ragblend.app.assistants import over_http
     from ragblend.app.serve.front import Rules
-    from ragblend.app.serve.keys import Door, Keys
+    from ragblend.app.serve.keys import Authenticator, Keys
     from ragblend.app.serve.listening import UvicornServer, check_reach, listening
 
     keys = Keys(root)
     check_reach(options.host, options.allow_host, keys)
     with listening(options.host, options.port, options.allow_host) as (address, at):
-        door = Door(Rules(address), keys, not address.is_private)
+        authenticator = Authenticator(Rules(address), keys, not address.is_private)
         url = f"{address.url}mcp"
         result = {"url": url}, f"Assistants find the library at {url}"
-        running = UvicornServer(over_http(server, door), lambda: cli.result(*result))
+        running = UvicornServer(over_http(server, authenticator), lambda: cli.result(*result))
 
         def stop() -> None:
             running.should_exit = True

@@ -14,7 +14,7 @@ from ragblend.kvstore.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ragblend.app.quality.quality_report import Others
+    from ragblend.app.quality.quality_report import ExtraVariants
     from ragblend.app.quality.table import Table
     from ragblend.app.settings import Settings
 
@@ -30,7 +30,7 @@ def quality(cli: Cli, source: QuestionSource, request: QualityRequest) -> None:
 
 
 def show_quality(
-    cli: Cli, source: QuestionSource, request: QualityRequest, others: "Others | None" = None
+    cli: Cli, source: QuestionSource, request: QualityRequest, others: "ExtraVariants | None" = None
 ) -> None:
     """Measure, and print tables, or rows as JSON. others: variants of `python -m benchmarks.quality`."""
     from ragblend.app.quality.quality_report import report_quality, warnings

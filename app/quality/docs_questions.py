@@ -18,7 +18,7 @@ QUESTIONS = 60  # fewer settle nothing
 PASSAGES = 6
 SHORTEST_WORDS, LONGEST_WORDS = 8, 45
 LEAST_LEFT_WORDS = 6  # words of a sentence beside the answer
-MOST_PLACES = 2  # an answer may occur in so many sentences
+MAX_OCCURRENCES = 2  # of an answer in all sentences
 SHORTEST_NAME = 4  # letters
 BLANK, ASKED = "____", "[...]"
 INSTRUCTION = "\nAnswer with the missing words alone."
@@ -99,7 +99,7 @@ def _sentence(place: int, text: str, phrases: Counter[str], ordinary: set[str]) 
         for name in dict.fromkeys(_NAME.findall(text))
         if len(name) >= SHORTEST_NAME and not any(word.lower() in ordinary for word in name.split())
     ]
-    likely = [each for each in (*_NUMBER.findall(text), *names) if phrases[each] <= MOST_PLACES]
+    likely = [each for each in (*_NUMBER.findall(text), *names) if phrases[each] <= MAX_OCCURRENCES]
     rare = [word for word in _RARE.findall(text) if phrases[word] == 1 and word.islower()]
     fit = (each for each in likely or rare[:1] if len(_blanked(text, each, "").split()) >= LEAST_LEFT_WORDS)
     return Sentence(place, text, tuple(names), tuple(dict.fromkeys(fit)))

@@ -29,7 +29,7 @@ PICTURE = "KL by method, with its 95% interval, and against time, with the Paret
 
 
 @dataclass(frozen=True)
-class Others:
+class ExtraVariants:
     """Variants that are not methods of the engine. settings, code: what their numbers depend on (`run_digest`)."""
 
     variants: Mapping[Variant, quality.Measure] = field(default_factory=dict)
@@ -41,7 +41,7 @@ def report_quality(
     source: sources.QuestionSource,
     engine_arguments: Row,
     request: "QualityRequest",
-    others: Others | None = None,
+    others: ExtraVariants | None = None,
 ) -> Row:
     """Measure what is missing; write `quality.json`, a picture and a report. Returns the results, and `files` by kind.
 
@@ -50,7 +50,7 @@ def report_quality(
     from ragblend.engine.selection import METHODS, WITHOUT_RATIO, method_names
 
     check_extra()
-    others, methods = others or Others(), tuple[Variant, ...]()
+    others, methods = others or ExtraVariants(), tuple[Variant, ...]()
     if request.methods:
         names = with_all(request.methods, METHODS)
         methods = parse_variants(names, request.ratios, method_names(), WITHOUT_RATIO)
@@ -153,7 +153,7 @@ def quality_journal(
     fresh: bool,
     kv_codec: str,
     max_new_tokens: int,
-    others: Others = Others(),
+    others: ExtraVariants = ExtraVariants(),
 ) -> Journal:
     """Open the journal, whose name is a digest of everything its records depend on and do not contain."""
     settings: Row = {

@@ -1,6 +1,7 @@
 """The server's application: its routes, the checks before them, and error responses.
 
-<- START HERE. `Front` (host, origin, key, size, time) -> a route of `chat` or `library` -> a `Call` or `Conversations`.
+<- START HERE. `AccessMiddleware` (host, origin, key, size, time) -> a route of `chat` or `library` -> a `Call`, or
+`Conversations`.
 """
 
 import base64
@@ -23,7 +24,7 @@ from ragblend.app.serve import chat, library, responses
 from ragblend.app.serve.bodies import EmbeddingBody
 from ragblend.app.serve.errors import ApiError, api_error, json_response
 from ragblend.app.serve.front import LimitedBody, TooLarge, TooSlow, too_large
-from ragblend.app.serve.keys import Client, Door
+from ragblend.app.serve.keys import Authenticator, Client
 from ragblend.app.serve.metrics import MEDIA_TYPE, Labels
 from ragblend.app.serve.service import (
     ClientGone,
@@ -55,7 +56,7 @@ STATUSES = {
 }  # fmt: skip
 
 
-def build(desk: Desk, door: Door, limits: Limits | None = None) -> "Front":
+def build(desk: Desk, authenticator: Authenticator, limits: Limits | None = None) -> "AccessMiddleware":
     """The server's ASGI application over these services."""
     errors: dict[int | str, dict[str, Any]] = {
         status: {"description": text} for status, text in STATUSES.items()
@@ -68,14 +69,14 @@ def build(desk: Desk, door: Door, limits: Limits | None = None) -> "Front":
     app.add_exception_handler(HTTPException, _http_error)
     for kind in (ApiError, RagBlendError, ClientGone, Exception):
         app.add_exception_handler(kind, partial(_other_error, service))
-    return Front(app, service, door)
+    return AccessMiddleware(app, service, authenticator)
 
 
-class Front:
+class AccessMiddleware:
     """ASGI middleware before all routes: checks host, origin and key, and limits a request's size and time."""
 
-    def __init__(self, app: ASGIApp, service: Service, door: Door) -> None:
-        self.service, self._app, self._door = service, app, door
+    def __init__(self, app: ASGIApp, service: Service, authenticator: Authenticator) -> None:
+        self.service, self._app, self._authenticator = service, app, authenticator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -85,7 +86,9 @@ class Front:
             await send({"type": "websocket.close", "code": 1008})
             return
         status: list[int] = []
-        body = LimitedBody(receive, self._door.rules.limit(scope["path"]), self.service.limits.body_s)
+        body = LimitedBody(
+            receive, self._authenticator.rules.limit(scope["path"]), self.service.limits.body_s
+        )
 
         async def respond(message: Message) -> None:
             if not status and message["type"] == "http.response.start" and (body.exceeded or body.late):
@@ -100,7 +103,7 @@ class Front:
 
         inner = dict(scope)  # routing stores the route in it
         try:
-            inner["client_of_key"] = client = self._door.client(scope)
+            inner["client_of_key"] = client = self._authenticator.client(scope)
             with self._admit_upload(scope, client):
                 await self._app(inner, body, respond)
         except (TooLarge, TooSlow, ClientGone):

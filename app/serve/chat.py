@@ -3,12 +3,13 @@
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -83,7 +84,7 @@ class CompletedChoice:
         ]
 
 
-Piece = tuple[RequestedChoice, str] | CompletedChoice
+Piece = tuple[RequestedChoice, str | CompletedChoice]
 
 
 @router.post("/chat/completions")
@@ -91,21 +92,23 @@ async def chat(request: Request, body: ChatBody) -> Response:
     """Answer a conversation; known passages of the client's collection are found in it by their text."""
     turns = body.turns()
     return await respond(
-        request, body, lambda call: [call.chat_prompt(turns)], ChatForm(service_of(request).model)
+        request, body, lambda call: [call.chat_prompt(turns)], ChatFormat(service_of(request).model)
     )
 
 
 @router.post("/completions")
 async def complete(request: Request, body: CompletionBody) -> Response:
     """Continue a text without a chat template; control tokens in it are read as such."""
-    form = TextForm(service_of(request).model)
-    return await respond(request, body, lambda call: [call.text_prompt(text) for text in body.prompts], form)
+    answer_format = TextFormat(service_of(request).model)
+    return await respond(
+        request, body, lambda call: [call.text_prompt(text) for text in body.prompts], answer_format
+    )
 
 
 async def respond(
-    request: Request, body: Options, prompts_of: Callable[[Call], list[Prompt]], form: "Form"
+    request: Request, body: Options, prompts_of: Callable[[Call], list[Prompt]], answer_format: "AnswerFormat"
 ) -> Response:
-    """Answer the prompts that prompts_of makes, in a form, whole or streamed."""
+    """Answer the prompts that prompts_of makes, whole or streamed."""
     service = service_of(request)
     service.check_model(body.model)
     client, raw_body = client_of(request), await request.body()
@@ -116,9 +119,11 @@ async def respond(
 
     pieces = _answers(service, client, body, work)
     if body.stream:
-        return await streamed(request, form.chunks(pieces, body.includes_usage))
+        return await streamed(request, answer_format.chunks(pieces, body.includes_usage))
     found = await until_gone(request.receive, whole(pieces))
-    return json_response(form.whole([each for each in found if isinstance(each, CompletedChoice)]))
+    return json_response(
+        answer_format.whole([each for _, each in found if isinstance(each, CompletedChoice)])
+    )
 
 
 async def _answers(
@@ -145,7 +150,7 @@ async def _answers(
                         yield choice, item
                     else:
                         service.count(item.report)
-                        yield await in_thread(partial(CompletedChoice.of, choice, item))
+                        yield choice, await in_thread(partial(CompletedChoice.of, choice, item))
 
 
 @contextmanager
@@ -179,17 +184,28 @@ def _with_seed_of(call: Call, number: int) -> Call:
     return call if seed is None else replace(call, arguments=call.arguments | {"seed": seed + number})
 
 
-class Form:
-    """The JSON form of answers, whole and streamed; one subclass for each API."""
+class AnswerFormat(Protocol):
+    """How one of OpenAI's APIs writes answers, whole and streamed."""
+
+    def whole(self, chosen: Sequence[CompletedChoice]) -> dict[str, Any]:
+        """The body of a whole answer."""
+        ...
+
+    def chunks(
+        self, pieces: AsyncGenerator[Piece, None], includes_usage: bool
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a streamed answer."""
+        ...
+
+
+class CompletionFormat(ABC):
+    """What `/v1/chat/completions` and `/v1/completions` have in common."""
 
     kind, chunk_kind, prefix = "", "", ""
 
     def __init__(self, model: str) -> None:
-        self._head = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex[:24]}",
-            "created": int(time.time()),
-            "model": model,
-        }
+        answer_id = f"{self.prefix}-{uuid.uuid4().hex[:24]}"
+        self._head = {"id": answer_id, "created": int(time.time()), "model": model}
 
     def whole(self, chosen: Sequence[CompletedChoice]) -> dict[str, Any]:
         head = {**self._head, "object": self.kind}
@@ -202,38 +218,25 @@ class Form:
         usage_yet = {"usage": None} if includes_usage else {}
         begun: set[int] = set()
         async with aclosing(pieces):
-            async for piece in pieces:
-                choice = piece.choice if isinstance(piece, CompletedChoice) else piece[0]
-                if choice.index not in begun:
-                    begun.add(choice.index)
-                    for value in self.begin(choice.index):
-                        yield {**head, "choices": [value], **usage_yet}
+            async for choice, piece in pieces:
                 if isinstance(piece, CompletedChoice):
                     chosen.append(piece)
-                values = (
-                    self.end(piece)
-                    if isinstance(piece, CompletedChoice)
-                    else [self.piece(choice.index, piece[1])]
-                )
-                for value in values:
+                for value in self.deltas(choice.index, piece, is_first=choice.index not in begun):
                     yield {**head, "choices": [value], **usage_yet}
+                begun.add(choice.index)
         if includes_usage:
             yield {**head, "choices": [], **usage_and_kv(chosen)}
 
+    @abstractmethod
     def choice(self, chosen: CompletedChoice) -> dict[str, Any]:
-        raise NotImplementedError
+        """One choice of a whole answer."""
 
-    def begin(self, index: int) -> list[dict[str, Any]]:
-        return []
-
-    def piece(self, index: int, text: str) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def end(self, chosen: CompletedChoice) -> list[dict[str, Any]]:
-        raise NotImplementedError
+    @abstractmethod
+    def deltas(self, index: int, piece: str | CompletedChoice, is_first: bool) -> list[dict[str, Any]]:
+        """The events of one piece of a streamed choice; the completed choice is the last piece."""
 
 
-class ChatForm(Form):
+class ChatFormat(CompletionFormat):
     """`/v1/chat/completions`."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
@@ -248,22 +251,18 @@ class ChatForm(Form):
             "finish_reason": chosen.finish_reason,
         }
 
-    def begin(self, index: int) -> list[dict[str, Any]]:
-        return [_delta(index, {"role": "assistant", "content": "", "refusal": None})]
-
-    def piece(self, index: int, text: str) -> dict[str, Any]:
-        return _delta(index, {"content": text})
-
-    def end(self, chosen: CompletedChoice) -> list[dict[str, Any]]:
-        index, calls = chosen.choice.index, chosen.calls
-        made = (
-            [_delta(index, {"tool_calls": [{"index": n, **c} for n, c in enumerate(calls)]})] if calls else []
-        )
-        last = _delta(index, {}, chosen.finish_reason) | {"logprobs": _chat_logprobs(chosen)}
-        return [*made, last]
+    def deltas(self, index: int, piece: str | CompletedChoice, is_first: bool) -> list[dict[str, Any]]:
+        values = [_delta(index, {"role": "assistant", "content": "", "refusal": None})] if is_first else []
+        if isinstance(piece, str):
+            return [*values, _delta(index, {"content": piece})]
+        if piece.calls:
+            values.append(
+                _delta(index, {"tool_calls": [{"index": n, **c} for n, c in enumerate(piece.calls)]})
+            )
+        return [*values, _delta(index, {}, piece.finish_reason) | {"logprobs": _chat_logprobs(piece)}]
 
 
-class TextForm(Form):
+class TextFormat(CompletionFormat):
     """`/v1/completions`."""
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
@@ -276,11 +275,10 @@ class TextForm(Form):
             "finish_reason": chosen.finish_reason,
         }
 
-    def piece(self, index: int, text: str) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
-
-    def end(self, chosen: CompletedChoice) -> list[dict[str, Any]]:
-        return [self.choice(chosen) | {"text": ""}]
+    def deltas(self, index: int, piece: str | CompletedChoice, is_first: bool) -> list[dict[str, Any]]:
+        if isinstance(piece, str):
+            return [{"index": index, "text": piece, "logprobs": None, "finish_reason": None}]
+        return [self.choice(piece) | {"text": ""}]
 
 
 def _delta(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:

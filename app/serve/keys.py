@@ -122,7 +122,7 @@ class Keys:
 
 
 @dataclass(frozen=True)
-class Door:
+class Authenticator:
     """Checks requests and identifies their client. needs_key False: without keys, everybody is the owner."""
 
     rules: Rules

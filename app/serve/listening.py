@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from ragblend.app.desk import Desk
 from ragblend.app.serve.commands import CommandListener
 from ragblend.app.serve.front import MIB, Address, Rules
-from ragblend.app.serve.keys import Door, Keys
+from ragblend.app.serve.keys import Authenticator, Keys
 from ragblend.app.serve.watchdog import watch
 from ragblend.kvstore.errors import StoreLockedError, UsageError
 from ragblend.kvstore.files import FOLDER_MODE
@@ -99,7 +99,7 @@ def serve(
     root = desk.workspaces.home.root
     rules = Rules(address, UPLOAD_PATH, max_upload_bytes)
     with owning(desk, "ragblend serve"), files_inside(root / "serve"):
-        front = build(desk, Door(rules, keys, not address.is_private), limits)
+        front = build(desk, Authenticator(rules, keys, not address.is_private), limits)
 
         def ready() -> None:
             desk.start()

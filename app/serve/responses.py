@@ -1,5 +1,6 @@
 """`/v1/responses`: chat in the form of OpenAI's newer API. Responses are not stored."""
 
+import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragblend.app.serve.bodies import ResponsesBody
-from ragblend.app.serve.chat import CompletedChoice, Form, Piece, respond, usage_and_kv
+from ragblend.app.serve.chat import CompletedChoice, Piece, respond, usage_and_kv
 from ragblend.app.serve.service import service_of
 
 router = APIRouter(prefix="/v1")
@@ -24,21 +25,20 @@ async def responses(request: Request, body: ResponsesBody) -> Response:
     """Answer as `/v1/chat/completions` does, as items. Function calls work; OpenAI's built-in tools do not."""
     chat = body.chat()
     turns = chat.turns()
-    form = ResponseForm(service_of(request).model, body)
-    return await respond(request, chat, lambda call: [call.chat_prompt(turns)], form)
+    answer_format = ResponseFormat(service_of(request).model, body)
+    return await respond(request, chat, lambda call: [call.chat_prompt(turns)], answer_format)
 
 
-class ResponseForm(Form):
-    """One answer: a message, then its function calls."""
+class ResponseFormat:
+    """An `AnswerFormat` for `/v1/responses`: one message, then its function calls."""
 
     def __init__(self, model: str, body: ResponsesBody) -> None:
-        super().__init__(model)
         self._message_id, self._number = f"msg_{uuid.uuid4().hex[:24]}", count()
         self._place: Json = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
         self._basis: Json = {
             "id": f"resp_{uuid.uuid4().hex[:24]}",
             "object": "response",
-            "created_at": self._head["created"],
+            "created_at": int(time.time()),
             "model": model,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
@@ -72,7 +72,7 @@ class ResponseForm(Form):
         begun = {**self._basis, "status": STARTED, "error": None, "incomplete_details": None, "output": []}
         texts: list[str] = []
         async with aclosing(pieces):
-            async for piece in pieces:
+            async for _, piece in pieces:
                 # The first events wait for the first piece (an answer without text has one too), in case of an error.
                 if not texts:
                     yield self._event("response.created", response=begun)
@@ -80,9 +80,9 @@ class ResponseForm(Form):
                     yield self._item_event("added", 0, self._message(None))
                     yield self._event("response.content_part.added", **self._place, part=_part(""))
                     texts.append("")
-                if not isinstance(piece, CompletedChoice):
-                    texts.append(piece[1])
-                    yield self._text_event("delta", delta=piece[1], logprobs=[])
+                if isinstance(piece, str):
+                    texts.append(piece)
+                    yield self._text_event("delta", delta=piece, logprobs=[])
                     continue
                 text = "".join(texts)
                 yield self._text_event("done", text=text, logprobs=[])

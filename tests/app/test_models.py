@@ -9,7 +9,7 @@ from hub_server import serve_hub
 
 from ragblend.app import models
 from ragblend.app.model_offers import GIGABYTE, MachineCapacity, offers
-from ragblend.app.models import SUGGESTIONS, Here, ModelDownload, full_name
+from ragblend.app.models import SUGGESTIONS, LocalModel, ModelDownload, full_name
 from ragblend.kvstore.errors import DownloadStoppedError, ModelNotFoundError
 from ragblend.ui import views
 
@@ -118,10 +118,10 @@ def test_what_cannot_be_brought_here_leaves_the_old_one(cli, hub, home, capfd):
 
 
 def test_a_name_may_be_the_last_part_of_one():
-    here = [Here("anna/tiny", "hub", 1), Here("/models/mine.gguf", ".gguf", 1)]
+    here = [LocalModel("anna/tiny", "hub", 1), LocalModel("/models/mine.gguf", ".gguf", 1)]
     assert full_name("Qwen2.5-0.5B-Instruct", here) == "Qwen/Qwen2.5-0.5B-Instruct"
     assert full_name("mine.gguf", here) == "/models/mine.gguf"
-    assert full_name("tiny", [*here, Here("berta/tiny", "hub", 1)]) == "tiny", "it could be either"
+    assert full_name("tiny", [*here, LocalModel("berta/tiny", "hub", 1)]) == "tiny", "it could be either"
     assert full_name("elsewhere/mine", here) == "elsewhere/mine"
 
 
@@ -147,7 +147,7 @@ def test_better_models_are_named_once_in_a_home(cli, documents, hub_cache, capfd
 
 def test_a_picker_offers_each_once_and_what_is_in_use():
     fitting = offers(MachineCapacity(40 * GIGABYTE, **FAST))
-    here = [Here("default", "bundled", 100), Here(fitting[0].model.name, "hub", 100)]
+    here = [LocalModel("default", "bundled", 100), LocalModel(fitting[0].model.name, "hub", 100)]
     choices = views.model_choices(here, fitting, "/my/model")
     names = [name for _, name in choices]
     assert names[0] == "/my/model" and len(names) == len(set(names)) == 5

@@ -12,7 +12,7 @@ from waiting import SOON_S
 from ragblend.app.desk import Desk
 from ragblend.app.serve.application import build
 from ragblend.app.serve.front import Rules
-from ragblend.app.serve.keys import Client, Door, Keys
+from ragblend.app.serve.keys import Authenticator, Client, Keys
 from ragblend.app.serve.library import UPLOAD_PATH
 from ragblend.app.serve.listening import UvicornServer, listening
 
@@ -76,7 +76,7 @@ def serving(home, model, limits=None):
     with desk, listening("127.0.0.1", 0) as (address, at):
         port = address.port
         rules = Rules(address, UPLOAD_PATH)
-        front = build(desk, Door(rules, known, needs_key=False), limits)
+        front = build(desk, Authenticator(rules, known, needs_key=False), limits)
         ready = threading.Event()
         server = UvicornServer(front, ready.set, grace_s=5)
         thread = threading.Thread(target=server.run, args=([at],))

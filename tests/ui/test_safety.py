@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from ragblend.app.serve.errors import ApiError
 from ragblend.app.serve.front import Address, Rules, refuse, split_netloc
-from ragblend.app.serve.keys import Client, Door, Keys
+from ragblend.app.serve.keys import Authenticator, Client, Keys
 from ragblend.app.serve.listening import check_reach
 from ragblend.kvstore.errors import UsageError
 from ragblend.ui.entrance import COOKIE_SECONDS, Entrance, kept_secret
@@ -299,21 +299,21 @@ def test_behind_a_proxy_a_key_is_needed(tmp_path) -> None:
 
 def test_the_end_of_the_last_key_opens_nothing(tmp_path) -> None:
     keys = Keys(tmp_path)
-    door = Door(Rules(Address("127.0.0.1", PORT)), keys, needs_key=False)
+    authenticator = Authenticator(Rules(Address("127.0.0.1", PORT)), keys, needs_key=False)
     scope = {
         "method": "GET",
         "path": "/v1/models",
         "raw_path": b"",
         "headers": [(b"host", b"127.0.0.1:%d" % PORT)],
     }
-    assert door.client(scope).is_owner, "nobody has made one"
+    assert authenticator.client(scope).is_owner, "nobody has made one"
     keys.add(Client("ada", ("ada",)))
     for end in (lambda: keys.remove("ada"), keys.path.unlink):
         with pytest.raises(ApiError, match="A key is needed"):
-            door.client(scope)
+            authenticator.client(scope)
         end()
     with pytest.raises(ApiError, match="A key is needed"):
-        door.client(scope)
+        authenticator.client(scope)
 
 
 def test_a_name_is_answered_to_behind_a_proxy_too() -> None:
