@@ -47,16 +47,9 @@ def report_quality(
 
     engine_arguments: of `Engine.open`. There is a picture only if there are divergences.
     """
-    from ragblend.engine.selection import METHODS, WITHOUT_RATIO, method_names
-
     check_extra()
-    others, methods = others or ExtraVariants(), tuple[Variant, ...]()
-    if request.methods:
-        names = with_all(request.methods, METHODS)
-        methods = parse_variants(names, request.ratios, method_names(), WITHOUT_RATIO)
-    if source.figures and Variant("full") not in methods:
-        methods = (Variant("full"), *methods)
-    variants, seed = (*methods, *others.variants), source.seed or 0
+    others = others or ExtraVariants()
+    variants, seed = _variants(source, request, others), source.seed or 0
     pairs = parse_pairs(request.compare or (), variants)
     loaded = sources.read(source)
     folder = make_folder(request.output)
@@ -83,14 +76,20 @@ def report_quality(
             others=others.variants,
             figures_only=source.figures,
         )
-    questions = loaded.questions
-    if source.figures:
-        questions = [q for q in questions if journal.records[q.digest, "full", None].figures_kept is not None]
-        if not questions:
-            raise UsageError(
-                f"--figures: {engine.model_name} answers none of the {len(loaded.questions)} questions rightly by full "
-                "prefill, so there is nothing to compare; measure a larger model"
-            )
+    questions = _answered_rightly(engine, loaded.questions, journal) if source.figures else loaded.questions
+    settings = {
+        "data": source.name,
+        "questions": len(questions),
+        "asked": len(loaded.questions),
+        "seed": source.seed,
+        "passages": source.passages,
+        "resumed_records": journal.resumed,
+        "instruction": quality.INSTRUCTION,
+        "skipped": [asdict(each) for each in loaded.skipped],
+        "max_new_tokens": most_tokens,
+        "modes": others.settings,
+    }
+    where = environment(engine) | {"kv_codec": kv_codec}
     measured = journal.records, questions, variants, seed
     rows, comparisons = summarise(*measured, pairs)
     results = {
@@ -99,21 +98,36 @@ def report_quality(
         "matrix": comparison_matrix(*measured),
         "tasks": by_task(*measured),
         "within": fastest_within(rows),
-        "environment": environment(engine) | {"kv_codec": kv_codec},
-        "settings": {
-            "data": source.name,
-            "questions": len(questions),
-            "asked": len(loaded.questions),
-            "seed": source.seed,
-            "passages": source.passages,
-            "resumed_records": journal.resumed,
-            "instruction": quality.INSTRUCTION,
-            "skipped": [asdict(each) for each in loaded.skipped],
-            "max_new_tokens": most_tokens,
-            "modes": others.settings,
-        },
+        "environment": where,
+        "settings": settings,
     }
     return _write(folder, results)
+
+
+def _variants(
+    source: sources.QuestionSource, request: "QualityRequest", others: ExtraVariants
+) -> tuple[Variant, ...]:
+    """All variants to measure; questions about figures need full prefill among them. Raises UsageError."""
+    from ragblend.engine.selection import METHODS, WITHOUT_RATIO, method_names
+
+    methods = tuple[Variant, ...]()
+    if request.methods:
+        names = with_all(request.methods, METHODS)
+        methods = parse_variants(names, request.ratios, method_names(), WITHOUT_RATIO)
+    if source.figures and Variant("full") not in methods:
+        methods = (Variant("full"), *methods)
+    return (*methods, *others.variants)
+
+
+def _answered_rightly(engine: "Engine", questions: list[Question], journal: Journal) -> list[Question]:
+    """The questions whose figures full prefill has right. Raises UsageError if there are none."""
+    found = [q for q in questions if journal.records[q.digest, "full", None].figures_kept is not None]
+    if not found:
+        raise UsageError(
+            f"--figures: {engine.model_name} answers none of the {len(questions)} questions rightly by full "
+            "prefill, so there is nothing to compare; measure a larger model"
+        )
+    return found
 
 
 def with_all(methods: str, known: dict[str, Any]) -> str:

@@ -129,7 +129,7 @@ def test_documents_are_said_to_be_read_again(cli, hub, documents, capfd):
     assert cli("ingest", documents) == 0
     capfd.readouterr()
     assert cli("models", "use", "anna/tiny") == 0
-    assert "3 documents were read for default" in capfd.readouterr().out
+    assert "3 documents were ingested for default" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("first", ["ingest", "ask"])
