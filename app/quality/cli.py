@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ragblend.app.quality.table import Table
     from ragblend.app.settings import Settings
 
-ABOUT = "Measure: does the fused answer agree with full prefill, and how much faster does it start?"
+ABOUT = "Measure how close fused answers are to full prefill's, and how much faster they start."
 bench_app = typer.Typer(name="bench", help=ABOUT, no_args_is_help=True)
 bench_app.callback(help=ABOUT)(lambda: None)
 

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 import httpx
 import pytest
 from pydantic import ValidationError
-from servers import events, serving
+from servers import events, post_raw, serving
 from waiting import SOON_S, until
 
 from ragblend.app import database
@@ -92,12 +92,10 @@ def test_invalid_requests_are_refused_with_an_error_code(served, path, change, s
     basis = {CHAT: named | {"messages": HI}, TEXT: named, "/v1/responses": named}
     body = json.dumps(basis.get(path, {}) | change).encode()
     with served.client() as client:
-        answer = client.post(path, content=body, headers={"content-type": "application/json"})
+        answer = post_raw(client, path, body)
         check(answer, status, code)
         assert (answer.headers.get("x-should-retry") == "false") == (code == "timeout")
-        streams = client.post(
-            path, content=body[:-1] + b', "stream": true}', headers={"content-type": "application/json"}
-        )
+        streams = post_raw(client, path, body[:-1] + b', "stream": true}')
     if path in (CHAT, TEXT, ASK):
         if code == "timeout" and streams.status_code == 200:  # it had begun by then
             assert '"code":"timeout"' in streams.text.splitlines()[-2], streams.text
@@ -111,7 +109,7 @@ def test_invalid_requests_are_refused_with_an_error_code(served, path, change, s
 )
 def test_bodies_that_are_no_json_object_are_refused(served, body) -> None:
     with served.client() as client:
-        check(client.post(CHAT, content=body, headers={"content-type": "application/json"}), 400)
+        check(post_raw(client, CHAT, body), 400)
         check(client.post(CHAT, content=body, headers={"content-type": "text/plain"}), 400)
 
 
@@ -160,7 +158,7 @@ def test_metrics_need_the_owners_key(served) -> None:
 
 
 def test_one_device_error_is_retried(served) -> None:
-    said = served.chat("Will it work?").json()["choices"][0]["message"]["content"]
+    said = served.choice("Will it work?")["message"]["content"]
     for number in (0, -1):
         layers = served.engine.runtime.loaded.model.model.layers
         layers[number].register_forward_pre_hook(failing)
@@ -298,7 +296,7 @@ def test_a_body_without_length_is_limited(served) -> None:
 
     with served.client() as client:
         try:
-            answer = client.post(CHAT, content=pieces(), headers={"content-type": "application/json"})
+            answer = post_raw(client, CHAT, pieces())
         except httpx.WriteError:  # it was refused before all was sent
             return
         check(answer, 413)

@@ -5,11 +5,10 @@ import socket
 import threading
 
 import pytest
-from servers import LEDGER, LIGHT, events, serving
+from servers import LEDGER, LIGHT, events, post_raw, serving
 from waiting import SOON_S, until
 
 from ragblend.app.serve import chat
-from ragblend.app.serve.keys import Client, Keys
 from ragblend.integrations.backend import Backend, Turn
 from ragblend.integrations.threads import NAME
 
@@ -66,15 +65,15 @@ def test_a_prompt_of_several_choices_is_counted_once(served) -> None:
 
 
 def test_a_stop_string_ends_an_answer_and_is_not_part_of_it(served) -> None:
-    text = served.chat("Stop there.", method="full", max_tokens=8).json()["choices"][0]["message"]["content"]
+    text = served.choice("Stop there.", method="full", max_tokens=8)["message"]["content"]
     stop = text[3:5]
-    [choice] = served.chat("Stop there.", method="full", max_tokens=8, stop=[stop]).json()["choices"]
+    choice = served.choice("Stop there.", method="full", max_tokens=8, stop=[stop])
     assert choice["message"]["content"] == text[: text.index(stop)]
     assert choice["finish_reason"] == "stop"
 
 
 def test_log_probabilities_in_both_forms(served) -> None:
-    [choice] = served.chat(logprobs=True, top_logprobs=2).json()["choices"]
+    choice = served.choice(logprobs=True, top_logprobs=2)
     assert len(choice["logprobs"]["content"]) == 6
     for token in choice["logprobs"]["content"]:
         assert token["logprob"] <= 0 and len(token["top_logprobs"]) == 2
@@ -95,7 +94,7 @@ def test_log_probabilities_are_decoded_outside_the_event_loop(served, monkeypatc
     monkeypatch.setattr(
         chat, "logprobs", lambda *given: (where.append(threading.current_thread().name), made(*given))[1]
     )
-    assert served.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert served.choice(logprobs=True)["logprobs"]["content"]
     assert where == [NAME]
 
 
@@ -124,8 +123,7 @@ def test_repeated_text_is_learnt_for_one_key_only(served) -> None:
 
 def test_a_later_key_of_the_same_name_inherits_nothing(served) -> None:
     """Removing key and collection left what prompts taught, on the disk and in memory, and the session."""
-    desk = served.service.desk
-    known, runtime = Keys(desk.workspaces.home.root), served.engine.runtime
+    desk, runtime = served.service.desk, served.engine.runtime
 
     def asked(*passages):
         [kv] = served.chat("\n\n".join([*passages, "Who kept the ledgers?"]), "cleo").json()["kv"]
@@ -133,15 +131,14 @@ def test_a_later_key_of_the_same_name_inherits_nothing(served) -> None:
         return kv
 
     for _ in range(2):  # two keys of one name, one after the other
-        desk.workspaces.create("cleo")
-        served.keys["cleo"] = known.add(Client("cleo", ("cleo",)))
+        served.add_key("cleo")
         first, second = asked(LEDGER, LIGHT), asked(LIGHT, LEDGER)
         assert (first["chunks"], first["reused"], second["hits"]) == ([], 0, 0)
         workspace = desk.workspaces.of("cleo")
         workspace.engine.encode(["Nobody looks for this in prompts."], ["entered"])
         stored = runtime.nodes.keys("cleo")
         assert len(stored) == 3 and all(map(runtime.store.contains, stored))
-        known.remove("cleo")
+        served.known.remove("cleo")
         assert desk.remove_collection("cleo")[1] > 0
         assert not runtime.nodes.keys("cleo") and not any(map(runtime.store.contains, stored))
         assert len(workspace.known_passages) == 0
@@ -149,10 +146,8 @@ def test_a_later_key_of_the_same_name_inherits_nothing(served) -> None:
 
 def test_requests_after_a_collections_removal_leave_nothing_for_a_later_key(served) -> None:
     """The key still held: what it asked then, and what waited to be encoded for it, the next key of that name found."""
-    desk, runtime = served.service.desk, served.engine.runtime
-    known, begun = Keys(desk.workspaces.home.root), threading.Event()
-    desk.workspaces.create("dora")
-    served.keys["dora"] = known.add(Client("dora", ("dora",)))
+    desk, runtime, begun = served.service.desk, served.engine.runtime, threading.Event()
+    served.add_key("dora")
     served.engine.finish_background()
     runtime.chores.add(lambda: begun.wait(SOON_S))
     for passages in ((LEDGER, LIGHT), (LIGHT, LEDGER), (LEDGER, LIGHT)):
@@ -161,14 +156,13 @@ def test_requests_after_a_collections_removal_leave_nothing_for_a_later_key(serv
     begun.set()
     assert served.engine.finish_background(SOON_S) and not runtime.nodes.keys("dora")
     assert served.chat(LEDGER, "dora").status_code == 404
-    known.remove("dora")
+    served.known.remove("dora")
     Backend(desk.settings.model, served.service.home, "dora", "cpu", "float32").engine.encode(
         [LEDGER], ["late"]
     )
-    desk.workspaces.create("dora")
-    served.keys["dora"] = known.add(Client("dora", ("dora",)))
+    served.add_key("dora")
     assert served.chat(LEDGER, "dora").json()["kv"][0]["reused"] == 0 and not runtime.nodes.keys("dora")
-    known.remove("dora")
+    served.known.remove("dora")
     desk.remove_collection("dora")
 
 
@@ -223,7 +217,7 @@ def test_long_texts_are_tokenized_one_at_a_time_and_waiting_times_out(served, pa
     )
     sent = json.dumps(body | {"timeout": 0.2}, ensure_ascii=False).encode()
     with served.client() as client, served.service.tokenizing(sent, threading.Event()):
-        answer = client.post(path, content=sent, headers={"content-type": "application/json"})
+        answer = post_raw(client, path, sent)
         assert (answer.status_code, answer.json()["error"]["code"]) == (408, "timeout")
         assert served.chat().status_code == 200, "a short one does not wait"
 
@@ -251,7 +245,7 @@ def test_repeating_a_conversation_gives_the_same_answer(served) -> None:
 def test_json_by_a_schema(served) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
     wanted = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema, "strict": True}}
-    [choice] = served.chat(response_format=wanted, max_tokens=40).json()["choices"]
+    choice = served.choice(response_format=wanted, max_tokens=40)
     assert json.loads(choice["message"]["content"]).keys() == {"n"}
 
 
@@ -263,7 +257,7 @@ def test_tool_calls_whole_and_streamed(home_of, caller_folder) -> None:
     }
     told = {"tools": [tool], "tool_choice": "required", "max_tokens": 60}
     with serving(home_of(), caller_folder) as served:
-        [choice] = served.chat(**told).json()["choices"]
+        choice = served.choice(**told)
         chunks = events(served.chat(**told, stream=True))
         call = choice["message"]["tool_calls"][0]
         back = [

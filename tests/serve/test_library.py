@@ -12,7 +12,6 @@ import pytest
 from servers import events
 from waiting import SOON_S, until
 
-from ragblend.app.serve.keys import Client, Keys
 from ragblend.app.serve.service import Limits
 from ragblend.kvstore.errors import Cancelled
 
@@ -144,9 +143,7 @@ def test_upload_errors_show_no_paths(served, ada, monkeypatch) -> None:
 def test_an_upload_does_not_recreate_a_removed_collection(served, monkeypatch) -> None:
     """It was removed while the file was copied."""
     desk, copied = served.service.desk, shutil.copyfileobj
-    known = Keys(desk.workspaces.home.root)
-    desk.workspaces.create("emil")
-    served.keys["emil"] = known.add(Client("emil", ("emil",)))
+    served.add_key("emil")
 
     def removed_meanwhile(*given):
         desk.remove_collection("emil")
@@ -155,7 +152,7 @@ def test_an_upload_does_not_recreate_a_removed_collection(served, monkeypatch) -
     monkeypatch.setattr(shutil, "copyfileobj", removed_meanwhile)
     with served.client("emil") as emil:
         assert emil.post("/v1/documents", files={"file": ("a.txt", TRAMWAY)}).status_code == 404
-    known.remove("emil")
+    served.known.remove("emil")
     assert "emil" not in desk.workspaces.names() and desk.jobs.overview().total == 0
 
 
