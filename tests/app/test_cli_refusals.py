@@ -1,4 +1,4 @@
-"""What cannot be done is refused before anything heavy is loaded: in a process that cannot import what is heavy."""
+"""Wrong arguments are refused before anything heavy is loaded, in a process that cannot import heavy packages."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What the command line says of itself, of all collections, and when it is stopped or nobody reads on."""
+"""The command line's help, collections, interrupts, closed pipes and encodings."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Models to choose from: what is here, what would fit, bringing one here, using it, and the way back."""
+"""Models: those on disk, suggestions, downloads, choosing one and going back."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""What was tuned for a model stands in its settings until something else is said, and can be taken back."""
+"""A tuned method is in the settings until another one is given, and can be undone."""
 
 import stat
 

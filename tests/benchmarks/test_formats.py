@@ -1,4 +1,4 @@
-"""Other data sets' formats: converted as they are meant, refused with the file, the record and the field."""
+"""Other data sets' formats are converted, or refused with the file, the record and the field."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Generated questions: the same for the same seed, as long as asked, and their exact answers really are in the text."""
+"""Generated questions: reproducible, of the requested length, with their answers in the text."""
 
 import re
 

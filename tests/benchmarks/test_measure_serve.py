@@ -1,4 +1,4 @@
-"""Requests under load: the document shows what is recorded, and made-up time is right by hand."""
+"""Requests under load: the document shows the recorded figures, and simulated times are right by hand."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What is told of the server: how well times tell two kinds apart, and what grew between two parts of a run."""
+"""The server's figures: AUC of two kinds of times, and growth between two parts of a run."""
 
 import pytest
 

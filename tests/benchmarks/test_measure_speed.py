@@ -1,4 +1,4 @@
-"""Where the time of a prefill goes: the document shows what is recorded, and no second is counted twice."""
+"""Times of a prefill: the document shows the recorded figures, and no second is counted twice."""
 
 import itertools
 import json

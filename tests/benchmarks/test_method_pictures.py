@@ -1,4 +1,4 @@
-"""The pictures of docs/methods.md show what a prefill did: rows by layer become states by the policy that ran."""
+"""The pictures of docs/methods.md show what a prefill did: rows by layer become states."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""RAG modes beside the methods: LangChain's own chains, on the real engine over the tiny model.
+"""LangChain's own chains on the real engine with the tiny model.
 
 A fake model stands in only where the chain's arithmetic is under test: what it says and how long it takes are known.
 """

@@ -1,4 +1,4 @@
-"""The picture of needles: a panel a method, a cell a length and depth, and nothing of what cannot be compared."""
+"""The needle picture: a panel per method, a cell per length and depth."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The transplant oracle: full prefill's KV at the rows that another method chooses, and nothing anywhere else."""
+"""The transplant oracle: full prefill's KV at the rows that another method selects, and nowhere else."""
 
 import pytest
 import torch

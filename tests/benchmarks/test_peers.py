@@ -1,4 +1,4 @@
-"""What is told of other programs: medians of their answers, and which one ended."""
+"""Comparisons with other programs: medians of their answers, and which one failed."""
 
 import json
 import stat

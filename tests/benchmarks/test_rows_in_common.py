@@ -1,4 +1,4 @@
-"""Rows in common: by pairs, and again without those that every question gets."""
+"""Rows in common: for pairs of questions, and without those that all questions have."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`variant` is `probe-shift` with parts changed: each parameter changes what it says, and nothing else."""
+"""`variant` is `probe-shift` with parts changed: each parameter changes only its part."""
 
 import pytest
 from bench_fixtures import some_text

@@ -1,4 +1,4 @@
-"""`ragblend bench`, as it is typed: the real engine over a tiny model, files on the disk, JSON on stdout."""
+"""`ragblend bench` as a command: the real engine with a tiny model, files on disk, JSON on stdout."""
 
 import json
 

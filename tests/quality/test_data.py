@@ -1,4 +1,4 @@
-"""The questions file: read as it is meant, refused with the file, the place and the field."""
+"""Question files are parsed, or refused with the file, the record and the field."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Questions from one's own documents: the answers stand in the passages, and not in the questions."""
+"""Questions generated from documents: answers are in the passages, and not in the questions."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Made-up questions for figures, and what is counted over their answers."""
+"""Generated questions about figures, and the scores of their answers."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Metrics against values worked out by hand, and against slow oracles in plain Python."""
+"""Metrics against values calculated by hand."""
 
 import math
 

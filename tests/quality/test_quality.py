@@ -1,4 +1,4 @@
-"""`quality.run` on the real engine: what is stopped goes on, and what was not measured is not claimed."""
+"""`quality.run` on the real engine: runs are resumed, and nothing is reported that was not measured."""
 
 import json
 

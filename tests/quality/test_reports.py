@@ -1,4 +1,4 @@
-"""What people see: tables, pictures and files, from rows made by hand."""
+"""Tables, pictures and reports from hand-made records."""
 
 import io
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The parts of `bench ttft`: chunks of exact length, fair turns, cold reads, and memory seen from outside."""
+"""The parts of `bench ttft`: exact chunk lengths, alternating methods, cold reads, peak memory."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""`ragblend tune`: it chooses what its measurements say, changes nothing on noise, and its choice can be undone."""
+"""`ragblend tune` chooses by its measurements, and changes nothing on noise."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`ragblend tune` as it is typed, on the real engine."""
+"""`ragblend tune` as a command, on the real engine."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What `--methods`, `--ratios`, `--compare` and lists of numbers say: variants of the run, named if they are none."""
+"""Parsing `--methods`, `--ratios`, `--compare` and lists of numbers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Real servers, in a thread and as a process, clients over TCP. Not a test file."""
+"""Helpers: real servers in a thread or a process, and HTTP clients for them. Not a test file."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""`ragblend mcp` as an assistant starts it: the real command on the official client, over a home with documents."""
+"""`ragblend mcp` as assistants start it: the real command with the official client, over a home with documents."""
 
 import asyncio
 import json

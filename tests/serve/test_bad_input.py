@@ -1,4 +1,4 @@
-"""What is wrong with a request is said in OpenAI's form, with a documented status; and the server goes on."""
+"""Invalid requests get an error in OpenAI's form with a documented status, and the server continues."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Chat and completions over TCP: what is answered is what the engine answers, in OpenAI's forms."""
+"""Chat and completions over TCP: answers equal the engine's, in OpenAI's forms."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""Clients nobody here wrote, unchanged: whole answers and streams, and passages that come from the store."""
+"""Unmodified third-party clients get whole and streamed answers, with passages from the store."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Commands that the process runs which has the home open: the same words as without it, and nothing for strangers."""
+"""Commands forwarded to the process that has the home open: same output, and no access for other users."""
 
 import errno
 import json

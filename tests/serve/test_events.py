@@ -1,4 +1,4 @@
-"""Streams of events without a server: who leaves, and when."""
+"""Event streams without a server: what happens when a client disconnects."""
 
 import asyncio
 

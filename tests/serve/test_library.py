@@ -1,4 +1,4 @@
-"""Documents come in, are asked about and go, each key in its own collection; and what the owner sees of it all."""
+"""Documents are uploaded, asked about and deleted, each key in its own collection; and what the owner sees."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""`ragblend serve` and `keys` as somebody runs them: the bundled model, clients nobody here wrote, signals, ports."""
+"""`ragblend serve` and `keys` as processes: the bundled model, third-party clients, signals, ports."""
 
 import asyncio
 import json

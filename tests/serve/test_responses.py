@@ -1,4 +1,4 @@
-"""`/v1/responses`: what it answers is what chat answers, as items and events, for the clients that ask this way."""
+"""`/v1/responses` gives the same answers as chat, as items and events."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A model that hangs ends the process, and one that is slow, loading or idle does not."""
+"""A hanging model ends the process; a slow, loading or idle one does not."""
 
 import json
 import subprocess
