@@ -17,6 +17,7 @@ from ragblend.app.serve.keys import Client, Keys
 from ragblend.app.serve.listening import listening
 from ragblend.kvstore.errors import SettingsError, UsageError
 
+INGESTED_S = 5 * SOON_S  # a loaded machine embeds slowly
 PASSAGE = (
     "The lighthouse of Dunlin was built in 1874 by the engineer Keziah Blount. She chose the rock because the ships "
     "of the herring fleet had been lost there in three winters, and because the quarry was near.\n\n"
@@ -50,6 +51,7 @@ def test_a_program_that_uses_openais_api_from_start_to_end(with_smollm2, tmp_pat
     assert not list((home / "serve").glob("*"))
 
 
+@pytest.mark.timeout(3 * INGESTED_S)
 def test_a_kill_loses_nothing_that_was_acknowledged(home_of, tiny_folder) -> None:
     """Killed behind an upload, amid the work on one, behind an answer and behind a deletion; then begun again."""
     home = home_of()
@@ -77,12 +79,13 @@ def test_a_kill_loses_nothing_that_was_acknowledged(home_of, tiny_folder) -> Non
     with killed() as client:
         upload(client, "lighthouse.txt", PASSAGE)
     with killed() as client:
-        until(lambda: states(client, "documents") == {"lighthouse.txt": "done"})
-        upload(client, "ferry.txt", "The ferry Marigold leaves the pier at seven.\n\n" * 20_000)
-        until(lambda: states(client, "documents/jobs")["ferry.txt"] in ("parsing", "embedding"))
+        until(lambda: states(client, "documents") == {"lighthouse.txt": "done"}, INGESTED_S)
+        upload(client, "ferry.txt", "The ferry Marigold leaves the pier at seven.\n\n" * 8_000)
+        until(lambda: states(client, "documents/jobs")["ferry.txt"] in ("parsing", "embedding"), INGESTED_S)
     with killed() as client:
         assert states(client, "documents/jobs")["ferry.txt"] != "done"
-        until(lambda: states(client, "documents") == {"lighthouse.txt": "done", "ferry.txt": "done"})
+        both = {"lighthouse.txt": "done", "ferry.txt": "done"}
+        until(lambda: states(client, "documents") == both, INGESTED_S)
         found, said = sources(client)
         assert "lighthouse.txt" in found
     with killed() as client:
