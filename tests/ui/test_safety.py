@@ -309,10 +309,10 @@ def test_the_end_of_the_last_key_opens_nothing(tmp_path) -> None:
     assert authenticator.client(scope).is_owner, "nobody has made one"
     keys.add(Client("ada", ("ada",)))
     for end in (lambda: keys.remove("ada"), keys.path.unlink):
-        with pytest.raises(ApiError, match="A key is needed"):
+        with pytest.raises(ApiError, match="An API key is needed"):
             authenticator.client(scope)
         end()
-    with pytest.raises(ApiError, match="A key is needed"):
+    with pytest.raises(ApiError, match="An API key is needed"):
         authenticator.client(scope)
 
 
