@@ -25,7 +25,7 @@ from ragblend.app.answering.retrieval import check_askable, check_collection
 from ragblend.app.answering.retrieval import search as searched
 from ragblend.app.cli.common import Terminal
 from ragblend.app.serve.errors import ApiError, api_error
-from ragblend.app.serve.keys import OWNER, Door
+from ragblend.app.serve.keys import OWNER, Authenticator
 from ragblend.app.serve.service import Admission, Limits
 from ragblend.app.workspace import Workspace, Workspaces
 from ragblend.integrations.threads import in_thread
@@ -175,14 +175,15 @@ def talk(server: MCPServer[Any], terminal: Terminal) -> None:
     asyncio.run(serve())
 
 
-def over_http(server: MCPServer[Any], door: Door) -> ASGIApp:
+def over_http(server: MCPServer[Any], authenticator: Authenticator) -> ASGIApp:
     """The same at `/mcp`, for those who have the owner's key, or this machine's programs while there is no key."""
-    security = TransportSecuritySettings(enable_dns_rebinding_protection=False)  # the door looks after that
+    # The authenticator checks host names.
+    security = TransportSecuritySettings(enable_dns_rebinding_protection=False)
     app = server.streamable_http_app(transport_security=security)
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if scope["type"] == "http" and not door.client(scope).is_owner:
+            if scope["type"] == "http" and not authenticator.client(scope).is_owner:
                 raise ApiError(
                     403, "Assistants need the owner's key: `ragblend keys add NAME --owner`.", "not_owner"
                 )

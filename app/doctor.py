@@ -1,4 +1,4 @@
-"""What could be wrong with this installation, one check a line: each is a function, each gives one verdict."""
+"""`ragblend doctor`'s checks of the installation: each is a function in the table CHECKS."""
 
 import os
 import platform
@@ -21,23 +21,23 @@ PACKAGES = ("torch", "transformers", "chromadb", "llama-index-core")
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """One line of the doctor's report; a warning is not a failure."""
+class CheckResult:
+    """One line of the report; a warning is not a failure."""
 
     name: str
     status: Status
     detail: str
 
 
-def examine(workspace: Workspace) -> Iterator[Verdict]:
-    """All checks in turn; one that cannot be made has failed, with its reason."""
+def examine(workspace: Workspace) -> Iterator[CheckResult]:
+    """Run all checks in turn; one that raises has failed, with its reason."""
     for name, check in CHECKS.items():
         try:
-            yield Verdict(name, *check(workspace))
+            yield CheckResult(name, *check(workspace))
         except RagBlendError as error:
-            yield Verdict(name, "failed", str(error))
-        except Exception as error:  # the doctor is for broken installations: he must not fall ill himself
-            yield Verdict(name, "failed", f"{type(error).__name__}: {error}")
+            yield CheckResult(name, "failed", str(error))
+        except Exception as error:  # one broken part must not stop the report
+            yield CheckResult(name, "failed", f"{type(error).__name__}: {error}")
 
 
 def _python(_: Workspace) -> tuple[Status, str]:
@@ -65,17 +65,17 @@ def _device(workspace: Workspace) -> tuple[Status, str]:
 
 def _model(workspace: Workspace) -> tuple[Status, str]:
     engine = workspace.engine
-    said = f"{engine.model_name}, window {engine.context_window:,} tokens"
-    with suppress(UnsupportedModelError):  # `_gate` says so
-        said += f", {engine.token_bytes / 1000:.0f} KB of KV a token in {engine.dtype}"
-    return "ok", said
+    detail = f"{engine.model_name}, window {engine.context_window:,} tokens"
+    with suppress(UnsupportedModelError):  # reported by `_gate`
+        detail += f", {engine.token_bytes / 1000:.0f} KB of KV a token in {engine.dtype}"
+    return "ok", detail
 
 
 def _gate(workspace: Workspace) -> tuple[Status, str]:
     gate = workspace.engine.gate
     if gate.passed:
         return "ok", f"passed ({', '.join(check.name for check in gate.checks)})"
-    return "warning", f"answers come from full prefill, slower but right: {gate.reason}"
+    return "warning", f"answers are computed by full prefill, which is slower but exact: {gate.reason}"
 
 
 def _embedder(workspace: Workspace) -> tuple[Status, str]:
@@ -87,7 +87,7 @@ def _home(workspace: Workspace) -> tuple[Status, str]:
     loose = workspace.home.paths_open_to_others()
     if loose:
         advice = f"run `chmod -R go= {workspace.home.root}`"
-        return "warning", f"others may read {len(loose)} paths, such as {loose[0]}; {advice}"
+        return "warning", f"other users may read {len(loose)} paths, such as {loose[0]}; {advice}"
     return "ok", f"{workspace.home.root}, readable for you only"
 
 
@@ -97,11 +97,9 @@ def _disk(workspace: Workspace) -> tuple[Status, str]:
 
 
 def _library(workspace: Workspace) -> tuple[Status, str]:
-    if findings := check_library(workspace.home, workspace.library):
-        return "failed", f"{findings[0].message}" + (
-            f" (and {len(findings) - 1} more)" if findings[1:] else ""
-        )
     library, states = workspace.library, Counter[str]()
+    if findings := check_library(workspace.home, library):
+        return "failed", findings[0].message + (f" (and {len(findings) - 1} more)" if findings[1:] else "")
     names = library.collections()
     for name in names:
         states.update(library.counts_by_state(name))
@@ -113,15 +111,17 @@ def _library(workspace: Workspace) -> tuple[Status, str]:
 def _store(workspace: Workspace) -> tuple[Status, str]:
     problems, stats = workspace.store.check(), workspace.store.stats()
     if problems:
-        said = f"{len(problems)} problems, such as {problems[0].message}"
-        return "failed", f"{said}; run `ragblend store repair`"
+        return (
+            "failed",
+            f"{len(problems)} problems, such as {problems[0].message}; run `ragblend store repair`",
+        )
     return "ok", f"{stats.entries} KV values, {stats.bytes / 1024**2:.1f} MiB, all sound"
 
 
 def _remote(workspace: Workspace) -> tuple[Status, str]:
     remote = workspace.store.remote
     if remote is None:
-        return "ok", "none is set"
+        return "ok", "not configured"
     remote.check()
     stats = remote.stats()
     return "ok" if remote.is_available else "warning", f"{stats.where}: {stats.state}"
@@ -132,7 +132,7 @@ def _index(workspace: Workspace) -> tuple[Status, str]:
     if findings := check_index(workspace):
         return "failed", findings[0].message
     vectors = sum(workspaces.of(name).index.count() for name in workspaces.names())
-    return "ok", f"{vectors} vectors, as many as the registry has passages"
+    return "ok", f"{vectors} vectors, one for each passage in the registry"
 
 
 CHECKS: dict[str, Check] = {

@@ -1,34 +1,21 @@
-"""Models to choose from: those that are here, a few of the hub that would run on this machine; bringing one here."""
+"""Models to choose from: those on this disk, a list of suggestions from the hub, and downloads."""
 
 import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ragblend.app.home import Home
 from ragblend.engine.model.checkpoints import DEFAULT, find_model
 from ragblend.engine.model.hub import cached_models, download, is_hub_id, local_copy, writes_text
 from ragblend.kvstore.errors import DownloadStoppedError, ModelError, SettingsError, did_you_mean
 
-if TYPE_CHECKING:
-    from ragblend.app.workspace import Workspace
-
-GIGABYTE = 10**9
-PROMPT_TOKENS = 2000
-SLOWEST_TOKENS_PER_S = 1.5
-LONGEST_FIRST_TOKEN_S = 90.0
-# What runs beside the weights: embedder, index, the buffers of one prompt.
-BESIDE_BYTES = 2 * GIGABYTE
-BUNDLED_PARAMETERS = 0.135e9
-
 
 @dataclass(frozen=True)
-class Here:
-    """A model on this disk. name: what `--model` takes; kind: bundled, hub, .gguf or converted; bytes: of its files."""
+class LocalModel:
+    """A model on this disk. name: for `--model`; kind: bundled, hub, .gguf or converted; bytes: of its files."""
 
     name: str
     kind: str
@@ -37,7 +24,7 @@ class Here:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A model of the hub that is free to use, has no gate, and speaks without thinking aloud first. Approximate.
+    """A model of the hub that is free to use, needs no login, and answers without reasoning first. Approximate.
 
     download_bytes: of its bfloat16 safetensors; kv_bytes: of one token, in bfloat16; window: in tokens.
     """
@@ -50,7 +37,7 @@ class Suggestion:
     kv_bytes: int
 
 
-# Smallest first. From the models' own pages; Qwen2.5-3B is left out for its licence, Qwen3's others for thinking aloud.
+# Smallest first. From the models' pages; Qwen2.5-3B is left out for its licence, other Qwen3 because they reason first.
 SUGGESTIONS = (
     Suggestion("HuggingFaceTB/SmolLM2-360M-Instruct", 0.36e9, 0.72e9, 8_192, "Apache-2.0", 40_960),
     Suggestion("Qwen/Qwen2.5-0.5B-Instruct", 0.49e9, 0.99e9, 32_768, "Apache-2.0", 12_288),
@@ -62,120 +49,37 @@ SUGGESTIONS = (
 SUGGESTED = [one.name for one in SUGGESTIONS]
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What a model would run on. flops_per_s: of large products; bytes_per_s: of weights read for a single token."""
-
-    free_bytes: float
-    bytes_a_parameter: int
-    flops_per_s: float
-    bytes_per_s: float
-
-
-@dataclass(frozen=True)
-class Offer:
-    """A suggestion on this machine. first_token_s: to read 2,000 tokens that are not stored."""
-
-    model: Suggestion
-    memory_bytes: float
-    first_token_s: float
-    tokens_per_s: float
-
-
-def offers(machine: Machine, most: int = 3) -> list[Offer]:
-    """The models that fit the memory and are fast enough; of many the smallest, a middle one and the largest.
-
-    Smallest first. Where none is fast enough, the smallest that fits. Pure.
-    """
-    every = [_offer(model, machine) for model in SUGGESTIONS]
-    fitting = [offer for offer in every if offer.memory_bytes <= machine.free_bytes]
-    quick = [offer for offer in fitting if offer.tokens_per_s >= SLOWEST_TOKENS_PER_S]
-    usable = [offer for offer in quick if offer.first_token_s <= LONGEST_FIRST_TOKEN_S]
-    if len(usable) <= most:
-        return usable or fitting[:1]
-    step = (len(usable) - 1) / (most - 1)
-    return [usable[round(place * step)] for place in range(most)]
-
-
-def offered(offer: Offer) -> str:
-    """A suggestion in a few words, with its price on this machine."""
-    return (
-        f"{offer.model.name} ({offer.model.download_bytes / GIGABYTE:.1f} GB, about {offer.first_token_s:.0f} s "
-        f"to read {PROMPT_TOKENS:,} tokens, {offer.tokens_per_s:.0f} tokens/s)"
-    )
-
-
-def first_time(home: Home) -> bool:
-    """Whether nobody in this home was told of other models yet; from now on somebody was."""
-    try:
-        home.models_named.touch(mode=0o600, exist_ok=False)
-    except OSError:
-        return False
-    return True
-
-
-def _offer(model: Suggestion, machine: Machine) -> Offer:
-    weights = model.parameters * machine.bytes_a_parameter
-    return Offer(
-        model,
-        weights + BESIDE_BYTES,
-        2 * model.parameters * PROMPT_TOKENS / machine.flops_per_s,
-        machine.bytes_per_s / weights,
-    )
-
-
-def machine_of(workspace: "Workspace") -> Machine:
-    """Its memory, and two products measured: a fifth of a second on two cores. Raises UsageError for the device.
-
-    How fast it reads is from the model in use, where that was profiled on it.
-    """
-    from ragblend.engine.model.device import free_bytes, measure_rates, pick_device, pick_dtype
-
-    settings = workspace.settings
-    device = pick_device(settings.device)
-    dtype = pick_dtype(device, settings.dtype)
-    rates = measure_rates(device, dtype)
-    found = Machine(free_bytes(device), 4 if dtype == "float32" else 2, *rates)
-    known = {DEFAULT: BUNDLED_PARAMETERS} | {one.name: one.parameters for one in SUGGESTIONS}
-    profiled = settings.model in known and any(workspace.home.profiles.glob("*.json"))
-    profile = workspace.engine.known_profile if profiled else None
-    if profile is not None:
-        seconds = profile.rows_ms(0, PROMPT_TOKENS) / 1e3
-        return replace(found, flops_per_s=2 * known[settings.model] * PROMPT_TOKENS / seconds)
-    return found
-
-
-def models_here(models: Path, *folders: Path) -> list[Here]:
-    """The bundled model, those of the hub's cache, and .gguf files and converted ones in these folders."""
+def models_here(models: Path, *folders: Path) -> list[LocalModel]:
+    """The bundled model, those in the hub's cache, and .gguf files and converted ones in these folders."""
     bundled = []
     with suppress(ModelError):  # it may not be installed
         bundled.append(find_model(DEFAULT))
-    found = [Here(DEFAULT, "bundled", path.stat().st_size) for path in bundled]
-    found += [Here(name, "hub", size) for name, size in cached_models()]
+    found = [LocalModel(DEFAULT, "bundled", path.stat().st_size) for path in bundled]
+    found += [LocalModel(name, "hub", size) for name, size in cached_models()]
     for folder in (models, *folders):
         files = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
-        found += [Here(str(file), ".gguf", file.stat().st_size) for file in files]
+        found += [LocalModel(str(file), ".gguf", file.stat().st_size) for file in files]
     return [*found, *_converted(models, bundled)]
 
 
-def _converted(models: Path, bundled: Sequence[Path]) -> Iterator[Here]:
-    """What was converted from a .gguf, but for the bundled one, which is listed as what it is."""
+def _converted(models: Path, bundled: Sequence[Path]) -> Iterator[LocalModel]:
+    """Models that were converted from a .gguf, except for the bundled one, which is listed as bundled."""
     for config in sorted(models.glob("*/config.json")):
         folder = config.parent
         if writes_text(folder) and not any(folder.name.startswith(f"{path.stem}-") for path in bundled):
             weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-            yield Here(str(folder), "converted", weights)
+            yield LocalModel(str(folder), "converted", weights)
 
 
-def full_name(name: str, here: Sequence[Here]) -> str:
-    """What `--model` takes for a name that may be the last part of one that is here or suggested."""
+def full_name(name: str, here: Sequence[LocalModel]) -> str:
+    """The full name for a name that may be only the last part of a known one."""
     known = [*(one.name for one in here), *SUGGESTED]
     matching = {one for one in known if one.rpartition("/")[2] == name}
     return name if name in known or len(matching) != 1 else matching.pop()
 
 
 def check_model(name: str, models: Path) -> None:
-    """A path must exist; whether a hub id does, the hub says. Raises SettingsError, with the nearest that is here."""
+    """Raise SettingsError for a path that does not exist, naming the nearest known model. Hub ids are not looked up."""
     if name == DEFAULT or is_hub_id(name) or os.path.exists(os.path.expanduser(name)):
         return
     known = list(dict.fromkeys([DEFAULT, *(one.name for one in models_here(models)), *SUGGESTED]))
@@ -186,12 +90,12 @@ def check_model(name: str, models: Path) -> None:
 
 
 def must_be_fetched(model: str) -> bool:
-    """Whether a model's name in the settings is a hub id of which no whole copy is here."""
+    """Whether a model is a hub id without a complete local copy."""
     return model != DEFAULT and is_hub_id(model) and local_copy(model) is None
 
 
 class ModelDownload:
-    """Begins at once. done, total: bytes, 0 until the hub has answered."""
+    """A download in the background, started at once. done, total: bytes, 0 until the hub has answered."""
 
     def __init__(self, name: str) -> None:
         self.name, self.done, self.total = name, 0, 0
@@ -202,9 +106,9 @@ class ModelDownload:
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it is over, after at most so long. Raises what ended it: ModelNotFoundError, DownloadStoppedError.
+        """Wait at most so long; whether it is over. Raises its error: ModelNotFoundError, DownloadStoppedError.
 
-        Who stops it need not wait for the thread, which ends with its next bytes, or the network's own time limit.
+        After `stop` this returns at once; the thread itself ends with its next bytes, or the network's time limit.
         """
         if not self._over.wait(seconds):
             return False
@@ -213,17 +117,17 @@ class ModelDownload:
         return True
 
     def stop(self) -> None:
-        """End it; what has come is kept for the next time."""
+        """End the download; what has arrived is kept for the next one."""
         self._stop.set()
         if not self._over.is_set():
             self._error = DownloadStoppedError(
-                f"The download of {self.name} was stopped; what has come is kept for the next time."
+                f"The download of {self.name} was stopped; what has arrived is kept for the next time."
             )
             self._over.set()
 
     @property
     def seconds_left(self) -> float | None:
-        """At the pace so far; None before there is one."""
+        """Estimated from the speed so far; None before there is one."""
         passed = time.monotonic() - self._begun
         return (self.total - self.done) * passed / self.done if self.done else None
 
@@ -233,7 +137,7 @@ class ModelDownload:
 
         try:
             download(self.name, progress, self._stop)
-        except Exception as error:  # of any kind: what is not here must not pass for a model that is
+        except Exception as error:  # any error: an incomplete model must not pass for a complete one
             self._error = self._error or error
         finally:
             self._over.set()

@@ -1,6 +1,6 @@
 """Settings: `settings.toml` in the home, then `RAGBLEND_*` in the environment, then the command line.
 
-Where none of them names a method, what `ragblend tune` chose for the model comes before the default.
+Where none of them names a method, the choice of `ragblend tune` for the model takes precedence over the default.
 """
 
 import math
@@ -21,22 +21,22 @@ from ragblend.kvstore.places import SALT_VARIABLE, Place
 from ragblend.kvstore.policy import DEFAULT_POLICY, POLICIES, PrefillProfile
 
 PREFIX = "RAGBLEND_"
-# RAGBLEND_HOME says where the settings are, so it cannot be one of them; secrets are in no file.
+# RAGBLEND_HOME says where the settings are, so it is not one of them; secrets are never read from the file.
 NOT_SETTINGS = {"HOME", SALT_VARIABLE.removeprefix(PREFIX)}
 
 
 @dataclass(frozen=True)
-class Manner:
-    """How a model answers where nobody says otherwise. longest: in tokens; note: what the model is."""
+class AnswerStyle:
+    """A model's defaults for answers. longest: in tokens; note: shown to the user."""
 
     longest: int = 256
     one_sentence: bool = False
     note: str = ""
 
 
-# By a part of the model's name, folded.
-MANNERS = {
-    "smollm2-135m-instruct": Manner(
+# By a part of the model's name, in lower case.
+ANSWER_STYLES = {
+    "smollm2-135m-instruct": AnswerStyle(
         48,
         True,
         "The model that comes with RAGBlend is small (135M parameters): it finds, it does not reason. Its answers end "
@@ -50,22 +50,21 @@ KV_CODECS = ("raw", "int8")  # `kvstore.codec.CODECS`, whose module needs torch
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user may choose. `None` means that the engine decides (device, dtype) or has a default (system).
+    """The user's settings. `None` means that the engine decides (device, dtype) or has a default (system).
 
     chunk_tokens is in tokens of the *model*, because its KV is what is stored and fused. chunk_overlap is 0:
     text that is in two chunks would be encoded and stored twice, and would appear twice in the fused prompt.
-    store_budget_bytes bounds the KV on the disk (None: a quarter of what is free there), memory_budget_bytes and
-    device_budget_bytes the copies of what is used, in host memory and on an accelerator (None: a quarter and a tenth of
-    what is free before an accelerator, 0 on the CPU); store_policy says what each of them evicts by; remote is the URL
-    of a store that machines share. kv_codec `int8`
-    halves the bytes of what is stored from then on, at a small loss.
+    store_budget_bytes limits the KV on disk (None: a quarter of the free space), memory_budget_bytes and
+    device_budget_bytes the copies in host memory and on an accelerator (None: a quarter and a tenth of what is free
+    before an accelerator, 0 on the CPU); store_policy is the eviction policy of all tiers; remote is the URL of a
+    store that machines share. kv_codec `int8` halves the bytes of what is stored from then on, at a small loss.
     search `hybrid` finds passages by meaning and by words, `vectors` by meaning alone; reranker: the hub id or the
-    folder of a cross-encoder that puts the best of them in order (None or "": none does).
+    folder of a cross-encoder that ranks the best of them (None or "": none).
     ratio may be `auto`: what loading hides on this device, 0.15 at least (`ragblend doctor --profile` measures it).
-    repetition_penalty: of the answer's own tokens; at temperature 0 small models go round in circles without one.
-    max_new_tokens None: what suits the model (`MANNERS`, else 256).
-    keep_tokens: so many tokens of the passages are kept by each head once the first token is out, for long answers in
-    little memory (None: all).
+    repetition_penalty: of the answer's own tokens; at temperature 0 small models repeat themselves without one.
+    max_new_tokens None: what suits the model (`ANSWER_STYLES`, else 256).
+    keep_tokens: how many passage tokens each head keeps after the first token, for long answers in little memory
+    (None: all).
     vllm: the address of a vLLM server that has the model (None: it is loaded here).
     """
 
@@ -103,26 +102,27 @@ class Settings:
 
     @property
     def answering(self) -> dict[str, Any]:
-        """What the engine is told of how to read a prompt and to answer it, whoever asks."""
-        told: dict[str, Any] = {name: getattr(self, name) for name in ("method", "ratio", "temperature")}
-        # vLLM has none of the answer's tokens alone, and is told of one only by whoever asks for it: to be refused.
+        """The engine's arguments for prefilling a prompt and generating an answer."""
+        arguments: dict[str, Any] = {name: getattr(self, name) for name in ("method", "ratio", "temperature")}
+        # vLLM has no penalty of the answer's tokens alone, so it is passed (and refused) only if a user sets it.
         if self.vllm is None or self.repetition_penalty != Settings.repetition_penalty:
-            told["repetition_penalty"] = self.repetition_penalty
-        told["max_new_tokens"] = self.answer_tokens
+            arguments["repetition_penalty"] = self.repetition_penalty
+        arguments["max_new_tokens"] = self.answer_tokens
         if self.keep_tokens is not None:
-            told["keep_tokens"] = self.keep_tokens
-        short = self.manner.one_sentence and self.answer_tokens <= self.manner.longest
-        return told | ({"one_sentence": True} if short else {})
+            arguments["keep_tokens"] = self.keep_tokens
+        if self.style.one_sentence and self.answer_tokens <= self.style.longest:
+            arguments["one_sentence"] = True
+        return arguments
 
     @property
-    def manner(self) -> Manner:
+    def style(self) -> AnswerStyle:
         name = BUNDLED if self.model == "default" else self.model.casefold()
-        return next((manner for part, manner in MANNERS.items() if part in name), Manner())
+        return next((style for part, style in ANSWER_STYLES.items() if part in name), AnswerStyle())
 
     @property
     def answer_tokens(self) -> int:
-        """The longest answer: what was set, else what suits the model."""
-        return self.manner.longest if self.max_new_tokens is None else self.max_new_tokens
+        """The longest answer in tokens: the setting, else what suits the model."""
+        return self.style.longest if self.max_new_tokens is None else self.max_new_tokens
 
     @classmethod
     def load(
@@ -131,7 +131,7 @@ class Settings:
         environment: Mapping[str, str] | None = None,
         overrides: Mapping[str, Any] | None = None,
     ) -> "Settings":
-        """Merge the file, the environment and what the caller gives (None = not given). Raises SettingsError."""
+        """Merge the file, the environment and the overrides (None = not given). Raises SettingsError."""
         values = _from_file(path)
         values |= _from_environment(os.environ if environment is None else environment)
         given = {key: value for key, value in (overrides or {}).items() if value is not None}
@@ -139,7 +139,7 @@ class Settings:
         return cls(**(_tuned(path, str(model), values.keys() | given.keys()) | values)).changed(given)
 
     def changed(self, overrides: Mapping[str, Any]) -> "Settings":
-        """These settings with others instead (None = leave it). Raises SettingsError."""
+        """A copy with these values replaced (None = leave it). Raises SettingsError."""
         given = {key: value for key, value in overrides.items() if value is not None}
         return replace(self, **_checked(given, "what was asked for"))
 
@@ -152,13 +152,13 @@ TYPES: dict[str, type] = {
     for field in fields(Settings)
 }
 
-Rule = tuple[Callable[[Any], Any], str]  # whether a value holds, and what is expected in words
+Rule = tuple[Callable[[Any], Any], str]  # whether a value is valid, and what is expected, in words
 _COUNT: Rule = (lambda count: count is None or count >= 1, "at least 1")
 _NOT_NEGATIVE: Rule = (lambda count: count is None or count >= 0, "0 or more")
 
 
 def _is_place(url: str | None) -> bool:
-    """Says itself what is wrong, and does not repeat what may hold a password."""
+    """Whether it is a valid store URL. Raises SettingsError itself, without the URL, which may hold a password."""
     try:
         return url is None or bool(Place.of(url))
     except UsageError as error:
@@ -199,11 +199,11 @@ RULES: dict[str, Rule] = {
         f"the address of a vLLM server, such as {VLLM_URL}",
     ),
 }
-WORDS = {"ratio": ("auto",)}  # what a setting that is a number may be instead
+WORDS = {"ratio": ("auto",)}  # words that a numeric setting accepts
 
 
 def _tuned(path: Path, model: str, given: Set[str]) -> dict[str, Any]:
-    """What was chosen for the model, unless a method is given: a ratio belongs to the method it was measured with."""
+    """The choice of `ragblend tune`, unless a method is given: a ratio belongs to the method it was measured with."""
     choice = None if "method" in given else choice_for(tuned_file(path), model)
     if choice is None:
         return {}
@@ -273,7 +273,7 @@ def _outside(key: str, value: object, expected: str) -> str:
 
 
 def save_settings(path: Path, changes: Mapping[str, Any]) -> None:
-    """Write these (None: take it out, so that the default holds). Raises SettingsError, before anything is written."""
+    """Write changes to the file (None removes a setting). Raises SettingsError before anything is written."""
     before = Settings.load(path, environment={})
     before.changed(changes)
     try:
@@ -284,7 +284,7 @@ def save_settings(path: Path, changes: Mapping[str, Any]) -> None:
 
 
 def with_changes(text: str, changes: Mapping[str, Any]) -> str:
-    """The file's text with each value changed, all else as it stands there."""
+    """The file's text with these values changed and everything else, comments too, left as it is."""
     import tomlkit
 
     document = tomlkit.parse(text)
@@ -296,16 +296,17 @@ def with_changes(text: str, changes: Mapping[str, Any]) -> str:
     return tomlkit.dumps(document)
 
 
-# Another model means other KV and, as chunks are counted in its tokens, other passages.
-CUTS_AGAIN = ("model", "chunk_tokens", "chunk_overlap")
-ENCODES_AGAIN = ("dtype",)
+# Another model needs other KV and, since chunks are counted in its tokens, other passages.
+REQUIRES_CHUNKING = ("model", "chunk_tokens", "chunk_overlap")
+REQUIRES_ENCODING = ("dtype",)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """changed: the settings that differ. seconds: an estimate from the measured profile; None without one.
+    """The work that a change of settings causes. changed: the settings that differ.
 
-    cuts_again: documents must be read, cut and embedded again; encodes_again: passages must be read by the model again.
+    cuts_again: documents must be parsed, chunked and embedded again; encodes_again: passages must be encoded again.
+    seconds: an estimate from the measured profile; None without one.
     """
 
     changed: tuple[str, ...]
@@ -319,11 +320,11 @@ class Cost:
 def cost_of(
     before: Settings, after: Settings, documents: int, passages: int, profile: PrefillProfile | None
 ) -> Cost:
-    """What it would take to bring a library of that size from one to the other."""
+    """The cost of changing settings for a library of that size."""
     changed = tuple(name for name in TYPES if getattr(before, name) != getattr(after, name))
-    cuts = any(name in CUTS_AGAIN for name in changed)
-    encodes = cuts or any(name in ENCODES_AGAIN for name in changed)
-    # A profile is one model's on one device: it says nothing about another one.
+    cuts = any(name in REQUIRES_CHUNKING for name in changed)
+    encodes = cuts or any(name in REQUIRES_ENCODING for name in changed)
+    # A profile holds for one model on one device.
     same_machine = not {"model", "device", "dtype"} & set(changed)
     seconds = None
     if encodes and profile is not None and same_machine:

@@ -1,6 +1,6 @@
-"""What `ragblend tune` chose for each model: `tuned.json` beside `settings.toml`, which only people write.
+"""The method and ratio that `ragblend tune` chose for each model, in `tuned.json` beside `settings.toml`.
 
-A model's choices are a list, the newest last, so that the last one can be taken back.
+Each model has a list of choices, the newest last, so that the last one can be undone.
 """
 
 import json
@@ -13,12 +13,12 @@ from ragblend.kvstore.errors import SettingsError
 from ragblend.kvstore.files import replace_durably
 
 FILE_NAME = "tuned.json"
-KEPT = 10  # choices a model
+MAX_CHOICES = 10  # per model
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A method and its ratio (None: it takes none), when it was chosen, and what was measured for it."""
+class TunedMethod:
+    """A chosen method and its ratio (None: it takes none), the time, and the measurements behind the choice."""
 
     method: str
     ratio: float | None
@@ -30,23 +30,25 @@ def tuned_file(settings: Path) -> Path:
     return settings.with_name(FILE_NAME)
 
 
-def choice_for(path: Path, model: str) -> Choice | None:
+def choice_for(path: Path, model: str) -> TunedMethod | None:
     """The newest choice for the model. Raises SettingsError if the file cannot be read."""
     choices = _read(path).get(model)
     return choices[-1] if choices else None
 
 
-def save_choice(path: Path, model: str, method: str, ratio: float | None, measured: dict[str, Any]) -> Choice:
-    """Make this the model's choice; the earlier ones stay behind it."""
+def save_choice(
+    path: Path, model: str, method: str, ratio: float | None, measured: dict[str, Any]
+) -> TunedMethod:
+    """Append a choice for the model; earlier ones are kept for `undo_choice`."""
     everything = _read(path)
-    choice = Choice(method, ratio, datetime.now().astimezone().isoformat(timespec="seconds"), measured)
-    everything[model] = [*everything.get(model, []), choice][-KEPT:]
+    choice = TunedMethod(method, ratio, datetime.now().astimezone().isoformat(timespec="seconds"), measured)
+    everything[model] = [*everything.get(model, []), choice][-MAX_CHOICES:]
     _write(path, everything)
     return choice
 
 
-def undo_choice(path: Path, model: str) -> tuple[Choice, Choice | None] | None:
-    """Take the newest choice back: that one, and the one that now stands (None: the defaults). None: there was none."""
+def undo_choice(path: Path, model: str) -> tuple[TunedMethod, TunedMethod | None] | None:
+    """Remove the newest choice. Returns it and the one now in force (None: the defaults); None if there was none."""
     everything = _read(path)
     choices = everything.get(model)
     if not choices:
@@ -58,24 +60,26 @@ def undo_choice(path: Path, model: str) -> tuple[Choice, Choice | None] | None:
     return undone, choices[-1] if choices else None
 
 
-def _read(path: Path) -> dict[str, list[Choice]]:
+def _read(path: Path) -> dict[str, list[TunedMethod]]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return {model: [Choice(**choice) for choice in choices] for model, choices in found["models"].items()}
+        return {
+            model: [TunedMethod(**choice) for choice in choices] for model, choices in found["models"].items()
+        }
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise SettingsError(
-            f"Reading what was tuned in {path}: {error!r}. Remove the file, then `ragblend tune` again."
+            f"Reading the tuned methods in {path}: {error!r}. Remove the file, then run `ragblend tune` again."
         ) from error
 
 
-def _write(path: Path, everything: dict[str, list[Choice]]) -> None:
-    """Whole or not at all, for this user only: the measurements speak of the user's documents."""
+def _write(path: Path, everything: dict[str, list[TunedMethod]]) -> None:
+    """Replace the file atomically, readable for this user only: measurements can quote the user's documents."""
     models = {model: [asdict(choice) for choice in choices] for model, choices in everything.items()}
     try:
         replace_durably(path, json.dumps({"models": models}, indent=1, ensure_ascii=False))
     except OSError as error:
         raise SettingsError(
-            f"Saving what was tuned in {path}: {error}. Check the folder's rights and space."
+            f"Saving the tuned methods in {path}: {error}. Check the folder's rights and space."
         ) from error

@@ -1,7 +1,7 @@
-"""What measures, simulates and explores: not in the wheel, and imported by nothing in it.
+"""Developers' benchmarks and simulations; not in the wheel, and never imported by the product.
 
-Each module with a command line is run from the repository's root: `python -m benchmarks.store --help`. Threads wait for
-each other as in `ragblend`, which is said before torch is loaded.
+Run a module with a command line from the repository's root: `python -m benchmarks.store --help`. OpenMP is set up as in
+`ragblend`, before torch is imported.
 """
 
 from ragblend.app.openmp import set_thread_spinning

@@ -1,4 +1,4 @@
-"""What several benchmarks need: command lines, texts of a length, clocks, tables of documents, and what is kept."""
+"""Shared by the benchmarks: command lines, texts of a given length, timing, Markdown tables, recorded JSON."""
 
 import json
 import os
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
 
 REPO = Path(__file__).parents[1]
-FIGURES = REPO / "benchmarks"  # where what was measured is kept
+FIGURES = REPO / "benchmarks"  # recorded measurements
 DOCS = REPO / "docs"
 MARKS = re.compile(r"(?<=<!-- results -->\n).*?(?=<!-- end of results -->)", re.DOTALL)
 Row = dict[str, Any]
@@ -36,14 +36,14 @@ Limit = Annotated[int, typer.Option(min=1, help="How many questions.")]
 
 
 def run(main: Callable[..., None], about: str | None) -> None:
-    """The script's command line: the options of `main`; its document, as it stands, is the help."""
+    """Run a script: `main` has its options, and the module's docstring is the help."""
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
     app.command(help="\b\n" + (about or "").replace("\n\n", "\n\n\b\n"))(main)
     app()
 
 
 def environment_of_others(**more: str) -> dict[str, str]:
-    """For programs that say for themselves how their threads wait: without what this package has said for its own."""
+    """The environment for other programs, without the OpenMP settings that this package makes for itself."""
     return {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")} | more
 
 
@@ -52,7 +52,7 @@ def counts(text: str) -> list[int]:
 
 
 def texts(engine: "Engine", count: int, tokens: int, first: int = 0) -> list[str]:
-    """So many different texts of about so many tokens: those from number `first` on, the same in every run."""
+    """`count` different texts of about `tokens` tokens, from number `first` on, the same in every run."""
     found = []
     for number in range(first, first + count):
         words = " ".join(islice(sentences(Random(number)), tokens // 6))
@@ -81,32 +81,32 @@ def packed_loop(engine: "Engine") -> "tuple[DirectDecode, PackedWeights]":
 
 
 def spent(work: Callable[[], object]) -> tuple[float, float]:
-    """Seconds that it took: by the clock, and of processor time."""
+    """Wall-clock and processor seconds of the work."""
     clock, processor = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - clock, time.process_time() - processor
 
 
 def medians(rows: Iterable[Sequence[float]]) -> list[float]:
-    """Of each column."""
+    """The median of each column."""
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
 def agreement(expected: "Tensor", found: "Tensor") -> tuple[float, float]:
-    """Mean KL(expected || found) in nats, and the share of places with the same best token; logits (n, vocab)."""
+    """Mean KL(expected || found) in nats, and the share of positions with the same top token; logits (n, vocab)."""
     from ragblend.app.quality.metrics import kl_divergence, top1_agreement
 
     return kl_divergence(expected, found), top1_agreement(expected, found)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
+    """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def between_marks(page: str, made: Callable[[], str]) -> str:
-    """The document with what is made, once for each pair of marks. Raises ValueError where there is none."""
+    """Replace the text between each pair of marks by a newly made one. Raises ValueError if there are no marks."""
     text, found = MARKS.subn(lambda _: made(), page)
     if not found:
         raise ValueError("the document must hold `<!-- results -->` and `<!-- end of results -->`")
@@ -114,11 +114,11 @@ def between_marks(page: str, made: Callable[[], str]) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """{} where there is nothing yet."""
+    """A JSON file's value; {} if there is no file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def dumped(value: Any, depth: int) -> str:
-    """JSON in which what lies so deep is a line each."""
+    """JSON with one line for each value at that depth."""
     text = re.sub(rf"\n {{{depth + 1},}}", " ", json.dumps(value, indent=1))
     return re.sub(rf"\n {{{depth}}}([]}}])", r" \1", text) + "\n"

@@ -1,7 +1,7 @@
-"""Words of our own for generated tasks: plain sentences without figures, keys and invented names.
+"""Filler text for generated tasks: plain sentences without figures, and invented keys and names.
 
-Made from small lists by a seeded generator, so that any length can be had offline, and so that nothing in it can be
-taken for an answer: sentences hold no digits, no capitals but their first, and none of the keys and names.
+Made from small lists by a seeded generator, so that texts of any length can be made offline, and nothing in them can be
+mistaken for an answer: sentences have no digits, no capitals except the first letter, and none of the keys and names.
 """
 
 import itertools
@@ -52,7 +52,7 @@ CODAS = ("l", "n", "r", "s", "nd", "rt", "lm", "sk", "x")
 
 
 def sentences(draw: random.Random) -> Iterator[str]:
-    """Sentences without end; few of them come twice."""
+    """Endless sentences; few are repeated."""
     while True:
         words = [draw.choice(part) for part in (WHO, DID, WHERE, WHEN)]
         if draw.random() < 0.5:
@@ -61,13 +61,13 @@ def sentences(draw: random.Random) -> Iterator[str]:
 
 
 class Notes:
-    """Sentences that never come twice by themselves: each says its number."""
+    """Sentences that are never repeated: each contains its number."""
 
     def __init__(self, draw: random.Random) -> None:
         self.draw, self._numbers, self._said = draw, itertools.count(1), sentences(draw)
 
     def passage(self, count: int) -> str:
-        """So many of them."""
+        """A passage of `count` sentences."""
         said = itertools.islice(self._said, count)
         return " ".join(f"{each[:-1]}, says note {next(self._numbers)}." for each in said)
 

@@ -1,4 +1,4 @@
-"""Files of other data sets as questions in the product's format: `{"ctxs", "question", "answers", ...}`.
+"""Converts files of other data sets to the product's format of questions: `{"ctxs", "question", "answers", ...}`.
 
 | format | records | passages |
 |---|---|---|
@@ -20,8 +20,8 @@ from ragblend.app.quality.data import READING, field_of, read_text
 from ragblend.kvstore.errors import UsageError
 
 Entry = dict[str, Any]
-Records = list[tuple[str, Any]]  # what to call each in a message, and what it is
-PASSAGES = 6  # where the format does not say what belongs to a question
+Records = list[tuple[str, Any]]  # each record's name for messages, and its value
+PASSAGES = 6  # for formats that do not say which passages belong to a question
 PASSAGE_WORDS = 360  # about 512 tokens of English
 # LongBench's tasks that ask nothing of their own, or end in an unfinished example; the others are questions.
 LONGBENCH_TASKS = {
@@ -37,9 +37,9 @@ PARTS = (r"Passage \d+:", r"Paragraph \d+:", r"Dialogue: ", r"Question: ", r"Pas
 
 
 def convert(path: Path, form: str, passages: int = PASSAGES) -> list[Entry]:
-    """The whole file as entries. form: a name of `FORMATS`; passages: how many, where the format is open.
+    """Convert a file to entries. form: a name of `FORMATS`; passages: how many, if the format does not say.
 
-    What is empty is for the product to refuse or to skip. Raises UsageError with file, record and field.
+    Empty fields are kept; the product refuses or skips them. Raises UsageError with file, record and field.
     """
     if form not in FORMATS:
         raise UsageError(f"--format: {form!r} is unknown; there are {', '.join(FORMATS)}")
@@ -88,7 +88,7 @@ def _longbench(records: Records, passages: int) -> Iterator[Entry]:
 
 
 def _squad(records: Records, passages: int) -> Iterator[Entry]:
-    """The paragraph among others: of its own article first, the next ones of the file after that."""
+    """A question's paragraph among others: first of its own article, then the following ones of the file."""
     asked = [each for where, record in records for each in _squad_asked(record, where)]
     by_title: dict[str, dict[str, None]] = {}
     for title, paragraph, _, _ in asked:
@@ -103,7 +103,7 @@ def _squad(records: Records, passages: int) -> Iterator[Entry]:
 
 
 def _summary(records: Records, passages: int) -> Iterator[Entry]:
-    """What a good summary is nobody has written down: it is compared with full prefill's, and the gold is the text."""
+    """Summaries have no gold answer: the text itself is the gold, and answers are compared with full prefill's."""
     for where, record in records:
         texts = [
             f"{ctx.get('title', '')}\n{ctx['text']}".strip() for ctx in field_of(record, "ctxs", list, where)
@@ -112,7 +112,7 @@ def _summary(records: Records, passages: int) -> Iterator[Entry]:
 
 
 def _squad_asked(record: Any, where: str) -> Iterator[tuple[str, str, str, list[str]]]:
-    """Title, paragraph, question and answers of all questions of one article, or of the one of a row."""
+    """Title, paragraph, question and answers of all questions of one article, or of one row."""
     title = str(record.get("title", "")).replace("_", " ").strip() if isinstance(record, dict) else ""
     rows = [(where, record, record)]
     if isinstance(record, dict) and "paragraphs" in record:
@@ -143,7 +143,7 @@ FORMATS: dict[str, Callable[[Records, int], Iterator[Entry]]] = {
 
 
 def split_parts(context: str, most_words: int = PASSAGE_WORDS) -> list[str]:
-    """A context as passages: its own parts if they are marked, else paragraphs packed together."""
+    """Split a context into its marked parts, or else into packed paragraphs."""
     for mark in PARTS:
         parts = re.split(rf"(?m)^(?={mark})", context)
         if len(parts) > 2:
@@ -160,7 +160,7 @@ def pack(
     size: Callable[[str], int] = lambda piece: len(piece.split()),
     between: str = "\n\n",
 ) -> Iterator[str]:
-    """Pieces put together to passages whose sizes add up to at most that; each has at least one piece."""
+    """Join pieces to passages of at most that size, but of at least one piece each."""
     held: list[str] = []
     total = 0
     for piece in pieces:
@@ -175,7 +175,7 @@ def pack(
 
 
 def _cut(pieces: Iterable[str], words: int) -> Iterator[str]:
-    """The pieces themselves, or, of those that are too long, parts that end at a space."""
+    """The pieces; those that are too long are cut at spaces."""
     for piece in map(str.strip, pieces):
         while len(piece.split()) > words:
             end = [found.start() for found in re.finditer(r"\s+", piece)][words - 1]

@@ -1,7 +1,7 @@
-"""Run by an interpreter that has llama_cpp: reads prompts and the answers behind them, and says how long a token took.
+"""Times llama.cpp per token; run by an interpreter that has llama_cpp.
 
-argv: a JSON file, {gguf, threads, answers: [{prompt: token ids, answer: token ids}]}. Prints milliseconds a token of
-each, a line each.
+argv: a JSON file, {gguf, threads, answers: [{prompt: token ids, answer: token ids}]}. Prints the milliseconds per token
+of each answer, one line each.
 """
 
 import json

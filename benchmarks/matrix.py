@@ -1,4 +1,4 @@
-"""What a framework's program reuses: three questions to it, and of the third, where each token's KV came from."""
+"""Counts what a framework's program reuses: for the third of three questions, where each token's KV came from."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -16,9 +16,9 @@ Ask = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class Program:
-    """A program of a framework's own documentation, in our words: the same calls in the same order.
+    """A program from a framework's documentation, with the same calls in the same order.
 
-    make: from a model and a library to what takes a question. source: repository and file of the original.
+    make: takes a model and documents, returns a function that answers questions. source: repository and file.
     """
 
     name: str
@@ -30,9 +30,8 @@ class Program:
 class Served:
     """Tokens of one question, over all calls of the model.
 
-    reused, recomputed, fresh: as in a report, what was missing being fresh. retrieved: those that belong to what the
-    retrieval returned, in whatever prompt, and those of lines that no prompt holds. found: how many of them came from
-    the store.
+    reused, recomputed, fresh: as in a report, missing ones counted as fresh. retrieved: tokens of retrieved texts, in
+    any prompt, and of retrieved lines that are in no prompt. found: how many of those came from the store.
     """
 
     reused: int
@@ -43,13 +42,13 @@ class Served:
 
     @property
     def share(self) -> float:
-        """Of the retrieved tokens, how many came from the store."""
+        """The share of retrieved tokens that came from the store."""
         return self.found / self.retrieved
 
 
 @contextmanager
 def watched() -> Iterator[list[Result | Stream]]:
-    """All answers that any engine makes meanwhile, in the order in which they begin."""
+    """Record all answers of all engines within the block, in the order in which they begin."""
     seen: list[Result | Stream] = []
     kept = {name: getattr(Engine, name) for name in ("generate", "stream")}
 
@@ -75,7 +74,7 @@ def results_of(answers: Iterable[Result | Stream]) -> list[Result]:
 
 
 def served(engine: Engine, results: Iterable[Result], retrieved: Iterable[str]) -> Served:
-    """What became of the retrieved texts in these prompts; counted from the texts, whatever the engine found."""
+    """Count how the retrieved texts in these prompts were served; by the texts, not by what the engine recognised."""
     lines = {line.strip() for text in retrieved for line in text.splitlines() if len(line.strip()) >= MINIMUM}
     all_of, inside, there = Counter[str](), Counter[str](), set[str]()
     for result in results:
@@ -98,7 +97,7 @@ def _places(text: str, lines: Iterable[str]) -> Iterator[tuple[str, slice]]:
 
 
 def _letters_at(words: Iterable[str], letters: Iterable[str], places: Iterable[slice]) -> Iterator[str]:
-    """The letters of the words that lie in these places of all words together."""
+    """The letters of the words that overlap these slices of the joined words."""
     words = list(words)
     inside = bytearray(sum(map(len, words)))
     for place in places:

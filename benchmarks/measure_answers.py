@@ -1,11 +1,11 @@
-"""How long a token of a real answer takes: by our loop, with guessed tokens and without, and by llama.cpp.
+"""Times the tokens of real answers: by our loop, with and without speculative tokens, and by llama.cpp.
 
     python -m benchmarks.measure_answers --data musique_dev.json
     python -m benchmarks.measure_answers --data musique_dev.json --model FILE.gguf --llamacpp .venv-llamacpp/bin/python
 
-Greedy answers behind all passages of a question; both ways of ours in turns, medians of three, and then llama.cpp,
-which reads the same tokens of the same prompts from the same file, one at a time, with as many threads (set
-OMP_NUM_THREADS for fewer than there are cores). Means are weighted by length; answers of one token are left out.
+Greedy answers after all passages of a question; both of our ways alternately, medians of three, and then llama.cpp on
+the same tokens of the same prompts from the same file, one at a time, with as many threads (set OMP_NUM_THREADS for
+fewer than there are cores). Means are weighted by length; answers of one token are left out.
 """
 
 import json
@@ -33,7 +33,7 @@ WAYS = {"without guesses": 0, "guessing": DirectDecode.guessed_tokens}
 
 
 def asked(engine: Engine, question: Question) -> tuple[Answered, dict[str, float]]:
-    """The prompt and its answer, without the last token; milliseconds a token in each way."""
+    """The prompt and its answer, without the last token; milliseconds per token for each way."""
     prompt = engine.chat_prompt(None, [Chunk(text) for text in question.passages], question.text)
     prefilled = engine.prefill(prompt, method="full")
     times: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -51,7 +51,7 @@ def asked(engine: Engine, question: Question) -> tuple[Answered, dict[str, float
 
 
 def by_llama_cpp(python: Path, gguf: Path, answers: Sequence[Answered]) -> Iterator[float]:
-    """Milliseconds a token that it takes to read these answers behind their prompts."""
+    """Milliseconds per token of llama.cpp for these answers."""
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder, "plan.json")
         plan.write_text(

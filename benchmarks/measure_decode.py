@@ -1,13 +1,13 @@
-"""How long a token of an answer takes, by the model's own forward and by our loop, in turns.
+"""Times decoding per token, by the model's own forward and by our loop, alternately.
 
     python -m benchmarks.measure_decode --model default --context 500,3000
     python -m benchmarks.measure_decode --model default --context 500,3000 --streams 1,2,4,8
     python -m benchmarks.measure_decode --model default --data musique.json --limit 20
 
-Prints, for each length of context, milliseconds a token (medians of five), their ratio, and how far the two are apart:
-mean KL divergence in nats over 24 tokens of plain text, and the share of them with the same best token. With questions,
-the divergence over their answers of each from the same weights in float32 (`measure_answers`: what guessing gains).
-With streams, tokens a second of so many in all by our loop, one after the other and in one pass.
+Prints, for each context length, milliseconds per token (medians of five), their ratio, and how much the two differ:
+mean KL divergence in nats over 24 tokens of plain text, and the share of them with the same top token. With --data, the
+divergence of each from the same weights in float32, over the answers (`measure_answers` has speculative tokens). With
+--streams, tokens per second of all streams together by our loop, one after the other and in one pass.
 """
 
 import itertools
@@ -39,7 +39,7 @@ Logits = list[torch.Tensor]
 
 
 def in_turns(ways: dict[str, Callable[[], Logits]]) -> tuple[dict[str, list[float]], dict[str, torch.Tensor]]:
-    """Seconds of each way, by round, and the logits that it gave."""
+    """Seconds of each way by round, and its logits."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     told: dict[str, torch.Tensor] = {}
     for _ in range(REPEATS):
@@ -57,13 +57,13 @@ def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
 
 
 def each_token(steps: DecodeImplementation, prefilled: Prefilled, tokens: Sequence[int]) -> Logits:
-    """What is said behind the prompt and each of the tokens."""
+    """The logits after the prompt and each of the tokens."""
     prefilled.cache.truncate()
     return [steps.run(prefilled.cache, [token]) for token in tokens]
 
 
 def measured(prefilled: Prefilled, ways: dict[str, DecodeImplementation], follow: tuple[int, ...]) -> str:
-    """One line about both ways behind that prompt."""
+    """One line comparing both ways after that prompt."""
     times, told = in_turns({n: partial(each_token, steps, prefilled, follow) for n, steps in ways.items()})
     spent = " ".join(f"{n} {1e3 * statistics.median(each) / len(follow):.1f} ms" for n, each in times.items())
     divergence, same = agreement(told["model"], told["rows"])
@@ -71,7 +71,7 @@ def measured(prefilled: Prefilled, ways: dict[str, DecodeImplementation], follow
 
 
 def shared(prefilled: Sequence[Prefilled], rows: DirectDecode, follow: Sequence[tuple[int, ...]]) -> str:
-    """One line about a token of each stream at a time, alone and together."""
+    """One line comparing several streams, decoded one after the other and together."""
     caches = [each.cache for each in prefilled]
 
     def alone(reads: list[Read]) -> Logits:
@@ -99,7 +99,7 @@ def shared(prefilled: Sequence[Prefilled], rows: DirectDecode, follow: Sequence[
 def diverging(
     engine: Engine, exact: Engine, ways: dict[str, DecodeImplementation], questions: Sequence[Question]
 ) -> str:
-    """How far each is from the exact model over the greedy answers to questions about two passages."""
+    """The divergence of each from the exact model, over greedy answers to questions about two passages."""
     told: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for question in questions:
         passages = [Chunk(text) for text in question.passages[:2]]

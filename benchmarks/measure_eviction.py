@@ -1,10 +1,10 @@
-"""What eviction after the first token gains and costs: time per token, bytes of KV, and divergence, by tokens kept.
+"""Measures eviction after the first token: time per token, bytes of KV, and divergence, by the number of tokens kept.
 
     python -m benchmarks.measure_eviction --home /tmp/eviction --data questions.json --passages 6 --limit 12
 
-Each question is read by --method, its greedy answer is forced through the same context thinned out, and the next-token
-distributions are compared with those of the whole context (KL, nats). Time per token is the median over the steps of
-all questions, in one process and in turn, so that a busy machine slows all rows alike. Bytes are of the prompt's KV.
+Each question is prefilled by --method, its greedy answer is teacher-forced through the same context after eviction, and
+the next-token distributions are compared with those of the whole context (KL, nats). Time per token is the median over
+the steps of all questions, measured alternately, so that other load slows all rows alike. Bytes are of the prompt's KV.
 """
 
 import sys
@@ -22,7 +22,7 @@ from ragblend.app.quality import cli as product
 from ragblend.app.quality.metrics import kl_divergence
 from ragblend.app.quality.prefilling import stored
 from ragblend.app.quality.quality import build_prompt
-from ragblend.app.quality.sources import Source, read
+from ragblend.app.quality.sources import QuestionSource, read
 from ragblend.app.quality.table import number, table_of, text
 from ragblend.app.quality.variants import parse_counts
 
@@ -32,7 +32,7 @@ app = typer.Typer(name="measure_eviction", rich_markup_mode=None, pretty_excepti
 @command(app, "measure_eviction")
 def measure_eviction(
     cli: Cli,
-    source: Source,
+    source: QuestionSource,
     method: Annotated[str, typer.Option(help="What reads the prompts.")] = "cacheblend",
     ratio: Annotated[float, typer.Option(help="And its ratio.")] = 0.15,
     tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 16,
@@ -78,7 +78,7 @@ def measure_eviction(
 
 
 def step_times(engine: Any, prefilled: Any, token_ids: tuple[int, ...]) -> list[float]:
-    """Milliseconds of each decoding step, the given tokens going in."""
+    """Milliseconds of each decoding step for the given tokens."""
     cache, times = prefilled.cache, []
     for token_id in token_ids:
         begun = time.perf_counter()

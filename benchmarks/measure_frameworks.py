@@ -1,4 +1,4 @@
-"""Time to first token inside LlamaIndex and LangChain: their own Hugging Face LLM, and RAGBlend in its place.
+"""Times the first token inside LlamaIndex and LangChain, with their own Hugging Face LLM and with RAGBlend instead.
 
     pip install --no-deps llama-index-llms-huggingface langchain-huggingface
     python -m benchmarks.measure_frameworks --home /tmp/frameworks --json frameworks.json
@@ -26,7 +26,7 @@ from benchmarks.common import Home, Model, Row, run
 from ragblend.app import samples
 
 ANSWER_TOKENS = 32
-WARM_UP = "What is a tramway?"  # not counted: the process' first question pays for threads and kernels
+WARM_UP = "What is a tramway?"  # not counted: a process's first question starts threads and kernels
 QUESTIONS = [each.question for each in samples.questions()[:11]]
 Ask = Callable[[str], Iterator[str]]
 
@@ -62,7 +62,7 @@ def weights_folder(home: Path, model: str) -> str:
 
 
 def asked_all(ask: Ask, statistics_of: Callable[[], Row] = dict, rounds: int = 1) -> list[Row]:
-    """Every question in turn: its answer, its time, and RAGBlend's counts."""
+    """Ask every question; its answer, its time, and RAGBlend's counts."""
     rows = []
     for question in [WARM_UP, *QUESTIONS * rounds]:
         begun, ttft_ms, text = time.perf_counter(), 0.0, ""
@@ -75,7 +75,7 @@ def asked_all(ask: Ask, statistics_of: Callable[[], Row] = dict, rounds: int = 1
 
 
 def report(name: str, theirs: list[Row], ours: list[Row]) -> None:
-    """A line a question, and the median of the later ones."""
+    """Print a line per question, and the median of the later ones."""
     print(f"\n{name}\n{'reused':>8}{'new':>5}{'theirs ms':>11}{'RAGBlend ms':>13}{'times':>7}  question")
     later = []
     for question, one, two in zip(QUESTIONS * 2, theirs * 2, ours, strict=True):

@@ -1,12 +1,11 @@
-"""Time to first token on an accelerator, in one command: random weights of a real model's shape, the bundled tokenizer.
+"""Times the first token on an accelerator with random weights of a real model's shape and the bundled tokenizer.
 
     python -m benchmarks.measure_gpu llama-3-8b-random             # CUDA, Llama-3-8B's shape (16 GB)
     python -m benchmarks.measure_gpu tiny --device cpu             # another shape, to try this file itself
 
-Full prefill, reuse, CacheBlend and probe-shift, with the KV in (pinned) memory, in the page cache and on the disk; a
-timeline of each, in which copies and layers lie above each other; then tokens of an answer, by the model's own forward
-and by recorded rows. Speed does not depend on what the weights are, and quality is not looked at. Needs the default
-model installed, for its tokenizer.
+Full prefill, reuse, CacheBlend and probe-shift, with the KV in (pinned) memory, in the page cache and on disk; a
+timeline of each, which shows copies beside layers; then decoding, by the model's own forward and by recorded rows.
+Speed does not depend on the weights, and quality is not measured. Needs the default model, for its tokenizer.
 """
 
 import statistics
@@ -50,7 +49,7 @@ def make_model(folder: Path, shape: dict[str, Any]) -> None:
 
 
 def bounds(device: str) -> str:
-    """One line about what the device could do: bytes into it from pinned memory and within it, and products."""
+    """One line about the device's limits: bytes per second from pinned memory and within it, and FLOP per second."""
     import torch
 
     from ragblend.engine.model.device import device_name, transfer_stream

@@ -1,9 +1,9 @@
-"""How fast passages are encoded and stored, beside the model's own forward over the same tokens, in turns.
+"""Times encoding and storing passages against the model's own forward over the same tokens, alternately.
 
     python -m benchmarks.measure_ingest --model default --tokens 512
 
-Prints the share of the model's own rate that is left, by the clock and by processor time, and both rates: medians over
-the chunks. Also what the model's own forward makes of 1, 2 and 4 chunks at a time.
+Prints the share of the model's own speed that is left, by wall-clock and by processor time, and both speeds: medians
+over the chunks. Also the speed of the model's own forward with 1, 2 and 4 chunks at a time.
 """
 
 import time
@@ -28,7 +28,7 @@ def main(
     """Measure, and print two lines."""
     engine = Engine.open(model, home, dtype=dtype)
     assert engine.gate.passed, engine.gate.reason
-    passages = texts(engine, chunks, tokens, first=time.time_ns())  # that nobody has stored
+    passages = texts(engine, chunks, tokens, first=time.time_ns())  # not stored yet
     ids = [engine.tokenize(Prompt([Chunk(each)])).chunks[0].token_ids or () for each in passages]
     names = [f"measured-{time.time_ns()}-{number}" for number in range(chunks)]
     base = engine.runtime.decoder.model.base_model
@@ -50,7 +50,7 @@ def main(
     rows = list[tuple[float, ...]]()
     for each in ids[1:]:
         forward = spent(partial(own, [each]))
-        encoded = spent(partial(next, encoding))  # each is written while the one after it is computed
+        encoded = spent(partial(next, encoding))  # each is written while the next one is computed
         shares = (forward[0] / encoded[0], forward[1] / encoded[1])
         rows.append((*shares, len(each) / forward[0], len(each) / encoded[0]))
     engine.forget(names)

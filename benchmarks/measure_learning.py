@@ -1,10 +1,10 @@
-"""What it costs to learn passages from prompts, and which are found: figures of docs/frameworks.md.
+"""Measures what learning passages from prompts costs, and which are found later: figures of docs/frameworks.md.
 
     python -m benchmarks.measure_learning --home /tmp/learning
 
-10,000 different prompts of 2,000 tokens, a tenth of them with passages that stand in four prompts each, between other
-neighbours and before other questions; beside each the same prompt where nothing is learnt: the difference is processor
-time. Then LlamaIndex's citation engine, the program whose passages are learnt in most pieces.
+10,000 different prompts of 2,000 tokens, a tenth of them with passages that occur in four prompts each, with other
+neighbours and questions; each prompt is also run without learning, and the difference in processor time is the cost.
+Then LlamaIndex's citation engine, the program whose passages are learnt in most pieces.
 """
 
 import json
@@ -28,7 +28,7 @@ PARAGRAPHS, LONG = 17, 4  # of a prompt of 2,000 tokens, a passage having three;
 
 
 class Prompts:
-    """turns: the passages that each prompt holds, of paragraphs that never come twice by themselves."""
+    """The prompts. turns: the passages of each, made of paragraphs that are otherwise never repeated."""
 
     def __init__(self, count: int) -> None:
         self.draw = random.Random(0)
@@ -60,7 +60,7 @@ def main(home: Home, prompts: int = 10_000) -> None:
 
 
 def many(home: str, count: int) -> dict[str, Any]:
-    """Of so many prompts: time, memory, and what was found of passages that came back three times."""
+    """Time and memory for so many prompts, and how many repeated passages were found."""
     name = str(time.time_ns())
     learning, plain, other = (Backend(home=home, collection=f"{name} {kind}") for kind in range(3))
     prompts, process = Prompts(count), psutil.Process()
@@ -98,7 +98,7 @@ def asked(backend: Backend, text: str, learns: bool) -> Prompt:
 
 
 def citations(home: str) -> dict[str, Any]:
-    """What the citation engine leaves to do in the background after its second question."""
+    """The background work of the citation engine after its second question."""
     framework = llama_index()
     [program] = [each for each in framework.programs if each.name == "citations"]
     ask, engine = made(framework, program, home, {})

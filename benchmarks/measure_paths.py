@@ -1,9 +1,9 @@
-"""What the knowledge tree saves: six passages read in full, fused, and with three or all of them in a known order.
+"""Measures what the knowledge tree saves: six passages in full, fused, and with three or all in a known order.
 
     python -m benchmarks.measure_paths --data musique.json --limit 12
 
-Prints, for each way, the median time to read a prompt as a share of full prefill's, the share of rows computed, and the
-mean KL divergence of the first token from full prefill. Each question's ways are measured one after the other.
+Prints, for each way, the median prefill time as a share of full prefill's, the share of rows computed, and the mean KL
+divergence of the first token from full prefill. The ways are measured one after the other for each question.
 """
 
 import tempfile
@@ -18,7 +18,7 @@ PASSAGES, KNOWN = 6, 3
 
 
 def main(data: Data, model: Model = "default", limit: Limit = 12) -> None:
-    """Measure, and print a line a way."""
+    """Measure, and print a line per way."""
     ways = defaultdict[str, list[tuple[float, float, float]]](list)
     with tempfile.TemporaryDirectory() as home:
         engine = Engine.open(model, home=home)

@@ -1,12 +1,12 @@
-"""What the frameworks' own programs reuse, and what their first question costs: the tables of docs/frameworks.md.
+"""Measures what the frameworks' own programs reuse, and what their first question costs: tables of docs/frameworks.md.
 
     python -m benchmarks.measure_programs --home /tmp/programs
 
 Every program (`programs_langchain.py`, `programs_llama_index.py`) is asked three questions about the bundled model's
-sample documents, and the third is counted. With `--repeats 5` first questions are timed, beside the same program
-with `method="full"` and nothing learnt or registered, in turn, each time in a new collection. Recorded are ratios of
-medians: `first` by the clock, and `first_cpu` of processor time until the answer is there. `--only` runs some programs;
-what is recorded of the others is left.
+sample documents, and the third is counted. With `--repeats 5` first questions are timed, alternating with the same
+program with `method="full"` and nothing learnt or registered, each time in a new collection. Recorded are ratios of
+medians: `first` by wall-clock time, and `first_cpu` by processor time until the answer. `--only` runs some programs,
+and keeps what is recorded of the others.
 """
 
 import gc
@@ -38,7 +38,7 @@ PLAIN = {"method": "full", "learn_from_prompts": False, "register_retrieved": Fa
 
 
 class Framework(NamedTuple):
-    """Its programs, our model for it, what that is made with, and the sample documents."""
+    """A framework's programs, our model for it with its options, and the sample documents."""
 
     programs: list[Program]
     model: Any
@@ -49,29 +49,35 @@ class Framework(NamedTuple):
 def langchain() -> Framework:
     from langchain_core.documents import Document
 
-    from benchmarks.programs_langchain import PROGRAMS, Library
+    from benchmarks.programs_langchain import PROGRAMS, LangChainDocuments
     from ragblend.integrations.langchain import ChatRAGBlend, RAGBlendEmbeddings
 
     documents = [Document(text, metadata={"source": name}) for name, text in texts().items()]
     return Framework(
-        PROGRAMS, ChatRAGBlend, {"max_tokens": ANSWER_TOKENS}, Library(documents, RAGBlendEmbeddings())
+        PROGRAMS,
+        ChatRAGBlend,
+        {"max_tokens": ANSWER_TOKENS},
+        LangChainDocuments(documents, RAGBlendEmbeddings()),
     )
 
 
 def llama_index() -> Framework:
     from llama_index.core import Document
 
-    from benchmarks.programs_llama_index import PROGRAMS, Library
+    from benchmarks.programs_llama_index import PROGRAMS, LlamaIndexDocuments
     from ragblend.integrations.llama_index import RAGBlendEmbedding, RAGBlendLLM
 
     documents = [Document(text=text, metadata={"file_name": name}) for name, text in texts().items()]
     return Framework(
-        PROGRAMS, RAGBlendLLM, {"max_new_tokens": ANSWER_TOKENS}, Library(documents, RAGBlendEmbedding())
+        PROGRAMS,
+        RAGBlendLLM,
+        {"max_new_tokens": ANSWER_TOKENS},
+        LlamaIndexDocuments(documents, RAGBlendEmbedding()),
     )
 
 
 def texts() -> dict[str, str]:
-    """Of the sample documents that are text: whole, by their names."""
+    """The sample documents that are plain text, by name."""
     paths = sorted(path for path in samples.documents_folder().iterdir() if path.suffix in (".md", ".html"))
     return {path.name: "\n\n".join(part.text for part in read_document(path)) for path in paths}
 
@@ -81,7 +87,7 @@ def main(
     repeats: Annotated[int, typer.Option(help="First questions that are timed, of each kind.")] = 0,
     only: Annotated[list[str] | None, typer.Option(help="A program; may be given several times.")] = None,
 ) -> None:
-    """Run what was asked for, record it, write the tables."""
+    """Run the chosen programs, record the results, write the tables."""
     warnings.simplefilter("ignore")
     recorded: dict[str, list[Row]] = read_json(PROGRAMS)
     for name, make in {"langchain": langchain, "llama-index": llama_index}.items():
@@ -99,7 +105,7 @@ def main(
 
 
 def measured(framework: Framework, program: Program, home: str, repeats: int) -> Row:
-    """What is to be recorded. home: where nothing of this run's collections is stored yet."""
+    """One program's results to record. home: without this run's collections."""
     if not repeats:
         return third(framework, program, home)
     turns = [
@@ -111,8 +117,8 @@ def measured(framework: Framework, program: Program, home: str, repeats: int) ->
 
 
 def made(framework: Framework, program: Program, home: str, options: Row) -> tuple[Ask, Any]:
-    """The program on a model with a collection of its own, warm."""
-    gc.collect()  # models that are alive learn what others retrieve
+    """The program on a model with a collection of its own, warmed up."""
+    gc.collect()  # models that are not collected would learn what others retrieve
     llm = framework.model(home=home, collection=f"{time.time_ns()}", **framework.options, **options)
     ask = program.make(llm, framework.library)
     llm.complete("Hello") if hasattr(llm, "complete") else llm.invoke("Hello")
@@ -121,7 +127,7 @@ def made(framework: Framework, program: Program, home: str, options: Row) -> tup
 
 
 def first(framework: Framework, program: Program, home: str, options: Row) -> tuple[float, float]:
-    """Seconds that the first question takes: by the clock, and of processor time."""
+    """Wall-clock and processor seconds of the first question."""
     ask, engine = made(framework, program, home, options)
     found = spent(lambda: ask(QUESTIONS[0]))
     engine.finish_background()
@@ -129,7 +135,7 @@ def first(framework: Framework, program: Program, home: str, options: Row) -> tu
 
 
 def third(framework: Framework, program: Program, home: str) -> Row:
-    """What became of the tokens of the third question."""
+    """How the tokens of the third question were served."""
     ask, engine = made(framework, program, home, {})
     for question in QUESTIONS:
         with watched() as answers, framework.library.finding() as found:

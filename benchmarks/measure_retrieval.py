@@ -1,11 +1,11 @@
-"""What the app's search finds by vectors, and by vectors and words, of the same questions.
+"""Measures the recall of the app's search by vectors, and by vectors and words, on the same questions.
 
     python -m benchmarks.measure_retrieval --data musique_dev.json
 
-All passages of the file are one collection. Relevant are those that came with a question, or of these the ones that
-hold an answer to it; of the sample documents, cut as the app cuts them, the passages that hold an answer. Recall at k
-is the share of them among k passages found, of at most k; differences are paired, with a 95% bootstrap interval over
-questions.
+All passages of the file are one collection. Relevant are those that belong to a question, or those of them that contain
+an answer; of the sample documents, chunked as the app does, the passages that contain an answer. Recall at k is the
+share of at most k relevant passages that are among the first k; differences are paired, with 95% bootstrap intervals
+over questions.
 """
 
 import statistics
@@ -40,13 +40,13 @@ class Case:
 
 
 def holding(texts: Sequence[str], answers: Sequence[str]) -> frozenset[str]:
-    """Those that hold one of the answers, as whole words."""
+    """Indices of the texts that contain one of the answers as whole words."""
     wanted = [f" {normalise(answer)} " for answer in answers]
     return frozenset(text for text in texts if any(each in f" {normalise(text)} " for each in wanted))
 
 
 def fill(workspace: Workspace, texts: Sequence[str]) -> None:
-    """Passages as they are, in one document."""
+    """Index texts as the passages of one document."""
     library, name = workspace.library, workspace.settings.collection
     document = document_id(name, "/passages")
     parts = [
@@ -60,7 +60,7 @@ def fill(workspace: Workspace, texts: Sequence[str]) -> None:
 
 
 def compared(home: Path, what: str, cases: Sequence[Case]) -> list[str]:
-    """A row of a table for each depth."""
+    """A table row for each k."""
     asked = [case for case in cases if case.relevant]
     recalls, ms = dict[tuple[str, int], list[float]](), dict[str, list[float]]()
     for name in SEARCHES:

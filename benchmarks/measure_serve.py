@@ -1,14 +1,14 @@
-"""Requests under load, as RAGCache measures them (arXiv 2404.12457, section 7): time to first token against their rate.
+"""Measures requests under load as RAGCache does (arXiv 2404.12457, section 7): time to first token by request rate.
 
-    python -m benchmarks.measure_serve --parts calibrate          what a prompt takes, by what of it is stored
+    python -m benchmarks.measure_serve --parts calibrate          cost of a prompt, by how much of it is stored
     python -m benchmarks.measure_serve --parts full,blend         systems on the real engine, minutes each
-    python -m benchmarks.measure_serve --parts order              as they come, and in order, on the real engine
-    python -m benchmarks.measure_serve --parts simulate           larger traces and the ablations, in made-up time
-    python -m benchmarks.measure_serve --render                   the document again, from what is recorded
+    python -m benchmarks.measure_serve --parts order              first come first served, and reordered, on the engine
+    python -m benchmarks.measure_serve --parts simulate           larger traces and ablations, simulated
+    python -m benchmarks.measure_serve --render                   the document again, from recorded figures
 
-Requests come as a Poisson process; each asks about passages drawn by their popularity. The clock is this process's
-processor time, with one thread computing: what others do on the machine does not count, and waiting for the next
-request takes no time. Writes `serve.json` beside this file, the tables of docs/load.md and a picture.
+Requests arrive as a Poisson process; each asks about passages drawn by popularity. The clock is this process's
+processor time, with one computing thread: other load does not count, and waiting for the next request takes no time.
+Writes `serve.json` beside this file, the tables of docs/load.md and a picture.
 """
 
 import json
@@ -32,7 +32,15 @@ import torch
 import typer
 
 from benchmarks.common import DOCS, FIGURES, Row, between_marks, dumped, markdown, read_json, run, texts
-from benchmarks.serve_simulator import SYSTEMS, Costs, Found, Outcome, Request, System, simulator
+from benchmarks.serve_simulator import (
+    SYSTEMS,
+    Costs,
+    PromptTokens,
+    SimulatedRequest,
+    SimulationResult,
+    System,
+    simulator,
+)
 from benchmarks.traces import make_trace
 from ragblend import Chunk, Engine
 from ragblend.app.quality.prefilling import cpu_name
@@ -75,15 +83,17 @@ ORDERED, ORDERED_LOAD = 100, 1.4
 
 
 def arrivals(count: int, rate: float, seed: int = 0) -> list[float]:
-    """Of a Poisson process of exactly that mean rate."""
+    """Arrival times of a Poisson process with exactly that mean rate."""
     draw = random.Random(seed)
     gaps = [draw.expovariate(1.0) for _ in range(count)]
     return [at * count / sum(gaps) / rate for at in accumulate(gaps)]
 
 
 def throughput(points: Sequence[tuple[float, float]], slo_s: float) -> float:
-    """The rate at which the mean crosses the SLO, between two that were measured (requests/s, mean s); the last one
-    where it does not."""
+    """The rate at which the mean crosses the SLO, interpolated between points (requests/s, mean s).
+
+    The last rate if it does not.
+    """
     ordered = sorted(points)
     for (low, before), (high, after) in pairwise(ordered):
         if before <= slo_s < after:
@@ -94,10 +104,10 @@ def throughput(points: Sequence[tuple[float, float]], slo_s: float) -> float:
 # --- the real engine
 
 
-class Clock:
-    """Processor time of this process, and what was skipped while all who are awake in it only waited for a time.
+class SkippingClock:
+    """Processor time of this process, plus time that is skipped while all active threads only wait.
 
-    awake: the requests on their way and who sends them, less those that sleep.
+    awake: running requests and their senders that are not sleeping.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -126,14 +136,14 @@ class Clock:
             self.awake += 1
 
     def _computes(self, left_s: float) -> bool:
-        """Whether the device has something to do, or would in a pause of so long."""
+        """Whether the device is busy, or would be in a pause of that length."""
         ahead = any(thread.name == "ragblend-speculation" for thread in threading.enumerate())
         busy = ahead or self._engine.runtime.queue.inside > 0
         return busy or (left_s > PAUSE_S and not self._engine.finish_background(timeout_s=0.01))
 
 
 class TimedOrder(RequestOrder):
-    """Notes how long choosing took, and by how many the unluckiest was passed."""
+    """Records how long choosing took, and how often the unluckiest request was overtaken."""
 
     spent_s, most_passed = 0.0, 0
 
@@ -146,12 +156,12 @@ class TimedOrder(RequestOrder):
         return ticket
 
 
-Ask = Callable[[int, Clock, Callable[[str], None]], None]
+Ask = Callable[[int, SkippingClock, Callable[[str], None]], None]
 
 
 def served(engine: Engine, window: int, at: Sequence[float], ask: Ask) -> Row:
-    """Ask each when its time has come; what it took to the first token. ask(number, clock, on_text)."""
-    clock, order = Clock(engine), TimedOrder(window=window)
+    """Send each request at its time; their times to first token. ask(number, clock, on_text)."""
+    clock, order = SkippingClock(engine), TimedOrder(window=window)
     engine.runtime.queue.order = order
     ttft_s, claims_s, threads = [math.nan] * len(at), list[float](), list[threading.Thread]()
     claim_of: Callable[..., Claim] = vars(engine_module)["claim_of"]
@@ -225,7 +235,7 @@ def prompt_of(engine: Engine, passages: Sequence[str], question: str = "What is 
 
 
 class Trial:
-    """One system on the real engine, which has of the corpus what it would have; each run has requests of its own."""
+    """One system on the real engine, whose store is filled as the system would; each run has other requests."""
 
     def __init__(self, system: System, corpus: Corpus, engine: Engine, passages: Sequence[str]) -> None:
         self._system, self._corpus, self._engine, self._passages = system, corpus, engine, passages
@@ -236,7 +246,7 @@ class Trial:
         prompts = self._corpus.prompts(engine, self._passages, self.begin, count)
         self.begin += count
 
-        def ask(number: int, clock: Clock, on_text: Callable[[str], None]) -> None:
+        def ask(number: int, clock: SkippingClock, on_text: Callable[[str], None]) -> None:
             # Opens this thread's connection, which the prefill needs as well.
             engine.store.contains(ChunkKey("0" * 64))
             options = {"on_text": on_text, "max_new_tokens": self._corpus.answer_tokens}
@@ -269,7 +279,7 @@ def trial(system: System, corpus: Corpus, home: str) -> Iterator[Trial]:
 
 
 def measured(system: System, trace: str, alone_full_s: float | None, home: str) -> Row:
-    """A system alone, at the common rate, and at its own loads."""
+    """Measure a system without load, at the common rate, and at its own loads."""
     with trial(system, Corpus(trace), home) as one:
         alone_s = one.at_rate(ALONE, SELDOM)["mean_s"]
         rows = [one.at_rate(COUNT, COMMON / (alone_full_s or alone_s))]
@@ -278,7 +288,7 @@ def measured(system: System, trace: str, alone_full_s: float | None, home: str) 
 
 
 def in_order(home: str) -> list[Row]:
-    """Systems saturated, by the same requests as they come and in order, each time from the same beginning."""
+    """Saturated systems, with the same requests in arrival order and reordered, each from the same start."""
     rows, blend = list[Row](), next(system for system in SYSTEMS if system.name == "blend")
     for system, shape in (
         (EXACT, ("passages", PASSAGES)),
@@ -296,9 +306,9 @@ def in_order(home: str) -> list[Row]:
 
 
 def read_ahead(home: str) -> list[Row]:
-    """`blend` behind a retrieval that takes as long as reading the prompt, without and with `stream_staged`.
+    """`blend` after a retrieval that takes as long as the prefill, without and with `stream_staged`.
 
-    SETTLED says after which stage the passages are the final ones; before it they are another request's.
+    SETTLED: the stage after which the passages are final; before it they are another request's.
     """
     corpus, rows = Corpus("mmlu"), list[Row]()
     with opened(home) as engine:
@@ -315,11 +325,11 @@ def read_ahead(home: str) -> list[Row]:
             at = arrivals(AHEAD, load / alone_s if load else SELDOM)
             retrieval_s = alone_s
 
-            def waits(number: int, clock: Clock, on_text: Callable[[str], None]) -> None:
+            def waits(number: int, clock: SkippingClock, on_text: Callable[[str], None]) -> None:
                 clock.sleep_until(at[number] + retrieval_s)  # noqa: B023
                 engine.generate(prompts[number], on_text=on_text, max_new_tokens=1)
 
-            def reads(number: int, clock: Clock, on_text: Callable[[str], None]) -> None:
+            def reads(number: int, clock: SkippingClock, on_text: Callable[[str], None]) -> None:
                 def stages() -> Iterator[Prompt]:
                     for stage in range(len(SETTLED)):
                         clock.sleep_until(at[number] + retrieval_s * (stage + 1) / len(SETTLED))  # noqa: B023
@@ -342,8 +352,8 @@ def read_ahead(home: str) -> list[Row]:
 
 
 def calibrated(home: str) -> Row:
-    """What prompts take, by how many of their passages are on a path, stored alone, and neither."""
-    samples, draw, used = list[tuple[Found, float]](), random.Random(0), 0
+    """Times of prompts, by how many of their passages are on a path, stored alone, or not stored."""
+    samples, draw, used = list[tuple[PromptTokens, float]](), random.Random(0), 0
     with opened(home) as engine:
 
         def timed(passages: Sequence[str], method: str, exact: int, pieces: int = 1) -> None:
@@ -354,7 +364,7 @@ def calibrated(home: str) -> Row:
             engine.finish_background()
             stored = counts.reused + counts.recomputed
             path = sum(stop - start for start, stop in prompt.places[:exact])
-            samples.append((Found(counts.prompt - stored, path, stored - path, pieces), spent))
+            samples.append((PromptTokens(counts.prompt - stored, path, stored - path, pieces), spent))
 
         for count in (1, 2, 3, 4) * 2:
             for known in range(count + 1):
@@ -380,11 +390,11 @@ def calibrated(home: str) -> Row:
     return asdict(Costs.fitted(samples, token_s)) | {"samples": len(samples)}
 
 
-# --- made-up time
+# --- simulated time
 
 
 class Large:
-    """The requests of one large trace, of which each run takes the next ones."""
+    """The requests of one large trace; each run takes the next ones."""
 
     def __init__(self, trace: str, costs: Costs, shape: tuple[str, int] = ("passages", PASSAGES)) -> None:
         exponent, self.answer_tokens = TRACES[trace]
@@ -392,19 +402,19 @@ class Large:
         count = LARGE_WARM + (2 + len(LARGE_LOADS)) * LARGE_COUNT
         self.trace = make_trace(exponent, lengths, LARGE, count, each, seed=0)
 
-    def requests(self, run: int, rate: float) -> list[Request]:
-        """Those of a run, the first of which is to warm up."""
+    def requests(self, run: int, rate: float) -> list[SimulatedRequest]:
+        """The requests of a run; the first of them warms up."""
         count = LARGE_COUNT if run else LARGE_WARM
         first = run and LARGE_WARM + (run - 1) * LARGE_COUNT
         tokens = self.trace.tokens
         return [
-            Request(at, tuple((each, tokens[each]) for each in asked), self.answer_tokens)
+            SimulatedRequest(at, tuple((each, tokens[each]) for each in asked), self.answer_tokens)
             for at, asked in zip(
                 arrivals(count, rate), self.trace.requests[first : first + count], strict=True
             )
         ]
 
-    def row(self, outcome: Outcome, rate: float) -> Row:
+    def row(self, outcome: SimulationResult, rate: float) -> Row:
         read = outcome.path_tokens / outcome.tokens
         return {
             "rate": rate, "mean_s": outcome.mean_s, "p99_s": outcome.p99_s, "passed": outcome.passed, "on_paths": read
@@ -427,14 +437,14 @@ class Large:
 
 
 def under_load(alone_s: float, rows: list[Row]) -> Row:
-    """What was measured of a system, the run at the common rate first."""
+    """A system's results; the run at the common rate is the first."""
     points = [(0.0, alone_s), *((row["rate"], row["mean_s"]) for row in rows)]
     reached = throughput(points, SLO * alone_s)
     return {"alone_s": alone_s, "common": rows[0], "loads": rows[1:], "throughput": reached}
 
 
 def simulated(case: tuple[str, Costs]) -> Row:
-    """All systems on a large trace, and what eviction and order are worth, there and with articles of all lengths."""
+    """Simulate all systems on a large trace, and the effects of eviction and order, also with whole articles."""
     shapes = {"passages": Large(*case), "documents": Large(*case, ARTICLES)}
     full_s, systems = None, dict[str, Row]()
     for system in SYSTEMS:
@@ -465,7 +475,7 @@ def simulated(case: tuple[str, Costs]) -> Row:
 
 
 def compared(systems: dict[str, Row]) -> str:
-    """A row a system: what it takes alone and at the common rate, and how many a second it serves within the SLO."""
+    """A row per system: time without load and at the common rate, and requests per second within the SLO."""
     head = [
         "system",
         "alone",
@@ -521,13 +531,13 @@ def ahead(rows: list[Row]) -> str:
 
 
 def _side_by_side(before: Row, after: Row, digits: int, tail_digits: int) -> tuple[str, ...]:
-    """Two runs, and by how much the mean of the second is lower."""
+    """Two runs, and by how much the second's mean is lower."""
     cells = [f"{row['mean_s']:.{digits}f} s, p99 {row['p99_s']:.{tail_digits}f}" for row in (before, after)]
     return *cells, f"{before['mean_s'] / after['mean_s']:.2f} times"
 
 
 def page(found: Row) -> str:
-    """What stands between the marks of docs/load.md."""
+    """The generated part of docs/load.md."""
     parts = []
     for trace, rows in found["real"].items():
         about = f"**`{trace}`, measured**: {rows['full']['about']}; {COUNT} requests a run."
@@ -549,7 +559,7 @@ def page(found: Row) -> str:
 
 
 def picture(found: Row) -> None:
-    """Mean time to first token against the rate, on the engine and simulated."""
+    """Plot the mean time to first token by rate, on the engine and simulated."""
     from matplotlib.figure import Figure
 
     panels = [(f"{trace}, the engine", rows) for trace, rows in found["real"].items()]
@@ -567,7 +577,7 @@ def picture(found: Row) -> None:
 
 
 def page_with(found: Row) -> str:
-    """docs/load.md with the tables as recorded."""
+    """docs/load.md with the recorded tables."""
     return between_marks(PAGE.read_text(encoding="utf-8"), lambda: page(found))
 
 
@@ -579,7 +589,7 @@ def main(
     ] = f"calibrate,{','.join(NAMES)},ahead,order,simulate",
     render: Annotated[bool, typer.Option("--render", help="Nothing is measured.")] = False,
 ) -> None:
-    """Measure, and write what was found beside what was found before."""
+    """Measure, and add the results to the recorded ones."""
     for part in () if render else parts.split(","):
         measure(part, trace, home or str(resolve_home(None)))
     found = read_json(RECORDED)
@@ -608,7 +618,7 @@ def measure(part: str, trace: str, home: str) -> None:
 
 
 def keep(row: Row, *names: str) -> None:
-    """In the recorded file, under these names."""
+    """Store a row in the recorded file, under these names."""
     everything = place = read_json(RECORDED)
     for name in names[:-1]:
         place = place.setdefault(name, {})

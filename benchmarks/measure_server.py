@@ -1,16 +1,17 @@
-"""What the server keeps to itself, and what it keeps up: figures of docs/server.md.
+"""Measures the server's timing side channel, its stability under load, and its throughput: figures of docs/server.md.
 
     python -m benchmarks.measure_server timing --home /tmp/server
     python -m benchmarks.measure_server soak --home /tmp/server
     python -m benchmarks.measure_server rate --home /tmp/server --streams 8
 
-timing: one key has half of the passages; another asks about all of them, and so does the first then. How well does the
-time of an answer tell which half it is about? AUC 0.5: not at all; 1 or 0: always. The second key must learn nothing.
-soak: streams of many keys at once, a third of them left, beside a client that never reads: prompts by full prefill,
-along exact paths, and fused, in turns. Answers of the first two are compared with those that the same keys had alone;
-each passage is in two keys' prompts, and a key's first one must reuse nothing; memory, threads and open files are
-compared late in the run with early in it, and at rest behind it with at rest behind a first minute.
-rate: tokens a second in all of one stream, and of as many as are told at once, in turns.
+timing: one key has stored half of the passages; another asks about all of them, then the first one does. How well does
+the time of an answer reveal which half it is about? AUC 0.5: not at all; 1 or 0: always. The second key must learn
+nothing.
+soak: streams of many keys at once, a third of them cancelled, beside a client that never reads: prompts by full
+prefill, along exact paths, and fused, alternately. Answers of the first two are compared with those that the same keys
+had alone; each passage is in two keys' prompts, and a key's first one must reuse nothing; memory, threads and open
+files late in the run are compared with those early in it, and idle ones after it with idle ones after the first
+minute. rate: tokens per second of one stream, and of --streams streams together, alternately.
 """
 
 import asyncio
@@ -59,8 +60,8 @@ FUSED: Json = {}
 WAYS = (FULL, EXACT, FUSED)
 
 
-class Server:
-    """`ragblend serve` over a new home, in a process of its own, with a key for each name."""
+class ServerProcess:
+    """`ragblend serve` over a new home, as a process, with a key for each name."""
 
     def __init__(self, home: Path, model: str, names: Sequence[str], dtype: str) -> None:
         self.home = home
@@ -87,8 +88,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(home: Path, model: str, names: Sequence[str], dtype: str = "float32") -> Iterator[Server]:
-    server = Server(home, model, names, dtype)
+def serving(home: Path, model: str, names: Sequence[str], dtype: str = "float32") -> Iterator[ServerProcess]:
+    server = ServerProcess(home, model, names, dtype)
     try:
         yield server
     finally:
@@ -97,7 +98,7 @@ def serving(home: Path, model: str, names: Sequence[str], dtype: str = "float32"
 
 
 def timing(home: Path, model: str, requests: int) -> Json:
-    """Medians in ms and AUC, for the key that never saw any of the passages, and for the one that has half of them."""
+    """Medians in ms and AUC, for the key without any of the passages, and for the key that has half of them."""
     texts = Notes(random.Random(0))
     took: dict[tuple[str, bool], list[float]] = {}
     with serving(home, model, ("ada", "bob")) as server:
@@ -142,14 +143,14 @@ def timing(home: Path, model: str, requests: int) -> Json:
 
 
 def auc(longer: Sequence[float], shorter: Sequence[float]) -> float:
-    """How often one of the first is above one of the second."""
+    """How often a value of the first is larger than one of the second."""
     return float(mannwhitneyu(longer, shorter).statistic) / (len(longer) * len(shorter))
 
 
 class Soak:
-    """Many keys ask at once. What each says stands in no other's prompts, and answers are checked."""
+    """Many keys ask at once, each with texts of its own, and answers are checked."""
 
-    def __init__(self, server: Server, users: Sequence[str]) -> None:
+    def __init__(self, server: ServerProcess, users: Sequence[str]) -> None:
         self.server, self.users, self.texts = server, users, Notes(random.Random(0))
         self.counts = dict.fromkeys(("whole", "left", "wrong", "failed"), 0)
         shared = [self.texts.passage(SENTENCES) for _ in users]  # each stands in two keys' prompts
@@ -163,7 +164,7 @@ class Soak:
         }
 
     async def run(self, seconds: float) -> tuple[list[Json], list[Json]]:
-        """The server process once a second, behind the first minute; and when nobody asks, before that and after it."""
+        """Samples of the server process every second after the first minute; and idle ones before and after."""
         process = psutil.Process(self.server.process.pid)
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self.server.url, timeout=WAIT_S, limits=limits) as client:
@@ -198,7 +199,7 @@ class Soak:
         return rows
 
     async def _talk(self, client: httpx.AsyncClient, name: str, end: float, turn: int) -> None:
-        """All kinds of prompt in turns: as many of each at any time, since they do not hold the same files."""
+        """Alternate between the kinds of prompt, so that at any time there are as many of each."""
         draw = random.Random(f"{name} {end}")
         while time.monotonic() < end:
             turn, is_left, swapped = turn + 1, draw.random() < 1 / LEFT, draw.random() < 0.5
@@ -217,7 +218,7 @@ class Soak:
                 self.counts["failed"] += 1
 
     def _prompt(self, name: str, swapped: bool) -> str:
-        """With RAGBlend's own beginning, behind which there are paths."""
+        """A prompt with RAGBlend's own prefix, after which there are paths."""
         passages = SEPARATOR.join(self.passages[name][:: -1 if swapped else 1])
         return f"{OPENING}{passages}\n\n{name} was seen. Who was seen? Say: {name} was seen, and where."
 
@@ -232,7 +233,7 @@ class Soak:
         way: Json = FUSED,
         left_after: int | None = None,
     ) -> str:
-        """What came; all of it, or so many pieces. Raises ValueError for a stream that did not end as streams end."""
+        """The answer, whole or its first pieces. Raises ValueError for a stream without a proper end."""
         said = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
         body = self.server.body(text, messages=said, max_tokens=TOKENS, stream=True, **way)
         pieces: list[str] = []
@@ -252,7 +253,7 @@ class Soak:
         return "".join(pieces)
 
     async def _never_read(self, end: float) -> None:
-        """Sends a request, and takes nothing of the answer."""
+        """Send a request, and never read the answer."""
         sent = json.dumps(self.server.body("Go on.", stream=True, max_tokens=1024)).encode()
         lines = [
             "POST /v1/chat/completions HTTP/1.1", f"host: 127.0.0.1:{self.server.port}",
@@ -277,7 +278,7 @@ class Soak:
 
 
 def is_settled(home: Path) -> bool:
-    """Whether it is chosen how answers are computed: another order of sums is another greedy answer."""
+    """Whether the decoding loop is chosen: another order of sums can give another greedy answer."""
     return any(
         DecodeComparison(kept["divergence"], tuple(kept["ratios"])).is_settled
         for kept in map(read_json, home.rglob("steps-*.json"))
@@ -293,7 +294,7 @@ def taken(process: psutil.Process) -> Json:
 
 
 async def events(answer: httpx.Response) -> AsyncIterator[Json]:
-    """Raises ValueError where it does not end with [DONE], or with an error."""
+    """Yield a stream's values. Raises ValueError if it does not end with [DONE], or ends with an error."""
     async for line in answer.aiter_lines():
         if line == "data: [DONE]":
             return
@@ -306,7 +307,7 @@ async def events(answer: httpx.Response) -> AsyncIterator[Json]:
 
 
 def soak(home: Path, model: str, streams: int, minutes: float) -> Json:
-    """Counts of streams, and what the process took early and late."""
+    """Counts of streams, and the process's resources early and late."""
     users = names(random.Random(0), streams)
     with serving(home, model, users) as server:
         run = Soak(server, users)
@@ -328,7 +329,7 @@ def soak(home: Path, model: str, streams: int, minutes: float) -> Json:
 
 
 def rate(home: Path, model: str, streams: int) -> Json:
-    """Tokens a second in all, medians, from the first request to the last token."""
+    """Median tokens per second of all streams together, from the first request to the last token."""
     users, texts = names(random.Random(0), streams), Notes(random.Random(0))
     prompts = {name: f"{texts.passage(SENTENCES)}\n\nTell a long story of {name}." for name in users}
 
@@ -363,7 +364,7 @@ def rate(home: Path, model: str, streams: int) -> Json:
 
 
 def change(rows: Sequence[Json], name: str) -> Json:
-    """Means of an early and of the last part of the run."""
+    """Means of an early part of the run and of its last part."""
     whole = rows[-1]["at"]
     early, late = (
         statistics.mean(row[name] for row in rows if begin * whole <= row["at"] <= end * whole)

@@ -1,10 +1,10 @@
-"""What a shared store is worth, and what a bad one costs: first tokens of one prompt, over a real Redis behind a line.
+"""Measures what a shared store gains, and what a slow one costs: first tokens of a prompt over Redis behind a proxy.
 
     python -m benchmarks.measure_shared --limit 5
 
-Six passages of 512 tokens lie in redis-server on this machine (apt-get install redis-server), and none at home. For
-each line to it: the median time to the first token of the first prompt that meets it and of the next one, in
-milliseconds beyond full prefill's, which is measured before and behind each of them; each way in turns.
+Six passages of 512 tokens are in a redis-server on this machine (apt-get install redis-server), and none in the home.
+For each simulated connection to it: the median time to the first token of the first prompt and of the next one, in
+milliseconds beyond full prefill's, which is measured before and after each of them; alternating between connections.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from benchmarks.common import AnyHome, Limit, Model, run, texts
 from ragblend import Chunk, Engine
 from ragblend.kvstore.keys import ChunkKey
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # for the server, and the line to it
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # for the server and its proxy
 from shared_servers import Redis, proxy_to  # type: ignore[import-not-found]
 
 PASSAGES, PASSAGE_TOKENS, TIMEOUT_S = 6, 512, 2.0
@@ -32,7 +32,7 @@ LINES: dict[str, dict[str, Any]] = {
 
 
 def measured(model: str, home: str, url: str, passages: list[str], keys: list[ChunkKey]) -> Iterator[float]:
-    """Milliseconds of full prefill, then what the first prompt and the next one over that store take beyond it."""
+    """Milliseconds of full prefill, then those that the first and the next prompt over that store take beyond it."""
     engine = Engine.open(model, home=home, remote=url)
     prompt = engine.tokenize(
         engine.chat_prompt(None, [Chunk(text) for text in passages], "Who mended a fence?")
@@ -55,7 +55,7 @@ def measured(model: str, home: str, url: str, passages: list[str], keys: list[Ch
 
 
 def main(model: Model = "default", home: AnyHome = None, limit: Limit = 5) -> None:
-    """Measure each way so often, and print a line a way."""
+    """Measure each connection `limit` times, and print a line for each."""
     with tempfile.TemporaryDirectory() as folder:
         redis = Redis()
         try:
@@ -75,7 +75,7 @@ def _rows(model: str, home: str, redis: Redis, limit: int) -> Iterator[tuple[str
     engine = Engine.open(model, home=home, remote=f"{redis.url()}?timeout_s=60")
     passages = texts(engine, PASSAGES, PASSAGE_TOKENS, first=time.time_ns())
     keys = [key for key in engine.encode(passages).keys if key is not None]
-    engine.close()  # behind what waits to be shared
+    engine.close()  # waits until everything is uploaded
     options = f"timeout_s={TIMEOUT_S:g}&retry_s=600"
     for _ in range(limit):
         for line, how in LINES.items():

@@ -1,10 +1,10 @@
-"""How near a prompt comes to what the machine can do, phase by phase, and how its time grows with its length.
+"""Compares each phase of a prefill with the machine's limits, and measures how times grow with the prompt's length.
 
     python -m benchmarks.measure_speed                     some minutes on two cores: `make bench-speed`
     python -m benchmarks.measure_speed --long 8,16,32      thousands of tokens, a random model of the same shapes
-    python -m benchmarks.measure_speed --render            the documents again, from what is recorded
+    python -m benchmarks.measure_speed --render            the documents again, from recorded figures
 
-A phase's bound is what it cannot do without: its products at the fastest rate measured here for any shape of a prefill,
+A phase's bound is the least time it needs: its products at the fastest rate measured here for any shape of a prefill,
 or its bytes at the rate of reading memory, whichever takes longer. Writes `speed.json` beside this file, the tables of
 docs/performance.md and a picture of the profile.
 """
@@ -57,7 +57,7 @@ from ragblend.engine.trace import Recorder
 RECORDED, PAGE, PICTURE = FIGURES / "speed.json", DOCS / "performance.md", DOCS / "pictures" / "speed.svg"
 CHUNKS, TOKENS, RATIO, REPEATS, ANSWER = 6, 512, 0.15, 5, 32
 LEAST_SHARE = 0.025  # of a prefill: shorter phases are not shown
-LONG_LAYERS = 4  # of the random model: what grows with the length grows in each of them
+LONG_LAYERS = 4  # of the random model; every layer's cost grows alike with the length
 WAYS: dict[str, Row] = {"full": {}, "reuse": {}, "probe-shift": {"ratio": RATIO}}
 
 
@@ -66,8 +66,8 @@ def median_s(once: Callable[[], object], repeats: int = 9) -> float:
     return statistics.median(spent(once)[0] for _ in range(repeats))
 
 
-class Machine:
-    """bytes_per_s: reading memory; flops: by shape, in the model's dtype, and one in float32."""
+class HardwareSpeed:
+    """Measured limits. bytes_per_s: reading memory; flops: by shape, in the model's dtype, and one in float32."""
 
     def __init__(self, engine: Engine, tokens: int) -> None:
         config, dtype = engine.runtime.model_config, engine.runtime.decoder.geometry.torch_dtype
@@ -101,7 +101,7 @@ def _rate(shape: tuple[int, int, int], dtype: torch.dtype) -> float:
 
 
 class Phases:
-    """Seconds of the computing thread by phase, without those of the phases within it."""
+    """Seconds of the computing thread by phase, without those of nested phases."""
 
     def __init__(self) -> None:
         self.seconds, self._open, self._since = defaultdict[str, float](float), list[str](), 0.0
@@ -138,7 +138,7 @@ class Phases:
 
 @contextlib.contextmanager
 def watched(engine: Engine) -> Iterator[Phases]:
-    """The phases of what is prefilled inside."""
+    """Record the phases of prefills within the block."""
     from transformers import AttentionInterface
 
     phases, hooks, part = Phases(), [], Recorder.part
@@ -174,7 +174,7 @@ def watched(engine: Engine) -> Iterator[Phases]:
 
 
 def phases_ms(engine: Engine, prompt: Prompt, repeats: int, **how: Any) -> tuple[Row, Prefilled]:
-    """Medians by phase, of a prefill that has been warmed up, and `all`; what no phase says of is the layers' rest."""
+    """Medians by phase of a warmed-up prefill, and `all`; time in no phase belongs to the layers."""
     engine.prefill(prompt, **how)
     rounds = []
     for _ in range(repeats):
@@ -191,7 +191,7 @@ def phases_ms(engine: Engine, prompt: Prompt, repeats: int, **how: Any) -> tuple
 
 
 def whole_ms(engine: Engine, prompt: Prompt, repeats: int) -> dict[str, float]:
-    """Medians of whole prefills in turns, that nobody watches: what watching costs is more where calls are more."""
+    """Medians of whole prefills, alternating, without recording phases, which costs more with more calls."""
     found: dict[str, list[float]] = {method: [] for method in WAYS}
     for _ in range(repeats):
         for method, how in WAYS.items():
@@ -199,8 +199,8 @@ def whole_ms(engine: Engine, prompt: Prompt, repeats: int) -> dict[str, float]:
     return {method: 1e3 * statistics.median(each) for method, each in found.items()}
 
 
-def bounds_ms(engine: Engine, machine: Machine, prefilled: Prefilled) -> Row:
-    """What each phase of that prefill cannot take less than."""
+def bounds_ms(engine: Engine, machine: HardwareSpeed, prefilled: Prefilled) -> Row:
+    """The least time of each phase of that prefill."""
     decoder, report = engine.runtime.decoder, prefilled.report
     geometry, config, layer = decoder.geometry, engine.runtime.model_config, decoder.layers[0]
     linears = {
@@ -248,7 +248,7 @@ def bounds_ms(engine: Engine, machine: Machine, prefilled: Prefilled) -> Row:
 
 
 def bytes_of(engine: Engine, packed: PackedWeights) -> int:
-    """What a row reads of the weights: packed, or as they are where they could not be."""
+    """Bytes of weights that one row reads: packed ones, or unpacked ones if packing was not possible."""
     named = {HEAD: engine.runtime.loaded.model.lm_head}
     for number, layer in enumerate(engine.runtime.decoder.layers):
         parts = [*layer.self_attn.named_children(), *layer.mlp.named_children()]
@@ -257,7 +257,7 @@ def bytes_of(engine: Engine, packed: PackedWeights) -> int:
 
 
 def started(home: Path) -> None:
-    """A new process that says a token, until it has said it."""
+    """Run a new process until it has generated a token."""
     ask = "generate(Prompt([Literal('Say yes.')]), max_new_tokens=1).text"
     code = f"from ragblend import *; print(Engine.open(home={str(home)!r}).{ask}, flush=True)"
     with subprocess.Popen(
@@ -267,8 +267,8 @@ def started(home: Path) -> None:
         process.kill()
 
 
-def others_ms(engine: Engine, machine: Machine, prompt: Prompt) -> list[Row]:
-    """A token of an answer, one at a time, reading a chunk that was not stored, and a new process's first token."""
+def others_ms(engine: Engine, machine: HardwareSpeed, prompt: Prompt) -> list[Row]:
+    """Times of decoding one token, of encoding a chunk, and of a new process's first token."""
     model, geometry = engine.runtime.loaded.model, engine.runtime.decoder.geometry
     weights = sum(each.nbytes for each in model.parameters())
     prefilled = engine.prefill(prompt, method="reuse")
@@ -277,7 +277,7 @@ def others_ms(engine: Engine, machine: Machine, prompt: Prompt) -> list[Row]:
     def answered(count: int) -> float:
         return median_s(lambda: engine.decode(prefilled, max_new_tokens=count, temperature=0.0), REPEATS)
 
-    model.generation_config.eos_token_id = []  # so long an answer, whatever it says
+    model.generation_config.eos_token_id = []  # no answer ends early
     with mock.patch.object(DirectDecode, "guessed_tokens", 0):
         token_ms = 1e3 * (answered(ANSWER + 1) - answered(1)) / ANSWER
     read = bytes_of(engine, packed) + len(prompt.token_ids) * geometry.token_bytes
@@ -306,10 +306,10 @@ def machine_of(engine: Engine) -> str:
 
 
 def measured(engine: Engine) -> Row:
-    """The machine, the phases of three methods, and what is no prefill."""
+    """The machine, the phases of three methods, and times of other work."""
     with encoded(engine, texts(engine, CHUNKS, TOKENS)) as subject:
         prompt = subject.prompt
-        machine = Machine(engine, len(prompt.token_ids))
+        machine = HardwareSpeed(engine, len(prompt.token_ids))
         methods = []
         for method, how in WAYS.items():
             found, prefilled = phases_ms(engine, prompt, REPEATS, method=method, **how)
@@ -329,7 +329,7 @@ def measured(engine: Engine) -> Row:
 
 
 def grown(engine: Engine, thousands: list[int]) -> list[Row]:
-    """Milliseconds, and bytes a token, by length of the prompt: of a random model whose window is that long."""
+    """Milliseconds, and bytes per token, by prompt length, of a random model with a window of that length."""
     rows = []
     for length in thousands:
         with encoded(engine, texts(engine, 1000 * length // TOKENS - 1, TOKENS)) as subject:
@@ -400,7 +400,7 @@ def long_phases(methods: list[Row]) -> dict[str, list[Row]]:
 
 
 def page(recorded: Row) -> str:
-    """What stands between the marks of docs/performance.md."""
+    """The generated part of docs/performance.md."""
     now, parts = recorded["phases"], list[str]()
     rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in now["gflops"].items())
     parts.append(
@@ -428,7 +428,7 @@ def page(recorded: Row) -> str:
 
 
 def picture(recorded: Row) -> None:
-    """Bars of the phases of each method, each beside its bound."""
+    """Plot bars of each method's phases beside their bounds."""
     from matplotlib.figure import Figure
 
     methods = recorded["phases"]["methods"]
@@ -453,7 +453,7 @@ def picture(recorded: Row) -> None:
 
 
 def page_with(recorded: Row) -> str:
-    """docs/performance.md with the tables as recorded."""
+    """docs/performance.md with the recorded tables."""
     return between_marks(PAGE.read_text(encoding="utf-8"), lambda: page(recorded))
 
 

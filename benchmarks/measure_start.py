@@ -1,9 +1,9 @@
-"""How long a new process of `ragblend ask` takes to the first token of its answer, by the clock and of processors.
+"""Times a new process of `ragblend ask` until the first token of its answer: wall-clock and processor time.
 
-    python -m benchmarks.measure_start --home HOME                    medians of five; HOME as `ragblend ingest` left it
-    python -m benchmarks.measure_start --home HOME --other CHECKOUT   in turns with another checkout of this repository
+    python -m benchmarks.measure_start --home HOME                    medians of five; HOME filled by `ragblend ingest`
+    python -m benchmarks.measure_start --home HOME --other CHECKOUT   alternating with another checkout
 
-A first run of each is not counted: it may convert the model and read files from the disk. Linux, for /proc.
+A first run of each is not counted: it may convert the model and read files from disk. Linux only, for /proc.
 """
 
 import os
@@ -20,7 +20,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def first_token(checkout: Path, home: Path, question: str) -> tuple[float, float]:
-    """Seconds until the answer begins on stdout, and seconds of processors until then; the rest is not waited for."""
+    """Wall-clock and processor seconds until the answer begins on stdout; the process is ended then."""
     command = [sys.executable, "-m", "ragblend.app.cli.main", "ask", question, "--home", str(home)]
     environment = environment_of_others(PYTHONPATH=str(checkout))
     begun = time.perf_counter()

@@ -1,14 +1,14 @@
-"""Fused prefill inside vLLM: time to first token beside the same vLLM without the connector, and whether answers agree.
+"""Compares fused prefill inside vLLM with vLLM without the connector (times) and with the built-in engine (answers).
 
     python -m benchmarks.measure_vllm speed --home HOME --data musique.json
     python -m benchmarks.measure_vllm decode --home HOME --data musique.json --starts 4
     python -m benchmarks.measure_vllm agree --home HOME --data musique.json --limit 60
     python -m benchmarks.measure_vllm figures --home HOME --limit 50 --dtype float32
 
-In an environment with vLLM (`make test-vllm` makes one). Both servers get the same model, dtype, cores and options,
-have prefix caching on, and are asked the same prompts over HTTP in turns; what is behind `--` goes to both. Who is not
-asked is stopped: an idle server's threads spin. vLLM keeps a core from a server that has a connector
-(VLLM_CPU_NUM_OF_RESERVED_CPU), unless one says, as here, how many. Passages are encoded before, by the built-in engine,
+Run it in an environment with vLLM (`make test-vllm` makes one). Both servers have the same model, dtype, cores and
+options and prefix caching, and get the same prompts over HTTP alternately; options after `--` go to both. The server
+that is not asked is stopped, since an idle server's threads spin. vLLM reserves a core in a server with a connector
+(VLLM_CPU_NUM_OF_RESERVED_CPU), unless the number is set, as here. Passages are encoded before, by the built-in engine,
 which `agree` and `figures` ask as well.
 """
 
@@ -38,14 +38,14 @@ ANSWER_TOKENS = 32
 REPEATS = 6  # of a prompt, by `decode`
 WARM_UP = 2  # prompts: threads and kernels
 SERVERS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1", "VLLM_NO_USAGE_STATS": "1"}
-# Ends a group of processes, stopped ones too, when its input does: with the process that measures, whatever ends that.
+# Ends a process group, stopped processes too, when its input is closed: that is, when the measuring process ends.
 UNDERTAKER = """read _; kill -s TERM -- -$1; kill -s CONT -- -$1
 for _ in 1 2 3 4 5 6 7 8 9; do sleep 2; kill -s 0 -- -$1 || exit; done; kill -s KILL -- -$1"""
 PARTS = ("requests", "fused_seconds", "load_seconds", "write_seconds")
 
 
 def main() -> int:
-    """Run what was asked for, print it, write the JSON."""
+    """Run the chosen command, print the results, write the JSON."""
     own, _, passed = " ".join(sys.argv[1:]).partition(" -- ")
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=("speed", "decode", "agree", "figures"))
@@ -100,7 +100,7 @@ def opened(given: argparse.Namespace) -> tuple[Any, list[Any]]:
 
 
 def encoded(engine: Any, passages: list[tuple[int, ...]]) -> None:
-    """Have KV of passages, as ids, under node ids of their own, as an ingest does."""
+    """Store KV of passages, given as token ids, under node ids of their own, as ingest does."""
     nodes, keys = engine._nodes, engine._nodes.keys_of(passages, engine.runtime.canonical_prefix)
     names = [f"measured-{key.digest[:16]}" for key in keys]
     nodes.enter(names, passages, keys)
@@ -118,15 +118,15 @@ def prompt_of(engine: Any, passages: list[tuple[int, ...]], question: str) -> An
 
 
 @dataclass(frozen=True)
-class Server:
-    """Of a process group, which is stopped but while it is asked."""
+class VllmServer:
+    """A server in a process group that is stopped except while it is asked."""
 
     url: str
     group: int
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[str]:
-        """Its address."""
+        """Let the server run within the block; yields its address."""
         os.killpg(self.group, signal.SIGCONT)
         try:
             yield self.url
@@ -135,8 +135,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def served(given: argparse.Namespace, folder: str, connected: bool, more: list[str]) -> Iterator[Server]:
-    """A server. Its log is in the home."""
+def served(given: argparse.Namespace, folder: str, connected: bool, more: list[str]) -> Iterator[VllmServer]:
+    """Run a server for the block; its log is in the home."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -170,7 +170,7 @@ def served(given: argparse.Namespace, folder: str, connected: bool, more: list[s
     undertaker = subprocess.Popen(
         end, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     )
-    server = Server(f"http://127.0.0.1:{port}", process.pid)
+    server = VllmServer(f"http://127.0.0.1:{port}", process.pid)
     try:
         with server.awake() as url:
             while not _is_up(url):
@@ -199,8 +199,8 @@ def asked(url: str, ids: tuple[int, ...], **more: Any) -> dict[str, Any]:
     return found
 
 
-def timed(server: Server, ids: tuple[int, ...], **more: Any) -> tuple[float, float]:
-    """Milliseconds to the first token, and from one to the next."""
+def timed(server: VllmServer, ids: tuple[int, ...], **more: Any) -> tuple[float, float]:
+    """Milliseconds to the first token, and from each token to the next."""
     with server.awake() as url:
         return _timed(url, ids, **more)
 
@@ -220,7 +220,7 @@ def _timed(url: str, ids: tuple[int, ...], **more: Any) -> tuple[float, float]:
     return (first - begun) * 1e3, (last - first) * 1e3 / (ANSWER_TOKENS - 1)
 
 
-def counted(server: Server) -> dict[str, float]:
+def counted(server: VllmServer) -> dict[str, float]:
     with server.awake() as url:
         return counted_at(url)
 
@@ -237,7 +237,7 @@ def counted_at(url: str) -> dict[str, float]:
 def reordered(
     given: argparse.Namespace, engine: Any, questions: list[Any]
 ) -> tuple[str, list[tuple[int, ...]]]:
-    """The model's folder, and a prompt for each question: stored passages in an order of its own. Closes the engine."""
+    """The model's folder, and a prompt for each question with its passages in another order. Closes the engine."""
     chosen = random.Random(0)
     texts = [text for question in questions for text in question.passages]
     long = [ids for text in texts if len(ids := cut(engine, text, given.tokens)) == given.tokens]
@@ -258,7 +258,7 @@ def reordered(
 
 
 def speed(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
-    """Passages in new orders, each prompt once to the server without, and once at each ratio to the one with."""
+    """Passages in new orders: each prompt once to the server without the connector, and once per ratio to the other."""
     folder, prompts = reordered(given, engine, questions)
     rows, parts = [], defaultdict[str, list[dict[str, float]]](list)
     with served(given, folder, True, more) as ours, served(given, folder, False, more) as theirs:
@@ -297,7 +297,7 @@ def speed(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
 
 
 def decode(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
-    """Milliseconds from one token to the next, each start's median; prompts are repeated, so that they are cached."""
+    """Median milliseconds from token to token for each start; prompts are repeated, so that they are cached."""
     folder, prompts = reordered(given, engine, questions)
     found: dict[str, list[float]] = {"with": [], "without": []}
     for _ in range(given.starts):
@@ -313,7 +313,7 @@ def decode(given: argparse.Namespace, engine: Any, questions: list[Any], more: l
 
 
 def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
-    """By the endpoint and by the built-in engine: first-token distributions, greedy answers, F1 against the gold.
+    """Compare endpoint and built-in engine: first-token distributions, greedy answers, F1 against the gold.
 
     The built-in engine decodes by the model's own forward: its loop of fewer bits rounds as vLLM does not.
     """
@@ -358,13 +358,13 @@ def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
                 found[name].append((told, text))
             figures = agreement(found | everyone, gold, len(found["vllm"]))
             print(figures, file=sys.stderr)
-            if given.json:  # what is known so far: who stops it keeps that
+            if given.json:  # written after each question, so that an interrupted run keeps its results
                 given.json.write_text(json.dumps(figures, indent=1))
     return figures
 
 
 def figures(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
-    """What the endpoint and the built-in engine answer by the default method: the same figures, and the right ones?"""
+    """Compare the figures in answers of the endpoint and of the built-in engine, by the default method."""
     from ragblend.app.quality.quality import asked as words
     from ragblend.engine.decoding.implementations import TransformersDecode
     from ragblend.engine.prompts.figures import contains, figures_in
@@ -398,7 +398,7 @@ def figures(given: argparse.Namespace, engine: Any, questions: list[Any], more: 
 
 
 def agreement(everyone: dict[str, list[Any]], gold: list[Any], count: int) -> dict[str, Any]:
-    """Over the first so many questions. everyone: by name, (log-probabilities of the first token, answer) each."""
+    """Agreement over the first `count` questions. everyone: by name, (log-probabilities of the first token, answer)."""
     from ragblend.app.quality.metrics import f1
 
     rows = {name: found[:count] for name, found in everyone.items()}
@@ -422,7 +422,7 @@ def agreement(everyone: dict[str, list[Any]], gold: list[Any], count: int) -> di
 
 
 def compare(reference: list[Any], rows: list[Any]) -> dict[str, float]:
-    """KL(reference || row) of the first token, its top 1, and whether the greedy answers are the same."""
+    """KL(reference || row) of the first token, top-1 agreement, and whether the greedy answers are equal."""
     kls = [
         sum(math.exp(p) * (p - row[i]) for i, p in one.items() if p > -20 and i in row)
         for (one, _), (row, _) in zip(reference, rows, strict=True)

@@ -1,9 +1,9 @@
-"""The pictures of docs/methods.md: which rows of one prompt each method computes, layer by layer.
+"""Draws the pictures of docs/methods.md: which rows of one prompt each method computes, layer by layer.
 
     python -m benchmarks.method_pictures                 # into docs/pictures/, a minute with the bundled SmolLM2
 
-Three short paragraphs of the sample documents, a question that needs all three, and one real prefill a method, watched
-from outside. Nothing is drawn by hand; the same code over the same model draws the same pictures.
+Three short paragraphs of the sample documents, a question that needs all three, and one real prefill per method, which
+is recorded. Nothing is drawn by hand; the same code and model give the same pictures.
 """
 
 import contextlib
@@ -42,46 +42,46 @@ PICTURED = tuple(name for name in METHODS if name not in ("recompute", "exact", 
 QUESTION = "Who built the locomotive that took the school choir over to Carrowby at last?"
 
 
-class State(IntEnum):
-    """What became of one row in one layer."""
+class RowState(IntEnum):
+    """How one row was obtained in one layer."""
 
     FRESH = 0  # a literal: computed by every method
-    TWICE = 1  # the same, and before that in a probe
-    COMPUTED = 2  # a passage's, computed
-    EXACT = 3  # stored behind these very tokens, and taken as it is
-    MOVED = 4  # stored, and rotated to where it stands
+    TWICE = 1  # a literal that was also computed in a probe
+    COMPUTED = 2  # a passage's row, recomputed
+    EXACT = 3  # stored after exactly these tokens, and reused unchanged
+    MOVED = 4  # stored, and rotated to its position
     LEFT = 5  # stored, and not rotated
-    SHIFTED = 6  # stored, rotated, and corrected by what changed elsewhere
+    SHIFTED = 6  # stored, rotated, and corrected by changes of other rows
 
 
-# What the legend says, and the colour: names of ui/assets/style.css are the app's colours; the others differ from them,
-# and from each other, in lightness.
+# Legend and colour: names are the app's colours in ui/assets/style.css; the others differ from them, and from each
+# other, in lightness.
 LOOKS = {
-    State.FRESH: ("fresh: always computed", "--rb-fresh"),
-    State.TWICE: ("fresh, run twice (probe)", "#2f4798"),
-    State.COMPUTED: ("passage, computed", "--rb-recomputed"),
-    State.EXACT: ("stored, exact as it is", "#cfe6e2"),
-    State.MOVED: ("stored and moved", "--rb-reused"),
-    State.LEFT: ("stored, not moved", "--rb-other"),
-    State.SHIFTED: ("stored, moved, shifted", "#7cc4ba"),
+    RowState.FRESH: ("fresh: always computed", "--rb-fresh"),
+    RowState.TWICE: ("fresh, run twice (probe)", "#2f4798"),
+    RowState.COMPUTED: ("passage, computed", "--rb-recomputed"),
+    RowState.EXACT: ("stored, exact as it is", "#cfe6e2"),
+    RowState.MOVED: ("stored and moved", "--rb-reused"),
+    RowState.LEFT: ("stored, not moved", "--rb-other"),
+    RowState.SHIFTED: ("stored, moved, shifted", "#7cc4ba"),
 }
 
 
 def main(out: Path = DOCS / "pictures", home: AnyHome = None) -> None:
-    """Draw every method of the table, over a new home if none is named."""
+    """Draw every method of the table, with a new home if none is given."""
     out.mkdir(parents=True, exist_ok=True)
-    by_attention.PROBE_SHARE = 1.0  # a prompt that fits into a picture is too short to be asked about
+    by_attention.PROBE_SHARE = 1.0  # a prompt that fits into a picture is too short for a probe
     with tempfile.TemporaryDirectory() as folder, opened(home or Path(folder)) as (engine, prompt):
         for name in PICTURED:
             path = out / f"{name}.png"
-            # Without the version of who wrote it, so that equal pictures are equal files.
+            # Without the writer's version, so that equal pictures are equal files.
             picture(engine, prompt, name).savefig(path, dpi=100, metadata={"Software": None})
             print(f"{path}: {path.stat().st_size:,} bytes", flush=True)
 
 
 @contextlib.contextmanager
 def opened(home: Path) -> Iterator[tuple["Engine", "Prompt"]]:
-    """An engine on the bundled model, and the prompt, its passages stored."""
+    """An engine on the bundled model, and the prompt, whose passages are stored."""
     from ragblend import Chunk, Engine
     from ragblend.app.library.readers import read_document
     from ragblend.app.quality.prefilling import stored
@@ -98,7 +98,7 @@ def opened(home: Path) -> Iterator[tuple["Engine", "Prompt"]]:
 
 
 def picture(engine: "Engine", prompt: "Prompt", name: str) -> "Figure":
-    """One method over the prompt."""
+    """Draw one method."""
     policy, scores = scored(METHODS[name])
     policy, seen = watched(policy)
     engine.prefill(prompt, method=policy, ratio=RATIO)
@@ -108,15 +108,15 @@ def picture(engine: "Engine", prompt: "Prompt", name: str) -> "Figure":
 
 
 @dataclass
-class Watched:
-    """Filled in while a watched policy runs. steps: from which layer on which rows (ascending) were computed."""
+class RecordedRun:
+    """What a watched policy did. steps: (first layer, ascending rows that are computed from there on)."""
 
     plan: Plan | None = None
     steps: list[tuple[int, Tensor]] = field(default_factory=list)
     probed: list[Tensor] = field(default_factory=list)
 
     def computed(self) -> Tensor:
-        """(L, T) bool: which rows each layer computed; stored rows of a probe are in all."""
+        """(L, T) bool: the rows that each layer computed, stored rows of a probe included."""
         assert self.plan is not None, "the policy has not run"
         computed = torch.zeros(self.plan.layers, self.plan.tokens, dtype=torch.bool)
         ends = [layer for layer, _ in self.steps[1:]] + [self.plan.layers]
@@ -127,9 +127,9 @@ class Watched:
         return computed
 
 
-def watched(policy: Policy) -> tuple[Policy, Watched]:
-    """The same policy, and what it will do when it runs: an instance of a subclass, so nothing else changes."""
-    seen = Watched()
+def watched(policy: Policy) -> tuple[Policy, RecordedRun]:
+    """The policy as an instance of a recording subclass, and the record that its run fills in."""
+    seen = RecordedRun()
 
     def rows(self: Policy, plan: Plan, *more: Any) -> Tensor:
         found: Tensor = type(policy).rows(self, plan, *more)
@@ -151,14 +151,14 @@ def watched(policy: Policy) -> tuple[Policy, Watched]:
 
 
 def overridden(policy: Policy, overrides: dict[str, Any]) -> Policy:
-    """The same policy with other methods by these names."""
-    made: Policy = object.__new__(type(f"Watched{type(policy).__name__}", (type(policy),), overrides))
+    """The policy with some methods overridden."""
+    made: Policy = object.__new__(type(f"Recorded{type(policy).__name__}", (type(policy),), overrides))
     made.__dict__.update(policy.__dict__)  # frozen, so not by assignment
     return made
 
 
 def scored(policy: Policy) -> tuple[Policy, list[Tensor]]:
-    """The same policy, and the (T,) scores that it chooses by, once it has run; none if it has no score."""
+    """The policy, and a list that gets the (T,) scores it selects by when it runs; empty if it has no scores."""
     scores: list[Tensor] = []
 
     def of_tokens(self: Any, *shown: Any) -> Tensor:
@@ -177,25 +177,31 @@ def scored(policy: Policy) -> tuple[Policy, list[Tensor]]:
     ), scores
 
 
-def states(seen: Watched, policy: Policy) -> Tensor:
-    """(L, T) int64 of `State`."""
+def states(seen: RecordedRun, policy: Policy) -> Tensor:
+    """(L, T) int64 of `RowState`."""
     plan, computed = seen.plan, seen.computed()
     assert plan is not None
-    kept = State.LEFT if not policy.moves_keys else State.SHIFTED if policy.corrects(plan) else State.MOVED
-    of_kind = dict.fromkeys(Kind, State.FRESH) | {Kind.EXACT: State.EXACT, Kind.REUSABLE: kept}
+    kept = (
+        RowState.LEFT
+        if not policy.moves_keys
+        else RowState.SHIFTED
+        if policy.corrects(plan)
+        else RowState.MOVED
+    )
+    of_kind = dict.fromkeys(Kind, RowState.FRESH) | {Kind.EXACT: RowState.EXACT, Kind.REUSABLE: kept}
     row = torch.tensor([of_kind[Kind(kind)] for kind in plan.kinds.tolist()])
     found = row.repeat(plan.layers, 1)
-    found[computed & ~plan.always] = State.COMPUTED
+    found[computed & ~plan.always] = RowState.COMPUTED
     for rows in seen.probed:
         last = policy.attention_layers(plan).stop - 1
-        # What stands before the first row that can change goes on where the probe left it.
+        # Rows before the first one that can change continue from the probe.
         again = rows[(rows >= plan.settled_tokens) & plan.always[rows]]
-        found[: last + 1, again] = State.TWICE
+        found[: last + 1, again] = RowState.TWICE
     return found
 
 
 def draw(title: str, plan: Plan, found: Tensor, scores: Tensor | None) -> "Figure":
-    """The grid of states, layer 0 at the bottom, and under it the scores."""
+    """Draw the grid of states, layer 0 at the bottom, and the scores below it."""
     from matplotlib.patches import Patch
 
     figure = figure_of(9.0, 2.3 if scores is None else 2.8)
@@ -206,7 +212,7 @@ def draw(title: str, plan: Plan, found: Tensor, scores: Tensor | None) -> "Figur
         _draw_scores(panels[1], plan, scores, found)
     panels[-1].set_xlabel("tokens of the prompt", fontsize=8)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, weight="bold")
-    shown = [state for state in State if bool((found == state).any())]
+    shown = [state for state in RowState if bool((found == state).any())]
     patches = [Patch(color=colour(state), label=LOOKS[state][0]) for state in shown]
     where: dict[str, Any] = {
         "loc": "outside lower center",
@@ -219,12 +225,12 @@ def draw(title: str, plan: Plan, found: Tensor, scores: Tensor | None) -> "Figur
 
 
 def _draw_states(axes: "Axes", plan: Plan, found: Tensor) -> None:
-    """Lines and words say where the instructions, each passage and the question begin and end."""
+    """Draw states, with lines and labels for the instructions, each passage and the question."""
     from matplotlib.colors import ListedColormap
 
     layers, tokens = found.shape
     axes.imshow(
-        found.numpy(), cmap=ListedColormap([colour(state) for state in State]), vmin=0, vmax=len(State) - 1,
+        found.numpy(), cmap=ListedColormap([colour(state) for state in RowState]), vmin=0, vmax=len(RowState) - 1,
         origin="lower", aspect="auto", interpolation="nearest", extent=(0, tokens, 0, layers),
     )  # fmt: skip
     spans = [(span.start, span.stop, f"passage {number}") for number, span in enumerate(plan.spans, 1)]
@@ -240,12 +246,12 @@ def _draw_states(axes: "Axes", plan: Plan, found: Tensor) -> None:
 
 
 def _draw_scores(axes: "Axes", plan: Plan, scores: Tensor, found: Tensor) -> None:
-    """A bar for each token that may be chosen, in the colour of what became of it above layer 0.
+    """Draw a bar for each candidate token, in the colour of its state above layer 0.
 
-    Roots, because a few tokens have most of a score, and beside them the others would be flat.
+    Square roots of scores, because a few tokens have most of a score, and the others would be invisible.
     """
     heights = scores.float().masked_fill(~plan.candidates, 0).sqrt()
-    colours = [colour(State(state)) for state in found[1:].amin(0).tolist()]
+    colours = [colour(RowState(state)) for state in found[1:].amin(0).tolist()]
     axes.bar([at + 0.5 for at in range(plan.tokens)], heights.tolist(), width=1.0, color=colours)
     axes.set_yticks([])
     axes.set_ylabel("score\n(root)", fontsize=8)
@@ -253,8 +259,8 @@ def _draw_scores(axes: "Axes", plan: Plan, scores: Tensor, found: Tensor) -> Non
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def colour(state: State) -> str:
-    """A state's colour; the app's own are read where they are defined, so that they stay the same."""
+def colour(state: RowState) -> str:
+    """A state's colour; the app's colours are read from its style sheet."""
     name = LOOKS[state][1]
     if not name.startswith("--"):
         return name

@@ -1,10 +1,10 @@
-"""Other ways to answer from many passages: LangChain's map_reduce, map_rerank and refine, on the same engine.
+"""Runs LangChain's map_reduce, map_rerank and refine on the same engine, to compare them with the methods.
 
-They are LangChain's own chains as `load_qa_chain` makes them, with LangChain's own prompts, run under a watch, and are
-asked the same question over the same passages; each call is read in full, or by a method (`refine+cacheblend`). Their
-prompts are others than full prefill's, so only their answers, times and token counts can be compared with it. One thing
-had to be added: LangChain's map_rerank ends in a ValueError as soon as one answer of many comes without a score, which
-small models' answers do. Imports LangChain.
+They are LangChain's own chains as `load_qa_chain` makes them, with LangChain's own prompts, and are asked the same
+question about the same passages; each call is prefilled in full, or by a method (`refine+cacheblend`). Their prompts
+differ from full prefill's, so only their answers, times and token counts can be compared with it. One thing is added:
+LangChain's map_rerank raises ValueError if a single answer has no score, which happens with small models. Imports
+LangChain.
 """
 
 import logging
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
     from ragblend.engine.prompts.segments import Prompt
 
-# What map_reduce takes out of one passage is no answer: LangChain asks for "any relevant text verbatim".
+# map_reduce extracts more than an answer from a passage: LangChain asks for "any relevant text verbatim".
 EXTRACT_TOKENS = 128
-SCORE_TOKENS = 16  # for map_rerank's "Score: 100" behind its answer
-MOST_TOKENS = 3000  # LangChain's own limit for what is reduced in one call
+SCORE_TOKENS = 16  # for map_rerank's "Score: 100" after its answer
+MOST_TOKENS = 3000  # LangChain's own limit for texts that are reduced in one call
 TEMPLATE_TOKENS = 64  # the chat template's, which LangChain does not count
-COLLAPSES = 5  # LangChain would go on for ever with a model whose summaries do not get shorter
-Call = dict[str, Any]  # what our adapter says of one call: its tokens, times, method and hits
-UNSCORED = "-1"  # below every score that can be given
+COLLAPSES = 5  # LangChain would never end with a model whose summaries do not get shorter
+Call = dict[str, Any]  # our adapter's report of one call: tokens, times, method and hits
+UNSCORED = "-1"  # below every possible score
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode's name, and how its calls are read: in full (`refine`), or by a method (`refine+cacheblend`)."""
+    """A mode and how its calls are prefilled: in full (`refine`), or by a method (`refine+cacheblend`)."""
 
     name: str
     method: str = "full"
@@ -61,18 +61,18 @@ class Mode:
 
     @property
     def variant(self) -> Variant:
-        """What it is called in results."""
+        """Its name in results."""
         return Variant(self.name if self.method == "full" else f"{self.name}+{self.method}", self.ratio)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """How each of its calls is read."""
+        """The prefill arguments of its calls."""
         return Variant(self.method, self.ratio).arguments
 
 
 @dataclass(frozen=True)
 class ModeAnswer:
-    """ttft_ms: from its first call to its answer's first token; tokens: of all calls; unscored: without a score."""
+    """A mode's answer. ttft_ms: from its first call to the answer's first token; tokens: of all calls."""
 
     text: str
     ttft_ms: float
@@ -83,24 +83,24 @@ class ModeAnswer:
 
 
 def settings() -> dict[str, Any]:
-    """What a mode's numbers depend on besides the engine: how long its calls may be, and LangChain's versions."""
+    """What a mode's numbers depend on beside the engine: limits of its calls, and LangChain's versions."""
     packages = {name: version(name) for name in ("langchain-core", "langchain-classic")}
     return {"extract_tokens": EXTRACT_TOKENS, "score_tokens": SCORE_TOKENS, **packages}
 
 
 def measuring(mode: Mode) -> Measure:
-    """How a mode is measured: a record in which what compares next-token distributions is None."""
+    """A function that measures a mode; fields that compare next-token distributions are None in its records."""
     warm: list[Mode] = []
 
     def measure(
         engine: "Engine", question: Question, prompt: "Prompt", reference: Outcome, max_new_tokens: int
     ) -> Record:
         try:
-            if not warm:  # two passages make every kind of call that there is, and a token each is enough
+            if not warm:  # two passages make every kind of call, and one token each is enough
                 answer(engine, mode, question.passages[:2], asked(question), 1, 1)
                 warm.append(mode)
             said = answer(engine, mode, question.passages, asked(question), max_new_tokens)
-        except PromptTooLongError as error:  # how long its prompts get is known only when they are made
+        except PromptTooLongError as error:  # prompt lengths are known only when the prompts are made
             raise PromptTooLongError(f"{question.place}, {mode.variant}: {error}") from error
         spent = {name: value for name, value in asdict(said).items() if name != "text"}
         undefined: dict[str, Any] = dict.fromkeys(("kl", "top1", "exact_match", "recomputed_fraction"))
@@ -124,9 +124,9 @@ def answer(
     max_new_tokens: int,
     extract_tokens: int = EXTRACT_TOKENS,
 ) -> ModeAnswer:
-    """Ask the mode; extract_tokens: of what map_reduce takes out of one passage.
+    """Ask the mode; extract_tokens: longest text that map_reduce extracts from a passage.
 
-    The passages' KV must be in the store, for fused calls. Raises BenchError where something else would be measured.
+    The passages' KV must be stored, for fused calls. Raises BenchError if something else would be measured.
     """
     models = Models(
         answering=chat_model(engine, mode, max_new_tokens),
@@ -142,7 +142,7 @@ def answer(
 
 @dataclass(frozen=True)
 class Models:
-    """One model for each kind of call, as they end after different lengths; prompt_tokens: the longest prompt."""
+    """One model for each kind of call, as their longest answers differ; prompt_tokens: the longest prompt."""
 
     answering: BaseChatModel
     extracting: BaseChatModel
@@ -151,7 +151,7 @@ class Models:
 
 
 class Scored(RegexParser):
-    """LangChain's parser of map_rerank's answers; one without a score loses to all that have one."""
+    """LangChain's parser of map_rerank's answers; an answer without a score gets the lowest one."""
 
     def parse(self, text: str) -> dict[str, str]:
         try:
@@ -162,9 +162,9 @@ class Scored(RegexParser):
 
 
 class Watch(BaseCallbackHandler):
-    """Sees every call as it ends."""
+    """Records every call when it ends."""
 
-    raise_error = True  # what goes wrong here must not pass for a measurement
+    raise_error = True  # an error here must not be recorded as a measurement
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -178,7 +178,7 @@ class Watch(BaseCallbackHandler):
 
 
 def chat_model(engine: "Engine", mode: Mode, max_tokens: int) -> ChatRAGBlend:
-    """LangChain's view of this very engine, which reads as the mode says; never answered from LangChain's cache."""
+    """LangChain's model over this engine, which prefills as the mode says; without LangChain's cache."""
     config = engine.config
     model = ChatRAGBlend(
         model=config.model,
@@ -211,7 +211,7 @@ def ask(mode: str, models: Models, passages: Sequence[str], question: str) -> tu
                 f"LangChain's {mode} gave up ({error}); pass --passages N to read fewer"
             ) from error
         ended = perf_counter()
-    # map_rerank's answer is known when the last candidate is; the others' last call is the one that says it.
+    # map_rerank's answer is known after its last candidate; the other modes' last call generates the answer.
     last = watch.calls[-1]
     first_ms = 1000 * (watch.last_end - begun) - (last["total_ms"] - last["ttft_ms"])
     unscored = None
@@ -223,7 +223,7 @@ def ask(mode: str, models: Models, passages: Sequence[str], question: str) -> tu
 
 
 def load_chain(mode: str, models: Models) -> BaseCombineDocumentsChain:
-    """The chain with LangChain's own prompts; only its parser of scores is replaced."""
+    """The chain with LangChain's own prompts; only the parser of scores is replaced."""
     if mode == "map_rerank":
         stock = MAP_RERANK_PROMPT.output_parser
         assert stock is not None, "LangChain's rerank prompt comes with its parser"
@@ -241,7 +241,7 @@ def load_chain(mode: str, models: Models) -> BaseCombineDocumentsChain:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without advice: LangChain's to build agents instead, ours to have map_reduce's last prompt know a document."""
+    """Suppress advice in the log: LangChain's to build agents, and ours about map_reduce's last prompt."""
     log = logging.getLogger("ragblend")
     log.addFilter(_is_no_advice)
     try:
@@ -259,7 +259,7 @@ def _is_no_advice(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def _known(engine: "Engine", passages: Sequence[str]) -> Iterator[None]:
-    """Inside the block the passages are found in prompts: in every variant's, so that all read the same token ids."""
+    """Within the block the passages are recognised in prompts of all variants, so that all have the same token ids."""
     registry = Backend(home=str(engine.home), collection=engine.config.collection).registry
     named = [Passage(text) for text in passages]
     registry.add(named)
@@ -270,7 +270,7 @@ def _known(engine: "Engine", passages: Sequence[str]) -> Iterator[None]:
 
 
 def _check(mode: Mode, passages: Sequence[str], calls: Sequence[Call]) -> None:
-    """A passage that is not found or not stored is computed exactly, and looks perfect."""
+    """Raise BenchError for a passage that was not found or not stored: it would be computed exactly."""
     asked = mode.arguments["method"]
     if others := {call["method"] for call in calls} - {asked}:
         raise BenchError(f"{mode.variant} was served by {', '.join(others)} prefill; choose another --model")

@@ -1,4 +1,4 @@
-"""A needle by depth and length: figures kept, or KL at them, as a picture with a panel a method.
+"""Plots needle results by depth and length: figures kept, and KL at them, with a panel per method.
 
     python -m benchmarks.quality --generate single_needle,tokens=2000,depth=50,n=4 --generate ... --output needles
     python -m benchmarks.needle_picture --results needles --out docs/pictures/needle.png
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TASK = re.compile(r"^\w+ ([\d,]+) at (\d+)%$")
-MOST_KL = 0.2  # as red as it gets, in nats
+MOST_KL = 0.2  # the reddest colour, in nats
 Row = dict[str, Any]
 Cells = dict[tuple[int, int], Row]  # by tokens and depth
 
 
 def panels(tasks: list[Row]) -> dict[str, Cells]:
-    """By method and ratio, but for full prefill. Raises ValueError where no task has a depth."""
+    """The cells by method and ratio, without full prefill. Raises ValueError if no task has a depth."""
     found: dict[str, Cells] = {}
     for row in tasks:
         place = TASK.match(row["task"])
@@ -43,7 +43,7 @@ def panels(tasks: list[Row]) -> dict[str, Cells]:
 
 
 def draw(title: str, found: dict[str, Cells]) -> "Figure":
-    """A panel a method: lengths from left to right, depths from the top down."""
+    """A panel per method: lengths from left to right, depths from the top down."""
     lengths = sorted({tokens for cells in found.values() for tokens, _ in cells})
     depths = sorted({depth for cells in found.values() for _, depth in cells})
     columns = min(len(found), 4)
@@ -78,7 +78,7 @@ def main(
     results: Annotated[Path, typer.Option(help="The bench's output folder.")],
     out: Annotated[Path, typer.Option(help="The picture to write.")],
 ) -> None:
-    """Draw what one run of the bench found."""
+    """Draw the results of one run of the bench."""
     found = read_json(results / "quality.json")
     title = (
         f"{found['environment']['model']}: figures kept of those full prefill gives, coloured by KL at them"

@@ -1,9 +1,9 @@
-"""Oracles: methods that know what full prefill would give, which only a bench can tell them.
+"""Oracles: methods that are given full prefill's KV, for comparison.
 
     python -m benchmarks.quality --data FILE --methods full,probe-shift,transplant:by=probe-shift
 
-`transplant` copies full prefill's KV in at the rows that another
-policy chooses: if it is far better than computing these rows again, the trouble is stale neighbours, not the choice.
+`transplant` copies full prefill's KV at the rows that another policy selects: if it is far better than recomputing
+these rows, the problem is stale neighbours, not the selection.
 """
 
 from collections.abc import Iterator
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Transplant(Policy):
-    """True KV at the rows that the method named `by` chooses, before anything is computed.
+    """Uses true KV at the rows that the method `by` selects before anything is computed.
 
-    truth: the cache that full prefill of the same prompt filled. Raises UsageError for a method that chooses later.
+    truth: the cache of full prefill of the same prompt. Raises UsageError for a method that selects later.
     """
 
     by: str = "probe"
@@ -46,7 +46,7 @@ class Transplant(Policy):
             )
 
     def given(self, truth: "FusedCache") -> "Transplant":
-        """The oracle for the prompt that full prefill filled this cache for."""
+        """The oracle with the cache of full prefill of its prompt."""
         return replace(self, truth=truth)
 
     def probe_rows(self, plan: Plan) -> Tensor | None:
@@ -87,5 +87,5 @@ class Transplant(Policy):
 
 
 def _spread(part: Tensor, at: Tensor, count: int) -> Tensor:
-    """(H, n, D) at these places of as many rows of zeros."""
+    """Place rows (H, n, D) at these indices of `count` rows of zeros."""
     return part.new_zeros(part.shape[0], count, part.shape[2]).index_copy_(1, at, part)

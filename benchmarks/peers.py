@@ -1,17 +1,18 @@
-"""RAGBlend beside what else answers on a CPU: the same weights, prompts and cores, each program in its own environment.
+"""Compares RAGBlend with other programs on a CPU: same weights, prompts and cores, each in its own environment.
 
     make bench-peers                                      # all of them
     python -m benchmarks.peers --only llama.cpp,ragblend
 
-After a short prompt to warm up, six passages of the samples are read by each program, then asked about in a new order a
-round, by all programs in turns. Greedy, and no end token counts. Every answer's times are in `asked.json` at once, and
-are not taken again: a run goes on where it ended, and programs can be run one by one. `peers.json` and `peers.png` are
-made of what is there. Another model, processor, count of threads or code begins a folder of its own, with its home.
+After a short prompt to warm up, each program prefills six passages of the samples, which are then asked about in a new
+order per round, all programs alternating. Decoding is greedy and ignores end tokens. Each answer's times are saved in
+`asked.json` at once and not measured again, so a run can be resumed, and programs can be run one by one. `peers.json`
+and `peers.png` are made from it. Another model, processor, thread count or code starts a new folder, with its own
+home.
 
-transformers is `generate`; llama.cpp is llama-cpp-python with its prompt cache, from the GGUF file itself, where the
-others have its conversion to bfloat16; vLLM has prefix caching on, compiles, and sets itself up as by default, on all
-cores. Who is not asked is stopped: idle threads may spin. *ragblend-unguessed* reads one token at a time: a small model
-that may not end repeats itself, which guessing likes better than what people read.
+transformers is `generate`; llama.cpp is llama-cpp-python with its prompt cache, from the GGUF file itself, of which the
+others have a conversion to bfloat16; vLLM has prefix caching and its default settings, on all cores. Programs that are
+not asked are stopped: idle threads may spin. *ragblend-unguessed* decodes one token at a time: a small model without
+an end token repeats itself, which favours speculative decoding more than real answers do.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TOKENS, PASSAGES, PASSAGE_TOKENS = 100, 6, 512
-MOST_ROUNDS = 20  # so many are planned: a longer run begins with the prompts of a shorter one
+MOST_ROUNDS = 20  # all are planned, so that a longer run begins with the prompts of a shorter one
 QUESTION = "Tell in detail what these passages say."
 OURS = "ragblend"
 PYTHONS = {
@@ -47,7 +48,7 @@ Ask = Callable[[Row, int], list[float]]  # a prompt, and how many tokens: the se
 
 
 def ragblend(plan: Row) -> tuple[Ask, Row]:
-    """Encodes the passages, and has chosen its loop before anything counts."""
+    """Encode the passages, and choose the decoding loop before anything is timed."""
     from ragblend import Chunk, Engine
 
     engine = Engine.open(plan["model"], plan["home"], device="cpu", dtype="bfloat16", collection="peers")
@@ -164,12 +165,12 @@ STARTS |= {"llama.cpp": llama_cpp, "vllm": vllm}
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, or of all in a folder."""
+    """Bytes of a file, or of all files in a folder."""
     return sum(each.stat().st_size for each in [path, *path.rglob("*")] if each.is_file())
 
 
 def peak_bytes() -> int:
-    """The most memory that this process and each of its children has had."""
+    """The peak memory of this process and its children."""
     total, waiting = 0, [os.getpid()]
     while waiting:
         process = Path(f"/proc/{waiting.pop()}")
@@ -180,7 +181,7 @@ def peak_bytes() -> int:
 
 
 def work(name: str, plan_file: str) -> None:
-    """In the program's own environment: a prompt's number a line in, what was measured a line out."""
+    """Run in the program's own environment: reads a prompt's number per line, prints its times per line."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print
     plan = json.loads(Path(plan_file).read_text()) | {"name": name}
@@ -198,7 +199,7 @@ def work(name: str, plan_file: str) -> None:
 
 @contextlib.contextmanager
 def started(name: str, python: str, plan_file: Path) -> Any:
-    """A process of that program, which reads the passages before the first answer."""
+    """Start a process of that program, which prefills the passages before the first answer."""
     log = (plan_file.parent / f"{name}.log").open("wb")
     command = [python, __file__, "--work", name, str(plan_file)]
     if name.startswith(OURS):
@@ -206,7 +207,7 @@ def started(name: str, python: str, plan_file: Path) -> Any:
     from benchmarks.common import environment_of_others
     from ragblend.app.openmp import SPINS
 
-    # What it would choose by itself where nothing else runs, and so it is asked.
+    # The setting that it would choose on an idle machine, as this is while it is asked.
     own = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPINS} if name.startswith(OURS) else {}
     process = subprocess.Popen(
         command,
@@ -215,7 +216,7 @@ def started(name: str, python: str, plan_file: Path) -> Any:
         stderr=log,
         text=True,
         env=environment_of_others(**own),
-        process_group=0,  # of this session: the kernel ends what is stopped when nobody is left to wake it
+        process_group=0,  # within this session: the kernel ends stopped processes when the session ends
     )
 
     def read() -> str:
@@ -235,7 +236,7 @@ def started(name: str, python: str, plan_file: Path) -> Any:
 
     with log, process:
         try:
-            read()  # it is ready: whoever is asked is the only one that computes
+            read()  # wait until it is ready: only one program computes at a time
             yield ask
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -243,9 +244,9 @@ def started(name: str, python: str, plan_file: Path) -> Any:
 
 
 def planned(home: Path, model: str, rounds: int) -> tuple[Row, Row]:
-    """Six passages of the samples, and a prompt a round, the first being what each program reads before; the machine.
+    """The plan: six passages of the samples and a prompt per round, the first of which is a warm-up; and the machine.
 
-    Left in the home: the model converted.
+    The converted model stays in the home.
     """
     from ragblend import Chunk, Engine
     from ragblend.app.quality.prefilling import environment
@@ -282,7 +283,7 @@ def planned(home: Path, model: str, rounds: int) -> tuple[Row, Row]:
 
 
 def folder_of(model: str, pythons: Mapping[str, str], output: Path) -> Path:
-    """Where what was asked is kept: by all that it depends on. Raises UsageError for an unknown model."""
+    """The folder for results, named by all that they depend on. Raises UsageError for an unknown model."""
     from ragblend.app.quality.prefilling import computed_by
     from ragblend.engine.model.checkpoints import find_model
 
@@ -296,7 +297,7 @@ def folder_of(model: str, pythons: Mapping[str, str], output: Path) -> Path:
 
 
 def report(asked: dict[str, list[Row]], machine: Row, output: Path) -> list[Row]:
-    """Medians by program, as JSON and as a picture."""
+    """Write the medians by program as JSON and as a picture."""
     rows = [_summary(name, asked[name]) for name in PYTHONS if asked.get(name)]
     settings = {"passages": PASSAGES, "passage_tokens": PASSAGE_TOKENS, "answer_tokens": TOKENS}
     everything = {"environment": machine, "settings": settings, "rows": rows}
@@ -336,7 +337,7 @@ def _draw(rows: list[Row], path: Path) -> None:
 
 
 def main() -> int:
-    """Ask what was not asked yet, in turns, and report."""
+    """Ask all programs alternately what they were not asked yet, and report."""
     if sys.argv[1:2] == ["--work"]:
         work(*sys.argv[2:4])
         return 0

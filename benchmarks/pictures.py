@@ -1,9 +1,9 @@
-"""The README's two pictures: what `ragblend demo` prints, and the page with one cited answer.
+"""Takes the README's two pictures: the output of `ragblend demo`, and the page with one cited answer.
 
     python -m benchmarks.pictures             # into docs/pictures/: demo.svg and page.png
 
-Both are the real thing: the command in a process of its own, the page in the system's Chromium. Its home is a new one,
-unless --home names one whose model is converted already.
+Both are real: the command runs as a process, the page in the system's Chromium. The home is a new one, unless --home
+names one whose model is already converted.
 """
 
 import json
@@ -45,14 +45,14 @@ def demo_picture(home: Path) -> None:
     for line in shown.splitlines():
         loud = line.startswith(("Full prefill", "Fused", "The fused one", "Question"))
         console.print(Text(line, style="bold" if loud else ""), soft_wrap=False)
-    # rich links a font of another host, which no page of ours asks for.
+    # rich links a font from another host, which our pages must not load.
     drawn = re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="ragblend demo"), flags=re.DOTALL)
     (PICTURES / "demo.svg").write_text(drawn.replace("Fira Code, monospace", "monospace"), encoding="utf-8")
 
 
 @contextmanager
 def served(home: Path) -> Iterator[str]:
-    """The address of `ragblend ui` on that home."""
+    """Run `ragblend ui` on that home; yields its address."""
     command: list[str | Path] = [RAGBLEND, "ui", "--no-browser", "--port", "0", "--json", "--home", home]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -63,7 +63,7 @@ def served(home: Path) -> Iterator[str]:
 
 
 def page_picture(home: Path) -> None:
-    """The samples, one answer with its citation, and the source that it leads to."""
+    """Take the page with the samples, one answer with its citation, and the cited source."""
     from playwright.sync_api import sync_playwright
 
     browser = next(path for name in BROWSERS if (path := shutil.which(name)))
@@ -92,7 +92,7 @@ def _answered(page: Any) -> None:
 
 
 def main(home: AnyHome = None) -> None:
-    """Take both, of a new home if none is named."""
+    """Take both pictures, with a new home if none is given."""
     with tempfile.TemporaryDirectory() as folder:
         demo_picture(home or Path(folder))
         page_picture(home or Path(folder))

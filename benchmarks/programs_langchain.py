@@ -1,6 +1,6 @@
-"""Programs of LangChain's own documentation, each in our words: the same calls in the same order.
+"""Programs from LangChain's documentation, with the same calls in the same order.
 
-Beside each stand the repository and the file that it follows. Only the model is ours, and the documents.
+Each names the repository and file that it follows. Only the model and the documents are ours.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,8 +51,8 @@ FROM_CONTEXT = ChatPromptTemplate.from_template(
 )
 
 
-class Found(BaseCallbackHandler):
-    """What retrieval returned, as text: of retrievers where there are any, else of the vector store."""
+class LangChainRetrieved(BaseCallbackHandler):
+    """Records retrieved texts: those of retrievers if there are any, else those of the vector store."""
 
     by_retrievers: list[str]
     by_store: list[str]
@@ -72,9 +72,9 @@ class Found(BaseCallbackHandler):
 
 
 class Store(InMemoryVectorStore):
-    """LangChain's own, whose searches are kept."""
+    """LangChain's in-memory store, with recorded searches."""
 
-    found: Found
+    found: LangChainRetrieved
 
     def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
         documents = super().similarity_search(query, k, **kwargs)
@@ -83,19 +83,19 @@ class Store(InMemoryVectorStore):
 
 
 @dataclass
-class Library:
-    """Documents, and how they are embedded and cut; sizes in characters."""
+class LangChainDocuments:
+    """Documents, their embeddings, and how they are split; sizes in characters."""
 
     documents: Sequence[Document]
     embeddings: Embeddings
     chunk: int = 1000
     overlap: int = 200
     child: int = 400
-    found: Found = field(default_factory=Found)
+    found: LangChainRetrieved = field(default_factory=LangChainRetrieved)
 
     @contextmanager
-    def finding(self) -> Iterator[Found]:
-        """What is retrieved meanwhile."""
+    def finding(self) -> Iterator[LangChainRetrieved]:
+        """Record what is retrieved within the block."""
         self.found.forget()
         yield self.found
 
@@ -127,40 +127,42 @@ def from_messages(system: str) -> ChatPromptTemplate:
     )
 
 
-def piped(retriever: Any, llm: Any, library: Library, prompt: ChatPromptTemplate = FROM_CONTEXT) -> Ask:
-    """A retriever into a prompt into a model: what people do with the retrievers whose pages end at `invoke`."""
+def piped(
+    retriever: Any, llm: Any, library: LangChainDocuments, prompt: ChatPromptTemplate = FROM_CONTEXT
+) -> Ask:
+    """A retriever, a prompt and a model in a chain, for retrievers whose documentation ends at `invoke`."""
     chain = (
         {"context": retriever | joined, "question": RunnablePassthrough()} | prompt | llm | StrOutputParser()
     )
     return lambda question: chain.invoke(question, library.config)
 
 
-def as_chain(llm: BaseChatModel, library: Library) -> Ask:
+def as_chain(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
     return piped(library.store().as_retriever(), llm, library, QUESTION_FIRST)
 
 
-class Asked(TypedDict, total=False):
+class GraphState(TypedDict, total=False):
     question: str
     context: list[Document]
     answer: str
 
 
-def as_graph(llm: BaseChatModel, library: Library) -> Ask:
+def as_graph(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
     store = library.store()
 
-    def retrieve(state: Asked) -> Asked:
+    def retrieve(state: GraphState) -> GraphState:
         return {"context": store.similarity_search(state["question"])}
 
-    def generate(state: Asked) -> Asked:
+    def generate(state: GraphState) -> GraphState:
         asked = QUESTION_FIRST.invoke({"question": state["question"], "context": joined(state["context"])})
         return {"answer": llm.invoke(asked).text}
 
-    builder: Any = StateGraph(Asked).add_sequence([retrieve, generate])
+    builder: Any = StateGraph(GraphState).add_sequence([retrieve, generate])
     graph = builder.add_edge(START, "retrieve").compile()
     return lambda question: graph.invoke({"question": question}, library.config)["answer"]
 
 
-def last_text(agent: Any, library: Library) -> Ask:
+def last_text(agent: Any, library: LangChainDocuments) -> Ask:
     def ask(question: str) -> str:
         asked = {"messages": [{"role": "user", "content": question}]}
         steps = [*agent.stream(asked, library.config, stream_mode="values")]
@@ -169,7 +171,7 @@ def last_text(agent: Any, library: Library) -> Ask:
     return ask
 
 
-def as_middleware(llm: BaseChatModel, library: Library) -> Ask:
+def as_middleware(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
     store = library.store()
 
     @dynamic_prompt
@@ -186,7 +188,7 @@ class WithContext(AgentState):
     context: list[Document]
 
 
-def as_middleware_with_sources(llm: BaseChatModel, library: Library) -> Ask:
+def as_middleware_with_sources(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
     store = library.store()
 
     class Retrieving(AgentMiddleware[WithContext]):
@@ -201,7 +203,7 @@ def as_middleware_with_sources(llm: BaseChatModel, library: Library) -> Ask:
     return last_text(create_agent(llm, tools=[], middleware=[Retrieving()]), library)
 
 
-def as_conversation(llm: BaseChatModel, library: Library) -> Ask:
+def as_conversation(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
     condense = from_messages(
         "There is a conversation, and a last question that may lean on it. Write that question so that it stands by "
         "itself. Do not answer it."
@@ -223,7 +225,7 @@ def as_conversation(llm: BaseChatModel, library: Library) -> Ask:
     return lambda question: with_history.invoke({"input": question}, config)["answer"]
 
 
-def as_parents(llm: BaseChatModel, library: Library) -> Ask:
+def as_parents(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
     retriever = ParentDocumentRetriever(
         vectorstore=library.empty_store(),
         docstore=InMemoryStore(),
@@ -235,7 +237,7 @@ def as_parents(llm: BaseChatModel, library: Library) -> Ask:
 
 
 class ByWords(BaseRetriever):
-    """In the place of `BM25Retriever`, whose package is not installed here: the documents that share most words."""
+    """Replaces `BM25Retriever`, whose package is not installed: finds the documents that share most words."""
 
     documents: list[Document]
     k: int = 2
@@ -247,7 +249,7 @@ class ByWords(BaseRetriever):
         ]
 
 
-def as_ensemble(llm: BaseChatModel, library: Library) -> Ask:
+def as_ensemble(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
     store = library.store()
     documents = [
         Document(held["text"], id=key, metadata=held["metadata"]) for key, held in store.store.items()
@@ -259,14 +261,14 @@ def as_ensemble(llm: BaseChatModel, library: Library) -> Ask:
     return piped(retriever, llm, library)
 
 
-def as_compression(llm: BaseChatModel, library: Library) -> Ask:
+def as_compression(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
     retriever = ContextualCompressionRetriever(
         base_compressor=LLMChainExtractor.from_llm(llm), base_retriever=library.store().as_retriever()
     )
     return piped(retriever, llm, library)
 
 
-def as_multi_query(llm: BaseChatModel, library: Library) -> Ask:
+def as_multi_query(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
     return piped(
         MultiQueryRetriever.from_llm(retriever=library.store().as_retriever(), llm=llm), llm, library
     )
@@ -279,7 +281,7 @@ OF_THE_MODEL = (
 
 
 class Deciding(ChatRAGBlend):
-    """Searches first, and finds every document relevant: what a larger model would say in the format asked for."""
+    """Calls the search tool first and grades every document relevant, as a larger model would in that format."""
 
     @classmethod
     def of(cls, llm: BaseChatModel) -> "Deciding":
@@ -298,7 +300,7 @@ class Deciding(ChatRAGBlend):
         return ChatResult(generations=[ChatGeneration(message=AIMessage("", tool_calls=[call]))])
 
 
-def as_agent(llm: BaseChatModel, library: Library) -> Ask:
+def as_agent(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
     store = library.store()
 
     @tool(response_format="content_and_artifact")
@@ -328,7 +330,7 @@ FROM_DOCUMENT = (
 )
 
 
-def as_agentic_graph(llm: BaseChatModel, library: Library) -> Ask:
+def as_agentic_graph(llm: BaseChatModel, library: LangChainDocuments) -> Ask:
     retriever, model = library.store().as_retriever(), Deciding.of(llm)
 
     @tool

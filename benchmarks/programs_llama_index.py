@@ -1,7 +1,6 @@
-"""Programs of LlamaIndex's own documentation, each in our words: the same calls in the same order.
+"""Programs from LlamaIndex's documentation, with the same calls in the same order.
 
-Beside each stand the repository and the file that it follows. Only the model and the embedder are ours, and the
-documents.
+Each names the repository and file that it follows. Only the model, the embedder and the documents are ours.
 """
 
 import asyncio
@@ -59,14 +58,14 @@ from llama_index.core.workflow import Context, Event, StartEvent, StopEvent, Wor
 from benchmarks.matrix import Ask, Program
 
 
-class Found(BaseEventHandler):
-    """What was retrieved, and what was made of it before a model saw it, as text without metadata."""
+class LlamaIndexRetrieved(BaseEventHandler):
+    """Records retrieved texts, and what postprocessors made of them, without metadata."""
 
     _texts: list[str] = PrivateAttr(default_factory=list)
 
     @classmethod
     def class_name(cls) -> str:
-        return "Found"
+        return "LlamaIndexRetrieved"
 
     def handle(self, event: Any, **kwargs: Any) -> None:
         if isinstance(event, RetrievalEndEvent):
@@ -83,8 +82,8 @@ class Found(BaseEventHandler):
 
 
 @dataclass
-class Library:
-    """Documents, and how they are embedded and cut; sizes in tokens of LlamaIndex's counting."""
+class LlamaIndexDocuments:
+    """Documents, their embedder, and how they are split; sizes in tokens as LlamaIndex counts them."""
 
     documents: Sequence[Document]
     embedder: BaseEmbedding
@@ -96,9 +95,9 @@ class Library:
         return SentenceSplitter(chunk_size=self.chunk, chunk_overlap=self.overlap)
 
     @contextmanager
-    def finding(self) -> Iterator[Found]:
-        """What is retrieved meanwhile."""
-        found, handlers = Found(), dispatcher.root.event_handlers
+    def finding(self) -> Iterator[LlamaIndexRetrieved]:
+        """Record what is retrieved within the block."""
+        found, handlers = LlamaIndexRetrieved(), dispatcher.root.event_handlers
         handlers.append(found)
         try:
             yield found
@@ -115,11 +114,11 @@ def querying(engine: Any) -> Ask:
     return lambda question: str(engine.query(question))
 
 
-def as_starter(llm: LLM, library: Library) -> Ask:
+def as_starter(llm: LLM, library: LlamaIndexDocuments) -> Ask:
     return querying(library.index().as_query_engine(llm=llm))
 
 
-def as_citations(llm: LLM, library: Library) -> Ask:
+def as_citations(llm: LLM, library: LlamaIndexDocuments) -> Ask:
     engine = CitationQueryEngine.from_args(
         library.index(),
         llm=llm,
@@ -130,7 +129,7 @@ def as_citations(llm: LLM, library: Library) -> Ask:
     return querying(engine)
 
 
-def as_sentence_windows(llm: LLM, library: Library) -> Ask:
+def as_sentence_windows(llm: LLM, library: LlamaIndexDocuments) -> Ask:
     parser = SentenceWindowNodeParser.from_defaults(
         window_size=3, window_metadata_key="window", original_text_metadata_key="original_text"
     )
@@ -141,7 +140,7 @@ def as_sentence_windows(llm: LLM, library: Library) -> Ask:
     return querying(engine)
 
 
-def as_auto_merging(llm: LLM, library: Library) -> Ask:
+def as_auto_merging(llm: LLM, library: LlamaIndexDocuments) -> Ask:
     sizes = [2 * library.chunk, library.chunk // 2, library.chunk // 8]
     parser = HierarchicalNodeParser.from_defaults(chunk_sizes=sizes, chunk_overlap=0)
     nodes = parser.get_nodes_from_documents(list(library.documents))
@@ -153,8 +152,8 @@ def as_auto_merging(llm: LLM, library: Library) -> Ask:
     return querying(RetrieverQueryEngine.from_args(retriever, llm=llm))
 
 
-def as_chat(mode: Any) -> Callable[[LLM, Library], Ask]:
-    def make(llm: LLM, library: Library) -> Ask:
+def as_chat(mode: Any) -> Callable[[LLM, LlamaIndexDocuments], Ask]:
+    def make(llm: LLM, library: LlamaIndexDocuments) -> Ask:
         memory = ChatMemoryBuffer.from_defaults(token_limit=1500)
         engine: Any = library.index().as_chat_engine(chat_mode=mode, llm=llm, memory=memory)
         return lambda question: str(engine.chat(question))
@@ -186,12 +185,12 @@ class Completing(CustomQueryEngine):
         return str(self.llm.complete(QA.format(context_str=context, query_str=query_str)))
 
 
-def as_custom_with_synthesizer(llm: LLM, library: Library) -> Ask:
+def as_custom_with_synthesizer(llm: LLM, library: LlamaIndexDocuments) -> Ask:
     synthesizer = get_response_synthesizer(llm=llm, response_mode="compact")  # type: ignore[arg-type]
     return querying(Synthesizing(retriever=library.index().as_retriever(), response_synthesizer=synthesizer))
 
 
-def as_custom_with_completion(llm: LLM, library: Library) -> Ask:
+def as_custom_with_completion(llm: LLM, library: LlamaIndexDocuments) -> Ask:
     return querying(Completing(retriever=library.index().as_retriever(), llm=llm))
 
 
@@ -204,12 +203,12 @@ class Reranked(Event):
 
 
 def all_in_order(answer: str, num_choices: int) -> tuple[list[int], list[float]]:
-    """A small model does not keep to the ranking's format: its answer is let go, and nothing is left out."""
+    """Ignore the model's ranking and keep everything in order: a small model does not follow the format."""
     return list(range(1, num_choices + 1)), [1.0] * num_choices
 
 
-def as_workflow(llm: LLM, library: Library) -> Ask:
-    class Answering(Workflow):
+def as_workflow(llm: LLM, library: LlamaIndexDocuments) -> Ask:
+    class AnswerWorkflow(Workflow):
         @step
         async def retrieve(self, ctx: Context, event: StartEvent) -> Retrieved:
             await ctx.store.set("query", event.get("query"))
@@ -234,13 +233,13 @@ def as_workflow(llm: LLM, library: Library) -> Ask:
     index = library.index()
 
     async def asked(question: str) -> str:
-        response: Any = await Answering(timeout=600).run(query=question, index=index)
+        response: Any = await AnswerWorkflow(timeout=600).run(query=question, index=index)
         return "".join([piece async for piece in response.async_response_gen()])
 
     return lambda question: asyncio.run(asked(question))
 
 
-def as_document_summary(llm: LLM, library: Library) -> Ask:
+def as_document_summary(llm: LLM, library: LlamaIndexDocuments) -> Ask:
     synthesizer = get_response_synthesizer(llm=llm, response_mode="tree_summarize", use_async=True)  # type: ignore[arg-type]
     index = DocumentSummaryIndex.from_documents(
         list(library.documents),
@@ -252,7 +251,7 @@ def as_document_summary(llm: LLM, library: Library) -> Ask:
     return querying(index.as_query_engine(llm=llm, response_mode="tree_summarize", use_async=True))
 
 
-def as_evaluated(llm: LLM, library: Library) -> Ask:
+def as_evaluated(llm: LLM, library: LlamaIndexDocuments) -> Ask:
     engine = library.index().as_query_engine(llm=llm)
     faithful, relevant = FaithfulnessEvaluator(llm=llm), RelevancyEvaluator(llm=llm)
 
@@ -266,7 +265,7 @@ def as_evaluated(llm: LLM, library: Library) -> Ask:
 
 
 class Instead(ReActOutputParser):
-    """What a larger model would have said in the format that was asked for; what this one said is let go."""
+    """Replaces a small model's output by what a larger one would say in the requested format."""
 
     def __init__(self, said: Callable[[str], Any]) -> None:
         self.said = said
@@ -278,7 +277,7 @@ class Instead(ReActOutputParser):
         return query
 
 
-def as_router(llm: LLM, library: Library) -> Ask:
+def as_router(llm: LLM, library: LlamaIndexDocuments) -> Ask:
     nodes = library.splitter.get_nodes_from_documents(list(library.documents))
     summaries, passages = SummaryIndex(nodes[:2]), VectorStoreIndex(nodes, embed_model=library.embedder)
     tools = [
@@ -295,7 +294,7 @@ def as_router(llm: LLM, library: Library) -> Ask:
     return querying(RouterQueryEngine(selector=selector, query_engine_tools=tools, llm=llm))
 
 
-def as_sub_questions(llm: LLM, library: Library) -> Ask:
+def as_sub_questions(llm: LLM, library: LlamaIndexDocuments) -> Ask:
     asked: list[str] = []
 
     def generated(_: str) -> StructuredOutput:
@@ -318,7 +317,7 @@ def as_sub_questions(llm: LLM, library: Library) -> Ask:
     return ask
 
 
-def as_react_agent(llm: LLM, library: Library) -> Ask:
+def as_react_agent(llm: LLM, library: LlamaIndexDocuments) -> Ask:
     steps: list[ActionReasoningStep] = []
     tool = QueryEngineTool(
         query_engine=library.index().as_query_engine(llm=llm, similarity_top_k=3),

@@ -1,11 +1,11 @@
-"""`ragblend bench quality` with what is no method of the engine beside it.
+"""`ragblend bench quality` with more variants and questions, for developers.
 
     python -m benchmarks.quality --methods full,cacheblend,map_reduce,refine+cacheblend --ratios 0.15
     python -m benchmarks.quality --generate ruler:multi_value,tokens=4000,n=20 --methods full,transplant:by=cacheblend
 
-Modes are LangChain's ways to read passages (`modes.py`); `transplant:by=METHOD` is the oracle, which computes
-nothing and copies the true KV in at the rows that METHOD chooses; `variant` is `probe-shift` with parts changed
-(`shift_variants.py`). All other options are the product's.
+Modes are LangChain's ways to read passages (`modes.py`); `transplant:by=METHOD` is an oracle, which recomputes nothing
+and copies full prefill's KV at the rows that METHOD selects; `variant` is `probe-shift` with parts changed
+(`shift_variants.py`). `--generate` makes questions (`tasks.py`). All other options are the product's.
 """
 
 import sys
@@ -21,10 +21,10 @@ from ragblend.app.cli.main import main
 from ragblend.app.quality import cli as product
 from ragblend.app.quality import quality as measured
 from ragblend.app.quality.data import Question
-from ragblend.app.quality.quality_report import Others, with_all
+from ragblend.app.quality.quality_report import ExtraVariants, with_all
 from ragblend.app.quality.records import Record
 from ragblend.app.quality.requests import QualityRequest
-from ragblend.app.quality.sources import Source
+from ragblend.app.quality.sources import QuestionSource
 from ragblend.app.quality.variants import Variant, base_name, parse_pairs, parse_variants, split_methods
 from ragblend.kvstore.errors import UsageError
 
@@ -40,7 +40,7 @@ ORACLE = "transplant"
 
 @command(app, "quality")
 def quality(
-    cli: Cli, source: Source, request: QualityRequest, generate: Generate = None, form: Form = None
+    cli: Cli, source: QuestionSource, request: QualityRequest, generate: Generate = None, form: Form = None
 ) -> None:
     """Compare methods, modes (MODE+METHOD) and oracles with full prefill, on questions of any format."""
     from benchmarks.shift_variants import VARIANT
@@ -55,8 +55,8 @@ def quality(
         product.show_quality(cli, source, replace(request, methods=names), others)
 
 
-def parse(methods: str, ratios: str, compare: list[str]) -> tuple[str, Others]:
-    """The engine's own methods among them, as a list again, and the others. Raises UsageError."""
+def parse(methods: str, ratios: str, compare: list[str]) -> tuple[str, ExtraVariants]:
+    """Split a list of methods into the engine's own, as a list again, and the others. Raises UsageError."""
     import ragblend.integrations
     from ragblend.engine.selection import METHODS, WITHOUT_RATIO, method_names
 
@@ -83,11 +83,11 @@ def parse(methods: str, ratios: str, compare: list[str]) -> tuple[str, Others]:
     code = tuple(Path(path) for path in ragblend.integrations.__path__) if modes else ()
     if any(base_name(name) == "variant" for name in names):
         code += (Path(__file__).parent,)
-    return own, Others(variants, depends, code)
+    return own, ExtraVariants(variants, depends, code)
 
 
 def modes_of(name: str, ratios: str) -> "list[Mode]":
-    """What a name in the list says of a mode; nothing for a method."""
+    """The modes that a name stands for; none for a method."""
     from ragblend.engine.selection import METHODS, WITHOUT_RATIO
 
     mode, plus, method = name.partition("+")
@@ -107,7 +107,7 @@ def modes_of(name: str, ratios: str) -> "list[Mode]":
 
 
 def transplanted(oracle: Variant) -> measured.Measure:
-    """How a variant that copies from the reference's KV is measured. Raises UsageError for a wrong parameter."""
+    """A function that measures the oracle. Raises UsageError for a wrong parameter."""
     from benchmarks.oracles import Transplant
     from ragblend.engine.selection.policy_names import with_parameters
 
@@ -121,7 +121,7 @@ def transplanted(oracle: Variant) -> measured.Measure:
         reference: measured.Outcome,
         max_new_tokens: int,
     ) -> Record:
-        reference.prefilled.cache.truncate()  # the answer stands behind the prompt
+        reference.prefilled.cache.truncate()  # remove the answer, which follows the prompt
         given = policy.given(reference.prefilled.cache)
         outcome = measured.outcome_of(engine, prompt, oracle, reference, max_new_tokens, given)
         return measured.record_of(question, oracle, reference, outcome, engine)

@@ -1,4 +1,4 @@
-"""Files of questions for `ragblend bench quality --data` and `ragblend tune --data`: made up, or of other data sets.
+"""Writes question files for `ragblend bench quality --data` and `ragblend tune --data`: generated, or converted.
 
 python -m benchmarks.questions --generate ruler:multi_value,tokens=4000,n=20 --generate two_hop --out made.json
 python -m benchmarks.questions --data dev-v2.0.json --format squad --out squad.json
@@ -55,7 +55,7 @@ def questions(
 def write_questions(
     cli: Cli, out: Path, generated: list[str], data: Path | None, form: str | None, passages: int = PASSAGES
 ) -> None:
-    """The same for other command lines. Raises UsageError."""
+    """As the command, for other command lines. Raises UsageError."""
     if bool(generated) == (data is not None) or bool(form) != (data is not None):
         raise UsageError("give --generate, or --data with its --format, and not both")
     entries = convert(data, form, passages) if data and form else made(cli, generated)
@@ -65,9 +65,9 @@ def write_questions(
 
 
 def made(cli: Cli, texts: list[str]) -> list[dict[str, Any]]:
-    """Generated entries; their length is counted by the model's own tokenizer."""
+    """Generate entries, with lengths counted by the model's tokenizer."""
     specs = tasks.parse_specs(texts)
-    from ragblend.engine.engine import Engine  # once all that was asked for is known to be possible
+    from ragblend.engine.engine import Engine  # heavy, so only after the specs were checked
 
     return tasks.generate(specs, Engine.open(**engine_arguments(cli)).count_tokens)
 

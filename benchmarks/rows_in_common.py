@@ -1,10 +1,10 @@
-"""How much a question matters: which rows a method chooses for two questions over the same passages.
+"""Measures how much the question matters to a method: which rows it selects for two questions on the same passages.
 
     python -m benchmarks.rows_in_common --methods a3,prophet,probe-shift --ratio 0.15
 
-The questions are those of `--figures`: eight over each set of passages, about different things. In common: the mean,
-over all pairs of questions of a set, of the share of the one's chosen rows that are the other's as well. By chance it
-would be the ratio. `the question's` leaves out what every question gets alike: rows that all eight have.
+The questions are those of `--figures`: eight for each set of passages, about different things. In common: the mean,
+over all pairs of questions of a set, of the share of one's rows that the other has as well; by chance it would be the
+ratio. `the question's` leaves out rows that all eight questions have.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ ANSWER_TOKENS = 40
 
 
 def chosen(engine: "Engine", method: str, ratio: float, sets: int) -> Iterator[list[set[int]]]:
-    """For each set of passages, what is chosen of their rows for each of its questions."""
+    """For each set of passages, the rows that are selected for each of its questions."""
     from ragblend.engine.selection import policy_named
 
     for _, questions in groupby(figure_questions(sets, orders=1), lambda each: each.passages):
@@ -47,7 +47,7 @@ def chosen(engine: "Engine", method: str, ratio: float, sets: int) -> Iterator[l
 
 
 def in_common(sets: list[list[set[int]]]) -> tuple[float, float]:
-    """Over all pairs, and the same without the rows that all questions of a set get."""
+    """The share over all pairs, and without rows that all questions of a set have."""
     plain, own = [], []
     for rows in sets:
         of_all = set.intersection(*rows)

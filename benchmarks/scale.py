@@ -1,10 +1,10 @@
-"""A calculation for a thousand million chunks: the tables under "Scale" in docs/vllm.md, by stated formulas.
+"""Calculates the tables under "Scale" in docs/vllm.md for a thousand million chunks, from stated figures by stated formulas.
 
     python -m benchmarks.scale        # writes the tables; change a figure below and run it again
 
-A device computes a prompt of T tokens in T f / F seconds: f FLOP a token, F what it reaches. Loading takes T B / W: B
-bytes of KV a token, W bytes a second. Layers are loaded while others are computed, so a fused prefill at ratio r takes
-the longer of T B / W and r T f / F.
+A device computes a prompt of T tokens in T f / F seconds: f FLOP per token, F FLOP per second. Loading takes T B / W: B
+bytes of KV per token, W bytes per second. Layers are loaded while others are computed, so a fused prefill at ratio r
+takes the longer of T B / W and r T f / F.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,13 +35,13 @@ class Model:
 
     @property
     def flop(self) -> float:
-        """To read one token of a prompt: products with all weights, and attention over half of PROMPT, on average."""
+        """FLOP to prefill one token: products with all weights, and attention over half of PROMPT on average."""
         return 2 * self.parameters + 4 * self.layers * self.heads * self.size * PROMPT / 2
 
 
 @dataclass(frozen=True)
 class Device:
-    """flops: dense bfloat16 at its peak; dollars: an hour of it."""
+    """A GPU. flops: dense bfloat16 peak; dollars: per hour."""
 
     name: str
     flops: float
@@ -52,8 +52,8 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where KV lies; rate: bytes a second to one device; dollars: a gigabyte for a month."""
+class StoragePlace:
+    """Storage for KV. rate: bytes per second to one device; dollars: per gigabyte and month."""
 
     name: str
     rate: float
@@ -71,10 +71,10 @@ MODELS = (
 )
 DEVICES = (Device("L4", 121e12, 0.7), Device("H100", 989e12, 2.5))
 PLACES = (
-    Place("object storage, 10 Gbit/s", 1.25e9, 0.023),
-    Place("Redis, 100 Gbit/s", 12.5e9, 3.0),
-    Place("NVMe, PCIe 4", 7e9, 0.003),
-    Place("host memory, PCIe 5", 55e9, 0.11),
+    StoragePlace("object storage, 10 Gbit/s", 1.25e9, 0.023),
+    StoragePlace("Redis, 100 Gbit/s", 12.5e9, 3.0),
+    StoragePlace("NVMe, PCIe 4", 7e9, 0.003),
+    StoragePlace("host memory, PCIe 5", 55e9, 0.11),
 )
 
 
@@ -126,7 +126,7 @@ def _ms(seconds: float) -> str:
 
 
 def rendered(page: str) -> str:
-    """The page with its four tables, in order, made again."""
+    """The page with its four tables rendered again."""
     made = iter([sizes, rates, waits, prices])
 
     def table() -> str:

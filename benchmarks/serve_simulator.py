@@ -1,8 +1,8 @@
-"""Requests under load in made-up time: the product's queue, store, knowledge tree and eviction, and no model.
+"""Simulates requests under load, with the product's queue, store, knowledge tree and eviction, but without a model.
 
-`RequestOrder` says whose turn it is, `KVStore` and `tree.match` what is stored, on files of a few bytes a token. What a
-prompt then takes, `Costs` says, fitted to what the real engine took (`measure_serve.py`). The loop around them is that
-of `engine/scheduling/queue.py`, with a clock that is a number; but each token of an answer is a pass of its own here.
+`RequestOrder` is the product's scheduler; `KVStore` and `tree.match` are its store, on files of a few bytes per token. `Costs`
+gives the time of a prompt, fitted to times of the real engine (`measure_serve.py`). The loop follows
+`engine/scheduling/queue.py`, with a simulated clock; here each token of an answer is a separate pass.
 """
 
 import tempfile
@@ -37,7 +37,7 @@ PREFIX, QUESTION_TOKENS = (1,) * 32, 64
 
 @dataclass(frozen=True)
 class System:
-    """What is compared. paths, fuses: what of the store is read; window: 0 is first come, first served."""
+    """A system to compare. paths, fuses: what it reuses; window: 0 is first come, first served."""
 
     name: str
     method: str
@@ -63,7 +63,7 @@ SYSTEMS = (
 
 
 @dataclass(frozen=True)
-class Found:
+class PromptTokens:
     """Tokens of a prompt: computed (`new`, in `pieces` passes), read from paths, and fused."""
 
     new: int
@@ -79,8 +79,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a prompt: of itself, a piece, a thousand tokens computed, a million pairs, a thousand tokens loaded,
-    fused, and a million pairs of those; token_s: of a token of an answer; error: median relative one of the fit.
+    """The fitted cost of a prompt in seconds. token_s: per answer token; error: the fit's median relative error.
+
+    Coefficients: constant, per piece, per 1,000 tokens computed, per million pairs, per 1,000 tokens loaded, fused, and
+    per million pairs of those.
     """
 
     weights: tuple[float, ...]
@@ -88,7 +90,7 @@ class Costs:
     error: float
 
     @classmethod
-    def fitted(cls, measured: Sequence[tuple[Found, float]], token_s: float) -> "Costs":
+    def fitted(cls, measured: Sequence[tuple[PromptTokens, float]], token_s: float) -> "Costs":
         from scipy.optimize import nnls
 
         seconds = np.array([each for _, each in measured])
@@ -97,13 +99,13 @@ class Costs:
         error = float(np.median(np.abs(rows @ weights / seconds - 1)))
         return cls(tuple(map(float, weights)), token_s, error)
 
-    def seconds(self, found: Found) -> float:
+    def seconds(self, found: PromptTokens) -> float:
         return sum(weight * each for weight, each in zip(self.weights, found.features(), strict=True))
 
 
 @dataclass(frozen=True)
-class Request:
-    """passages: (number, tokens) of each; at: when it comes; answer_tokens: after the first one none is timed."""
+class SimulatedRequest:
+    """A request. passages: (number, tokens) of each; at: arrival time; answer_tokens: only the first is timed."""
 
     at: float
     passages: tuple[tuple[int, int], ...]
@@ -112,16 +114,16 @@ class Request:
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way."""
+    """A request that is being processed."""
 
-    request: Request
+    request: SimulatedRequest
     left_s: float = 0.0
     tokens: int = 0
 
 
 @dataclass
-class Outcome:
-    """Seconds to the first token, by request; by how many others one was passed at most; hits of what was retrieved."""
+class SimulationResult:
+    """Seconds to the first token by request; how often one was overtaken at most; reused tokens of all."""
 
     ttft_s: list[float] = field(default_factory=list)
     passed: int = 0
@@ -138,7 +140,7 @@ class Outcome:
 
 
 class Simulator:
-    """One system with its store. Times of requests may begin anew with each `run`; what is stored stays."""
+    """One system with its store, which is kept from one `run` to the next."""
 
     def __init__(self, system: System, store: KVStore, costs: Costs) -> None:
         self.system, self.store, self.costs = system, store, costs
@@ -148,9 +150,9 @@ class Simulator:
         for number, tokens in passages if self.system.fuses else ():
             self._put(Node(self._alone(number, tokens), _ids(number, tokens), len(PREFIX), None))
 
-    def run(self, requests: Sequence[Request]) -> Outcome:
-        """All of them, to the end."""
-        order, outcome, now = RequestOrder(window=self.system.window), Outcome(), 0.0
+    def run(self, requests: Sequence[SimulatedRequest]) -> SimulationResult:
+        """Process all requests."""
+        order, outcome, now = RequestOrder(window=self.system.window), SimulationResult(), 0.0
         coming, ring = deque(requests), deque[Ticket]()
         jobs: dict[Ticket, Job] = {}
         while coming or jobs:
@@ -184,7 +186,7 @@ class Simulator:
         return outcome
 
     def _idle(self, now: float, until: float) -> float:
-        """Chores, when nobody has come for a while; what is not done when somebody comes is given up."""
+        """Run background tasks while there are no requests; what is not done when one arrives is dropped."""
         now += PAUSE_S
         while self._chores and now < until:
             now += self._chores.popleft()()
@@ -195,7 +197,7 @@ class Simulator:
     def _alone(self, number: int, tokens: int) -> ChunkKey:
         return chunk_key(MODEL, PREFIX, "", _ids(number, tokens))
 
-    def _path(self, request: Request) -> list[Node]:
+    def _path(self, request: SimulatedRequest) -> list[Node]:
         path, start = list[Node](), len(PREFIX)
         for number, tokens in request.passages if self.system.paths else ():
             ids, parent = _ids(number, tokens), path[-1].key if path else None
@@ -204,7 +206,7 @@ class Simulator:
             start += tokens
         return path
 
-    def _claim(self, request: Request) -> Claim:
+    def _claim(self, request: SimulatedRequest) -> Claim:
         cached = {}
         for node in takewhile(lambda node: self.store.contains(node.key), self._path(request)):
             cached[node.key.digest] = len(node.token_ids)
@@ -215,8 +217,8 @@ class Simulator:
         fused = sum(cached.values()) - exact
         return Claim(True, "", cached, round(_tokens(request) - exact - (1 - DEFAULT_RATIO) * fused))
 
-    def _begun(self, request: Request, outcome: Outcome) -> float:
-        """What is found and must be computed: how long that takes."""
+    def _begun(self, request: SimulatedRequest, outcome: SimulationResult) -> float:
+        """The time of a request, by what is found in the store and what must be computed."""
         sources = match(self.store.open_chunk, self._path(request), SHAPE)
         path = sum(len(source.token_ids) for source in sources)
         fused = 0
@@ -227,7 +229,7 @@ class Simulator:
                 self._alone(number, tokens), _ids(number, tokens), SHAPE, len(PREFIX)
             ):
                 sources.append(source)
-                if place == 0:  # right behind its prefix it is exact
+                if place == 0:  # directly after its prefix it is exact
                     path = tokens
                 else:
                     fused += tokens
@@ -236,10 +238,10 @@ class Simulator:
         total = _tokens(request)
         outcome.path_tokens, outcome.tokens = outcome.path_tokens + path, outcome.tokens + total
         pieces = 1 + (len(request.passages) - len(sources) if self.system.method == "exact" else 0)
-        return self.costs.seconds(Found(total - path - fused, path, fused, pieces))
+        return self.costs.seconds(PromptTokens(total - path - fused, path, fused, pieces))
 
-    def _follow_up(self, request: Request) -> None:
-        """As `queue_background_work` does: what was computed is entered beside the device, the rest waits for it."""
+    def _follow_up(self, request: SimulatedRequest) -> None:
+        """As `background_work.queue_background_work`: computed passages are stored at once, the rest is background work."""
         if self.system.method == "exact":
             self._grow(request)
         elif self.system.paths and self._learn not in [chore.func for chore in self._chores]:
@@ -247,27 +249,27 @@ class Simulator:
         for passage in request.passages if self.system.fuses else ():
             self._chores.append(partial(self._encode, *passage))
 
-    def _grow(self, request: Request) -> None:
+    def _grow(self, request: SimulatedRequest) -> None:
         for node in self._path(request):
             if not self.store.contains(node.key):
                 has_room = file_nbytes(SHAPE, len(node.token_ids), RAW) <= self.store.room_bytes
                 if not (has_room or self.store.times_asked(node.key) >= ASKED_AGAIN) or not self._put(node):
                     break
 
-    def _learn(self, request: Request) -> float:
+    def _learn(self, request: SimulatedRequest) -> float:
         path = self._path(request)
         stored = list(takewhile(lambda node: self.store.contains(node.key), path))
         if stored and len(stored) < len(path):
             node = path[len(stored)]
             if self.store.times_asked(node.key) >= ASKED_AGAIN and self._put(node):
-                return self.costs.seconds(Found(len(node.token_ids), node.start))
+                return self.costs.seconds(PromptTokens(len(node.token_ids), node.start))
         return 0.0
 
     def _encode(self, number: int, tokens: int) -> float:
         key = self._alone(number, tokens)
         if self.store.contains(key) or not self._put(Node(key, _ids(number, tokens), len(PREFIX), None)):
             return 0.0
-        return self.costs.seconds(Found(tokens))
+        return self.costs.seconds(PromptTokens(tokens))
 
     def _put(self, node: Node) -> bool:
         zeros = [torch.zeros((1, len(node.token_ids), SHAPE.key_size), dtype=SHAPE.torch_dtype)]
@@ -283,17 +285,17 @@ def _ids(number: int, tokens: int) -> tuple[int, ...]:
     return number, *range(1, tokens)
 
 
-def _tokens(request: Request) -> int:
+def _tokens(request: SimulatedRequest) -> int:
     return len(PREFIX) + sum(tokens for _, tokens in request.passages) + QUESTION_TOKENS
 
 
 @contextmanager
 def simulator(system: System, costs: Costs, passages: Sequence[int], share: float) -> Iterator[Simulator]:
-    """With a store that holds that share of all passages, their tokens given, and what is ingested in it."""
+    """A simulator whose store has room for that share of all passages (given by their tokens), and is filled."""
     budget = int(share * sum(file_nbytes(SHAPE, tokens, RAW) for tokens in passages))
 
     def cost(cached: int, new: int) -> float:
-        return costs.seconds(Found(new, cached)) / new
+        return costs.seconds(PromptTokens(new, cached)) / new
 
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         store = KVStore.open(Path(folder) / "kv", budget, policy=system.policy, cost=cost)

@@ -1,4 +1,4 @@
-"""`probe-shift` with parts of it changed, to find out what each part does to figures (docs/methods.md).
+"""`probe-shift` with parts changed, to measure the effect of each part on figures (docs/methods.md).
 
     python -m benchmarks.quality --figures --methods full,probe-shift,variant:keys=0,variant:scope=passage --ratios 0.15
 
@@ -85,7 +85,7 @@ class ShiftVariant(ByAttention):
             yield Delta(begin, *by_head)
 
     def _added(self, change: LayerChange, observed: Tensor, computed: Tensor, chunk: slice) -> Tensor:
-        """(n, F) what the rows of one chunk get from the observed changes (C, F) of its computed rows."""
+        """(n, F): the correction of one chunk's rows from the observed changes (C, F) of its computed rows."""
         count = len(observed)
         trust = STRENGTH * count / (count + SHRINK_SIZES * change.keys.shape[-1])
         if self.scope == "mean":
@@ -102,7 +102,7 @@ class ShiftVariant(ByAttention):
 
 
 def _similar(rows: Tensor, others: Tensor, at: Tensor, others_at: Tensor) -> Tensor:
-    size = rows.shape[1] - 4  # behind these stand the squared lengths
+    size = rows.shape[1] - 4  # the last four are squared lengths
     apart = torch.cdist(rows[:, :size], others[:, :size])
     gain = 1 + NEAR_GAIN * (-(at[:, None] - others_at).abs() / NEAR_TOKENS).exp()
     return gain / (1 + apart.square()).sqrt()

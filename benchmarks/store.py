@@ -1,11 +1,11 @@
-"""What the store's bookkeeping costs a request when it knows N chunks.
+"""Measures the store's bookkeeping per request when it has N chunks.
 
 python -m benchmarks.store --overhead 100000
 
-Run in a process of its own, which has done nothing before: opening both indices, looking six chunks up, and admitting
-six new ones, each of which evicts another. What is not bookkeeping is left out of admission: no KV is packed, summed
-up or written, and no victim's file is unlinked; the lock, the new row, the counts of uses, the choice of a victim, the
-removal of its row and the commit are in it, six times.
+In a fresh process: opening both indices, looking up six chunks, and admitting six new ones, each of which evicts
+another. Admission is measured without what is not bookkeeping: no KV is packed, checksummed or written, and no victim's
+file is unlinked; the lock, the new row, use counts, choosing a victim, removing its row and the commit are included,
+six times.
 """
 
 import json
@@ -37,7 +37,7 @@ from ragblend.kvstore.nodes import NodeIndex, Scope
 from ragblend.kvstore.store import KVStore
 
 CHUNKS_A_REQUEST, REQUESTS, OPENINGS, TOKENS = 6, 500, 5, 512
-# One small layer: a lookup reads the header, whose size is that of the token ids; the bytes behind it do not matter.
+# One small layer: a lookup reads the header, whose size depends on the token ids; the KV bytes do not matter.
 SHAPE = Geometry(layers=1, kv_heads=1, key_size=8, value_size=8, dtype="float32")
 SCOPE = Scope("bench", "ab" * 32)
 NO_LIMIT = 1 << 60
@@ -45,19 +45,19 @@ BATCH = 1_000
 
 
 def main(overhead: Annotated[int, typer.Option(min=100, help="So many chunks.")] = 100_000) -> None:
-    """Make such a store in a temporary folder, measure it, and print the figures: milliseconds a request."""
+    """Make such a store in a temporary folder, measure it, and print milliseconds per request."""
     with tempfile.TemporaryDirectory(prefix="ragblend-bench-") as home:
         make_large_home(Path(home), overhead)
-        os.sync()  # what was just written would else be written back while the clock runs
+        os.sync()  # else the kernel would write it back while the clock runs
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
             print(json.dumps(other.submit(measure, Path(home), overhead).result(), indent=1))
 
 
 def measure(home: Path, chunks: int) -> Row:
-    """Each in milliseconds: median and 99th percentile by the clock, and the median of processor time."""
-    with KVStore.open(home / "kv", NO_LIMIT) as store:  # and whatever is imported or computed at first use
+    """Milliseconds of each step: wall-clock median and 99th percentile, and median processor time."""
+    with KVStore.open(home / "kv", NO_LIMIT) as store:  # pays for imports and other first uses
         budget_bytes = store.stats().bytes
-    # Before any admission: what is admitted here has no files, and an opening would stop to remove the rows.
+    # Before any admission: admitted values have no files here, and opening the store would remove their rows.
     openings = _openings(lambda: KVStore.open(home / "kv", budget_bytes))
     node_openings = _openings(lambda: NodeIndex.open(home / "nodes.sqlite"))
     meter, seeded = HostMeter(), random.Random(1)
@@ -114,7 +114,7 @@ def _new_chunk(number: int) -> tuple[ChunkKey, ChunkKV]:
 
 @contextmanager
 def _nothing_written(new: Sequence[tuple[ChunkKey, ChunkKV]]) -> Iterator[None]:
-    """No KV is packed or written and no file removed meanwhile; (key, chunk) of `new` are packed beforehand."""
+    """Within the block no KV is packed or written and no file removed; (key, chunk) of `new` are packed beforehand."""
     packed = {key: Blob.of(key, chunk) for key, chunk in new}
 
     def named(root: Path, blob: Blob) -> ValueFile:
@@ -146,8 +146,8 @@ def _summary(times: list[tuple[float, float]]) -> Row:
     return {name: round(value, 3) for name, value in found.items()}
 
 
-# --- a home whose store and node index know very many chunks. Rows are made directly and in bulk, and so are the value
-# files: each has a whole, checked header, as every lookup reads it, and a hole where its KV would be.
+# --- a home whose store and node index have very many chunks. Rows and value files are made directly and in bulk: each
+# file has a valid header, which every lookup reads, and a hole instead of its KV.
 
 
 def key_of(number: int) -> ChunkKey:

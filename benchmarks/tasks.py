@@ -1,11 +1,11 @@
-"""Generated questions whose exact answers are known: RULER's tasks (Hsieh et al., COLM'24, §3) and two-hop questions.
+"""Generates questions with exact answers: RULER's tasks (Hsieh et al., COLM'24, §3) and two-hop questions.
 
-A spec is a task and what it is to be like: `ruler:multi_value,tokens=4000,n=20`, `two_hop,tokens=16000`; `ruler` by
-itself is all tasks of RULER. The same spec, seed and tokenizer always give the same questions, whatever n is, so a run
-goes on where it stopped, and a larger n extends it.
+A spec is a task with its parameters: `ruler:multi_value,tokens=4000,n=20`, `two_hop,tokens=16000`; `ruler` by itself is
+all tasks of RULER. The same spec, seed and tokenizer always give the same questions, whatever n is, so a run can be
+resumed, and a larger n extends it.
 
-Each task is a function of (draw, spec, count_tokens): sentences of our own filler with what is asked about hidden among
-them. The texts are ours; what is asked, and how many distractors there are, follows the paper.
+Each task is a function of (draw, spec, count_tokens): filler sentences with the facts hidden among them. The texts are
+ours; the questions and the number of distractors follow the paper.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ ALL = "\nAnswer with all of the numbers, separated by commas, and nothing else."
 
 @dataclass(frozen=True)
 class Spec:
-    """What to generate. tokens: of all passages together; chunk: of one; seed: other questions of the same kind.
+    """What to generate. tokens: of all passages together; chunk: of one; seed: gives other questions of the same kind.
 
-    items: keys, values or queries, as the task has them; hops: of a variable's chain; chains: how many of
-    those there are, the asked one included; depth: where in the text the needles stand, in percent (None: anywhere). At
-    every depth the needles, and what is around them, are the same.
+    items: keys, values or queries, depending on the task; hops: of a variable's chain; chains: how many there are, the
+    asked one included; depth: where in the text the needles are, in percent (None: anywhere). The needles and the text
+    around them are the same at every depth.
     """
 
     task: str
@@ -42,12 +42,12 @@ class Spec:
     items: int = 4
     hops: int = 4
     chains: int = 3
-    depth: int | None = field(default=None, repr=False)  # no part of the seed
+    depth: int | None = field(default=None, repr=False)  # not part of the seed
 
 
 @dataclass(frozen=True)
 class Task:
-    """One generated question: its passages, its words, and what an exact answer must hold."""
+    """One generated question: its passages, its text, and what an exact answer must contain."""
 
     passages: tuple[str, ...]
     question: str
@@ -58,7 +58,7 @@ class Task:
 def magic_numbers(
     draw: random.Random, spec: Spec, count: CountTokens, many_keys: bool, many_values: bool, all_asked: bool
 ) -> Task:
-    """One key or `items` of them, with one number or `items` each; one number or all of them are asked for."""
+    """Ask for one or all numbers of one key or of `items` keys, with one number or `items` each."""
     keys, values = spec.items if many_keys else 1, spec.items if many_values else 1
     asked = keys * values if all_asked else 1
     names, numbers = filler.keys(draw, keys), filler.numbers(draw, keys * values)
@@ -76,12 +76,12 @@ def magic_numbers(
 
 
 def variable_tracking(draw: random.Random, spec: Spec, count: CountTokens) -> Task:
-    """Chains of assignments; every variable that holds one value is asked for."""
+    """Chains of assignments; ask for every variable with a certain value."""
     values = filler.numbers(draw, spec.chains, digits=5)
     variables = filler.letters(draw, spec.chains * (spec.hops + 1))
     chains = [variables[place :: spec.chains] for place in range(spec.chains)]
     lines = [_chain(names, value) for names, value in zip(chains, values, strict=True)]
-    # Chains are mixed, and every assignment stands after the one that it refers to.
+    # Chains are interleaved, and every assignment comes after the one that it refers to.
     mixed = [chain for chain in range(spec.chains) for _ in range(spec.hops + 1)]
     draw.shuffle(mixed)
     needles = [lines[chain].pop(0) for chain in mixed]
@@ -93,7 +93,7 @@ def variable_tracking(draw: random.Random, spec: Spec, count: CountTokens) -> Ta
 
 
 def two_hop(draw: random.Random, spec: Spec, count: CountTokens) -> Task:
-    """Who has an office in a town, and where that person was born: two sentences, among others of their kind."""
+    """Ask where the holder of an office was born: two sentences, among others of their kind."""
     people = filler.names(draw, 4 * spec.items)
     persons = [
         f"{first} {last}" for first, last in zip(people[: spec.items], people[spec.items :], strict=False)
@@ -137,17 +137,17 @@ FROM_ZERO = ("depth", "seed")
 
 
 def parse_specs(texts: Sequence[str]) -> tuple[Spec, ...]:
-    """Every spec, in order; a family gives one for each of its tasks. Raises UsageError."""
+    """Parse specs, in order; a family stands for each of its tasks. Raises UsageError."""
     return tuple(spec for text in texts for spec in _specs(text))
 
 
 def generate(specs: Sequence[Spec], count: CountTokens) -> list[dict[str, Any]]:
-    """The questions of all specs as entries of a file, one task after another. Raises UsageError without room."""
+    """Generate the entries of all specs, one task after another. Raises UsageError if there is no room."""
     return [_entry(spec, number, count) for spec in specs for number in range(spec.n)]
 
 
 def _entry(spec: Spec, number: int, count: CountTokens) -> dict[str, Any]:
-    # Seeded without n (its default stands in), so that a larger n adds questions and keeps those that there were.
+    # The seed does not include n (it has its default), so that a larger n only adds questions.
     draw = random.Random(f"{dataclasses.replace(spec, n=Spec.n)} {number}")
     task = TASKS[spec.task](draw, spec, count)
     return {
@@ -187,7 +187,7 @@ def _setting(text: str) -> tuple[str, int]:
 
 
 def haystack(draw: random.Random, needles: Sequence[str], spec: Spec, count: CountTokens) -> tuple[str, ...]:
-    """Passages of filler with the needles in their order, at different places or all at the depth that was asked for.
+    """Passages of filler with the needles in order, at different places or all at the given depth.
 
     Raises UsageError if there is no room.
     """

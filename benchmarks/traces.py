@@ -1,4 +1,4 @@
-"""Made-up traces: documents with lengths, how popular each is, and who asks for which."""
+"""Generates request traces: documents with lengths and popularity, and the requests for them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Trace:
-    """requests: the documents of each, in prompt order; tokens: of each document."""
+class RequestTrace:
+    """A trace. requests: the documents of each, in prompt order; tokens: of each document."""
 
     tokens: list[int]
     requests: list[list[int]]
@@ -21,8 +21,8 @@ class Trace:
 
 def make_trace(
     exponent: float | None, lengths: str, documents: int, count: int, top_k: int, seed: int
-) -> Trace:
-    """So many requests of top_k documents each; the same arguments give the same trace.
+) -> RequestTrace:
+    """Generate `count` requests of top_k documents each; the same arguments give the same trace.
 
     exponent: Zipf's; None: the one that gives HEAD_SHARE of the documents HEAD_REQUESTS of the requests.
     """
@@ -32,11 +32,11 @@ def make_trace(
     popularity[random.permutation(documents)] = _zipf(
         documents, _exponent_for(documents) if exponent is None else exponent
     )
-    return Trace(tokens.tolist(), list(_requests(popularity, top_k, count, random)))
+    return RequestTrace(tokens.tolist(), list(_requests(popularity, top_k, count, random)))
 
 
 def _zipf(documents: int, exponent: float) -> Floats:
-    """The probability of the most popular document, of the next, ...; it sums to 1."""
+    """The documents' probabilities, the most popular first; they sum to 1."""
     weights = np.arange(1, documents + 1, dtype=np.float64) ** -exponent
     return weights / weights.sum()
 
@@ -60,7 +60,7 @@ def _tokens(lengths: str, documents: int, random: np.random.Generator) -> NDArra
 
 
 def _requests(popularity: Floats, top_k: int, count: int, random: np.random.Generator) -> Iterator[list[int]]:
-    """`top_k` different documents a request, drawn one after the other."""
+    """`top_k` different documents for each request, drawn one after the other."""
     drawn = _draws(popularity, random)
     for _ in range(count):
         request: dict[int, None] = {}

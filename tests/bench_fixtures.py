@@ -1,4 +1,4 @@
-"""A tiny random Llama with a tokenizer of its own, on the real engine, and a few questions over the sample pages."""
+"""Fixtures: a tiny random Llama with its own tokenizer on the real engine, and a few questions."""
 
 import json
 

@@ -10,7 +10,7 @@ from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragblend.app.serve.front import Meter, Refusal, Rules, TooLarge, refuse, too_large
+from ragblend.app.serve.front import LimitedBody, Refusal, Rules, TooLarge, refuse, too_large
 from ragblend.ui.login import PageLogin
 from ragblend.ui.response_headers import ResponseRewriter
 
@@ -41,7 +41,7 @@ class SecurityMiddleware:
         if refusal is not None:
             await refusal(scope, receive, rewriter)
             return
-        meter = Meter(receive, self._rules.limit(scope["path"]))
+        meter = LimitedBody(receive, self._rules.limit(scope["path"]))
 
         async def answer(message: Message) -> None:
             if rewriter.started or not meter.exceeded:  # a response to half a body is not worth sending

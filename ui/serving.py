@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from ragblend.app.serve.front import MIB, Address, Rules
-from ragblend.app.serve.listening import Server, files_inside, owning
+from ragblend.app.serve.listening import UvicornServer, files_inside, owning
 from ragblend.app.services import AppServices
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.files import replace_durably
@@ -136,4 +136,4 @@ def serve(
             context.startup.begin(services)
             on_ready(folder)
 
-        Server(app, ready, grace_s=1).run([at])
+        UvicornServer(app, ready, grace_s=1).run([at])

@@ -15,7 +15,7 @@ from ragblend.app.answering.citations import cite
 from ragblend.app.answering.conversation import AskOptions
 from ragblend.app.answering.highlight import locate_source
 from ragblend.app.library.documents import DocumentState
-from ragblend.app.models import Offer, machine_of, offers
+from ragblend.app.model_offers import Offer, machine_of, offers
 from ragblend.engine.model.checkpoints import DEFAULT
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import views
@@ -285,7 +285,7 @@ class ChatTab:
 
     def welcome(self) -> str:
         ready = self._services.workspaces.count_documents(DocumentState.DONE)
-        questions, note = self._answerable_samples(), self._services.settings.manner.note
+        questions, note = self._answerable_samples(), self._services.settings.style.note
         return views.chat.welcome(ready, questions, note, [] if ready else self._larger_models())
 
     def add_samples(self) -> str:

@@ -7,15 +7,8 @@ from typing import Any
 import gradio as gr
 
 from ragblend.app.answering.rerank import find_reranker
-from ragblend.app.models import (
-    Machine,
-    ModelDownload,
-    check_model,
-    machine_of,
-    models_here,
-    must_be_fetched,
-    offers,
-)
+from ragblend.app.model_offers import MachineCapacity, machine_of, offers
+from ragblend.app.models import ModelDownload, check_model, models_here, must_be_fetched
 from ragblend.app.settings import Cost, Settings, cost_of, save_settings
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import RagBlendError
@@ -87,7 +80,7 @@ class SettingsTab:
 
     def __init__(self, context: PageContext, tab: gr.Tab) -> None:
         self._services = context.services
-        self._machine: Machine | None = None
+        self._machine: MachineCapacity | None = None
         self._download: ModelDownload | None = None
         with gr.Row(elem_id="rb-settings"):
             with gr.Column(min_width=300):

@@ -23,7 +23,8 @@ from ragblend.app.answering.chats import INTERRUPTED
 from ragblend.app.answering.citations import CitedAnswer
 from ragblend.app.answering.comparing import ComparedMethod
 from ragblend.app.cli.common import plural, size
-from ragblend.app.models import Here, Offer, offered
+from ragblend.app.model_offers import Offer, offered
+from ragblend.app.models import LocalModel
 from ragblend.engine.trace import TraceEvent
 
 TAGS = "p br hr em strong del code pre blockquote ul ol li a h1 h2 h3 h4 h5 h6 table thead tbody tr th td"
@@ -197,7 +198,9 @@ def ratio_meaning(ratio: float) -> str:
     return next(words for most, words in RATIO_WORDS if ratio <= most)
 
 
-def model_choices(here: Sequence[Here], fitting: Sequence[Offer], current: str) -> list[tuple[str, str]]:
+def model_choices(
+    here: Sequence[LocalModel], fitting: Sequence[Offer], current: str
+) -> list[tuple[str, str]]:
     """The entries of the model picker: a label with size and speed, and the model's name."""
     found = {one.name: f"{one.name} ({one.kind}, {size(one.bytes)}, here)" for one in here}
     more = {offer.model.name: f"{offered(offer)}, to download" for offer in fitting}

@@ -1,4 +1,4 @@
-"""`ragblend ask` and `ragblend chat`: questions, answers as they come, sources, times; conversations that are kept."""
+"""`ragblend ask`, `chat` and `digest`: questions, answers as they are generated, sources, times, kept conversations."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ import typer
 
 from ragblend.app.answering.answer import Answer, AnswerSource
 from ragblend.app.answering.citations import with_marks
-from ragblend.app.cli.common import Answering, Cli, plural
+from ragblend.app.cli.common import AnswerOptions, Cli, plural
 from ragblend.app.home import absolute
 from ragblend.kvstore.errors import Cancelled, LibraryError, UsageError
 
@@ -28,37 +28,37 @@ Trace = Annotated[
     typer.Option(help="Write what was loaded and computed when: .json (ui.perfetto.dev) or .png."),
 ]
 LISTED = 50
-LONG_NUMBER = 19  # digits; a conversation's number has fewer, as SQLite's have
+MAX_ID_DIGITS = 18  # of a conversation's number; SQLite's largest id has 19
 
 
 def ask(
     cli: Cli,
-    answering: Answering,
+    answering: AnswerOptions,
     question: Annotated[str, typer.Argument(help="What you want to know.")],
     collection: Collection = None,
     trace: Trace = None,
 ) -> None:
-    """Answer a question from the ingested documents; the answer is printed as it comes."""
+    """Answer a question from the ingested documents; the answer is printed as it is generated."""
     from ragblend.app.answering.timeline import check_timeline
     from ragblend.app.cli.models import name_better_ones
 
     if trace is not None:
         check_timeline(trace)
     with cli.open_collection(collection, **vars(answering)) as workspace:
-        talks = ready(cli, workspace)
+        conversations = load_conversations(cli, workspace)
         from ragblend.app.answering.conversation import ANY_SCORE, AskOptions
 
-        answer = _answered(cli, talks.answer(question, AskOptions(least_score=ANY_SCORE)))
+        answer = _print_answer(cli, conversations.answer(question, AskOptions(least_score=ANY_SCORE)))
         cli.result(answer.to_json(), sources_text(answer.sources))
         if trace is not None:
             _write_trace(cli, answer, trace)
         name_better_ones(cli, workspace)
-        _keep_missing(cli, talks, answer)
+        _finish_background(cli, conversations, answer)
 
 
 def digest(
     cli: Cli,
-    answering: Answering,
+    answering: AnswerOptions,
     file: Annotated[
         str,
         typer.Argument(
@@ -67,13 +67,12 @@ def digest(
     ],
     collection: Collection = None,
 ) -> None:
-    """Summarise a long document, part by part, from its stored passages; what was stopped goes on where it was."""
+    """Summarise a long document part by part, from its stored passages. An interrupted summary is continued."""
     from ragblend.app.cli.bars import progress_bars
     from ragblend.app.library.ingest import ingest_paths
 
     with cli.open(collection=collection, **vars(answering)) as workspace:
         workspace.check_engine()
-        name, library = workspace.settings.collection, workspace.library
         path = absolute(cli.folder / file)
         with progress_bars(cli.terminal) as show:
             if os.path.isfile(path):
@@ -82,35 +81,34 @@ def digest(
                     raise LibraryError(reason)
                 if report.interrupted:
                     raise KeyboardInterrupt
-            document = library.find(name, str(path) if os.path.isfile(path) else file, cli.folder)
-            talks = ready(cli, workspace)
-            with talks.digest(document, show=show) as turn, cli.terminal.stopping(turn.stop):
+                file = str(path)
+            document = workspace.library.find(workspace.settings.collection, file, cli.folder)
+            conversations = load_conversations(cli, workspace)
+            with conversations.digest(document, show=show) as turn, cli.terminal.stopping(turn.stop):
                 answer = turn.whole()
         cli.result(turn.to_json(), answer.text + "\n" + sources_text(answer.sources))
-        for line in (answer.notice, timing_line(answer)):
-            if line:
-                cli.note(line)
+        _print_notes(cli, answer)
 
 
 def chat(
     cli: Cli,
-    answering: Answering,
+    answering: AnswerOptions,
     saved: Annotated[
         str | None,
-        typer.Argument(metavar="CHAT", help="Go on with this conversation: its number or title [a new one]."),
+        typer.Argument(metavar="CHAT", help="Continue this conversation: its number or title [a new one]."),
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Title of a new conversation [its first question].")
     ] = None,
-    go_on: Annotated[bool, typer.Option("--continue", "-c", help="Go on with the latest one.")] = False,
-    no_save: Annotated[bool, typer.Option("--no-save", help="Keep nothing of what is said.")] = False,
+    go_on: Annotated[bool, typer.Option("--continue", "-c", help="Continue the latest one.")] = False,
+    no_save: Annotated[bool, typer.Option("--no-save", help="Do not save the conversation.")] = False,
     show_list: Annotated[bool, typer.Option("--list", help="List the conversations, and end.")] = False,
     delete: Annotated[bool, typer.Option("--delete", help="Delete that conversation, and end.")] = False,
     collection: Collection = None,
 ) -> None:
     """Ask one question after another in the terminal; an empty line or Ctrl-D ends it.
 
-    What is said is kept, here and on the page alike. With --json: one object an answer.
+    The conversation is saved, and the page shows it too. With --json: one object an answer.
     """
     if sum(map(bool, (saved, name, go_on, no_save, show_list))) > 1 or (delete and not saved):
         raise UsageError(
@@ -122,35 +120,37 @@ def chat(
         if show_list:
             _print_chats(cli, chats)
             return
-        going_on = _found(chats, saved) if saved or go_on else None
-        if delete and going_on is not None:
-            freed = chats.delete(going_on.id)
-            cli.result({"deleted": going_on.id, "bytes_freed": freed}, f"deleted {going_on.title}")
+        earlier = _find_chat(chats, saved) if saved or go_on else None
+        if delete and earlier is not None:
+            freed = chats.delete(earlier.id)
+            cli.result({"deleted": earlier.id, "bytes_freed": freed}, f"deleted {earlier.title}")
             return
-        talks = ready(cli, workspace)
+        conversations = load_conversations(cli, workspace)
+        conversations.warm_up()
         if no_save:
-            said: list[ChatMessage] = []
+            messages: list[ChatMessage] = []
             while question := _read_question(cli):
-                turn = talks.answer(question, earlier=said)
-                _show(cli, _answered(cli, turn), turn.message, {})
-                said += [turn.question, turn.message]
+                turn = conversations.answer(question, earlier=messages)
+                _print_turn(cli, turn, {})
+                messages += [turn.question, turn.message]
         else:
-            _talk(cli, talks, chats, going_on, name or "")
+            _chat_and_save(cli, conversations, chats, earlier, name or "")
 
 
-def ready(cli: Cli, workspace: "Workspace") -> "Conversations":
-    """What answers questions, loaded; what cannot be is refused before anything is."""
+def load_conversations(cli: Cli, workspace: "Workspace") -> "Conversations":
+    """Check that questions can be answered, then load what finds their passages."""
     from ragblend.app.answering.retrieval import check_askable
 
     check_askable(workspace)
     workspace.check_engine()
-    if note := workspace.settings.manner.note:
+    if note := workspace.settings.style.note:
         cli.note(f"{note} Name a larger one with --model.")
     from ragblend.app.answering.conversation import Conversations
 
-    talks = Conversations(workspace.workspaces)
-    talks.warm_up()
-    return talks
+    workspace.embedder.load()
+    if workspace.reranker is not None:
+        workspace.reranker.load()
+    return Conversations(workspace.workspaces)
 
 
 def sources_text(sources: Sequence[AnswerSource]) -> str:
@@ -168,33 +168,35 @@ def timing_line(answer: Answer) -> str:
     )
 
 
-def _talk(cli: Cli, talks: "Conversations", chats: "Chats", going_on: "Chat | None", title: str) -> None:
-    """Question by question; a new conversation begins with its first one."""
+def _chat_and_save(
+    cli: Cli, conversations: "Conversations", chats: "Chats", earlier: "Chat | None", title: str
+) -> None:
+    """Ask and answer until the user ends it; a new conversation is created with its first question."""
     chat_id = None
-    if going_on is not None:
-        chat_id = going_on.id
+    if earlier is not None:
+        chat_id = earlier.id
         chats.end_unfinished(chat_id)
         if not cli.json:
             print(chats.export_markdown(chat_id), file=cli.out)
     while question := _read_question(cli):
         chat_id = chats.create(title).id if chat_id is None else chat_id
-        turn = talks.ask(chat_id, question)
-        _show(cli, _answered(cli, turn), turn.message, {"chat": chat_id})
-    if chat_id is not None and going_on is None:
+        _print_turn(cli, conversations.ask(chat_id, question), {"chat": chat_id})
+    if chat_id is not None and earlier is None:
         cli.note(
-            f"Kept. `ragblend chat {chat_id}` goes on with it, `ragblend chat --delete {chat_id}` deletes it."
+            f"Kept. `ragblend chat {chat_id}` continues it, `ragblend chat --delete {chat_id}` deletes it."
         )
 
 
-def _show(cli: Cli, answer: Answer, message: "ChatMessage", more: dict[str, Any]) -> None:
-    """Sources keep their numbers for the whole conversation, and an answer may cite those of earlier questions."""
+def _print_turn(cli: Cli, turn: "AnswerStream", more: dict[str, Any]) -> None:
+    """Print an answer, then its sources: their numbers hold for the whole conversation."""
+    answer = _print_answer(cli, turn)
     numbers = {"numbers": [source.number for source in answer.sources]}
-    cli.result(answer.to_json() | numbers | more, sources_text(message.sources))
+    cli.result(answer.to_json() | numbers | more, sources_text(turn.message.sources))
 
 
-def _found(chats: "Chats", wanted: str | None) -> "Chat":
+def _find_chat(chats: "Chats", wanted: str | None) -> "Chat":
     """The conversation with that number or title; None: the latest. Raises LibraryError."""
-    if wanted is not None and wanted.isdecimal() and len(wanted) < LONG_NUMBER:
+    if wanted is not None and wanted.isdecimal() and len(wanted) <= MAX_ID_DIGITS:
         return chats.get(int(wanted))
     found, _ = chats.page(limit=1 if wanted is None else -1)
     if wanted is not None:
@@ -220,8 +222,8 @@ def _print_chats(cli: Cli, chats: "Chats") -> None:
     cli.result(value, "\n".join(lines) or "No conversations yet. `ragblend chat` begins one.")
 
 
-def _answered(cli: Cli, turn: "AnswerStream") -> Answer:
-    """The answer; printed piece by piece unless it is for a program."""
+def _print_answer(cli: Cli, turn: "AnswerStream") -> Answer:
+    """Generate the answer; with --json nothing is printed meanwhile."""
     with turn:
         shown = ""
         try:
@@ -237,11 +239,14 @@ def _answered(cli: Cli, turn: "AnswerStream") -> Answer:
             raise Cancelled("Interrupted: the answer ends here, before its end.") from None
         if not cli.json:
             print(with_marks(turn.text, turn.all_sources).removeprefix(shown), file=cli.out)
-    answer = turn.answer
-    for line in (answer.notice, timing_line(answer)):
-        if line:
-            cli.note(line)
-    return answer
+    _print_notes(cli, turn.answer)
+    return turn.answer
+
+
+def _print_notes(cli: Cli, answer: Answer) -> None:
+    if answer.notice:
+        cli.note(answer.notice)
+    cli.note(timing_line(answer))
 
 
 def _write_trace(cli: Cli, answer: Answer, path: Path) -> None:
@@ -251,20 +256,20 @@ def _write_trace(cli: Cli, answer: Answer, path: Path) -> None:
         cli.note(f"No trace was written: {answer.report.warning}")
         return
     write_timeline(answer.report.trace, f"{answer.model}, {timing_line(answer)}", path)
-    cli.note(f"What was done when: {path.absolute()}")
+    cli.note(f"Trace: {path.absolute()}")
 
 
-def _keep_missing(cli: Cli, talks: "Conversations", answer: Answer) -> None:
-    """What is done in the background for the next question: a process that ends at once would lose it."""
-    if cli.shared is not None:
-        return  # it goes on in the process that has the home open
+def _finish_background(cli: Cli, conversations: "Conversations", answer: Answer) -> None:
+    """Wait for background work that speeds up the next question, unless the host process does it."""
+    if cli.host is not None:
+        return
     todo = [f"Encoding {answer.report.misses} passages"] if answer.report.misses else []
-    if talks.engine.measures_answers:
+    if conversations.engine.measures_answers:
         todo.append("Measuring once how answers are computed fastest")
     if todo:
         cli.note(f"{' and '.join(todo)} for the next question (Ctrl-C skips it) ...")
         with contextlib.suppress(KeyboardInterrupt):
-            talks.engine.finish_background()
+            conversations.engine.finish_background()
 
 
 def _read_question(cli: Cli) -> str:

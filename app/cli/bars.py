@@ -1,4 +1,4 @@
-"""Progress bars on stderr: documents read, passages embedded, passages encoded, a model's bytes."""
+"""Progress bars on stderr: for documents, embeddings, KV encoding, and downloads."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ PREPARING = {
 
 @contextmanager
 def progress_bars(terminal: Terminal) -> Iterator[OnProgress]:
-    """A bar a stage, drawn only where a person is watching; gives what to call with (stage, done, total, file)."""
+    """One bar per stage, drawn only on a terminal; yields a callback (stage, done, total, file)."""
     with _bars(terminal) as bars:
         tasks = {
             stage: bars.add_task(f"{label:<11}", total=None, visible=False, name="")
@@ -41,7 +41,7 @@ def progress_bars(terminal: Terminal) -> Iterator[OnProgress]:
 
 @contextmanager
 def encoding_bar(cli: Cli) -> Iterator[Callable[["KvProgress"], None]]:
-    """The bar of passages that get their KV, with the speed and the time left; each phase, and the plan, is noted."""
+    """A bar for encoding KV, with speed and remaining time; each phase is noted once. Yields its callback."""
     with _bars(cli.terminal) as bars:
         task = bars.add_task(f"{LABELS['encode']:<11}", total=None, visible=False, name="")
         told: set[str] = set()
@@ -59,18 +59,18 @@ def encoding_bar(cli: Cli) -> Iterator[Callable[["KvProgress"], None]]:
 
 
 def plan(kv: "KvProgress") -> str:
-    """What the KV will take, beside what there is for it."""
+    """How much room the KV needs, and how much there is."""
     fits = kv.nbytes <= kv.room_bytes
     room = "all of it fits" if fits else f"the first {kv.room_bytes / kv.nbytes:.0%} fit"
     return (
-        f"Encoding KV for {kv.total:,} passages ({kv.tokens:,} tokens): it takes {size(kv.nbytes)} on the disk, the "
+        f"Encoding KV for {kv.total:,} passages ({kv.tokens:,} tokens): it needs {size(kv.nbytes)} of disk, the "
         f"budget has {size(kv.room_bytes)} left; {room}. Questions can be asked meanwhile; Ctrl-C keeps what is done."
     )
 
 
 @contextmanager
 def progress_bar(what: str, of_bytes: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """One bar; gives what to call with (done, total)."""
+    """One bar; yields a callback (done, total)."""
     with _bars(Terminal(), of_bytes) as bars:
         task = bars.add_task(what, total=None, name="")
         yield lambda done, total: bars.update(task, completed=done, total=total)
@@ -78,7 +78,7 @@ def progress_bar(what: str, of_bytes: bool = False) -> Iterator[Callable[[int, i
 
 @contextmanager
 def _bars(terminal: Terminal, of_bytes: bool = False) -> Iterator[Any]:
-    """Bars with counts, the time left, and words (`name`) behind them."""
+    """Bars with counts and remaining time; `name` is shown after them."""
     from rich import progress
     from rich.console import Console
 
@@ -95,7 +95,7 @@ def _bars(terminal: Terminal, of_bytes: bool = False) -> Iterator[Any]:
     console = Console(stderr=True)
     if terminal.environment is not None:
         console = Console(file=terminal.err, _environ=terminal.environment)
-    # A bench's steps differ in length (full prefill against reuse), so its pace is taken over some minutes.
+    # A bench's steps differ in length (full prefill against reuse), so speed is averaged over some minutes.
     with progress.Progress(
         *columns,
         console=console,

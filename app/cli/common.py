@@ -1,4 +1,4 @@
-"""What every command shares: its options, the workspace, and where its words go."""
+"""What all commands share: their options, the workspace they open, and their output."""
 
 import contextlib
 import inspect
@@ -8,9 +8,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TextIO, get_type_hints
 
 import typer
 
@@ -20,64 +19,61 @@ from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import Cancelled
 
 if TYPE_CHECKING:
-    from ragblend.app.serve.commands import Shared
     from ragblend.app.services import AppServices
     from ragblend.app.workspace import Workspace
 
 Command = Callable[..., int | None]
-SHARED: dict[str, Command] = {}  # by name, what the process runs that has the home open
+FORWARDED: dict[str, Command] = {}  # by name: run by the process that has the home open, if there is one
 UNENCRYPTED = "It is served without encryption: put a proxy with TLS before it on a network you do not trust."
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 
 
 def option(default: Any, help: str, *names: str, **more: Any) -> Any:
-    """A field of a class that a command takes: an option of that name, or of these names, with its words.
+    """Declare a command-line option as a field of a dataclass that a command takes as one argument.
 
-    Such a class is written once and holds what was given, so that a command need not name each option again.
+    Such a class is written once and used by several commands, so that options are not repeated.
     """
     return field(default=default, metadata={"option": typer.Option(*names, help=help, **more)})
 
 
-def ratio_of(text: str) -> float | str:
-    """A number, or a word for the settings to judge."""
+def parse_ratio(text: str) -> float | str:
+    """A number, or a word that `Settings` accepts or refuses."""
     try:
         return float(text)
     except ValueError:
         return text
 
 
-def folder_or_id(text: str) -> str:
-    """A folder by its whole path: the process that runs the command may stand in another one."""
+def absolute_folder(text: str) -> str:
+    """An existing folder as an absolute path, since another process may run the command; else the text."""
     path = os.path.expanduser(text)
     return os.path.realpath(path) if text and os.path.isdir(path) else text
 
 
 @dataclass(frozen=True)
-class Answering:
-    """How a question is answered: settings that hold for one command."""
+class AnswerOptions:
+    """How a question is answered: settings for one command."""
 
     method: str | None = option(None, f"How to prefill: full, reuse, cacheblend, ... [{DEFAULT_METHOD}].")
     ratio: str | None = option(
         None,
-        f"Share of the stored tokens to compute again, or `auto`: what loading hides [{DEFAULT_RATIO}].",
-        parser=ratio_of,
+        f"Share of the stored tokens to recompute, or `auto`: what loading hides [{DEFAULT_RATIO}].",
+        parser=parse_ratio,
     )
     top_k: int | None = option(None, "How many passages to read [6].")
     search: str | None = option(None, "How they are found: hybrid (meaning and words) or vectors [hybrid].")
     reranker: str | None = option(
-        None, "Cross-encoder that puts them in order: a hub id or a folder [none].", parser=folder_or_id
+        None, "Cross-encoder that ranks them: a hub id or a folder [none].", parser=absolute_folder
     )
     max_new_tokens: int | None = option(None, "Longest answer, in tokens [what suits the model, else 256].")
-    keep_tokens: int | None = option(
-        None, "Of the passages keep so many tokens a head after the first token [all]."
-    )
+    keep_tokens: int | None = option(None, "Keep only N passage tokens per head while decoding [all].")
     temperature: float | None = option(None, "0 for the likeliest answer, higher for variety [0].")
 
 
 class Terminal:
-    """Where a command's words come from and go to: this process's own streams.
+    """A command's input and output: the streams of this process.
 
-    environment: what decides how progress is drawn, where it is not this process's.
+    environment: the variables that decide how progress is drawn, if they are another process's.
     """
 
     out: TextIO
@@ -88,23 +84,34 @@ class Terminal:
         self.out, self.err = sys.stdout, sys.stderr
 
     def read_line(self) -> str:
-        """The next line of the input; "" at its end."""
+        """The next line of input; "" at its end."""
         return sys.stdin.readline()
 
     def check(self) -> bool:
-        """Raises KeyboardInterrupt for a command that was interrupted from afar; else False."""
+        """Raise KeyboardInterrupt if a remote user has interrupted the command; else return False."""
         return False
 
     def stopping(self, stop: Callable[[], None]) -> AbstractContextManager[None]:
-        """Has stop() called where that happens within the block, whose end then raises KeyboardInterrupt."""
+        """Within the block, call stop() when a remote user interrupts; leaving it then raises KeyboardInterrupt."""
         return contextlib.nullcontext()
+
+
+class CommandHost(Protocol):
+    """The process that has the home open, as seen by a command that was forwarded to it."""
+
+    desk: "AppServices"
+    folder: Path
+
+    def workspace(self, overrides: dict[str, Any]) -> "Workspace":
+        """A workspace with these settings. Raises UsageError for settings that this process cannot have."""
+        ...
 
 
 @dataclass(frozen=True)
 class Cli:
-    """One running command: what every command is given, and its two outputs.
+    """One running command: the options that all commands have, and the command's output.
 
-    shared: what the process has open that the command was sent to; None where it runs in its own.
+    host: the process that the command was forwarded to; None if it runs in its own process.
     """
 
     home: Path | None = option(None, "Where all data lives [default: RAGBLEND_HOME or your data folder].")
@@ -115,7 +122,7 @@ class Cli:
     remote: str | None = option(None, "URL of a KV store that machines share, such as redis://host:6379/0.")
     json: bool = option(False, "One JSON object on stdout, all else on stderr.", "--json")
     terminal: Terminal = field(default_factory=Terminal)
-    shared: Any = None  # a `serve.commands.Shared`
+    host: CommandHost | None = None
 
     @property
     def out(self) -> TextIO:
@@ -128,18 +135,17 @@ class Cli:
 
     @property
     def folder(self) -> Path:
-        """Where a relative path of the command line begins."""
-        return Path.cwd() if self.shared is None else self.shared.folder
+        """The folder that relative paths on the command line start from."""
+        return Path.cwd() if self.host is None else self.host.folder
 
-    @property
-    def place(self) -> Home:
-        """The home, made if need be. Raises LibraryError."""
+    def create_home(self) -> Home:
+        """The home, created if it does not exist. Raises LibraryError."""
         return Home.resolve(self.home).create()
 
     def open(self, **overrides: Any) -> "Workspace":
-        """The workspace that the options name. Raises LibraryError, SettingsError."""
-        if self.shared is not None:
-            return self.shared.workspace(self.overrides | overrides)
+        """Open the workspace with these options and overrides. Raises LibraryError, SettingsError."""
+        if self.host is not None:
+            return self.host.workspace(self.overrides | overrides)
         from ragblend.app.models import check_model
         from ragblend.app.workspace import Workspace
 
@@ -149,7 +155,7 @@ class Cli:
         return workspace
 
     def open_collection(self, name: str | None, **overrides: Any) -> "Workspace":
-        """The same; a collection that is named must be there. Raises UsageError as well."""
+        """As `open`, for one collection. Raises UsageError if it is named and does not exist."""
         from ragblend.app.answering.retrieval import check_collection
 
         workspace = self.open(collection=name, **overrides)
@@ -159,9 +165,9 @@ class Cli:
 
     @contextlib.contextmanager
     def desk(self) -> "Iterator[AppServices]":
-        """The desk over the home: that of the process that has it open, or one of its own."""
-        if self.shared is not None:
-            yield self.shared.desk
+        """The services over the home: the host's, or those of this process, closed after the block."""
+        if self.host is not None:
+            yield self.host.desk
             return
         from ragblend.app.services import AppServices
 
@@ -169,85 +175,93 @@ class Cli:
             yield desk
 
     def result(self, value: dict[str, Any], text: str) -> None:
-        """The command's result: the object with --json, else the text."""
+        """Print the command's result: the object with --json, else the text."""
         print(json.dumps(value, ensure_ascii=False) if self.json else text, file=self.out, flush=True)
 
     def note(self, text: str) -> None:
-        """Something on the way, for people."""
-        with contextlib.suppress(BrokenPipeError):  # who reads no notes may still read the result
+        """Print a note for people on stderr."""
+        with contextlib.suppress(BrokenPipeError):  # the result may still be read
             print(text, file=self.terminal.err, flush=True)
 
 
-def command(app: typer.Typer, name: str | None = None, shared: bool = False) -> Callable[[Command], Command]:
-    """Register a command, under the function's name if no other is given; it returns its exit code (None: 0).
+def command(
+    app: typer.Typer, name: str | None = None, forwarded: bool = False
+) -> Callable[[Command], Command]:
+    """Register a command, by default under the function's name; it returns an exit code (None: 0).
 
-    shared: where a process has the home open, the command is run by that.
+    forwarded: the command runs in the process that has the home open, if there is one.
     """
 
     def decorate(function: Command) -> Command:
-        app.command(name or getattr(function, "__name__", None))(runner(function, shared))
+        app.command(name or getattr(function, "__name__", None))(typer_callback(function, forwarded))
         return function
 
     return decorate
 
 
-def run_shared(name: str, arguments: dict[str, Any], terminal: Terminal, shared: "Shared") -> int:
-    """Run a command that another process sent; its exit code. arguments: as `runner` packs them."""
-    function = SHARED[name]
-    given = {each: kind(**arguments.pop(each)) for each, kind in _classes(function).items()}
-    given["cli"] = replace(given["cli"], terminal=terminal, shared=shared)
+def run_forwarded(name: str, arguments: dict[str, Any], terminal: Terminal, host: CommandHost) -> int:
+    """Run a command that another process sent, and return its exit code. arguments: as `typer_callback` packs them."""
+    function = FORWARDED[name]
+    given = {each: kind(**arguments.pop(each)) for each, kind in _option_classes(function).items()}
+    given["cli"] = replace(given["cli"], terminal=terminal, host=host)
     return function(**given, **arguments) or 0
 
 
-def _classes(function: Command) -> dict[str, Any]:
-    """The classes of options that a command takes, by its names for them."""
-    asked = inspect.signature(function, eval_str=True).parameters
-    return {name: one.annotation for name, one in asked.items() if is_dataclass(one.annotation)}
+def _option_classes(function: Command) -> dict[str, Any]:
+    """The dataclasses of options among a command's parameters, by parameter name."""
+    parameters = inspect.signature(function, eval_str=True).parameters
+    return {name: one.annotation for name, one in parameters.items() if is_dataclass(one.annotation)}
 
 
-def runner(function: Command, shared: bool = False) -> Callable[..., None]:
-    """What typer calls: with the function's arguments and options, those of classes of options one by one."""
-    asked = inspect.signature(function, eval_str=True).parameters
-    classes = _classes(function)
-    called = getattr(function, "__name__", "")
-    if shared:
-        SHARED[called] = function
-    options = {name: _options(kind) for name, kind in reversed(classes.items())}  # the shared ones last
+def typer_callback(function: Command, forwarded: bool = False) -> Callable[..., None]:
+    """The function that typer calls for a command: its classes of options are spread into single options."""
+    classes = _option_classes(function)
+    name = getattr(function, "__name__", "")
+    if forwarded:
+        FORWARDED[name] = function
+    options = {each: _option_parameters(kind) for each, kind in reversed(classes.items())}  # common ones last
 
     def run(**values: Any) -> None:
-        told = {name: {each.name: values.pop(each.name) for each in options[name]} for name in classes}
-        given = {name: kind(**told[name]) for name, kind in classes.items()}
+        told = {each: {one.name: values.pop(one.name) for one in options[each]} for each in classes}
+        given = {each: kind(**told[each]) for each, kind in classes.items()}
         cli: Cli = given["cli"]
         # With --json, whatever a library prints goes to stderr; `Cli.out` still is the real stdout.
         aside = contextlib.redirect_stdout(sys.stderr) if cli.json else contextlib.nullcontext()
         try:
             root = Home.resolve(cli.home).root
-            line = remote.connected(root) if shared else None
+            line = remote.connected(root) if forwarded else None
             if line is None:
                 with aside:
                     code = function(**given, **values) or 0
             else:
                 with line:
-                    code = remote.run(line, root, called, told | values, cli.out)
+                    code = remote.run(line, root, name, told | values, cli.out)
         except KeyboardInterrupt:
             raise Cancelled("Interrupted.") from None
         if code:
             raise typer.Exit(code)
 
-    parameters = [one.replace(kind=KEYWORD_ONLY) for name, one in asked.items() if name not in classes]
-    parameters += chain(*options.values())
+    own = inspect.signature(function, eval_str=True).parameters
+    parameters = [one.replace(kind=KEYWORD_ONLY) for each, one in own.items() if each not in classes]
+    parameters += [one for listed in options.values() for one in listed]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
     run.__doc__ = function.__doc__
     return run
 
 
-def _options(kind: Any) -> list[inspect.Parameter]:
+def _option_parameters(kind: Any) -> list[inspect.Parameter]:
     types = get_type_hints(kind)
-    listed = [each for each in fields(kind) if "option" in each.metadata]
-    kinds = [Annotated[types[each.name], each.metadata["option"]] for each in listed]
-    named = zip(listed, kinds, strict=True)
-    return [inspect.Parameter(f.name, KEYWORD_ONLY, default=f.default, annotation=kind) for f, kind in named]
+    return [
+        inspect.Parameter(
+            each.name,
+            KEYWORD_ONLY,
+            default=each.default,
+            annotation=Annotated[types[each.name], each.metadata["option"]],
+        )
+        for each in fields(kind)
+        if "option" in each.metadata
+    ]
 
 
 def plural(count: int, noun: str) -> str:

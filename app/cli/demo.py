@@ -1,4 +1,4 @@
-"""`ragblend demo`: the sample documents, one question, both ways, side by side."""
+"""`ragblend demo`: answer one question about the sample documents by full prefill and by fusion, side by side."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ ROUNDS = 3
 ANSWER_TOKENS = 24
 SAME = "The two answers are the same."
 DIFFERENT = (
-    "The two answers differ: fusing computes only a part of the prompt again, so it comes close to it."
+    "The two answers differ: fusing recomputes only a part of the prompt, so its result is close, not equal."
 )
 
 
@@ -43,20 +43,20 @@ def demo(cli: Cli) -> None:
         )
         cli.note(f"Asking {question!r} by full prefill and by fusion, {ROUNDS} times each ...")
         full, fused = compare(Conversations(workspace.workspaces), question)
-        text = _text(workspace, question, full, fused)
+        text = _comparison_text(workspace, question, full, fused)
         value = {"question": question, "full": full.to_json(), "fused": fused.to_json()}
         cli.result({**value, "speedup": speedup(full, fused)}, text)
 
 
 def compare(talks: "Conversations", question: str) -> tuple[Answer, Answer]:
-    """Both answers, each from the round with the median time to first token, after one round to warm up."""
+    """Both answers, each from the round with the median time to first token; one round before warms up."""
     from ragblend.app.answering.conversation import ANY_SCORE, AskOptions
 
     fused_way, full_way = AskOptions(least_score=ANY_SCORE), AskOptions(least_score=ANY_SCORE, method="full")
     talks.warm_up()
     talks.answer(question, fused_way).whole()
     full, fused = [], []
-    for _ in range(ROUNDS):  # in turn, so that a slower minute of the machine hits both
+    for _ in range(ROUNDS):  # alternating, so that a slower minute of the machine affects both
         full.append(talks.answer(question, full_way).whole())
         fused.append(talks.answer(question, fused_way).whole())
     first, second = (sorted(each, key=lambda answer: answer.ttft_ms)[ROUNDS // 2] for each in (full, fused))
@@ -67,11 +67,11 @@ def speedup(full: Answer, fused: Answer) -> float:
     return round(full.ttft_ms / fused.ttft_ms, 2)
 
 
-def _text(workspace: "Workspace", question: str, full: Answer, fused: Answer) -> str:
+def _comparison_text(workspace: "Workspace", question: str, full: Answer, fused: Answer) -> str:
     tokens = fused.report.tokens
     new = tokens.fresh + tokens.missing
     home = workspace.home.root
-    note = workspace.settings.manner.note
+    note = workspace.settings.style.note
     verdict = SAME if full.text == fused.text else DIFFERENT
     return f"""
 Question: {question}
@@ -82,17 +82,17 @@ Fused ({fused.report.method}, ratio {fused.report.ratio}), first token after {fu
 {_indented(fused)}
 {verdict}
 The fused one starts {speedup(full, fused):.1f} times faster: of {tokens.prompt:,} prompt tokens,
-{tokens.reused:,} came from disk and were not computed, {tokens.recomputed:,} were computed again, {new:,} were new.
+{tokens.reused:,} came from disk and were not computed, {tokens.recomputed:,} were recomputed, {new:,} were new.
 Both are medians of {ROUNDS} runs on this machine ({fused.device}), retrieval included, models loaded.
 {note}
 {sources_text(fused.sources)}
 
 Next:
-{_next(home)}
+{_next_steps(home)}
 """
 
 
-def _next(home: Path) -> str:
+def _next_steps(home: Path) -> str:
     program = _program()
     steps = {
         f'{program} ask --home {home} "your question"': "ask more about the samples",
@@ -106,7 +106,7 @@ def _next(home: Path) -> str:
 
 
 def _program() -> str:
-    """What starts this program from here: its name only where the shell finds it by that."""
+    """How to start this program: by its name if the shell finds it, else by its path."""
     script = Path(sys.executable).parent / "ragblend"
     if not script.exists() or shutil.which("ragblend") == str(script):
         return "ragblend"

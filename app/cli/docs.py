@@ -1,11 +1,11 @@
-"""`ragblend docs` and `collections`: what is in the library, one document's passages, taking out what is there."""
+"""`ragblend docs` and `collections`: list, show and remove documents and collections."""
 
 import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.app.cli.common import Cli, command, plural, runner, size
+from ragblend.app.cli.common import Cli, command, plural, size, typer_callback
 from ragblend.app.library.documents import Document
 from ragblend.kvstore.errors import UsageError
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 docs = typer.Typer(name="docs", help="List, show and remove documents.", no_args_is_help=True)
 collections = typer.Typer(name="collections", rich_markup_mode=None)
 Collection = Annotated[str | None, typer.Option(help="Which collection.")]
-# Whoever types a path says whose home "~" is, wherever the command then runs.
+# "~" is expanded here: the command may be run by another process.
 Reference = Annotated[
     str,
     typer.Argument(
@@ -32,9 +32,9 @@ References = Annotated[
 def list_documents(
     cli: Cli,
     collection: Collection = None,
-    every: Annotated[bool, typer.Option("--all", help="Those of all collections.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="List all collections.")] = False,
 ) -> None:
-    """The documents of one collection, or of all, with their state."""
+    """List the documents of one collection, or of all, with their state."""
     if every and collection is not None:
         raise UsageError("--all lists every collection, and --collection one; give one of the two")
     with cli.open_collection(collection) as workspace:
@@ -49,7 +49,7 @@ def list_documents(
 
 @command(docs)
 def show(cli: Cli, document: Reference, collection: Collection = None) -> None:
-    """One document: its state and its passages."""
+    """Show one document: its state and its passages."""
     with cli.open_collection(collection) as workspace:
         found = workspace.library.find(workspace.settings.collection, document)
         passages = workspace.library.passages_of(found.id)
@@ -58,9 +58,9 @@ def show(cli: Cli, document: Reference, collection: Collection = None) -> None:
     cli.result({**_row(found), "passage_list": rows}, "\n".join([_table([found]), *texts]))
 
 
-@command(docs, "rm", shared=True)
+@command(docs, "rm", forwarded=True)
 def remove_documents(cli: Cli, documents: References, collection: Collection = None) -> None:
-    """Take documents out of the library: text, vectors and KV. The files themselves stay."""
+    """Remove documents from the library: text, vectors and KV. The files themselves stay."""
     from ragblend.app.library.removal import remove_document
 
     with cli.open_collection(collection) as workspace, workspace.workspaces.writing():
@@ -76,7 +76,7 @@ def remove_documents(cli: Cli, documents: References, collection: Collection = N
 
 
 def list_collections(cli: Cli, context: typer.Context) -> None:
-    """The collections, with their documents, passages and KV; `rm NAME` takes one out."""
+    """List the collections with their documents, passages and KV; `rm NAME` removes one."""
     if context.invoked_subcommand is not None:
         return
     with cli.open() as workspace:
@@ -93,19 +93,19 @@ def list_collections(cli: Cli, context: typer.Context) -> None:
         ]
     lines = [
         f"{row['collection']:<24} {plural(row['documents'], 'document'):>14} {plural(row['passages'], 'passage'):>15} "
-        f"{size(row['kv_bytes']):>11}{' <- asked where none is named' if row['current'] else ''}"
+        f"{size(row['kv_bytes']):>11}{' <- default' if row['current'] else ''}"
         for row in rows
     ]
     text = "\n".join(lines) or "No collections yet. Run `ragblend ingest PATH...`."
     cli.result({"collections": rows}, text)
 
 
-# Without one of its commands it lists.
-collections.callback(invoke_without_command=True)(runner(list_collections))
+# `ragblend collections` without a subcommand lists them.
+collections.callback(invoke_without_command=True)(typer_callback(list_collections))
 
 
 def kv_bytes(workspace: "Workspace") -> dict[str, int]:
-    """For each collection the bytes of its stored KV, whichever model made it."""
+    """The bytes of stored KV by collection, of all models together."""
     from ragblend.kvstore.nodes import NodeIndex
 
     names = workspace.library.collections()
@@ -116,11 +116,11 @@ def kv_bytes(workspace: "Workspace") -> dict[str, int]:
         return {name: sum(sizes.get(key, 0) for key in nodes.keys(name)) for name in names}
 
 
-@command(collections, "rm", shared=True)
+@command(collections, "rm", forwarded=True)
 def remove_collection(
-    cli: Cli, name: Annotated[str, typer.Argument(help="The collection to take out.")]
+    cli: Cli, name: Annotated[str, typer.Argument(help="The collection to remove.")]
 ) -> None:
-    """Take out a collection: its documents, passages, vectors and KV. The files themselves stay."""
+    """Remove a collection: its documents, passages, vectors and KV. The files themselves stay."""
     cli.open_collection(name).close()
     with cli.desk() as desk:
         removed, freed = desk.remove_collection(name)

@@ -1,4 +1,4 @@
-"""`ragblend mcp`: the library as tools for assistants, over standard input and output, or over HTTP."""
+"""`ragblend mcp`: serve the library as MCP tools for assistants, over stdin and stdout, or over HTTP."""
 
 import contextlib
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.app.cli.ask import Collection
-from ragblend.app.cli.common import Answering, Cli, option
+from ragblend.app.cli.common import AnswerOptions, Cli, option
 from ragblend.app.extras import check_installed
 
 
 @dataclass(frozen=True)
-class Listening:
-    """Where assistants find it, if they do not start it themselves."""
+class McpOptions:
+    """Where to listen, for assistants that do not start the command themselves."""
 
     http: bool = option(
         False, "Listen at http://127.0.0.1:PORT/mcp (streamable HTTP), until Ctrl-C.", "--http"
@@ -22,8 +22,8 @@ class Listening:
     allow_host: list[str] | None = option(None, "A further host name that it answers to; may be repeated.")
 
 
-def mcp(cli: Cli, answering: Answering, asked: Listening, collection: Collection = None) -> None:
-    """Give assistants on this machine your documents to search, ask and read (MCP); they start it themselves."""
+def mcp(cli: Cli, answering: AnswerOptions, options: McpOptions, collection: Collection = None) -> None:
+    """Let assistants on this machine search, ask and read your documents (MCP); they start this command themselves."""
     check_installed("Tools for assistants", ("mcp",), "mcp")
     with cli.open_collection(collection, **vars(answering)) as workspace:
         from ragblend.app.answering.conversation import Conversations
@@ -31,28 +31,28 @@ def mcp(cli: Cli, answering: Answering, asked: Listening, collection: Collection
 
         workspaces = workspace.workspaces
         server = tools_over(Conversations(workspaces), workspaces)
-        with contextlib.suppress(KeyboardInterrupt):  # which is how it is meant to end
-            if asked.http:
-                _listen(cli, server, asked, workspaces.home.root)
-            elif cli.shared is None:
+        with contextlib.suppress(KeyboardInterrupt):  # the usual way to stop it
+            if options.http:
+                _listen(cli, server, options, workspaces.home.root)
+            elif cli.host is None:
                 server.run("stdio")
-            else:
+            else:  # the assistant's streams are at the other end of the connection
                 talk(server, cli.terminal)
 
 
-def _listen(cli: Cli, server: Any, asked: Listening, root: Path) -> None:
+def _listen(cli: Cli, server: Any, options: McpOptions, root: Path) -> None:
     from ragblend.app.assistants import over_http
     from ragblend.app.serve.front import Rules
-    from ragblend.app.serve.keys import Door, Keys
-    from ragblend.app.serve.listening import Server, check_reach, listening
+    from ragblend.app.serve.keys import Authenticator, Keys
+    from ragblend.app.serve.listening import UvicornServer, check_reach, listening
 
     keys = Keys(root)
-    check_reach(asked.host, asked.allow_host, keys)
-    with listening(asked.host, asked.port, asked.allow_host) as (address, at):
-        door = Door(Rules(address), keys, not address.is_private)
+    check_reach(options.host, options.allow_host, keys)
+    with listening(options.host, options.port, options.allow_host) as (address, at):
+        authenticator = Authenticator(Rules(address), keys, not address.is_private)
         url = f"{address.url}mcp"
-        said = {"url": url}, f"Assistants find the library at {url}"
-        running = Server(over_http(server, door), lambda: cli.result(*said))
+        result = {"url": url}, f"Assistants find the library at {url}"
+        running = UvicornServer(over_http(server, authenticator), lambda: cli.result(*result))
 
         def stop() -> None:
             running.should_exit = True

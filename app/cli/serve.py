@@ -1,4 +1,4 @@
-"""`ragblend serve` and `keys`: OpenAI's interface for other programs, on this machine only unless there is a key."""
+"""`ragblend serve` and `keys`: an OpenAI-compatible server, on this machine only unless there is a key."""
 
 import contextlib
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ragblend.app.cli.common import UNENCRYPTED, Cli, command, option, runner
+from ragblend.app.cli.common import UNENCRYPTED, Cli, command, option, typer_callback
 from ragblend.app.extras import check_installed
 from ragblend.kvstore.errors import UsageError
 
@@ -15,27 +15,23 @@ keys = typer.Typer(name="keys", rich_markup_mode=None)
 
 
 @dataclass(frozen=True)
-class Serving:
-    """How the server listens."""
+class ServerOptions:
+    """Where the server listens, and its limits."""
 
     port: int = option(8000, "Port. 0: any.", min=0, max=65535)
     host: str = option("127.0.0.1", "Address to listen at; beyond this machine a key is needed.")
     allow_host: list[str] | None = option(None, "A further host name that it answers to; may be repeated.")
     max_upload_mib: int = option(512, "The largest file that may be uploaded, in MiB.", min=1)
-    max_requests: int = option(
-        64, "How many requests may be at work and wait; others are told to come again.", min=1
-    )
-    timeout: float = option(
-        600.0, "Seconds after which an answer is given up, its waiting included.", min=0.1
-    )
+    max_requests: int = option(64, "Most requests running and waiting; more are refused with 429.", min=1)
+    timeout: float = option(600.0, "Most seconds for an answer, waiting included.", min=0.1)
     hang: float = option(
-        600.0, "Seconds after which a device that does not move ends the process, with status 75.", min=1
+        600.0, "End the process with status 75 if the device makes no progress for so many seconds.", min=1
     )
 
 
-def serve(cli: Cli, asked: Serving) -> int:
-    """Serve OpenAI's interface: chat, completions, embeddings, and the library with its documents."""
-    cli.open().close()  # what it was given is refused before anything is loaded
+def serve(cli: Cli, options: ServerOptions) -> int:
+    """Serve OpenAI's API: chat, completions, embeddings, and the library with its documents."""
+    cli.open().close()  # wrong options are refused before anything is loaded
     check_installed("The server", ("fastapi", "python_multipart", "uvicorn"), "serve")
     from ragblend.app.serve.keys import Keys
     from ragblend.app.serve.listening import check_reach, listening
@@ -45,29 +41,30 @@ def serve(cli: Cli, asked: Serving) -> int:
 
     with AppServices.open(cli.home, **cli.overrides) as desk:
         known = Keys(desk.workspaces.home.root)
-        check_reach(asked.host, asked.allow_host, known)
-        with listening(asked.host, asked.port, asked.allow_host) as (address, at):
+        check_reach(options.host, options.allow_host, known)
+        with listening(options.host, options.port, options.allow_host) as (address, at):
             is_open = address.is_private and not known.clients()
 
             def ready() -> None:
                 url = f"{address.url}v1"
-                cli.result({"url": url, "port": address.port}, f"OpenAI's interface is at {url}")
+                cli.result({"url": url, "port": address.port}, f"OpenAI's API is at {url}")
                 cli.note(
-                    "Every program of this machine may ask it: `ragblend keys add NAME` ends that."
+                    "No API key is set: any program on this machine can use the server. Add one with "
+                    "`ragblend keys add NAME`."
                     if is_open
-                    else "It wants a key of `ragblend keys add NAME`."
+                    else "Clients need an API key; `ragblend keys add NAME` makes one."
                 )
                 if not address.is_loopback:
                     cli.note(UNENCRYPTED)
 
-            limits = Limits(asked.max_requests, answer_s=asked.timeout, hang_s=asked.hang)
-            with contextlib.suppress(KeyboardInterrupt):  # which is how it is meant to end
-                run(desk, address, at, known, ready, limits, asked.max_upload_mib * MIB)
+            limits = Limits(options.max_requests, answer_s=options.timeout, hang_s=options.hang)
+            with contextlib.suppress(KeyboardInterrupt):  # the usual way to stop it
+                run(desk, address, at, known, ready, limits, options.max_upload_mib * MIB)
     return 0
 
 
 def list_keys(cli: Cli, context: typer.Context) -> None:
-    """The keys of the server, by name, with the collections that they may ask about; `add NAME` makes one."""
+    """List the server's API keys by name, with the collections that they may use; `add NAME` makes one."""
     if context.invoked_subcommand is not None:
         return
     rows: list[dict[str, Any]] = [
@@ -78,8 +75,8 @@ def list_keys(cli: Cli, context: typer.Context) -> None:
     cli.result({"keys": rows}, "\n".join(lines) or "No keys yet. Run `ragblend keys add NAME`.")
 
 
-# Without one of its commands it lists.
-keys.callback(invoke_without_command=True)(runner(list_keys))
+# `ragblend keys` without a subcommand lists them.
+keys.callback(invoke_without_command=True)(typer_callback(list_keys))
 
 
 @command(keys, "add")
@@ -88,25 +85,25 @@ def add_key(
     name: Annotated[str, typer.Argument(help="Whose key it is.")],
     collection: Annotated[
         list[str] | None,
-        typer.Option(help="A collection that it may ask about; may be repeated [one of its own]."),
+        typer.Option(help="A collection that it may use; may be repeated [one of its own]."),
     ] = None,
     owner: Annotated[
-        bool, typer.Option("--owner", help="It may ask about all of them, and read /metrics.")
+        bool, typer.Option("--owner", help="It may use all collections, and read /metrics.")
     ] = False,
 ) -> None:
-    """Make a key, and show it this once. What is asked with it is stored under a salt of its own."""
+    """Make an API key, and show it once. KV of its requests is stored under a salt of its own."""
     from ragblend.app.serve.keys import OWNER, Client
 
     if owner and collection:
         raise UsageError(
-            "--owner may ask about every collection, --collection about one; give one of the two"
+            "--owner may use every collection, --collection limits it to one; give one of the two"
         )
     known = _keys(cli)
     with cli.open() as workspace:
         spaces = workspace.workspaces
         if not collection and not owner and name in spaces.names():
             raise UsageError(
-                f"There is a collection {name!r}, which others may use. Choose another name for the key, or "
+                f"There is a collection {name!r}, which other keys may use. Choose another name for the key, or "
                 f"share it with --collection {name}"
             )
         if name == OWNER.name or name in known.names():
@@ -122,7 +119,7 @@ def add_key(
 
 @command(keys, "rm")
 def remove_key(cli: Cli, name: Annotated[str, typer.Argument(help="Whose key.")]) -> None:
-    """Remove a key, at once; its collection stays (`ragblend collections rm`)."""
+    """Revoke a key at once; its collection stays (`ragblend collections rm`)."""
     _keys(cli).remove(name)
     cli.result({"removed": name}, f"removed the key {name}")
 
@@ -130,4 +127,4 @@ def remove_key(cli: Cli, name: Annotated[str, typer.Argument(help="Whose key.")]
 def _keys(cli: Cli) -> Any:
     from ragblend.app.serve.keys import Keys
 
-    return Keys(cli.place.root)
+    return Keys(cli.create_home().root)

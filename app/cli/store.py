@@ -1,4 +1,4 @@
-"""`ragblend store` and `doctor`: how much KV is kept, whether all is sound, making it sound, sweeping up."""
+"""`ragblend store` and `doctor`: statistics, checks and repair of the stored KV, the index and the installation."""
 
 from dataclasses import asdict
 from functools import partial
@@ -8,15 +8,17 @@ import typer
 
 from ragblend.app.cli.common import Cli, command, plural, size
 
-store = typer.Typer(name="store", help="Look after the stored KV and the vector index.", no_args_is_help=True)
+store = typer.Typer(
+    name="store", help="Check and repair the stored KV and the vector index.", no_args_is_help=True
+)
 Collection = Annotated[str | None, typer.Option(help="Which collection's passages.")]
-OfAll = Annotated[str | None, typer.Option(help="Whose index; that of every collection if absent.")]
+OneOrAll = Annotated[str | None, typer.Option(help="Which collection's index [all].")]
 MARKS = {"ok": "ok     ", "warning": "warning", "failed": "FAILED "}
 
 
 @command(store)
 def stats(cli: Cli, collection: Collection = None) -> None:
-    """What is kept, how much room it takes, and how each tier did: in all processes so far, and in this one."""
+    """Show what is stored, its size, and hits and misses of each tier: since the start, and of this process."""
     from ragblend.app.library.maintenance import stats_value
 
     with cli.open_collection(collection) as workspace:
@@ -29,20 +31,20 @@ def stats(cli: Cli, collection: Collection = None) -> None:
     share = f"{size(value['bytes'])} of {size(value['budget_bytes'])}"
     documents, passages = plural(holdings["documents"], "document"), plural(holdings["passages"], "passage")
     text = f"{plural(value['entries'], 'KV value')}, {share}; {documents}, {passages}; evicts by {value['policy']}"
-    lines = [f"{tier}: {_told(counts)}" for tier, counts in value["tiers"].items()]
+    lines = [f"{tier}: {_tier_text(counts)}" for tier, counts in value["tiers"].items()]
     if "remote" in value:
-        lines.append(_shared_told(value["remote"]))
+        lines.append(_remote_text(value["remote"]))
     cli.result(value | holdings | {"collection": name}, "\n".join([text, *lines]))
 
 
-def _shared_told(remote: dict[str, Any]) -> str:
+def _remote_text(remote: dict[str, Any]) -> str:
     read, written = size(remote["read_bytes"]), size(remote["written_bytes"])
     counts = ", ".join(f"{remote[name]:,} {name}" for name in ("errors", "waiting", "dropped", "refused"))
     rate = "" if remote["bytes_per_s"] is None else f" at {size(int(remote['bytes_per_s']))}/s"
     return f"{remote['where']}: {remote['state']}; this process read {read}{rate}, wrote {written}; {counts}"
 
 
-def _told(tier: dict[str, Any]) -> str:
+def _tier_text(tier: dict[str, Any]) -> str:
     process: dict[str, int] = tier["this_process"]
     counts = ", ".join(f"{tier[name]:,} {name}" for name in process)
     now = ", ".join(f"{count:,} {name}" for name, count in process.items() if count)
@@ -51,8 +53,8 @@ def _told(tier: dict[str, Any]) -> str:
 
 
 @command(store)
-def check(cli: Cli, collection: OfAll = None) -> int:
-    """Read everything that is stored and say what is wrong with it; changes nothing."""
+def check(cli: Cli, collection: OneOrAll = None) -> int:
+    """Read everything that is stored and report damage; changes nothing."""
     from ragblend.app.library.maintenance import check as run
 
     with cli.open_collection(collection) as workspace:
@@ -64,8 +66,8 @@ def check(cli: Cli, collection: OfAll = None) -> int:
 
 
 @command(store)
-def repair(cli: Cli, collection: OfAll = None) -> None:
-    """Read damaged documents again, build the vector index again, take damaged KV out and encode what is missing."""
+def repair(cli: Cli, collection: OneOrAll = None) -> None:
+    """Ingest damaged documents again, rebuild the vector index, remove damaged KV and encode what is missing."""
     from ragblend.app.cli.bars import encoding_bar
     from ragblend.app.library.maintenance import repair as run
 
@@ -79,20 +81,20 @@ def repair(cli: Cli, collection: OfAll = None) -> None:
     vectors, encoded = plural(done.vectors, "vector"), plural(done.encoded, "passage")
     damaged = plural(done.damaged_kv, "damaged KV value")
     restored = f"{plural(done.restored, 'document')} restored, " if done.restored else ""
-    cli.result(done.__dict__, f"{restored}{vectors} indexed, {damaged} taken out, {encoded} encoded")
+    cli.result(done.__dict__, f"{restored}{vectors} indexed, {damaged} removed, {encoded} encoded")
 
 
 @command(store)
 def gc(cli: Cli) -> None:
-    """Remove what nothing refers to: left-over files and what is in quarantine."""
+    """Remove files that nothing refers to, and quarantined ones."""
     with cli.open() as workspace, workspace.workspaces.writing():
-        deleted = workspace.engine.forget(())  # what a kill left of an earlier deletion
+        deleted = workspace.engine.forget(())  # completes a deletion that a kill interrupted
         report = workspace.store.gc()
         workspace.index.erase()
         remote = workspace.store.remote
         shared = {} if remote is None else {"swept": remote.sweep()}
     freed = report.bytes + deleted
-    more = f"; {plural(shared['swept'], 'value')} of the shared store, past their time" if shared else ""
+    more = f"; {plural(shared['swept'], 'expired value')} of the shared store" if shared else ""
     value = {"files": report.files, "bytes": freed} | shared
     cli.result(value, f"{plural(report.files, 'file')}, {size(freed)}{more}")
 
@@ -100,25 +102,24 @@ def gc(cli: Cli) -> None:
 def doctor(
     cli: Cli,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Measure model and disk for `--ratio auto`, and keep that.")
+        bool,
+        typer.Option("--profile", help="Measure model and disk for `--ratio auto`, and save the result."),
     ] = False,
 ) -> int:
-    """Check environment, device, model, home, store and index: one line a check."""
+    """Check environment, device, model, home, store and index, with one line per check."""
     from ragblend.app.doctor import examine
 
     if profile:
         return _profile(cli)
-    verdicts = []
+    results = []
     with cli.open() as workspace:
-        for verdict in examine(workspace):
-            verdicts.append(verdict)
-            if not cli.json:  # as they come: loading the model takes a while
-                print(
-                    f"{MARKS[verdict.status]}  {verdict.name:<13} {verdict.detail}", file=cli.out, flush=True
-                )
-    healthy = all(verdict.status != "failed" for verdict in verdicts)
-    text = "All is well." if healthy else "Something needs you: see the lines marked FAILED."
-    cli.result({"ok": healthy, "checks": [verdict.__dict__ for verdict in verdicts]}, text)
+        for result in examine(workspace):
+            results.append(result)
+            if not cli.json:  # printed one by one: loading the model takes a while
+                print(f"{MARKS[result.status]}  {result.name:<13} {result.detail}", file=cli.out, flush=True)
+    healthy = all(result.status != "failed" for result in results)
+    text = "All is well." if healthy else "There are problems: see the lines marked FAILED."
+    cli.result({"ok": healthy, "checks": [result.__dict__ for result in results]}, text)
     return 0 if healthy else 1
 
 
@@ -136,5 +137,5 @@ def _profile(cli: Cli) -> int:
     head = "behind             " + "".join(f"{count:>9,} t " for count in grid.cached_tokens)
     tiers = [f"{tier.name}: {tier.bytes_per_s / 1e6:,.0f} MB/s" for tier in measured.tiers]
     lines = [f"Measured {measured.about}:", head, *rows, f"Reads: {', '.join(tiers)}"]
-    cli.result(asdict(measured), "\n".join([*lines, "Kept. `ask --ratio auto` uses it."]))
+    cli.result(asdict(measured), "\n".join([*lines, "Saved. `ask --ratio auto` uses it."]))
     return 0

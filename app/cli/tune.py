@@ -1,4 +1,4 @@
-"""`ragblend tune`: measure which method and ratio this model does best with, and keep that in the settings."""
+"""`ragblend tune`: measure which method and ratio suit this model best, and use them from then on."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -8,21 +8,21 @@ import typer
 
 from ragblend.app.cli.common import Cli, option, plural
 from ragblend.app.quality.cli import engine_arguments, settings_of
-from ragblend.app.quality.sources import ALL_DOCUMENTS, Source, ingested, read
+from ragblend.app.quality.sources import ALL_DOCUMENTS, QuestionSource, ingested, read
 from ragblend.app.tuned import save_choice, tuned_file, undo_choice
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
-    from ragblend.app.quality.tune import Verdict
+    from ragblend.app.quality.tune import TuneResult
     from ragblend.app.settings import Settings
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """What is to be measured, and what is to become of it. save: what the user said, None for nothing."""
+class TuneOptions:
+    """What to measure, and whether to save the result. save None: save what is shown to be better."""
 
-    minutes: float = option(15, "How long to measure, at most; one question may exceed it.")
-    most_ratio: float = option(0.15, "The largest share of stored tokens to compute again.")
+    minutes: float = option(15, "Longest time to measure; the question under way is finished.")
+    most_ratio: float = option(0.15, "The largest share of stored tokens to recompute.")
     docs: str | None = option(None, "Measure on these ingested documents (a folder, a file, or `all`).")
     data: Path | None = option(None, "Measure on a file of questions.")
     collection: str | None = option(None, "Of --docs.")
@@ -30,48 +30,48 @@ class Tuning:
     seed: int = option(0, "Which questions, and their order.", min=0)
     save: bool | None = option(
         None,
-        "Keep what was found, also where what stands cannot be compared; or only show it "
-        "[keep what is shown to be better].",
+        "Save the result even if the present setting cannot be compared with it, or only show it "
+        "[save what is shown to be better].",
         "--save/--no-save",
         show_default=False,
     )
-    fresh: bool = option(False, "Measure again what was measured before.", "--fresh")
-    undo: bool = option(False, "Take the last choice for this model back.", "--undo")
+    fresh: bool = option(False, "Discard earlier measurements.", "--fresh")
+    undo: bool = option(False, "Undo the last choice for this model.", "--undo")
 
 
-def tune(cli: Cli, asked: Tuning) -> None:
-    """Find the method and ratio that this model does best with, on your documents, and use them from now on."""
+def tune(cli: Cli, options: TuneOptions) -> None:
+    """Find the method and ratio that suit this model best, on your documents, and use them from now on."""
     from ragblend.app.quality.tune import check_request
 
-    check_request(asked.minutes, asked.limit)
-    home = cli.place
-    settings = settings_of(cli, collection=asked.collection)
-    if asked.undo:
+    check_request(options.minutes, options.limit)
+    home = cli.create_home()
+    settings = settings_of(cli, collection=options.collection)
+    if options.undo:
         _undo(cli, home.settings, settings.model)
         return
     source = _with_default(
-        Source(
-            data=asked.data,
-            docs=asked.docs,
+        QuestionSource(
+            data=options.data,
+            docs=options.docs,
             collection=settings.collection,
-            limit=asked.limit,
-            seed=asked.seed,
+            limit=options.limit,
+            seed=options.seed,
             skip=True,
             home=home.root,
         )
     )
     try:
-        found = _measure(cli, source, settings, asked, home.root / "tune")
+        found = _measure(cli, source, settings, options, home.root / "tune")
     except KeyboardInterrupt:
         cli.note(
-            "Stopped. What was measured is kept; run the same command again to go on. Nothing was changed."
+            "Stopped. Measurements are kept; run the same command again to continue. Nothing was changed."
         )
         raise typer.Exit(1) from None
-    _finish(cli, found, settings, source, home.settings, asked.save)
+    _finish(cli, found, settings, source, home.settings, options.save)
 
 
-def _with_default(source: Source) -> Source:
-    """The user's own documents, or the samples where there are none."""
+def _with_default(source: QuestionSource) -> QuestionSource:
+    """The user's own documents, or the samples if there are none."""
     if source.data is not None or source.docs is not None:
         return source
     own = replace(source, docs=ALL_DOCUMENTS)
@@ -82,7 +82,9 @@ def _with_default(source: Source) -> Source:
     return own
 
 
-def _measure(cli: Cli, source: Source, settings: "Settings", asked: Tuning, folder: Path) -> "Verdict":
+def _measure(
+    cli: Cli, source: QuestionSource, settings: "Settings", options: TuneOptions, folder: Path
+) -> "TuneResult":
     from ragblend.app.cli.bars import progress_bar
     from ragblend.app.quality import tune as tuning
     from ragblend.app.quality.prefilling import check_extra
@@ -91,35 +93,36 @@ def _measure(cli: Cli, source: Source, settings: "Settings", asked: Tuning, fold
     from ragblend.engine.selection import METHODS
 
     check_extra()
-    stands = tuning.standing(settings.method, settings.ratio)
-    variants = tuning.candidates(METHODS, asked.most_ratio, stands)
+    current = tuning.current_variant(settings.method, settings.ratio)
+    variants = tuning.candidates(METHODS, options.most_ratio, current)
     questions = read(source)
     engine = loaded_here(Engine.open(**engine_arguments(cli)), "comparing methods")
     loaded = fitting(engine, questions, tuning.ANSWER_TOKENS)
     for skipped in loaded.skipped:
         cli.note(f"left out  {skipped.reason}")
-    said = f"{plural(len(variants), 'candidate')} on {source.name}, for {asked.minutes:g} minutes at most"
-    cli.note(f"Measuring {said} ...")
+    cli.note(
+        f"Measuring {plural(len(variants), 'candidate')} on {source.name}, for {options.minutes:g} minutes at most ..."
+    )
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    journal = quality_journal(engine, folder, asked.fresh, settings.kv_codec, tuning.ANSWER_TOKENS)
+    journal = quality_journal(engine, folder, options.fresh, settings.kv_codec, tuning.ANSWER_TOKENS)
     with progress_bar("tuning (seconds)") as progress:
         return tuning.find_best(
             engine,
             loaded.questions,
             variants,
-            stands,
-            asked.most_ratio,
+            current,
+            options.most_ratio,
             journal,
-            60 * asked.minutes,
+            60 * options.minutes,
             progress,
-            seed=asked.seed,
+            seed=options.seed,
         )
 
 
 def _finish(
-    cli: Cli, found: "Verdict", settings: "Settings", source: Source, path: Path, save: bool | None
+    cli: Cli, found: "TuneResult", settings: "Settings", source: QuestionSource, path: Path, save: bool | None
 ) -> None:
-    """Print what was measured, and save it if it is better than what stands, or is asked for all the same."""
+    """Save the result if it is better than the present setting, or if the user insists; then print it."""
     best = found.best
     saved = save is not False and (found.better or (found.on_request and save is True))
     value = asdict(found) | {"model": settings.model, "saved": saved, "data": source.name, **asdict(best)}
@@ -134,7 +137,7 @@ def _finish(
     cli.result(value, "\n".join([*_lines(found), *last]))
 
 
-def _lines(found: "Verdict") -> list[str]:
+def _lines(found: "TuneResult") -> list[str]:
     head = f"{'method':<24}{'ratio':>7}{'KL':>9}{'95% interval':>20}{'TTFT ms':>9}{'questions':>11}"
     rows = sorted([*found.rows, *found.dropped], key=lambda row: row["kl"])
     return [head, *(_line(row) for row in rows)]
@@ -146,17 +149,17 @@ def _line(row: dict[str, Any]) -> str:
     return f"{row['method']:<24}{ratio:>7}{row['kl']:>9.4f}{ends:>20}{row['ttft_ms']:>9.0f}{row['n']:>11}"
 
 
-def _last_words(found: "Verdict", model: str, saved: bool, in_force: bool) -> list[str]:
+def _last_words(found: "TuneResult", model: str, saved: bool, in_force: bool) -> list[str]:
     what = f"{found.best} for the model {model!r}"
     questions, minutes = plural(found.questions, "question"), f"{found.seconds / 60:.1f} minutes"
     lines = ["", f"{what}: {found.reason} ({questions}, {minutes})."]
     if saved:
         lines.append(
-            "Saved: it is used from now on wherever no method is given. `ragblend tune --undo` takes it back."
+            "Saved: it is used from now on wherever no method is given. `ragblend tune --undo` reverts it."
         )
         if not in_force:
             lines.append(
-                "But a method or ratio in settings.toml or the environment comes first: take it out there to use this."
+                "But a method or ratio in settings.toml or the environment takes precedence: remove it there."
             )
     elif found.on_request:
         lines.append("Nothing was changed. To use it all the same, run the command again with --save.")
@@ -168,14 +171,12 @@ def _last_words(found: "Verdict", model: str, saved: bool, in_force: bool) -> li
 def _undo(cli: Cli, path: Path, model: str) -> None:
     undone = undo_choice(tuned_file(path), model)
     if undone is None:
-        cli.result(
-            {"undone": None}, f"Nothing was tuned for the model {model!r}; there is nothing to take back."
-        )
+        cli.result({"undone": None}, f"Nothing was tuned for the model {model!r}; there is nothing to undo.")
         return
     gone, now = undone
-    stands = "the defaults" if now is None else f"{now.method} at {now.ratio} of {now.chosen_at}"
-    value = {"undone": {"method": gone.method, "ratio": gone.ratio}}
-    value["now"] = None if now is None else {"method": now.method, "ratio": now.ratio}  # type: ignore[assignment]
-    cli.result(
-        value, f"Taken back: {gone.method} at {gone.ratio}, chosen at {gone.chosen_at}. Now: {stands}."
-    )
+    current = "the defaults" if now is None else f"{now.method} at {now.ratio} of {now.chosen_at}"
+    value = {
+        "undone": {"method": gone.method, "ratio": gone.ratio},
+        "now": None if now is None else {"method": now.method, "ratio": now.ratio},
+    }
+    cli.result(value, f"Undone: {gone.method} at {gone.ratio}, chosen at {gone.chosen_at}. Now: {current}.")

@@ -1,4 +1,4 @@
-"""`ragblend ui`: the page, on this machine only unless a password was set."""
+"""`ragblend ui`: serve the web page, on this machine only unless a password is set."""
 
 import contextlib
 import getpass
@@ -14,13 +14,13 @@ from ragblend.app.cli.common import UNENCRYPTED, Cli, option
 from ragblend.app.extras import check_installed
 
 MIB = 1 << 20
-# By name: the page stands above the app, and imports run down only.
+# Imported by name: the ui package is above the app, and imports run down only.
 PAGE = "ragblend.ui.serving"
 
 
 @dataclass(frozen=True)
-class Serving:
-    """How the page is served."""
+class PageOptions:
+    """Where the page is served, and how."""
 
     port: int = option(7860, "Port; if it is taken, one of the next. 0: any.", min=0, max=65515)
     host: str = option("127.0.0.1", "Address to listen at; beyond this machine a password is needed.")
@@ -29,27 +29,27 @@ class Serving:
     )
     max_upload_mib: int = option(512, "The largest file that may be uploaded, in MiB.", min=1)
     browser: bool = option(True, "Open the page in a browser.", "--browser/--no-browser")
-    new_link: bool = option(False, "Shut out every browser that was let in until now.", "--new-link")
+    new_link: bool = option(False, "Log out every browser that used the old link.", "--new-link")
     set_password: bool = option(
-        False, "Ask for the page's password, keep its hash, and end.", "--set-password"
+        False, "Ask for the page's password, save its hash, and end.", "--set-password"
     )
 
 
-def ui(cli: Cli, asked: Serving) -> int:
-    """Serve the page: a library to fill, a chat over it, and a look at why it is fast."""
-    cli.open().close()  # what it was given is refused before the page is loaded
+def ui(cli: Cli, options: PageOptions) -> int:
+    """Serve the page: fill the library, chat about it, and see why it is fast."""
+    cli.open().close()  # wrong options are refused before the page is loaded
     check_installed("The page", ("gradio", "nh3"), "ui")
     serving: Any = import_module(PAGE)
-    if asked.set_password:
+    if options.set_password:
         return _set_password(cli, serving)
     from ragblend.app.serve.listening import listening
     from ragblend.app.services import AppServices
 
     with (
         AppServices.open(cli.home, **cli.overrides) as desk,
-        listening(asked.host, asked.port, asked.allow_host, serving.PORTS_TRIED) as (address, at),
+        listening(options.host, options.port, options.allow_host, serving.PORTS_TRIED) as (address, at),
     ):
-        entrance = serving.open_login(desk.workspaces.home.root, address, asked.new_link)
+        entrance = serving.open_login(desk.workspaces.home.root, address, options.new_link)
         link = f"{address.url}?token={entrance.token}"
 
         def ready(folder: Path) -> None:
@@ -58,23 +58,23 @@ def ui(cli: Cli, asked: Serving) -> int:
             cli.note("Keep that link to yourself. Ctrl-C ends the page.")
             if not address.is_loopback:
                 cli.note(UNENCRYPTED)
-            if asked.browser:
+            if options.browser:
                 landing = serving.write_landing(folder, link).as_uri()
                 threading.Thread(target=webbrowser.open, args=(landing,), daemon=True).start()
 
-        with contextlib.suppress(KeyboardInterrupt):  # which is how it is meant to end
-            serving.serve(desk, address, at, entrance, ready, asked.max_upload_mib * MIB)
+        with contextlib.suppress(KeyboardInterrupt):  # the usual way to stop it
+            serving.serve(desk, address, at, entrance, ready, options.max_upload_mib * MIB)
     return 0
 
 
 def _set_password(cli: Cli, serving: Any) -> int:
     if sys.stdin.isatty():
-        first, second = getpass.getpass("Password of the page: "), getpass.getpass("Once more: ")
+        first, second = getpass.getpass("Password of the page: "), getpass.getpass("Repeat it: ")
         if first != second:
-            cli.note("The two are not the same. Nothing was changed.")
+            cli.note("The two passwords differ. Nothing was changed.")
             return 1
     else:
         first = sys.stdin.readline().rstrip("\n")
-    serving.save_password(serving.password_path(cli.place.root), first)
+    serving.save_password(serving.password_path(cli.create_home().root), first)
     cli.result({"ok": True}, "Kept. `ragblend ui --host ADDRESS` asks for it.")
     return 0

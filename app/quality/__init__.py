@@ -1,6 +1,4 @@
-"""Benches: is the fused answer the answer of a full prefill (`quality`), and how much faster does it start
-(`ttft`)?
+"""Benchmarks that users run: how close fused answers are to full prefill's (`quality`), and how much faster (`ttft`).
 
-Start at `quality.run` and `ttft.run`; `cli.bench_app` is the command line. Nothing heavy is imported before
-a run.
+Start at `quality.run` and `ttft.run`; `cli.bench_app` is the command line. Nothing heavy is imported before a run.
 """

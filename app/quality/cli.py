@@ -1,4 +1,4 @@
-"""`ragblend bench ...`: arguments in, tables or JSON out; the work is in `quality_report` and `ttft`."""
+"""`ragblend bench quality` and `bench ttft`: parse options, print tables or JSON."""
 
 import json
 from dataclasses import replace
@@ -8,29 +8,31 @@ import typer
 
 from ragblend.app.cli.common import Cli, command
 from ragblend.app.quality.requests import QualityRequest, TtftRequest
-from ragblend.app.quality.sources import Source
+from ragblend.app.quality.sources import QuestionSource
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ragblend.app.quality.quality_report import Others
+    from ragblend.app.quality.quality_report import ExtraVariants
     from ragblend.app.quality.table import Table
     from ragblend.app.settings import Settings
 
-ABOUT = "Measure: does the fused answer agree with full prefill, and how much faster does it start?"
+ABOUT = "Measure how close fused answers are to full prefill's, and how much faster they start."
 bench_app = typer.Typer(name="bench", help=ABOUT, no_args_is_help=True)
 bench_app.callback(help=ABOUT)(lambda: None)
 
 
 @command(bench_app, "quality")
-def quality(cli: Cli, source: Source, request: QualityRequest) -> None:
+def quality(cli: Cli, source: QuestionSource, request: QualityRequest) -> None:
     """Compare each method's next-token distributions and answers with full prefill's, on the same prompts."""
     show_quality(cli, source, request)
 
 
-def show_quality(cli: Cli, source: Source, request: QualityRequest, others: "Others | None" = None) -> None:
-    """Measure, and print the tables, or the JSON list of rows."""
+def show_quality(
+    cli: Cli, source: QuestionSource, request: QualityRequest, others: "ExtraVariants | None" = None
+) -> None:
+    """Measure, and print tables, or rows as JSON. others: variants of `python -m benchmarks.quality`."""
     from ragblend.app.quality.quality_report import report_quality, warnings
     from ragblend.app.quality.table import quality_tables
 
@@ -40,7 +42,7 @@ def show_quality(cli: Cli, source: Source, request: QualityRequest, others: "Oth
     try:
         results = report_quality(source, engine, request, others)
     except KeyboardInterrupt:
-        cli.note("Stopped. What was measured is kept; run the same command again to go on.")
+        cli.note("Stopped. Measurements are kept; run the same command again to continue.")
         raise typer.Exit(1) from None
     for skipped in results["settings"]["skipped"]:
         cli.note(f"left out  {skipped['reason']}")
@@ -52,7 +54,7 @@ def show_quality(cli: Cli, source: Source, request: QualityRequest, others: "Oth
 
 @command(bench_app, "ttft")
 def ttft(cli: Cli, request: TtftRequest) -> None:
-    """Time to the first token, where it went, peak memory and bytes on disk, by method."""
+    """Measure the time to the first token, its parts, peak memory and bytes on disk, by method."""
     from ragblend.app.quality.table import ttft_tables
     from ragblend.app.quality.ttft import report_ttft
 
@@ -62,10 +64,10 @@ def ttft(cli: Cli, request: TtftRequest) -> None:
 
 
 def engine_arguments(cli: Cli) -> dict[str, Any]:
-    """What `Engine.open` is called with, here and in the child processes: plain JSON values.
+    """The arguments of `Engine.open`, here and in child processes, as plain JSON values.
 
-    What is not given comes from the settings, as for every other command. The collection is the benches' own: its
-    name is in every key, so nothing that a bench stores or removes is the user's.
+    Options that are not given come from the settings. The collection is the benches' own: its name is in every key,
+    so a bench never touches the user's KV.
     """
     from ragblend.app.home import Home
     from ragblend.app.models import check_model
@@ -73,8 +75,8 @@ def engine_arguments(cli: Cli) -> dict[str, Any]:
     settings, home = settings_of(cli), Home.resolve(cli.home)
     if cli.vllm is not None:
         raise UsageError(
-            "What is measured here needs logits, and the device for itself: leave --vllm out. Beside vLLM measures "
-            "`python -m benchmarks.measure_vllm`."
+            "This bench needs logits and the device for itself: leave --vllm out. `python -m benchmarks.measure_vllm` "
+            "compares with vLLM."
         )
     check_model(settings.model, home.models)
     names = ("model", "device", "dtype", "store_budget_bytes", "kv_codec")
@@ -83,7 +85,7 @@ def engine_arguments(cli: Cli) -> dict[str, Any]:
 
 
 def settings_of(cli: Cli, **more: Any) -> "Settings":
-    """What holds for this command: its options, the environment, the settings file."""
+    """The settings for this command: its options, the environment, the settings file."""
     from ragblend.app.home import Home
     from ragblend.app.settings import Settings
 
@@ -91,13 +93,13 @@ def settings_of(cli: Cli, **more: Any) -> "Settings":
 
 
 def finish(cli: Cli, tables: "Sequence[Table]", value: Any, files: dict[str, str]) -> None:
-    """Print the tables, say what was written, and print the value with --json."""
+    """Print the tables, name the written files, and print the value with --json."""
     from rich.console import Console
 
     from ragblend.app.quality.table import print_tables
 
     console = Console(stderr=cli.json)
-    # In a file or a pipe there is no width to fit, and a table folded to 80 columns is unreadable.
+    # A file or pipe has no width, and a table wrapped at 80 columns is unreadable.
     print_tables(console if console.is_terminal else Console(stderr=cli.json, width=250), tables)
     for name in files.values():
         cli.note(f"wrote {name}")

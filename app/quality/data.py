@@ -18,16 +18,15 @@ READING = "Reading the questions: "
 
 
 class UnusableError(UsageError):
-    """A record that is well formed and cannot be measured; `--skip` leaves it out, and says so."""
+    """A well-formed record that cannot be measured; `--skip` leaves it out, and reports it."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question: the passages to read (title and text in one), and the answers that count as right.
+    """A question with its passages (title and text in one) and gold answers.
 
-    instruction: what follows the question, None for the benches' own words; required: what an exact answer must hold,
-    all of it (empty: the data does not say); task: what kind of question it is, for tables. where: where it comes from,
-    for messages; no part of what a question is.
+    instruction: text after the question, None for the benches' default; required: strings that an exact answer must
+    all contain (empty: unknown); task: its kind, for tables; where: its origin, for messages only.
     """
 
     index: int
@@ -41,12 +40,12 @@ class Question:
 
     @property
     def place(self) -> str:
-        """What to call it in a message: its file and record, if it comes from a file."""
+        """Its name in messages: file and record, or its number."""
         return self.where or f"question {self.index}"
 
     @property
     def digest(self) -> str:
-        """What the question says, whatever its place in the file: records are kept under it."""
+        """A hash of the question's content, independent of its place in the file; the key of its records."""
         content: list[Any] = [self.text, self.passages, self.answers]
         if self.instruction is not None or self.required:
             content += [self.instruction, self.required]
@@ -55,7 +54,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A question that was left out, and why: what is left out is always said."""
+    """A question that was left out, and why."""
 
     where: str
     reason: str
@@ -63,16 +62,16 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The questions of one source, and those of its records that cannot be measured."""
+    """The questions of one source, and the records that were left out."""
 
     questions: list[Question]
     skipped: tuple[Skipped, ...] = ()
 
 
 def load(path: Path, skip: bool = False) -> Loaded:
-    """Read and check the whole file. Raises UsageError with file, question and field.
+    """Read and check a file of questions. Raises UsageError with file, question and field.
 
-    skip: leave out what is well formed and cannot be measured (an empty question), and say it.
+    skip: leave out well-formed records that cannot be measured (an empty question), and report them.
     """
     questions: list[Question] = []
     skipped: list[Skipped] = []
@@ -93,10 +92,10 @@ def load(path: Path, skip: bool = False) -> Loaded:
 def choose(
     questions: list[Question], limit: int | None = None, seed: int | None = None, passages: int | None = None
 ) -> list[Question]:
-    """Some of the questions, with some of their passages.
+    """Select questions and passages.
 
-    limit: how many questions (None: all); seed: shuffle before counting (None: the file's order); passages:
-    the first so many of each question (None: all). Raises UsageError.
+    limit: how many questions (None: all); seed: shuffle them first (None: the file's order); passages: the first so
+    many of each question (None: all). Raises UsageError.
     """
     for option, value in (("--limit", limit), ("--passages", passages)):
         if value is not None and value < 1:
@@ -108,19 +107,19 @@ def choose(
 
 
 def without_repeats(questions: Sequence[Question]) -> Loaded:
-    """Each question once, where it comes first; a repeat would be counted twice and could be measured only once."""
+    """Drop repeated questions: a repeat would be counted twice but measured once."""
     first: dict[str, Question] = {}
     skipped = []
     for question in questions:
         kept = first.setdefault(question.digest, question)
         if kept is not question:
-            reason = f"{question.place} says the same as {kept.place}; it is measured once"
+            reason = f"{question.place} is the same as {kept.place}; it is measured once"
             skipped.append(Skipped(question.place, reason))
     return Loaded(list(first.values()), tuple(skipped))
 
 
 def read_text(path: Path) -> str:
-    """A data file's text. Raises UsageError."""
+    """Read a data file as text. Raises UsageError."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
@@ -144,7 +143,7 @@ def _read_list(path: Path) -> list[Any]:
 
 
 def entry_question(entry: Any, index: int, where: str) -> Question:
-    """One entry of CacheBlend's format; `where` begins every message. Raises UsageError, UnusableError."""
+    """Parse one entry in CacheBlend's format; `where` begins every message. Raises UsageError, UnusableError."""
     ctxs = field_of(entry, "ctxs", list, where)
     text = field_of(entry, "question", str, where).strip()
     answers = field_of(entry, "answers", list, where)
@@ -157,11 +156,11 @@ def entry_question(entry: Any, index: int, where: str) -> Question:
         raise UnusableError(f"{where}: 'ctxs' is empty; a question needs at least one passage")
     texts = [_passage(ctx, f"{where}, ctxs[{place}]") for place, ctx in enumerate(ctxs)]
     optional = {"instruction": str, "required": list, "task": str}
-    said = {name: field_of(entry, name, kind, where) for name, kind in optional.items() if name in entry}
-    required = said.get("required", [])
+    given = {name: field_of(entry, name, kind, where) for name, kind in optional.items() if name in entry}
+    required = given.get("required", [])
     if not all(isinstance(text, str) and text.strip() for text in required):
         raise UsageError(f"{where}: 'required' must be a list of strings that are not empty")
-    more = said.get("instruction"), tuple(required), said.get("task", "")
+    more = given.get("instruction"), tuple(required), given.get("task", "")
     return Question(index, text, tuple(texts), tuple(answers), *more)
 
 
@@ -173,13 +172,13 @@ def _passage(ctx: Any, where: str) -> str:
 
 
 def field_of(entry: Any, name: str, kind: type, where: str) -> Any:
-    """The field of a JSON object, of the kind that it must have. Raises UsageError."""
+    """A field of a JSON object, checked for its type. Raises UsageError."""
     expected = "a string" if kind is str else "a list"
     if not isinstance(entry, dict):
         raise UsageError(f"{where}: found a JSON {kind_name(entry)}; expected an object with '{name}'")
     if name not in entry:
         there = ", ".join(map(str, entry)) or "no fields"
-        others = "; `python -m benchmarks.questions` makes them of LongBench and SQuAD"
+        others = "; `python -m benchmarks.questions` converts LongBench and SQuAD"
         raise UsageError(
             f"{where}: the field '{name}' is missing; found {there}; add '{name}', {expected}"
             f"{others if name == 'ctxs' else ''}"

@@ -1,8 +1,8 @@
-"""`--docs`: questions made from the user's own passages by template, whose answers stand in the text.
+"""`--docs`: generate questions from the user's own passages by template, with answers from the text.
 
 A *cloze* blanks a number, a name or a rare word out of one sentence. A *two-hop* question takes two sentences from
 different passages that share a name, blanks the name in both, and asks for something else that is blanked in the
-second: which sentence is meant is known only from the first. Both are made from text alone, without a model.
+second, so that only the first tells which sentence is meant. No model is needed.
 """
 
 import random
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from ragblend.app.quality.data import Question
 from ragblend.kvstore.errors import UsageError
 
-QUESTIONS = 60  # what it takes to settle anything
+QUESTIONS = 60  # fewer settle nothing
 PASSAGES = 6
 SHORTEST_WORDS, LONGEST_WORDS = 8, 45
-LEAST_LEFT_WORDS = 6  # of a sentence beside what is asked for
-MOST_PLACES = 2  # a word that stands in more sentences than this says little
+LEAST_LEFT_WORDS = 6  # words of a sentence beside the answer
+MAX_OCCURRENCES = 2  # of an answer in all sentences
 SHORTEST_NAME = 4  # letters
 BLANK, ASKED = "____", "[...]"
 INSTRUCTION = "\nAnswer with the missing words alone."
@@ -32,7 +32,7 @@ _LOWER = re.compile(r"\b[a-zà-þ][\w'’-]*")
 
 @dataclass(frozen=True)
 class Sentence:
-    """A sentence of a passage, and what may be asked for in it."""
+    """A sentence of a passage, its names, and possible answers in it."""
 
     passage: int
     text: str
@@ -43,10 +43,10 @@ class Sentence:
 def make_questions(
     documents: Sequence[Sequence[str]], count: int | None = None, passages: int | None = None, seed: int = 0
 ) -> list[Question]:
-    """`count` questions (None: `QUESTIONS`) of `passages` passages each (None: `PASSAGES`), the needed ones included.
+    """Generate `count` questions (None: QUESTIONS) with `passages` passages each (None: PASSAGES).
 
-    documents: each one's passages in reading order. Half are two-hop questions as far as the text allows. The same
-    passages and seed give the same questions. Raises UsageError if nothing can be asked.
+    documents: each one's passages in reading order. Half are two-hop questions, if the text allows. The same passages
+    and seed give the same questions. Raises UsageError if nothing can be asked.
     """
     flat = [(number, text) for number, texts in enumerate(documents) for text in texts]
     texts = [text for _, text in flat]
@@ -77,7 +77,7 @@ def make_questions(
     ]
 
 
-Made = tuple[str, str, str, tuple[int, ...]]  # task, question, answer, the passages that it needs
+Made = tuple[str, str, str, tuple[int, ...]]  # task, question, answer, indices of the passages that it needs
 
 
 def _sentences(texts: Sequence[str]) -> list[Sentence]:
@@ -87,27 +87,27 @@ def _sentences(texts: Sequence[str]) -> list[Sentence]:
         for part in _SENTENCE_END.split(text)
     ]
     kept = [each for each in dict.fromkeys(cut) if SHORTEST_WORDS <= len(each[1].split()) <= LONGEST_WORDS]
-    ordinary = set(_LOWER.findall("\n".join(texts)))  # a word that is also written small is no name
+    ordinary = set(_LOWER.findall("\n".join(texts)))  # a word that also occurs in lower case is no name
     patterns = (_NUMBER, _NAME, _RARE)
     phrases = Counter(each for _, text in kept for each in {w for p in patterns for w in p.findall(text)})
     return [_sentence(place, text, phrases, ordinary) for place, text in kept]
 
 
 def _sentence(place: int, text: str, phrases: Counter[str], ordinary: set[str]) -> Sentence:
-    names = [name for name in dict.fromkeys(_NAME.findall(text)) if _is_name(name, ordinary)]
-    likely = [each for each in (*_NUMBER.findall(text), *names) if phrases[each] <= MOST_PLACES]
+    names = [
+        name
+        for name in dict.fromkeys(_NAME.findall(text))
+        if len(name) >= SHORTEST_NAME and not any(word.lower() in ordinary for word in name.split())
+    ]
+    likely = [each for each in (*_NUMBER.findall(text), *names) if phrases[each] <= MAX_OCCURRENCES]
     rare = [word for word in _RARE.findall(text) if phrases[word] == 1 and word.islower()]
     fit = (each for each in likely or rare[:1] if len(_blanked(text, each, "").split()) >= LEAST_LEFT_WORDS)
     return Sentence(place, text, tuple(names), tuple(dict.fromkeys(fit)))
 
 
-def _is_name(name: str, ordinary: set[str]) -> bool:
-    return len(name) >= SHORTEST_NAME and not any(word.lower() in ordinary for word in name.split())
-
-
 def _clozes(sentences: Sequence[Sentence], draw: random.Random) -> Iterator[Made]:
-    """One a sentence, the passages in turns, so that no document has all of them."""
-    for sentence in _in_turns(sentences, draw):
+    """One per sentence, alternating between passages, so that no document dominates."""
+    for sentence in _alternating(sentences, draw):
         if sentence.targets:
             answer = sentence.targets[0] if len(sentence.targets) == 1 else draw.choice(sentence.targets)
             asked = _blanked(sentence.text, answer, ASKED)
@@ -152,7 +152,7 @@ def _blanked(text: str, phrase: str, mark: str) -> str:
     return re.sub(rf"(?<!\w){re.escape(phrase)}(?!\w)", lambda _: mark, text)
 
 
-def _in_turns(sentences: Sequence[Sentence], draw: random.Random) -> Iterator[Sentence]:
+def _alternating(sentences: Sequence[Sentence], draw: random.Random) -> Iterator[Sentence]:
     by_passage: dict[int, list[Sentence]] = defaultdict(list)
     for sentence in sentences:
         by_passage[sentence.passage].append(sentence)
@@ -165,7 +165,7 @@ def _in_turns(sentences: Sequence[Sentence], draw: random.Random) -> Iterator[Se
 
 
 def _mixed(first: Iterator[Made], second: Iterator[Made], count: int) -> list[Made]:
-    """In turns, until there are so many or both have ended; no question twice."""
+    """Alternate between both until there are `count` or both have ended; no question twice."""
     made: dict[str, Made] = {}
     sources = [first, second]
     while sources and len(made) < count:
@@ -179,7 +179,7 @@ def _mixed(first: Iterator[Made], second: Iterator[Made], count: int) -> list[Ma
 
 
 def _chosen(needed: tuple[int, ...], owners: Sequence[int], passages: int, seed: str) -> list[int]:
-    """The needed passages and others, of the same documents first, mixed."""
+    """The needed passages and others, preferably of the same documents, shuffled."""
     draw = random.Random(seed)
     others = [place for place in range(len(owners)) if place not in needed]
     draw.shuffle(others)

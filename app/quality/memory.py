@@ -1,8 +1,8 @@
 """Peak memory of one answer beyond the model's weights, measured in a process of its own.
 
-In this process the allocator keeps what earlier runs gave back, so a later run would look free. The child
-loads the model, warms up on a short prompt (which also pages the weights in), resets the kernel's high-water
-mark, and answers once. On CUDA torch's own counter is read instead.
+In this process the allocator reuses freed memory, so a later run would seem to need none. The child process loads the
+model, warms up on a short prompt (which also pages in the weights), resets the kernel's high-water mark, and answers
+once. On CUDA torch's own counter is read instead.
 """
 
 import json
@@ -25,7 +25,7 @@ _CLEAR = Path("/proc/self/clear_refs")
 def peak_bytes(
     engine: dict[str, Any], prompt: "Prompt", variant: Variant, timeout_s: float = 600
 ) -> int | None:
-    """Bytes above the baseline at the peak; None where the system does not say. Raises RagBlendError.
+    """Peak memory above the baseline, in bytes; None if the system does not tell. Raises RagBlendError.
 
     engine: the keyword arguments of `Engine.open`; prompt: tokenized.
     """
@@ -68,7 +68,9 @@ def _measure(engine: dict[str, Any], segments: list[Any], arguments: dict[str, A
         meter = _CudaMeter(opened.device) if opened.device.startswith("cuda") else HostMeter()
         misses = opened.generate(prompt, max_new_tokens=ANSWER_TOKENS, **arguments).report.misses
         if misses:
-            raise RagBlendError(f"{misses} chunks were not in the store: this would be another peak")
+            raise RagBlendError(
+                f"{misses} chunks were not in the store, so the peak would be a different one"
+            )
         return meter.peak_bytes()
     finally:
         opened.close()  # a process that ends while the engine still works in the background is aborted

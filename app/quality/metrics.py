@@ -1,4 +1,4 @@
-"""How near one answer, or one run of next-token distributions, is to another. Pure functions.
+"""Similarity of answers and of next-token distributions. Pure functions.
 
 Text against gold: SQuAD's normalisation, exact match and F1 (Rajpurkar et al. 2016, evaluate-v1.1.py), and
 ROUGE-L (Lin 2004, package rouge-score with the stemmer, as the CacheBlend artifact calls it).
@@ -28,7 +28,7 @@ _THOUSANDS = re.compile(r"(?<![\d,])\d{1,3}(?:,\d{3})+(?!\d)")
 
 
 def normalise(text: str) -> str:
-    """Lower case, without punctuation, articles and superfluous white space."""
+    """Lower-case a text, and remove punctuation, articles and superfluous white space."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -38,16 +38,16 @@ def gold_match(answer: str, gold: Sequence[str]) -> bool:
 
 
 def found(answer: str, required: Sequence[str]) -> float | None:
-    """The share of what is required that the answer holds, as whole words; None where nothing is.
+    """The share of required strings that the answer contains as whole words; None if none are required.
 
-    RULER's `string_match_all` (Hsieh et al. 2024) counts any substring: there 31 would be found in 1931.
+    RULER's `string_match_all` (Hsieh et al. 2024) counts any substring: it would find 31 in 1931.
     """
-    words = f" {_listed(answer)} "
-    return sum(f" {_listed(text)} " in words for text in required) / len(required) if required else None
+    words = f" {_split_lists(answer)} "
+    return sum(f" {_split_lists(text)} " in words for text in required) / len(required) if required else None
 
 
-def _listed(text: str) -> str:
-    """Normalised, where what separates the items of a list separates words, with or without a space behind it."""
+def _split_lists(text: str) -> str:
+    """Normalise a text; separators of list items separate words, with or without a space behind them."""
     joined = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
     return normalise(joined.translate(_SEPARATORS))
 
@@ -81,9 +81,9 @@ def _rouge_scorer() -> Callable[[str, str], Any]:
 def kl_divergence(reference: "Tensor", other: "Tensor") -> float:
     """Mean over positions of KL(reference || other), in nats, from logits.
 
-    reference, other (n, vocab), any float dtype; computed in float64, where rounding is far below any
-    bfloat16 floor. A token that the reference gives no probability counts nothing. Not finite where there are no two
-    distributions to compare: nan for logits with NaN, inf for a token that only the reference can say.
+    reference, other (n, vocab), any float dtype; computed in float64, where rounding is far below bfloat16's. Tokens
+    with probability 0 in the reference count nothing. nan for logits with NaN; inf if a token is possible only in the
+    reference.
     """
     import torch
 
@@ -91,35 +91,35 @@ def kl_divergence(reference: "Tensor", other: "Tensor") -> float:
     p, q = (torch.log_softmax(logits.cpu().double(), dim=-1) for logits in (reference, other))
     terms = torch.where(p.isneginf(), 0.0, p.exp() * (p - q))  # (n, vocab)
     kl = float(terms.sum(-1).mean())
-    # Rounding can leave -1e-17 for equal distributions; KL is never negative. Not max(0.0, kl), which is 0.0 for nan.
+    # Rounding can give -1e-17 for equal distributions. Not max(0.0, kl), which is 0.0 for nan.
     return 0.0 if kl < 0 else kl
 
 
 def top1_agreement(reference: "Tensor", other: "Tensor") -> float:
-    """The part of the positions (n, vocab) where both give the same most likely token, in [0, 1]."""
+    """The share of positions where both (n, vocab) have the same most likely token, in [0, 1]."""
     assert reference.shape == other.shape and reference.ndim == 2, (reference.shape, other.shape)
     return float((reference.argmax(-1) == other.argmax(-1)).float().mean())
 
 
 def right_figures(question: Question, answer: str) -> tuple[str, ...]:
-    """The figures that a right answer must have, if this one has them all; else none.
+    """The figures of a right answer, if this answer has all of them; else none.
 
-    Of a question that does not say what is required, the figures of its first gold answer.
+    If the question does not say what is required, these are the figures of its first gold answer.
     """
     wanted = question.required or tuple(figures_in(question.answers[0]))
     return wanted if all(contains(answer, each) for each in wanted) else ()
 
 
 def has_other_figure(answer: str, question: Question, figures: Sequence[str]) -> bool:
-    """Whether the answer has a figure that is none of these, and stands in the passages: that of something else."""
+    """Whether the answer has a figure that occurs in the passages but is none of the right ones."""
     others = [each for each in figures_in(answer) if not any(contains(figure, each) for figure in figures)]
     given = "\n".join(question.passages)
     return any(contains(given, each) and not contains(question.text, each) for each in others)
 
 
 def figure_positions(pieces: Sequence[str], figures: Sequence[str]) -> list[int]:
-    """Which tokens of an answer say the figures. pieces: the text of each token; their join is the answer."""
-    folded = [piece.casefold() for piece in pieces]  # which may be longer: each piece by itself, then
+    """Positions of an answer's tokens that belong to its figures. pieces: the text of each token."""
+    folded = [piece.casefold() for piece in pieces]  # casefold can change the length, so piece by piece
     ends, found = list(accumulate(map(len, folded))), set[int]()
     for figure in figures:
         place = re.search(rf"(?<!\w){re.escape(figure.casefold())}(?!\w)", "".join(folded))
@@ -129,8 +129,8 @@ def figure_positions(pieces: Sequence[str], figures: Sequence[str]) -> list[int]
 
 
 def recovery(kl: float, kl_reuse: float) -> float | None:
-    """How much of reuse's divergence is gone: 1 is full prefill, 0 no better than reuse, below 0 worse.
+    """How much of reuse's divergence is removed: 1 is full prefill, 0 no better than reuse, below 0 worse.
 
-    None where reuse itself does not diverge: there is nothing to recover.
+    None if reuse itself does not diverge.
     """
     return None if kl_reuse <= 0 else 1 - kl / kl_reuse

@@ -1,4 +1,4 @@
-"""Rows as pictures, drawn without a display."""
+"""Plots of measured rows, drawn without a display."""
 
 import textwrap
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ WHERE_COLOURS = {
 
 
 def plot_quality(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Left: KL by method with its interval, the nearest to full prefill first; right: KL against time."""
+    """Left: KL by method with its interval, the lowest first; right: KL against time to first token."""
     figure = figure_of(14.0, max(5.0, 0.3 * len(rows) + 1.5))
     left, right = figure.subplots(1, 2)
     _draw_divergence(left, sorted(rows, key=lambda row: row["kl"]))
@@ -44,7 +44,7 @@ def _draw_divergence(axes: "Axes", rows: Sequence[Row]) -> None:
 
 
 def _draw_trade_off(axes: "Axes", rows: Sequence[Row]) -> None:
-    # Keys left where they lie are so far off that all others would be one spot; the left panel has them.
+    # `naive` is so far off that all others would be one spot; the left panel shows it.
     rows = [row for row in rows if row["method"] != "naive"] or rows
     front = pareto(rows)
     times, divergences = ([row[name] for row in front] for name in ("ttft_ms", "kl"))
@@ -71,7 +71,7 @@ def _draw_trade_off(axes: "Axes", rows: Sequence[Row]) -> None:
 
 
 def pareto(rows: Sequence[Row]) -> list[Row]:
-    """The rows that no other row beats in both time and divergence, from the fastest on."""
+    """The Pareto front: rows that no other row beats in both time and divergence, the fastest first."""
     front: list[Row] = []
     for row in sorted(rows, key=lambda row: (row["ttft_ms"], row["kl"])):
         if not front or row["kl"] < front[-1]["kl"]:
@@ -80,7 +80,7 @@ def pareto(rows: Sequence[Row]) -> list[Row]:
 
 
 def plot_ttft(rows: Sequence[Row], title: str, path: Path) -> None:
-    """One panel a (chunks, tokens, cache): stacked bars of where the time to the first token went."""
+    """One panel per (chunks, tokens, cache): stacked bars of the parts of the time to the first token."""
     cases: dict[tuple[int, int, str], list[Row]] = {}
     for row in rows:
         cases.setdefault((row["chunks"], row["tokens"], row["cache"]), []).append(row)
@@ -89,8 +89,9 @@ def plot_ttft(rows: Sequence[Row], title: str, path: Path) -> None:
     for axes, (case, own) in zip(panels, cases.items(), strict=True):
         _draw_bars(axes, own)
         axes.set_title(f"{case[0]} chunks of {case[1]} tokens, {PLACES[case[2]]}", fontsize=9)
-    beside = "load runs beside the compute; what it costs is the stall"
-    panels[-1].set_xlabel(f"milliseconds to the first token ({beside})")
+    panels[-1].set_xlabel(
+        "milliseconds to the first token (loading overlaps with computing; only the stall counts)"
+    )
     panels[0].legend(fontsize=8, ncols=len(WHERE_COLOURS), loc="lower right", bbox_to_anchor=(1, 1.15))
     entitle(figure, title)
     figure.savefig(path, dpi=120)
@@ -111,7 +112,7 @@ def _draw_bars(axes: "Axes", rows: Sequence[Row]) -> None:
 
 
 def figure_of(width: float, height: float) -> "Figure":
-    """A figure of its own canvas, in inches."""
+    """A figure with its own canvas; width and height in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -122,12 +123,12 @@ def figure_of(width: float, height: float) -> "Figure":
 
 
 def entitle(figure: "Figure", title: str) -> None:
-    """A title in as many lines as the figure's width asks for."""
+    """Set a title, wrapped to the figure's width."""
     figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize=9)
 
 
 def colour(method: str) -> Any:
-    """A method's colour, the same in every picture: its place in the engine's table says which."""
+    """A method's colour, the same in every plot, by its place in the engine's table."""
     from matplotlib import colormaps
 
     from ragblend.engine.selection import METHODS

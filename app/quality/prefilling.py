@@ -1,4 +1,4 @@
-"""The engine as both benches use it: chunks stored for a while, prefills against our own clock, and where it runs."""
+"""The engine as both benches use it: temporarily stored chunks, timed prefills, and a description of the machine."""
 
 import os
 import platform
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class BenchError(RagBlendError):
-    """The run would have measured something else than it says."""
+    """The run would measure something other than what was asked for."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A prompt that was read, what that took the engine, and the milliseconds to its first token on our clock."""
+    """A prefilled prompt, the engine's report, and the milliseconds to its first token by the bench's own clock."""
 
     prefilled: "Prefilled"
     report: "Report"
@@ -38,16 +38,16 @@ class Timed:
 
 @contextmanager
 def stored(engine: "Engine", texts: Sequence[str], keep: bool = False) -> "Iterator[tuple[ChunkKey, ...]]":
-    """The texts' KV is in the store inside the block, under these keys; what is new is taken out again after it.
+    """Store the texts' KV for the block; yields their keys. KV that was new is deleted afterwards, unless keep.
 
-    75 questions of 10 passages are 10 GB with SmolLM2: left in, they would push the user's own documents out. What was
-    there and is packed by another codec than the engine's is encoded anew, and stays so: a key does not name the codec.
-    Raises BenchError for a model whose KV may not be fused: there would be nothing to compare.
+    75 questions of 10 passages are 10 GB with SmolLM2, which would evict the user's documents. KV that was stored with
+    another codec than the engine's is encoded again, since a key does not name the codec. Raises BenchError for a
+    model whose KV cannot be fused.
     """
     keys: list[ChunkKey] = []
     new: list[ChunkKey] = []
     try:
-        for text in texts:  # one by one, so that an interrupt leaves nothing whose key is not known
+        for text in texts:  # one by one, so that every stored key is known when it is interrupted
             report = engine.encode([text])
             (key,) = report.keys
             if key is None:
@@ -65,7 +65,7 @@ def stored(engine: "Engine", texts: Sequence[str], keep: bool = False) -> "Itera
 
 
 def _codec(engine: "Engine", key: "ChunkKey", text: str) -> str | None:
-    """The name of what packs a text's stored KV; None if it is damaged."""
+    """The codec of a text's stored KV; None if it is damaged."""
     from ragblend.engine.prompts.segments import Chunk
 
     (chunk,) = engine.tokenize(engine.chat_prompt(None, [Chunk(text)], "")).chunks
@@ -78,7 +78,7 @@ def _codec(engine: "Engine", key: "ChunkKey", text: str) -> str | None:
 
 
 def model_digest(engine: "Engine") -> str:
-    """The key that one word is stored under: it is made of weights, tokenizer, dtype, RoPE and encoding prefix."""
+    """A digest of weights, tokenizer, dtype, RoPE and encoding prefix: the key under which one word is stored."""
     with stored(engine, ["digest"]) as (key,):
         return key.digest
 
@@ -86,10 +86,10 @@ def model_digest(engine: "Engine") -> str:
 def timed_prefill(
     engine: "Engine", prompt: "Prompt", variant: Variant, policy: "Policy | None" = None
 ) -> Timed:
-    """Read the prompt and say the first token, against our own clock. policy: in place of the variant's method's own.
+    """Time a prefill with its first token. policy: instead of the variant's own.
 
-    Raises BenchError if something else was measured than was asked for: a passage that the store does not have is
-    computed exactly, and a model that cannot be fused is served by full prefill, so either would look perfect.
+    Raises BenchError if something else was measured than was asked for: passages that are not stored are computed
+    exactly, and a model that cannot be fused is served by full prefill, so either would look perfect.
     """
     started = perf_counter()
     arguments = variant.arguments if policy is None else variant.arguments | {"method": policy}
@@ -98,7 +98,7 @@ def timed_prefill(
     ttft_ms = 1000 * (perf_counter() - started)
     if report.method != variant.method and report.warning is None:
         raise BenchError(
-            f"the method {variant.method!r} is called {report.method!r} by the engine; write it so in --methods"
+            f"the method {variant.method!r} is called {report.method!r} by the engine; use that name in --methods"
         )
     if report.method != variant.method:
         raise BenchError(
@@ -107,16 +107,16 @@ def timed_prefill(
     if variant.method != "full" and report.misses:
         passages = report.hits + report.misses
         raise BenchError(
-            f"{variant} found {report.hits} of {passages} passages in the store, and would compute the others exactly; "
-            "the store's budget is too small for one question, or another process is evicting"
+            f"{variant} found only {report.hits} of {passages} passages in the store, and would compute the others "
+            "exactly; the store's budget is too small for one question, or another process is evicting"
         )
     return Timed(prefilled, report, ttft_ms)
 
 
 def continued(engine: "Engine", before: Timed | None, prompt: "Prompt") -> Timed | None:
-    """Full prefill of a prompt that begins as the one before it, from that one's KV, which it overwrites.
+    """Full prefill of a prompt from the KV of the previous one, which has the same passages; overwrites that KV.
 
-    None where there is none, or where the two differ before the last chunk's end: then all must be read.
+    None if there is no previous one, or if the two differ before the end of the last chunk.
     """
     if before is None or before.prefilled.cache is None or not prompt.places:
         return None
@@ -141,7 +141,7 @@ def continued(engine: "Engine", before: Timed | None, prompt: "Prompt") -> Timed
 
 
 def check_extra() -> None:
-    """Raise UsageError if a package of the extra `bench` is missing: now, and not after an hour of measuring."""
+    """Raise UsageError if a package of the extra `bench` is missing, before hours of measuring."""
     check_installed("The benches", ("jinja2", "matplotlib", "rouge_score", "scipy"), "bench")
 
 
@@ -170,7 +170,7 @@ def environment(engine: "Engine") -> dict[str, Any]:
 
 
 def computed_by(settings: dict[str, Any], more_code: tuple[Path, ...] = ()) -> str:
-    """The name of a run of the engine (`run_digest`): settings, and this processor, its threads, torch and the code."""
+    """A digest of everything that a run's numbers depend on: settings, processor, threads, torch and source code."""
     import torch
 
     import ragblend.engine
@@ -182,7 +182,7 @@ def computed_by(settings: dict[str, Any], more_code: tuple[Path, ...] = ()) -> s
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's model name; what the platform module knows where there is no /proc."""
+    """The processor's model name, or what the platform module knows if there is no /proc."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

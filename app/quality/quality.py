@@ -1,8 +1,8 @@
-"""Is the fused answer the answer of a full prefill? (`ragblend bench quality`)
+"""Measures how close each method's answers are to full prefill's (`ragblend bench quality`).
 
-The reference is full prefill over the same token ids. Its greedy answer is teacher-forced through every
-method's prefilled cache, so that all next-token distributions are compared at the same positions; then each
-method answers greedily itself. One record a (question, method, ratio), kept as soon as it is measured.
+The reference is full prefill over the same token ids. Its greedy answer is teacher-forced through every method's
+cache, so that next-token distributions are compared at the same positions; then each method answers greedily itself.
+There is one record per (question, method, ratio), saved as soon as it is measured.
 """
 
 import math
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 INSTRUCTION = "\nAnswer in a few words, not in a sentence."
 Progress = Callable[[int, int], None]
-# How to measure what is no method of the engine, beside the reference, with answers of so many tokens.
+# Measures a variant that is not a method of the engine, given the reference and the longest answer in tokens.
 Measure = Callable[["Engine", Question, "Prompt", "Outcome", int], Record]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A method's greedy answer, and its logits before each token of the *reference's* answer, (n, vocab).
+    """A method's greedy answer, and its logits (n, vocab) before each token of the *reference's* answer.
 
-    prefilled: the prompt as that method read it.
+    prefilled: the prompt as that method prefilled it.
     """
 
     answer: "Result"
@@ -67,21 +67,21 @@ def run(
     others: Mapping[Variant, Measure] | None = None,
     figures_only: bool = False,
 ) -> int:
-    """Measure what the journal does not have yet; it has every (question, variant) afterwards, and 0 is returned.
+    """Measure every (question, variant) that the journal does not have; returns how many questions are left.
 
-    Stopping at any moment loses at most the one measurement under way. keep_kv leaves the passages' KV in
-    the store. until: asked before each question; once it says true nothing more is begun, and the number of questions
-    that are left is returned. warm: run every method once, unrecorded, before the first question. others: the variants
-    that are no methods of the engine, and how each is measured. figures_only: a question whose figures full prefill's
-    answer has not right gets a record of `full`, which must be among the variants, and no other.
+    An interruption loses at most the measurement under way. keep_kv leaves the passages' KV in the store. until is
+    called before each question; once it is true no further one is begun. warm: run every method once, unrecorded,
+    before the first question. others: variants that are not methods of the engine, and how to measure them.
+    figures_only: a question that full prefill answers with wrong figures gets a record of `full`, which must be among
+    the variants, and no other.
 
-    No question may come twice (see `data.without_repeats`). Raises PromptTooLongError before anything is measured;
-    BenchError for what would be a wrong number.
+    Questions must not repeat (see `data.without_repeats`). Raises PromptTooLongError before anything is measured;
+    BenchError for a number that would be wrong.
     """
     pending = [
         (question, _pending(question, variants, journal, seed, figures_only)) for question in questions
     ]
-    # All prompts first: one that is too long must stop the run now and not after an hour of work.
+    # All prompts first: one that is too long must stop the run before an hour of work.
     work = [(each, todo, _fitting_prompt(engine, each, max_new_tokens)) for each, todo in pending if todo]
     total = sum(len(todo) for _, todo, _ in work)
     done, left = 0, len(work)
@@ -112,7 +112,7 @@ def run(
 def _pending(
     question: Question, variants: Sequence[Variant], journal: Journal, seed: int, figures_only: bool
 ) -> list[Variant]:
-    """What is left to measure, shuffled: no method always runs in the wake of the same other one."""
+    """The variants that are not measured yet, shuffled, so that no method always follows the same other one."""
     known = journal.records.get((question.digest, "full", None))
     if figures_only and known is not None and known.figures_kept is None:
         return []
@@ -122,7 +122,7 @@ def _pending(
 
 
 def _fitting_prompt(engine: "Engine", question: Question, max_new_tokens: int) -> "Prompt":
-    """The prompt; PromptTooLongError says what to do about it. With --skip such a question does not come so far."""
+    """As `build_prompt`, with advice in the PromptTooLongError. With --skip such questions are dropped before."""
     try:
         return build_prompt(engine, question, max_new_tokens)
     except PromptTooLongError as error:
@@ -132,7 +132,7 @@ def _fitting_prompt(engine: "Engine", question: Question, max_new_tokens: int) -
 
 
 def build_prompt(engine: "Engine", question: Question, max_new_tokens: int) -> "Prompt":
-    """The passages first, the question last, in the model's chat template; tokenized, so that is not timed.
+    """The tokenized prompt: the passages, then the question, in the model's chat template.
 
     Raises PromptTooLongError if the answer would not fit in the model's window.
     """
@@ -150,12 +150,12 @@ def build_prompt(engine: "Engine", question: Question, max_new_tokens: int) -> "
 
 
 def asked(question: Question) -> str:
-    """The question in the words that every method gets."""
+    """The question with its instruction, as every method gets it."""
     return question.text + (INSTRUCTION if question.instruction is None else question.instruction)
 
 
 def warm_up(engine: "Engine", prompt: "Prompt", variants: Sequence[Variant]) -> None:
-    """One unrecorded prefill of every method: a process' first ones pay for pages, threads, kernels and imports."""
+    """Run one unrecorded prefill of every method: the first ones pay for memory, threads, kernels and imports."""
     for variant in {each.method: each for each in (Variant("full"), *variants)}.values():
         engine.prefill(prompt, **variant.arguments)
 
@@ -169,7 +169,7 @@ def measure(
     others: Mapping[Variant, Measure],
     reference: Outcome,
 ) -> Iterator[Record]:
-    """One record a variant, on one question, each beside the reference of this very run."""
+    """Yield one record per variant for one question, each compared with the reference of this run."""
     for variant in variants:
         if variant in others:
             yield others[variant](engine, question, prompt, reference, max_new_tokens)
@@ -185,8 +185,8 @@ def full_outcome(
 ) -> Outcome:
     """The reference: full prefill, its greedy answer, and its logits along that answer.
 
-    before: the last question's, which is gone afterwards. Where its prompt has the same passages in the same order,
-    these are not read again: their KV depends on nothing behind them. The time to first token is the last one's, then.
+    before: the previous question's prefill, which is overwritten. If it has the same passages in the same order, their
+    KV is taken from it, since it depends on nothing after them; the time to first token is then the previous one's.
     """
     timed = continued(engine, before, prompt) or timed_prefill(engine, prompt, Variant("full"))
     answer = engine.decode(timed.prefilled, max_new_tokens=max_new_tokens, temperature=0.0)
@@ -202,12 +202,12 @@ def outcome_of(
     max_new_tokens: int,
     policy: "Policy | None" = None,
 ) -> Outcome:
-    """What a method gives; policy: in place of the variant's method's own."""
+    """A method's outcome. policy: instead of the variant's own."""
     timed = timed_prefill(engine, prompt, variant, policy)
     logits = teacher_logits(engine, timed.prefilled, reference.answer)
-    # Where a figure may be read again, decoding alone says whether it was.
+    # If a figure may be read again, only decoding shows whether it was.
     if takes_every_step(logits, reference.answer) and not timed.prefilled.sure:
-        # Its greedy answer is known, then. Decoding takes as long as the prefill, and would say the same again.
+        # Its greedy answer equals the reference's. Decoding takes as long as the prefill, and would give the same.
         answer = reference.answer
     else:
         answer = engine.decode(timed.prefilled, max_new_tokens=max_new_tokens, temperature=0.0)
@@ -215,14 +215,14 @@ def outcome_of(
 
 
 def takes_every_step(logits: "Tensor", answer: "Result") -> bool:
-    """Whether the likeliest token before each token of the answer, its end token included, is that token."""
+    """Whether greedy decoding would give this answer, its end token included."""
     return bool(answer.token_ids) and logits.argmax(-1).tolist() == list(answer.token_ids)
 
 
 def record_of(
     question: Question, variant: Variant, reference: Outcome, outcome: Outcome, engine: "Engine"
 ) -> Record:
-    """How a method's outcome compares with the reference and with the gold answers. Raises BenchError."""
+    """Compare a method's outcome with the reference and with the gold answers. Raises BenchError."""
     text = outcome.answer.text
     return Record(
         **_figures(question, reference, outcome, engine.tokenizer),
@@ -248,7 +248,7 @@ def record_of(
 
 
 def _figures(question: Question, reference: Outcome, outcome: Outcome, tokenizer: Any) -> dict[str, Any]:
-    """The part of a record that says what became of the figures that full prefill has right; nothing without any."""
+    """The part of a record about figures that full prefill has right; empty if there are none."""
     figures = metrics.right_figures(question, reference.answer.text)
     if not figures:
         return {}
@@ -265,7 +265,7 @@ def _figures(question: Question, reference: Outcome, outcome: Outcome, tokenizer
 
 
 def _divergence(question: Question, variant: Variant, reference: Outcome, outcome: Outcome) -> float:
-    """In nats. Raises BenchError where it is no number: kept, it would spoil every mean, or look perfect."""
+    """KL divergence in nats. Raises BenchError if it is not finite: it would spoil every mean, or look perfect."""
     kl = metrics.kl_divergence(reference.logits, outcome.logits)
     if math.isfinite(kl):
         return kl
@@ -278,7 +278,7 @@ def _divergence(question: Question, variant: Variant, reference: Outcome, outcom
 
 
 def against_gold(text: str, question: Question) -> dict[str, Any]:
-    """The part of a record that says how good an answer is."""
+    """The part of a record that compares an answer with the gold answers."""
     return {
         "gold_match": metrics.gold_match(text, question.answers),
         "f1": metrics.f1(text, question.answers),
@@ -289,7 +289,7 @@ def against_gold(text: str, question: Question) -> dict[str, Any]:
 
 
 def teacher_logits(engine: "Engine", prefilled: "Prefilled", answer: "Result") -> "Tensor":
-    """(n, vocab) float32: what is predicted before each token of the answer; first the prompt's own prediction."""
+    """Logits (n, vocab), float32, before each token of the answer; the first are the prompt's."""
     logits = engine.continue_logits(prefilled, answer.token_ids)
     assert logits.shape[0] == max(1, len(answer.token_ids)), (logits.shape, len(answer.token_ids))
     return logits

@@ -1,4 +1,4 @@
-"""One `bench quality`: questions and engine in; rows, comparisons, JSON, picture and the report out."""
+"""One run of `bench quality`: measures the questions, and writes JSON, a picture and an HTML report."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
 
 ANSWER_TOKENS = 32
-FIGURE_ANSWER_TOKENS = 40  # enough for each of --figures, so that --limit changes no answer
+FIGURE_ANSWER_TOKENS = 40  # enough for every question of --figures, so that --limit changes no answer
 ALL_METHODS = "all"
 TEMPLATE = Path(__file__).with_name("report.html")
 PICTURE = "KL by method, with its 95% interval, and against time, with the Pareto front"
 
 
 @dataclass(frozen=True)
-class Others:
-    """What is measured beside the methods: how each is, and, for the journal's name, what their numbers depend on."""
+class ExtraVariants:
+    """Variants that are not methods of the engine. settings, code: what their numbers depend on (`run_digest`)."""
 
     variants: Mapping[Variant, quality.Measure] = field(default_factory=dict)
     settings: Mapping[str, Any] | None = None
@@ -38,32 +38,25 @@ class Others:
 
 
 def report_quality(
-    source: sources.Source, engine_arguments: Row, request: "QualityRequest", others: Others | None = None
+    source: sources.QuestionSource,
+    engine_arguments: Row,
+    request: "QualityRequest",
+    others: ExtraVariants | None = None,
 ) -> Row:
-    """Measure what is missing; write `quality.json`, the picture and the report. The results, and `files` by kind.
+    """Measure what is missing; write `quality.json`, a picture and a report. Returns the results, and `files` by kind.
 
-    engine_arguments: of `Engine.open`. The picture is of divergences; where there are none there is no picture.
+    engine_arguments: of `Engine.open`. There is a picture only if there are divergences.
     """
-    from ragblend.engine.selection import METHODS, WITHOUT_RATIO, method_names
-
     check_extra()
-    others, methods = others or Others(), tuple[Variant, ...]()
-    if request.methods:
-        names = with_all(request.methods, METHODS)
-        methods = parse_variants(names, request.ratios, method_names(), WITHOUT_RATIO)
-    if source.figures and Variant("full") not in methods:
-        methods = (Variant("full"), *methods)
-    variants, seed = (*methods, *others.variants), source.seed or 0
+    others = others or ExtraVariants()
+    variants, seed = _variants(source, request, others), source.seed or 0
     pairs = parse_pairs(request.compare or (), variants)
     loaded = sources.read(source)
     folder = make_folder(request.output)
-    from ragblend.engine.engine import (
-        Engine,
-        loaded_here,
-    )  # once all that was asked for is known to be possible
+    from ragblend.engine.engine import Engine, loaded_here  # heavy, so only after the arguments were checked
 
     engine = loaded_here(Engine.open(**engine_arguments), "comparing methods")
-    # How stored KV is packed: an engine that others use as well takes the codec it was opened with last.
+    # Not the engine's: a shared engine has the codec that it was opened with last.
     kv_codec = engine_arguments.get("kv_codec") or "raw"
     asked = request.max_new_tokens or (FIGURE_ANSWER_TOKENS if source.figures else None)
     most_tokens = answer_tokens(engine, loaded.questions, asked)
@@ -83,14 +76,20 @@ def report_quality(
             others=others.variants,
             figures_only=source.figures,
         )
-    questions = loaded.questions
-    if source.figures:
-        questions = [q for q in questions if journal.records[q.digest, "full", None].figures_kept is not None]
-        if not questions:
-            raise UsageError(
-                f"--figures: {engine.model_name} answers none of the {len(loaded.questions)} questions rightly by full "
-                "prefill, so there is nothing to keep; measure a larger model"
-            )
+    questions = _answered_rightly(engine, loaded.questions, journal) if source.figures else loaded.questions
+    settings = {
+        "data": source.name,
+        "questions": len(questions),
+        "asked": len(loaded.questions),
+        "seed": source.seed,
+        "passages": source.passages,
+        "resumed_records": journal.resumed,
+        "instruction": quality.INSTRUCTION,
+        "skipped": [asdict(each) for each in loaded.skipped],
+        "max_new_tokens": most_tokens,
+        "modes": others.settings,
+    }
+    where = environment(engine) | {"kv_codec": kv_codec}
     measured = journal.records, questions, variants, seed
     rows, comparisons = summarise(*measured, pairs)
     results = {
@@ -99,32 +98,47 @@ def report_quality(
         "matrix": comparison_matrix(*measured),
         "tasks": by_task(*measured),
         "within": fastest_within(rows),
-        "environment": environment(engine) | {"kv_codec": kv_codec},
-        "settings": {
-            "data": source.name,
-            "questions": len(questions),
-            "asked": len(loaded.questions),
-            "seed": source.seed,
-            "passages": source.passages,
-            "resumed_records": journal.resumed,
-            "instruction": quality.INSTRUCTION,
-            "skipped": [asdict(each) for each in loaded.skipped],
-            "max_new_tokens": most_tokens,
-            "modes": others.settings,
-        },
+        "environment": where,
+        "settings": settings,
     }
     return _write(folder, results)
 
 
+def _variants(
+    source: sources.QuestionSource, request: "QualityRequest", others: ExtraVariants
+) -> tuple[Variant, ...]:
+    """All variants to measure; questions about figures need full prefill among them. Raises UsageError."""
+    from ragblend.engine.selection import METHODS, WITHOUT_RATIO, method_names
+
+    methods = tuple[Variant, ...]()
+    if request.methods:
+        names = with_all(request.methods, METHODS)
+        methods = parse_variants(names, request.ratios, method_names(), WITHOUT_RATIO)
+    if source.figures and Variant("full") not in methods:
+        methods = (Variant("full"), *methods)
+    return (*methods, *others.variants)
+
+
+def _answered_rightly(engine: "Engine", questions: list[Question], journal: Journal) -> list[Question]:
+    """The questions whose figures full prefill has right. Raises UsageError if there are none."""
+    found = [q for q in questions if journal.records[q.digest, "full", None].figures_kept is not None]
+    if not found:
+        raise UsageError(
+            f"--figures: {engine.model_name} answers none of the {len(questions)} questions rightly by full "
+            "prefill, so there is nothing to compare; measure a larger model"
+        )
+    return found
+
+
 def with_all(methods: str, known: dict[str, Any]) -> str:
-    """The list, with every policy of the engine that there is something to learn about in the place of `all`."""
-    told = [name for name, policy in known.items() if name not in EXACT and not policy.uses_tree]
-    every = ",".join(["full", *told])
+    """Replace `all` in a list of methods by every policy that can differ from full prefill, and `full`."""
+    names = [name for name, policy in known.items() if name not in EXACT and not policy.uses_tree]
+    every = ",".join(["full", *names])
     return ",".join(every if item.strip() == ALL_METHODS else item for item in methods.split(","))
 
 
 def answer_tokens(engine: "Engine", questions: list[Question], asked: int | None) -> int:
-    """How long answers may be: what was asked for, else enough for the longest that must be exact."""
+    """The longest answer in tokens: as asked for, else enough for the longest gold answer that must be exact."""
     if asked is not None:
         return asked
     longest = max((engine.count_tokens(q.answers[0]) for q in questions if q.required), default=0)
@@ -132,7 +146,7 @@ def answer_tokens(engine: "Engine", questions: list[Question], asked: int | None
 
 
 def fitting(engine: "Engine", loaded: Loaded, max_new_tokens: int) -> Loaded:
-    """Without the questions that do not fit the window, which are said. Raises UsageError if none does."""
+    """Drop, and report, the questions that do not fit the model's window. Raises UsageError if none fits."""
     kept, skipped = [], list(loaded.skipped)
     for question in loaded.questions:
         try:
@@ -153,9 +167,9 @@ def quality_journal(
     fresh: bool,
     kv_codec: str,
     max_new_tokens: int,
-    others: Others = Others(),
+    others: ExtraVariants = ExtraVariants(),
 ) -> Journal:
-    """The file is named by a digest over what its records depend on and do not say themselves."""
+    """Open the journal, whose name is a digest of everything its records depend on and do not contain."""
     settings: Row = {
         "model": model_digest(engine),
         "device": engine.device,
@@ -188,9 +202,9 @@ def _title(results: Row) -> str:
 
 
 def report_page(results: Row, pictures: Mapping[str, Path]) -> str:
-    """report.html: all that was measured, in one file that loads nothing.
+    """The HTML report: all results in one self-contained file.
 
-    results: as in quality.json; pictures: PNGs by what they are called on the page.
+    results: as in quality.json; pictures: PNG files by their captions.
     """
     from jinja2 import Environment
 
@@ -220,18 +234,18 @@ def _setting(where: Row, what: Row) -> str:
 
 
 def warnings(rows: Sequence[Row], what: Row) -> list[str]:
-    """What a reader of the numbers must know."""
-    said = []
+    """Warnings for readers of the numbers."""
+    found = []
     if what["questions"] < FEWEST_PROMPTS:
-        said.append(f"{what['questions']} prompts settle nothing; measure {FEWEST_PROMPTS} or more.")
+        found.append(f"{what['questions']} prompts settle nothing; measure {FEWEST_PROMPTS} or more.")
     if what["skipped"]:
         named = "; ".join(each["reason"] for each in what["skipped"][:5])
         more = f" and {len(what['skipped']) - 5} more" if len(what["skipped"]) > 5 else ""
-        said.append(f"{len(what['skipped'])} records were left out: {named}{more}.")
+        found.append(f"{len(what['skipped'])} records were left out: {named}{more}.")
     for row in rows:
         spent, name = row["recomputed_fraction"] or 0, row["method"]
         if row["ratio"] is not None and spent > row["ratio"] + 0.01:
-            said.append(f"{name} at {row['ratio']:.1%} spent {spent:.1%}: more than it was given.")
+            found.append(f"{name} at {row['ratio']:.1%} recomputed {spent:.1%}, more than its budget.")
         if row["unscored"]:
-            said.append(f"{name}: {row['unscored'] / row['calls']:.1%} of its answers came without a score.")
-    return said
+            found.append(f"{name}: {row['unscored'] / row['calls']:.1%} of its answers have no score.")
+    return found

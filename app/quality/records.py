@@ -1,9 +1,8 @@
-"""The files of a run: a line per (question, method, ratio), so that a stopped run goes on; and the results.
+"""The files of a run: a journal with a line per (question, method, ratio), so that a run can be resumed, and results.
 
-The journal's name carries a digest of everything that a number depends on except the question, the method
-and the ratio, which each record names itself: so more questions, methods or ratios extend a journal, and
-another model, dtype, device, prompt or *engine code* starts a new one (a policy under development must never
-be credited with old numbers).
+The journal's name is a digest of everything that its numbers depend on, except question, method and ratio, which each
+record contains. So more questions, methods or ratios extend a journal, and another model, dtype, device, prompt or
+*engine code* starts a new one: a policy under development must never be credited with old numbers.
 """
 
 import dataclasses
@@ -27,8 +26,8 @@ Key = tuple[str, str, float | None]
 class Record:
     """One method on one question. kl in nats; times in ms; `full_ttft_ms` from the same run.
 
-    kl, top1, exact_match and recomputed_fraction are None where a variant reads other prompts than full prefill does,
-    in `calls` of them, `unscored` without the score that they were asked for. tokens: of all calls.
+    kl, top1, exact_match and recomputed_fraction are None for variants that use other prompts than full prefill.
+    Those make several `calls`, `unscored` of them without the expected score; tokens are of all calls.
     """
 
     question: str
@@ -45,25 +44,22 @@ class Record:
     full_ttft_ms: float
     prompt_tokens: int
     answer: str
-    generated_tokens: int | None = None  # not counted in the oldest journals
+    generated_tokens: int | None = None
     calls: int = 1
     unscored: int | None = None
-    found: float | None = None  # share of what an exact answer must hold; None where the data does not say
-    # What choosing has cost: its time; probes' rows, and all computed rows as a share of full prefill's.
+    found: float | None = None  # share of the required strings in the answer; None if none are known
+    # The cost of selection: its time, the rows of probes, and all computed rows as a share of full prefill's.
     select_ms: float | None = None
     probe_rows: int | None = None
     computed_fraction: float | None = None
-    # Of the figures that full prefill's answer has right; None where it has none (design: figures kept). figures_other:
-    # lost, and the answer has a figure of another place in the passages; figure_kl: at the figures' tokens alone.
+    # About figures that full prefill's answer has right; None if there are none. figures_other: they are lost, and the
+    # answer has another figure from the passages; figure_kl: KL at the figures' tokens.
     figures_kept: bool | None = None
     figures_other: bool | None = None
     figure_kl: float | None = None
-    # KL before the answer's first token alone, and ROUGE-L of this answer against full prefill's.
-    first_kl: float | None = None
-    rouge_l_to_full: float | None = None
-    read_again: bool | None = (
-        None  # whether a figure of the answer was not sure, and the prompt was read in full for it
-    )
+    first_kl: float | None = None  # KL before the answer's first token
+    rouge_l_to_full: float | None = None  # ROUGE-L of this answer against full prefill's
+    read_again: bool | None = None  # whether the prompt was prefilled in full because a figure was uncertain
 
     @property
     def key(self) -> Key:
@@ -71,7 +67,7 @@ class Record:
 
 
 class Journal:
-    """An append-only file of records; each is on the disk before the next one is measured."""
+    """An append-only file of records; each is on disk before the next one is measured."""
 
     def __init__(self, path: Path, fresh: bool = False) -> None:
         self.path = path
@@ -89,7 +85,7 @@ class Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps(dataclasses.asdict(record), ensure_ascii=True)
         with self.path.open("a", encoding="utf-8") as file:
-            # The leading newline ends a line that an earlier run was killed in: only that record is lost.
+            # The leading newline ends a line that a killed run left incomplete, so that only that record is lost.
             file.write(f"\n{line}\n")
             file.flush()
             os.fsync(file.fileno())
@@ -97,7 +93,7 @@ class Journal:
 
 
 def _read(path: Path) -> dict[Key, Record]:
-    """The records by key: the first of a key wins; lines that a kill cut off are left out."""
+    """The records by key, the first of each key; incomplete lines are skipped."""
     records: dict[Key, Record] = {}
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for line in text.splitlines():
@@ -108,7 +104,7 @@ def _read(path: Path) -> dict[Key, Record]:
 
 
 def run_digest(settings: dict[str, Any], code: tuple[Path, ...]) -> str:
-    """The name of a run: 12 hex digits over its settings and the source files that its numbers come from."""
+    """A digest of a run's settings and source files, as 12 hex digits."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, ensure_ascii=True).encode())
     for folder in code:
         for path in sorted(folder.rglob("*.py")):
@@ -117,12 +113,12 @@ def run_digest(settings: dict[str, Any], code: tuple[Path, ...]) -> str:
 
 
 def make_folder(folder: Path) -> Path:
-    """The output folder, made if needed and found writable before any work. Raises UsageError."""
+    """Create the output folder if needed, and check that it is writable. Raises UsageError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"--output: the folder {folder} cannot be made ({error.strerror}); name another"
+            f"--output: the folder {folder} cannot be created ({error.strerror}); name another"
         ) from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UsageError(f"--output: the folder {folder} is not writable; name another")
@@ -130,5 +126,5 @@ def make_folder(folder: Path) -> Path:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as JSON; whoever reads it meanwhile sees the old file or the new one."""
+    """Write a value as JSON, replacing the file atomically."""
     replace_durably(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")

@@ -1,4 +1,4 @@
-"""Where a bench's questions come from: a file, the user's own documents, or the samples."""
+"""Loads a bench's questions: from a file, the user's own documents, generated ones, or the samples."""
 
 import random
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from ragblend.app.quality.figures import figure_questions
 from ragblend.kvstore.errors import UsageError
 
 ALL_DOCUMENTS = "all"
-PASSAGE_WORDS = 220  # of the samples
+PASSAGE_WORDS = 220  # of the samples' passages
 PASSAGES = 6
 FIGURE_SETS = 25
 
 
 @dataclass(frozen=True)
-class Source:
-    """What `--data`, `--docs` and their companions say; at most one of the two.
+class QuestionSource:
+    """Options that choose the questions: at most one of data, docs and figures.
 
-    home, collection: where the documents of `--docs` were ingested; docs: a folder or file of them, or `all`.
+    home, collection: where the documents of docs were ingested; docs: a folder or file of them, or `all`.
     """
 
     data: Path | None = option(
@@ -31,15 +31,15 @@ class Source:
     )
     figures: bool = option(
         False,
-        "Made-up questions for figures, 8 a set of passages, in 2 orders; nearly 400 unless --limit says otherwise.",
+        "Generated questions about figures, 8 per set of passages, in 2 orders; nearly 400 without --limit.",
         "--figures",
     )
     collection: str | None = option(None, "Of --docs; as in the settings if absent.")
     limit: int | None = option(None, "How many questions; all if absent.")
-    seed: int | None = option(None, "Shuffle the questions with it; the intervals are drawn from it.", min=0)
-    passages: int | None = option(None, "The first so many of each question; all if absent.")
+    seed: int | None = option(None, "Shuffles the questions, and seeds the intervals' bootstrap.", min=0)
+    passages: int | None = option(None, "Only the first N passages of each question.")
     skip: bool = option(
-        False, "Leave out what cannot be measured (no question, over the window), and say what.", "--skip"
+        False, "Leave out, and report, what cannot be measured (no question, over the window).", "--skip"
     )
     home: Path | None = None
 
@@ -52,26 +52,23 @@ class Source:
         return "samples" if self.docs is None else f"documents: {self.docs}"
 
 
-def read(source: Source) -> Loaded:
-    """The questions to measure, each once: records are kept under what a question says, its passages included.
-
-    Raises UsageError.
-    """
+def read(source: QuestionSource) -> Loaded:
+    """Load the questions, each once, because records are keyed by a question's content. Raises UsageError."""
     if (source.data is not None) + (source.docs is not None) + source.figures > 1:
         raise UsageError("--data, --docs and --figures name different questions; give one of them")
-    choose([], source.limit, source.seed, source.passages)  # refuses what makes no sense before it reads
-    if source.figures:  # in their order, in which the questions of a set follow each other
+    choose([], source.limit, source.seed, source.passages)  # refuses wrong values before anything is read
+    if source.figures:  # not shuffled: the questions of a set must follow each other
         made = choose(figure_questions(FIGURE_SETS, seed=source.seed or 0), passages=source.passages)
         once = without_repeats(made)
         return Loaded(choose(once.questions, source.limit), once.skipped)
-    found = _found(source)
-    # Questions from documents have as many passages as asked for by now, and all of them that they need.
+    found = _load(source)
+    # Questions from documents already have the requested passages, and all that they need.
     passages = None if source.docs is not None else source.passages
     once = without_repeats(choose(found.questions, passages=passages))
     return Loaded(choose(once.questions, source.limit, source.seed), (*found.skipped, *once.skipped))
 
 
-def _found(source: Source) -> Loaded:
+def _load(source: QuestionSource) -> Loaded:
     if source.data is not None:
         return load(source.data, source.skip)
     if source.docs is not None:
@@ -82,8 +79,8 @@ def _found(source: Source) -> Loaded:
     return Loaded(sample_questions())
 
 
-def ingested(source: Source) -> list[list[str]]:
-    """The passages of the ingested documents that `docs` names, in order. Raises UsageError if there are none."""
+def ingested(source: QuestionSource) -> list[list[str]]:
+    """The passages of each ingested document that `docs` names, in order. Raises UsageError if there are none."""
     from ragblend.app.home import Home, absolute
     from ragblend.app.library.registry import Library
     from ragblend.app.settings import Settings
@@ -100,29 +97,28 @@ def ingested(source: Source) -> list[list[str]]:
     if not found:
         where = f"in the collection {collection!r}" if below is None else f"under {below}"
         raise UsageError(
-            f"--docs: no ingested document is {where}; `ragblend ingest` it first (`ragblend docs list` shows what "
-            f"there is, `--docs {ALL_DOCUMENTS}` takes every document)"
+            f"--docs: no ingested document is {where}; `ragblend ingest` it first (`ragblend docs list` lists them, "
+            f"`--docs {ALL_DOCUMENTS}` takes every document)"
         )
     return found
 
 
 def sample_source() -> str:
-    """The words of all sample documents, one after another."""
-    return "\n\n".join(text for _, text in _documents())
+    """The text of all sample documents, one after another."""
+    return "\n\n".join(text for _, text in sample_documents())
 
 
 def sample_questions() -> list[Question]:
-    """Every sample question with `PASSAGES` passages, those that hold its answers among them, mixed."""
-    passages = [(title, text) for title, whole in _documents() for text in _passages(whole)]
+    """Every sample question with PASSAGES passages, those with its answers among them, shuffled."""
+    passages = [(title, text) for title, whole in sample_documents() for text in pack_passages(whole)]
     asked = enumerate(samples.questions())
     return [_question(number, question, passages) for number, question in asked]
 
 
-def _question(number: int, question: samples.Question, passages: list[tuple[str, str]]) -> Question:
+def _question(number: int, question: samples.SampleQuestion, passages: list[tuple[str, str]]) -> Question:
     mixed = list(passages)
     random.Random(question.question).shuffle(mixed)
-    # Those of the right documents that hold an answer first, then the rest of these documents, then all
-    # others.
+    # First those of the right documents that contain an answer, then the rest of these documents, then all others.
     mixed.sort(key=lambda passage: _distance(question, passage))
     chosen = mixed[:PASSAGES]
     random.Random(question.question).shuffle(chosen)
@@ -131,22 +127,23 @@ def _question(number: int, question: samples.Question, passages: list[tuple[str,
     return Question(number, question.question, texts, tuple(question.answers), where=place)
 
 
-def _distance(question: samples.Question, passage: tuple[str, str]) -> int:
+def _distance(question: samples.SampleQuestion, passage: tuple[str, str]) -> int:
     title, text = passage
     if title not in question.documents:
         return 2
     return 0 if any(answer.lower() in text.lower() for answer in question.answers) else 1
 
 
-def _documents() -> list[tuple[str, str]]:
+def sample_documents() -> list[tuple[str, str]]:
+    """The name and text of each sample document."""
     from ragblend.app.library.readers import read_document
 
     paths: list[Path] = sorted(samples.documents_folder().iterdir())
     return [(path.name, "\n\n".join(part.text for part in read_document(path))) for path in paths]
 
 
-def _passages(text: str) -> list[str]:
-    """Whole paragraphs, packed until a passage has `PASSAGE_WORDS` words."""
+def pack_passages(text: str) -> list[str]:
+    """Cut a text into passages of whole paragraphs, each with at least PASSAGE_WORDS words."""
     packed: list[list[str]] = [[]]
     for paragraph in text.split("\n\n"):
         packed[-1].append(paragraph)

@@ -1,8 +1,8 @@
-"""From records to the rows, and to the paired comparisons between methods, that the bench reports.
+"""Summarises records as rows, one per method and ratio, and as paired comparisons of methods.
 
-Intervals are percentile bootstrap ones over prompts, seeded, so that the same records give the same interval. Every
-method is measured on the same prompts, so differences and ratios are resampled in pairs: a hard prompt is hard for
-both, and its difficulty cancels out.
+Intervals are percentile bootstrap intervals over prompts, seeded, so that the same records give the same interval.
+Every method is measured on the same prompts, so differences and ratios are resampled in pairs: a hard prompt is hard
+for both, and its difficulty cancels out.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ from ragblend.app.quality.metrics import recovery
 from ragblend.app.quality.records import Key, Record, Row
 from ragblend.app.quality.variants import Variant
 
-# What a policy has to beat: nothing recomputed, and the two ways to spend the same budget without any judgement.
+# What a policy has to beat: recomputing nothing, and two ways to spend the same budget blindly.
 BASELINES = ("reuse", "random", "epic")
-# Means over the questions of what all calls for one came to.
+# Means over the questions, of all calls for each.
 COUNTS = ("prompt_tokens", "generated_tokens", "calls", "unscored")
-# What choosing costs, beside `recomputed_fraction`, which has all of it that falls on stored tokens.
+# Costs of selection, beside `recomputed_fraction`, which includes what falls on stored tokens.
 COSTS = ("computed_fraction", "probe_rows", "select_ms")
 FIGURE_COLUMNS = (
     "figures_n", "figures_kept", "figures_kept_ci", "figures_other", "figure_kl", "figure_kl_ci", "read_again",
@@ -28,10 +28,9 @@ TASK_COLUMNS = (
     "task", "method", "ratio", "n", "kl", "kl_ci", "accuracy", "accuracy_ci", "found", "f1", "exact_match",
     "rouge_l_to_full", *FIGURE_COLUMNS,
 )  # fmt: skip
-LOSSES = (0.01, 0.02)  # of the task score, within which a speed-up counts
-EXACT = ("full", "exact", "prefix", "recompute")  # full prefill, by this way or that
-# Two methods are said to cost the same if their mean shares of recomputed tokens are no further apart.
-SAME_COST = 0.01
+LOSSES = (0.01, 0.02)  # tolerated losses of the task score
+EXACT = ("full", "exact", "prefix", "recompute")  # methods that compute full prefill in one way or another
+SAME_COST = 0.01  # methods cost the same if their mean shares of recomputed tokens differ by at most this
 RESAMPLES = 5000
 LEVEL = 0.95
 Interval = tuple[float, float]
@@ -45,10 +44,10 @@ def summarise(
     seed: int,
     pairs: Sequence[tuple[Variant, Variant]] = (),
 ) -> tuple[list[Row], list[Row]]:
-    """The rows (one a variant) and the comparisons (one a pair), over exactly these questions.
+    """The rows (one per variant) and the comparisons (one per pair), over exactly these questions.
 
-    Every question must have a record for every variant: the numbers are paired. pairs: to be compared beside those
-    with the baselines.
+    Every question must have a record for every variant, since the numbers are paired. pairs: compared in addition to
+    those with the baselines.
     """
     table = _table(records, questions, variants)
     reuse, full = table.get(Variant("reuse")), table.get(Variant("full"))
@@ -63,7 +62,7 @@ def summarise(
 def comparison_matrix(
     records: dict[Key, Record], questions: Sequence[Question], variants: Sequence[Variant], seed: int
 ) -> list[Row]:
-    """Every two variants whose distributions can be compared, each pair once. Not the reference: it diverges by 0."""
+    """Compare every two variants that have a divergence, except for the reference."""
     table = _table(records, questions, variants)
     methods = [each for each in variants if each.method != "full"]
     comparable = [each for each in methods if _column("kl", table[each]) is not None]
@@ -73,7 +72,7 @@ def comparison_matrix(
 def by_task(
     records: dict[Key, Record], questions: Sequence[Question], variants: Sequence[Variant], seed: int
 ) -> list[Row]:
-    """One row a task and variant, where the questions are of several tasks."""
+    """One row per task and variant, if the questions are of several tasks."""
     tasks = list(dict.fromkeys(question.task for question in questions))
     if len(tasks) < 2:
         return []
@@ -94,14 +93,14 @@ def _table(records: dict[Key, Record], questions: Sequence[Question], variants: 
 
 
 def _row(variant: Variant, records: list[Record], reuse: list[Record] | None, seed: int) -> Row:
-    """Every name is in every row; None is what the variant has not: its prompts may not be full prefill's."""
+    """A variant's row. Every row has every name; None if the variant has no such number."""
     row: Row = {"method": variant.method, "ratio": variant.ratio, "n": len(records)}
     row |= _mean_and_interval("kl", records, seed) | {"top1": _mean("top1", records)}
     row |= {"first_kl": _mean("first_kl", records)}
     for name in ("exact_match", "f1", "rouge_l", "rouge_l_to_full"):
         row |= _mean_and_interval(name, records, seed)
     row |= _recovery(records, reuse, seed) | _exact(records, seed) | _figures(records, seed)
-    # Medians, as one hiccup must not decide; the speed-up is in pairs, as prompts differ in length.
+    # Medians, so that one outlier does not count; the speed-up is paired, as prompts differ in length.
     row["ttft_ms"] = median(record.ttft_ms for record in records)
     row["speedup"] = median(record.full_ttft_ms / record.ttft_ms for record in records)
     for name in ("recomputed_fraction", "gold_match", *COUNTS, *COSTS):
@@ -110,7 +109,7 @@ def _row(variant: Variant, records: list[Record], reuse: list[Record] | None, se
 
 
 def _score_share(records: list[Record], full: list[Record] | None, seed: int) -> Row:
-    """What is left of full prefill's task score: of what answers must hold (`found`) where that is said, else of F1."""
+    """The share of full prefill's task score that is left: of `found` if the questions have it, else of F1."""
     name = "found" if _column("found", records) else "f1"
     own, theirs = (_column(name, each or []) for each in (records, full))
     if not own or not theirs or not fmean(theirs):
@@ -123,9 +122,9 @@ def _score_share(records: list[Record], full: list[Record] | None, seed: int) ->
 
 
 def fastest_within(rows: Sequence[Row], losses: Sequence[float] = LOSSES) -> list[Row]:
-    """For each loss of full prefill's task score the row with the soonest first token that keeps to it, if one does.
+    """For each tolerated loss of full prefill's task score, the fastest row within it, if there is one.
 
-    The criterion of QCFuse (arXiv 2606.05875): a speed-up counts where at most 1% or 2% of the score is lost.
+    The criterion of QCFuse (arXiv 2606.05875): a speed-up counts if at most 1% or 2% of the score is lost.
     """
     found: list[Row] = []
     for loss in losses:
@@ -144,7 +143,7 @@ def _mean_and_interval(name: str, records: list[Record], seed: int) -> Row:
 
 
 def _exact(records: list[Record], seed: int) -> Row:
-    """accuracy: the share of the answers that hold all that they must; found: how much of it they hold."""
+    """accuracy: the share of answers that contain all required strings; found: the mean share that they contain."""
     column = _column("found", records)
     if column is None:
         return {"accuracy": None, "accuracy_ci": None, "found": None}
@@ -153,8 +152,9 @@ def _exact(records: list[Record], seed: int) -> Row:
 
 
 def _figures(records: list[Record], seed: int) -> Row:
-    """Over the answers that full prefill gives right: the share whose figures are kept, with Wilson's interval (near 1
-    a bootstrap's would be empty), the share that gives another place's figure instead, and KL at the figures' tokens.
+    """Over answers that full prefill has right: the share with figures kept, with another figure instead, and their KL.
+
+    The interval is Wilson's: near 1 a bootstrap interval would be empty.
     """
     own = [record for record in records if record.figures_kept is not None]
     if not own:
@@ -189,7 +189,7 @@ def _recovery(records: list[Record], reuse: list[Record] | None, seed: int) -> R
 
 
 def _with_baselines(table: Table) -> list[tuple[Variant, Variant]]:
-    """Every method that takes a ratio against the baselines: the controls at its own ratio, and reuse."""
+    """Pairs of every method that takes a ratio with the baselines: reuse, and the controls at the same ratio."""
     return [
         (variant, other)
         for variant in table
@@ -200,7 +200,7 @@ def _with_baselines(table: Table) -> list[tuple[Variant, Variant]]:
 
 
 def _comparison(variant: Variant, other: Variant, table: Table, seed: int) -> Row:
-    """`kl_difference` below 0, and `kl_ratio` below 1, mean that `method` is nearer to full prefill than `against`."""
+    """Compare two variants: `kl_difference` < 0 and `kl_ratio` < 1 mean that `method` is closer to full prefill."""
     kl, kl_other = (_column("kl", table[each]) for each in (variant, other))
     f1, f1_other = (_column("f1", table[each]) for each in (variant, other))
     assert kl and kl_other and f1 and f1_other, (variant, other)
@@ -224,7 +224,7 @@ def _comparison(variant: Variant, other: Variant, table: Table, seed: int) -> Ro
 
 
 def _costs(records: list[Record], others: list[Record]) -> Row:
-    """How much more was recomputed, and whether that counts as the same cost."""
+    """The difference in recomputed shares, and whether it counts as the same cost."""
     spent, spent_other = (_mean("recomputed_fraction", each) for each in (records, others))
     if spent is None or spent_other is None:
         return {"cost_difference": None, "same_cost": None}
@@ -232,20 +232,20 @@ def _costs(records: list[Record], others: list[Record]) -> Row:
 
 
 def verdict(interval: Interval | None) -> str:
-    """What the interval of a difference says, lower being better."""
+    """The verdict of a difference's interval; lower is better."""
     if interval is None or interval[0] <= 0 <= interval[1]:
         return "undecided"
     return "better" if interval[1] < 0 else "worse"
 
 
 def _column(name: str, records: list[Record]) -> list[float] | None:
-    """None if it is None in one of the records: a mean over the others would be of other questions."""
+    """A field of all records; None if one record lacks it, since a mean over the others would be of other questions."""
     values = [getattr(record, name) for record in records]
     return None if None in values else [float(value) for value in values]
 
 
 def mean_interval(values: Sequence[float], seed: int = 0) -> Interval | None:
-    """The 95% interval of the mean; None for fewer than two values, of which nothing can be said."""
+    """The 95% interval of the mean; None for fewer than two values."""
     return _interval([values], lambda mean: mean, seed)
 
 

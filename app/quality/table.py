@@ -1,4 +1,4 @@
-"""Rows as tables, which a terminal and the report show alike."""
+"""Formats rows as tables for the terminal and the HTML report."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MEBIBYTE = 1 << 20
-FEWEST_PROMPTS = 60  # of fewer the report says that they settle nothing
+FEWEST_PROMPTS = 60  # with fewer the report warns that they settle nothing
 UNDEFINED = "–"
 TEXT_COLUMNS = ("task", "method", "against", "verdict")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What it says, and, in the report, how it looks (a class of its style) and what hovering over it says."""
+    """A cell's text and, in the report, its CSS class and tooltip."""
 
     text: str
     kind: str = ""
@@ -26,7 +26,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A heading, the columns' names, and rows of as many cells."""
+    """A title, column names, rows of cells, and a note below them."""
 
     title: str
     head: Sequence[str]
@@ -43,7 +43,7 @@ def table_of(title: str, columns: Sequence[Column], rows: Iterable[Row], note: s
 
 
 def print_tables(console: "Console", tables: Iterable[Table]) -> None:
-    """Each as people read it in a terminal, its note below it."""
+    """Print tables to a terminal, each with its note below."""
     from rich import table
     from rich.text import Text
 
@@ -59,17 +59,17 @@ def print_tables(console: "Console", tables: Iterable[Table]) -> None:
 
 
 def number(name: str, digits: int, unit: str = "") -> Callable[[Row], str]:
-    """Shows that field of a row with so many digits."""
+    """A column's formatter: the field with so many digits."""
     return lambda row: UNDEFINED if row[name] is None else f"{row[name]:.{digits}f}{unit}"
 
 
 def share(name: str, undefined: str = UNDEFINED) -> Callable[[Row], str]:
-    """Shows that field of a row in percent."""
+    """A column's formatter: the field in percent."""
     return lambda row: undefined if row[name] is None else f"{100 * row[name]:.1f}%"
 
 
 def interval(name: str) -> Callable[[Row], str]:
-    """Shows that field of a row, two ends or None."""
+    """A column's formatter: the field as an interval."""
     return lambda row: ends(row[name])
 
 
@@ -78,7 +78,7 @@ def ends(value: Sequence[float] | None, digits: int = 4) -> str:
 
 
 def text(name: str) -> Callable[[Row], str]:
-    """Shows that field of a row as it is."""
+    """A column's formatter: the field as it is."""
     return lambda row: str(row[name])
 
 
@@ -122,41 +122,43 @@ COMPARISONS: tuple[Column, ...] = (
 def quality_tables(
     rows: Sequence[Row], comparisons: Sequence[Row], tasks: Sequence[Row] = (), within: Sequence[Row] = ()
 ) -> list[Table]:
-    """The rows, the fastest within a loss of score, the tasks and the comparisons, where there are any."""
+    """The tables of a run: figures kept, quality, the fastest within a loss, tasks and comparisons, if they exist."""
     costs = (
-        "spent: stored tokens that were computed again, selection included, averaged over layers. all work: every row "
-        "that was computed, as a share of full prefill. choosing: selection within the time to first token."
+        "spent: share of stored tokens that were recomputed, selection included, averaged over layers. all work: all "
+        "computed rows, as a share of full prefill's. choosing: selection within the time to first token."
     )
     found = [table_of("Quality against full prefill (intervals: 95%)", QUALITY, rows, costs)]
     figures = [row for row in rows if row["figures_n"]]
     if figures:
-        note = "Of the answers whose figures full prefill has right: those in which the method has them, too."
+        note = (
+            "Of the answers whose figures full prefill has right: the share in which the method has them too."
+        )
         found.insert(0, table_of("Figures kept (intervals: 95%)", FIGURES, figures, note))
     if within:
-        note = "Its interval says how sure that is: with few prompts it reaches far below what may be lost."
-        found.append(table_of("The soonest first token that keeps the task score", WITHIN, within, note))
+        note = "With few prompts the interval reaches far below the tolerated loss."
+        found.append(table_of("The fastest method that keeps the task score", WITHIN, within, note))
     if tasks:
         found.append(table_of("By task", TASKS, tasks))
     if comparisons:
         unlike = any(row["same_cost"] is False for row in comparisons)
-        note = "* not at one cost: their mean shares of recomputed tokens are more than a point apart"
-        title = "In pairs, on the same prompts (a negative KL difference is better)"
+        note = "* not at the same cost: their mean shares of recomputed tokens differ by more than a point"
+        title = "Paired comparisons on the same prompts (a negative KL difference is better)"
         found.append(table_of(title, COMPARISONS, comparisons, note if unlike else ""))
     return found
 
 
 def matrix_table(matrix: Sequence[Row]) -> Table:
-    """Each row's method against each column's: mean KL of the first as a part of the second's."""
+    """Each row's method against each column's: the ratio of their mean KL."""
     found = {((row["method"], row["ratio"]), (row["against"], row["against_ratio"])): row for row in matrix}
     names = list(dict.fromkeys(name for pair in found for name in pair))
     head = ["KL of row / KL of column", *map(_name, names)]
     lines = [[Cell(_name(row)), *(_matrix_cell(found, row, column) for column in names)] for row in names]
     note = (
-        "Below 1 the row's method is nearer to full prefill. Green and red: the paired 95% interval of the difference "
-        "excludes zero. Grey: the two did not cost the same (mean shares recomputed more than one point apart), so the "
-        "comparison is not one at matched cost. Hover over a cell for the interval."
+        "Below 1 the row's method is closer to full prefill. Green and red: the paired 95% interval of the difference "
+        "excludes zero. Grey: the two did not cost the same (mean recomputed shares differ by more than one point). "
+        "Hover over a cell for the interval."
     )
-    return Table("Any two methods, in pairs", head, lines, note)
+    return Table("Paired comparison of any two methods", head, lines, note)
 
 
 def _name(variant: tuple[str, float | None]) -> str:
@@ -168,12 +170,12 @@ def _matrix_cell(found: dict[tuple[Any, Any], Row], row: Any, column: Any) -> Ce
     cell = forward or found.get((column, row))
     if cell is None or cell["kl_ratio"] is None or (forward is None and cell["kl_ratio"] <= 0):
         return Cell(UNDEFINED)
-    ratio, around, said = cell["kl_ratio"], cell["kl_ratio_ci"], cell["verdict"]
+    ratio, around, verdict = cell["kl_ratio"], cell["kl_ratio_ci"], cell["verdict"]
     if forward is None:
         ratio, around = 1 / ratio, None if not around or min(around) <= 0 else (1 / around[1], 1 / around[0])
-        said = {"better": "worse", "worse": "better"}.get(said, said)
-    kind = f"{said if said != 'undecided' else ''} {'' if cell['same_cost'] else 'other'}".strip()
-    return Cell(f"{ratio:.2f}", kind, f"{said}; {ends(around, 3)}")
+        verdict = {"better": "worse", "worse": "better"}.get(verdict, verdict)
+    kind = f"{verdict if verdict != 'undecided' else ''} {'' if cell['same_cost'] else 'other'}".strip()
+    return Cell(f"{ratio:.2f}", kind, f"{verdict}; {ends(around, 3)}")
 
 
 def _where(part: str) -> Column:
@@ -190,7 +192,7 @@ TTFT: tuple[Column, ...] = (
 
 
 def ttft_tables(rows: Sequence[Row]) -> list[Table]:
-    """One table a (chunks, tokens, cache): the medians, and where the time went."""
+    """One table per (chunks, tokens, cache): medians of the time to first token and of its parts."""
     cases: dict[str, list[Row]] = {}
     for row in rows:
         where = PLACES[row["cache"]]

@@ -1,7 +1,7 @@
-"""How much faster does the answer start, and where did the time go? (`ragblend bench ttft`)
+"""Measures the time to the first token and its parts, by method (`ragblend bench ttft`).
 
-All methods run in turn, round after round, on the same prompt, so that whatever else the machine does is
-shared among them; the medians and the ratios against full prefill come from the same rounds.
+All methods run alternately, round after round, on the same prompt, so that other load affects all of them; medians and
+ratios to full prefill come from the same rounds.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,7 +42,7 @@ Rounds = list[tuple[float, "Report"]]  # milliseconds to the first token, and th
 
 
 @dataclass(frozen=True)
-class Plan:
+class TtftPlan:
     """What to measure: every variant on every (chunks, tokens, cache).
 
     caches: `warm` (stored KV in the page cache), `cold` (the kernel is asked to drop it before every prefill) and
@@ -64,7 +64,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt whose chunks are in the store, and what they weigh there."""
+    """A prompt whose chunks are in the store, and their sizes."""
 
     prompt: "Prompt"
     keys: "tuple[ChunkKey, ...]"
@@ -74,12 +74,12 @@ class Encoded:
 
 
 def report_ttft(engine_arguments: Row, request: "TtftRequest") -> Row:
-    """Measure and write `ttft.json`, `ttft.png` and a timeline a row; the results, and `files` by kind."""
+    """Measure, and write `ttft.json`, `ttft.png` and a timeline per row. Returns the results, and `files` by kind."""
     from ragblend.engine.engine import Engine, loaded_here
     from ragblend.engine.selection import METHODS, WITHOUT_RATIO
 
     check_extra()
-    plan = Plan(
+    plan = TtftPlan(
         variants=parse_variants(request.methods, request.ratios, METHODS, WITHOUT_RATIO),
         chunks=parse_counts(request.chunks, "--chunks"),
         tokens=parse_counts(request.tokens, "--tokens"),
@@ -93,15 +93,15 @@ def report_ttft(engine_arguments: Row, request: "TtftRequest") -> Row:
         source = "\n\n".join(passage for question in questions for passage in question.passages)
     folder = make_folder(request.output)
     memory_bytes = MEMORY_BYTES if "memory" in plan.caches else None
-    # No tier on the device: what is copied there behind an answer would be timed with the next one.
+    # No tier on the device: copying to it after an answer would be timed with the next one.
     engine = loaded_here(
         Engine.open(**engine_arguments, memory_budget_bytes=memory_bytes, device_budget_bytes=0),
         "measuring the device",
     )
-    # The child has to open what this process opened: the home and the device that were found, not asked for.
+    # The child process has to open the same home and device that this one chose.
     found = {"home": str(engine.home), "device": engine.device, "dtype": engine.dtype}
     child = engine_arguments | found if request.memory else None
-    model_digest(engine)  # raises now, and not after the first encode, for a model that cannot be fused
+    model_digest(engine)  # raises at once for a model that cannot be fused
     with retriever(engine.home) as retrieve, progress_bar("prefilling") as progress:
         rows = run(engine, source, plan, retrieve, child, progress, partial(_write_timelines, folder))
     where = environment(engine)
@@ -114,7 +114,7 @@ def report_ttft(engine_arguments: Row, request: "TtftRequest") -> Row:
 
 @contextmanager
 def retriever(home: Path) -> Iterator[Callable[[str, int], object] | None]:
-    """Retrieval from the documents of that home, loaded and ready; None where nothing was ingested."""
+    """Retrieval from the documents of that home, with its models loaded; None if nothing was ingested."""
     from ragblend.app.answering.conversation import ANY_SCORE
     from ragblend.app.answering.retrieval import search
     from ragblend.app.workspace import Workspace
@@ -131,7 +131,7 @@ def retriever(home: Path) -> Iterator[Callable[[str, int], object] | None]:
 
 
 def _write_timelines(folder: Path, row: Row, trace: "Trace") -> None:
-    """A row's trace as a picture and for a trace viewer, under a name that tells the row."""
+    """Write a row's trace as a picture and for a trace viewer."""
     share = "" if row["ratio"] is None else f"-{100 * row['ratio']:g}"
     case = f"{row['method']}{share}-{row['chunks']}x{row['tokens']}-{row['cache']}"
     title = f"{case}: first token after {row['ttft_ms']:.0f} ms (median of {row['repeats']})"
@@ -142,17 +142,17 @@ def _write_timelines(folder: Path, row: Row, trace: "Trace") -> None:
 def run(
     engine: "Engine",
     source: str,
-    plan: Plan,
+    plan: TtftPlan,
     retrieve: Retrieve | None = None,
     memory_engine: dict[str, Any] | None = None,
     progress: Progress = lambda done, total: None,
     keep_trace: "Callable[[Row, Trace], None]" = lambda row, trace: None,
 ) -> list[Row]:
-    """The rows, a (chunks, tokens, cache, variant) each.
+    """Measure; returns one row per (chunks, tokens, cache, variant).
 
-    source: words to cut the chunks from; retrieve(question, top_k): timed beside the prefills if there is an
-    index; memory_engine: how a child process opens the same engine, to measure the peak memory (None: do
-    not); keep_trace is given each row with the trace of its median prefill.
+    source: text to cut the chunks from; retrieve(question, top_k): timed beside the prefills if there is an index;
+    memory_engine: arguments of `Engine.open` for measuring peak memory in a child process (None: do not measure it);
+    keep_trace is called with each row and the trace of its median prefill.
     """
     from ragblend.engine.trace import Trace
 
@@ -187,7 +187,7 @@ def run(
 
 @contextmanager
 def encoded(engine: "Engine", texts: Sequence[str]) -> Iterator[Encoded]:
-    """A prompt over the texts, whose KV is in the store inside the block."""
+    """A prompt over the texts, whose KV is stored for the block."""
     from ragblend.engine.prompts.segments import Chunk
 
     chunks = [Chunk(text) for text in texts]
@@ -218,7 +218,7 @@ def _readers(engine: "Engine", prompt: "Prompt", keys: "tuple[ChunkKey, ...]") -
 def measure(
     engine: "Engine", subject: Encoded, variants: tuple[Variant, ...], cache: str, turn: int
 ) -> "Iterator[tuple[Variant, tuple[float, Report]]]":
-    """Each variant once; another one goes first in every round, so that none is always the one after the longest."""
+    """Time each variant once; another one is first in every round, so that none always follows the slowest."""
     first = turn % len(variants)
     for variant in variants[first:] + variants[:first]:
         place(engine, subject, cache)
@@ -227,8 +227,8 @@ def measure(
 
 
 def place(engine: "Engine", subject: Encoded, cache: str) -> None:
-    """Have the stored chunks where that case wants them, and nowhere above."""
-    engine.finish_background()  # it may just be bringing up what was used
+    """Put the stored chunks into the tier that the case measures, and remove them from faster ones."""
+    engine.finish_background()  # it may be promoting chunks that were used
     for tier in engine.store.tiers:
         tier.clear()
     if cache == "cold":
@@ -281,8 +281,7 @@ def _times(taken: Rounds, full: Rounds | None) -> Row:
 def where_ms(taken: "Sequence[tuple[float, Timings]]") -> dict[str, float]:
     """Medians of the parts of the time to the first token, from that time and the timings of every round.
 
-    load is not one of them: it runs beside the compute, and what it costs is the stall. compute is what is
-    left.
+    Loading is none of them: it overlaps with computing, and only the stall counts. compute is the remaining time.
     """
     rounds = []
     for ttft_ms, timings in taken:
@@ -297,7 +296,7 @@ def _part(value: int | None, whole: int) -> float | None:
 
 
 def busy_ms(events: Iterable["TraceEvent"]) -> float:
-    """Milliseconds in which at least one of the events was under way."""
+    """Milliseconds in which at least one of the events was running."""
     total, reached = 0.0, float("-inf")
     for event in sorted(events, key=lambda event: event.start_ms):
         total += max(0.0, event.stop_ms - max(event.start_ms, reached))
@@ -306,10 +305,10 @@ def busy_ms(events: Iterable["TraceEvent"]) -> float:
 
 
 def cut_texts(engine: "Engine", source: str, chunks: int, tokens: int) -> list[str]:
-    """`chunks` different texts of real words that the model's tokenizer makes exactly `tokens` tokens of.
+    """Cut `chunks` different texts of real words, each of exactly `tokens` tokens.
 
-    Random ids would attend like no real text. Goes through the words of `source` in order, and round again from another
-    word where they end. Raises UsageError if the words do not give such texts.
+    With random ids attention would differ from that of real text. Takes the words of `source` in order, and starts
+    again at another word when they end. Raises UsageError if there are no such texts.
     """
     words = source.split()
     texts: dict[str, None] = {}  # ordered, without repeats: two equal chunks would share one stored KV
@@ -328,10 +327,10 @@ def cut_texts(engine: "Engine", source: str, chunks: int, tokens: int) -> list[s
 
 
 def _cut(engine: "Engine", words: Sequence[str], start: int, tokens: int) -> str | None:
-    """The text from word `start` on, or None if no cut of it gives exactly `tokens` tokens."""
-    # One word is at least one token, so `tokens` words are enough; they may go round the end of the source.
+    """The text from word `start` on with exactly `tokens` tokens; None if there is none."""
+    # One word is at least one token, so `tokens` words are enough; they may wrap around the end of the source.
     text = " ".join(words[(start + place) % len(words)] for place in range(tokens))
     ids = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
-    # A cut may fall inside a character or a merge; a text that does not come back the same is tried elsewhere.
+    # A cut can fall inside a character or a merge; then another start is tried.
     cut = engine.tokenizer.decode(ids[:tokens])
     return cut if engine.count_tokens(cut) == tokens else None

@@ -1,10 +1,10 @@
-"""`ragblend tune`: the method and ratio that this model does best with, found by measuring within a time.
+"""`ragblend tune`: find the method and ratio that suit this model best, by measuring for a limited time.
 
-Candidates are measured on the same questions, a few at a time. After each round those that are clearly worse than
-another that costs no more are dropped, so that the time left goes to telling the others apart. What stands in the
-settings is a candidate too, and is replaced only by what is shown to be better, or as good and cheaper, or where it
-loses the figures of two answers more than another. Where it cannot
-be compared (it is exact, or loading decides its ratio), only the user can say that it is to be replaced.
+Candidates are measured on the same questions, a few at a time. After each round, candidates that are clearly worse
+than a cheaper or equally cheap one are dropped, so that the remaining time goes to comparing the others. The variant
+in the settings is a candidate too. It is replaced only by one that is shown to be better, or as good and cheaper, or
+if it loses the figures of at least two answers more than another. If it cannot be compared (it is exact, or its ratio
+is `auto`), it is replaced only at the user's request.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragblend.app.quality import quality
 from ragblend.app.quality.data import Question
-from ragblend.app.quality.records import Journal, Row
+from ragblend.app.quality.records import Journal, Record, Row
 from ragblend.app.quality.summary import SAME_COST, comparison_matrix, difference_interval, summarise, verdict
 from ragblend.app.quality.variants import Variant
 from ragblend.kvstore.errors import UsageError
@@ -25,20 +25,21 @@ if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
 
 ROUND_QUESTIONS = 4
-FEWEST_QUESTIONS = 6  # of fewer, an interval says nothing
+FEWEST_QUESTIONS = 6  # with fewer, an interval says nothing
 ANSWER_TOKENS = 16
-NEAR = 1.1  # times the lowest divergence: as good, if it costs less
+AS_GOOD = 1.1  # times the lowest divergence still counts as equally good
 RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
-CONTROLS = ("random",)  # those of a fixed ratio are left out anyway
+CONTROLS = ("random",)  # controls with a fixed ratio are left out anyway
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What was found. best: what to use; better: whether it is to replace what stands; questions: that all were asked.
+class TuneResult:
+    """The result of tuning. best: the variant to use; better: whether it should replace the current one.
 
-    on_request: it was not compared with what stands, so it replaces that only if the user asks for it.
-    rows: as in `bench quality`, of those that were measured to the end; dropped: the others, with their last row.
+    questions: how many all remaining variants answered. on_request: best could not be compared with the current
+    variant, so it replaces that only if the user asks for it. rows: as in `bench quality`, of the variants that were
+    measured to the end; dropped: the last rows of the others.
     """
 
     best: Variant
@@ -53,23 +54,23 @@ class Verdict:
 
 
 def check_request(minutes: float, limit: int | None) -> None:
-    """Raises UsageError for a time or a number of questions that nothing can be chosen by."""
+    """Raise UsageError if the time or the number of questions is too small to choose by."""
     if not (math.isfinite(minutes) and minutes > 0):
         raise UsageError(f"--minutes is {minutes:g}; it must be a number above 0, such as 15")
     if limit is not None and limit < FEWEST_QUESTIONS:
         raise UsageError(f"--limit is {limit}; {FEWEST_QUESTIONS} questions are the fewest to choose by")
 
 
-def standing(method: str, ratio: float | str) -> Variant:
-    """What the settings say, without a ratio where the method takes none or loading decides it. Raises UsageError."""
+def current_variant(method: str, ratio: float | str) -> Variant:
+    """The variant in the settings, without a ratio if the method takes none or it is `auto`. Raises UsageError."""
     from ragblend.engine.selection import policy_named
 
     policy = policy_named(method)
     return Variant(method, None if policy.fixed_ratio is not None or isinstance(ratio, str) else ratio)
 
 
-def candidates(methods: dict[str, Any], most_ratio: float, stands: Variant) -> tuple[Variant, ...]:
-    """Every policy but the controls at up to three ratios that may be spent, reuse, and what stands in the settings."""
+def candidates(methods: dict[str, Any], most_ratio: float, current: Variant) -> tuple[Variant, ...]:
+    """Every policy but the controls at up to three ratios, `reuse`, and the current variant."""
     if not 0 <= most_ratio <= 1:
         raise UsageError(f"--most-ratio is {most_ratio}; it must be a share from 0 to 1")
     ratios = [*(ratio for ratio in RATIOS if ratio < most_ratio), *([most_ratio] if most_ratio else [])][-3:]
@@ -77,19 +78,19 @@ def candidates(methods: dict[str, Any], most_ratio: float, stands: Variant) -> t
     for name, policy in methods.items():
         if policy.fixed_ratio is None and not policy.uses_tree and name not in CONTROLS:
             found += [Variant(name, ratio) for ratio in ratios]
-    own = [stands] if not_compared(stands) is None else []
+    own = [current] if why_not_comparable(current) is None else []
     return tuple(dict.fromkeys([*found, *own]))
 
 
-def not_compared(stands: Variant) -> str | None:
-    """Why what stands cannot be measured beside the candidates; None: it can. Raises UsageError for no method."""
+def why_not_comparable(current: Variant) -> str | None:
+    """Why the current variant cannot be compared with the candidates; None: it can. Raises UsageError."""
     from ragblend.engine.selection import policy_named
 
-    fixed = policy_named(stands.method).fixed_ratio
+    fixed = policy_named(current.method).fixed_ratio
     if fixed is not None and fixed >= 1:
-        return f"{stands} stands, which is exact: nothing is nearer to full prefill, and what can be gained is time"
-    if fixed is None and stands.ratio is None:
-        return f"{stands} stands at the ratio auto, which each request has anew, so the two were not compared"
+        return f"the current method {current} is exact: another one can only be faster"
+    if fixed is None and current.ratio is None:
+        return f"the current method {current} has the ratio auto, which differs per request, so it was not compared"
     return None
 
 
@@ -97,18 +98,18 @@ def find_best(
     engine: "Engine",
     questions: Sequence[Question],
     variants: Sequence[Variant],
-    stands: Variant,
+    current: Variant,
     most_ratio: float,
     journal: Journal,
     seconds: float,
     progress: quality.Progress = lambda done, total: None,
     clock: Clock = time.monotonic,
     seed: int = 0,
-) -> Verdict:
-    """Measure until the time is over or the questions are used up, then choose. Raises UsageError if it was too short.
+) -> TuneResult:
+    """Measure until the time is over or all questions are answered, then choose. Raises UsageError if it was too short.
 
-    What the journal has is not measured again. A question that was begun is finished, however long that takes.
-    progress is in seconds: how many questions there will be is not known before.
+    Records in the journal are not measured again. The question under way is finished. progress counts seconds, since
+    the number of questions is not known in advance.
     """
     if len(questions) < FEWEST_QUESTIONS:
         raise UsageError(
@@ -134,7 +135,7 @@ def find_best(
         asked += [each for each in batch if all((each.digest, *key) in journal for key in keys)]
         if unmeasured:
             break
-        for variant in _worse(journal, asked, left, stands, seed):
+        for variant in _clearly_worse(journal, asked, left, current, seed):
             dropped[variant] = summarise(journal.records, asked, [variant], seed)[0][0]
             left.remove(variant)
     spent = clock() - begun
@@ -146,22 +147,26 @@ def find_best(
             "was measured is kept; run the same command again with more --minutes."
         )
     rows, _ = summarise(journal.records, asked, left, seed)
-    found = Verdict(stands, False, "", len(asked), spent, rows, list(dropped.values()))
-    return _decided(found, journal, asked, left, stands, most_ratio, seed)
+    found = TuneResult(current, False, "", len(asked), spent, rows, list(dropped.values()))
+    return _decide(found, journal, asked, left, current, most_ratio, seed)
 
 
-def _worse(
-    journal: Journal, asked: Sequence[Question], left: Sequence[Variant], stands: Variant, seed: int
+def _clearly_worse(
+    journal: Journal, asked: Sequence[Question], left: Sequence[Variant], current: Variant, seed: int
 ) -> list[Variant]:
-    """Those whose divergence is clearly above that of another that costs no more and loses no more figures.
+    """Variants that diverge clearly more than one that costs no more and loses no more figures.
 
-    What stands is kept to the end.
+    The current variant is kept to the end.
     """
     if len(asked) < FEWEST_QUESTIONS:
         return []
-    kl = {each: [_kl(journal, question, each) for question in asked] for each in left}
+    records = {
+        each: [journal.records[question.digest, each.method, each.ratio] for question in asked]
+        for each in left
+    }
+    kl = {each: [_kl(record) for record in own] for each, own in records.items()}
     mean = {each: sum(values) / len(values) for each, values in kl.items()}
-    lost = {each: sum(_loses(journal, question, each) for question in asked) for each in left}
+    lost = {each: sum(record.figures_kept is False for record in own) for each, own in records.items()}
     found = []
     for variant in left:
         rivals = [
@@ -170,59 +175,55 @@ def _worse(
             if (each.ratio or 0) <= (variant.ratio or 0) and lost[each] <= lost[variant] and each != variant
         ]
         best = min(rivals, key=lambda each: mean[each], default=None)
-        if variant == stands or best is None:
+        if variant == current or best is None:
             continue
         if verdict(difference_interval(kl[variant], kl[best], seed)) == "worse":
             found.append(variant)
     return found
 
 
-def _loses(journal: Journal, question: Question, variant: Variant) -> bool:
-    return journal.records[question.digest, variant.method, variant.ratio].figures_kept is False
-
-
-def _kl(journal: Journal, question: Question, variant: Variant) -> float:
-    value = journal.records[question.digest, variant.method, variant.ratio].kl
-    assert value is not None, variant
-    return value
-
-
-def _decided(
-    found: Verdict,
+def _decide(
+    found: TuneResult,
     journal: Journal,
     asked: Sequence[Question],
     left: Sequence[Variant],
-    stands: Variant,
+    current: Variant,
     most_ratio: float,
     seed: int,
-) -> Verdict:
+) -> TuneResult:
     by_variant = dict(zip(left, found.rows, strict=True))
     allowed = {each: row for each, row in by_variant.items() if (each.ratio or 0) <= most_ratio}
     allowed = _keeping_figures(allowed)
     lowest = min(row["kl"] for row in allowed.values())
-    near = [each for each, row in allowed.items() if row["kl"] <= NEAR * lowest]
+    near = [each for each, row in allowed.items() if row["kl"] <= AS_GOOD * lowest]
     best = min(near, key=lambda each: (allowed[each]["recomputed_fraction"], allowed[each]["kl"]))
     common = dataclasses.replace(found, best=best)
-    if best == stands:
-        return dataclasses.replace(common, reason="what stands is the best of them")
-    if (why := not_compared(stands)) is not None:
+    if best == current:
+        return dataclasses.replace(common, reason="the current method is the best of them")
+    if (why := why_not_comparable(current)) is not None:
         row = allowed[best]
-        gain = f"KL {row['kl']:.4f}, first token {row['speedup']:.1f} times as soon as full prefill's"
+        gain = f"KL {row['kl']:.4f}, first token {row['speedup']:.1f} times faster than full prefill's"
         return dataclasses.replace(common, on_request=True, reason=f"{why} ({gain})")
-    if (stands.ratio or 0) > most_ratio:
-        return dataclasses.replace(common, better=True, reason=f"{stands} spends more than {most_ratio:g}")
-    if stands not in allowed:
-        lost, fewer, count = _lost(by_variant[stands]), _lost(allowed[best]), allowed[best]["figures_n"]
-        reason = f"{stands} loses figures in {lost} of {count} answers, {best} in {fewer}"
+    if (current.ratio or 0) > most_ratio:
+        return dataclasses.replace(common, better=True, reason=f"{current} spends more than {most_ratio:g}")
+    if current not in allowed:
+        lost, fewer, count = _lost(by_variant[current]), _lost(allowed[best]), allowed[best]["figures_n"]
+        reason = f"{current} loses figures in {lost} of {count} answers, {best} in {fewer}"
         return dataclasses.replace(common, better=True, reason=reason)
-    (pair,) = comparison_matrix(journal.records, asked, (best, stands), seed)
-    better, reason = _compared(pair)
+    (pair,) = comparison_matrix(journal.records, asked, (best, current), seed)
+    better, reason = _compare(pair)
     return dataclasses.replace(common, better=better, reason=reason, comparison=pair)
 
 
+def _kl(record: Record) -> float:
+    assert record.kl is not None, record
+    return record.kl
+
+
 def _keeping_figures(rows: dict[Variant, Row]) -> dict[Variant, Row]:
-    """Those that lose at most one answer's figures more than the one that loses fewest: a wrong number is worse than
-    other words. All of them where no answer has figures.
+    """Variants that lose the figures of at most one answer more than the best one does; all if no answer has figures.
+
+    A wrong number is worse than other words.
     """
     counted = {each: row for each, row in rows.items() if row["figures_n"]}
     if not counted:
@@ -235,14 +236,14 @@ def _lost(row: Row) -> int:
     return round(row["figures_n"] * (1 - row["figures_kept"]))
 
 
-def _compared(pair: Row) -> tuple[bool, str]:
-    """Whether the first of the pair is to replace the second, and why."""
+def _compare(pair: Row) -> tuple[bool, str]:
+    """Whether the first of the pair should replace the second, and why."""
     ratio, ends = pair["kl_ratio"], pair["kl_ratio_ci"]
     said = f"{ratio:.2f} times its divergence" if ratio is not None else "no divergence to compare"
     if ends is not None:
         said += f" (95% interval {ends[0]:.2f} to {ends[1]:.2f})"
     if pair["verdict"] == "better":
         return True, f"better: {said}"
-    if pair["cost_difference"] < -SAME_COST and ends is not None and ends[1] <= NEAR:
+    if pair["cost_difference"] < -SAME_COST and ends is not None and ends[1] <= AS_GOOD:
         return True, f"as good, and cheaper: {said}"
-    return False, f"not shown to be better than what stands: {said}; more minutes may tell"
+    return False, f"not shown to be better than the current method: {said}; more minutes may tell"

@@ -1,4 +1,4 @@
-"""Which methods at which ratios, and which in pairs: what `--methods`, `--ratios` and `--compare` name, checked."""
+"""Parses `--methods`, `--ratios`, `--compare` and other lists of the benches."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from typing import Any
 from ragblend.kvstore.errors import UsageError
 
 AT = "@"  # in --compare, between a method and its ratio
-# Other ways to read passages, and the oracle: what measures them is in benchmarks/.
-MOVED = ("map_reduce", "map_rerank", "refine", "transplant")
+# Variants that only `python -m benchmarks.quality` measures.
+DEVELOPERS_ONLY = ("map_reduce", "map_rerank", "refine", "transplant")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Variant:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What to pass to `engine.prefill` beside the prompt."""
+        """The arguments of `engine.prefill` beside the prompt."""
         return {"method": self.method} if self.ratio is None else {"method": self.method, "ratio": self.ratio}
 
 
@@ -32,9 +32,8 @@ def parse_variants(
 ) -> tuple[Variant, ...]:
     """Every method in the list at every ratio in the list, in their order, without repeats.
 
-    methods, ratios: separated by commas; known: the methods there are; without_ratio: those of them that spend the same
-    whatever the ratio, and so run once. A method's parameters come after a colon (`cacheblend:check_layer=2`). Raises
-    UsageError.
+    methods, ratios: separated by commas; known: all methods; without_ratio: those that ignore the ratio, and run once.
+    A method's parameters come after a colon (`cacheblend:check_layer=2`). Raises UsageError.
     """
     names = split_methods(methods)
     for name in names:
@@ -46,7 +45,7 @@ def parse_variants(
 
 
 def split_methods(methods: str) -> list[str]:
-    """The names in a list; items such as `shares=3/1` belong to the method before them, which has a colon."""
+    """Split a list of methods; items such as `shares=3/1` are parameters of the method before, which has a colon."""
     names: list[str] = []
     for item in _items(methods, "--methods"):
         if names and ":" in names[-1] and "=" in item and ":" not in item:
@@ -62,18 +61,19 @@ def base_name(method: str) -> str:
 
 def _check_name(name: str, known: Collection[str]) -> None:
     if base_name(name) not in known:
-        moved = base_name(name).partition("+")[0] in MOVED
-        where = f"{name!r} is measured by `python -m benchmarks.quality`, in a checkout of the sources"
-        there = f"there is no method {name!r}; there are {', '.join(sorted(known))}"
-        raise UsageError(f"--methods: {where if moved else there}")
+        if base_name(name).partition("+")[0] in DEVELOPERS_ONLY:
+            raise UsageError(
+                f"--methods: {name!r} is measured by `python -m benchmarks.quality`, in a checkout of the sources"
+            )
+        raise UsageError(f"--methods: there is no method {name!r}; there are {', '.join(sorted(known))}")
     if ":" in name:
         from ragblend.engine.selection import policy_named
 
-        policy_named(name)  # raises UsageError with the parameters that there are
+        policy_named(name)  # raises UsageError with the known parameters
 
 
 def parse_counts(text: str, option: str) -> tuple[int, ...]:
-    """A list of whole numbers from 1, separated by commas, without repeats. Raises UsageError."""
+    """Parse whole numbers from 1, separated by commas; repeats are dropped. Raises UsageError."""
     counts = []
     for item in _items(text, option):
         if not item.isascii() or not item.isdigit() or int(item) < 1:
@@ -83,7 +83,7 @@ def parse_counts(text: str, option: str) -> tuple[int, ...]:
 
 
 def parse_choices(text: str, option: str, choices: Sequence[str]) -> tuple[str, ...]:
-    """A list of some of the choices, separated by commas, without repeats. Raises UsageError."""
+    """Parse some of the choices, separated by commas; repeats are dropped. Raises UsageError."""
     items = _items(text, option)
     for item in items:
         if item not in choices:
@@ -114,10 +114,10 @@ Pair = tuple[Variant, Variant]
 
 
 def parse_pairs(texts: Sequence[str], variants: Sequence[Variant]) -> tuple[Pair, ...]:
-    """Each text names two methods, `A,B`, either with its ratio, `A@0.05`; without one it is at every ratio of the run.
+    """Parse pairs of methods, `A,B`; a ratio can be given, `A@0.05`, else all ratios of the run are meant.
 
-    Unless both ratios are named, the two are compared at equal ones; what takes no ratio, with every one. Raises
-    UsageError if the run has no such variants.
+    Unless both ratios are given, the two are compared at equal ratios; a method without a ratio, with every one.
+    Raises UsageError if the run has no such variants.
     """
     found: dict[Pair, None] = {}
     for text in texts:
@@ -134,7 +134,7 @@ def parse_pairs(texts: Sequence[str], variants: Sequence[Variant]) -> tuple[Pair
 
 
 def _sides(text: str, variants: Sequence[Variant]) -> tuple[list[Variant], list[Variant]]:
-    """A method's own parameters may hold commas, so every comma is tried as the one between the two."""
+    """Split a pair. Methods' parameters may contain commas, so every comma is tried as the separator."""
     commas = [place for place, letter in enumerate(text) if letter == ","]
     for comma in commas:
         first, second = (_named(side.strip(), variants) for side in (text[:comma], text[comma + 1 :]))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Question:
+class SampleQuestion:
     """A question that the samples answer.
 
     `answers` are spellings that count as right, each found in one of `documents` (file names in the folder).
@@ -30,8 +30,8 @@ def documents_folder() -> Path:
     return Path(str(files(__name__) / "documents"))
 
 
-def questions() -> list[Question]:
+def questions() -> list[SampleQuestion]:
     """All questions, easy ones first; the first is the one that the demo asks."""
     rows = json.loads((files(__name__) / "questions.json").read_text(encoding="utf-8"))
     lists = ("answers", "documents")
-    return [Question(**row | {name: tuple(row[name]) for name in lists}) for row in rows]
+    return [SampleQuestion(**row | {name: tuple(row[name]) for name in lists}) for row in rows]

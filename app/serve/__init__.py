@@ -1,4 +1,4 @@
-"""The server: OpenAI's interface over the same conversations, calls and library as the page, and what it needs itself.
+"""The HTTP server: OpenAI's API over the same conversations and library as the page, and its keys and limits.
 
-`application.build` -> `front` (who may ask) -> `chat` or `library` -> `integrations.calls.Call`, `Conversations`.
+`application.build` -> `front` (access checks) -> `chat` or `library` -> `integrations.calls.Call`, `Conversations`.
 """

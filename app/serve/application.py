@@ -1,6 +1,7 @@
-"""The server's application: routes, what stands before them, and what became of everything that went wrong.
+"""The server's application: its routes, the checks before them, and error responses.
 
-<- START HERE. `Front` (host, origin, key, size, time) -> a route of `chat` or `library` -> a `Call` or `Conversations`.
+<- START HERE. `AccessMiddleware` (host, origin, key, size, time) -> a route of `chat` or `library` -> a `Call`, or
+`Conversations`.
 """
 
 import base64
@@ -21,8 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ragblend.app.serve import chat, library, responses
 from ragblend.app.serve.bodies import EmbeddingBody
 from ragblend.app.serve.errors import ApiError, api_error, json_response
-from ragblend.app.serve.front import Meter, TooLarge, TooSlow, too_large
-from ragblend.app.serve.keys import Client, Door
+from ragblend.app.serve.front import LimitedBody, TooLarge, TooSlow, too_large
+from ragblend.app.serve.keys import Authenticator, Client
 from ragblend.app.serve.metrics import MEDIA_TYPE, Labels
 from ragblend.app.serve.service import (
     ClientGone,
@@ -46,35 +47,38 @@ PROBLEMS = {
     "missing": "missing_parameter",
     "json_invalid": "invalid_json",
 }
-# What every route may answer; `errors.KNOWN` has the reasons.
+# Error statuses of all routes, as the API's description documents them; `errors.KNOWN` says which error has which.
 STATUSES = {
-    400: "what was asked cannot be done", 401: "no key, or a wrong one", 403: "from another site, or not for this key",
-    404: "no such thing", 405: "not this method", 408: "the request did not come whole in time", 413: "too large",
-    421: "not this host", 429: "too many requests; Retry-After", 500: "a fault", 503: "not now; Retry-After",
-    504: "too long", 507: "the disk is full",
+    400: "invalid request", 401: "no key, or a wrong one", 403: "from another site, or not allowed for this key",
+    404: "not found", 405: "method not allowed", 408: "the request did not arrive in time", 413: "too large",
+    421: "wrong host name", 429: "too many requests; Retry-After", 500: "internal error",
+    503: "temporarily unavailable; Retry-After", 504: "the answer took too long", 507: "the disk is full",
 }  # fmt: skip
 
 
-def build(desk: AppServices, door: Door, limits: Limits | None = None) -> "Front":
-    answers: dict[int | str, dict[str, Any]] = {
-        status: {"description": said} for status, said in STATUSES.items()
+def build(
+    desk: AppServices, authenticator: Authenticator, limits: Limits | None = None
+) -> "AccessMiddleware":
+    """The server's ASGI application over these services."""
+    errors: dict[int | str, dict[str, Any]] = {
+        status: {"description": text} for status, text in STATUSES.items()
     }
-    app = FastAPI(title="RAGBlend", docs_url=None, redoc_url=None, responses=answers)
+    app = FastAPI(title="RAGBlend", docs_url=None, redoc_url=None, responses=errors)
     app.state.service = service = Service(desk, limits)
     for each in (router, chat.router, responses.router, library.router):
         app.include_router(each)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
     for kind in (ApiError, RagBlendError, ClientGone, Exception):
-        app.add_exception_handler(kind, partial(_failed, service))
-    return Front(app, service, door)
+        app.add_exception_handler(kind, partial(_other_error, service))
+    return AccessMiddleware(app, service, authenticator)
 
 
-class Front:
-    """Plain ASGI before all routes: who may ask, whose request it is, how large and how slow it may be."""
+class AccessMiddleware:
+    """ASGI middleware before all routes: checks host, origin and key, and limits a request's size and time."""
 
-    def __init__(self, app: ASGIApp, service: Service, door: Door) -> None:
-        self.service, self._app, self._door = service, app, door
+    def __init__(self, app: ASGIApp, service: Service, authenticator: Authenticator) -> None:
+        self.service, self._app, self._authenticator = service, app, authenticator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -84,11 +88,13 @@ class Front:
             await send({"type": "websocket.close", "code": 1008})
             return
         status: list[int] = []
-        meter = Meter(receive, self._door.rules.limit(scope["path"]), self.service.limits.body_s)
+        body = LimitedBody(
+            receive, self._authenticator.rules.limit(scope["path"]), self.service.limits.body_s
+        )
 
-        async def tell(message: Message) -> None:
-            if not status and message["type"] == "http.response.start" and (meter.exceeded or meter.late):
-                return  # what was made of half a body is not worth sending
+        async def respond(message: Message) -> None:
+            if not status and message["type"] == "http.response.start" and (body.exceeded or body.late):
+                return  # an answer to an incomplete body is not sent
             if message["type"] == "http.response.start":
                 status.append(message["status"])
                 more = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
@@ -97,58 +103,59 @@ class Front:
             if status:
                 await send(message)
 
-        inner = dict(scope)  # routing notes the route in it
+        inner = dict(scope)  # routing stores the route in it
         try:
-            inner["client_of_key"] = client = self._door.client(scope)
-            with self._place(scope, client):
-                await self._app(inner, meter, tell)
+            inner["client_of_key"] = client = self._authenticator.client(scope)
+            with self._admit_upload(scope, client):
+                await self._app(inner, body, respond)
         except (TooLarge, TooSlow, ClientGone):
             pass
-        except Exception as error:  # its message may hold what was sent, and its traceback fills a log
+        except Exception as error:  # not logged as it is: its message may quote the request
             if not status:
-                await api_error(error, self.service.shown).response(scope, receive, tell)
+                await api_error(error, self.service.shown).response(scope, receive, respond)
         if not status:
-            await self._unread(meter).response(scope, receive, send)
-        self._count(inner, status[0] if status else 499)
+            await self._incomplete(body).response(scope, receive, send)
+        route = getattr(inner.get("route"), "path", "other")
+        status_text = str(status[0] if status else 499)
+        self.service.metrics.count("requests_total", route=route, status=status_text)
 
-    def _place(self, scope: Scope, client: Client) -> AbstractContextManager[None]:
-        """Of an upload, from before it is read: it is written down as it comes. All else takes one when it is there."""
+    def _admit_upload(self, scope: Scope, client: Client) -> AbstractContextManager[None]:
+        """Admit an upload before its body is read, because it is written to disk as it arrives.
+
+        Other requests are admitted by their routes.
+        """
         is_upload = scope["method"] == "POST" and scope["path"] == library.UPLOAD_PATH
         return self.service.admission.enter(client) if is_upload else nullcontext()
 
-    def _unread(self, meter: Meter) -> ApiError:
-        """Nothing was answered: the body did not come, or nobody waits any more."""
-        if meter.late:
-            return ApiError(408, "The request did not come whole in time.", "timeout")
-        if meter.exceeded:
-            return ApiError(*too_large(meter.limit), "too_large")
-        return ApiError(499, "The client left.", "gone")
-
-    def _count(self, scope: Scope, status: int) -> None:
-        route = getattr(scope.get("route"), "path", "other")
-        self.service.metrics.count("requests_total", route=route, status=str(status))
+    def _incomplete(self, body: LimitedBody) -> ApiError:
+        """The error of a request that was not answered: its body is incomplete, or its client is gone."""
+        if body.late:
+            return ApiError(408, "The request did not arrive in time.", "timeout")
+        if body.exceeded:
+            return ApiError(*too_large(body.limit), "too_large")
+        return ApiError(499, "The client disconnected.", "gone")
 
 
-async def _invalid(request: Request, error: Exception) -> Response:
+async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     code = PROBLEMS.get(first["type"], "invalid_value")
     where = ".".join(str(part) for part in first["loc"] if part != "body" and code != "invalid_json") or None
-    said = f"{where}: {first['msg']}" if where else str(first["msg"])
-    return ApiError(400, said, code, where).response
+    message = f"{where}: {first['msg']}" if where else str(first["msg"])
+    return ApiError(400, message, code, where).response
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    """What Starlette refuses: unknown paths and methods, bodies that are no forms."""
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own errors: unknown paths and methods, malformed forms."""
     assert isinstance(error, HTTPException)
-    if isinstance(error.__cause__, OSError):  # an upload that could not be written down while it came
+    if isinstance(error.__cause__, OSError):  # writing an upload to disk failed
         return api_error(error.__cause__).response
     response = ApiError(error.status_code, str(error.detail), "refused").response
     response.headers.update(error.headers or {})
     return response
 
 
-async def _failed(service: Service, request: Request, error: Exception) -> Response:
+async def _other_error(service: Service, request: Request, error: Exception) -> Response:
     if isinstance(error, ClientGone):
         return Response(status_code=499)
     return api_error(error, service.shown).response
@@ -156,7 +163,7 @@ async def _failed(service: Service, request: Request, error: Exception) -> Respo
 
 @router.get("/healthz")
 async def health(request: Request) -> Response:
-    """Whether questions are answered at once; open to everybody."""
+    """Whether the server is ready; needs no key."""
     startup = service_of(request).startup
     state = "failed" if startup.problem else "loading" if startup.is_loading else "ok"
     return json_response({"status": state}, 503 if startup.problem else 200)
@@ -164,11 +171,11 @@ async def health(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus' text, for the owner: counts tell what others do."""
+    """Metrics in Prometheus' text format, for the owner only: they show what other clients do."""
     service = service_of(request)
     if not client_of(request).is_owner:
-        raise ApiError(403, "Counts are for the owner's key.", "not_owner")
-    text = await in_thread(lambda: service.metrics.text(_gauges(service), _hits(service)))
+        raise ApiError(403, "Metrics need the owner's key.", "not_owner")
+    text = await in_thread(lambda: service.metrics.text(_gauges(service), _store_counts(service)))
     return PlainTextResponse(text, media_type=MEDIA_TYPE)
 
 
@@ -181,8 +188,8 @@ def _gauges(service: Service) -> dict[str, float]:
     }
 
 
-def _hits(service: Service) -> Sequence[tuple[str, Labels, float]]:
-    """By tier, of this process."""
+def _store_counts(service: Service) -> Sequence[tuple[str, Labels, float]]:
+    """Hits, misses and evictions of this process, by tier."""
     store = service.desk.workspaces.first.engine.store
     return [
         (f"store_{what}_total", (("tier", tier),), getattr(counts, what))
@@ -193,7 +200,7 @@ def _hits(service: Service) -> Sequence[tuple[str, Labels, float]]:
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    """The model that answers, and the one that embeds."""
+    """List the model that answers and the one that embeds."""
     service = service_of(request)
     names = (service.model, service.desk.workspaces.embedder.name)
     return json_response({"object": "list", "data": [_model(service, name) for name in names]})
@@ -201,7 +208,7 @@ async def models(request: Request) -> Response:
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> Response:
-    """One of them."""
+    """Describe one model."""
     service = service_of(request)
     if name != service.desk.workspaces.embedder.name:
         service.check_model(name)
@@ -214,12 +221,12 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 @router.post("/v1/embeddings")
 async def embed(request: Request, body: EmbeddingBody) -> Response:
-    """A vector for each text, of length 1."""
+    """Embed texts; each vector has length 1."""
     service, texts = service_of(request), [body.input] if isinstance(body.input, str) else body.input
     embedder = service.desk.workspaces.embedder
     if body.model != embedder.name:
-        said = f"There is no model {body.model!r:.100}; {embedder.name!r} embeds."
-        raise ApiError(404, said, "model_not_found", "model")
+        message = f"There is no model {body.model!r:.100}; the embedding model is {embedder.name!r}."
+        raise ApiError(404, message, "model_not_found", "model")
     if body.dimensions not in (None, DIMENSIONS):
         raise ApiError(400, f"dimensions can only be {DIMENSIONS}.", "invalid_value", "dimensions")
 
@@ -228,10 +235,10 @@ async def embed(request: Request, body: EmbeddingBody) -> Response:
 
     with service.admission.enter(client_of(request)):
         try:
-            told = stoppable(work, service.allowed_s(None))
-            vectors, count = await until_gone(request.receive, told)
+            embedding = stoppable(work, service.allowed_s(None))
+            vectors, count = await until_gone(request.receive, embedding)
         except Cancelled as error:
-            raise service.too_late(None) from error
+            raise service.timeout_error(None) from error
     data = [
         {"object": "embedding", "index": number, "embedding": _vector(vector, body.encoding_format)}
         for number, vector in enumerate(vectors)

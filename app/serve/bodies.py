@@ -1,4 +1,4 @@
-"""What clients may send. Names that nobody knows are refused: an option without effect would be taken for one with."""
+"""Request bodies of the server. Unknown fields are refused, because an ignored option would seem to work."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ from ragblend.kvstore.errors import UsageError
 ROLES = {"developer": "system", "function": "tool"} | {
     each: each for each in ("system", "user", "assistant", "tool")
 }
-# What `Call.of` is told, where a body has it.
-TOLD = (
+# Fields of a body that are passed to `Call.of`.
+CALL_OPTIONS = (
     *PER_CALL, "max_tokens", "max_completion_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs",
     "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "echo", "best_of",
 )  # fmt: skip
@@ -29,38 +29,36 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class Body(BaseModel):
-    """Errors do not repeat what was sent."""
+    """A JSON body. Validation errors do not quote it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _text_throughout(cls, values: Any) -> Any:
-        """JSON can hold halves of surrogate pairs, which are no text and cannot be tokenized; Python's has NaN, which
-        no answer can repeat.
-        """
-        if not isinstance(values, dict):  # not JSON, or no object: said by whoever looks next
+    def _check_text(cls, values: Any) -> Any:
+        """Refuse lone surrogates, which JSON can hold and no tokenizer takes, and NaN, which only Python's JSON has."""
+        if not isinstance(values, dict):  # not JSON, or no object: a later check refuses it
             return values
         try:
             json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError:
-            raise ValueError("a string holds half of a surrogate pair, which is no text") from None
+            raise ValueError("a string contains a lone surrogate, which is not valid text") from None
         except ValueError:
-            raise ValueError("NaN and infinities are no JSON") from None
+            raise ValueError("NaN and infinity are not valid JSON") from None
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
         return values
 
 
 class StreamOptions(Body):
-    """Of OpenAI's interface; obfuscation, which pads events against listeners, has no effect here."""
+    """OpenAI's stream options; obfuscation, which pads events against eavesdroppers, has no effect here."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
 
 
 class Options(Body):
-    """How to answer, by OpenAI's names; from method on, timeout and learn_from_prompts, they are ours."""
+    """Options of all completions, with OpenAI's names; method, ratio, timeout and learn_from_prompts are RAGBlend's."""
 
     model: str
     max_tokens: Count | None = None
@@ -80,7 +78,7 @@ class Options(Body):
     ratio: float | Literal["auto"] | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
     learn_from_prompts: bool = True
-    # These tell a service who asks, or what it may keep: nothing here depends on it.
+    # Accepted and ignored: they tell a hosted service who the user is, or what it may keep.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -94,8 +92,8 @@ class Options(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def options(self) -> dict[str, Any]:
-        """What `Call.of` takes."""
-        return {name: value for name in TOLD if (value := getattr(self, name, None)) is not None}
+        """The arguments of `Call.of` that the body has."""
+        return {name: value for name in CALL_OPTIONS if (value := getattr(self, name, None)) is not None}
 
 
 class MessageBody(Body):
@@ -111,7 +109,7 @@ class MessageBody(Body):
     audio: Any = None
     function_call: None = None
     reasoning_content: Any = None
-    parsed: Any = None  # by OpenAI's client, of its own
+    parsed: Any = None  # added by OpenAI's client
 
 
 class ChatBody(Options):
@@ -131,12 +129,12 @@ class ChatBody(Options):
         return super().options() | ({} if schema is None else {"json_schema": schema})
 
     def turns(self) -> list[Turn]:
-        """Raises UsageError for what the model cannot read."""
+        """The messages as turns. Raises UsageError for content that is not text."""
         return checked_turns([_turn(number, message) for number, message in enumerate(self.messages)])
 
 
 class CompletionBody(Options):
-    """`/v1/completions`: text that is continued as it stands."""
+    """`/v1/completions`: text to continue, without a chat template."""
 
     prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=MOST_CHOICES)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -150,7 +148,7 @@ class CompletionBody(Options):
 
 
 class ResponsesBody(Options):
-    """`/v1/responses`: a chat by other names. Nothing is kept, so nothing can be gone on with by an id."""
+    """`/v1/responses`: a chat with other field names. Nothing is stored, so earlier responses cannot be referred to."""
 
     input: Text | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MOST_MESSAGES)]
     instructions: str | None = None
@@ -162,13 +160,13 @@ class ResponsesBody(Options):
     store: Literal[False] | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
-    # What models that reason hand out; none does here, so leaving it out changes nothing.
+    # Only reasoning models return it; accepted, since no model here does.
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     n: None = None
     max_tokens: None = None
 
     def chat(self) -> ChatBody:
-        """The same as a chat. Raises UsageError for items, tools and formats that there are none of here."""
+        """Convert to a chat body. Raises UsageError for items, tools and formats that are not supported."""
         values = self.model_dump(include=set(Options.model_fields), exclude_none=True) | {
             "messages": self._messages(),
             "tools": None if self.tools is None else [_chat_tool(each) for each in self.tools],
@@ -185,24 +183,25 @@ class ResponsesBody(Options):
             raise UsageError(f"{where}: {first['msg']} (input is read as messages)") from None
 
     def _messages(self) -> list[dict[str, Any]]:
-        said: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         if self.instructions:
-            said.append({"role": "system", "content": self.instructions})
+            messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
-            return [*said, {"role": "user", "content": self.input}]
+            return [*messages, {"role": "user", "content": self.input}]
         for number, item in enumerate(self.input):
             message = _chat_message(f"input[{number}]", item)
             if message is None:
                 continue
-            if "tool_calls" in message and said and said[-1]["role"] == "assistant":  # of one turn
-                said[-1]["tool_calls"] = [*said[-1].get("tool_calls", ()), *message["tool_calls"]]
+            last: dict[str, Any] = messages[-1] if messages else {"role": ""}
+            if "tool_calls" in message and last["role"] == "assistant":  # part of the same turn
+                last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
             else:
-                said.append(message)
-        return said
+                messages.append(message)
+        return messages
 
 
 class EmbeddingBody(Body):
-    """`/v1/embeddings`; token ids are refused: they would be another tokenizer's."""
+    """`/v1/embeddings`; token ids are refused, because they would be of another tokenizer."""
 
     model: str
     input: Text | Annotated[list[Text], Field(min_length=1, max_length=MOST_TEXTS)]
@@ -211,7 +210,7 @@ class EmbeddingBody(Body):
     user: Any = None
 
 
-class Said(Body):
+class HistoryMessage(Body):
     """A message before the question."""
 
     role: Literal["user", "assistant"]
@@ -219,12 +218,12 @@ class Said(Body):
 
 
 class AskBody(Body):
-    """`/v1/rag/ask`: a question over the library, answered as `ragblend ask` and the page answer it."""
+    """`/v1/rag/ask`: a question about the library, answered as by `ragblend ask` and the page."""
 
     question: Text
     collection: str | None = None
     collections: Annotated[list[str], Field(max_length=100)] | None = None
-    history: Annotated[list[Said], Field(max_length=MOST_MESSAGES)] = []
+    history: Annotated[list[HistoryMessage], Field(max_length=MOST_MESSAGES)] = []
     mode: Literal["documents", "chat"] = "documents"
     method: str | None = None
     ratio: float | Literal["auto"] | None = None
@@ -236,7 +235,7 @@ class AskBody(Body):
 
 
 def _chat_message(where: str, item: Mapping[str, Any]) -> dict[str, Any] | None:
-    """An item of `/v1/responses` as a message; None for reasoning, which no model here reads."""
+    """An item of `/v1/responses` as a chat message; None for reasoning, which is dropped."""
     kind = item.get("type", "message")
     if kind == "message":
         return {"role": item.get("role"), "content": _chat_parts(item.get("content"))}
@@ -250,12 +249,12 @@ def _chat_message(where: str, item: Mapping[str, Any]) -> dict[str, Any] | None:
     if kind == "reasoning":
         return None
     raise UsageError(
-        f"{where}.type is {kind!r:.40}; there are message, function_call and function_call_output"
+        f"{where}.type is {kind!r:.40}; supported are message, function_call and function_call_output"
     )
 
 
 def _chat_parts(content: Any) -> Any:
-    """Texts of a list by the name that they have in a chat; all else as it is."""
+    """Rename a list's text parts as a chat has them; leave everything else."""
     texts = ("input_text", "output_text")
     if not isinstance(content, list):
         return content
@@ -265,9 +264,7 @@ def _chat_parts(content: Any) -> Any:
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise UsageError(
-            f"tools: {tool.get('type')!r:.40} is none that there is here; pass functions of your own"
-        )
+        raise UsageError(f"tools: {tool.get('type')!r:.40} is not supported; pass functions of your own")
     return {"type": "function", "function": {name: tool[name] for name in tool if name != "type"}}
 
 
@@ -280,10 +277,10 @@ def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
 def _chat_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
     text = text or {}
     if unknown := set(text) - {"format", "verbosity"}:
-        raise UsageError(f"text has no {min(unknown)!r:.40}; there is format")
+        raise UsageError(f"text has no field {min(unknown)!r:.40}; supported is format")
     if text.get("verbosity") not in (None, "medium"):
         raise UsageError(
-            "text.verbosity can be medium alone: say in the instructions how long answers are to be"
+            "text.verbosity can only be medium: say in the instructions how long answers should be"
         )
     if text.get("format") is None:
         return None
@@ -296,7 +293,7 @@ def _chat_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def _turn(number: int, message: MessageBody) -> Turn:
     where = f"messages[{number}]"
     if message.role not in ROLES:
-        raise UsageError(f"{where}.role is {message.role!r:.40}; there are {', '.join(ROLES)}")
+        raise UsageError(f"{where}.role is {message.role!r:.40}; supported are {', '.join(ROLES)}")
     calls = tuple(_call(f"{where}.tool_calls", each) for each in message.tool_calls or ())
     pieces = tuple(_texts(where, message.content))
     return Turn(ROLES[message.role], pieces, calls, message.tool_call_id, message.name)
@@ -316,16 +313,18 @@ def _text(where: str, part: Any) -> str:
             return str(part["text"])
         if part.get("type") == "refusal":
             return ""
-    raise UsageError(f"{where}.content has a part that is no text; this model reads text only")
+    raise UsageError(f"{where}.content has a part that is not text; this model reads text only")
 
 
 def _call(where: str, call: Mapping[str, Any]) -> ToolCall:
     function: Any = call.get("function")
     try:
         name, arguments = function["name"], json.loads(function["arguments"] or "{}")
-        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()  # no half characters, no NaN
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()  # no lone surrogates, no NaN
     except (KeyError, TypeError, ValueError, RecursionError):
         name = arguments = None
     if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise UsageError(f"{where} holds what is no call: a name, and arguments as JSON of an object")
+        raise UsageError(
+            f"{where} is not a function call: it needs a name, and arguments that are a JSON object"
+        )
     return ToolCall(name, arguments, str(call.get("id") or ""))

@@ -1,13 +1,15 @@
-"""`/v1/chat/completions` and `/v1/completions`: what a client sends -> a `Call`, as adapters make it, and back."""
+"""`/v1/chat/completions` and `/v1/completions`: run requests as a `Call`, like the adapters, and format the answers."""
 
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -29,13 +31,13 @@ if TYPE_CHECKING:
     from ragblend.engine.results import Result
 
 router = APIRouter(prefix="/v1")
-DEFAULT_TOKENS = 1024  # of an answer, where nobody says: chat programs hardly ever do
+DEFAULT_TOKENS = 1024  # longest answer if the request does not say
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One answer to one prompt; prompt_number: choices of one prompt have the same."""
+class RequestedChoice:
+    """One requested answer to one prompt; prompt_number is the same for all choices of a prompt."""
 
     index: int
     prompt_number: int
@@ -44,18 +46,18 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A choice that has been answered."""
+class CompletedChoice:
+    """A choice with its result."""
 
-    choice: Choice
+    choice: RequestedChoice
     result: "Result"
     logprobs: list[dict[str, Any]] | None = None
 
     @classmethod
-    def of(cls, choice: Choice, result: "Result") -> "Chosen":
-        """With the texts of up to some thousand likely tokens: not for an event loop."""
-        told = logprobs(result, choice.call.backend.engine.tokenizer)
-        return cls(choice, result, None if told is None else [_finite(token) for token in told])
+    def of(cls, choice: RequestedChoice, result: "Result") -> "CompletedChoice":
+        """Decodes up to some thousand likely tokens, so not for an event loop."""
+        tokens = logprobs(result, choice.call.backend.engine.tokenizer)
+        return cls(choice, result, None if tokens is None else [_finite(token) for token in tokens])
 
     @property
     def finish_reason(self) -> str:
@@ -70,7 +72,7 @@ class Chosen:
 
     @cached_property
     def calls(self) -> list[dict[str, Any]]:
-        """What was cut off is a call as well, as OpenAI has it: `finish_reason` is `length` then."""
+        """Tool calls; an incomplete one is included, as OpenAI does, and `finish_reason` is `length` then."""
         made = [
             (call.id, call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in self.said.calls
         ]
@@ -82,54 +84,59 @@ class Chosen:
         ]
 
 
-Piece = tuple[Choice, str] | Chosen
+Piece = tuple[RequestedChoice, str | CompletedChoice]
 
 
 @router.post("/chat/completions")
 async def chat(request: Request, body: ChatBody) -> Response:
-    """A conversation, answered by the model; passages of its collection are found in it by their text."""
+    """Answer a conversation; known passages of the client's collection are found in it by their text."""
     turns = body.turns()
     return await respond(
-        request, body, lambda call: [call.chat_prompt(turns)], ChatForm(service_of(request).model)
+        request, body, lambda call: [call.chat_prompt(turns)], ChatFormat(service_of(request).model)
     )
 
 
 @router.post("/completions")
 async def complete(request: Request, body: CompletionBody) -> Response:
-    """Text that is continued as it stands, control tokens and all."""
-    form = TextForm(service_of(request).model)
-    return await respond(request, body, lambda call: [call.text_prompt(text) for text in body.prompts], form)
+    """Continue a text without a chat template; control tokens in it are read as such."""
+    answer_format = TextFormat(service_of(request).model)
+    return await respond(
+        request, body, lambda call: [call.text_prompt(text) for text in body.prompts], answer_format
+    )
 
 
 async def respond(
-    request: Request, body: Options, prompts_of: Callable[[Call], list[Prompt]], form: "Form"
+    request: Request, body: Options, prompts_of: Callable[[Call], list[Prompt]], answer_format: "AnswerFormat"
 ) -> Response:
+    """Answer the prompts that prompts_of makes, whole or streamed."""
     service = service_of(request)
     service.check_model(body.model)
-    client, sent = client_of(request), await request.body()
+    client, raw_body = client_of(request), await request.body()
 
-    def work(stopped: Cancel) -> list[Choice]:
-        with service.reading(sent, stopped):
+    def work(stopped: Cancel) -> list[RequestedChoice]:
+        with service.tokenizing(raw_body, stopped):
             return _choices(service, client, body, prompts_of)
 
     pieces = _answers(service, client, body, work)
     if body.stream:
-        return await streamed(request, form.chunks(pieces, body.includes_usage))
+        return await streamed(request, answer_format.chunks(pieces, body.includes_usage))
     found = await until_gone(request.receive, whole(pieces))
-    return json_response(form.whole([each for each in found if isinstance(each, Chosen)]))
+    return json_response(
+        answer_format.whole([each for _, each in found if isinstance(each, CompletedChoice)])
+    )
 
 
 async def _answers(
-    service: Service, client: Client, body: Options, choices: Callable[[Cancel], list[Choice]]
+    service: Service, client: Client, body: Options, choices: Callable[[Cancel], list[RequestedChoice]]
 ) -> AsyncGenerator[Piece, None]:
-    """Of each choice the pieces, then the whole; one choice after another, as the device reads one prompt at a time."""
+    """Yield each choice's pieces, then the completed choice; one by one, as the device runs one prompt at a time."""
     arrived, is_first = time.monotonic(), True
-    with service.admission.enter(client), _in_time(service, body.timeout):
+    with service.admission.enter(client), _timeout_as_api_error(service, body.timeout):
         seconds = service.allowed_s(body.timeout)
         try:
             found = await stoppable(choices, seconds)
         except Cancelled as error:
-            raise service.too_late(body.timeout) from error
+            raise service.timeout_error(body.timeout) from error
         for choice in found:
             left = seconds - (time.monotonic() - arrived)
             session = service.sessions.of(client.digest, choice.prompt.token_ids)
@@ -143,146 +150,143 @@ async def _answers(
                         yield choice, item
                     else:
                         service.count(item.report)
-                        yield await in_thread(partial(Chosen.of, choice, item))
+                        yield choice, await in_thread(partial(CompletedChoice.of, choice, item))
 
 
 @contextmanager
-def _in_time(service: Service, told: float | None) -> Iterator[None]:
+def _timeout_as_api_error(service: Service, timeout: float | None) -> Iterator[None]:
     try:
         yield
     except TimedOut as error:
-        raise service.too_late(told) from error
+        raise service.timeout_error(timeout) from error
 
 
 def _choices(
     service: Service, client: Client, body: Options, prompts_of: Callable[[Call], list[Prompt]]
-) -> list[Choice]:
-    settings, told = service.desk.settings, body.options()
-    first: dict[str, Any] = {"method": settings.method, "ratio": settings.ratio}
-    if told.get("method") is not None:
-        del first["ratio"]  # it belongs to the method that it was chosen for
-    if not told.keys() & {"max_tokens", "max_completion_tokens"}:
-        first["max_tokens"] = settings.max_new_tokens or DEFAULT_TOKENS
-    call = Call.of(service.backend(client), (), body.learn_from_prompts, first, told)
-    calls = [_seeded(call, number) for number in range(body.n or 1)]
+) -> list[RequestedChoice]:
+    settings, options = service.desk.settings, body.options()
+    defaults: dict[str, Any] = {"method": settings.method, "ratio": settings.ratio}
+    if options.get("method") is not None:
+        del defaults["ratio"]  # it belongs to the settings' method
+    if not options.keys() & {"max_tokens", "max_completion_tokens"}:
+        defaults["max_tokens"] = settings.max_new_tokens or DEFAULT_TOKENS
+    call = Call.of(service.backend(client), (), body.learn_from_prompts, defaults, options)
+    calls = [_with_seed_of(call, number) for number in range(body.n or 1)]
     pairs = [(number, each, prompt) for number, prompt in enumerate(prompts_of(call)) for each in calls]
-    return [Choice(index, number, each, prompt) for index, (number, each, prompt) in enumerate(pairs)]
+    return [
+        RequestedChoice(index, number, each, prompt) for index, (number, each, prompt) in enumerate(pairs)
+    ]
 
 
-def _seeded(call: Call, number: int) -> Call:
-    """The same; with a seed, another one for each choice."""
+def _with_seed_of(call: Call, number: int) -> Call:
+    """The call of choice `number`: if there is a seed, each choice has its own."""
     seed = call.arguments.get("seed")
     return call if seed is None else replace(call, arguments=call.arguments | {"seed": seed + number})
 
 
-class Form:
-    """How answers are written in one of OpenAI's two interfaces."""
+class AnswerFormat(Protocol):
+    """How one of OpenAI's APIs writes answers, whole and streamed."""
+
+    def whole(self, chosen: Sequence[CompletedChoice]) -> dict[str, Any]:
+        """The body of a whole answer."""
+        ...
+
+    def chunks(
+        self, pieces: AsyncGenerator[Piece, None], includes_usage: bool
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a streamed answer."""
+        ...
+
+
+class CompletionFormat(ABC):
+    """What `/v1/chat/completions` and `/v1/completions` have in common."""
 
     kind, chunk_kind, prefix = "", "", ""
 
     def __init__(self, model: str) -> None:
-        self._head = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex[:24]}",
-            "created": int(time.time()),
-            "model": model,
-        }
+        answer_id = f"{self.prefix}-{uuid.uuid4().hex[:24]}"
+        self._head = {"id": answer_id, "created": int(time.time()), "model": model}
 
-    def whole(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
+    def whole(self, chosen: Sequence[CompletedChoice]) -> dict[str, Any]:
         head = {**self._head, "object": self.kind}
         return {**head, "choices": [self.choice(each) for each in chosen], **usage_and_kv(chosen)}
 
     async def chunks(
         self, pieces: AsyncGenerator[Piece, None], includes_usage: bool
     ) -> AsyncGenerator[dict[str, Any], None]:
-        chosen, head = list[Chosen](), {**self._head, "object": self.chunk_kind}
+        chosen, head = list[CompletedChoice](), {**self._head, "object": self.chunk_kind}
         usage_yet = {"usage": None} if includes_usage else {}
         begun: set[int] = set()
         async with aclosing(pieces):
-            async for piece in pieces:
-                choice = piece.choice if isinstance(piece, Chosen) else piece[0]
-                if choice.index not in begun:
-                    begun.add(choice.index)
-                    for value in self.begin(choice.index):
-                        yield {**head, "choices": [value], **usage_yet}
-                if isinstance(piece, Chosen):
+            async for choice, piece in pieces:
+                if isinstance(piece, CompletedChoice):
                     chosen.append(piece)
-                values = (
-                    self.end(piece) if isinstance(piece, Chosen) else [self.piece(choice.index, piece[1])]
-                )
-                for value in values:
+                for value in self.deltas(choice.index, piece, is_first=choice.index not in begun):
                     yield {**head, "choices": [value], **usage_yet}
+                begun.add(choice.index)
         if includes_usage:
             yield {**head, "choices": [], **usage_and_kv(chosen)}
 
-    def choice(self, chosen: Chosen) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def choice(self, chosen: CompletedChoice) -> dict[str, Any]:
+        """One choice of a whole answer."""
 
-    def begin(self, index: int) -> list[dict[str, Any]]:
-        return []
-
-    def piece(self, index: int, text: str) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def end(self, chosen: Chosen) -> list[dict[str, Any]]:
-        raise NotImplementedError
+    @abstractmethod
+    def deltas(self, index: int, piece: str | CompletedChoice, is_first: bool) -> list[dict[str, Any]]:
+        """The events of one piece of a streamed choice; the completed choice is the last piece."""
 
 
-class ChatForm(Form):
+class ChatFormat(CompletionFormat):
     """`/v1/chat/completions`."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def choice(self, chosen: Chosen) -> dict[str, Any]:
+    def choice(self, chosen: CompletedChoice) -> dict[str, Any]:
         calls, text = chosen.calls, chosen.said.text
         message = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         return {
             "index": chosen.choice.index,
             "message": message | ({"tool_calls": calls} if calls else {}),
-            "logprobs": _content(chosen),
+            "logprobs": _chat_logprobs(chosen),
             "finish_reason": chosen.finish_reason,
         }
 
-    def begin(self, index: int) -> list[dict[str, Any]]:
-        return [_delta(index, {"role": "assistant", "content": "", "refusal": None})]
-
-    def piece(self, index: int, text: str) -> dict[str, Any]:
-        return _delta(index, {"content": text})
-
-    def end(self, chosen: Chosen) -> list[dict[str, Any]]:
-        index, calls = chosen.choice.index, chosen.calls
-        made = (
-            [_delta(index, {"tool_calls": [{"index": n, **c} for n, c in enumerate(calls)]})] if calls else []
-        )
-        last = _delta(index, {}, chosen.finish_reason) | {"logprobs": _content(chosen)}
-        return [*made, last]
+    def deltas(self, index: int, piece: str | CompletedChoice, is_first: bool) -> list[dict[str, Any]]:
+        values = [_delta(index, {"role": "assistant", "content": "", "refusal": None})] if is_first else []
+        if isinstance(piece, str):
+            return [*values, _delta(index, {"content": piece})]
+        if piece.calls:
+            values.append(
+                _delta(index, {"tool_calls": [{"index": n, **c} for n, c in enumerate(piece.calls)]})
+            )
+        return [*values, _delta(index, {}, piece.finish_reason) | {"logprobs": _chat_logprobs(piece)}]
 
 
-class TextForm(Form):
+class TextFormat(CompletionFormat):
     """`/v1/completions`."""
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def choice(self, chosen: Chosen) -> dict[str, Any]:
+    def choice(self, chosen: CompletedChoice) -> dict[str, Any]:
         return {
             "index": chosen.choice.index,
             "text": chosen.result.text,
-            "logprobs": _columns(chosen),
+            "logprobs": _text_logprobs(chosen),
             "finish_reason": chosen.finish_reason,
         }
 
-    def piece(self, index: int, text: str) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
-
-    def end(self, chosen: Chosen) -> list[dict[str, Any]]:
-        return [self.choice(chosen) | {"text": ""}]
+    def deltas(self, index: int, piece: str | CompletedChoice, is_first: bool) -> list[dict[str, Any]]:
+        if isinstance(piece, str):
+            return [{"index": index, "text": piece, "logprobs": None, "finish_reason": None}]
+        return [self.choice(piece) | {"text": ""}]
 
 
 def _delta(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
 
 
-def usage_and_kv(chosen: Sequence[Chosen]) -> dict[str, Any]:
-    """Usage, where a prompt that several choices answer counts once; and what was reused for each choice."""
+def usage_and_kv(chosen: Sequence[CompletedChoice]) -> dict[str, Any]:
+    """Token usage, counting a prompt of several choices once; and KV statistics for each choice."""
     firsts = {each.choice.prompt_number: each.result.report for each in reversed(chosen)}
     prompt = sum(report.tokens.prompt for report in firsts.values())
     completion = sum(each.result.report.tokens.generated for each in chosen)
@@ -295,27 +299,23 @@ def usage_and_kv(chosen: Sequence[Chosen]) -> dict[str, Any]:
     return {"usage": total, "kv": [kv_statistics(each.result) for each in chosen]}
 
 
-def _content(chosen: Chosen) -> dict[str, Any] | None:
-    told = chosen.logprobs
-    return None if told is None else {"content": told, "refusal": None}
+def _chat_logprobs(chosen: CompletedChoice) -> dict[str, Any] | None:
+    return None if chosen.logprobs is None else {"content": chosen.logprobs, "refusal": None}
 
 
-def _columns(chosen: Chosen) -> dict[str, Any] | None:
-    """The form that completions had before chat did."""
-    told = chosen.logprobs
-    if told is None:
+def _text_logprobs(chosen: CompletedChoice) -> dict[str, Any] | None:
+    """In the older form of `/v1/completions`: one list per field."""
+    tokens = chosen.logprobs
+    if tokens is None:
         return None
-    offsets, at = [], 0
-    for token in told:
-        offsets.append(at)
-        at += len(token["token"])
+    ends = accumulate(len(token["token"]) for token in tokens)
     return {
-        "tokens": [token["token"] for token in told],
-        "token_logprobs": [token["logprob"] for token in told],
+        "tokens": [token["token"] for token in tokens],
+        "token_logprobs": [token["logprob"] for token in tokens],
         "top_logprobs": [
-            {each["token"]: each["logprob"] for each in token["top_logprobs"]} for token in told
+            {each["token"]: each["logprob"] for each in token["top_logprobs"]} for token in tokens
         ],
-        "text_offset": offsets,
+        "text_offset": [0, *ends][: len(tokens)],
     }
 
 

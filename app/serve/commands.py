@@ -1,6 +1,7 @@
-"""The other end of `remote.py`: commands of this user, run by the process that has the home open, over what it has.
+"""Runs commands of this user that other processes forward to this one, because it has the home open.
 
-Each runs in a thread, by the code that it would run in a process of its own; its terminal is at the other end.
+The other end is `app/remote.py`. Each command runs in a thread, by the code that it would run in its own process; its
+terminal is at the other end of the connection.
 """
 
 import io
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend import __version__
-from ragblend.app.cli.common import Terminal, run_shared
+from ragblend.app.cli.common import Terminal, run_forwarded
 from ragblend.app.remote import NAME, Line, address, folder_of, is_same_user, unpacked
 from ragblend.app.services import AppServices
 from ragblend.app.settings import TYPES, Settings
@@ -24,18 +25,23 @@ from ragblend.kvstore.errors import RagBlendError, UsageError
 from ragblend.kvstore.files import FILE_MODE, Closing
 
 log = logging.getLogger("ragblend")
-ASKED_S = 10.0
-ASKED = {"command", "arguments", "folder", "environment", "shown", "is_terminal"}
+REQUEST_TIMEOUT_S = 10.0
+REQUEST_FIELDS = {"command", "arguments", "folder", "environment", "shown", "is_terminal"}
 ENDING_S = 30.0
-PAUSE_S = 0.1  # after a connection that could not be taken, for want of open files, say
-TAKEN_S = 60  # a terminal that takes nothing for so long (suspended, say) is gone: it must not keep others from writing
-# What a process has once, for all that it does.
+RETRY_S = 0.1  # after a connection that could not be accepted, for example for want of open files
+SEND_TIMEOUT_S = (
+    60  # a terminal that reads nothing for so long (a suspended one) is dropped: it would block writers
+)
+# Settings that a process has once, for all commands.
 SIZES = tuple(name for name in TYPES if name.endswith("_budget_bytes"))
-COMMON = ("model", "device", "dtype", "store_policy", "kv_codec", "remote", *SIZES)
+PROCESS_SETTINGS = ("model", "device", "dtype", "store_policy", "kv_codec", "remote", *SIZES)
 
 
-class Commands(Closing):
-    """Listens in the home from now on. Raises OSError where that cannot be. Only for who holds the home's page lock."""
+class CommandListener(Closing):
+    """Accepts forwarded commands on a socket in the home. Raises OSError if it cannot listen.
+
+    Only for the process that holds the home's page lock.
+    """
 
     def __init__(self, desk: AppServices) -> None:
         self._desk, self._root = desk, desk.workspaces.home.root
@@ -44,7 +50,7 @@ class Commands(Closing):
         self._socket = socket.socket(socket.AF_UNIX)
         try:
             with folder_of(self._root) as folder:
-                with suppress(FileNotFoundError):  # what a kill has left
+                with suppress(FileNotFoundError):  # left by a killed process
                     os.unlink(NAME, dir_fd=folder)
                 self._socket.bind(address(self._root, folder))
                 os.chmod(NAME, FILE_MODE, dir_fd=folder)
@@ -56,7 +62,7 @@ class Commands(Closing):
         self._thread.start()
 
     def close(self) -> None:
-        """Interrupt what runs, wait for it, and take the socket away."""
+        """Remove the socket, interrupt the running commands and wait for them."""
         self._closing.set()
         with suppress(OSError):
             (self._root / NAME).unlink()
@@ -67,7 +73,7 @@ class Commands(Closing):
         with self._lock:
             running = dict(self._running)
         for terminal in running:
-            terminal.leave()
+            terminal.shut_down()
         for thread in running.values():
             thread.join(ENDING_S)
 
@@ -76,10 +82,12 @@ class Commands(Closing):
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                self._closing.wait(PAUSE_S)
+                self._closing.wait(RETRY_S)
                 continue
             if is_same_user(connection):
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", TAKEN_S, 0))
+                connection.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0)
+                )
                 threading.Thread(target=self._serve, args=(Line(connection),), daemon=True).start()
             else:
                 connection.close()
@@ -87,70 +95,70 @@ class Commands(Closing):
     def _serve(self, line: Line) -> None:
         with line, suppress(OSError):
             line.send(ragblend=__version__, pid=os.getpid())
-            line.wait(ASKED_S)
-            asked = line.receive()
-            if asked is None or asked.keys() != ASKED:
+            line.wait(REQUEST_TIMEOUT_S)
+            request = line.receive()
+            if request is None or request.keys() != REQUEST_FIELDS:
                 return
             line.wait(None)
-            terminal = RemoteTerminal(line, asked)
+            terminal = RemoteTerminal(line, request)
             with self._lock:
                 self._running[terminal] = threading.current_thread()
             threading.Thread(target=terminal.listen, daemon=True).start()
             try:
-                line.send(**self._run(asked, terminal))
+                line.send(**self._run(request, terminal))
             finally:
                 with self._lock:
                     del self._running[terminal]
 
-    def _run(self, asked: dict[str, Any], terminal: "RemoteTerminal") -> dict[str, Any]:
-        """What the other end is told when it is over."""
+    def _run(self, request: dict[str, Any], terminal: "RemoteTerminal") -> dict[str, Any]:
+        """Run the command; the message that ends it at the other end."""
         try:
-            arguments, shared = unpacked(asked["arguments"]), Shared(self._desk, asked)
-            return {"end": run_shared(asked["command"], arguments, terminal, shared)}
+            arguments, host = unpacked(request["arguments"]), DeskHost(self._desk, request)
+            return {"end": run_forwarded(request["command"], arguments, terminal, host)}
         except RagBlendError as error:
-            said = (
-                f"{error} The process that has the home open is ending." if terminal.is_left else str(error)
-            )
-            return {"failed": [_named(error), said]}
+            message = str(error)
+            if terminal.is_shutting_down:
+                message += " The process that has the home open is ending."
+            return {"failed": [_error_name(error), message]}
         except Exception as error:
-            log.exception("the command %s failed", asked.get("command"))
-            said = (
-                f"Something failed that was not foreseen ({type(error).__name__}: {error}); the terminal of process "
-                f"{os.getpid()}, which has the home open, says where."
+            log.exception("the command %s failed", request.get("command"))
+            message = (
+                f"An unexpected error occurred ({type(error).__name__}: {error}); the terminal of process "
+                f"{os.getpid()}, which has the home open, shows where."
             )
-            return {"failed": ["LibraryError", said]}
-        except BaseException:  # KeyboardInterrupt, alone or in a group of an event loop's
+            return {"failed": ["LibraryError", message]}
+        except BaseException:  # KeyboardInterrupt, alone or in an event loop's exception group
             return {"failed": ["Cancelled", "Interrupted."]}
 
 
-def _named(error: RagBlendError) -> str:
-    """The nearest class that the other end knows."""
+def _error_name(error: RagBlendError) -> str:
+    """The nearest error class that the other end knows."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == RagBlendError.__module__)
 
 
-class Shared:
-    """What this process has open, for one command: under the command's own settings."""
+class DeskHost:
+    """Lends this process's open home to one forwarded command, with the command's own settings (a `CommandHost`)."""
 
-    def __init__(self, desk: AppServices, asked: dict[str, Any]) -> None:
-        self.desk, self._environment = desk, dict(asked["environment"])
-        self.folder = Path(asked["folder"])
+    def __init__(self, desk: AppServices, request: dict[str, Any]) -> None:
+        self.desk, self._environment = desk, dict(request["environment"])
+        self.folder = Path(request["folder"])
 
     def workspace(self, overrides: dict[str, Any]) -> Workspace:
-        """As `Workspace.open` has it. Raises UsageError for what only another process could have."""
+        """As `Workspace.open`. Raises UsageError if a setting of the whole process would have to differ."""
         spaces = self.desk.workspaces
         wanted = Settings.load(spaces.home.settings, self._environment, overrides)
-        here = {name: getattr(spaces.settings, name) for name in COMMON}
-        for name in COMMON:
-            if self._meant(name, getattr(wanted, name)) != self._meant(name, here[name], Path.cwd()):
-                has, asks = _said(here[name]), _said(getattr(wanted, name))
+        here = {name: getattr(spaces.settings, name) for name in PROCESS_SETTINGS}
+        for name in PROCESS_SETTINGS:
+            if self._normal(name, getattr(wanted, name)) != self._normal(name, here[name], Path.cwd()):
+                has, asks = _shown(here[name]), _shown(getattr(wanted, name))
                 raise UsageError(
                     f"Process {os.getpid()} has the home {spaces.home.root} open, with {name} {has}; this command asks "
-                    f"for {asks}. Ask without that, or end the process and run this again."
+                    f"for {asks}. Leave that out, or end the process and run this again."
                 )
         return spaces.with_settings(wanted.changed(here)).first
 
-    def _meant(self, name: str, value: Any, folder: Path | None = None) -> Any:
-        """The same for what is the same: a path from another folder, a device by its name or left out."""
+    def _normal(self, name: str, value: Any, folder: Path | None = None) -> Any:
+        """A form in which equal settings compare equal: absolute paths, the default device by its name."""
         if name == "model" and value != "default":
             path = os.path.join(folder or self.folder, os.path.expanduser(value))
             return os.path.realpath(path) if os.path.exists(path) else value
@@ -162,45 +170,44 @@ class Shared:
         return value
 
 
-def _said(value: Any) -> str:
+def _shown(value: Any) -> str:
     return "left to the default" if value is None else repr(value)
 
 
 class RemoteTerminal(Terminal):
-    """The terminal of a command that was sent here. Interrupted or left, whatever the command says next raises."""
+    """The terminal of a forwarded command. After an interrupt or a lost connection the command's next output raises."""
 
-    def __init__(self, line: Line, asked: dict[str, Any]) -> None:
+    def __init__(self, line: Line, request: dict[str, Any]) -> None:
         self._line, self._thread = line, threading.get_ident()
         self._changed = threading.Condition()
-        self._said: list[str] = []
+        self._input: list[str] = []
         self._stops: list[Callable[[], None]] = []
-        self._is_interrupted = self._is_gone = self.is_left = False
-        is_terminal = bool(asked["is_terminal"])
-        out: Any = _Words(self, "out", False)
-        err: Any = _Words(self, "err", is_terminal)
+        self._is_interrupted = self._is_disconnected = self.is_shutting_down = False
+        out: Any = _RemoteStream(self, "out", False)
+        err: Any = _RemoteStream(self, "err", bool(request["is_terminal"]))
         self.out, self.err = out, err
-        self.environment = {str(name): str(text) for name, text in asked["shown"].items()}
+        self.environment = {str(name): str(text) for name, text in request["shown"].items()}
 
-    # --- from the other end
+    # --- called for the other end
 
     def listen(self) -> None:
-        """Take what comes, until the line ends."""
+        """Receive input and interrupts until the connection ends."""
         try:
             while (found := self._line.receive()) is not None:
                 with self._changed:
                     if "said" in found:
-                        self._said.append(found["said"])
+                        self._input.append(found["said"])
                         self._changed.notify_all()
                 if "interrupt" in found:
                     self._interrupt()
-        except (OSError, ValueError):  # closed under our hands
+        except (OSError, ValueError):  # closed by another thread
             pass
-        self._is_gone = True
+        self._is_disconnected = True
         self._interrupt()
 
-    def leave(self) -> None:
-        """This process ends."""
-        self.is_left = True
+    def shut_down(self) -> None:
+        """Interrupt the command because this process ends."""
+        self.is_shutting_down = True
         self._interrupt()
 
     def _interrupt(self) -> None:
@@ -211,12 +218,12 @@ class RemoteTerminal(Terminal):
         for stop in stops:
             stop()
 
-    # --- from the command
+    # --- called by the command
 
     def check(self) -> bool:
         with self._changed:
             if self._is_interrupted:
-                self._is_interrupted = self._is_gone or self.is_left
+                self._is_interrupted = self._is_disconnected or self.is_shutting_down
                 raise KeyboardInterrupt
         return False
 
@@ -224,12 +231,11 @@ class RemoteTerminal(Terminal):
         with suppress(OSError):
             self._line.send(read=True)
         with self._changed:
-            self._changed.wait_for(lambda: self._said or self._is_interrupted)
-            if self._said:
-                return self._said.pop(0)
-        if self._is_gone or self.is_left:
-            return ""
-        self.check()
+            self._changed.wait_for(lambda: self._input or self._is_interrupted)
+            if self._input:
+                return self._input.pop(0)
+        if not (self._is_disconnected or self.is_shutting_down):
+            self.check()
         return ""
 
     @contextmanager
@@ -246,17 +252,17 @@ class RemoteTerminal(Terminal):
                 self._stops.remove(stop)
         self.check()
 
-    def say(self, kind: str, text: str) -> None:
-        if threading.get_ident() == self._thread:  # not the one that draws progress
+    def send(self, kind: str, text: str) -> None:
+        if threading.get_ident() == self._thread:  # not the thread that draws progress
             self.check()
         try:
             self._line.send(**{kind: text})
-        except OSError:  # which `listen` then sees as well
+        except OSError:  # `listen` then ends as well
             self._line.cut()
 
 
-class _Words(io.TextIOBase):
-    """What is written goes to the other end."""
+class _RemoteStream(io.TextIOBase):
+    """A stream whose text is sent to the other end."""
 
     encoding = "utf-8"
 
@@ -265,7 +271,7 @@ class _Words(io.TextIOBase):
 
     def write(self, text: str) -> int:
         if text:
-            self._terminal.say(self._kind, text)
+            self._terminal.send(self._kind, text)
         return len(text)
 
     def isatty(self) -> bool:

@@ -1,4 +1,4 @@
-"""What goes wrong, in OpenAI's form: `{"error": {message, type, param, code}}`, and with which status."""
+"""Errors as OpenAI's API returns them: `{"error": {message, type, param, code}}`, each with its HTTP status."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from ragblend.kvstore import errors
 from ragblend.kvstore.files import NO_ROOM
 
 log = logging.getLogger("ragblend")
-# The first that fits: what was raised, the status, and the code by which programs know it.
+# The first matching row counts: exception, HTTP status, error code.
 KNOWN: tuple[tuple[type[Exception], int, str], ...] = (
     (TimedOut, 504, "timeout"),
     (TimeoutError, 504, "timeout"),
@@ -38,9 +38,7 @@ KINDS = {
 
 
 class ApiError(Exception):
-    """What a client is answered. retry_s: after how many seconds it may try again; is_final: it need not, although its
-    library would.
-    """
+    """An error response. retry_s: when the client may retry; is_final: client libraries should not retry."""
 
     def __init__(
         self,
@@ -70,23 +68,19 @@ class ApiError(Exception):
 
 
 def api_error(error: BaseException, shown: Callable[[str], str] = str) -> ApiError:
-    """Any error as what a client is told: of a fault of ours only its kind. shown: takes out this machine's paths."""
+    """Convert any error to an ApiError; unexpected ones show only their class. shown: removes this machine's paths."""
     if isinstance(error, ApiError):
         return error
     for kind, status, code in KNOWN:
         if isinstance(error, kind):
-            said = shown(str(error))
-            return ApiError(
-                status, said or "The answer took too long.", code, retry_s=5 if status == 503 else None
-            )
+            message = shown(str(error)) or "The answer took too long."
+            return ApiError(status, message, code, retry_s=5 if status == 503 else None)
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         return ApiError(507, "The disk is full. Free some space.", "disk_full")
     log.error("a request failed: %s", type(error).__name__)
-    log.debug("where it failed", exc_info=error)
-    said = (
-        f"Something failed that was not foreseen ({type(error).__name__}). What is stored is kept; try again."
-    )
-    return ApiError(500, said, "internal_error")
+    log.debug("traceback", exc_info=error)
+    message = f"An unexpected error occurred ({type(error).__name__}). Stored data is kept; try again."
+    return ApiError(500, message, "internal_error")
 
 
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -94,5 +88,5 @@ def json_response(value: object, status: int = 200, headers: Mapping[str, str] |
 
 
 def encoded(value: Any) -> bytes:
-    """JSON in UTF-8, whatever was sent to us: half a surrogate pair is escaped."""
+    """JSON in ASCII, so that lone surrogates from a request are escaped."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")

@@ -1,7 +1,7 @@
-"""Who may ask this process for anything, by host name, origin, path and size: for the page and the server.
+"""Checks of a request's host name, origin, path and size, for the page and the server.
 
-A browser sends requests for other sites: under a name that leads here (DNS rebinding), or from their own origin.
-uvicorn answers them all.
+A browser sends requests on behalf of other sites: under a host name that resolves to this machine (DNS rebinding), or
+from their own origin. uvicorn by itself would answer them.
 """
 
 import asyncio
@@ -17,13 +17,14 @@ Refusal = tuple[int, str]  # a status and a sentence
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 MIB = 1 << 20
 PORT_DIGITS = 5
-OVERHEAD_BYTES = MIB  # of a multipart upload, beside the file
+OVERHEAD_BYTES = MIB  # a multipart upload may be larger than its file by so much
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where to listen. names: further host names that are answered to, at any port where they name none: a proxy with
-    TLS hands on the name that its clients know.
+    """Where to listen. names: further accepted host names, at any port unless they name one.
+
+    A proxy with TLS passes on the host name that its clients use.
     """
 
     host: str = "127.0.0.1"
@@ -36,7 +37,7 @@ class Address:
 
     @property
     def is_private(self) -> bool:
-        """Whether nobody but programs of this machine asks here: who has other names is behind a proxy."""
+        """Whether only programs on this machine can connect; further names mean that there is a proxy."""
         return self.is_loopback and not self.names
 
     @property
@@ -47,7 +48,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Rules:
-    """Who may ask for what: under the names of this address and of loopback. upload_path: whose bodies are files."""
+    """Accepted host names (those of the address and of loopback) and size limits. upload_path: its bodies are files."""
 
     address: Address
     upload_path: str = ""
@@ -55,9 +56,9 @@ class Rules:
     max_body_bytes: int = 8 * MIB
 
     def knows(self, netloc: str) -> bool:
-        """Whether `netloc` (host, or host:port) is this server; where it listens everywhere, by every IP address too.
+        """Whether `netloc` (host, or host:port) names this server.
 
-        Rebinding needs a name, so addresses are harmless.
+        If it listens on all addresses, any IP address is accepted: DNS rebinding needs a host name.
         """
         name, port = split_netloc(netloc.lower())
         host, names = self.address.host, [each.lower() for each in self.address.names]
@@ -69,20 +70,20 @@ class Rules:
         return anywhere or name in (*LOOPBACK_NAMES, f"[{host}]" if ":" in host else host.lower())
 
     def limit(self, path: str) -> int:
-        """The most bytes that a request to this path may carry."""
+        """The largest body of a request to this path, in bytes."""
         return self.max_upload_bytes + OVERHEAD_BYTES if path == self.upload_path else self.max_body_bytes
 
 
 class TooLarge(Exception):
-    """A body grew past its limit while it was read."""
+    """A body exceeded its limit while it was read."""
 
 
 class TooSlow(Exception):
-    """A body was not there in time."""
+    """A body did not arrive in time."""
 
 
-class Meter:
-    """Counts a body that did not say how long it is. seconds: in which it must be there; None: as long as it takes."""
+class LimitedBody:
+    """Receives a body, limited in bytes and in seconds (None: no time limit). Raises TooLarge, TooSlow."""
 
     def __init__(self, receive: Receive, limit: int, seconds: float | None = None) -> None:
         self._receive, self.limit, self._seen = receive, limit, 0
@@ -109,7 +110,7 @@ class Meter:
 
 
 async def whole_body(receive: Receive, most: int | None = None) -> bytes:
-    """A body to its end, or the first bytes of a longer one."""
+    """Read a body to its end, or its first `most` bytes."""
     body, more = bytearray(), True
     while more and (most is None or len(body) < most):
         message = await receive()
@@ -119,7 +120,7 @@ async def whole_body(receive: Receive, most: int | None = None) -> bytes:
 
 
 def refuse(scope: Scope, rules: Rules) -> Refusal | None:
-    """Why a request must not pass, whoever sends it; None for one that may."""
+    """Why a request is refused, as a status and a message; None for an acceptable one."""
     headers = Headers(scope=scope)
     hosts = headers.getlist("host")
     if len(hosts) != 1 or not rules.knows(hosts[0]):
@@ -136,10 +137,10 @@ def refuse(scope: Scope, rules: Rules) -> Refusal | None:
 
 
 def is_same_origin(scope: Scope, headers: Headers, host: str) -> bool:
-    """By Origin where there is one, else by Sec-Fetch-Site; a link from elsewhere may open the page, and only that."""
+    """Whether a request is from this site, by Origin if sent, else Sec-Fetch-Site. Links elsewhere may open `/`."""
     origins = headers.getlist("origin")
     if origins:
-        with suppress(ValueError):  # what is no URL is not ours
+        with suppress(ValueError):  # not a URL
             parts = urlsplit(origins[0])
             return len(origins) == 1 and parts.scheme in ("http", "https") and parts.netloc == host
         return False
@@ -149,7 +150,7 @@ def is_same_origin(scope: Scope, headers: Headers, host: str) -> bool:
 
 
 def has_odd_path(scope: Scope) -> bool:
-    """Steps upwards, backslashes and control characters, decoded or not: no route of the page has any."""
+    """Whether a path has `..`, backslashes or control characters, decoded or not: no route has any."""
     raw = scope.get("raw_path", b"").decode("latin-1").lower()
     path = scope["path"].replace("\\", "/")
     encoded = any(mark in raw for mark in ("%2e%2e", "%5c", "%00", "%25"))
@@ -162,7 +163,7 @@ def too_large(limit: int) -> Refusal:
 
 
 def split_netloc(netloc: str) -> tuple[str, int | None]:
-    """host and port; port 80 where none is named, None where it is no number."""
+    """Host and port; port 80 if none is given, None if it is not a number."""
     bracket = netloc.rfind("]")
     name, colon, port = netloc[bracket + 1 :].rpartition(":")
     if not colon:

@@ -1,4 +1,4 @@
-"""Who may ask the server, and for what: keys, each with collections of its own. Of a key only its hash is kept."""
+"""API keys of the server, each with its collections. Only a key's hash is stored."""
 
 import hashlib
 import json
@@ -21,15 +21,15 @@ from ragblend.kvstore.lock import WriterLock
 PREFIX = "rb-"
 FILE_NAME = "api-keys.json"
 OPEN_PATHS = ("/healthz",)
-LOCK_S = 10.0  # how long to wait for who changes the keys, which takes milliseconds
+LOCK_TIMEOUT_S = 10.0  # another process changes the keys within milliseconds
 
 
 @dataclass(frozen=True)
 class Client:
-    """Who asks. collections: what it may ask about; (): all, it is the owner.
+    """A client of the server. collections: those it may use; () means all, for the owner.
 
-    The first collection is the salt of its KV, and where text of its prompts becomes passages.
-    digest: of its key; "" where it has none.
+    The first collection is the salt of its KV, and the one that receives passages learned from its prompts.
+    digest: of its key; "" without a key.
     """
 
     name: str
@@ -45,7 +45,7 @@ OWNER = Client("owner")
 
 
 class Keys:
-    """The keys of one home. What another process adds or removes holds from the next request on."""
+    """The keys of one home. Changes by other processes take effect with the next request."""
 
     def __init__(self, root: Path) -> None:
         self.path = root / FILE_NAME
@@ -54,7 +54,7 @@ class Keys:
         self._clients: dict[str, Client] = {}
 
     def add(self, client: Client) -> str:
-        """A new key, which is shown this once. Raises UsageError for a name that is taken, SettingsError."""
+        """Make and return a key; it cannot be read again. Raises UsageError for a name that is taken, SettingsError."""
         key = PREFIX + secrets.token_urlsafe(32)
         with self._changing() as known:
             if client.name in {each.name for each in known.values()}:
@@ -65,7 +65,7 @@ class Keys:
         return key
 
     def remove(self, name: str) -> None:
-        """Raises UsageError where there is none of that name, SettingsError."""
+        """Delete the key of that name. Raises UsageError if there is none, SettingsError."""
         if name not in self.names():
             raise UsageError(f"There is no key {name!r}; `ragblend keys` lists them.")
         with self._changing() as known:
@@ -73,26 +73,26 @@ class Keys:
                 del known[digest]
 
     def clients(self) -> list[Client]:
-        """Raises SettingsError for a file that cannot be read."""
+        """The clients that have a key. Raises SettingsError if the file cannot be read."""
         return list(self._read().values())
 
     def names(self) -> list[str]:
         return [client.name for client in self.clients()]
 
     def client(self, key: str) -> Client | None:
-        """Whose key that is. Looked up by its hash, so how long it takes says nothing about keys that are near."""
+        """The key's client. Keys are looked up by hash, so timing reveals nothing about similar keys."""
         return self._read().get(_digest(key))
 
     @property
     def is_used(self) -> bool:
-        """Whether there is a key, or was since this began: the last one's end, or its file's, opens nothing."""
+        """Whether there is a key, or was one since the start: removing the last key must not open the server."""
         self._is_used = self._is_used or bool(self._read())
         return self._is_used
 
     @contextmanager
     def _changing(self) -> Iterator[dict[str, Client]]:
-        """The keys as they are now, for the block to change: until written, nobody else changes them."""
-        with WriterLock(self.path.with_suffix(".lock"), LOCK_S) as lock, lock.hold():
+        """The present keys, for the block to change; they are written after it. Other processes wait meanwhile."""
+        with WriterLock(self.path.with_suffix(".lock"), LOCK_TIMEOUT_S) as lock, lock.hold():
             self._seen = None
             known = dict(self._read())
             yield known
@@ -122,15 +122,15 @@ class Keys:
 
 
 @dataclass(frozen=True)
-class Door:
-    """Who may pass, and whose request it is. needs_key: whether somebody without one may not be the owner."""
+class Authenticator:
+    """Checks requests and identifies their client. needs_key False: without keys, everybody is the owner."""
 
     rules: Rules
     keys: Keys
     needs_key: bool
 
     def client(self, scope: Scope) -> Client:
-        """Raises ApiError for one that may not pass."""
+        """The client of a request. Raises ApiError for one that is refused."""
         if (refusal := refuse(scope, self.rules)) is not None:
             raise ApiError(*refusal, "refused")
         kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
@@ -141,7 +141,9 @@ class Door:
         if scope["path"] in OPEN_PATHS or not (self.needs_key or self.keys.is_used):
             return OWNER
         raise ApiError(
-            401, "A key is needed: `Authorization: Bearer KEY`, of `ragblend keys add`.", "invalid_api_key"
+            401,
+            "An API key is needed: `Authorization: Bearer KEY`; `ragblend keys add` makes one.",
+            "invalid_api_key",
         )
 
 

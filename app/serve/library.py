@@ -1,4 +1,4 @@
-"""`/v1/rag/ask` and `/v1/documents`: the library, asked and filled as the page does it."""
+"""`/v1/rag/ask` and `/v1/documents`: questions about the library, and its documents, as on the page."""
 
 import re
 import shutil
@@ -36,12 +36,12 @@ from ragblend.kvstore.files import FOLDER_MODE
 
 router = APIRouter(prefix="/v1")
 UPLOAD_PATH = "/v1/documents"
-MOST_FILES = 100
+MAX_FILES = 100
 
 
 @router.post("/rag/ask")
 async def ask(request: Request, body: AskBody) -> Response:
-    """A question over documents: the answer with its sources and what it cost; streamed, `delta`s before the same."""
+    """Answer a question about documents, with sources and statistics; streamed, `delta` events come first."""
     service, client = service_of(request), client_of(request)
     named: list[str | None] = [*(body.collections or []), body.collection]
     wanted: list[str | None] = [each for each in named if each is not None]
@@ -53,23 +53,22 @@ async def ask(request: Request, body: AskBody) -> Response:
     earlier = [
         ChatMessage(number, 0, each.role, each.content, now()) for number, each in enumerate(body.history)
     ]
-
-    sent = await request.body()
+    raw_body = await request.body()
 
     def begin(cancel: Cancel) -> AnswerStream:
-        with service.reading(sent, cancel):
+        with service.tokenizing(raw_body, cancel):
             return service.desk.conversations.answer(body.question, replace(options, cancel=cancel), earlier)
 
-    pieces = _asked(service, client, body, begin)
+    pieces = _answer(service, client, body, begin)
     if body.stream:
         return await streamed(request, pieces)
     return json_response((await until_gone(request.receive, whole(pieces)))[-1])
 
 
-async def _asked(
+async def _answer(
     service: Service, client: Client, body: AskBody, begin: Callable[[Cancel], AnswerStream]
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """A `delta` for each piece, then the whole answer. Whoever closes it stops the device."""
+    """Yield a `delta` for each piece, then the whole answer. Closing the generator cancels the work."""
     arrived, seconds = time.monotonic(), service.allowed_s(body.timeout)
     stopped, turns = threading.Event(), list[AnswerStream]()
 
@@ -82,7 +81,7 @@ async def _asked(
         try:
             begun = begin(stopped)
         except Cancelled as error:
-            raise service.too_late(body.timeout) from error
+            raise service.timeout_error(body.timeout) from error
         with begun as turn:
             turns.append(turn)
             if stopped.is_set():
@@ -92,7 +91,7 @@ async def _asked(
                     service.metrics.observe("ttft_seconds", time.monotonic() - arrived)
                 tell(piece)
         if time.monotonic() >= arrived + seconds:
-            raise service.too_late(body.timeout)
+            raise service.timeout_error(body.timeout)
         return turn.answer
 
     timer = threading.Timer(seconds, stop)
@@ -117,19 +116,22 @@ async def upload(
     file: Annotated[list[UploadFile], File(description="One file or several.")],
     collection: Annotated[str | None, Form()] = None,
 ) -> Response:
-    """Keep files in the home and queue them; `/v1/documents/jobs` tells how far they are."""
+    """Copy files into the home and queue them for ingest; `/v1/documents/jobs` shows their progress."""
     service, client = service_of(request), client_of(request)
-    if len(file) > MOST_FILES:
+    if len(file) > MAX_FILES:
         raise ApiError(
-            400, f"At most {MOST_FILES} files come at once, not {len(file)}.", "too_many_files", "file"
+            400,
+            f"At most {MAX_FILES} files can be uploaded at once, not {len(file)}.",
+            "too_many_files",
+            "file",
         )
-    return json_response(await in_thread(partial(_queued, service, client, file, collection)), 202)
+    return json_response(await in_thread(partial(_queue_files, service, client, file, collection)), 202)
 
 
-def _queued(
+def _queue_files(
     service: Service, client: Client, files: list[UploadFile], collection: str | None
 ) -> dict[str, Any]:
-    """Raises ApiError where none of them can be read."""
+    """Copy and queue the files. Raises ApiError if none of them can be ingested."""
     name = service.collection(client, collection)
     folder = Path(tempfile.mkdtemp(prefix="upload-"))  # inside the home: see `listening`
     try:
@@ -140,7 +142,7 @@ def _queued(
             with place.open("wb") as copy:
                 shutil.copyfileobj(each.file, copy)
             paths.append(place)
-        service.collection(client, name)  # it may have been removed while they were copied
+        service.collection(client, name)  # raises if it was removed meanwhile
         added = service.desk.jobs.upload(paths, name)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -148,7 +150,7 @@ def _queued(
     failed = [
         {"name": name, "reason": service.shown(places.sub("", reason))} for name, reason in added.failed
     ]
-    failed += [{"name": name, "reason": "files of this kind are not read"} for name in added.skipped]
+    failed += [{"name": name, "reason": "files of this type are not supported"} for name in added.skipped]
     if not added.files:
         raise ApiError(
             400, " ".join(f"{each['name']}: {each['reason']}" for each in failed), "invalid_document", "file"
@@ -158,7 +160,7 @@ def _queued(
 
 @dataclass
 class Listing:
-    """What a list is asked for."""
+    """Query parameters of a list."""
 
     request: Request
     collection: str | None = None
@@ -167,7 +169,7 @@ class Listing:
     offset: Annotated[int, Query(ge=0, lt=2**31)] = 0
 
     async def of(self, page: Callable[[AppServices, str], tuple[list[dict[str, Any]], int]]) -> Response:
-        """page: of a collection that this client may see, those that were asked for, and how many there are."""
+        """The response. page: gives a collection's rows on this page, and the total count."""
         service, client = service_of(self.request), client_of(self.request)
 
         def listed() -> dict[str, Any]:
@@ -181,7 +183,7 @@ class Listing:
 
 @router.get("/documents")
 async def documents(asked: Annotated[Listing, Depends()]) -> Response:
-    """The documents of a collection, by name."""
+    """List the documents of a collection, by name."""
 
     def page(desk: AppServices, name: str) -> tuple[list[dict[str, Any]], int]:
         found = desk.workspaces.library.page(name, asked.search, None, asked.offset, asked.limit)
@@ -192,7 +194,7 @@ async def documents(asked: Annotated[Listing, Depends()]) -> Response:
 
 @router.get("/documents/jobs")
 async def jobs(asked: Annotated[Listing, Depends()]) -> Response:
-    """Files on their way in: those that run, those that wait, then what is over."""
+    """List ingest jobs: running ones, then waiting ones, then finished ones."""
 
     def page(desk: AppServices, name: str) -> tuple[list[dict[str, Any]], int]:
         found, total = desk.jobs.page(None, asked.search, asked.offset, asked.limit, name)
@@ -204,7 +206,7 @@ async def jobs(asked: Annotated[Listing, Depends()]) -> Response:
 
 @router.delete("/documents/{document_id}")
 async def remove(request: Request, document_id: str) -> Response:
-    """Take a document out: text, vectors and KV."""
+    """Delete a document: text, vectors and KV."""
     service, client = service_of(request), client_of(request)
 
     def removed() -> int:
@@ -221,6 +223,6 @@ async def remove(request: Request, document_id: str) -> Response:
 
 
 def _shown(kind: str, row: Document | FileJob, *names: str) -> dict[str, Any]:
-    """Without its path, which is this machine's."""
+    """A row as JSON, without its path on this machine."""
     common = {name: getattr(row, name) for name in ("id", "name", "collection", "state", "size", *names)}
     return {"object": kind, **common, "reason": row.reason.replace(row.path, row.name)}

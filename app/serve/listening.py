@@ -1,4 +1,4 @@
-"""Where the page and the server listen, and uvicorn, which says when it answers."""
+"""Listening sockets and uvicorn, for the page and the server, and what the process needs to be the home's owner."""
 
 import ctypes
 import gc
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from ragblend.app.serve.commands import Commands
+from ragblend.app.serve.commands import CommandListener
 from ragblend.app.serve.front import MIB, Address, Rules
-from ragblend.app.serve.keys import Door, Keys
+from ragblend.app.serve.keys import Authenticator, Keys
 from ragblend.app.serve.watchdog import watch
 from ragblend.app.services import AppServices
 from ragblend.kvstore.errors import StoreLockedError, UsageError
@@ -28,16 +28,14 @@ if TYPE_CHECKING:
     from ragblend.app.serve.service import Limits
 
 log = logging.getLogger("ragblend")
-LOCK = (
-    "ui-page.lock"  # without it a second process would take the first one's running file for a killed one's
-)
-M_ARENA_MAX, HEAPS = -8, 2  # of glibc's malloc.h
-GARBAGE = (700, 10, 10)  # Python's own thresholds
-GRACE_S = 30  # for answers under way when the server is told to stop
+LOCK = "ui-page.lock"  # a second process would resume the files that the first one is ingesting
+M_ARENA_MAX, ARENAS = -8, 2  # M_ARENA_MAX is of glibc's malloc.h
+GC_THRESHOLDS = (700, 10, 10)  # Python's own
+GRACE_S = 30  # for running requests when the server stops
 
 
-class Server(uvicorn.Server):
-    """Calls on_ready once it listens. grace_s: for answers under way when it is told to stop; None: till they end."""
+class UvicornServer(uvicorn.Server):
+    """uvicorn that calls on_ready once it accepts requests. grace_s: for running ones when it stops; None: no limit."""
 
     def __init__(self, app: ASGIApp, on_ready: Callable[[], None], grace_s: int | None = None) -> None:
         plain: dict[str, Any] = {"access_log": False, "server_header": False, "proxy_headers": False}
@@ -57,10 +55,7 @@ class Server(uvicorn.Server):
 def listening(
     host: str, port: int, names: Iterable[str] | None = None, tried: int = 1
 ) -> Iterator[tuple[Address, socket.socket]]:
-    """A socket at that port, or the first free one of so many, or at any for 0; nobody else can take it any more.
-
-    Raises UsageError.
-    """
+    """Open a socket at the first free one of `tried` ports (0: any port). Raises UsageError."""
     family, said, ports = socket.AF_INET6 if ":" in host else socket.AF_INET, "", range(port, port + tried)
     for each in ports:
         try:
@@ -69,8 +64,8 @@ def listening(
             said = error.strerror or str(error)
             continue
         with at:
-            # Else what follows an answer's first part, a token of a stream too, waits 40 ms until that is acknowledged.
-            # uvloop does this by itself; asyncio only where a socket names its protocol, as this one does not.
+            # Without it each later packet, a streamed token too, waits up to 40 ms for an acknowledgement. uvloop sets
+            # it by itself; asyncio only for sockets that name their protocol, which this one does not.
             at.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             yield Address(host, at.getsockname()[1], tuple(names or ())), at
         return
@@ -79,7 +74,7 @@ def listening(
 
 
 def check_reach(host: str, names: Iterable[str] | None, keys: Keys) -> None:
-    """Raises UsageError for what other machines may reach, themselves or by a proxy, while there is no key."""
+    """Raise UsageError if other machines can reach the server, directly or by a proxy, and there is no key."""
     if not (Address(host, names=tuple(names or ())).is_private or keys.clients()):
         raise UsageError(
             f"Serving at {host}: it could be reached from other machines, so it needs a key. Make one with "
@@ -96,18 +91,15 @@ def serve(
     limits: "Limits | None" = None,
     max_upload_bytes: int = 512 * MIB,
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM, which lets answers under way end. Raises StoreLockedError beside the page."""
+    """Serve until Ctrl-C or SIGTERM; running requests may finish. Raises StoreLockedError if the home is in use."""
     from ragblend.app.serve.application import build
     from ragblend.app.serve.library import UPLOAD_PATH
 
-    _few_heaps()
+    _limit_malloc_arenas()
     root = desk.workspaces.home.root
     rules = Rules(address, UPLOAD_PATH, max_upload_bytes)
-    with (
-        owning(desk, "ragblend serve"),
-        files_inside(root / "serve"),
-    ):
-        front = build(desk, Door(rules, keys, not address.is_private), limits)
+    with owning(desk, "ragblend serve"), files_inside(root / "serve"):
+        front = build(desk, Authenticator(rules, keys, not address.is_private), limits)
 
         def ready() -> None:
             desk.start()
@@ -115,19 +107,19 @@ def serve(
             on_ready()
 
         workspace = desk.workspaces.first
-        watched = watch(lambda: workspace.queues, front.service.limits.hang_s)
+        stop_watchdog = watch(lambda: workspace.queues, front.service.limits.hang_s)
         try:
-            Server(front, ready, GRACE_S).run([at])
+            UvicornServer(front, ready, GRACE_S).run([at])
         finally:
-            watched.set()
+            stop_watchdog.set()
 
 
 @contextmanager
 def owning(desk: AppServices, command: str) -> Iterator[None]:
-    """Be the one process that has the home open: it works on the queue, and runs this user's commands for the home.
+    """Make this the one process that has the home open: it runs the ingest queue and this user's forwarded commands.
 
-    Where it cannot listen for commands they run beside it. SIGTERM ends it as Ctrl-C does. Raises StoreLockedError
-    where another one has the home.
+    If it cannot listen for commands, they run in their own processes. SIGTERM ends it as Ctrl-C does. Raises
+    StoreLockedError if another process has the home open.
     """
     root = desk.workspaces.home.root
     with ExitStack() as held:
@@ -136,36 +128,33 @@ def owning(desk: AppServices, command: str) -> Iterator[None]:
         except StoreLockedError:
             holder = read_holder(root / LOCK) or {}
             raise StoreLockedError(
-                f"`{holder.get('command')}` (process {holder.get('pid')}) has the home {root} open, and one process at "
-                "a time can: end that one (Ctrl-C in its terminal), or go on in a terminal, where `ragblend ask` and "
-                "`chat` are answered by it."
+                f"`{holder.get('command')}` (process {holder.get('pid')}) has the home {root} open, and only one "
+                "process at a time can: end that one (Ctrl-C in its terminal), or use `ragblend ask` and `chat`, "
+                "which it answers."
             ) from None
         try:
-            held.enter_context(Commands(desk))
+            held.enter_context(CommandListener(desk))
         except OSError as error:
-            log.warning("commands will open the home %s themselves: listening there: %s", root, error)
-        _look_for_garbage()
-        held.enter_context(_ended_by_term())
+            log.warning(
+                "commands run in their own processes: listening in the home %s failed: %s", root, error
+            )
+        # Python's own thresholds, which the command line raises for its start: a cancelled request is garbage in a
+        # cycle that holds its KV. Imported modules are not searched.
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+        held.enter_context(_interrupted_by_sigterm())
         yield
 
 
-def _look_for_garbage() -> None:
-    """As often as Python does by itself, which a command puts off for its start: a request that was left is garbage in
-    a cycle, with its context's KV. What is imported is not looked through.
-    """
-    gc.freeze()
-    gc.set_threshold(*GARBAGE)
-
-
-def _few_heaps() -> None:
-    """Have glibc share heaps between threads: one for each of dozens grows to the most that any of them ever took."""
+def _limit_malloc_arenas() -> None:
+    """Have glibc share heaps between threads: else each of dozens grows to the most that its thread ever used."""
     with suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(M_ARENA_MAX, HEAPS)
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, ARENAS)
 
 
 @contextmanager
 def files_inside(folder: Path) -> Iterator[None]:
-    """What is uploaded lies here while it comes, for this user only, and nothing of it stays."""
+    """Put temporary files into this folder, for this user only, and delete them after the block."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=FOLDER_MODE)
     before, tempfile.tempdir = tempfile.tempdir, str(folder)
@@ -177,13 +166,13 @@ def files_inside(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _ended_by_term() -> Iterator[None]:
-    """uvicorn hands on the signal that ended it, and SIGTERM would end the process before its files are closed."""
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into KeyboardInterrupt: uvicorn raises it again, which would end the process with open files."""
 
-    def end(*_: Any) -> None:
+    def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Counts of one server, in Prometheus' text format (exposition format 0.0.4)."""
+"""Metrics of one server in Prometheus' text format (exposition format 0.0.4)."""
 
 import threading
 from bisect import bisect_left
@@ -11,14 +11,13 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Metrics:
-    """Safe for threads. Names are without `ragblend_`."""
+    """Counters and histograms. Thread-safe. Names are given without `ragblend_`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, Labels], float] = {}
-        self._times: dict[
-            str, list[float]
-        ] = {}  # one a bucket, the last for what is above all; then their sum
+        # By name: a count for each bucket, one for larger values, and the sum of all.
+        self._times: dict[str, list[float]] = {}
 
     def count(self, name: str, by: float = 1, **labels: str) -> None:
         key = name, tuple(sorted(labels.items()))
@@ -32,36 +31,33 @@ class Metrics:
             times[-1] += seconds
 
     def text(self, gauges: Mapping[str, float], counts: Iterable[tuple[str, Labels, float]] = ()) -> str:
-        """All of it; gauges: what is so just now; counts: that somebody else counts."""
+        """All metrics as text; gauges: present values; counts: counters that are kept elsewhere."""
         with self._lock:
             known = {**self._counts, **{(name, labels): value for name, labels, value in counts}}
-            lines = _of_kind("counter", known)
+            lines = _lines("counter", known)
             for name, times in self._times.items():
                 lines += _histogram(f"ragblend_{name}", times)
-        now = _of_kind("gauge", {(name, ()): value for name, value in gauges.items()})
+        now = _lines("gauge", {(name, ()): value for name, value in gauges.items()})
         return "\n".join([*lines, *now, ""])
 
 
-def _of_kind(kind: str, values: Mapping[tuple[str, Labels], float]) -> list[str]:
+def _lines(kind: str, values: Mapping[tuple[str, Labels], float]) -> list[str]:
     lines, last = [], ""
     for (name, labels), value in sorted(values.items()):
         if name != last:
             lines.append(f"# TYPE ragblend_{name} {kind}")
         shown = f"{value:g}" if value % 1 else f"{value:.0f}"
-        lines.append(f"ragblend_{name}{_braced(labels)} {shown}")
+        # Label values are names of ours, so nothing in them needs escaping.
+        braced = "{" + ",".join(f'{label}="{text}"' for label, text in labels) + "}" if labels else ""
+        lines.append(f"ragblend_{name}{braced} {shown}")
         last = name
     return lines
 
 
 def _histogram(name: str, times: Sequence[float]) -> list[str]:
-    """Each bucket has what is in those before it as well."""
+    """A histogram, whose buckets are cumulative."""
     *counts, total = times
     reached = [int(count) for count in accumulate(counts)]
     bounds = zip((*map(str, BUCKETS_S), "+Inf"), reached, strict=True)
     lines = [f'{name}_bucket{{le="{bound}"}} {count}' for bound, count in bounds]
     return [f"# TYPE {name} histogram", *lines, f"{name}_sum {total:g}", f"{name}_count {reached[-1]}"]
-
-
-def _braced(labels: Labels) -> str:
-    """Values are names of ours: nothing in them needs escaping."""
-    return "{" + ",".join(f'{name}="{value}"' for name, value in labels) + "}" if labels else ""

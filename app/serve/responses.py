@@ -1,5 +1,6 @@
-"""`/v1/responses`: a chat by the names of OpenAI's newer interface. Nothing of it is kept here."""
+"""`/v1/responses`: chat in the form of OpenAI's newer API. Responses are not stored."""
 
+import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragblend.app.serve.bodies import ResponsesBody
-from ragblend.app.serve.chat import Chosen, Form, Piece, respond, usage_and_kv
+from ragblend.app.serve.chat import CompletedChoice, Piece, respond, usage_and_kv
 from ragblend.app.serve.service import service_of
 
 router = APIRouter(prefix="/v1")
@@ -21,24 +22,23 @@ STARTED, DONE, CUT = "in_progress", "completed", "incomplete"
 
 @router.post("/responses")
 async def responses(request: Request, body: ResponsesBody) -> Response:
-    """What `/v1/chat/completions` answers, as items; functions may be called, tools of OpenAI's own may not."""
-    asked = body.chat()
-    turns = asked.turns()
-    form = ResponseForm(service_of(request).model, body)
-    return await respond(request, asked, lambda call: [call.chat_prompt(turns)], form)
+    """Answer as `/v1/chat/completions` does, as items. Function calls work; OpenAI's built-in tools do not."""
+    chat = body.chat()
+    turns = chat.turns()
+    answer_format = ResponseFormat(service_of(request).model, body)
+    return await respond(request, chat, lambda call: [call.chat_prompt(turns)], answer_format)
 
 
-class ResponseForm(Form):
-    """One answer: a message, then the functions that it calls."""
+class ResponseFormat:
+    """An `AnswerFormat` for `/v1/responses`: one message, then its function calls."""
 
     def __init__(self, model: str, body: ResponsesBody) -> None:
-        super().__init__(model)
         self._message_id, self._number = f"msg_{uuid.uuid4().hex[:24]}", count()
         self._place: Json = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
         self._basis: Json = {
             "id": f"resp_{uuid.uuid4().hex[:24]}",
             "object": "response",
-            "created_at": self._head["created"],
+            "created_at": int(time.time()),
             "model": model,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
@@ -55,7 +55,7 @@ class ResponseForm(Form):
             "previous_response_id": None,
         }
 
-    def whole(self, chosen: Sequence[Chosen]) -> Json:
+    def whole(self, chosen: Sequence[CompletedChoice]) -> Json:
         [answer] = chosen
         is_cut = answer.finish_reason == "length"
         ended = {
@@ -72,17 +72,17 @@ class ResponseForm(Form):
         begun = {**self._basis, "status": STARTED, "error": None, "incomplete_details": None, "output": []}
         texts: list[str] = []
         async with aclosing(pieces):
-            async for piece in pieces:
-                # Also of an answer without a word: nothing is said before it is certain that it comes.
+            async for _, piece in pieces:
+                # The first events wait for the first piece (an answer without text has one too), in case of an error.
                 if not texts:
                     yield self._event("response.created", response=begun)
                     yield self._event("response.in_progress", response=begun)
                     yield self._item_event("added", 0, self._message(None))
                     yield self._event("response.content_part.added", **self._place, part=_part(""))
                     texts.append("")
-                if not isinstance(piece, Chosen):
-                    texts.append(piece[1])
-                    yield self._text_event("delta", delta=piece[1], logprobs=[])
+                if isinstance(piece, str):
+                    texts.append(piece)
+                    yield self._text_event("delta", delta=piece, logprobs=[])
                     continue
                 text = "".join(texts)
                 yield self._text_event("done", text=text, logprobs=[])
@@ -90,7 +90,7 @@ class ResponseForm(Form):
                 message, *calls = self._items(piece)
                 yield self._item_event("done", 0, message)
                 for number, item in enumerate(calls, start=1):
-                    for event in self._call_comes(number, item):
+                    for event in self._call_events(number, item):
                         yield event
                 whole = self.whole([piece])
                 yield self._event(f"response.{whole['status']}", response=whole)
@@ -104,7 +104,7 @@ class ResponseForm(Form):
     def _item_event(self, kind: str, number: int, item: Json) -> Json:
         return self._event(f"response.output_item.{kind}", output_index=number, item=item)
 
-    def _call_comes(self, number: int, item: Json) -> Iterator[Json]:
+    def _call_events(self, number: int, item: Json) -> Iterator[Json]:
         place = {"output_index": number, "item_id": item["id"]}
         begun = item | {"status": STARTED, "arguments": ""}
         yield self._item_event("added", number, begun)
@@ -115,13 +115,13 @@ class ResponseForm(Form):
         yield self._item_event("done", number, item)
 
     def _message(self, text: str | None) -> Json:
-        """text: None while none has come."""
+        """The message item; text None: it has just begun."""
         kind = {"id": self._message_id, "type": "message", "role": "assistant"}
         if text is None:
             return {**kind, "status": STARTED, "content": []}
         return {**kind, "status": DONE, "content": [_part(text)]}
 
-    def _items(self, answer: Chosen) -> list[Json]:
+    def _items(self, answer: CompletedChoice) -> list[Json]:
         kind = {"type": "function_call", "status": DONE}
         calls = [
             {"id": f"fc_{call['id']}", **kind, "call_id": call["id"], **call["function"]}
@@ -137,7 +137,7 @@ def _part(text: str) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _usage(chosen: Sequence[Chosen]) -> Json:
+def _usage(chosen: Sequence[CompletedChoice]) -> Json:
     found = usage_and_kv(chosen)
     usage = found["usage"]
     return {

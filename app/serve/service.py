@@ -1,4 +1,4 @@
-"""What every route of the server stands on: the desk, who may do what, how much at once, and waiting for clients."""
+"""What the server's routes share: access to collections, admission, timeouts, and waiting for clients."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from ragblend.app.serve.errors import ApiError, api_error, encoded
 from ragblend.app.serve.keys import Client
 from ragblend.app.serve.metrics import Metrics
-from ragblend.app.serve.sessions import Sessions
+from ragblend.app.serve.sessions import SessionCache
 from ragblend.app.services import AppServices, ModelStartup
 from ragblend.app.settings import BUNDLED
 from ragblend.engine.config import Report
@@ -29,13 +29,14 @@ from ragblend.integrations.backend import Backend
 from ragblend.integrations.threads import in_thread
 
 T = TypeVar("T")
-SEND_S = 60.0  # a client that has not taken an event for so long is gone
+SEND_TIMEOUT_S = 60.0  # a client that does not read an event for so long is disconnected
 
 
 @dataclass(frozen=True)
 class Limits:
-    """requests: at work and waiting, of all clients and of one; answer_s: of one answer, its waiting included;
-    body_s: until a request is there as a whole; hang_s: of one layer or token.
+    """Limits of the server. requests, requests_of_one: running and waiting ones, of all clients and of each.
+
+    answer_s: for one answer, waiting included; body_s: for receiving a request; hang_s: for one layer or token.
     """
 
     requests: int = 64
@@ -46,12 +47,12 @@ class Limits:
 
 
 class Admission:
-    """Lets so many requests in, and tells the others when to come again. For one event loop."""
+    """Limits how many requests run and wait; refused ones are told when to retry. For one event loop."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._inside: Counter[str] = Counter()
-        self._typical_s = 1.0  # of a request, lately
+        self._typical_s = 1.0  # duration of a request, a moving average
 
     @property
     def inside(self) -> int:
@@ -59,7 +60,7 @@ class Admission:
 
     @contextmanager
     def enter(self, client: Client) -> Iterator[None]:
-        """Raises ApiError (429)."""
+        """Admit one request for the block. Raises ApiError (429)."""
         mine = self._inside[client.name] >= self._limits.requests_of_one
         if mine or self.inside >= self._limits.requests:
             whose = "of this key " if mine else ""
@@ -82,44 +83,45 @@ class Admission:
 
 
 class Service:
-    """One server over one desk."""
+    """The state of one server, shared by its routes."""
 
     def __init__(self, desk: AppServices, limits: Limits | None = None) -> None:
         self.desk, self.limits = desk, limits or Limits()
-        self.startup, self.metrics, self.sessions = ModelStartup(), Metrics(), Sessions()
-        self.admission, self._long = Admission(self.limits), DeviceQueue()
+        self.startup, self.metrics, self.sessions = ModelStartup(), Metrics(), SessionCache()
+        self.admission, self._long_texts = Admission(self.limits), DeviceQueue()
         self.home = str(desk.workspaces.home.root)
         self.begun, self._begun_s = int(time.time()), time.monotonic()
 
     @property
     def uptime_s(self) -> float:
-        return time.monotonic() - self._begun_s  # by a clock that nobody sets
+        return time.monotonic() - self._begun_s  # the wall clock may be set
 
     @property
     def model(self) -> str:
-        """What clients call the model: never the path that it lies at."""
+        """The model's name for clients, never its path."""
         named = self.desk.settings.model
         return BUNDLED if named == "default" else Path(named).stem if Path(named).exists() else named
 
     def shown(self, text: str) -> str:
-        """Without the paths of this machine."""
+        """The text without paths of this machine."""
         named = self.desk.settings.model
         text = text.replace(self.home, "HOME")
         return text.replace(named, self.model) if Path(named).is_absolute() else text
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError (404)."""
+        """Raise ApiError (404) for another model."""
         if name not in (self.model, self.desk.settings.model):
             raise ApiError(
                 404, f"There is no model {name!r:.100}; there is {self.model!r}.", "model_not_found", "model"
             )
 
     def collection(self, client: Client, name: str | None = None) -> str:
-        """The one that was named, if the client may ask about it, else the client's own. Raises ApiError (404), also
-        where it was removed: what is asked then would be found by the next key of that name.
+        """The named collection, if the client may use it, or the client's first one. Raises ApiError (404).
+
+        Also if it was removed: passages learned from the request would be visible to a later key of that name.
         """
-        there = self.desk.workspaces.names()
-        allowed = there if client.is_owner else [each for each in client.collections if each in there]
+        existing = self.desk.workspaces.names()
+        allowed = existing if client.is_owner else [each for each in client.collections if each in existing]
         if name is None:
             name = next(iter(client.collections), self.desk.settings.collection)
         if name not in allowed:
@@ -128,35 +130,37 @@ class Service:
             )
         return name
 
-    def allowed_s(self, told: float | None) -> float:
-        """Seconds for an answer: what its client allows, or the server's limit."""
-        return min(told or self.limits.answer_s, self.limits.answer_s)
+    def allowed_s(self, timeout: float | None) -> float:
+        """Seconds for an answer: the client's timeout, at most the server's limit."""
+        return min(timeout or self.limits.answer_s, self.limits.answer_s)
 
-    def too_late(self, told: float | None) -> ApiError:
-        """408 where the client said how long; 504 where it is our limit."""
-        seconds = self.allowed_s(told)
-        said = f"No whole answer within {seconds:g} seconds; allow more, or fewer max_tokens."
-        status = 408 if told is not None and told <= self.limits.answer_s else 504
-        return ApiError(status, said, "timeout", is_final=True)
+    def timeout_error(self, timeout: float | None) -> ApiError:
+        """408 for the client's own timeout, 504 for the server's limit."""
+        seconds = self.allowed_s(timeout)
+        message = (
+            f"The answer was not complete within {seconds:g} seconds; allow more time, or fewer max_tokens."
+        )
+        status = 408 if timeout is not None and timeout <= self.limits.answer_s else 504
+        return ApiError(status, message, "timeout", is_final=True)
 
     @contextmanager
-    def reading(self, body: bytes, stopped: Cancel) -> Iterator[None]:
-        """While what a request asks is tokenized: long ones one at a time. Raises Cancelled if stopped before that."""
-        with self._long.turn(stopped) if len(body) > LONG_CHARACTERS else nullcontext():
+    def tokenizing(self, body: bytes, stopped: Cancel) -> Iterator[None]:
+        """Tokenize long requests one at a time, to limit memory. Raises Cancelled if stopped while it waits."""
+        with self._long_texts.turn(stopped) if len(body) > LONG_CHARACTERS else nullcontext():
             yield
 
     def count(self, report: Report) -> None:
-        """How the tokens of an answer's prompt were served; that there is one says that all is well again."""
-        self.startup.problem = ""
+        """Count an answer's tokens."""
+        self.startup.problem = ""  # the model works
         for kind in ("reused", "recomputed", "fresh", "missing", "generated"):
             self.metrics.count("tokens_total", getattr(report.tokens, kind), kind=kind)
 
     def backend(self, client: Client) -> Backend:
-        """The engine and the passages of that client. Imports torch: not for an event loop."""
+        """The engine and the passages of that client. Imports torch, so not for an event loop."""
         settings, collection = self.desk.settings, self.collection(client)
-        _ = self.desk.workspaces.of(collection).engine  # opened with the budgets of the settings
-        place = settings.device, settings.dtype, settings.vllm
-        return Backend(settings.model, self.home, collection, *place)
+        _ = self.desk.workspaces.of(collection).engine  # opens it with the settings' budgets
+        where = settings.device, settings.dtype, settings.vllm
+        return Backend(settings.model, self.home, collection, *where)
 
 
 def service_of(request: Request) -> Service:
@@ -170,16 +174,16 @@ def client_of(request: Request) -> Client:
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected."""
 
 
-class NotTaken(Exception):
-    """Who waits for the answer does not read it."""
+class ClientStalled(Exception):
+    """The client does not read its events."""
 
 
 async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """What `work` gives; it is cancelled, and ClientGone raised, when the client leaves."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    """Await work; if the client disconnects, cancel it and raise ClientGone."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -194,7 +198,7 @@ async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def stoppable(work: Callable[[threading.Event], T], seconds: float) -> T:
-    """What `work` gives, in a thread. Its event is set when time is up or nobody waits; then it must end."""
+    """Run work in a thread. The event passed to it is set after `seconds` or if this is cancelled; then it must end."""
     stopped = threading.Event()
     task = asyncio.ensure_future(in_thread(partial(work, stopped)))
     try:
@@ -206,16 +210,16 @@ async def stoppable(work: Callable[[threading.Event], T], seconds: float) -> T:
     return task.result()
 
 
-async def _left(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class Events(Response):
-    """Server-sent events: a `data:` line for each value, then [DONE]; an error ends them as OpenAI's clients expect.
-    Values that have a type are named by it (`event:`), and the last of these says itself that it is.
+    """Server-sent events: a `data:` line for each value, then [DONE]; an error is the last event, as OpenAI's is.
 
-    The first is there already, so what goes wrong before it has a status of its own.
+    Values with a `type` have it as `event:` name too, and end without [DONE]. The first value is given, so that an
+    error before it has a status of its own.
     """
 
     media_type = "text/event-stream"
@@ -228,20 +232,20 @@ class Events(Response):
         self._first, self._rest, self._shown = first, rest, shown
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(ClientGone, NotTaken):
-            await until_gone(receive, self._tell(send))
+        with suppress(ClientGone, ClientStalled):
+            await until_gone(receive, self._send_all(send))
 
-    async def _tell(self, send: Send) -> None:
+    async def _send_all(self, send: Send) -> None:
         async def event(data: bytes, more: bool = True, name: str = "") -> None:
             line = f"event: {name}\n".encode() if name else b""
-            sent = line + b"data: " + data + b"\n\n"
+            body = line + b"data: " + data + b"\n\n"
             try:
-                async with asyncio.timeout(SEND_S):
-                    await send({"type": "http.response.body", "body": sent, "more_body": more})
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await send({"type": "http.response.body", "body": body, "more_body": more})
             except TimeoutError:
-                raise NotTaken from None
+                raise ClientStalled from None
 
-        async def tell(value: object) -> bool:
+        async def send_value(value: object) -> bool:
             kind = value.get("type", "") if isinstance(value, dict) else ""
             await event(encoded(value), name=kind)
             return bool(kind)
@@ -252,10 +256,10 @@ class Events(Response):
             )
             is_named = False
             try:
-                is_named = await tell(self._first)
+                is_named = await send_value(self._first)
                 async for value in rest:
-                    await tell(value)
-            except (ClientGone, NotTaken, asyncio.CancelledError):
+                    await send_value(value)
+            except (ClientGone, ClientStalled, asyncio.CancelledError):
                 raise
             except Exception as error:
                 await event(encoded(api_error(error, self._shown).to_json()), more=False)
@@ -267,7 +271,7 @@ class Events(Response):
 
 
 async def streamed(request: Request, values: AsyncGenerator[object, None]) -> Response:
-    """The values as events, from the first on."""
+    """A response that streams the values as events."""
     try:
         first = await until_gone(request.receive, anext(values))
     except BaseException:

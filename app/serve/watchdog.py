@@ -1,7 +1,7 @@
-"""Ends a process in which a model hangs: nothing else frees a driver that does not come back (RAGCache §6).
+"""Watchdog: ends the process if a model hangs, because nothing else frees a driver that never returns (RAGCache §6).
 
-Whoever runs the server starts it again (systemd's `Restart=on-failure`, compose's `restart: on-failure`); what was
-acknowledged is on the disk.
+The supervisor restarts the server (systemd's `Restart=on-failure`, compose's `restart: on-failure`); acknowledged
+requests are on disk.
 """
 
 import faulthandler
@@ -19,9 +19,9 @@ EX_TEMPFAIL = 75  # of sysexits.h: it may work the next time
 def watch(
     queues: Callable[[], Iterable[DeviceQueue]], limit_s: float, end: Callable[[int], object] = os._exit
 ) -> threading.Event:
-    """Look after what computes, in a thread, until the event that this gives is set.
+    """Watch the device queues in a thread until the returned event is set.
 
-    limit_s: how long a request may have a model without coming to the end of a layer, token or batch.
+    limit_s: how long a request may hold a queue without completing a layer, token or batch.
     """
     stopped = threading.Event()
 
@@ -29,7 +29,7 @@ def watch(
         while not stopped.wait(limit_s / 4):
             if any(queue.still_s > limit_s for queue in queues()):
                 log.critical(
-                    "a model has not moved for %.0f s: the process ends, to be started again", limit_s
+                    "a model has made no progress for %.0f s: ending the process, to be restarted", limit_s
                 )
                 faulthandler.dump_traceback()
                 end(EX_TEMPFAIL)

@@ -34,7 +34,7 @@ def filled(cli, documents, capfd):
     return cli
 
 
-def test_a_command_may_open_as_many_files_as_the_system_gives(capfd):
+def test_the_open_file_limit_is_raised(capfd):
     """A prompt of 1,000 stored passages has as many open, and the usual 1,024 are for all of a process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
@@ -93,7 +93,7 @@ def test_ask_streams_answer_and_sources(filled, capfd):
     assert "first token after" in shown.err
 
 
-def test_ask_writes_the_numbers_of_the_list_into_the_answer_and_says_what_the_model_is(filled, capfd):
+def test_ask_marks_citations_and_describes_the_model(filled, capfd):
     filled.engine.reply = ["The sky over the har", "bour is blue. ", "Nobody knows more."]
     assert filled("ask", "What colour has the sky?") == 0
     shown = capfd.readouterr()
@@ -102,7 +102,7 @@ def test_ask_writes_the_numbers_of_the_list_into_the_answer_and_says_what_the_mo
     assert "The model that comes with RAGBlend is small" in shown.err
 
 
-def test_ask_writes_what_was_done_when(filled, tmp_path, capfd):
+def test_ask_writes_a_trace(filled, tmp_path, capfd):
     assert filled("ask", "Sky?", "--trace", tmp_path / "trace.gif") == 2
     assert filled.engine.requests == [], "refused before anything is asked"
     assert filled("ask", "What colour has the sky?", "--trace", tmp_path / "trace.json") == 0
@@ -140,14 +140,14 @@ def test_ask_waits_for_missing_passages_to_be_encoded(filled, capfd):
         (["chat", "9" * 20], 1, "LibraryError"),
     ],
 )
-def test_errors_have_a_code_a_name_and_no_traceback(filled, capfd, arguments, code, kind):
+def test_errors_have_an_exit_code_and_a_type_and_no_traceback(filled, capfd, arguments, code, kind):
     assert filled(*arguments, "--json") == code
     shown = capfd.readouterr()
     assert json.loads(shown.out)["error"]["type"] == kind
     assert shown.err.strip() and "Traceback" not in shown.err
 
 
-def test_second_writer_is_told_the_holder(told, home, documents):
+def test_a_second_writer_is_told_who_writes(told, home, documents):
     told("ingest", documents)
     with writer_lock(home / "writer.lock", "ragblend ingest elsewhere"):
         error = told("ingest", documents, code=1)["error"]
@@ -174,7 +174,7 @@ def test_store_stats_check_gc(told):
 
 
 @pytest.mark.usefixtures("filled")
-def test_check_finds_and_repair_mends_a_lost_index(told, home):
+def test_check_finds_and_repair_fixes_a_lost_index(told, home):
     (home / "chroma" / "chroma.sqlite3").write_bytes(b"rubbish" * 1000)
     for file in (home / "fake-kv").iterdir():
         file.unlink()
@@ -197,7 +197,7 @@ def test_the_index_of_every_collection_is_checked_and_repaired(told, home, docum
     assert told("store", "check")["ok"]
 
 
-def test_doctor_gives_one_line_a_check(filled, capfd):
+def test_doctor_prints_one_line_per_check(filled, capfd):
     assert filled("doctor") == 0
     lines = capfd.readouterr().out.splitlines()
     names = ["python", "packages", "device", "model gate", "embedder", "home", "disk", "library", "kv store"]
@@ -206,14 +206,14 @@ def test_doctor_gives_one_line_a_check(filled, capfd):
 
 
 @pytest.mark.usefixtures("filled")
-def test_doctor_notices_what_is_wrong(told, home):
+def test_doctor_reports_problems(told, home):
     (home / "chroma" / "chroma.sqlite3").chmod(0o644)
     (home / "chroma" / "chroma.sqlite3").write_bytes(b"rubbish" * 1000)
     found = {check["name"]: check["status"] for check in told("doctor", code=1)["checks"]}
     assert found["home"] == "warning" and found["vector index"] == "failed" and found["library"] == "ok"
 
 
-def test_pull_shows_the_command_it_runs(cli, capfd, monkeypatch):
+def test_pull_prints_its_command(cli, capfd, monkeypatch):
     ran = []
     done = subprocess.CompletedProcess([], 0)
     monkeypatch.setattr("subprocess.run", lambda command, **_: ran.append(command) or done)
@@ -238,7 +238,7 @@ def test_demo_compares_both_ways(cli, capfd, home):
     assert methods.count("full") == 3 and methods.count("probe-shift") == 4
 
 
-def test_a_demo_that_is_interrupted_while_it_reads_measures_nothing(cli, capfd, monkeypatch):
+def test_an_interrupted_demo_measures_nothing(cli, capfd, monkeypatch):
     """It went on, and ended with code 0."""
 
     def interrupt(texts):
@@ -264,7 +264,7 @@ def say(filled, monkeypatch):
 HARBOUR, RED = "What colour has the sky over the harbour?", "Whom does the red boat belong to?"
 
 
-def test_chat_continues_and_is_stored(filled, say, told, read, capfd):
+def test_chats_are_saved_and_continued(filled, say, told, read, capfd):
     assert say(HARBOUR, arguments=["--top-k", "1"]) == 0
     shown = capfd.readouterr()
     assert "It is blue." in shown.out and "[1] sky.txt" in shown.out and "ragblend chat 1" in shown.err
@@ -292,7 +292,7 @@ def test_chats_have_names_and_are_deleted(filled, say, told, capfd):
     assert filled("chat", "1") == 1 and "was deleted" in capfd.readouterr().err
 
 
-def test_answer_cut_off_by_a_kill_is_shown(filled, say, home, capfd):
+def test_an_answer_cut_off_by_a_kill_is_shown(filled, say, home, capfd):
     assert say(HARBOUR) == 0
     with Chats(home / "chats.sqlite") as chats:
         chats.add(1, "user", RED)
@@ -303,7 +303,7 @@ def test_answer_cut_off_by_a_kill_is_shown(filled, say, home, capfd):
     assert "It is o" in shown and INTERRUPTED in shown
 
 
-def test_chat_can_be_unsaved(filled, say, told):
+def test_no_save_saves_nothing(filled, say, told):
     assert say(HARBOUR, RED, arguments=["--no-save"]) == 0
     before, after = ([s.text for s in request[0].segments] for request in filled.engine.requests)
     assert after[: len(before)] == before, "but it remembers while it lasts"
@@ -312,7 +312,7 @@ def test_chat_can_be_unsaved(filled, say, told):
 
 
 @pytest.mark.parametrize("arguments", [["1", "--continue"], ["--name", "x", "--no-save"], ["--delete"]])
-def test_chat_names_its_conversation_once(filled, arguments):
+def test_conflicting_chat_options_are_refused(filled, arguments):
     assert filled("chat", *arguments) == 2
 
 

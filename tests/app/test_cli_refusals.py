@@ -1,4 +1,4 @@
-"""What cannot be done is refused before anything heavy is loaded: in a process that cannot import what is heavy."""
+"""Wrong arguments are refused before anything heavy is loaded, in a process that cannot import heavy packages."""
 
 import json
 import subprocess
@@ -95,7 +95,7 @@ SETTINGS = {
 
 
 @pytest.mark.usefixtures("library")
-def test_wrong_arguments_and_settings_are_refused_before_anything_is_loaded(without):
+def test_wrong_arguments_and_settings_are_refused_before_loading(without):
     """They took 50 s: the embedder, the index and the model's conversion came first."""
     cases = [(list(arguments), {}, says) for arguments, says in REFUSED.values()]
     cases += [([*ASK], {f"RAGBLEND_{name}": value}, says) for name, (value, says) in SETTINGS.items()]
@@ -109,14 +109,14 @@ def test_wrong_arguments_and_settings_are_refused_before_anything_is_loaded(with
 
 
 @pytest.mark.usefixtures("library")
-def test_most_settings_are_checked_before_torch_is_imported(without):
+def test_most_wrong_arguments_are_refused_before_torch_is_imported(without):
     named = ("ratio", "device", "dtype", "model", "gguf", "collection", "trace", "chat in", "documents of")
     done = without([(list(REFUSED[name][0]), {}) for name in named], (*HEAVY, "torch"))
     assert {name: code for name, (code, *_) in zip(named, done, strict=True)} == dict.fromkeys(named, 2)
 
 
 @pytest.mark.usefixtures("library")
-def test_missing_accelerator_is_reported(without):
+def test_a_missing_accelerator_is_reported(without):
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is one")
@@ -125,7 +125,7 @@ def test_missing_accelerator_is_reported(without):
         assert code == 2 and "--device cpu" in err
 
 
-def test_empty_library_needs_no_model(without):
+def test_an_empty_library_is_reported_at_once(without):
     """It loaded embedder and model first; chat even waited for a question."""
     for code, out, err in without([([*ASK], {}), (["chat"], {})], (*HEAVY, "torch")):
         assert code == 1 and out == ""

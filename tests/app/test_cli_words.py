@@ -1,4 +1,4 @@
-"""What the command line says of itself, of all collections, and when it is stopped or nobody reads on."""
+"""The command line's help, collections, interrupts, closed pipes and encodings."""
 
 import io
 import json
@@ -22,7 +22,7 @@ def commands(group, path=()):
         yield from commands(command, (*path, name))
 
 
-def test_help_shows_all_that_it_holds(capfd, monkeypatch):
+def test_help_shows_every_text(capfd, monkeypatch):
     """`[default: RAGBLEND_HOME ...]` was taken for markup, and went: "Where all data lives ."."""
     monkeypatch.setenv("COLUMNS", "1000")
     found = 0
@@ -71,7 +71,7 @@ def test_collections_are_listed_with_what_they_hold(two, told, capfd):
     assert "1 document" in capfd.readouterr().out
 
 
-def test_the_doctor_sees_every_collection(two, open_workspace, capfd):
+def test_doctor_checks_every_collection(two, open_workspace, capfd):
     """It looked at the default one alone, and was well pleased with a home whose other index was gone."""
     assert two("doctor") == 0
     assert "4 documents in default, harbour" in capfd.readouterr().out
@@ -90,7 +90,7 @@ def interrupts():
 
 
 @pytest.mark.parametrize("json_too", [False, True])
-def test_an_answer_that_is_interrupted_says_so_and_stays(two, capfd, interrupts, json_too):
+def test_an_interrupted_answer_is_reported_and_kept(two, capfd, interrupts, json_too):
     def interrupt(number):
         if number == 2:
             interrupts()
@@ -106,7 +106,7 @@ def test_an_answer_that_is_interrupted_says_so_and_stays(two, capfd, interrupts,
     assert two.engine.stream_made.closed
 
 
-def test_ask_can_skip_encoding_missing_passages(two, capfd, monkeypatch, interrupts):
+def test_waiting_for_background_work_can_be_skipped(two, capfd, monkeypatch, interrupts):
     """As it says of itself; the answer is there."""
     two.engine.misses = 1
     monkeypatch.setattr(two.engine, "finish_background", interrupts)
@@ -124,7 +124,7 @@ def test_ask_can_skip_encoding_missing_passages(two, capfd, monkeypatch, interru
         ("both", ["collections", "--json"]),
     ],
 )
-def test_a_pipe_that_is_closed_early_is_no_error(two, home, closed, arguments):
+def test_a_closed_pipe_is_no_error(two, home, closed, arguments):
     reader, writer = os.pipe()
     os.close(reader)
     streams = {name: writer for name in ("stdout", "stderr") if closed in (name, "both")}
@@ -138,7 +138,7 @@ def test_a_pipe_that_is_closed_early_is_no_error(two, home, closed, arguments):
     assert closed != "stderr" or done.stdout
 
 
-def test_a_failure_stays_one_when_nobody_reads_of_it(two, home):
+def test_a_failure_keeps_its_exit_code_with_closed_pipes(two, home):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-c", CODE, "docs", "show", "nosuch", "--home", str(home)]
@@ -146,7 +146,7 @@ def test_a_failure_stays_one_when_nobody_reads_of_it(two, home):
     os.close(writer)
 
 
-def test_closed_stderr_does_not_end_an_answer(two, monkeypatch, capfd):
+def test_a_closed_stderr_does_not_end_an_answer(two, monkeypatch, capfd):
     class Closed:
         def write(self, text):
             raise BrokenPipeError(32, "Broken pipe")
@@ -176,7 +176,7 @@ def written(monkeypatch):
     return run
 
 
-def test_a_name_that_is_not_utf8_does_not_spoil_the_json(cli, written, documents):
+def test_invalid_utf8_in_names_gives_valid_json(cli, written, documents):
     """After all the work it ended in a traceback."""
     (documents / f"{LATIN}.jpg").touch()
     value = json.loads(written(cli, "ingest", documents, documents / f"{LATIN}.png", "--json", code=1))
@@ -187,13 +187,13 @@ def test_a_name_that_is_not_utf8_does_not_spoil_the_json(cli, written, documents
     assert f"/dev/null/{LATIN}" in error["message"]
 
 
-def test_question_that_is_not_utf8_is_answered(two, told):
+def test_a_question_with_invalid_utf8_is_asked(two, told):
     assert told("ask", f"Who owns the {LATIN}?")["answer"] == "It is blue."
     assert "Who owns the caf??" in two.engine.requests[-1][0].segments[-1].text
 
 
 @pytest.mark.parametrize("arguments", [[], ["--no-save"]])
-def test_what_is_typed_may_be_in_another_encoding(two, monkeypatch, arguments):
+def test_typed_input_in_another_encoding_is_accepted(two, monkeypatch, arguments):
     typed = io.TextIOWrapper(io.BytesIO(b"Who owns the caf\xe9?\n"), encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", typed)
     assert two("chat", *arguments) == 0
@@ -203,7 +203,7 @@ def test_what_is_typed_may_be_in_another_encoding(two, monkeypatch, arguments):
 @pytest.mark.parametrize(
     ("encoding", "shown"), [("latin-1", "Café \\u0141"), ("ascii", "Caf\\u00e9 \\u0141")]
 )
-def test_what_a_terminal_cannot_show_is_written_in_other_signs(two, written, encoding, shown):
+def test_characters_missing_in_the_terminals_encoding_are_escaped(two, written, encoding, shown):
     """The answer ended in its middle. What takes the place of a sign is as well JSON."""
     two.engine.reply = ["Café Ł", "ódź 🚢 ", "is blue."]
     said = written(two, "ask", "Sky?", encoding=encoding)

@@ -1,4 +1,4 @@
-"""Models to choose from: what is here, what would fit, bringing one here, using it, and the way back."""
+"""Models: those on disk, suggestions, downloads, choosing one and going back."""
 
 import json
 import threading
@@ -8,7 +8,8 @@ import pytest
 from hub_server import serve_hub
 
 from ragblend.app import models
-from ragblend.app.models import GIGABYTE, SUGGESTIONS, Here, Machine, ModelDownload, full_name, offers
+from ragblend.app.model_offers import GIGABYTE, MachineCapacity, offers
+from ragblend.app.models import SUGGESTIONS, LocalModel, ModelDownload, full_name
 from ragblend.kvstore.errors import DownloadStoppedError, ModelNotFoundError
 from ragblend.ui import views
 
@@ -43,18 +44,18 @@ SLOW = {"bytes_a_parameter": 4, "flops_per_s": 1e11, "bytes_per_s": 8e9}
 
 def test_only_models_that_fit_are_offered():
     for free in (3, 4, 6, 8, 12, 40):
-        found = offers(Machine(free * GIGABYTE, **FAST))
+        found = offers(MachineCapacity(free * GIGABYTE, **FAST))
         assert 1 <= len(found) <= 3 or free < 3
         assert all(offer.memory_bytes <= free * GIGABYTE for offer in found)
         assert found == sorted(found, key=lambda offer: offer.memory_bytes)
-    assert offers(Machine(1 * GIGABYTE, **FAST)) == []
+    assert offers(MachineCapacity(1 * GIGABYTE, **FAST)) == []
 
 
-def test_larger_models_are_offered_to_faster_machines():
-    quick, slow = (offers(Machine(40 * GIGABYTE, **speed)) for speed in (FAST, SLOW))
+def test_a_quick_machine_is_offered_the_largest_and_a_slow_one_is_not():
+    quick, slow = (offers(MachineCapacity(40 * GIGABYTE, **speed)) for speed in (FAST, SLOW))
     assert quick[0].model is SUGGESTIONS[0] and quick[-1].model is SUGGESTIONS[-1] and len(quick) == 3
     assert slow[-1].model.parameters < 2e9 and slow[-1].first_token_s <= 90
-    slowest = offers(Machine(40 * GIGABYTE, 4, 1e9, 1e8))
+    slowest = offers(MachineCapacity(40 * GIGABYTE, 4, 1e9, 1e8))
     assert [offer.model for offer in slowest] == [SUGGESTIONS[0]], "none is quick: the smallest"
 
 
@@ -116,11 +117,11 @@ def test_failed_download_keeps_the_old_model(cli, hub, home, capfd):
     assert not (home / "settings.toml").exists()
 
 
-def test_model_can_be_named_by_its_last_part():
-    here = [Here("anna/tiny", "hub", 1), Here("/models/mine.gguf", ".gguf", 1)]
+def test_a_name_may_be_the_last_part_of_one():
+    here = [LocalModel("anna/tiny", "hub", 1), LocalModel("/models/mine.gguf", ".gguf", 1)]
     assert full_name("Qwen2.5-0.5B-Instruct", here) == "Qwen/Qwen2.5-0.5B-Instruct"
     assert full_name("mine.gguf", here) == "/models/mine.gguf"
-    assert full_name("tiny", [*here, Here("berta/tiny", "hub", 1)]) == "tiny", "it could be either"
+    assert full_name("tiny", [*here, LocalModel("berta/tiny", "hub", 1)]) == "tiny", "it could be either"
     assert full_name("elsewhere/mine", here) == "elsewhere/mine"
 
 
@@ -128,7 +129,7 @@ def test_changing_the_model_announces_reingesting(cli, hub, documents, capfd):
     assert cli("ingest", documents) == 0
     capfd.readouterr()
     assert cli("models", "use", "anna/tiny") == 0
-    assert "3 documents were read for default" in capfd.readouterr().out
+    assert "3 documents were ingested for default" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("first", ["ingest", "ask"])
@@ -144,9 +145,9 @@ def test_better_models_are_named_once_in_a_home(cli, documents, hub_cache, capfd
     assert "Larger models of the hub" not in capfd.readouterr().err
 
 
-def test_model_picker_lists_each_model_once_and_the_current_one():
-    fitting = offers(Machine(40 * GIGABYTE, **FAST))
-    here = [Here("default", "bundled", 100), Here(fitting[0].model.name, "hub", 100)]
+def test_a_picker_offers_each_once_and_what_is_in_use():
+    fitting = offers(MachineCapacity(40 * GIGABYTE, **FAST))
+    here = [LocalModel("default", "bundled", 100), LocalModel(fitting[0].model.name, "hub", 100)]
     choices = views.model_choices(here, fitting, "/my/model")
     names = [name for _, name in choices]
     assert names[0] == "/my/model" and len(names) == len(set(names)) == 5

@@ -84,7 +84,7 @@ def test_the_bundled_model_ends_with_a_sentence_unless_a_longer_answer_is_wanted
     assert other.answering["max_new_tokens"] == 256 and "one_sentence" not in other.answering
     longer = bundled.changed({"max_new_tokens": 200})
     assert longer.answering["max_new_tokens"] == 200 and "one_sentence" not in longer.answering
-    assert "135M" in Settings(model="x/SmolLM2-135M-Instruct-Q8.gguf").manner.note and not other.manner.note
+    assert "135M" in Settings(model="x/SmolLM2-135M-Instruct-Q8.gguf").style.note and not other.style.note
 
 
 @pytest.mark.parametrize("name", [None, "", 7, "../up", ["default"]])

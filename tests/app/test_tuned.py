@@ -1,11 +1,11 @@
-"""What was tuned for a model stands in its settings until something else is said, and can be taken back."""
+"""A tuned method is in the settings until another one is given, and can be undone."""
 
 import stat
 
 import pytest
 
 from ragblend.app.settings import Settings
-from ragblend.app.tuned import KEPT, choice_for, save_choice, tuned_file, undo_choice
+from ragblend.app.tuned import MAX_CHOICES, choice_for, save_choice, tuned_file, undo_choice
 from ragblend.kvstore.errors import SettingsError
 
 
@@ -65,12 +65,12 @@ def test_tuned_choices_are_undone_one_by_one(tuned) -> None:
     assert choice_for(file, "other").method == "random"
 
 
-def test_few_choices_are_stored_privately(path) -> None:
-    for number in range(KEPT + 3):
+def test_not_more_than_a_few_are_kept_and_only_their_user_may_read_them(path) -> None:
+    for number in range(MAX_CHOICES + 3):
         save_choice(tuned_file(path), "default", "epic", number / 100, {})
     assert stat.S_IMODE(tuned_file(path).stat().st_mode) == 0o600
     assert [each.name for each in path.parent.iterdir()] == ["tuned.json"]
-    for _ in range(KEPT):
+    for _ in range(MAX_CHOICES):
         assert undo_choice(tuned_file(path), "default") is not None
     assert undo_choice(tuned_file(path), "default") is None
 

@@ -1,3 +1,3 @@
-"""The fixtures that the benches' tests share with the benchmarks'."""
+"""Fixtures that the tests of benchmarks/ share with those of the benches."""
 
 from bench_fixtures import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""Other data sets' formats: converted as they are meant, refused with the file, the record and the field."""
+"""Other data sets' formats are converted, or refused with the file, the record and the field."""
 
 import json
 
@@ -46,7 +46,7 @@ def squad():
     return {"version": "1.1", "data": [article("North_Port", 3), article("South_Port", 9)]}
 
 
-def test_passages_are_summarised_in_place_of_their_question(write) -> None:
+def test_summary_replaces_the_question(write) -> None:
     ctxs = [
         {"title": "A", "text": "Ten boats."},
         {"title": "", "text": "Two crews."},
@@ -59,7 +59,7 @@ def test_passages_are_summarised_in_place_of_their_question(write) -> None:
     assert (question.instruction, question.required, question.task) == ("", (), "summary")
 
 
-def test_a_longbench_context_is_cut_where_its_passages_begin(write) -> None:
+def test_longbench_contexts_are_split_at_their_passages(write) -> None:
     (question,) = load(write([longbench()], lines=True)).questions
     assert [passage[:10] for passage in question.passages] == [f"Passage {n}:" for n in range(1, 5)]
     assert (question.text, question.answers, question.task) == (
@@ -70,7 +70,7 @@ def test_a_longbench_context_is_cut_where_its_passages_begin(write) -> None:
     assert question.instruction is None
 
 
-def test_squads_own_file_gives_each_question_its_paragraph_among_others(write) -> None:
+def test_squad_questions_get_their_paragraph_among_others(write) -> None:
     questions = load(write(squad()), passages=5).questions
     assert len(questions) == 12
     for question in questions:
@@ -105,7 +105,7 @@ def test_squads_own_file_gives_each_question_its_paragraph_among_others(write) -
         ({"data": [{"title": "t", "paragraphs": []}]}, False, "no question that can be measured"),
     ],
 )
-def test_what_is_missing_is_named_with_its_record(records, lines, said, write) -> None:
+def test_missing_fields_are_named_with_their_record(records, lines, said, write) -> None:
     path = write(records, lines)
     with pytest.raises(UsageError, match=said) as caught:
         load(path)

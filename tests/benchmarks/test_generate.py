@@ -1,4 +1,4 @@
-"""Generated questions: the same for the same seed, as long as asked, and their exact answers really are in the text."""
+"""Generated questions: reproducible, of the requested length, with their answers in the text."""
 
 import re
 
@@ -24,7 +24,7 @@ def text_of(question):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_larger_n_adds_questions_and_keeps_those_that_there_were(task) -> None:
+def test_a_larger_n_only_adds_questions(task) -> None:
     """n was a part of the seed: raising it threw away all that was measured."""
     few, many = made(f"{task},n=2,tokens=1500"), made(f"{task},n=4,tokens=1500")
     assert many[:2] == few
@@ -34,7 +34,7 @@ def test_a_larger_n_adds_questions_and_keeps_those_that_there_were(task) -> None
 
 
 @pytest.mark.parametrize(("task", "tokens"), list(zip(TASKS, [600, 4000, 60_000] * 2, strict=True)))
-def test_passages_have_the_length_that_was_asked_for(task, tokens) -> None:
+def test_passages_have_the_requested_length(task, tokens) -> None:
     (question,) = made(f"{task},n=1,tokens={tokens},chunk=200")
     sizes = [count_words(passage) for passage in question.passages]
     assert sum(sizes) == pytest.approx(tokens, rel=0.05)
@@ -43,7 +43,7 @@ def test_passages_have_the_length_that_was_asked_for(task, tokens) -> None:
 
 
 @pytest.mark.parametrize("task", ["single_needle", "multi_key", "multi_value", "multi_query"])
-def test_what_the_needles_say_of_the_asked_keys_is_what_is_required(task) -> None:
+def test_required_answers_are_the_needles_of_the_asked_keys(task) -> None:
     for question in made(f"{task},n=8,tokens=1500,items=5"):
         said = re.findall(r"magic numbers of ([\w-]+) is (\d+)\.", text_of(question))
         asked = re.findall(r"\w+-\w+", question.text)
@@ -52,7 +52,7 @@ def test_what_the_needles_say_of_the_asked_keys_is_what_is_required(task) -> Non
         assert len(question.required) == (5 if task in ("multi_value", "multi_query") else 1)
 
 
-def test_variables_hold_the_value_by_following_the_assignments_of_mixed_chains() -> None:
+def test_required_variables_follow_from_the_assignments() -> None:
     orders = set()
     for question in made("variable_tracking,n=8,tokens=1500,hops=3,chains=4"):
         held = {}
@@ -66,7 +66,7 @@ def test_variables_hold_the_value_by_following_the_assignments_of_mixed_chains()
     assert len(orders) > 4
 
 
-def test_two_hops_lead_from_the_town_to_the_place_and_one_does_not() -> None:
+def test_two_hop_questions_need_both_passages() -> None:
     for question in made("two_hop,n=8,tokens=1500,chunk=200"):
         text = text_of(question)
         (town,) = re.findall(r"master of (\w+) born", question.text)
@@ -77,7 +77,7 @@ def test_two_hops_lead_from_the_town_to_the_place_and_one_does_not() -> None:
         assert len(re.findall("was born in", text)) == 4
 
 
-def test_a_needle_stands_at_the_depth_that_was_asked_for_in_the_same_text() -> None:
+def test_needles_are_at_the_requested_depth_of_the_same_text() -> None:
     """At every depth the same sentences, so that depths are compared and not texts."""
     texts = {}
     for depth in (0, 50, 100):

@@ -1,11 +1,11 @@
-"""Requests under load: the document shows what is recorded, and made-up time is right by hand."""
+"""Requests under load: the document shows the recorded figures, and simulated times are right by hand."""
 
 import json
 
 import pytest
 
 from benchmarks.measure_serve import PAGE, RECORDED, arrivals, page_with, throughput
-from benchmarks.serve_simulator import SYSTEMS, Costs, Found, Request, simulator
+from benchmarks.serve_simulator import SYSTEMS, Costs, PromptTokens, SimulatedRequest, simulator
 
 COSTS = Costs((0.5, 0.0, 1.0, 0.0, 0.1, 0.0, 0.2), token_s=0.25, error=0.0)
 NAMED = {system.name: system for system in SYSTEMS}
@@ -13,7 +13,7 @@ PASSAGES = [400, 400, 400]
 
 
 def asked(at, *numbers, answer_tokens=1):
-    return Request(at, tuple((number, PASSAGES[number]) for number in numbers), answer_tokens)
+    return SimulatedRequest(at, tuple((number, PASSAGES[number]) for number in numbers), answer_tokens)
 
 
 def served(system, *runs, share=2.0):
@@ -22,49 +22,55 @@ def served(system, *runs, share=2.0):
         return [one.run(list(requests)) for requests in runs]
 
 
-def test_the_document_shows_what_is_recorded():
+def test_the_document_shows_the_recorded_figures():
     assert page_with(json.loads(RECORDED.read_text(encoding="utf-8"))) == PAGE.read_text(encoding="utf-8")
 
 
-def test_as_they_come_each_waits_for_those_before_it():
+def test_first_come_first_served():
     [found] = served("full", [asked(0.0, 0), asked(0.5, 1), asked(9.0, 0, 1)])
-    one = COSTS.seconds(Found(400 + 96))
-    assert found.ttft_s == pytest.approx([one, 2 * one - 0.5, COSTS.seconds(Found(800 + 96))])
+    one = COSTS.seconds(PromptTokens(400 + 96))
+    assert found.ttft_s == pytest.approx([one, 2 * one - 0.5, COSTS.seconds(PromptTokens(800 + 96))])
 
 
-def test_a_stream_has_its_tokens_between_the_slices_of_the_next_prompt():
+def test_tokens_are_decoded_between_slices_of_the_next_prompt():
     [found] = served("full", [asked(0.0, 0, answer_tokens=3), asked(0.1, 1)])
-    one = COSTS.seconds(Found(400 + 96))
+    one = COSTS.seconds(PromptTokens(400 + 96))
     assert found.ttft_s == pytest.approx([one, 2 * one - 0.1 + 2 * COSTS.token_s])
 
 
-def test_a_path_is_computed_once_and_read_as_far_as_it_goes():
+def test_a_path_is_computed_once_and_reused():
     first, again = served(
         "exact tree", [asked(0.0, 0, 1)], [asked(0.0, 0, 1), asked(9.0, 0, 2), asked(20.0, 2)]
     )
-    assert first.path_tokens == 0 and first.ttft_s == pytest.approx([COSTS.seconds(Found(896, pieces=3))])
+    assert first.path_tokens == 0 and first.ttft_s == pytest.approx(
+        [COSTS.seconds(PromptTokens(896, pieces=3))]
+    )
     assert again.path_tokens == 800 + 400
-    assert again.ttft_s[0] == pytest.approx(COSTS.seconds(Found(96, 800)))
+    assert again.ttft_s[0] == pytest.approx(COSTS.seconds(PromptTokens(96, 800)))
 
 
-def test_what_was_ingested_is_fused_but_for_the_first_passage():
+def test_ingested_passages_are_fused_except_the_first():
     [found] = served("blend", [asked(0.0, 0, 1, 2)])
-    assert found.ttft_s == pytest.approx([COSTS.seconds(Found(96, 400, 800))])
+    assert found.ttft_s == pytest.approx([COSTS.seconds(PromptTokens(96, 400, 800))])
 
 
-def test_auto_learns_a_node_a_time_once_it_is_asked_for_again():
+def test_auto_learns_one_node_per_repeated_request():
     requests = [[asked(0.0, 0, 1)], [asked(0.0, 0, 1), asked(99.0, 2)], [asked(0.0, 0, 1)]]
     assert [found.path_tokens for found in served("auto", *requests)] == [400, 400 + 400, 800]
 
 
-def test_where_there_is_room_for_one_it_is_who_was_asked_for_twice():
+def test_eviction_keeps_the_repeated_request():
     found = served("exact tree", *[[asked(0.0, number)] for number in (0, 1, 1, 1, 0)], share=0.4)
     assert [each.path_tokens for each in found] == [0, 0, 0, 400, 0]
 
 
-def test_costs_are_found_again():
+def test_fitted_costs_are_recovered():
     draws = [
-        Found(n, p, f, k) for n in (50, 300, 900) for p in (0, 400) for f in (0, 500, 900) for k in (1, 3)
+        PromptTokens(n, p, f, k)
+        for n in (50, 300, 900)
+        for p in (0, 400)
+        for f in (0, 500, 900)
+        for k in (1, 3)
     ]
     fitted = Costs.fitted([(each, COSTS.seconds(each)) for each in draws], COSTS.token_s)
     assert fitted.weights == pytest.approx(COSTS.weights, abs=1e-6) and fitted.error < 1e-6

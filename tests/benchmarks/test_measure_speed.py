@@ -1,4 +1,4 @@
-"""Where the time of a prefill goes: the document shows what is recorded, and no second is counted twice."""
+"""Times of a prefill: the document shows the recorded figures, and no second is counted twice."""
 
 import itertools
 import json
@@ -7,11 +7,11 @@ from benchmarks import measure_speed
 from benchmarks.measure_speed import PAGE, RECORDED, Phases, page_with
 
 
-def test_the_document_shows_what_is_recorded():
+def test_the_document_shows_the_recorded_figures():
     assert page_with(json.loads(RECORDED.read_text(encoding="utf-8"))) == PAGE.read_text(encoding="utf-8")
 
 
-def test_a_phase_has_the_time_that_no_phase_within_it_took(monkeypatch):
+def test_nested_phases_are_not_counted_twice(monkeypatch):
     monkeypatch.setattr(measure_speed.time, "perf_counter", itertools.count().__next__)
     phases = Phases()
     around = phases.around(lambda: phases.around(lambda: None, "attention")(), "probe")

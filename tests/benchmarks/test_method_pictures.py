@@ -1,9 +1,9 @@
-"""The pictures of docs/methods.md show what a prefill did: rows by layer become states by the policy that ran."""
+"""The pictures of docs/methods.md show what a prefill did: rows by layer become states."""
 
 import pytest
 import torch
 
-from benchmarks.method_pictures import State, Watched, states, watched
+from benchmarks.method_pictures import RecordedRun, RowState, states, watched
 from ragblend.app.quality import quality
 from ragblend.app.quality.prefilling import stored
 from ragblend.engine.plan import Kind, Span, make_plan
@@ -26,32 +26,32 @@ def letters():
 
     def drawn(method, steps, probed=()):
         each = [(layer, torch.tensor(sorted([*always, *rows]))) for layer, rows in steps]
-        seen = Watched(plan, each, [torch.tensor(rows) for rows in probed])
+        seen = RecordedRun(plan, each, [torch.tensor(rows) for rows in probed])
         found = states(seen, METHODS[method]).tolist()
-        return ["".join(State(state).name[0] for state in row) for row in found]
+        return ["".join(RowState(state).name[0] for state in row) for row in found]
 
     return drawn
 
 
-def test_what_is_not_computed_is_drawn_as_it_was_taken_from_the_store(letters) -> None:
+def test_reused_rows_are_drawn_as_stored(letters) -> None:
     assert letters("reuse", [(0, [])]) == ["FFEEFMMMFF"] * LAYERS
     assert letters("naive", [(0, [])]) == ["FFEEFLLLFF"] * LAYERS
     assert letters("full", [(0, [2, 3, 5, 6, 7])]) == ["FFCCFCCCFF"] * LAYERS
 
 
-def test_a_choice_at_a_layer_is_drawn_from_that_layer_on(letters) -> None:
+def test_selection_at_a_layer_is_drawn_from_that_layer_on(letters) -> None:
     found = letters("cacheblend-gradual", [(0, [5, 6, 7]), (1, [5, 7]), (3, [5])])
     assert found == ["FFEEFCCCFF", "FFEEFCMCFF", "FFEEFCMCFF", "FFEEFCMMFF"]
 
 
-def test_fresh_rows_of_a_probe_run_twice_up_to_the_layer_where_it_ends(letters) -> None:
+def test_fresh_rows_of_a_probe_are_drawn_twice_up_to_its_last_layer(letters) -> None:
     """But what nothing can change, which is all before the moved passage, goes on where the probe left it."""
     fresh = [0, 1, 4, 8, 9]
     assert letters("a3", [(0, [6])], [fresh]) == ["FFEEFMCMTT"] * 2 + ["FFEEFMCMFF"] * 2
     assert letters("prophet", [(0, [6])], [fresh]) == ["FFEEFMCMTT"] * LAYERS
 
 
-def test_a_shift_is_drawn_on_all_moved_rows_that_are_not_computed_and_on_no_others(letters) -> None:
+def test_only_moved_rows_that_are_not_computed_are_drawn_as_shifted(letters) -> None:
     # Of so few tokens the question is run through half of the layers.
     assert letters("probe-shift", [(0, [6])], [[8, 9]]) == ["FFEEFSCSTT"] * 2 + ["FFEEFSCSFF"] * 2
 
@@ -63,7 +63,7 @@ def prompt(engine, questions):
 
 
 @pytest.mark.parametrize("method", [name for name, policy in METHODS.items() if policy.fixed_ratio is None])
-def test_the_shares_that_are_watched_are_what_the_report_says_was_spent(engine, prompt, method) -> None:
+def test_recorded_shares_equal_the_reports(engine, prompt, method) -> None:
     policy, seen = watched(METHODS[method])
     through = engine.prefill(prompt, method=policy, ratio=0.4)
     plainly = engine.prefill(prompt, method=method, ratio=0.4)

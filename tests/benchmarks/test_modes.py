@@ -1,4 +1,4 @@
-"""RAG modes beside the methods: LangChain's own chains, on the real engine over the tiny model.
+"""LangChain's own chains on the real engine with the tiny model.
 
 A fake model stands in only where the chain's arithmetic is under test: what it says and how long it takes are known.
 """
@@ -39,7 +39,7 @@ def answer(engine, variant, question, max_new_tokens=4):
     ("mode", "calls", "longest"),
     [("map_reduce", 4, [6, 6, 6, 4]), ("map_rerank", 3, [20] * 3), ("refine", 3, [4] * 3)],
 )
-def test_every_call_of_a_chain_is_counted_and_read_in_full(
+def test_every_call_of_a_chain_is_counted(
     engine, questions, asked, mode, calls, longest, caplog, monkeypatch
 ) -> None:
     monkeypatch.setattr(calls_module, "_said", set())  # it says a thing once a process
@@ -57,7 +57,7 @@ def test_every_call_of_a_chain_is_counted_and_read_in_full(
     assert caplog.records == []  # that the reduce prompt holds no document is no news
 
 
-def test_calls_that_recompute_everything_answer_as_those_read_in_full(engine, questions) -> None:
+def test_ratio_1_answers_as_full_prefill(engine, questions) -> None:
     """Same chains, same token ids, KV from the store: ratio 1 is full prefill, and at 0 something must differ."""
     full = [answer(engine, mode_of("refine"), each, 12) for each in questions]
     exact = [answer(engine, mode_of("refine+random", 1.0), each, 12) for each in questions]
@@ -67,7 +67,7 @@ def test_calls_that_recompute_everything_answer_as_those_read_in_full(engine, qu
     assert [each.text for each in reused] != [each.text for each in full]
 
 
-def test_a_mode_leaves_no_passages_in_the_registry_even_when_it_fails(engine, questions, monkeypatch) -> None:
+def test_modes_leave_no_registered_passages(engine, questions, monkeypatch) -> None:
     """It fails where a passage is not stored, because that one would look perfect."""
     engine.encode(list(questions[0].passages[:2]))
     with pytest.raises(BenchError, match=r"refine\+reuse reused 2 of 3 passages"):
@@ -148,7 +148,7 @@ def ask(monkeypatch):
         ("map_rerank", 3, 3 * 90),  # nothing is known before the last candidate is complete
     ],
 )
-def test_the_first_token_is_the_final_answers(ask, mode, calls, expected_ms) -> None:
+def test_ttft_is_that_of_the_final_answer(ask, mode, calls, expected_ms) -> None:
     said = ask(mode, ["yes\nScore: 50"] * calls, before_ms=30, after_ms=60)
     assert said.ttft_ms == pytest.approx(expected_ms)
     assert (said.calls, said.prompt_tokens, said.generated_tokens) == (calls, 100 * calls, 7 * calls)
@@ -162,9 +162,7 @@ def test_the_first_token_is_the_final_answers(ask, mode, calls, expected_ms) -> 
         (["  no idea ", "none", "never"], "no idea", 3),
     ],
 )
-def test_map_rerank_takes_the_best_score_and_does_without_where_there_is_none(
-    ask, answers, chosen, unscored
-) -> None:
+def test_map_rerank_takes_the_best_score_if_there_is_one(ask, answers, chosen, unscored) -> None:
     said = ask("map_rerank", answers)
     assert (said.text, said.unscored) == (chosen, unscored)
 
@@ -172,7 +170,7 @@ def test_map_rerank_takes_the_best_score_and_does_without_where_there_is_none(
 # --- as it is typed
 
 
-def test_modes_are_named_alone_and_with_a_method() -> None:
+def test_modes_with_and_without_a_method() -> None:
     own, others = parse("full,refine,refine+reuse,map_reduce+random,random", "0.1,0.2", [])
     assert own == "full,random"
     found = ["refine", "refine+reuse", "map_reduce+random 0.1", "map_reduce+random 0.2"]
@@ -182,7 +180,7 @@ def test_modes_are_named_alone_and_with_a_method() -> None:
     assert parse("full,random", "0.1", [])[1].settings is None
 
 
-def test_what_is_no_mode_and_what_cannot_be_compared_is_named() -> None:
+def test_unknown_modes_and_incomparable_ones_are_refused() -> None:
     for wrong in ("refine+", "refine+magic"):
         with pytest.raises(UsageError, match="--methods"):
             parse(wrong, "0.1", [])

@@ -1,4 +1,4 @@
-"""The picture of needles: a panel a method, a cell a length and depth, and nothing of what cannot be compared."""
+"""The needle picture: a panel per method, a cell per length and depth."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def row(method, task, kept=1.0, kl=0.1, ratio=None, n=4):
     }  # fmt: skip
 
 
-def test_a_panel_a_method_and_a_cell_a_place() -> None:
+def test_one_panel_per_method_and_one_cell_per_place() -> None:
     tasks = [
         row("full", "single_needle 1,000 at 0%"),
         row("epic", "single_needle 1,000 at 0%", 0.75, ratio=0.15),

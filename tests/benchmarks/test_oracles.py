@@ -1,4 +1,4 @@
-"""The transplant oracle: full prefill's KV at the rows that another method chooses, and nothing anywhere else."""
+"""The transplant oracle: full prefill's KV at the rows that another method selects, and nowhere else."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def largest(one, other):
     return float((one - other).abs().max())
 
 
-def test_it_copies_the_truth_at_the_chosen_rows(engine):
+def test_transplant_copies_true_kv_at_the_selected_rows(engine):
     engine.encode(TEXTS)
     prompt = engine.tokenize(
         engine.chat_prompt(None, [Chunk(text) for text in TEXTS], "Who kept the ledgers?")
@@ -44,7 +44,7 @@ def test_it_copies_the_truth_at_the_chosen_rows(engine):
     assert largest(everything.logits, full.logits) < 1e-3 < largest(reused.logits, full.logits)
 
 
-def test_it_runs_beside_the_methods(engine, tmp_path):
+def test_transplant_is_measured_beside_methods(engine, tmp_path):
     """It copies from the reference's KV, behind which the reference's answer stood a moment ago."""
     journal = Journal(tmp_path / "oracle.jsonl")
     _, others = parse("transplant:by=epic", "0.4", [])
@@ -66,12 +66,12 @@ def test_it_runs_beside_the_methods(engine, tmp_path):
         ("transplant:as=epic", "no parameter 'as'"),
     ],
 )
-def test_what_it_cannot_do_is_named(method, said):
+def test_unsupported_transplants_are_refused(method, said):
     with pytest.raises(UsageError, match=said):
         parse(method, "0.3", [])
 
 
-def test_what_is_added_must_have_a_name_of_its_own():
+def test_added_methods_need_a_new_name():
     with registered(Transplant()):
         assert policy_named("transplant").name == "transplant"
         for name in ("", "reuse", "transplant"):

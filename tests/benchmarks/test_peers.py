@@ -1,4 +1,4 @@
-"""What is told of other programs: medians of their answers, and which one ended."""
+"""Comparisons with other programs: medians of their answers, and which one failed."""
 
 import json
 import stat
@@ -24,7 +24,7 @@ def answer(ttft_ms, last_ms, peak=1_000_000):
     return {"ttft_ms": ttft_ms, "last_ms": last_ms, "peak": peak, "disk": 2_000_000, "ingest_tokens": 10}
 
 
-def test_the_table_holds_medians_of_those_that_were_asked(tmp_path):
+def test_the_table_has_medians_of_measured_programs(tmp_path):
     asked = {"vllm": [answer(100, 1090), answer(200, 2180), answer(300, 1290, 9_000_000)], "transformers": []}
     (row,) = peers.report(asked, MACHINE, tmp_path)
     assert row["case"] == "vllm" and row["answers"] == 3
@@ -35,7 +35,7 @@ def test_the_table_holds_medians_of_those_that_were_asked(tmp_path):
     assert (tmp_path / "peers.png").stat().st_size > 1000
 
 
-def test_a_program_has_its_own_threads_and_is_stopped_but_while_it_is_asked(tmp_path, monkeypatch):
+def test_programs_have_their_own_threads_and_are_stopped_while_idle(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     program = tmp_path / "python"
     program.write_text(PROGRAM)
@@ -48,7 +48,7 @@ def test_a_program_has_its_own_threads_and_is_stopped_but_while_it_is_asked(tmp_
     assert not process.is_running()
 
 
-def test_what_was_asked_of_another_model_or_number_of_threads_is_kept_apart(tmp_path, monkeypatch):
+def test_other_models_and_thread_counts_have_other_folders(tmp_path, monkeypatch):
     model = tmp_path / "model.gguf"
     model.write_bytes(b"GGUF")
     first = peers.folder_of(str(model), peers.PYTHONS, tmp_path)
@@ -59,7 +59,7 @@ def test_what_was_asked_of_another_model_or_number_of_threads_is_kept_apart(tmp_
     assert len({first, other, peers.folder_of(str(model), peers.PYTHONS, tmp_path)}) == 3
 
 
-def test_a_program_is_asked_line_by_line_and_named_where_it_ended(tmp_path):
+def test_programs_are_asked_line_by_line_and_failures_name_them(tmp_path):
     program = tmp_path / "python"
     program.write_text(
         f"#!/bin/sh\necho ready\nread number\necho '{json.dumps(answer(1, 2))}'\nread number\n"

@@ -19,7 +19,7 @@ def write(model_folder, home, tmp_path):
     return write
 
 
-def test_generated_questions_are_as_long_as_the_models_tokenizer_says(write, engine) -> None:
+def test_generated_lengths_use_the_models_tokenizer(write, engine) -> None:
     questions = write(
         "--generate", "two_hop,tokens=1200,chunk=300,n=2", "--generate", "ruler:multi_key,tokens=900,n=1"
     )
@@ -37,7 +37,7 @@ def test_generated_questions_are_as_long_as_the_models_tokenizer_says(write, eng
         (("--generate", "multi_valu"), "did you mean 'multi_value'"),
     ],
 )
-def test_wrong_arguments_are_named_before_a_model_is_loaded(write, home, arguments, said) -> None:
+def test_wrong_arguments_are_refused_before_a_model_is_loaded(write, home, arguments, said) -> None:
     with pytest.raises(UsageError, match=said):
         write(*arguments)
     assert not home.exists()

@@ -1,4 +1,4 @@
-"""`variant` is `probe-shift` with parts changed: each parameter changes what it says, and nothing else."""
+"""`variant` is `probe-shift` with parts changed: each parameter changes only its part."""
 
 import pytest
 from bench_fixtures import some_text
@@ -29,11 +29,11 @@ def apart(one, two) -> float:
     return float((one - two).abs().max())
 
 
-def test_with_nothing_changed_it_is_probe_shift(logits):
+def test_the_default_variant_equals_probe_shift(logits):
     assert apart(logits(VARIANT), logits("probe-shift")) < 1e-5
 
 
-def test_without_keys_and_values_nothing_is_shifted(logits):
+def test_zero_factors_shift_nothing(logits):
     """What `probe` would give, had it the same rows."""
     unshifted = changed(keys=0, values=0)
     assert apart(logits(unshifted), logits(VARIANT)) > 1e-4
@@ -52,6 +52,6 @@ def test_each_part_can_be_changed(logits, parameters):
 
 
 @pytest.mark.parametrize("parameters", [{"scope": "wide"}, {"spared": "words"}, {"figure_gain": -1}])
-def test_what_makes_no_sense_is_refused(parameters):
+def test_invalid_parameters_are_refused(parameters):
     with pytest.raises(UsageError, match=next(iter(parameters))):
         changed(**parameters)

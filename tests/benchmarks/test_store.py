@@ -1,4 +1,4 @@
-"""What bookkeeping costs: on a store of few chunks, made of rows, every lookup hits, every admission evicts."""
+"""The bookkeeping benchmark on a small store: every lookup hits, and every admission evicts."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What the fault suite shares: how often, a laboratory to kill processes in, and the store's folder."""
+"""Fixtures of the fault suite: repeat counts, a process to kill others in, and the store's folder."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Documents whose size or shape is an attack, of any size: each maker writes one and returns its path."""
+"""Makers of documents whose size or shape is an attack; each writes one and returns its path."""
 
 import zipfile
 import zlib

@@ -1,4 +1,4 @@
-"""Scenario: readers in the middle of a read while the writer evicts, deletes and replaces; every switch is seeded.
+"""Scenario: readers in the middle of a read while the writer evicts, deletes and replaces, with seeded switches.
 
 One thread runs at a time. At each scheduling point (a call of os, the writer's lock) the running thread hands over to
 one that the seed chooses, so a round is one interleaving, the same each time.

@@ -1,4 +1,4 @@
-"""A process that has imported the store and nothing else; it forks a child for each scenario of the fault suite.
+"""A process that imports only the store, and forks a child for each scenario of the fault suite.
 
 Scenarios kill, trace and fork. They do so from here and not from pytest, which has threads and hundreds of megabytes.
 Reads one JSON object a line: scenario (module:function) and arguments. Answers with one a line: result, or failed (a

@@ -1,4 +1,4 @@
-"""Pages of a registry overwritten: what can be read is kept, and what is missing is named. Nothing else is right."""
+"""Scenario: pages of a registry are overwritten; readable rows are kept, and lost ones are named."""
 
 import random
 import shutil

@@ -1,4 +1,4 @@
-"""Deliberately broken stores: one line of kvstore taken out, to show that the oracle notices."""
+"""Deliberately broken stores: one line of kvstore is removed, to show that the oracle notices."""
 
 import inspect
 import textwrap

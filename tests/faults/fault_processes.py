@@ -1,4 +1,4 @@
-"""Scenarios: eight processes at once, one of them killed now and then; and many that open a new store together."""
+"""Scenarios: eight processes at once, of which some are killed; and many that open a new store together."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Scenario: a store in folders that may not be written to or looked into, used by somebody who is not root."""
+"""Scenario: a store in folders without read or write permission, used by a user who is not root."""
 
 import os
 from pathlib import Path

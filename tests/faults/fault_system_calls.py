@@ -1,4 +1,4 @@
-"""Scenarios: one operation killed, or failed, at each of its system calls in turn."""
+"""Scenarios: one operation is killed, or fails, at each of its system calls."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Seeded values for the fault suite, each with versions, and the oracle's word for what must never happen."""
+"""Seeded values for the fault suite, each with versions, and the oracle's error class."""
 
 import random
 from collections.abc import Collection

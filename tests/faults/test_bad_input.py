@@ -1,4 +1,4 @@
-"""Everything that is no fault of the disk: budgets, formats, permissions, clocks, moved homes, network file systems."""
+"""Faults that are not the disk's: budgets, formats, permissions, clocks, moved homes, network file systems."""
 
 import logging
 import os

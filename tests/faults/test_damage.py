@@ -1,4 +1,4 @@
-"""Truncated, flipped, swapped and renamed files: each is a counted miss, or the right value; never a wrong one."""
+"""Truncated, changed, swapped and renamed files are counted misses, or the right value; never a wrong one."""
 
 import os
 import random

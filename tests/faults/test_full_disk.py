@@ -1,4 +1,4 @@
-"""A real file system of 100 MB, filled until nothing goes in any more; needs the right to mount."""
+"""A real file system of 100 MB that is filled completely; needs the right to mount."""
 
 import contextlib
 import shutil

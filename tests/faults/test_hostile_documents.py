@@ -1,4 +1,4 @@
-"""Documents whose size or shape is an attack: read within the limits or refused by name, and the next one is read."""
+"""Documents whose size or shape is an attack are read within the limits or refused, and the next one is read."""
 
 import fault_documents
 import pytest

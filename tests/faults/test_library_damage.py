@@ -1,4 +1,4 @@
-"""Pages of library.sqlite are overwritten: what can be read is kept, and what is missing is named."""
+"""Overwritten pages of library.sqlite: readable rows are kept, and lost ones are named."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""A power cut keeps what was fsynced: whatever the index names is there, and the fsyncs are what does it."""
+"""A power cut keeps what was fsynced: every value in the index exists, because of the fsyncs."""
 
 import pytest
 from fault_values import OracleError

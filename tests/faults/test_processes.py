@@ -1,4 +1,4 @@
-"""Eight processes on two stores, one killed now and then; two hundred first openings by several at once."""
+"""Eight processes on two stores, of which some are killed; and two hundred concurrent first openings."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""One put, delete, gc and open, killed or failed at each system call that they make."""
+"""Put, delete, gc and open, killed or failing at each of their system calls."""
 
 import errno
 

@@ -1,4 +1,4 @@
-"""`ragblend bench`, as it is typed: the real engine over a tiny model, files on the disk, JSON on stdout."""
+"""`ragblend bench` as a command: the real engine with a tiny model, files on disk, JSON on stdout."""
 
 import json
 
@@ -14,7 +14,7 @@ ROW = {
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def test_quality_prints_the_fixed_rows_and_writes_results_and_a_picture(bench, data_file, tmp_path) -> None:
+def test_quality_prints_rows_and_writes_results_and_a_picture(bench, data_file, tmp_path) -> None:
     done = bench("quality", "--data", data_file, "--ratios", "0.15,1", "--max-new-tokens", "6", "--json")
     rows = json.loads(done.stdout)
     choosing = [
@@ -48,7 +48,7 @@ def test_quality_prints_the_fixed_rows_and_writes_results_and_a_picture(bench, d
     assert (tmp_path / "out" / "quality.png").read_bytes().startswith(PNG)
 
 
-def test_questions_with_exact_answers_say_so_and_go_on_where_they_stopped(bench, entries, tmp_path) -> None:
+def test_exact_answers_are_scored_and_a_run_is_resumed(bench, entries, tmp_path) -> None:
     numbers = ["1234567", "7654321", "1111111", "2222222"]
     for place, entry in enumerate(entries[:3]):
         entry |= {"required": numbers, "answers": [", ".join(numbers)], "instruction": "\nNumbers only."}
@@ -66,9 +66,7 @@ def test_questions_with_exact_answers_say_so_and_go_on_where_they_stopped(bench,
     assert results["settings"]["max_new_tokens"] > 32  # four numbers of seven figures take more
 
 
-def test_what_cannot_be_measured_is_left_out_only_when_asked_and_always_said(
-    bench, entries, tmp_path
-) -> None:
+def test_skip_leaves_out_and_reports_unusable_questions(bench, entries, tmp_path) -> None:
     from ragblend.kvstore.errors import PromptTooLongError
 
     entries[1]["question"] = " "
@@ -91,7 +89,7 @@ def test_what_cannot_be_measured_is_left_out_only_when_asked_and_always_said(
         bench(*arguments)
 
 
-def test_ttft_says_where_the_time_went(bench, data_file, tmp_path) -> None:
+def test_ttft_reports_the_parts_of_the_time(bench, data_file, tmp_path) -> None:
     small = "--chunks 2,3 --tokens 24 --repeats 2 --ratios 0.15"
     done = bench("ttft", *small.split(), "--no-memory", "--json", "--data", data_file)
     printed = json.loads(done.stdout)
@@ -120,6 +118,10 @@ def test_ttft_says_where_the_time_went(bench, data_file, tmp_path) -> None:
         (("quality", "--methods", "full,refine+reuse"), "python -m benchmarks.quality"),
         (("quality", "--methods", "transplant:by=epic"), "python -m benchmarks.quality"),
         (("quality", "--data", "a.json", "--docs", "all"), "--data, --docs and --figures"),
+        (
+            ("quality", "--figures", "--data", "a.json"),
+            "--data, --docs and --figures name different questions",
+        ),
         (("quality", "--docs", "all"), "ragblend ingest"),
         (("quality", "--compare", "reuse,magic"), "--compare"),
         (("ttft", "--chunks", "0"), "--chunks"),
@@ -134,7 +136,7 @@ def test_wrong_arguments_are_usage_errors_before_any_model_is_loaded(bench, argu
 
 
 @pytest.mark.parametrize("command", ["quality", "ttft"])
-def test_a_missing_package_is_named_before_anything_is_measured(bench, command, home, monkeypatch) -> None:
+def test_a_missing_package_is_named_before_measuring(bench, command, home, monkeypatch) -> None:
     from ragblend.app import extras
 
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "matplotlib" else name)
@@ -143,9 +145,7 @@ def test_a_missing_package_is_named_before_anything_is_measured(bench, command, 
     assert not home.exists()
 
 
-def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
-    bench, data_file, tmp_path, ctrl_c_at
-) -> None:
+def test_an_interrupted_run_is_resumed(bench, data_file, tmp_path, ctrl_c_at) -> None:
     arguments = ("quality", "--data", data_file, "--methods", "full,reuse", "--max-new-tokens", "3", "--json")
     calls = ctrl_c_at(4)
     stopped = bench(*arguments)
@@ -158,7 +158,7 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
     assert [row["n"] for row in rows] == [4, 4]
 
 
-def test_the_same_questions_twice_are_measured_once_and_said(bench, entries, tmp_path) -> None:
+def test_repeated_questions_are_measured_once(bench, entries, tmp_path) -> None:
     """It ended in an AssertionError of the journal, and a second run counted every question twice."""
     path = tmp_path / "twice.json"
     path.write_text(json.dumps(entries[:2] * 2))
@@ -171,7 +171,7 @@ def test_the_same_questions_twice_are_measured_once_and_said(bench, entries, tmp
     assert len(skipped) == 2
 
 
-def test_a_seed_below_0_is_refused_before_anything_is_measured(bench, home) -> None:
+def test_a_negative_seed_is_refused(bench, home) -> None:
     """numpy refused it when everything was measured."""
     done = bench("quality", "--seed", "-1")
     assert done.exit_code == 2
@@ -179,7 +179,7 @@ def test_a_seed_below_0_is_refused_before_anything_is_measured(bench, home) -> N
     assert not home.exists()
 
 
-def test_packed_kv_is_measured_although_raw_kv_was_kept(bench, data_file, tmp_path, monkeypatch) -> None:
+def test_the_codec_is_respected_after_keep_kv(bench, data_file, tmp_path, monkeypatch) -> None:
     """The KV that --keep-kv had left was measured once more, under int8's name."""
     arguments = ("quality", "--data", data_file, "--methods", "reuse", "--json", "--fresh")
     raw = json.loads(bench(*arguments, "--keep-kv").stdout)

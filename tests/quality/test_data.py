@@ -1,4 +1,4 @@
-"""The questions file: read as it is meant, refused with the file, the place and the field."""
+"""Question files are parsed, or refused with the file, the record and the field."""
 
 import json
 
@@ -8,7 +8,7 @@ from ragblend.app.quality.data import choose, load
 from ragblend.kvstore.errors import UsageError
 
 
-def test_a_passage_is_its_title_over_its_text(data_file, entries) -> None:
+def test_a_passage_is_title_and_text(data_file, entries) -> None:
     entries[3]["ctxs"][0] = {"title": "", "text": " words "}
     data_file.write_text(json.dumps(entries))
     questions = load(data_file).questions
@@ -19,7 +19,7 @@ def test_a_passage_is_its_title_over_its_text(data_file, entries) -> None:
     assert questions[1].passages[2] == f"page 12\n{entries[1]['ctxs'][2]['text']}"
 
 
-def test_skip_leaves_out_what_cannot_be_measured_and_says_it(data_file, entries) -> None:
+def test_skip_leaves_out_and_reports_unusable_records(data_file, entries) -> None:
     entries[1]["question"] = " "
     data_file.write_text(json.dumps(entries))
     with pytest.raises(UsageError, match=r"pass --skip to leave it out$"):
@@ -35,13 +35,13 @@ def test_skip_leaves_out_what_cannot_be_measured_and_says_it(data_file, entries)
         load(data_file, skip=True)
 
 
-def test_a_file_of_another_format_is_told_who_converts_it(data_file) -> None:
+def test_a_file_of_another_format_is_refused_with_the_converter(data_file) -> None:
     data_file.write_text(json.dumps([{"context": "c", "input": "q", "answers": ["a"]}]))
     with pytest.raises(UsageError, match=r"'ctxs' is missing; found context, input, .*benchmarks.questions"):
         load(data_file)
 
 
-def test_choosing_limits_shuffles_and_cuts(data_file) -> None:
+def test_choosing_limits_shuffles_and_shortens(data_file) -> None:
     questions = load(data_file).questions
     assert [q.index for q in choose(questions, limit=2)] == [0, 1]
     assert len(choose(questions, limit=9)) == 4
@@ -51,14 +51,14 @@ def test_choosing_limits_shuffles_and_cuts(data_file) -> None:
     assert choose(questions, seed=3) == choose(questions, seed=3)
 
 
-def test_a_record_belongs_to_what_the_question_says_and_not_to_its_place(data_file) -> None:
+def test_digests_depend_on_content_only(data_file) -> None:
     questions = load(data_file).questions
     assert {q.digest for q in choose(questions, seed=1)} == {q.digest for q in questions}
     assert choose(questions, passages=2)[0].digest != questions[0].digest
 
 
 @pytest.mark.parametrize("option", ["limit", "passages"])
-def test_none_at_all_cannot_be_chosen(data_file, option) -> None:
+def test_limits_of_zero_are_refused(data_file, option) -> None:
     with pytest.raises(UsageError, match=f"--{option} is 0"):
         choose(load(data_file).questions, **{option: 0})
 

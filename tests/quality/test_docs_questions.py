@@ -1,21 +1,28 @@
-"""Questions from one's own documents: the answers stand in the passages, and not in the questions."""
+"""Questions generated from documents: answers are in the passages, and not in the questions."""
 
 import re
 
 import pytest
 
 from ragblend.app.quality.docs_questions import ASKED, BLANK, make_questions
-from ragblend.app.quality.sources import PASSAGE_WORDS, Source, _documents, _passages, ingested, read
+from ragblend.app.quality.sources import (
+    PASSAGE_WORDS,
+    QuestionSource,
+    ingested,
+    pack_passages,
+    read,
+    sample_documents,
+)
 from ragblend.kvstore.errors import UsageError
 
 
 @pytest.fixture(scope="module")
 def documents():
     assert PASSAGE_WORDS
-    return [_passages(text) for _, text in _documents()]
+    return [pack_passages(text) for _, text in sample_documents()]
 
 
-def test_answers_stand_in_the_passages_and_not_in_the_question(documents) -> None:
+def test_answers_are_in_the_passages_and_not_in_the_question(documents) -> None:
     questions = make_questions(documents, 80)
     assert len(questions) == len({question.digest for question in questions}) == 80
     for question in questions:
@@ -67,7 +74,7 @@ def library(home, tmp_path):
 
 def test_ingested_documents_are_found_by_folder_file_or_all(library, tmp_path) -> None:
     def found(docs, **more):
-        return [texts[0] for texts in ingested(Source(docs=str(docs), home=library, **more))]
+        return [texts[0] for texts in ingested(QuestionSource(docs=str(docs), home=library, **more))]
 
     assert found("all") == ["a/one.txt passage 0", "b/two.txt passage 0"]
     assert found(tmp_path / "a") == ["a/one.txt passage 0"]
@@ -77,19 +84,19 @@ def test_ingested_documents_are_found_by_folder_file_or_all(library, tmp_path) -
 
 def test_documents_that_were_not_ingested_are_named(library, tmp_path) -> None:
     with pytest.raises(UsageError, match="ragblend ingest"):
-        ingested(Source(docs=str(tmp_path / "c"), home=library))
+        ingested(QuestionSource(docs=str(tmp_path / "c"), home=library))
     with pytest.raises(UsageError, match="collection 'none'"):
-        ingested(Source(docs="all", home=library, collection="none"))
+        ingested(QuestionSource(docs="all", home=library, collection="none"))
     nowhere = tmp_path / "new"
     with pytest.raises(UsageError, match="ragblend ingest"):
-        ingested(Source(docs="all", home=nowhere))
+        ingested(QuestionSource(docs="all", home=nowhere))
     assert not nowhere.exists()
 
 
-def test_fewer_passages_never_cut_away_what_the_question_needs(library, documents, monkeypatch) -> None:
+def test_needed_passages_are_kept_with_few_passages(library, documents, monkeypatch) -> None:
     """`--docs all --passages 1` cut the mixed passages once more, and kept the first one whichever it was."""
     monkeypatch.setattr("ragblend.app.quality.sources.ingested", lambda source: documents)
-    loaded = read(Source(docs="all", home=library, passages=1))
+    loaded = read(QuestionSource(docs="all", home=library, passages=1))
     hops = [question for question in loaded.questions if question.task == "docs two-hop"]
     assert hops
     assert {len(question.passages) for question in hops} == {2}

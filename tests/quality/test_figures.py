@@ -1,4 +1,4 @@
-"""Made-up questions for figures, and what is counted over their answers."""
+"""Generated questions about figures, and the scores of their answers."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def test_a_set_has_both_languages_both_sizes_and_all_kinds(questions):
     assert {each.task for each in questions} == kinds
 
 
-def test_a_figure_stands_in_one_passage_and_others_have_one_of_its_kind(questions):
+def test_each_figure_is_in_one_passage_with_similar_ones_in_others(questions):
     alike = []
     for question in questions:
         for figure in question.required:
@@ -58,7 +58,7 @@ ASKED = Question(
 )
 
 
-def test_only_what_full_prefill_has_right_is_counted():
+def test_only_right_figures_of_full_prefill_count():
     assert metrics.right_figures(ASKED, "It is 41 metres long.") == ("41",)
     assert metrics.right_figures(ASKED, "It is 4 metres long.") == ()
     gold = Question(0, "When?", ("In 1921.",), ("May 1921",))
@@ -69,11 +69,11 @@ def test_only_what_full_prefill_has_right_is_counted():
 @pytest.mark.parametrize(
     ("answer", "other"), [("339 metres", True), ("17 metres", False), ("No idea.", False)]
 )
-def test_a_figure_of_another_passage_is_told_from_an_invented_one(answer, other):
+def test_another_passages_figure_differs_from_an_invented_one(answer, other):
     assert metrics.has_other_figure(answer, ASKED, ("41",)) is other
 
 
-def test_the_tokens_that_say_a_figure_are_found():
+def test_positions_of_figures_in_tokens():
     pieces = ["It", " is", " 1", "8,", "6", "42", ".", " Mara", " Dol", "vin", "!"]
     assert metrics.figure_positions(pieces, ["18,642"]) == [2, 3, 4, 5]
     assert metrics.figure_positions(pieces, ["Mara Dolvin"]) == [7, 8, 9]
@@ -94,12 +94,12 @@ def test_a_continued_reference_is_full_prefill(engine, questions):
     assert continued(engine, going_on, other_order) is None
 
 
-def test_figures_of_a_model_that_has_none_right_are_an_error_that_says_so(bench):
+def test_a_model_without_right_figures_is_an_error(bench):
     with pytest.raises(UsageError, match="answers none of the 2 questions rightly"):
         bench("quality", *FEW, "--limit", "2", "--methods", "reuse")
 
 
-def test_figures_are_counted_over_the_right_answers_alone(bench, monkeypatch, tmp_path):
+def test_figures_are_counted_over_right_answers_only(bench, monkeypatch, tmp_path):
     seen: list[str] = []
 
     def right(question, answer):
@@ -108,29 +108,11 @@ def test_figures_are_counted_over_the_right_answers_alone(bench, monkeypatch, tm
         return () if seen.index(question.digest) == 1 else ("41",)
 
     monkeypatch.setattr("ragblend.app.quality.metrics.right_figures", right)
-    arguments = (
-        "quality",
-        *FEW,
-        "--limit",
-        "3",
-        "--methods",
-        "reuse,epic",
-        "--ratios",
-        "0.15",
-        "--json",
-    )
+    arguments = ("quality", *FEW, *["--limit", "3", "--methods", "reuse,epic", "--ratios", "0.15", "--json"])
     rows = json.loads(bench(*arguments).stdout)
-    assert [(row["method"], row["n"], row["figures_n"]) for row in rows] == [
-        ("full", 2, 2),
-        ("reuse", 2, 2),
-        ("epic", 2, 2),
-    ]
+    counted = [(row["method"], row["n"], row["figures_n"]) for row in rows]
+    assert counted == [(method, 2, 2) for method in ("full", "reuse", "epic")]
     report = json.loads((tmp_path / "out" / "quality.json").read_text())
     assert (report["settings"]["questions"], report["settings"]["asked"]) == (2, 3)
     again = json.loads(bench(*arguments).stdout)
     assert again == rows
-
-
-def test_figures_and_a_file_are_two_sources(bench, data_file):
-    with pytest.raises(UsageError, match="--data, --docs and --figures name different questions"):
-        bench("quality", "--figures", "--data", data_file)

@@ -1,4 +1,4 @@
-"""Bootstrap intervals: near the textbook's where there is one, covering as often as they say, and repeatable."""
+"""Bootstrap intervals: close to analytic ones, and reproducible."""
 
 import numpy as np
 import pytest

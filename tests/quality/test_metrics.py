@@ -1,4 +1,4 @@
-"""Metrics against values worked out by hand, and against slow oracles in plain Python."""
+"""Metrics against values calculated by hand."""
 
 import math
 
@@ -18,7 +18,7 @@ from ragblend.app.quality import metrics
         ("\n", ""),
     ],
 )
-def test_normalising_is_squads(text, normal) -> None:
+def test_normalisation_is_squads(text, normal) -> None:
     assert metrics.normalise(text) == normal
 
 
@@ -79,7 +79,7 @@ def test_rouge_l_by_hand(answer, gold, value) -> None:
         ("anything", [], None),
     ],
 )
-def test_what_is_required_is_found_as_whole_words(answer, required, share) -> None:
+def test_required_strings_are_found_as_whole_words(answer, required, share) -> None:
     assert metrics.found(answer, required) == share
 
 
@@ -91,14 +91,14 @@ def test_kl_by_hand() -> None:
     assert metrics.kl_divergence(other, reference) != pytest.approx(first / 2, rel=1e-2), "of direction"
 
 
-def test_kl_ignores_a_shift_of_the_logits_and_tokens_that_cannot_come() -> None:
+def test_kl_ignores_shifted_logits_and_impossible_tokens() -> None:
     reference = torch.tensor([[2.0, 1.0, -torch.inf]])
     assert metrics.kl_divergence(reference, reference + 1000) == pytest.approx(0, abs=1e-12)
     assert metrics.kl_divergence(reference, reference) == 0
     assert math.isfinite(metrics.kl_divergence(reference, torch.tensor([[2.0, 1.0, 5.0]])))
 
 
-def test_kl_of_nearly_equal_logits_is_not_lost_in_float32() -> None:
+def test_kl_of_nearly_equal_logits_is_exact() -> None:
     reference = torch.zeros(1, 50_000)
     other = reference.clone()
     other[0, 0] = 1e-2
@@ -107,7 +107,7 @@ def test_kl_of_nearly_equal_logits_is_not_lost_in_float32() -> None:
     assert metrics.kl_divergence(reference, other) == pytest.approx(p * (1 - p) * 1e-4 / 2, rel=1e-2)
 
 
-def test_kl_of_what_is_no_distribution_is_not_0() -> None:
+def test_kl_of_invalid_logits_is_not_0() -> None:
     """max(0.0, nan) is 0.0: logits of NaN looked perfect."""
     reference, spoilt = torch.zeros(2, 3), torch.zeros(2, 3)
     spoilt[1, 2] = torch.nan

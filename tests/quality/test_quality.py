@@ -1,4 +1,4 @@
-"""`quality.run` on the real engine: what is stopped goes on, and what was not measured is not claimed."""
+"""`quality.run` on the real engine: runs are resumed, and nothing is reported that was not measured."""
 
 import json
 
@@ -35,7 +35,7 @@ class StopsAfter:
 
 
 @pytest.mark.parametrize("stop", [1, 6])
-def test_a_stopped_run_goes_on_and_counts_nothing_twice(engine, questions, journal, stop) -> None:
+def test_a_stopped_run_is_resumed_without_repeats(engine, questions, journal, stop) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(engine, questions, journal, progress=StopsAfter(stop))
     kept = dict(Journal(journal.path).records)
@@ -51,7 +51,7 @@ def test_a_stopped_run_goes_on_and_counts_nothing_twice(engine, questions, journ
     assert len(lines) == 16
 
 
-def test_a_line_that_a_kill_cut_off_is_measured_again(engine, questions, journal) -> None:
+def test_an_incomplete_line_is_measured_again(engine, questions, journal) -> None:
     run(engine, questions[:1], journal)
     whole = journal.path.read_text().rstrip("\n")
     journal.path.write_text(whole[:-20])
@@ -61,7 +61,7 @@ def test_a_line_that_a_kill_cut_off_is_measured_again(engine, questions, journal
     assert len(Journal(journal.path).records) == 4
 
 
-def test_an_answer_that_takes_every_step_of_the_reference_is_what_decoding_gives(engine, questions) -> None:
+def test_the_shortcut_for_equal_answers_equals_decoding(engine, questions) -> None:
     """The bench does not decode it again: the shortcut must not change a single answer."""
     question = questions[0]
     prompt = quality.build_prompt(engine, question, 8)
@@ -78,7 +78,7 @@ def test_an_answer_that_takes_every_step_of_the_reference_is_what_decoding_gives
     assert seen == {True, False}
 
 
-def test_teacher_forcing_gives_the_logits_of_a_plain_forward(engine, questions) -> None:
+def test_teacher_forced_logits_equal_a_plain_forwards(engine, questions) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -92,9 +92,7 @@ def test_teacher_forcing_gives_the_logits_of_a_plain_forward(engine, questions) 
     assert plain.argmax(-1).tolist() == list(reference.answer.token_ids)  # greedy, then
 
 
-def test_logits_of_nan_stop_the_run_because_they_would_look_perfect(
-    engine, questions, journal, monkeypatch
-) -> None:
+def test_nan_logits_stop_the_run(engine, questions, journal, monkeypatch) -> None:
     logits = quality.teacher_logits
     calls = []
 
@@ -112,7 +110,7 @@ def test_logits_of_nan_stop_the_run_because_they_would_look_perfect(
         quality.run(engine, questions[:1], [Variant("reuse")], journal, max_new_tokens=3)
 
 
-def test_a_method_under_another_name_than_the_engines_is_said(engine, questions) -> None:
+def test_a_method_must_have_the_engines_name(engine, questions) -> None:
     """It said: `was served by probe prefill: None; choose another --model`."""
     from ragblend.engine.selection import policy_named
 
@@ -122,9 +120,7 @@ def test_a_method_under_another_name_than_the_engines_is_said(engine, questions)
         timed_prefill(engine, prompt, Variant("probe:", 0.3), policy_named("probe"))
 
 
-def test_what_is_stored_with_another_codec_is_encoded_anew(
-    engine, model_folder, home, questions, monkeypatch
-) -> None:
+def test_kv_of_another_codec_is_encoded_again(engine, model_folder, home, questions, monkeypatch) -> None:
     """A key does not name the codec: int8 was asked for, and the raw KV of before was measured."""
     text = questions[0].passages[0]
     (key,) = engine.encode([text]).keys
@@ -150,13 +146,13 @@ def codec_of(engine, key, text):
         return reader.codec.name
 
 
-def test_a_prompt_too_long_stops_the_run_before_anything_is_measured(engine, questions, journal) -> None:
+def test_a_too_long_prompt_stops_the_run_before_measuring(engine, questions, journal) -> None:
     with pytest.raises(PromptTooLongError, match=r"questions.json, question 0 needs .* --passages N"):
         run(engine, questions, journal, max_new_tokens=2000)
     assert not journal.path.exists()
 
 
-def test_the_digest_of_a_run_follows_its_settings_and_its_code(tmp_path) -> None:
+def test_the_digest_of_a_run_depends_on_settings_and_code(tmp_path) -> None:
     (tmp_path / "engine.py").write_text("one")
     first = run_digest({"model": "a"}, (tmp_path,))
     assert run_digest({"model": "a"}, (tmp_path,)) == first

@@ -1,4 +1,4 @@
-"""What people see: tables, pictures and files, from rows made by hand."""
+"""Tables, pictures and reports from hand-made records."""
 
 import io
 from dataclasses import replace
@@ -65,7 +65,7 @@ def test_comparisons_by_hand(summary) -> None:
     assert found["cacheblend", "random"]["nearer_on"] == 1
 
 
-def test_a_speed_up_counts_where_the_score_is_kept(questions) -> None:
+def test_a_speed_up_counts_if_the_score_is_kept(questions) -> None:
     """reuse is fastest and loses half of the score, random loses 1.6%, cacheblend none: by hand."""
     records = made_records({"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}, questions)
     scores, waits = {"reuse": 0.125, "random": 0.246}, {"reuse": 1.0, "random": 5.0, "full": 40.0}
@@ -84,13 +84,13 @@ def test_a_speed_up_counts_where_the_score_is_kept(questions) -> None:
     assert fastest_within(rows[:2]) == []  # full prefill keeps the score, and is no speed-up
 
 
-def test_without_full_prefill_nothing_is_said_of_its_score(questions) -> None:
+def test_without_full_prefill_there_is_no_score_share(questions) -> None:
     kls = {"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}
     rows, _ = summarise(made_records(kls, questions), questions, VARIANTS[1:], seed=0)
     assert {row["score_share"] for row in rows} == {None} and fastest_within(rows) == []
 
 
-def test_any_two_methods_are_compared_once_and_the_reference_not(questions) -> None:
+def test_the_matrix_compares_each_pair_once_without_the_reference(questions) -> None:
     kls = {"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}
     matrix = comparison_matrix(made_records(kls, questions), questions, VARIANTS, seed=0)
     found = {(each["method"], each["against"]): each for each in matrix}
@@ -102,7 +102,7 @@ def test_any_two_methods_are_compared_once_and_the_reference_not(questions) -> N
     assert (last["same_cost"], last["cost_difference"]) == (True, 0)
 
 
-def test_what_a_table_says_is_text_and_no_markup(summary) -> None:
+def test_table_cells_are_text_not_markup(summary) -> None:
     rows, comparisons = summary
     text = io.StringIO()
     named = [row | {"method": f"[red]{row['method']}[/red]"} for row in rows]
@@ -112,7 +112,7 @@ def test_what_a_table_says_is_text_and_no_markup(summary) -> None:
     assert "better" in text.getvalue()
 
 
-def test_the_front_is_what_nothing_beats_in_both() -> None:
+def test_the_pareto_front() -> None:
     points = [(10, 0.4), (20, 0.5), (30, 0.2), (30, 0.3), (50, 0.2), (90, 0.0)]
     rows = [{"ttft_ms": ttft_ms, "kl": kl} for ttft_ms, kl in points]
     assert [(row["ttft_ms"], row["kl"]) for row in pareto(rows)] == [(10, 0.4), (30, 0.2), (90, 0.0)]
@@ -137,7 +137,7 @@ class Outline(HTMLParser):
         self.text += data
 
 
-def test_the_report_is_one_file_that_loads_nothing_and_believes_no_text(summary, questions, tmp_path) -> None:
+def test_the_report_is_self_contained_and_escapes_text(summary, questions, tmp_path) -> None:
     rows, comparisons = summary
     kls = {"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}
     records = made_records(kls, questions)
@@ -165,7 +165,7 @@ def test_the_report_is_one_file_that_loads_nothing_and_believes_no_text(summary,
     assert "0.33" in page.text  # cacheblend against random
 
 
-def test_the_samples_make_questions_whose_passages_hold_an_answer() -> None:
+def test_sample_questions_have_a_passage_with_an_answer() -> None:
     questions = sample_questions()
     assert len(questions) >= 20
     assert {len(question.passages) for question in questions} == {PASSAGES}

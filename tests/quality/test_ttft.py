@@ -1,4 +1,4 @@
-"""The parts of `bench ttft`: chunks of exact length, fair turns, cold reads, and memory seen from outside."""
+"""The parts of `bench ttft`: exact chunk lengths, alternating methods, cold reads, peak memory."""
 
 import threading
 
@@ -6,7 +6,7 @@ import pytest
 
 from ragblend.app.quality import ttft
 from ragblend.app.quality.memory import peak_bytes
-from ragblend.app.quality.ttft import Plan, cut_texts
+from ragblend.app.quality.ttft import TtftPlan, cut_texts
 from ragblend.app.quality.variants import Variant
 from ragblend.engine.config import Timings
 from ragblend.kvstore.errors import PromptTooLongError, RagBlendError
@@ -17,13 +17,13 @@ SOURCE = (
 
 
 @pytest.mark.parametrize(("chunks", "tokens"), [(1, 1), (4, 30), (3, 64)])
-def test_chunks_have_exactly_the_tokens_asked_for_and_differ(engine, chunks, tokens) -> None:
+def test_chunks_have_the_exact_token_count_and_differ(engine, chunks, tokens) -> None:
     texts = cut_texts(engine, SOURCE, chunks, tokens)
     assert len(set(texts)) == len(texts) == chunks
     assert [engine.count_tokens(text) for text in texts] == [tokens] * chunks
 
 
-def test_every_variant_gets_the_same_number_of_turns_and_none_always_goes_first(engine, monkeypatch) -> None:
+def test_variants_alternate_and_none_is_always_first(engine, monkeypatch) -> None:
     order = []
     timed_prefill = ttft.timed_prefill
     monkeypatch.setattr(
@@ -32,14 +32,14 @@ def test_every_variant_gets_the_same_number_of_turns_and_none_always_goes_first(
         lambda engine, prompt, variant: order.append(variant) or timed_prefill(engine, prompt, variant),
     )
     variants = (Variant("full"), Variant("reuse"), Variant("random", 0.5))
-    rows = ttft.run(engine, SOURCE, Plan(variants, (2,), (20,), ("warm",), repeats=3))
+    rows = ttft.run(engine, SOURCE, TtftPlan(variants, (2,), (20,), ("warm",), repeats=3))
     rounds = [order[start : start + 3] for start in range(0, 12, 3)]
     assert all(set(each) == set(variants) for each in rounds)
     assert {each[0] for each in rounds} == set(variants)
     assert [(row["method"], row["repeats"]) for row in rows] == [("full", 3), ("reuse", 3), ("random", 3)]
 
 
-def test_kv_in_memory_is_read_from_there_and_a_disk_case_is_not(engine, monkeypatch) -> None:
+def test_memory_cases_read_no_disk_and_disk_cases_do(engine, monkeypatch) -> None:
     from ragblend.kvstore.blob import ChunkReader
     from ragblend.kvstore.memory import MemoryTier
 
@@ -56,25 +56,25 @@ def test_kv_in_memory_is_read_from_there_and_a_disk_case_is_not(engine, monkeypa
     layers = engine.runtime.decoder.geometry.layers
     for cache, reads in (("memory", 0), ("warm", 2 * 3 * layers)):
         by_prefills.clear()
-        (row,) = ttft.run(engine, SOURCE, Plan((Variant("reuse"),), (2,), (20,), (cache,), repeats=2))
+        (row,) = ttft.run(engine, SOURCE, TtftPlan((Variant("reuse"),), (2,), (20,), (cache,), repeats=2))
         assert len(by_prefills) == reads, cache
         assert row["predicted_ttft_ms"] is None  # nothing was profiled
 
 
-def test_parts_are_medians_and_compute_is_what_is_left() -> None:
+def test_parts_are_medians_and_compute_is_the_rest() -> None:
     timings = [Timings(stall_ms=s, move_ms=2, select_ms=1, first_token_ms=3, load_ms=50) for s in (1, 2, 90)]
     parts = ttft.where_ms(list(zip([20, 21, 100], timings, strict=True)))
     assert parts == {"stall": 2, "move": 2, "select": 1, "compute": 13, "first_token": 3}
 
 
-def test_too_many_chunks_for_the_window_are_refused_and_leave_nothing(engine) -> None:
+def test_too_many_chunks_for_the_window_are_refused(engine) -> None:
     source = " ".join(str(number) for number in range(3000))
     with pytest.raises(PromptTooLongError, match="fewer --chunks"):
-        ttft.run(engine, source, Plan((Variant("reuse"),), (60,), (40,), ("warm",), repeats=1))
+        ttft.run(engine, source, TtftPlan((Variant("reuse"),), (60,), (40,), ("warm",), repeats=1))
     assert list(engine.store.keys()) == []
 
 
-def test_the_child_measures_a_peak_and_refuses_another_one(engine, model_folder, home) -> None:
+def test_peak_memory_is_measured_in_a_child_process(engine, model_folder, home) -> None:
     how = {"device": "cpu", "dtype": "float32", "collection": "bench"}
     opened = how | {"model": str(model_folder), "home": str(home)}
     with ttft.encoded(engine, cut_texts(engine, SOURCE, 4, 400)) as stored:

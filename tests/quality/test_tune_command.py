@@ -1,4 +1,4 @@
-"""`ragblend tune` as it is typed, on the real engine."""
+"""`ragblend tune` as a command, on the real engine."""
 
 import json
 
@@ -41,7 +41,7 @@ def few(monkeypatch):
     monkeypatch.setattr(tune, "RATIOS", (0.5,))
 
 
-def test_tune_measures_saves_and_takes_back(command, few, home, model_folder, monkeypatch) -> None:
+def test_tune_measures_saves_and_undoes(command, few, home, model_folder, monkeypatch) -> None:
     from ragblend.app.settings import Settings
 
     def now():
@@ -64,7 +64,7 @@ def test_tune_measures_saves_and_takes_back(command, few, home, model_folder, mo
     assert (home / "settings.toml").read_text() == 'collection = "mine"\n'
     monkeypatch.setenv("RAGBLEND_METHOD", "random")
     _, printed = command("--most-ratio", "0.9")
-    assert "comes first: take it out" in printed.out
+    assert "takes precedence: remove it" in printed.out
     monkeypatch.delenv("RAGBLEND_METHOD")
     command("--undo")
     code, printed = command("--undo", "--json")
@@ -74,10 +74,10 @@ def test_tune_measures_saves_and_takes_back(command, few, home, model_folder, mo
     }
     assert now() == ("probe-shift", 0.15)
     code, printed = command("--undo")
-    assert "nothing to take back" in printed.out
+    assert "nothing to undo" in printed.out
 
 
-def test_a_stopped_tuning_changes_nothing_and_goes_on(command, few, home, ctrl_c_at) -> None:
+def test_a_stopped_tuning_changes_nothing_and_is_resumed(command, few, home, ctrl_c_at) -> None:
     calls = ctrl_c_at(5)
     code, printed = command("--most-ratio", "0.5")
     assert (code, "Nothing was changed" in printed.err) == (1, True)
@@ -90,12 +90,12 @@ def test_a_stopped_tuning_changes_nothing_and_goes_on(command, few, home, ctrl_c
     assert len(keys) == len(set(keys)) == len(calls) - 1
 
 
-def test_without_documents_the_samples_are_taken(home) -> None:
+def test_without_documents_the_samples_are_used(home) -> None:
     from ragblend.app.cli.tune import _with_default
-    from ragblend.app.quality.sources import Source
+    from ragblend.app.quality.sources import QuestionSource
 
-    assert _with_default(Source(home=home)).name == "samples"
-    assert _with_default(Source(home=home, docs="x")).docs == "x"
+    assert _with_default(QuestionSource(home=home)).name == "samples"
+    assert _with_default(QuestionSource(home=home, docs="x")).docs == "x"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_without_documents_the_samples_are_taken(home) -> None:
         ("probe", ("--limit", "3", "--minutes", "1"), "--limit is 3; 6 questions are the fewest"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_the_model_is_opened(
+def test_wrong_arguments_are_refused_before_the_model_is_opened(
     command, monkeypatch, method, arguments, said
 ) -> None:
     """The bug: all of it was found out, if at all, after the measuring."""
@@ -122,12 +122,12 @@ def test_what_makes_no_sense_is_refused_before_the_model_is_opened(
     assert said in printed.err
 
 
-def test_full_prefill_is_replaced_only_if_the_user_says_so(command, home, monkeypatch) -> None:
+def test_full_prefill_is_replaced_only_with_save(command, home, monkeypatch) -> None:
     monkeypatch.setattr(tune, "RATIOS", ())
     home.mkdir(mode=0o700)
     (home / "settings.toml").write_text('method = "full"\n')
     _, printed = command("--most-ratio", "0")
-    assert "which is exact" in printed.out
+    assert "is exact" in printed.out
     assert "run the command again with --save" in printed.out
     assert not (home / "tuned.json").exists()
     _, printed = command("--most-ratio", "0", "--save", "--json")

@@ -1,4 +1,4 @@
-"""What `--methods`, `--ratios`, `--compare` and lists of numbers say: variants of the run, named if they are none."""
+"""Parsing `--methods`, `--ratios`, `--compare` and lists of numbers."""
 
 import pytest
 
@@ -34,13 +34,13 @@ def test_pairs_add_up_without_repeats() -> None:
 
 
 @pytest.mark.parametrize("text", ["a", "a,z", "a@0.3,b", "a@x,b", "", "a,b,c"])
-def test_what_the_run_does_not_have_is_named(text) -> None:
+def test_unknown_variants_of_pairs_are_named(text) -> None:
     with pytest.raises(UsageError, match=r"--compare .*there are full, reuse, a@0.05"):
         parse_pairs([text], RUN)
 
 
 @pytest.mark.parametrize("text", ["a,a", "a@0.05,c:m=1,n=2"])
-def test_nothing_in_common_is_named(text) -> None:
+def test_pairs_without_a_common_ratio_are_refused(text) -> None:
     with pytest.raises(UsageError, match="no ratio in common"):
         parse_pairs([text], RUN)
 
@@ -49,7 +49,7 @@ def variants(methods):
     return parse_variants(with_all(methods, METHODS), "0.1", METHODS, WITHOUT_RATIO)
 
 
-def test_all_is_every_policy_but_those_that_are_full_prefill_by_other_ways() -> None:
+def test_all_is_every_policy_that_can_differ_from_full_prefill() -> None:
     assert {each.method for each in variants("all")} == METHODS.keys() - {
         "prefix",
         "recompute",
@@ -58,7 +58,7 @@ def test_all_is_every_policy_but_those_that_are_full_prefill_by_other_ways() -> 
     }
 
 
-def test_all_may_stand_in_a_list() -> None:
+def test_all_can_be_part_of_a_list() -> None:
     """It was "there is no method 'all'" beside anything else, though the help offers it."""
     more = Variant("cacheblend:check_layer=2,shares=3/1", 0.1)
     everything = variants("all")

@@ -4,6 +4,7 @@ import ast
 import graphlib
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,12 @@ LATE_LIBRARIES = {"platformdirs", "llguidance", "redis", "obstore"}
 # Taken where it is there (`kvstore/checksum.py`).
 OPTIONAL_LIBRARIES = {"isal"}
 HEAVY = {"chromadb", "gradio", "langchain", "langchain_core", "llama_index", "torch", "transformers"}
+FOLDERS = ("app", "benchmarks", "engine", "integrations", "kvstore", "ui")
+# Class names that still have several meanings; RAGBlendLLM is what both frameworks' users import.
+SHARED_CLASS_NAMES = {
+    "Change", "Context", "Known", "Message", "Order", "Parameters", "Part", "Passage", "Place", "Plan", "Policy",
+    "RAGBlendLLM", "Refused", "Request", "Settings", "Source", "TimedOut", "Turn", "Wanted", "Words",
+}  # fmt: skip
 LINT_IMPORTS = Path(sys.executable).parent / "lint-imports"
 # Modules of one role that know each other, until the store is one.
 KNOWN_CIRCLES = (
@@ -148,6 +155,15 @@ def test_imports_that_run_up_or_out_are_caught(checked_copy) -> None:
     for told in ("ragblend.kvstore.errors -> ragblend.app", "ragblend.integrations -> ragblend.ui"):
         assert told in done.stdout
     assert "ragblend.app -> benchmarks" in done.stdout and "ragblend.engine -> gradio" in done.stdout
+
+
+def test_each_public_class_name_has_one_meaning(repo) -> None:
+    paths = [path for folder in FOLDERS for path in sorted((repo / folder).rglob("*.py"))]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+    names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    assert len(names) > 300
+    twice = {name for name, count in names.items() if count > 1 and not name.startswith("_")}
+    assert twice - SHARED_CLASS_NAMES == set()
 
 
 @pytest.mark.parametrize(

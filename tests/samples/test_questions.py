@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from ragblend.app.samples import Question, questions
+from ragblend.app.samples import SampleQuestion, questions
 
 QUESTIONS = questions()
 # What each two-hop question does not say, but both of its documents do: the name that joins them.
@@ -35,7 +35,7 @@ def test_there_are_enough_questions_and_the_easy_ones_come_first() -> None:
 
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.question)
-def test_every_answer_stands_in_its_documents(question: Question, pages: dict[str, list[str]]) -> None:
+def test_every_answer_stands_in_its_documents(question: SampleQuestion, pages: dict[str, list[str]]) -> None:
     evidence = " ".join(text for name in question.documents for text in pages[name])
     for answer in question.answers:
         assert says(evidence, answer), answer
@@ -45,7 +45,9 @@ def test_every_answer_stands_in_its_documents(question: Question, pages: dict[st
 @pytest.mark.parametrize(
     "question", [q for q in QUESTIONS if q.hops == 2], ids=lambda question: question.question
 )
-def test_a_two_hop_question_is_joined_by_a_name(question: Question, pages: dict[str, list[str]]) -> None:
+def test_a_two_hop_question_is_joined_by_a_name(
+    question: SampleQuestion, pages: dict[str, list[str]]
+) -> None:
     bridge = BRIDGES[question.question]
     assert len(question.documents) == 2
     assert not says(question.question, bridge)
@@ -56,7 +58,7 @@ def test_a_two_hop_question_is_joined_by_a_name(question: Question, pages: dict[
 @pytest.mark.parametrize(
     "question", [q for q in QUESTIONS if q.hops == 1], ids=lambda question: question.question
 )
-def test_a_one_hop_question_needs_one_page(question: Question, pages: dict[str, list[str]]) -> None:
+def test_a_one_hop_question_needs_one_page(question: SampleQuestion, pages: dict[str, list[str]]) -> None:
     for name in question.documents:
         assert any(says(text, question.answers[0]) for text in pages[name]), f"{name} does not answer it"
 
@@ -68,6 +70,6 @@ def test_a_one_hop_question_needs_one_page(question: Question, pages: dict[str, 
 )
 def test_invalid_question_is_refused(row: dict[str, object]) -> None:
     good: dict[str, object] = {"question": "Q?", "answers": ("a",), "documents": ("d.md",), "hops": 1}
-    Question(**good)  # type: ignore[arg-type]
+    SampleQuestion(**good)  # type: ignore[arg-type]
     with pytest.raises(AssertionError):
-        Question(**{**good, **row})  # type: ignore[arg-type]
+        SampleQuestion(**{**good, **row})  # type: ignore[arg-type]

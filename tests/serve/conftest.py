@@ -1,4 +1,4 @@
-"""Homes, tiny models, and one server for a file's tests."""
+"""Fixtures of the server's tests: homes with tiny models, and one server per test file."""
 
 import pytest
 from servers import serving

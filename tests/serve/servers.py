@@ -1,4 +1,4 @@
-"""Real servers, in a thread and as a process, clients over TCP. Not a test file."""
+"""Helpers: real servers in a thread or a process, and HTTP clients for them. Not a test file."""
 
 import json
 import subprocess
@@ -11,9 +11,9 @@ from waiting import SOON_S
 
 from ragblend.app.serve.application import build
 from ragblend.app.serve.front import Rules
-from ragblend.app.serve.keys import Client, Door, Keys
+from ragblend.app.serve.keys import Authenticator, Client, Keys
 from ragblend.app.serve.library import UPLOAD_PATH
-from ragblend.app.serve.listening import Server, listening
+from ragblend.app.serve.listening import UvicornServer, listening
 from ragblend.app.services import AppServices
 
 LEDGER = (
@@ -27,15 +27,20 @@ LIGHT = (
 
 
 class Served:
-    """A server that runs. client(key): httpx's, for one key; the first is ada's, the second bob's."""
+    """A running server. keys: by name; ada and bob have collections of their own."""
 
-    def __init__(self, front, port, keys):
-        self.service, self.port, self.keys = front.service, port, keys
+    def __init__(self, front, port, known):
+        self.service, self.port, self.known, self.keys = front.service, port, known, {}
         self.url = f"http://127.0.0.1:{port}"
 
     def client(self, name="ada"):
         headers = {"authorization": f"Bearer {self.keys[name]}"} if name else {}
         return httpx.Client(base_url=self.url, headers=headers, timeout=SOON_S)
+
+    def add_key(self, name):
+        """A key with a collection of its own."""
+        self.service.desk.workspaces.create(name)
+        self.keys[name] = self.known.add(Client(name, (name,)))
 
     @property
     def engine(self):
@@ -45,6 +50,11 @@ class Served:
         body = {"model": self.service.model, "messages": [{"role": "user", "content": text}], "max_tokens": 6}
         with self.client(name) as client:
             return client.post("/v1/chat/completions", json=body | options)
+
+    def choice(self, *given, **options):
+        """The only choice of a chat's answer."""
+        [choice] = self.chat(*given, **options).json()["choices"]
+        return choice
 
     def raw(self, method, path, body, *more):
         """A request's bytes, with further header lines."""
@@ -69,22 +79,22 @@ class Served:
 def serving(home, model, limits=None):
     desk = AppServices.open(home, model=str(model), device="cpu", dtype="float32", chunk_tokens=64)
     known = Keys(desk.workspaces.home.root)
-    keys = {"owner-key": known.add(Client("chief"))}
-    for name in ("ada", "bob"):
-        desk.workspaces.create(name)
-        keys[name] = known.add(Client(name, (name,)))
     with desk, listening("127.0.0.1", 0) as (address, at):
         port = address.port
         rules = Rules(address, UPLOAD_PATH)
-        front = build(desk, Door(rules, known, needs_key=False), limits)
+        front = build(desk, Authenticator(rules, known, needs_key=False), limits)
         ready = threading.Event()
-        server = Server(front, ready.set, grace_s=5)
+        server = UvicornServer(front, ready.set, grace_s=5)
         thread = threading.Thread(target=server.run, args=([at],))
         thread.start()
         try:
             assert ready.wait(SOON_S)
+            served = Served(front, port, known)
+            served.keys["owner-key"] = known.add(Client("chief"))
+            for name in ("ada", "bob"):
+                served.add_key(name)
             desk.start()
-            yield Served(front, port, keys)
+            yield served
         finally:
             server.should_exit = True
             thread.join(SOON_S)
@@ -103,6 +113,11 @@ def running(home, *options):
     finally:
         process.kill()
         process.communicate()
+
+
+def post_raw(client, path, content):
+    """Post bytes as they are, as JSON."""
+    return client.post(path, content=content, headers={"content-type": "application/json"})
 
 
 def events(response):

@@ -1,4 +1,4 @@
-"""`ragblend mcp` as an assistant starts it: the real command on the official client, over a home with documents."""
+"""`ragblend mcp` as assistants start it: the real command with the official client, over a home with documents."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from mcp import Client, StdioServerParameters
 
 from ragblend.app.cli.main import main
 from ragblend.app.serve import keys as server_keys
-from ragblend.app.serve.commands import Commands
+from ragblend.app.serve.commands import CommandListener
 from ragblend.app.services import AppServices
 
 LIGHT = "The lighthouse of Skarholm was built in 1888 by Marta Lind. "
@@ -35,7 +35,7 @@ def home(request, home_of, tiny_folder, tmp_path_factory):
     if request.param == "alone":
         yield home
         return
-    with AppServices.open(home) as desk, Commands(desk):
+    with AppServices.open(home) as desk, CommandListener(desk):
         yield home
         desk.workspaces.first.engine.close()
 
@@ -103,7 +103,7 @@ def test_an_assistant_finds_asks_lists_and_reads(home) -> None:
     assert "next_offset" not in end and len(end["text"]) == end["characters"] - 40_000 > 0
 
 
-def test_over_http_the_same_is_answered(home) -> None:
+def test_http_and_stdio_give_the_same_answers(home) -> None:
     calls = (
         ("search", {"question": "Who built the lighthouse?", "limit": 2}),
         ("list_documents", {}),
@@ -122,7 +122,7 @@ def test_over_http_the_same_is_answered(home) -> None:
     assert value(answer)["answer"] and value(answer)["sources"]
 
 
-def test_of_too_many_at_once_some_are_told_to_come_again(home) -> None:
+def test_excess_requests_are_refused_with_advice_to_retry(home) -> None:
     """Each had a thread, however many there were."""
 
     async def all_at_once(url):
@@ -139,7 +139,7 @@ def test_of_too_many_at_once_some_are_told_to_come_again(home) -> None:
     )
 
 
-def test_over_http_only_the_owner_is_answered(home, capfd) -> None:
+def test_http_access_needs_the_owners_key(home, capfd) -> None:
     keys = server_keys.Keys(home)
     chief, ada = keys.add(server_keys.Client("chief")), keys.add(server_keys.Client("ada", ("ada",)))
     hello = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
@@ -162,7 +162,7 @@ def test_over_http_only_the_owner_is_answered(home, capfd) -> None:
             keys.remove(name)
 
 
-def test_what_cannot_be_done_is_said_and_the_process_goes_on(home) -> None:
+def test_tool_errors_are_reported_and_the_server_continues(home) -> None:
     _, (*refused, fine) = told(
         home,
         ("search", {"question": " "}),

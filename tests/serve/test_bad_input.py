@@ -1,4 +1,4 @@
-"""What is wrong with a request is said in OpenAI's form, with a documented status; and the server goes on."""
+"""Invalid requests get an error in OpenAI's form with a documented status, and the server continues."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 import httpx
 import pytest
 from pydantic import ValidationError
-from servers import events, serving
+from servers import events, post_raw, serving
 from waiting import SOON_S, until
 
 from ragblend.app import database
@@ -87,17 +87,15 @@ def check(response, status, code=None):
         (ASK, {"question": "a", "collection": ""}, 404, "collection_not_found"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_done_is_refused_by_name(served, path, change, status, code) -> None:
+def test_invalid_requests_are_refused_with_an_error_code(served, path, change, status, code) -> None:
     named = {"model": served.service.model}
     basis = {CHAT: named | {"messages": HI}, TEXT: named, "/v1/responses": named}
     body = json.dumps(basis.get(path, {}) | change).encode()
     with served.client() as client:
-        answer = client.post(path, content=body, headers={"content-type": "application/json"})
+        answer = post_raw(client, path, body)
         check(answer, status, code)
         assert (answer.headers.get("x-should-retry") == "false") == (code == "timeout")
-        streams = client.post(
-            path, content=body[:-1] + b', "stream": true}', headers={"content-type": "application/json"}
-        )
+        streams = post_raw(client, path, body[:-1] + b', "stream": true}')
     if path in (CHAT, TEXT, ASK):
         if code == "timeout" and streams.status_code == 200:  # it had begun by then
             assert '"code":"timeout"' in streams.text.splitlines()[-2], streams.text
@@ -109,13 +107,13 @@ def test_what_cannot_be_done_is_refused_by_name(served, path, change, status, co
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b"\xff\xfe\x00", b"[" * 50_000, b"9" * 5000, b'{"model": NaN}']
 )
-def test_what_is_no_json_object(served, body) -> None:
+def test_bodies_that_are_no_json_object_are_refused(served, body) -> None:
     with served.client() as client:
-        check(client.post(CHAT, content=body, headers={"content-type": "application/json"}), 400)
+        check(post_raw(client, CHAT, body), 400)
         check(client.post(CHAT, content=body, headers={"content-type": "text/plain"}), 400)
 
 
-def test_what_is_nested_too_deeply() -> None:
+def test_json_that_is_nested_too_deeply_is_refused() -> None:
     """Python's parser takes a little more than its writer does."""
     nested: list[object] = []
     for _ in range(10_000):
@@ -124,7 +122,7 @@ def test_what_is_nested_too_deeply() -> None:
         ChatBody.model_validate({"model": "a", "messages": HI, "tools": nested})
 
 
-def test_control_tokens_that_a_user_writes_are_text(served) -> None:
+def test_control_tokens_in_user_text_are_plain_text(served) -> None:
     """Said by a person they end no turn: they are more tokens than the one that they would be."""
     plain, marked = (
         served.chat(text, max_tokens=1).json()["usage"]["prompt_tokens"]
@@ -134,7 +132,7 @@ def test_control_tokens_that_a_user_writes_are_text(served) -> None:
 
 
 @pytest.mark.parametrize("key", [None, "Bearer wrong", "Bearer", "Basic YTpi", "Bearer \udcff"])
-def test_nobody_gets_in_without_a_key(served, key) -> None:
+def test_requests_without_a_valid_key_are_refused(served, key) -> None:
     headers = {} if key is None else {"authorization": key.encode("utf-8", "surrogateescape")}
     with served.client(None) as client:
         for path in ("/v1/models", "/metrics", "/openapi.json", "/nothing"):
@@ -154,13 +152,13 @@ def test_other_hosts_and_other_sites_are_refused(served) -> None:
         assert client.get("/v1/models", headers={"origin": served.url}).status_code == 200
 
 
-def test_counts_are_the_owners(served) -> None:
+def test_metrics_need_the_owners_key(served) -> None:
     with served.client("ada") as client:
         check(client.get("/metrics"), 403)
 
 
-def test_an_error_of_the_device_fails_no_request(served) -> None:
-    said = served.chat("Will it work?").json()["choices"][0]["message"]["content"]
+def test_one_device_error_is_retried(served) -> None:
+    said = served.choice("Will it work?")["message"]["content"]
     for number in (0, -1):
         layers = served.engine.runtime.loaded.model.model.layers
         layers[number].register_forward_pre_hook(failing)
@@ -168,7 +166,7 @@ def test_an_error_of_the_device_fails_no_request(served) -> None:
         assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"] == said
 
 
-def test_a_device_that_fails_again_is_told_without_what_it_says(served, monkeypatch) -> None:
+def test_a_repeated_device_error_hides_its_message(served, monkeypatch) -> None:
     served.chat()
     with monkeypatch.context() as broken:
         broken.setattr(TransformersDecoder, "run_layer", failing)
@@ -181,12 +179,13 @@ def failing(*_):
     raise RuntimeError("the device at /secret/path is gone")
 
 
-def test_an_error_after_the_first_token_is_told_in_the_stream(served) -> None:
+def test_an_error_after_the_first_token_is_an_event_of_the_stream(served) -> None:
     served.chat()
-    read, values = threading.Event(), []
+    read, steps, values = threading.Event(), [], []
 
     def fail(*_):
-        if read.wait(0.2):
+        steps.append(1)
+        if read.wait(0 if len(steps) < 50 else SOON_S):
             raise RuntimeError("gone")
 
     body = {"model": served.service.model, "messages": HI, "max_tokens": 100, "stream": True}
@@ -204,7 +203,7 @@ def test_an_error_after_the_first_token_is_told_in_the_stream(served) -> None:
     assert events(served.chat("Will it stream?", stream=True))
 
 
-def test_too_many_requests_are_told_when_to_come_again(home_of, tiny_folder) -> None:
+def test_refused_requests_have_retry_after(home_of, tiny_folder) -> None:
     with serving(home_of(), tiny_folder, Limits(requests=2, requests_of_one=1)) as served:
         served.chat()
         answers = {}
@@ -231,7 +230,7 @@ def test_too_many_requests_are_told_when_to_come_again(home_of, tiny_folder) -> 
 
 
 @pytest.mark.parametrize("days", [1, -1])
-def test_a_clock_that_jumps_changes_no_answer_no_job_and_no_limit(served, monkeypatch, days) -> None:
+def test_changing_the_system_clock_changes_no_answer_job_or_limit(served, monkeypatch, days) -> None:
     """While a question waits and a file is on its way in, each with a deadline from before; and afterwards."""
     told, answers = {"max_tokens": 20, "timeout": SOON_S, "method": "full", "stream": True}, []
     expected = events(served.chat("Hi.", **told))
@@ -281,7 +280,7 @@ def jump(monkeypatch, days):
     monkeypatch.setattr(database, "datetime", Jumped)
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(home_of, tiny_folder) -> None:
+def test_an_incomplete_body_times_out(home_of, tiny_folder) -> None:
     with serving(home_of(), tiny_folder, Limits(body_s=0.2)) as served:
         whole = served.raw("POST", CHAT, {"model": served.service.model, "messages": HI, "max_tokens": 1})
         with socket.create_connection(("127.0.0.1", served.port), timeout=SOON_S) as connection:
@@ -290,19 +289,19 @@ def test_a_body_that_does_not_come_is_not_waited_for(home_of, tiny_folder) -> No
         assert served.chat(max_tokens=1).status_code == 200
 
 
-def test_a_body_that_grows_past_its_limit_unannounced(served) -> None:
+def test_a_body_without_length_is_limited(served) -> None:
     def pieces():
         for _ in range(20):
             yield b"a" * (1 << 20)
 
     with served.client() as client:
         try:
-            answer = client.post(CHAT, content=pieces(), headers={"content-type": "application/json"})
+            answer = post_raw(client, CHAT, pieces())
         except httpx.WriteError:  # it was refused before all was sent
             return
         check(answer, 413)
 
 
-def test_every_status_that_an_error_has_is_documented() -> None:
+def test_every_error_status_is_documented() -> None:
     assert {status for _, status, _ in KNOWN} <= set(STATUSES)
     assert ApiError(418, "no").to_json()["error"]["type"] == "invalid_request_error"

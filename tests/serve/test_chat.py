@@ -1,20 +1,19 @@
-"""Chat and completions over TCP: what is answered is what the engine answers, in OpenAI's forms."""
+"""Chat and completions over TCP: answers equal the engine's, in OpenAI's forms."""
 
 import json
 import socket
 import threading
 
 import pytest
-from servers import LEDGER, LIGHT, events, serving
+from servers import LEDGER, LIGHT, events, post_raw, serving
 from waiting import SOON_S, until
 
 from ragblend.app.serve import chat
-from ragblend.app.serve.keys import Client, Keys
 from ragblend.integrations.backend import Backend, Turn
 from ragblend.integrations.threads import NAME
 
 
-def test_an_answer_is_the_engines_own(served) -> None:
+def test_answers_equal_the_engines(served) -> None:
     answer = served.chat("Who built it?", method="full").json()
     own = Backend(str(served.service.desk.settings.model), served.service.home, "ada", "cpu", "float32")
     prompt = own.chat_prompt([Turn("user", ("Who built it?",))])
@@ -28,13 +27,13 @@ def test_an_answer_is_the_engines_own(served) -> None:
     assert answer["model"] == served.service.model
 
 
-def test_what_openais_client_made_of_an_answer_may_be_sent_back(served) -> None:
+def test_messages_parsed_by_openais_client_are_accepted(served) -> None:
     parsed = {"role": "assistant", "content": "{}", "refusal": None, "parsed": {"a": 1}, "annotations": []}
     messages = [{"role": "user", "content": "Who?"}, parsed, {"role": "user", "content": "And who?"}]
     assert served.chat(messages=messages).status_code == 200
 
 
-def test_a_stream_says_the_same_and_tells_its_usage_at_its_end(served) -> None:
+def test_a_stream_equals_the_whole_answer_and_ends_with_usage(served) -> None:
     whole = served.chat("Tell me more.", method="full").json()
     chunks = events(
         served.chat("Tell me more.", method="full", stream=True, stream_options={"include_usage": True})
@@ -49,7 +48,7 @@ def test_a_stream_says_the_same_and_tells_its_usage_at_its_end(served) -> None:
     assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
 
 
-def test_choices_are_drawn_with_seeds_of_their_own(served) -> None:
+def test_each_choice_has_its_own_seed(served) -> None:
     def texts(**options):
         found = served.chat("Sing.", method="full", temperature=1.0, **options).json()["choices"]
         assert [choice["index"] for choice in found] == list(range(len(found)))
@@ -65,16 +64,16 @@ def test_a_prompt_of_several_choices_is_counted_once(served) -> None:
     assert three["completion_tokens"] == 3 * one["completion_tokens"]
 
 
-def test_a_stop_string_ends_an_answer_and_is_not_said(served) -> None:
-    text = served.chat("Stop there.", method="full", max_tokens=8).json()["choices"][0]["message"]["content"]
+def test_a_stop_string_ends_an_answer_and_is_not_part_of_it(served) -> None:
+    text = served.choice("Stop there.", method="full", max_tokens=8)["message"]["content"]
     stop = text[3:5]
-    [choice] = served.chat("Stop there.", method="full", max_tokens=8, stop=[stop]).json()["choices"]
+    choice = served.choice("Stop there.", method="full", max_tokens=8, stop=[stop])
     assert choice["message"]["content"] == text[: text.index(stop)]
     assert choice["finish_reason"] == "stop"
 
 
 def test_log_probabilities_in_both_forms(served) -> None:
-    [choice] = served.chat(logprobs=True, top_logprobs=2).json()["choices"]
+    choice = served.choice(logprobs=True, top_logprobs=2)
     assert len(choice["logprobs"]["content"]) == 6
     for token in choice["logprobs"]["content"]:
         assert token["logprob"] <= 0 and len(token["top_logprobs"]) == 2
@@ -89,17 +88,17 @@ def test_log_probabilities_in_both_forms(served) -> None:
         assert [max(likely.values()) for likely in columns["top_logprobs"]] == columns["token_logprobs"]
 
 
-def test_texts_of_likely_tokens_are_not_made_in_the_event_loop(served, monkeypatch) -> None:
+def test_log_probabilities_are_decoded_outside_the_event_loop(served, monkeypatch) -> None:
     """Everybody waited for them: half a second for four answers of 400 tokens with 20 each."""
     where, made = [], chat.logprobs
     monkeypatch.setattr(
         chat, "logprobs", lambda *given: (where.append(threading.current_thread().name), made(*given))[1]
     )
-    assert served.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert served.choice(logprobs=True)["logprobs"]["content"]
     assert where == [NAME]
 
 
-def test_completions_continue_a_text_as_it_stands(served) -> None:
+def test_completions_continue_a_text_without_a_template(served) -> None:
     body = {"model": served.service.model, "prompt": "Once upon a time", "max_tokens": 4, "method": "full"}
     with served.client() as client:
         whole = client.post("/v1/completions", json=body).json()
@@ -108,7 +107,7 @@ def test_completions_continue_a_text_as_it_stands(served) -> None:
     assert whole["usage"]["prompt_tokens"] == served.engine.count_tokens("Once upon a time")
 
 
-def test_text_that_comes_back_is_learnt_by_one_key_and_by_no_other(served) -> None:
+def test_repeated_text_is_learnt_for_one_key_only(served) -> None:
     def asked(question, passages, name="ada"):
         found = served.chat("\n\n".join([*passages, question]), name).json()
         served.engine.finish_background()
@@ -122,10 +121,9 @@ def test_text_that_comes_back_is_learnt_by_one_key_and_by_no_other(served) -> No
     assert asked("What did nobody see?", [LEDGER, LIGHT], "bob") == ([], 0)
 
 
-def test_a_later_key_of_the_same_name_gets_nothing_of_the_first(served) -> None:
+def test_a_later_key_of_the_same_name_inherits_nothing(served) -> None:
     """Removing key and collection left what prompts taught, on the disk and in memory, and the session."""
-    desk = served.service.desk
-    known, runtime = Keys(desk.workspaces.home.root), served.engine.runtime
+    desk, runtime = served.service.desk, served.engine.runtime
 
     def asked(*passages):
         [kv] = served.chat("\n\n".join([*passages, "Who kept the ledgers?"]), "cleo").json()["kv"]
@@ -133,26 +131,23 @@ def test_a_later_key_of_the_same_name_gets_nothing_of_the_first(served) -> None:
         return kv
 
     for _ in range(2):  # two keys of one name, one after the other
-        desk.workspaces.create("cleo")
-        served.keys["cleo"] = known.add(Client("cleo", ("cleo",)))
+        served.add_key("cleo")
         first, second = asked(LEDGER, LIGHT), asked(LIGHT, LEDGER)
         assert (first["chunks"], first["reused"], second["hits"]) == ([], 0, 0)
         workspace = desk.workspaces.of("cleo")
         workspace.engine.encode(["Nobody looks for this in prompts."], ["entered"])
         stored = runtime.nodes.keys("cleo")
         assert len(stored) == 3 and all(map(runtime.store.contains, stored))
-        known.remove("cleo")
+        served.known.remove("cleo")
         assert desk.remove_collection("cleo")[1] > 0
         assert not runtime.nodes.keys("cleo") and not any(map(runtime.store.contains, stored))
         assert len(workspace.known_passages) == 0
 
 
-def test_what_is_asked_when_the_collection_is_gone_is_no_later_keys(served) -> None:
+def test_requests_after_a_collections_removal_leave_nothing_for_a_later_key(served) -> None:
     """The key still held: what it asked then, and what waited to be encoded for it, the next key of that name found."""
-    desk, runtime = served.service.desk, served.engine.runtime
-    known, begun = Keys(desk.workspaces.home.root), threading.Event()
-    desk.workspaces.create("dora")
-    served.keys["dora"] = known.add(Client("dora", ("dora",)))
+    desk, runtime, begun = served.service.desk, served.engine.runtime, threading.Event()
+    served.add_key("dora")
     served.engine.finish_background()
     runtime.background.add(lambda: begun.wait(SOON_S))
     for passages in ((LEDGER, LIGHT), (LIGHT, LEDGER), (LEDGER, LIGHT)):
@@ -161,18 +156,17 @@ def test_what_is_asked_when_the_collection_is_gone_is_no_later_keys(served) -> N
     begun.set()
     assert served.engine.finish_background(SOON_S) and not runtime.nodes.keys("dora")
     assert served.chat(LEDGER, "dora").status_code == 404
-    known.remove("dora")
+    served.known.remove("dora")
     Backend(desk.settings.model, served.service.home, "dora", "cpu", "float32").engine.encode(
         [LEDGER], ["late"]
     )
-    desk.workspaces.create("dora")
-    served.keys["dora"] = known.add(Client("dora", ("dora",)))
+    served.add_key("dora")
     assert served.chat(LEDGER, "dora").json()["kv"][0]["reused"] == 0 and not runtime.nodes.keys("dora")
-    known.remove("dora")
+    served.known.remove("dora")
     desk.remove_collection("dora")
 
 
-def test_two_conversations_that_begin_alike_leave_each_other_alone(served) -> None:
+def test_conversations_with_the_same_system_prompt_keep_their_own_sessions(served) -> None:
     """The second took the first one's context, and each read all but the system prompt anew in every turn."""
     system = {"role": "system", "content": "Answer as the keeper of the harbour would, in few words. " * 3}
     long = " Name every ship, and the harbour that each of them came from." * 3
@@ -192,7 +186,7 @@ def test_two_conversations_that_begin_alike_leave_each_other_alone(served) -> No
         read[number] = usage["prompt_tokens"]
 
 
-def test_who_leaves_while_his_prompt_is_made_takes_his_place_until_it_is(served, monkeypatch) -> None:
+def test_a_disconnected_client_is_counted_until_its_prompt_is_built(served, monkeypatch) -> None:
     """Threads grew without bound, and shutting down waited for them all."""
     going, goes_on, made = threading.Semaphore(0), threading.Event(), chat._choices
 
@@ -213,7 +207,7 @@ def test_who_leaves_while_his_prompt_is_made_takes_his_place_until_it_is(served,
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/rag/ask"])
-def test_long_texts_are_tokenized_one_at_a_time_and_who_waits_may_give_up(served, path) -> None:
+def test_long_texts_are_tokenized_one_at_a_time_and_waiting_times_out(served, path) -> None:
     """Sixteen at once took sixteen times the memory."""
     text, named = "\u00e9" * 200_000, {"model": served.service.model}  # more bytes than characters
     body = (
@@ -222,13 +216,13 @@ def test_long_texts_are_tokenized_one_at_a_time_and_who_waits_may_give_up(served
         else named | {"messages": [{"role": "user", "content": text}]}
     )
     sent = json.dumps(body | {"timeout": 0.2}, ensure_ascii=False).encode()
-    with served.client() as client, served.service.reading(sent, threading.Event()):
-        answer = client.post(path, content=sent, headers={"content-type": "application/json"})
+    with served.client() as client, served.service.tokenizing(sent, threading.Event()):
+        answer = post_raw(client, path, sent)
         assert (answer.status_code, answer.json()["error"]["code"]) == (408, "timeout")
         assert served.chat().status_code == 200, "a short one does not wait"
 
 
-def test_a_second_turn_reads_what_is_new(served) -> None:
+def test_a_second_turn_reuses_the_first(served) -> None:
     messages = [{"role": "user", "content": "Tell me about the ships of the harbour, one by one. " * 4}]
     first = served.chat(messages=messages).json()
     said = first["choices"][0]["message"]["content"]
@@ -240,7 +234,7 @@ def test_a_second_turn_reads_what_is_new(served) -> None:
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_the_same_conversation_asked_twice_is_answered_twice_the_same(served) -> None:
+def test_repeating_a_conversation_gives_the_same_answer(served) -> None:
     """All of the prompt is held then; its last token must be computed all the same."""
     text = "What did the keeper of the lamp do in the winter of the storm? " * 3
     first, again = (served.chat(text).json() for _ in range(2))
@@ -251,11 +245,11 @@ def test_the_same_conversation_asked_twice_is_answered_twice_the_same(served) ->
 def test_json_by_a_schema(served) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
     wanted = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema, "strict": True}}
-    [choice] = served.chat(response_format=wanted, max_tokens=40).json()["choices"]
+    choice = served.choice(response_format=wanted, max_tokens=40)
     assert json.loads(choice["message"]["content"]).keys() == {"n"}
 
 
-def test_tools_are_called_whole_and_in_streams(home_of, caller_folder) -> None:
+def test_tool_calls_whole_and_streamed(home_of, caller_folder) -> None:
     parameters = {"type": "object", "properties": {"up": {"type": "boolean"}}, "required": ["up"]}
     tool = {
         "type": "function",
@@ -263,7 +257,7 @@ def test_tools_are_called_whole_and_in_streams(home_of, caller_folder) -> None:
     }
     told = {"tools": [tool], "tool_choice": "required", "max_tokens": 60}
     with serving(home_of(), caller_folder) as served:
-        [choice] = served.chat(**told).json()["choices"]
+        choice = served.choice(**told)
         chunks = events(served.chat(**told, stream=True))
         call = choice["message"]["tool_calls"][0]
         back = [
@@ -283,7 +277,7 @@ def test_tools_are_called_whole_and_in_streams(home_of, caller_folder) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_stops_the_device(served, stream) -> None:
+def test_a_disconnect_cancels_the_answer(served, stream) -> None:
     served.chat()  # the model is loaded
     seen, begun = [], threading.Event()
 

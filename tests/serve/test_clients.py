@@ -1,4 +1,4 @@
-"""Clients nobody here wrote, unchanged: whole answers and streams, and passages that come from the store."""
+"""Unmodified third-party clients get whole and streamed answers, with passages from the store."""
 
 import asyncio
 
@@ -57,7 +57,7 @@ class LlamaIndex:
 @pytest.mark.parametrize(
     ("kind", "package"), [(LangChain, "langchain_openai"), (LlamaIndex, "llama_index.llms.openai_like")]
 )
-def test_a_client_is_answered_and_its_passages_come_from_the_store(served, kind, package) -> None:
+def test_framework_clients_get_answers_and_reuse_stored_passages(served, kind, package) -> None:
     pytest.importorskip(package, reason="the client's package is not installed")
     told = {"model": served.service.model, "api_key": served.keys["ada"], "max_tokens": 6, "temperature": 0}
     for at in range(2):  # what stands in two prompts is learnt

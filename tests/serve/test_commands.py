@@ -1,4 +1,4 @@
-"""Commands that the process runs which has the home open: the same words as without it, and nothing for strangers."""
+"""Commands forwarded to the process that has the home open: same output, and no access for other users."""
 
 import errno
 import json
@@ -19,7 +19,7 @@ from ragblend import __version__
 from ragblend.app import remote
 from ragblend.app.cli.main import main
 from ragblend.app.remote import NAME, Line, connected
-from ragblend.app.serve.commands import Commands, RemoteTerminal
+from ragblend.app.serve.commands import CommandListener, RemoteTerminal
 from ragblend.app.services import AppServices
 from ragblend.app.workspace import Workspaces
 
@@ -44,7 +44,7 @@ def home(home_of, tiny_folder, tmp_path_factory):
 @contextmanager
 def owned(home):
     """The home, open in this process as a server has it open; who opens it a second time meanwhile fails."""
-    with AppServices.open(home) as desk, Commands(desk), pytest.MonkeyPatch.context() as patch:
+    with AppServices.open(home) as desk, CommandListener(desk), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Workspaces, "open", None)
         yield desk
 
@@ -67,7 +67,7 @@ def told(home, capsys):
     return run
 
 
-def test_a_question_is_answered_by_the_process_that_has_the_home_in_the_same_words(home, told) -> None:
+def test_a_forwarded_question_has_the_same_output(home, told) -> None:
     alone = (
         told("ask", QUESTION),
         told("ask", " ", code=2),
@@ -83,7 +83,7 @@ def test_a_question_is_answered_by_the_process_that_has_the_home_in_the_same_wor
     assert sent[0][0]["answer"] and sent[0][0]["tokens"]["generated"] == 4
 
 
-def test_options_of_a_command_hold_for_it_alone(home, told, monkeypatch) -> None:
+def test_options_hold_for_one_command_only(home, told, monkeypatch) -> None:
     with owned(home) as desk:
         before = desk.settings
         assert told("ask", QUESTION, "--max-new-tokens", "2", "--method", "full")[0]["method"] == "full"
@@ -92,7 +92,7 @@ def test_options_of_a_command_hold_for_it_alone(home, told, monkeypatch) -> None
         assert desk.settings == before
 
 
-def test_what_the_process_has_not_is_refused_by_name(home, told, monkeypatch) -> None:
+def test_settings_that_the_host_cannot_have_are_refused(home, told, monkeypatch) -> None:
     with owned(home):
         for options, words in (
             (("--model", "owner/other"), ("model", "owner/other")),
@@ -107,7 +107,7 @@ def test_what_the_process_has_not_is_refused_by_name(home, told, monkeypatch) ->
         assert "kv_codec" in told("ask", QUESTION, code=2)[0]["error"]["message"]
 
 
-def test_documents_come_and_go_through_it(home, told, tmp_path, monkeypatch) -> None:
+def test_documents_are_ingested_and_removed_by_the_host(home, told, tmp_path, monkeypatch) -> None:
     (tmp_path / "ferry.txt").write_text(FERRY)
     monkeypatch.chdir(tmp_path)
     with owned(home) as desk:
@@ -127,7 +127,7 @@ def test_documents_come_and_go_through_it(home, told, tmp_path, monkeypatch) -> 
         assert desk.workspaces.names() == ["default"]
 
 
-def test_a_relative_path_begins_where_the_command_was_typed(home, tmp_path, monkeypatch) -> None:
+def test_relative_paths_are_those_of_the_callers_folder(home, tmp_path, monkeypatch) -> None:
     """It began in the server's folder: another document of the same relative path was taken out."""
     caller, server, empty = (tmp_path / name for name in ("caller", "server", "empty"))
     for folder, text in ((caller, FERRY), (server, LIGHT)):
@@ -155,7 +155,7 @@ def test_a_relative_path_begins_where_the_command_was_typed(home, tmp_path, monk
         typed(caller, "collections", "rm", "typed")
 
 
-def test_a_collection_that_is_taken_out_is_watched_no_more(home, told, tmp_path) -> None:
+def test_a_removed_collection_is_no_longer_watched(home, told, tmp_path) -> None:
     """A change in its folder brought it back: only the list had forgotten the folder."""
     pytest.importorskip("watchfiles")
     (tmp_path / "ferry.txt").write_text(FERRY)
@@ -181,7 +181,7 @@ def as_process(home, *arguments, leaving_s=remote.LEAVING_S, **more):
     return subprocess.Popen(command, text=True, **pipes, **more)
 
 
-def test_a_conversation_asks_and_is_kept_there(home) -> None:
+def test_a_forwarded_chat_is_saved_by_the_host(home) -> None:
     with owned(home) as desk:
         process = as_process(home, "chat", "--json")
         out, notes = process.communicate(f"{QUESTION}\nAnd when?\n\n", timeout=120)
@@ -192,7 +192,7 @@ def test_a_conversation_asks_and_is_kept_there(home) -> None:
         assert [each.text for each in said if each.role == "user"] == [QUESTION, "And when?"]
 
 
-def test_text_that_is_not_utf8_is_asked_there(home, told) -> None:
+def test_forwarded_text_may_be_invalid_utf8(home, told) -> None:
     """Half a pair of surrogates is what Python makes of such bytes; no tokenizer takes one."""
     with owned(home) as desk:
         assert told("ask", f"{QUESTION} \udce9")[0]["answer"]
@@ -202,7 +202,7 @@ def test_text_that_is_not_utf8_is_asked_there(home, told) -> None:
         assert desk.chats.messages(json.loads(out)["chat"])[0].text == f"{QUESTION} ?"
 
 
-def test_ctrl_c_stops_the_computing_there(home) -> None:
+def test_ctrl_c_cancels_the_answer_in_the_host(home) -> None:
     with owned(home) as desk:
         process = as_process(home, "ask", QUESTION, "--max-new-tokens", "1800")
         assert process.stdout.read(1), process.communicate()
@@ -215,7 +215,7 @@ def test_ctrl_c_stops_the_computing_there(home) -> None:
             pass
 
 
-def test_nothing_heavy_is_imported_to_send_a_command(home) -> None:
+def test_forwarding_a_command_imports_nothing_heavy(home) -> None:
     words = "import sys; from ragblend.app.cli.main import main; main(sys.argv[1:]); print(*sys.modules)"
     with owned(home):
         command = [sys.executable, "-c", words, "ask", QUESTION, "--home", str(home)]
@@ -292,7 +292,7 @@ GREETING = json.dumps({"ragblend": __version__, "pid": 1}).encode() + b"\n"
 
 
 @pytest.mark.parametrize("what", ["nothing", "file", "link", "loose socket", "loose home", "left by a kill"])
-def test_what_is_not_ours_alone_is_left_alone(folder, tmp_path, what) -> None:
+def test_sockets_that_others_could_replace_are_not_used(folder, tmp_path, what) -> None:
     """A link may lead to another home; what others may write to may be theirs."""
     with stranger(folder, GREETING) as got:
         assert is_found(folder)
@@ -318,7 +318,7 @@ def test_what_is_not_ours_alone_is_left_alone(folder, tmp_path, what) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_another_user_is_told_nothing(folder) -> None:
+def test_another_users_socket_gets_nothing(folder) -> None:
     """Who was given the socket, and who could take its place in a folder that was open once."""
     with stranger(folder, GREETING):
         os.chown(folder / NAME, 65534, -1)
@@ -357,9 +357,7 @@ def test_another_user_is_told_nothing(folder) -> None:
         (b"", "does not answer"),
     ],
 )
-def test_what_answers_must_be_this_version_before_it_is_sent_anything(
-    folder, capsys, monkeypatch, greeting, words
-) -> None:
+def test_nothing_is_sent_to_another_version_or_program(folder, capsys, monkeypatch, greeting, words) -> None:
     monkeypatch.setattr(remote, "GREETING_S", 0.3)
     with stranger(folder, greeting) as got:
         assert main(["ask", "A secret?", "--home", str(folder)]) == 1
@@ -367,7 +365,7 @@ def test_what_answers_must_be_this_version_before_it_is_sent_anything(
     assert b"".join(got) == b""
 
 
-def test_a_process_that_is_killed_under_a_command_is_named(folder, capsys) -> None:
+def test_a_host_that_is_killed_is_reported(folder, capsys) -> None:
     with stranger(folder, GREETING, lambda connection: connection.sendall(b'{"out": "The light"}\n')):
         assert main(["ask", QUESTION, "--home", str(folder)]) == 1
     said = capsys.readouterr()
@@ -375,7 +373,7 @@ def test_a_process_that_is_killed_under_a_command_is_named(folder, capsys) -> No
 
 
 @pytest.mark.parametrize(("presses", "leaving_s"), [(1, 0.1), (2, 1e6)])
-def test_ctrl_c_ends_a_command_of_which_nothing_more_is_heard(folder, presses, leaving_s) -> None:
+def test_ctrl_c_ends_a_command_whose_host_is_silent(folder, presses, leaving_s) -> None:
     """The socket was given a timeout while it was read from: Python read it again and again, deaf to signals."""
     heard = queue.SimpleQueue()
 
@@ -400,11 +398,11 @@ def test_ctrl_c_ends_a_command_of_which_nothing_more_is_heard(folder, presses, l
             process.kill()
 
 
-def test_a_hostile_request_harms_nothing(home, told) -> None:
+def test_malformed_requests_do_no_harm(home, told) -> None:
     with owned(home):
         for bad in (
             b"", b"{", b"[1]\n", b"\xff\n", b"9" * 5000 + b"\n", json.dumps(request(command="serve")).encode() + b"\n",
-            json.dumps(request(arguments={"cli": {"shared": 1}})).encode() + b"\n",
+            json.dumps(request(arguments={"cli": {"host": 1}})).encode() + b"\n",
             json.dumps({"command": "ask"}).encode() + b"\n",
         ):  # fmt: skip
             line = connected(home)
@@ -416,7 +414,7 @@ def test_a_hostile_request_harms_nothing(home, told) -> None:
         assert told("ask", QUESTION)[0]["answer"]
 
 
-def test_commands_are_heard_again_after_a_want_of_open_files(home) -> None:
+def test_listening_continues_after_a_lack_of_file_descriptors(home) -> None:
     """One accept that failed had ended the listening."""
     failed, accept = [], socket.socket.accept
 
@@ -435,14 +433,14 @@ def test_commands_are_heard_again_after_a_want_of_open_files(home) -> None:
     assert failed
 
 
-def test_who_leaves_or_is_left_stops_the_work() -> None:
+def test_disconnect_or_shutdown_cancels_command() -> None:
     for leaves in (True, False):
         here, there = map(Line, socket.socketpair())
         terminal, stopped = RemoteTerminal(here, request()), threading.Event()
         threading.Thread(target=terminal.listen, daemon=True).start()
         block = terminal.stopping(stopped.set)
         block.__enter__()
-        there.close() if leaves else terminal.leave()
+        there.close() if leaves else terminal.shut_down()
         assert stopped.wait(60)
         with pytest.raises(KeyboardInterrupt):
             block.__exit__(None, None, None)
@@ -453,9 +451,9 @@ def test_who_leaves_or_is_left_stops_the_work() -> None:
         there.close()
 
 
-def test_the_end_of_the_process_ends_its_commands_and_takes_the_socket_away(home) -> None:
+def test_closing_the_host_ends_commands_and_removes_the_socket(home) -> None:
     with AppServices.open(home) as desk:
-        commands = Commands(desk)
+        commands = CommandListener(desk)
         process = as_process(home, "chat")
         until(lambda: process.stderr.read(1) == ">")
         begun = time.monotonic()

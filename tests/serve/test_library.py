@@ -1,4 +1,4 @@
-"""Documents come in, are asked about and go, each key in its own collection; and what the owner sees of it all."""
+"""Documents are uploaded, asked about and deleted, each key in its own collection; and what the owner sees."""
 
 import errno
 import os
@@ -7,13 +7,11 @@ import shutil
 import socket
 import tempfile
 import threading
-import time
 
 import pytest
 from servers import events
 from waiting import SOON_S, until
 
-from ragblend.app.serve.keys import Client, Keys
 from ragblend.app.serve.service import Limits
 from ragblend.kvstore.errors import Cancelled
 
@@ -40,7 +38,7 @@ def document(ada):
     ada.delete(f"/v1/documents/{found['id']}")
 
 
-def test_an_upload_is_listed_with_its_job_and_no_path(served, ada, document) -> None:
+def test_uploads_are_listed_with_their_job_and_without_paths(served, ada, document) -> None:
     assert document["name"] == "tramway.txt" and document["collection"] == "ada"
     jobs = ada.get("/v1/documents/jobs").json()
     assert [(job["name"], job["state"]) for job in jobs["data"]] == [("tramway.txt", "done")]
@@ -57,7 +55,7 @@ def test_a_question_is_answered_with_its_sources(ada, document) -> None:
     assert "".join(piece["delta"] for piece in pieces) == last["answer"] == answer["answer"]
 
 
-def test_history_makes_a_question_a_follow_up(ada, document) -> None:
+def test_history_is_part_of_the_prompt(ada, document) -> None:
     history = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "Ada Crane did."}]
     short = ada.post("/v1/rag/ask", json={"question": "When was it built?", "max_tokens": 1}).json()
     long = ada.post(
@@ -66,7 +64,7 @@ def test_history_makes_a_question_a_follow_up(ada, document) -> None:
     assert long["tokens"]["prompt"] > short["tokens"]["prompt"]
 
 
-def test_what_is_one_keys_is_nothing_to_another(served, ada, document) -> None:
+def test_keys_do_not_see_each_others_documents(served, ada, document) -> None:
     with served.client("bob") as bob, served.client("owner-key") as chief:
         assert bob.get("/v1/documents").json()["data"] == []
         assert bob.get("/v1/documents/jobs").json()["data"] == []
@@ -81,7 +79,7 @@ def test_what_is_one_keys_is_nothing_to_another(served, ada, document) -> None:
         assert [each["id"] for each in seen] == [document["id"]]
 
 
-def test_a_passage_of_the_library_is_found_in_any_prompt(served, document) -> None:
+def test_library_passages_are_recognised_in_any_prompt(served, document) -> None:
     """A chat program that did the retrieval itself gets the stored KV all the same."""
     text = TRAMWAY.decode()
     until(lambda: served.engine.finish_background() and served.service.desk.jobs.overview().is_idle)
@@ -100,7 +98,7 @@ def test_a_deleted_document_is_gone(ada, document) -> None:
     assert ada.post("/v1/rag/ask", json={"question": QUESTION}).json()["sources"] == []
 
 
-def test_files_that_cannot_be_read_are_named(ada) -> None:
+def test_unreadable_files_are_named(ada) -> None:
     none = ada.post("/v1/documents", files=[("file", ("a.exe", b"MZ")), ("file", ("b.txt", b""))])
     assert none.status_code == 400
     assert "a.exe" in none.json()["error"]["message"] and "b.txt" in none.json()["error"]["message"]
@@ -121,7 +119,7 @@ def test_files_that_cannot_be_read_are_named(ada) -> None:
     ids=["while it comes", "at the copy", "when it is kept"],
 )
 @pytest.mark.parametrize("why", [errno.ENOSPC, errno.EDQUOT], ids=["disk", "quota"])
-def test_an_upload_that_finds_the_disk_full_is_told_so(ada, monkeypatch, owner, name, nbytes, why) -> None:
+def test_an_upload_to_a_full_disk_gets_507(ada, monkeypatch, owner, name, nbytes, why) -> None:
     """It was a fault of ours, or a body that could not be read."""
 
     def full(*_):
@@ -132,7 +130,7 @@ def test_an_upload_that_finds_the_disk_full_is_told_so(ada, monkeypatch, owner, 
     assert (refused.status_code, refused.json()["error"]["code"]) == (507, "disk_full")
 
 
-def test_what_cannot_be_kept_names_no_place_of_this_machine(served, ada, monkeypatch) -> None:
+def test_upload_errors_show_no_paths(served, ada, monkeypatch) -> None:
     def refused(*_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -142,12 +140,10 @@ def test_what_cannot_be_kept_names_no_place_of_this_machine(served, ada, monkeyp
     assert served.service.home not in said.text
 
 
-def test_an_upload_does_not_bring_a_removed_collection_back(served, monkeypatch) -> None:
+def test_an_upload_does_not_recreate_a_removed_collection(served, monkeypatch) -> None:
     """It was removed while the file was copied."""
     desk, copied = served.service.desk, shutil.copyfileobj
-    known = Keys(desk.workspaces.home.root)
-    desk.workspaces.create("emil")
-    served.keys["emil"] = known.add(Client("emil", ("emil",)))
+    served.add_key("emil")
 
     def removed_meanwhile(*given):
         desk.remove_collection("emil")
@@ -156,11 +152,11 @@ def test_an_upload_does_not_bring_a_removed_collection_back(served, monkeypatch)
     monkeypatch.setattr(shutil, "copyfileobj", removed_meanwhile)
     with served.client("emil") as emil:
         assert emil.post("/v1/documents", files={"file": ("a.txt", TRAMWAY)}).status_code == 404
-    known.remove("emil")
+    served.known.remove("emil")
     assert "emil" not in desk.workspaces.names() and desk.jobs.overview().total == 0
 
 
-def test_an_upload_takes_its_place_before_it_comes(served, ada, monkeypatch) -> None:
+def test_an_upload_is_admitted_before_its_body_is_read(served, ada, monkeypatch) -> None:
     """Each could bring 512 MiB to the disk before anybody counted."""
     monkeypatch.setattr(served.service.admission, "_limits", Limits(requests_of_one=1))
     begun = served.raw("POST", "/v1/documents", {}, "transfer-encoding: chunked").replace(
@@ -176,7 +172,7 @@ def test_an_upload_takes_its_place_before_it_comes(served, ada, monkeypatch) -> 
     until(lambda: served.service.admission.inside == 0)
 
 
-def test_embeddings_are_the_apps_own(served, ada) -> None:
+def test_embeddings_equal_the_apps(served, ada) -> None:
     import base64
 
     import numpy as np
@@ -209,7 +205,7 @@ def embedding(served, monkeypatch):
     return {"model": embedder.name, "input": ["harbour " * 128_000]}, begun, ended
 
 
-def test_who_leaves_an_embedding_or_a_question_that_waits_for_it_stops_it(
+def test_disconnecting_cancels_an_embedding_and_a_timeout_a_waiting_question(
     served, ada, document, embedding
 ) -> None:
     """It went on for nobody, outside of the admission, and a question's timeout did not hold behind it."""
@@ -223,12 +219,13 @@ def test_who_leaves_an_embedding_or_a_question_that_waits_for_it_stops_it(
     assert len(ended) == 2
 
 
-def test_a_question_takes_a_place_until_its_search_has_ended(served, document, monkeypatch) -> None:
+def test_a_cancelled_question_is_counted_until_its_search_ends(served, document, monkeypatch) -> None:
     """Who asked and left again and again had as many searches going as he liked."""
     conversations, going, goes_on = served.service.desk.conversations, threading.Event(), threading.Event()
-    answer = conversations.answer
+    answer, cancels = conversations.answer, []
 
     def slow(*given):
+        cancels.append(given[1].cancel)
         going.set()
         assert goes_on.wait(SOON_S)
         return answer(*given)
@@ -237,20 +234,20 @@ def test_a_question_takes_a_place_until_its_search_has_ended(served, document, m
     with socket.create_connection(("127.0.0.1", served.port)) as connection:
         connection.sendall(served.raw("POST", "/v1/rag/ask", {"question": QUESTION, "max_tokens": 1}))
         assert going.wait(SOON_S)
-    time.sleep(0.2)
+    until(lambda: cancels[0].is_set())
     assert served.service.admission.inside == 1
     goes_on.set()
     until(lambda: served.service.admission.inside == 0)
 
 
-def test_an_embedding_takes_no_longer_than_an_answer_may(served, ada, embedding, monkeypatch) -> None:
+def test_embeddings_have_the_answers_time_limit(served, ada, embedding, monkeypatch) -> None:
     monkeypatch.setattr(served.service, "limits", Limits(answer_s=0.2))
     body, _, ended = embedding
     late = ada.post("/v1/embeddings", json=body)
     assert (late.status_code, late.json()["error"]["code"], len(ended)) == (504, "timeout", 1)
 
 
-def test_a_start_that_failed_is_over_with_the_first_answer(served, monkeypatch) -> None:
+def test_a_failed_start_is_cleared_by_the_first_answer(served, monkeypatch) -> None:
     """It was called failed for ever after, and a supervisor would have ended what served."""
     with served.client("") as anybody:
         assert anybody.get("/healthz").json() == {"status": "ok"}
@@ -259,7 +256,7 @@ def test_a_start_that_failed_is_over_with_the_first_answer(served, monkeypatch) 
         assert served.chat(max_tokens=1).status_code == 200 and anybody.get("/healthz").status_code == 200
 
 
-def test_counts_for_prometheus(served) -> None:
+def test_metrics_in_prometheus_format(served) -> None:
     def counted():
         with served.client("owner-key") as chief:
             text = chief.get("/metrics").text

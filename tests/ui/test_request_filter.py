@@ -13,7 +13,7 @@ pytest.importorskip("gradio", reason="the page needs the extra `ui`")
 import gradio as gr
 
 from ragblend.app.serve.front import Rules
-from ragblend.app.serve.listening import Server, listening
+from ragblend.app.serve.listening import UvicornServer, listening
 from ragblend.app.services import AppServices
 from ragblend.ui.login import PageLogin
 from ragblend.ui.page_context import PageContext
@@ -78,7 +78,7 @@ def page(tmp_path_factory):
                 built["app"] = build_app(
                     PageContext(services), Rules(address, max_upload_bytes=100_000), login
                 )
-                built["server"] = Server(built["app"], ready.set, grace_s=1)
+                built["server"] = UvicornServer(built["app"], ready.set, grace_s=1)
                 await built["server"].serve([at])
 
             asyncio.run(go())

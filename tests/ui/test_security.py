@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from ragblend.app.serve.errors import ApiError
 from ragblend.app.serve.front import Address, Rules, refuse, split_netloc
-from ragblend.app.serve.keys import Client, Door, Keys
+from ragblend.app.serve.keys import Authenticator, Client, Keys
 from ragblend.app.serve.listening import check_reach
 from ragblend.kvstore.errors import UsageError
 from ragblend.ui.login import COOKIE_SECONDS, PageLogin, load_or_create_secret
@@ -299,21 +299,21 @@ def test_behind_a_proxy_a_key_is_needed(tmp_path) -> None:
 
 def test_removing_the_last_key_keeps_the_server_closed(tmp_path) -> None:
     keys = Keys(tmp_path)
-    door = Door(Rules(Address("127.0.0.1", PORT)), keys, needs_key=False)
+    authenticator = Authenticator(Rules(Address("127.0.0.1", PORT)), keys, needs_key=False)
     scope = {
         "method": "GET",
         "path": "/v1/models",
         "raw_path": b"",
         "headers": [(b"host", b"127.0.0.1:%d" % PORT)],
     }
-    assert door.client(scope).is_owner, "nobody has made one"
+    assert authenticator.client(scope).is_owner, "nobody has made one"
     keys.add(Client("ada", ("ada",)))
     for end in (lambda: keys.remove("ada"), keys.path.unlink):
-        with pytest.raises(ApiError, match="A key is needed"):
-            door.client(scope)
+        with pytest.raises(ApiError, match="An API key is needed"):
+            authenticator.client(scope)
         end()
-    with pytest.raises(ApiError, match="A key is needed"):
-        door.client(scope)
+    with pytest.raises(ApiError, match="An API key is needed"):
+        authenticator.client(scope)
 
 
 def test_allowed_host_works_behind_a_proxy() -> None:

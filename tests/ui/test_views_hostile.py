@@ -19,7 +19,7 @@ from ragblend.app.library.pdf_pages import Box, PageImage
 from ragblend.app.library.registry import DocumentPage
 from ragblend.app.library.removal import RemovedDocument
 from ragblend.app.library.watching import WatchedFolder
-from ragblend.app.models import GIGABYTE, Machine, offers
+from ragblend.app.model_offers import GIGABYTE, MachineCapacity, offers
 from ragblend.app.settings import Cost
 from ragblend.engine.config import TokenCounts
 from ragblend.ui import views
@@ -38,7 +38,7 @@ def drawn(text):
     yield "chat.transcript", [asked, failed, asked, answered], [None, cited, None, cited]
     yield "chat.live_turn", text, text, text, text
     yield "chat.welcome", 3, [text], text
-    yield "chat.welcome", 0, [], text, offers(Machine(40 * GIGABYTE, 2, 1e13, 1e11))
+    yield "chat.welcome", 0, [], text, offers(MachineCapacity(40 * GIGABYTE, 2, 1e13, 1e11))
     yield ("chat.reading_samples",)
     chat = Chat(1, text, WHEN, WHEN, 2)
     yield "chat.conversations", [chat], 1, 1

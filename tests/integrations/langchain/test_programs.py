@@ -9,14 +9,14 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from programs import assert_half_is_reused
 
-from benchmarks.programs_langchain import PROGRAMS, Library, as_compression
+from benchmarks.programs_langchain import PROGRAMS, LangChainDocuments, as_compression
 
 pytestmark = pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainDeprecationWarning")
 QUESTIONS = ("What is the ringer paid in?", "Who keeps the tide table?", "What does the lamp burn?")
 
 
 @pytest.fixture
-def library(documents) -> Library:
+def library(documents) -> LangChainDocuments:
     """Texts of its own: other tests' models are still alive, and learn what is retrieved here."""
     own = [
         Document(
@@ -25,7 +25,7 @@ def library(documents) -> Library:
         )
         for each in documents
     ]
-    return Library(own, DeterministicFakeEmbedding(size=16), chunk=400, overlap=0, child=120)
+    return LangChainDocuments(own, DeterministicFakeEmbedding(size=16), chunk=400, overlap=0, child=120)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)

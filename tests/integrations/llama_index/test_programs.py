@@ -5,7 +5,7 @@ from llama_helpers import STORIES, HashEmbedding
 from llama_index.core import Document
 from programs import assert_half_is_reused
 
-from benchmarks.programs_llama_index import PROGRAMS, Library
+from benchmarks.programs_llama_index import PROGRAMS, LlamaIndexDocuments
 
 # What the framework's own agent makes its context with.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -20,5 +20,5 @@ def test_of_the_third_question_half_of_what_was_retrieved_comes_from_the_store(p
         Document(text=text, metadata={"file_name": f"story{number}.md"})
         for number, text in enumerate(STORIES)
     ]
-    library = Library(documents, HashEmbedding(), chunk=256, overlap=0)
+    library = LlamaIndexDocuments(documents, HashEmbedding(), chunk=256, overlap=0)
     assert_half_is_reused(program, llm, library, QUESTIONS)

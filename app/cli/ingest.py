@@ -1,0 +1,65 @@
+"""`ragblend ingest`: read documents, embed their passages, and store each passage's KV."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ragblend.app.cli.bars import encoding_bar, progress_bars
+from ragblend.app.cli.common import Cli, plural
+from ragblend.app.cli.models import name_better_ones
+
+if TYPE_CHECKING:
+    from ragblend.app.library.ingest import IngestReport
+
+
+def ingest(
+    cli: Cli,
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files and folders.")],
+    collection: Annotated[str | None, typer.Option(help="Which collection to put them in.")] = None,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Remove documents of these folders whose file is gone.")
+    ] = False,
+    no_encode: Annotated[
+        bool, typer.Option("--no-encode", help="Do not store KV now; it is stored as questions are asked.")
+    ] = False,
+) -> int:
+    """Read documents and make them askable, then store each passage's KV. Unchanged files cost nothing."""
+    from ragblend.app.library.ingest import embed_in_full, encode_and_report, ingest_paths
+
+    with cli.open(collection=collection) as workspace:
+        workspace.check_engine()
+        with progress_bars(cli.terminal) as show:
+            report = ingest_paths(workspace, paths, show, prune, cli.terminal.check)
+        if report.added or report.updated or report.resumed:
+            count = workspace.library.count_passages(workspace.settings.collection)
+            cli.note(f'Askable now: {plural(count, "passage")}. `ragblend ask "..."` answers from here on.')
+            name_better_ones(cli, workspace)
+        if not report.interrupted:
+            with progress_bars(cli.terminal) as show:
+                report.interrupted = not embed_in_full(workspace, show, cli.terminal.check)
+        if not (no_encode or report.interrupted):
+            with encoding_bar(cli) as follow:
+                encode_and_report(workspace, report, follow, cli.terminal.check)
+    _print_report(cli, report)
+    return 1 if report.failed or report.interrupted else 0
+
+
+def _print_report(cli: Cli, report: "IngestReport") -> None:
+    for path, (_, reason) in report.failed.items():
+        cli.note(f"failed   {path}\n         {reason}")
+    for label, listed in (("skipped", report.skipped), ("gone", report.gone), ("removed", report.pruned)):
+        for path in listed:
+            cli.note(f"{label:<8} {path}")
+    if report.gone:
+        cli.note(
+            "Gone files still answer questions; `ragblend ingest --prune` removes them from the library."
+        )
+    if report.interrupted:
+        cli.note("Interrupted. What is done is kept; run the same command again to go on.")
+    if report.notice:
+        cli.note(report.notice)
+    kinds = ("added", "updated", "resumed", "unchanged", "failed", "skipped", "pruned")
+    counts = ", ".join(f"{len(getattr(report, kind))} {kind}" for kind in kinds if getattr(report, kind))
+    work = f"{plural(report.embedded, 'passage')} embedded, {plural(report.encoded, 'passage')} encoded"
+    cli.result(report.to_json(), f"{counts or 'nothing to do'}; {work}")

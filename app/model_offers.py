@@ -1,0 +1,102 @@
+"""Suggests models of the hub that fit this machine's memory and are fast enough on it."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ragblend.app.home import Home
+from ragblend.app.models import SUGGESTIONS, Suggestion
+from ragblend.engine.model.checkpoints import DEFAULT
+
+if TYPE_CHECKING:
+    from ragblend.app.workspace import Workspace
+
+GIGABYTE = 10**9
+PROMPT_TOKENS = 2000
+SLOWEST_TOKENS_PER_S = 1.5
+LONGEST_FIRST_TOKEN_S = 90.0
+# Memory needed beside the weights: embedder, index, the buffers of one prompt.
+OVERHEAD_BYTES = 2 * GIGABYTE
+BUNDLED_PARAMETERS = 0.135e9
+
+
+@dataclass(frozen=True)
+class MachineCapacity:
+    """Memory and speed of this machine. flops_per_s: of large products; bytes_per_s: reading weights for one token."""
+
+    free_bytes: float
+    bytes_a_parameter: int
+    flops_per_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A suggestion with its cost on this machine. first_token_s: for a prompt of 2,000 tokens that are not stored."""
+
+    model: Suggestion
+    memory_bytes: float
+    first_token_s: float
+    tokens_per_s: float
+
+
+def offers(machine: MachineCapacity, most: int = 3) -> list[Offer]:
+    """The models that fit the memory and are fast enough, smallest first: of many, a small, a middle and a large one.
+
+    If none is fast enough, the smallest that fits.
+    """
+    every = [_offer(model, machine) for model in SUGGESTIONS]
+    fitting = [offer for offer in every if offer.memory_bytes <= machine.free_bytes]
+    quick = [offer for offer in fitting if offer.tokens_per_s >= SLOWEST_TOKENS_PER_S]
+    usable = [offer for offer in quick if offer.first_token_s <= LONGEST_FIRST_TOKEN_S]
+    if len(usable) <= most:
+        return usable or fitting[:1]
+    step = (len(usable) - 1) / (most - 1)
+    return [usable[round(number * step)] for number in range(most)]
+
+
+def offered(offer: Offer) -> str:
+    """A suggestion in one line, with its cost on this machine."""
+    return (
+        f"{offer.model.name} ({offer.model.download_bytes / GIGABYTE:.1f} GB, about {offer.first_token_s:.0f} s "
+        f"to read {PROMPT_TOKENS:,} tokens, {offer.tokens_per_s:.0f} tokens/s)"
+    )
+
+
+def first_time(home: Home) -> bool:
+    """Whether the user of this home has not been told of other models yet; marks it as told."""
+    try:
+        home.models_named.touch(mode=0o600, exist_ok=False)
+    except OSError:
+        return False
+    return True
+
+
+def _offer(model: Suggestion, machine: MachineCapacity) -> Offer:
+    weights = model.parameters * machine.bytes_a_parameter
+    return Offer(
+        model,
+        weights + OVERHEAD_BYTES,
+        2 * model.parameters * PROMPT_TOKENS / machine.flops_per_s,
+        machine.bytes_per_s / weights,
+    )
+
+
+def machine_of(workspace: "Workspace") -> MachineCapacity:
+    """Measure this machine, in a fifth of a second on two cores. Raises UsageError for the device.
+
+    The prefill speed is that of the model in use, if it was profiled here.
+    """
+    from ragblend.engine.model.device import free_bytes, measure_rates, pick_device, pick_dtype
+
+    settings = workspace.settings
+    device = pick_device(settings.device)
+    dtype = pick_dtype(device, settings.dtype)
+    rates = measure_rates(device, dtype)
+    found = MachineCapacity(free_bytes(device), 4 if dtype == "float32" else 2, *rates)
+    known = {DEFAULT: BUNDLED_PARAMETERS} | {one.name: one.parameters for one in SUGGESTIONS}
+    profiled = settings.model in known and any(workspace.home.profiles.glob("*.json"))
+    profile = workspace.engine.known_profile if profiled else None
+    if profile is not None:
+        seconds = profile.rows_ms(0, PROMPT_TOKENS) / 1e3
+        return replace(found, flops_per_s=2 * known[settings.model] * PROMPT_TOKENS / seconds)
+    return found
