@@ -21,7 +21,7 @@ from ragblend.engine.prompts.segments import Prompt
 from ragblend.engine.prompts.tools import Said
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.integrations.backend import kv_statistics, logprobs
-from ragblend.integrations.calls import Call, TimedOut
+from ragblend.integrations.calls import Call, AnswerTimeout
 from ragblend.integrations.threads import in_thread
 from ragblend.kvstore.errors import Cancelled
 
@@ -66,7 +66,7 @@ class Chosen:
 
     @cached_property
     def said(self) -> Said:
-        return self.choice.call.said(self.result)
+        return self.choice.call.parse(self.result)
 
     @cached_property
     def calls(self) -> list[dict[str, Any]]:
@@ -150,7 +150,7 @@ async def _answers(
 def _in_time(service: Service, told: float | None) -> Iterator[None]:
     try:
         yield
-    except TimedOut as error:
+    except AnswerTimeout as error:
         raise service.too_late(told) from error
 
 

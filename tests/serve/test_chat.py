@@ -10,14 +10,14 @@ from waiting import SOON_S, until
 
 from ragblend.app.serve import chat
 from ragblend.app.serve.keys import Client, Keys
-from ragblend.integrations.backend import Backend, Turn
+from ragblend.integrations.backend import Backend, ChatTurn
 from ragblend.integrations.threads import NAME
 
 
 def test_an_answer_is_the_engines_own(served) -> None:
     answer = served.chat("Who built it?", method="full").json()
     own = Backend(str(served.service.desk.settings.model), served.service.home, "ada", "cpu", "float32")
-    prompt = own.chat_prompt([Turn("user", ("Who built it?",))])
+    prompt = own.chat_prompt([ChatTurn("user", ("Who built it?",))])
     expected = own.engine.generate(prompt, method="full", max_new_tokens=6)
     [choice] = answer["choices"]
     assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}

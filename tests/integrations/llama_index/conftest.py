@@ -5,7 +5,7 @@ from llama_index.core import Settings
 from transformers.utils import logging as transformers_logging
 
 from ragblend.integrations.llama_index import RAGBlendLLM
-from ragblend.integrations.llama_index.learning import LEARNERS
+from ragblend.integrations.llama_index.listener import LIVE_MODELS
 
 transformers_logging.disable_progress_bar()
 
@@ -14,7 +14,7 @@ transformers_logging.disable_progress_bar()
 def make_llm(place):
     """RAGBlendLLMs on the tiny model, in float32, all on one empty home unless told."""
     yield lambda **options: RAGBlendLLM(**place | {"max_new_tokens": 8} | options)
-    LEARNERS.models.clear()  # an LLM that is still alive would go on learning from the next test's retrievals
+    LIVE_MODELS.models.clear()  # an LLM that is still alive would go on learning from the next test's retrievals
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from llama_index.core.base.base_retriever import dispatcher
 from llama_index.core.callbacks import CallbackManager, CBEventType, EventPayload, LlamaDebugHandler
 from llama_index.core.prompts import PromptTemplate
 
-from ragblend.integrations.llama_index.learning import LEARNERS, RetrievalListener
+from ragblend.integrations.llama_index.listener import LIVE_MODELS, RetrievalListener
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -73,10 +73,10 @@ def test_one_listener_serves_all_and_forgets_llms_that_are_gone(make_llm, tmp_pa
     index.as_retriever(similarity_top_k=2).retrieve("Who kept two ledgers?")
     assert (len(one.backend.registry), len(other.backend.registry)) == (4, 4)
     kept = copy.deepcopy(one)
-    assert len(LEARNERS.models) == 3
+    assert len(LIVE_MODELS.models) == 3
     del kept
     gc.collect()
-    assert len(LEARNERS.models) == 2
+    assert len(LIVE_MODELS.models) == 2
 
 
 def test_a_registry_that_fails_does_not_end_the_retrieval(llm, index, monkeypatch, caplog):

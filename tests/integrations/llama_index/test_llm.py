@@ -116,7 +116,7 @@ def test_the_chat_template_is_the_models_own(llm):
     template = llm.backend.engine.tokenizer.apply_chat_template(
         turns, tokenize=False, add_generation_prompt=True
     )
-    request = llm._chat_request(messages, {})
+    request = llm._prepare_chat(messages, {})
     assert prompt_text(llm, request) == template
     end = llm.backend.engine.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert request.make_prompt().token_ids.count(end) == 4  # the template's own, not the one that was written
@@ -139,11 +139,11 @@ OWN_TEMPLATES = {
 def asked(llm, way, text):
     """The prompt that reaches the engine."""
     if way == "messages_to_prompt":
-        return llm._chat_request(user(text), {}).make_prompt()
+        return llm._prepare_chat(user(text), {}).make_prompt()
     if "template" not in way:
-        return llm._text_request(text, False, {}).make_prompt()
+        return llm._prepare_completion(text, False, {}).make_prompt()
     template = PromptTemplate("<|im_start|>{context}\n{question}<|im_end|>").partial_format(question=text)
-    return llm._text_request(llm._get_prompt(template, context=text), True, {}).make_prompt()
+    return llm._prepare_completion(llm._get_prompt(template, context=text), True, {}).make_prompt()
 
 
 @pytest.mark.parametrize("way", OWN_TEMPLATES)
@@ -165,17 +165,17 @@ def test_only_a_templates_own_control_tokens_count(make_llm, way):
 
 def test_an_empty_answer_of_earlier_is_no_turn(llm):
     turns = [ChatMessage("Hi"), ChatMessage("", role="assistant"), ChatMessage("Go on")]
-    with_it, without = (llm._chat_request(asked, {}).make_prompt().token_ids for asked in (turns, turns[::2]))
+    with_it, without = (llm._prepare_chat(asked, {}).make_prompt().token_ids for asked in (turns, turns[::2]))
     assert with_it == without
 
 
 def test_a_completion_is_a_user_message_behind_the_system_prompt(make_llm):
     llm = make_llm(system_prompt="Be brief.")
-    text = prompt_text(llm, llm._text_request("Hello?", False, {}))
+    text = prompt_text(llm, llm._prepare_completion("Hello?", False, {}))
     assert "system\nBe brief.<|im_end|>" in text
     assert "user\nHello?<|im_end|>" in text
     base = make_llm(system_prompt="Be brief.", is_chat_model=False)
-    assert prompt_text(base, base._text_request("Hello?", False, {})) == "Be brief.\n\nHello?"
+    assert prompt_text(base, base._prepare_completion("Hello?", False, {})) == "Be brief.\n\nHello?"
     # `predict` asks `metadata.is_chat_model`; the passages reach the engine on that way too.
     template = PromptTemplate("{context}\n\n{question}")
     base.predict(template, context=STORIES[0], question=QUESTION, passages=[Passage(STORIES[0], "one")])
@@ -201,5 +201,5 @@ def test_a_passage_may_be_named_in_a_call(llm):
     )
     prompt = engine.tokenize(engine.chat([Message("user", segments)]))
     assert (
-        llm._chat_request(user(text), {"passages": [STORIES[0]]}).make_prompt().token_ids == prompt.token_ids
+        llm._prepare_chat(user(text), {"passages": [STORIES[0]]}).make_prompt().token_ids == prompt.token_ids
     )

@@ -28,7 +28,7 @@ from ragblend.integrations.llama_index import (
     encode_nodes,
 )
 from ragblend.integrations.llama_index.ingest import nodes_of
-from ragblend.integrations.llama_index.nodes import FORM, passage_of, passages_of
+from ragblend.integrations.llama_index.nodes import ALTERNATIVE, passage_of, passages_of
 
 NODES = story_nodes()
 IDS = [node.node_id for node in NODES]
@@ -135,7 +135,7 @@ def test_metadata_that_holds_the_whole_text_is_another_form_of_the_node(llm):
     windows = MetadataReplacementPostProcessor(target_metadata_key="window")
     index = VectorStoreIndex(nodes, embed_model=HashEmbedding())
     index.as_query_engine(llm=llm, node_postprocessors=[windows]).query(QUESTION)
-    windows = [f"s{n}{FORM}window" for n in range(3)]
+    windows = [f"s{n}{ALTERNATIVE}window" for n in range(3)]
     assert set(windows[:1]) < set(llm.last_stats["kv"]["chunks"]) < set(windows)
 
 

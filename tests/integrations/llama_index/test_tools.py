@@ -99,7 +99,7 @@ def test_later_turns_show_calls_and_answers(caller_llm):
         ChatMessage(role=MessageRole.ASSISTANT, blocks=[call]),
         ChatMessage("8", role=MessageRole.TOOL, additional_kwargs={"tool_call_id": "c1"}),
     ]
-    request = caller_llm._chat_request(history, {"tools": [t.metadata.to_openai_tool() for t in TOOLS]})
+    request = caller_llm._prepare_chat(history, {"tools": [t.metadata.to_openai_tool() for t in TOOLS]})
     text = caller_llm.backend.engine.tokenizer.decode(request.make_prompt().token_ids)
     assert '<tool_call>\n{"name": "double", "arguments": {"value": 4}}\n</tool_call>' in text
     assert '"name": "double", "description"' in text

@@ -22,11 +22,11 @@ def served(folder, **options):
 
 
 def test_what_the_gate_refuses_is_vllms_own(folder, monkeypatch):
-    from ragblend.integrations.vllm import working
+    from ragblend.integrations.vllm import worker
 
-    judged = working.judged
+    gate = worker.run_vllm_gate
     monkeypatch.setattr(
-        working, "judged", lambda *given: replace(judged(*given), passed=False, reason="made up")
+        worker, "run_vllm_gate", lambda *given: replace(gate(*given), passed=False, reason="made up")
     )
     made = served(folder)
     try:
@@ -64,7 +64,7 @@ def llama(has_vllm, tmp_path):
 
 def test_where_vllm_schedules_ahead_a_prompt_that_cannot_be_computed_ends_with_an_error(llama, monkeypatch):
     """Its answer would be made of blocks that nothing was written to."""
-    from ragblend.integrations.vllm import working
+    from ragblend.integrations.vllm import worker
     from ragblend.integrations.vllm.runtime import failure_policy
 
     def policy(ahead=False, second=False, kind="FullAttentionSpec"):
@@ -78,18 +78,18 @@ def test_where_vllm_schedules_ahead_a_prompt_that_cannot_be_computed_ends_with_a
     assert {policy(ahead=True), policy(second=True), policy(kind="SlidingWindowSpec")} == {"fail"}
     scheduler = llama.llm.llm_engine.engine_core.engine_core.scheduler
     monkeypatch.setattr(scheduler, "recompute_kv_load_failures", False)  # what `fail` does
-    prefill, ids, others = working.prefill, llama.ids(TEXTS), llama.ids(TEXTS[::-1])
+    prefill, ids, others = worker.prefill, llama.ids(TEXTS), llama.ids(TEXTS[::-1])
 
     def breaks(runtime, request):
         if list(request.prompt.token_ids) == ids:
             raise MemoryError("no room")
         return prefill(runtime, request)
 
-    monkeypatch.setattr(working, "prefill", breaks)
+    monkeypatch.setattr(worker, "prefill", breaks)
     lost, whole = llama.ask([ids, others])
     assert lost.outputs[0].finish_reason == "error" and not lost.outputs[0].token_ids
     assert whole.kv_transfer_params["ragblend"]["hits"] == len(TEXTS) and whole.outputs[0].token_ids
-    monkeypatch.setattr(working, "prefill", prefill)
+    monkeypatch.setattr(worker, "prefill", prefill)
     [again] = llama.ask([ids])
     assert again.kv_transfer_params["ragblend"]["hits"] == len(TEXTS)
 
@@ -106,11 +106,11 @@ def test_a_reset_after_new_weights_ends_fusing(llama, caplog):
 
 
 def test_a_failure_is_computed_here_and_a_second_one_ends_fusing(folder, monkeypatch):
-    from ragblend.integrations.vllm import working
+    from ragblend.integrations.vllm import worker
 
     made = served(folder)
     try:
-        ids, prefill = made.ids(TEXTS), working.prefill
+        ids, prefill = made.ids(TEXTS), worker.prefill
         [own] = made.ask([ids], [{"off": True}])
 
         def breaks_unless_full(runtime, request):
@@ -118,7 +118,7 @@ def test_a_failure_is_computed_here_and_a_second_one_ends_fusing(folder, monkeyp
                 raise MemoryError("no room")
             return prefill(runtime, request)
 
-        monkeypatch.setattr(working, "prefill", breaks_unless_full)
+        monkeypatch.setattr(worker, "prefill", breaks_unless_full)
         [computed] = made.ask([ids])
         assert computed.outputs[0].token_ids == own.outputs[0].token_ids
         assert "no room" in computed.kv_transfer_params["ragblend"]["error"]
@@ -126,7 +126,7 @@ def test_a_failure_is_computed_here_and_a_second_one_ends_fusing(folder, monkeyp
         def breaks(*given):
             raise MemoryError("no room at all")
 
-        monkeypatch.setattr(working, "prefill", breaks)
+        monkeypatch.setattr(worker, "prefill", breaks)
         [lost] = made.ask([ids])
         assert "no room at all" in lost.kv_transfer_params["ragblend"]["error"]
         monkeypatch.undo()

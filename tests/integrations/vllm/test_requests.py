@@ -161,12 +161,12 @@ def test_a_passage_is_encoded_when_that_is_asked_for_and_never_when_that_is(empt
     runtime = empty.engine.runtime
     ids, prefix = tuple(runtime.tokenizing.passage_ids(text)), runtime.canonical_prefix
     key = runtime.key_of(prefix, ids, "default")
-    wish = {"spans": [[len(prefix), len(prefix) + len(ids)]]}
-    empty.ask([[*prefix, *ids, 5]], [wish | {"encode": False}])
+    options = {"spans": [[len(prefix), len(prefix) + len(ids)]]}
+    empty.ask([[*prefix, *ids, 5]], [options | {"encode": False}])
     idle(empty)
     assert not runtime.store.contains(key)
     empty.llm.reset_prefix_cache()
-    [output] = empty.ask([[*prefix, *ids, 5]], [wish | {"encode": True, "method": "reuse"}])
+    [output] = empty.ask([[*prefix, *ids, 5]], [options | {"encode": True, "method": "reuse"}])
     assert output.kv_transfer_params["ragblend"]["missing_tokens"] == 0 and runtime.store.contains(key)
 
 
@@ -176,8 +176,8 @@ def test_one_prompt_has_only_so_many_passages_encoded(empty):
 
     store, ids = empty.engine.runtime.store, empty.ids([passage(90)], "x")
     before = store.stats().entries
-    wish = {"spans": [[start, start + 2] for start in range(10, 50, 2)], "encode": True, "method": "reuse"}
-    [output] = empty.ask([ids], [wish])
+    options = {"spans": [[start, start + 2] for start in range(10, 50, 2)], "encode": True, "method": "reuse"}
+    [output] = empty.ask([ids], [options])
     assert output.kv_transfer_params["ragblend"]["missing_tokens"] == 2 * (20 - MOST_ENCODED)
     assert store.stats().entries - before == MOST_ENCODED
 
@@ -238,7 +238,7 @@ def test_a_damaged_passage_is_computed_in_place(empty):
 
 
 def test_what_cannot_be_fused_is_computed_by_vllm(empty, monkeypatch):
-    from ragblend.integrations.vllm import working
+    from ragblend.integrations.vllm import worker
 
     ids = empty.ids(TEXTS[:4])
     [own] = empty.ask([ids], [{"off": True}])
@@ -247,7 +247,7 @@ def test_what_cannot_be_fused_is_computed_by_vllm(empty, monkeypatch):
     def breaks(*args):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(working, "prefill", breaks)
+    monkeypatch.setattr(worker, "prefill", breaks)
     one, _ = empty.ask([ids, empty.ids(TEXTS[2:5])])
     assert same(one, own)
     assert one.kv_transfer_params == {"ragblend": {"error": "MemoryError: no room"}}
@@ -258,12 +258,14 @@ def test_what_cannot_be_fused_is_computed_by_vllm(empty, monkeypatch):
 
 def test_what_fails_once_is_computed_here_and_its_blocks_are_never_without_kv(empty, monkeypatch):
     """vLLM may have scheduled a next token before it hears of it."""
-    from ragblend.integrations.vllm import working
+    from ragblend.integrations.vllm import worker
 
-    ids, made, told = empty.ids(TEXTS[:4]), working.prefill, set()
-    take = working.WorkerSide.take_failed_blocks
+    ids, made, told = empty.ids(TEXTS[:4]), worker.prefill, set()
+    take = worker.ConnectorWorker.take_failed_blocks
     monkeypatch.setattr(
-        working.WorkerSide, "take_failed_blocks", lambda side: (told.update(found := take(side)), found)[1]
+        worker.ConnectorWorker,
+        "take_failed_blocks",
+        lambda side: (told.update(found := take(side)), found)[1],
     )
     [own] = empty.ask([ids], [{"off": True}])
     empty.llm.reset_prefix_cache()
@@ -273,7 +275,7 @@ def test_what_fails_once_is_computed_here_and_its_blocks_are_never_without_kv(em
             raise MemoryError("no room")
         return made(runtime, request)
 
-    monkeypatch.setattr(working, "prefill", breaks)
+    monkeypatch.setattr(worker, "prefill", breaks)
     one, next_one = empty.ask([ids, ids])
     assert same(one, own) and one.num_cached_tokens == len(ids) - 1 and not told
     assert same(next_one, own) and next_one.num_cached_tokens == len(ids) - 1, "in a step of its own"
@@ -281,16 +283,16 @@ def test_what_fails_once_is_computed_here_and_its_blocks_are_never_without_kv(em
 
 
 def test_more_than_a_step_takes_waits_for_the_next(empty, monkeypatch):
-    from ragblend.integrations.vllm.scheduling import SchedulerSide
+    from ragblend.integrations.vllm.scheduler import ConnectorScheduler
 
-    steps, given = [], SchedulerSide.orders
+    steps, given = [], ConnectorScheduler.take_work
 
     def counted(self, idle):
-        orders = given(self, idle)
-        steps.append(len(orders.prompts))
-        return orders
+        work = given(self, idle)
+        steps.append(len(work.prompts))
+        return work
 
-    monkeypatch.setattr(SchedulerSide, "orders", counted)
+    monkeypatch.setattr(ConnectorScheduler, "take_work", counted)
     prompts = [empty.ids([TEXTS[n], *TEXTS[:3]]) for n in (3, 4, 5)]
     made = empty.llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
     monkeypatch.setattr(
@@ -318,7 +320,7 @@ def test_what_would_compute_more_than_a_step_takes_is_read_in_pieces(empty, monk
 def test_a_long_prompt_that_fails_is_vllms_at_once(empty, monkeypatch):
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from ragblend.integrations.vllm import working
+    from ragblend.integrations.vllm import worker
 
     tried = []
 
@@ -327,7 +329,7 @@ def test_a_long_prompt_that_fails_is_vllms_at_once(empty, monkeypatch):
         raise MemoryError("no room")
 
     ids = empty.ids(TEXTS[2:6])
-    monkeypatch.setattr(working, "prefill", breaks)
+    monkeypatch.setattr(worker, "prefill", breaks)
     monkeypatch.setattr(get_kv_transfer_group()._worker, "_longest", len(ids) // 2)
     [lost] = empty.ask([ids])
     monkeypatch.undo()
@@ -423,7 +425,7 @@ def test_blocks_that_were_not_filled_serve_nobody_though_their_request_is_gone(e
     """vLLM looks for failed blocks among the requests that still run."""
     from vllm import SamplingParams
 
-    from ragblend.integrations.vllm import working
+    from ragblend.integrations.vllm import worker
 
     core = empty.llm.llm_engine.engine_core.engine_core
     order, question = [TEXTS[n] for n in (4, 1, 0, 3)], "What was lost?"
@@ -433,7 +435,7 @@ def test_blocks_that_were_not_filled_serve_nobody_though_their_request_is_gone(e
         core.aborts_queue.put_nowait([each.request_id for each in core.scheduler.running])
         raise MemoryError("no room")
 
-    monkeypatch.setattr(working, "prefill", breaks)
+    monkeypatch.setattr(worker, "prefill", breaks)
     empty.llm.llm_engine.add_request("gone", {"prompt_token_ids": ids}, SamplingParams(max_tokens=5))
     idle(empty)
     monkeypatch.undo()
@@ -448,7 +450,7 @@ def test_who_asks_the_same_does_not_wait_for_blocks_that_a_failed_request_is_to_
     from vllm import SamplingParams
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from ragblend.integrations.vllm import working
+    from ragblend.integrations.vllm import worker
 
     llm = empty.llm.llm_engine
     core, ids = llm.engine_core.engine_core, empty.ids([TEXTS[n] for n in (2, 0, 4, 1)])
@@ -458,7 +460,7 @@ def test_who_asks_the_same_does_not_wait_for_blocks_that_a_failed_request_is_to_
     def breaks(*args):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(working, "prefill", breaks)
+    monkeypatch.setattr(worker, "prefill", breaks)
     monkeypatch.setattr(get_kv_transfer_group()._worker, "_longest", len(ids) // 2)
     sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=-1, ignore_eos=True)
     for name in ("gone", "stays"):

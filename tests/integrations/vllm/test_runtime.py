@@ -16,12 +16,12 @@ from ragblend.kvstore.errors import UnsupportedModelError
 def cores_of_readers(home: Path, core: int) -> set[int]:
     """Where a reader may run in a process whose main thread is bound as vLLM binds a worker's."""
     from ragblend.integrations.vllm.runtime import VllmRuntime
-    from ragblend.integrations.vllm.settings import Settings
+    from ragblend.integrations.vllm.settings import ConnectorSettings
 
     os.sched_setaffinity(0, {core})
     model = SimpleNamespace(model="m", dtype="torch.bfloat16")
     config = SimpleNamespace(model_config=model, device_config=SimpleNamespace(device_type="cpu"))
-    runtime = VllmRuntime(config, Settings(home=str(home)))
+    runtime = VllmRuntime(config, ConnectorSettings(home=str(home)))
     try:
         return set(runtime.readers.submit(os.sched_getaffinity, 0).result())
     finally:
@@ -120,9 +120,9 @@ def layer_of(**changes):
 @pytest.mark.parametrize(
     ("layers", "said"),
     [
-        ([layer_of(), layer_of(impl=SimpleNamespace())], "no attention whose KV can be written"),
-        ([layer_of(), SimpleNamespace(mixer=object())], "no attention whose KV can be written"),
-        ([layer_of()], "no decoder that can be taken apart"),
+        ([layer_of(), layer_of(impl=SimpleNamespace())], "no attention that writes KV"),
+        ([layer_of(), SimpleNamespace(mixer=object())], "no attention that writes KV"),
+        ([layer_of()], "not a decoder with known layers"),
         ([layer_of(), layer_of(rotary_emb=None)], "no rotary positions"),
         ([layer_of(), layer_of(impl=SimpleNamespace(do_kv_cache_update=print, sinks=1))], "sinks"),
         (
@@ -134,7 +134,7 @@ def layer_of(**changes):
 )
 def test_a_backend_without_the_operator_and_other_attention_are_refused_by_name(layers, said):
     from ragblend.integrations.vllm.decoder import VllmDecoder
-    from ragblend.integrations.vllm.team import Team
+    from ragblend.integrations.vllm.tensor_parallel import TensorParallelGroup
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -145,17 +145,17 @@ def test_a_backend_without_the_operator_and_other_attention_are_refused_by_name(
             pass
 
     with pytest.raises(UnsupportedModelError, match=said):
-        VllmDecoder(Model(), SimpleNamespace(num_hidden_layers=2), "float32", None, Team())
+        VllmDecoder(Model(), SimpleNamespace(num_hidden_layers=2), "float32", None, TensorParallelGroup())
 
 
 def test_what_fails_in_the_midst_of_a_shared_layer_ends_and_says_no_more():
     """The others are in a collective operation of that layer: what the first one sent now would meet another one."""
     pytest.importorskip("vllm")
-    from ragblend.integrations.vllm.team import OutOfStep, Team
-    from ragblend.integrations.vllm.working import WorkerSide
+    from ragblend.integrations.vllm.tensor_parallel import TensorParallelGroup, WorkersOutOfSync
+    from ragblend.integrations.vllm.worker import ConnectorWorker
 
     sent = []
-    team = Team(
+    group = TensorParallelGroup(
         SimpleNamespace(
             world_size=2,
             rank_in_group=0,
@@ -163,35 +163,38 @@ def test_what_fails_in_the_midst_of_a_shared_layer_ends_and_says_no_more():
             gather=lambda flat, dim: torch.cat((flat, flat), dim),
         )
     )
-    worker, decoder = WorkerSide(SimpleNamespace(), True), SimpleNamespace(has_done=lambda: team.tell("end"))
-    plan = SimpleNamespace(wish=SimpleNamespace(method="probe-shift", label=None))
+    worker, decoder = (
+        ConnectorWorker(SimpleNamespace(), True),
+        SimpleNamespace(finish=lambda: group.broadcast("end")),
+    )
+    plan = SimpleNamespace(options=SimpleNamespace(method="probe-shift", label=None))
     order = SimpleNamespace(request_id="1", plan=plan, stop=8)
 
     def asked(fails_in_attention):
         def fuse(order, method):
-            with team.doing("layer"):
+            with group.operation("layer"):
                 if fails_in_attention and method != "full":
-                    team.together(torch.ones(2, 4), lambda whole: 1 / 0)
+                    group.gather_and_scatter(torch.ones(2, 4), lambda whole: 1 / 0)
                 if not fails_in_attention:
                     raise torch.OutOfMemoryError("CUDA out of memory")
 
         worker._fuse = fuse
         sent.clear()
-        with worker._led(decoder):
+        with worker._lead_or_follow(decoder):
             worker._serve(order)
 
     asked(fails_in_attention=True)
-    assert [told.get("what") for told in sent] == ["layer", None, "layer", "end"]
-    with pytest.raises(OutOfStep, match="'layer'"):
+    assert [each.get("name") for each in sent] == ["layer", None, "layer", "end"]
+    with pytest.raises(WorkersOutOfSync, match="'layer'"):
         asked(fails_in_attention=False)
-    assert [told.get("what") for told in sent] == ["layer"]
+    assert [each.get("name") for each in sent] == ["layer"]
 
 
 def test_blocks_behind_those_that_failed_are_taken_out_of_the_cache():
     pytest.importorskip("vllm")
-    from ragblend.integrations.vllm.scheduling import SchedulerSide
+    from ragblend.integrations.vllm.scheduler import ConnectorScheduler
 
-    side, evicted = SchedulerSide.__new__(SchedulerSide), []
+    side, evicted = ConnectorScheduler.__new__(ConnectorScheduler), []
     side._plans, side._reports, side.evict = {"lost": 1, "well": 1}, {}, evicted.append
     for name, status in (("lost", "FINISHED_ERROR"), ("well", "FINISHED_STOPPED"), ("own", "FINISHED_ERROR")):
         request = SimpleNamespace(
@@ -205,26 +208,26 @@ def test_only_workers_that_say_so_may_be_asked_to_fuse():
     """None may say anything (their cache is of another kind there), or another connector's may (MultiConnector)."""
     pytest.importorskip("vllm")
     from ragblend.integrations.vllm.connector import RAGBlendConnector
-    from ragblend.integrations.vllm.messages import Verdict
+    from ragblend.integrations.vllm.messages import WorkerStatus
 
     side = RAGBlendConnector.__new__(RAGBlendConnector)
     side._scheduler = SimpleNamespace(refusal="nobody yet")
-    for metadata in ({}, {0: object()}, {0: Verdict(None), 1: object()}):
+    for metadata in ({}, {0: object()}, {0: WorkerStatus(None), 1: object()}):
         side.set_xfer_handshake_metadata(metadata)
         assert side._scheduler.refusal == "nobody yet"
     for verdicts, refusal in (([None, None], None), ([None, "no room"], "no room")):
-        side.set_xfer_handshake_metadata({rank: Verdict(each) for rank, each in enumerate(verdicts)})
+        side.set_xfer_handshake_metadata({rank: WorkerStatus(each) for rank, each in enumerate(verdicts)})
         assert side._scheduler.refusal == refusal
 
 
 def test_what_a_failed_prompt_had_in_memory_is_gone_before_it_is_computed_in_full(monkeypatch):
     """Computing all rows takes more memory than what had failed for want of it."""
     pytest.importorskip("vllm")
-    from ragblend.integrations.vllm.working import WorkerSide, log
+    from ragblend.integrations.vllm.worker import ConnectorWorker, log
 
     monkeypatch.setattr(log, "disabled", True)  # a test keeps what is logged, with what it holds
-    worker, held = WorkerSide(SimpleNamespace(), can_tell=True), []
-    plan = SimpleNamespace(wish=SimpleNamespace(method="probe-shift"))
+    worker, held = ConnectorWorker(SimpleNamespace(), reports_failures=True), []
+    plan = SimpleNamespace(options=SimpleNamespace(method="probe-shift"))
     order = SimpleNamespace(request_id="1", plan=plan, stop=8)
 
     def fuse(order, method):

@@ -164,7 +164,7 @@ def test_no_answer_is_wrong_and_nothing_is_left_behind(has_vllm, caching, tmp_pa
         )  # fmt: skip
         side = scheduler.connector._scheduler
         left, resumed = defaultdict[int, set[int]](set), defaultdict[str, set[int]](set)
-        matched, number_of = side.matched, {tuple(ids): n for n, ids in enumerate(storm.prompts)}
+        matched, number_of = side.loadable_tokens, {tuple(ids): n for n, ids in enumerate(storm.prompts)}
 
         def noted(request, computed_tokens):
             found, number = matched(request, computed_tokens), number_of[tuple(request.prompt_token_ids)]
@@ -174,9 +174,9 @@ def test_no_answer_is_wrong_and_nothing_is_left_behind(has_vllm, caching, tmp_pa
             resumed[request.request_id.split("-")[0]].add(request.num_output_tokens)
             return found
 
-        side.matched = noted
+        side.loadable_tokens = noted
         finished = storm.run()
-        side.matched = matched
+        side.loadable_tokens = matched
         assert storm.aborted >= 90 and len(finished) == REQUESTS - storm.aborted and preempted
         assert storm.deleted and storm.damaged
         assert not [name for name, (number, off, said) in finished.items() if off and said != plain[number]]
@@ -204,7 +204,7 @@ def test_no_answer_is_wrong_and_nothing_is_left_behind(has_vllm, caching, tmp_pa
         assert went_on == caching
         assert not wrong, f"of {len(asked)} answers {len(others)} are behind fused blocks and computed ones"
         assert pool.get_num_free_blocks() == free
-        kept = ("_plans", "_loading", "_reports", "_told", "_orders", "_missing")
+        kept = ("_plans", "_loading", "_reports", "_by_label", "_prompts", "_missing")
         assert not {name: vars(side)[name] for name in kept if vars(side)[name]}
     finally:
         server.close()
