@@ -21,7 +21,7 @@ from ragblend.engine.prompts.segments import Prompt
 from ragblend.engine.prompts.tools import Said
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.integrations.backend import kv_statistics, logprobs
-from ragblend.integrations.calls import Call, AnswerTimeout
+from ragblend.integrations.calls import AnswerTimeout, Call
 from ragblend.integrations.threads import in_thread
 from ragblend.kvstore.errors import Cancelled
 

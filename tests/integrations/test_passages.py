@@ -202,7 +202,7 @@ def test_only_the_owner_can_read_the_files(registry):
         ("len", b"SQLite format 3\0" + b"x" * 5000),
     ],
 )
-def test_a_damaged_file_is_rebuilt(home, registry, ruin, use, caplog):
+def test_a_ruined_file_is_rebuilt(home, registry, ruin, use, caplog):
     home.mkdir()
     registry.path.write_bytes(ruin)
     if use == "find":

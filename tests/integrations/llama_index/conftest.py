@@ -1,4 +1,4 @@
-"""LLMs on private homes, on the tiny model."""
+"""LLMs on the tiny model, each test with its own home."""
 
 import pytest
 from llama_index.core import Settings
@@ -12,9 +12,9 @@ transformers_logging.disable_progress_bar()
 
 @pytest.fixture
 def make_llm(place):
-    """RAGBlendLLMs on the tiny model, in float32, all on one empty home unless told."""
+    """Makes RAGBlendLLMs on the tiny model, in float32, on one empty home by default."""
     yield lambda **options: RAGBlendLLM(**place | {"max_new_tokens": 8} | options)
-    LIVE_MODELS.models.clear()  # an LLM that is still alive would go on learning from the next test's retrievals
+    LIVE_MODELS.models.clear()  # a living LLM would register the next test's retrievals
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Whether fusing pays, which salts prompts get, and where their tokens go."""
+"""Whether fusing pays, the salts of prompts, and the slots of tokens."""
 
 import pytest
 
@@ -43,14 +43,14 @@ def test_rows_of_a_step_are_those_of_passages_that_are_encoded_and_the_prompts_o
     assert len(many.encoded) == MOST_ENCODED and many.step_rows == 40 * 8 + 1000 - 40 * 8 * 0.85
 
 
-def test_who_names_a_method_gets_it_where_it_saves_nothing():
+def test_a_chosen_method_is_used_even_where_it_saves_nothing():
     recompute = RequestOptions.of(ConnectorSettings(), {"method": "recompute"}, 1000)
     assert plan(True, True, options=recompute).computed_tokens == 1000
     assert plan(True, True, options=recompute).pays(0, 64)
     assert not plan(True, True, options=recompute).pays(999, 64), "the last token is vLLM's"
 
 
-def test_a_prompt_is_cut_into_what_it_is_made_of():
+def test_a_prompt_is_split_into_passages_and_literals():
     ids = list(range(3000, 3060))
     whole = (1, 2, *ids[10:40], 3)
     prompt = prompt_of(ids, [Match(10, 40, whole, 2)], "mine")
@@ -63,7 +63,7 @@ def test_a_prompt_is_cut_into_what_it_is_made_of():
     assert (chunk.node_id, chunk.entered) == ("p1", True), "its KV goes when the node does"
 
 
-def test_the_same_prompt_fused_alike_has_the_same_salt_and_no_other_has_it():
+def test_only_the_same_prompt_fused_alike_has_the_same_salt():
     ids = list(range(100))
     first = SaltCache().salt_of(ids, "probe-shift 0.15")
     assert SaltCache().salt_of(ids, "probe-shift 0.15") == first
@@ -76,7 +76,7 @@ def test_the_same_prompt_fused_alike_has_the_same_salt_and_no_other_has_it():
     assert first not in {SaltCache().salt_of(*other) for other in others}
 
 
-def test_other_passages_in_the_same_prompt_are_another_salt():
+def test_other_passages_in_the_same_prompt_give_another_salt():
     ids = list(range(100))
 
     def salt(*places, **more):
@@ -96,7 +96,7 @@ def test_other_passages_in_the_same_prompt_are_another_salt():
     assert marked(longer, matches)[:100] == marked(ids, matches[:1]), "so a conversation can go on"
 
 
-def test_a_conversation_that_goes_on_has_the_salt_of_its_beginning():
+def test_a_continued_conversation_has_the_salt_of_its_beginning():
     salts, turn = SaltCache(), list(range(50))
     salt, is_lent = salts.salt_of(turn, "m")
     assert not is_lent and salts.salt_of(turn, "m") == (salt, False)
@@ -107,7 +107,7 @@ def test_a_conversation_that_goes_on_has_the_salt_of_its_beginning():
     assert salts.salt_of([*turn, 1, 2, 3], "other")[0] != salt
 
 
-def test_what_is_fused_itself_has_its_own_salt_and_lends_that():
+def test_a_prompt_that_is_fused_itself_has_its_own_salt_and_lends_it():
     salts, turn, asked = SaltCache(), list(range(50)), []
     first, _ = salts.salt_of(turn, "m")
     own, is_lent = salts.salt_of([*turn, 1, 2, 3], "m", lambda lent: asked.append(lent) or False)
@@ -115,7 +115,7 @@ def test_what_is_fused_itself_has_its_own_salt_and_lends_that():
     assert salts.salt_of([*turn, 1, 2, 3, 4], "m") == (own, True)
 
 
-def test_only_so_many_beginnings_are_remembered():
+def test_the_least_recently_used_salts_are_forgotten():
     salts = SaltCache(most=2)
     salt, _ = salts.salt_of([1, 2], "m")
     salts.salt_of([3, 4], "m")
@@ -125,7 +125,7 @@ def test_only_so_many_beginnings_are_remembered():
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 12), (3, 9), (5, 5)])
-def test_tokens_go_where_their_blocks_are_and_nowhere_without_one(start, stop):
+def test_tokens_have_slots_in_their_blocks_and_none_in_the_null_block(start, stop):
     positions, slots = slots_of([7, 0, 2], 4, start, stop)
     expected = {p: 7 * 4 + p for p in range(4)} | {p: 2 * 4 + p - 8 for p in range(8, 12)}
     assert dict(zip(positions, slots, strict=True)) == {

@@ -1,4 +1,4 @@
-"""Two vLLM servers over one Redis, behind vLLM's router, as `deploy/` has them."""
+"""Two vLLM servers with one Redis, behind vLLM's router, as in `deploy/`."""
 
 import itertools
 import json
@@ -23,9 +23,9 @@ LATEST_S = 120
 
 
 def until(condition):
-    give_up = time.monotonic() + LATEST_S
+    deadline = time.monotonic() + LATEST_S
     while not (found := condition()):
-        assert time.monotonic() < give_up, "it never came"
+        assert time.monotonic() < deadline, "it never came"
         time.sleep(0.1)
     return found
 
@@ -81,7 +81,7 @@ def who_answers(urls: list[str], router: str, session: str) -> str:
     return where
 
 
-def test_what_one_server_encoded_answers_a_question_at_the_other(
+def test_a_passage_that_one_server_encoded_is_reused_by_the_other(
     has_vllm,
     redis_server,  # noqa: F811
     router_of,
@@ -114,7 +114,7 @@ def test_what_one_server_encoded_answers_a_question_at_the_other(
         numbers = itertools.count()
 
         def fused(url: str, session: str) -> dict:
-            """What became of a prompt of its own beginning: of one that was there before vLLM has all in its blocks."""
+            """The report of a prompt with a new beginning: vLLM has a repeated one in its blocks."""
             told = ask(url, session, f"{next(numbers)}. {content}").get("kv_transfer_params") or {}
             report = told.get("ragblend", {})
             return report if report.get("missing_tokens") == 0 else {}

@@ -1,4 +1,4 @@
-"""What a worker of vLLM makes of its process."""
+"""The runtime inside vLLM: reader threads, refused configurations and models, and workers' failures."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ from ragblend.kvstore.errors import UnsupportedModelError
 
 
 def cores_of_readers(home: Path, core: int) -> set[int]:
-    """Where a reader may run in a process whose main thread is bound as vLLM binds a worker's."""
+    """The cores of a reader thread in a process whose main thread is bound to one, as vLLM binds a worker."""
     from ragblend.integrations.vllm.runtime import VllmRuntime
     from ragblend.integrations.vllm.settings import ConnectorSettings
 
@@ -28,8 +28,8 @@ def cores_of_readers(home: Path, core: int) -> set[int]:
         runtime.close()
 
 
-def test_readers_are_not_bound_to_the_core_that_computes(tmp_path):
-    """They inherited it, and took its time from the product that ran there."""
+def test_reader_threads_are_not_bound_to_the_worker_core(tmp_path):
+    """They inherited the binding, and slowed down the matrix products there."""
     mine = os.sched_getaffinity(0)
     if len(mine) == 1:
         pytest.skip("there is one core")
@@ -51,8 +51,8 @@ def test_readers_are_not_bound_to_the_core_that_computes(tmp_path):
         ({"model": "own/tiny"}, {}, None),
     ],
 )
-def test_other_weights_than_the_stored_ones_are_refused(model, load, said):
-    """What a hub id says by itself is looked up here; vLLM may have been told otherwise."""
+def test_weights_that_may_differ_from_the_stored_ones_are_refused(model, load, said):
+    """A hub id is looked up here in its default revision; vLLM may have been configured otherwise."""
     why = refused(model, load)
     assert why is None if said is None else why is not None and why.startswith(said)
 
@@ -80,7 +80,7 @@ def test_other_weights_than_the_stored_ones_are_refused(model, load, said):
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_what_is_not_supported_is_refused_by_name(changes, said):
+def test_unsupported_configurations_are_refused_by_name(changes, said):
     of_model = {
         name: each
         for name, each in changes.items()
@@ -93,7 +93,7 @@ def test_what_is_not_supported_is_refused_by_name(changes, said):
 
 
 def refused(model, load, groups=(), **changes):
-    """What `unsupported` says of a configuration with these changes."""
+    """The refusal of a configuration with these changes."""
     from ragblend.integrations.vllm.runtime import unsupported
 
     usual = {"revision": None, "quantization": None, "dtype": "torch.float32", "tokenizer": model["model"]}
@@ -110,7 +110,7 @@ def refused(model, load, groups=(), **changes):
 
 
 def layer_of(**changes):
-    """As vLLM's own are, as far as is asked; a part that is None is not there."""
+    """A layer with the attributes that are checked; a part that is None is missing."""
     impl = {"do_kv_cache_update": print, "logits_soft_cap": None, "sinks": None, "alibi_slopes": None}
     parts = {"impl": SimpleNamespace(**impl), "rotary_emb": object()} | changes
     attn = SimpleNamespace(impl=parts.pop("impl"))
@@ -132,7 +132,7 @@ def layer_of(**changes):
     ],
     ids=["no operator", "no attention", "too few layers", "no rotary", "sinks", "caps"],
 )
-def test_a_backend_without_the_operator_and_other_attention_are_refused_by_name(layers, said):
+def test_unsupported_layers_are_refused_by_name(layers, said):
     from ragblend.integrations.vllm.decoder import VllmDecoder
     from ragblend.integrations.vllm.tensor_parallel import TensorParallelGroup
 
@@ -148,8 +148,8 @@ def test_a_backend_without_the_operator_and_other_attention_are_refused_by_name(
         VllmDecoder(Model(), SimpleNamespace(num_hidden_layers=2), "float32", None, TensorParallelGroup())
 
 
-def test_what_fails_in_the_midst_of_a_shared_layer_ends_and_says_no_more():
-    """The others are in a collective operation of that layer: what the first one sent now would meet another one."""
+def test_a_failure_within_a_shared_layer_ends_the_worker_without_another_broadcast():
+    """The other workers are in a collective operation of that layer, and would mistake a broadcast for it."""
     pytest.importorskip("vllm")
     from ragblend.integrations.vllm.tensor_parallel import TensorParallelGroup, WorkersOutOfSync
     from ragblend.integrations.vllm.worker import ConnectorWorker
@@ -190,7 +190,7 @@ def test_what_fails_in_the_midst_of_a_shared_layer_ends_and_says_no_more():
     assert [each.get("name") for each in sent] == ["layer"]
 
 
-def test_blocks_behind_those_that_failed_are_taken_out_of_the_cache():
+def test_blocks_behind_failed_ones_are_evicted():
     pytest.importorskip("vllm")
     from ragblend.integrations.vllm.scheduler import ConnectorScheduler
 
@@ -204,8 +204,8 @@ def test_blocks_behind_those_that_failed_are_taken_out_of_the_cache():
     assert evicted == [{3, 4, 7}]
 
 
-def test_only_workers_that_say_so_may_be_asked_to_fuse():
-    """None may say anything (their cache is of another kind there), or another connector's may (MultiConnector)."""
+def test_prompts_are_fused_only_if_all_workers_report_that_they_can():
+    """None may report (with another kind of cache), or another connector's workers may (MultiConnector)."""
     pytest.importorskip("vllm")
     from ragblend.integrations.vllm.connector import RAGBlendConnector
     from ragblend.integrations.vllm.messages import WorkerStatus
@@ -220,12 +220,12 @@ def test_only_workers_that_say_so_may_be_asked_to_fuse():
         assert side._scheduler.refusal == refusal
 
 
-def test_what_a_failed_prompt_had_in_memory_is_gone_before_it_is_computed_in_full(monkeypatch):
-    """Computing all rows takes more memory than what had failed for want of it."""
+def test_a_failed_prompts_memory_is_freed_before_it_is_computed_in_full(monkeypatch):
+    """Computing all rows takes more memory than the try that failed for lack of it."""
     pytest.importorskip("vllm")
     from ragblend.integrations.vllm.worker import ConnectorWorker, log
 
-    monkeypatch.setattr(log, "disabled", True)  # a test keeps what is logged, with what it holds
+    monkeypatch.setattr(log, "disabled", True)  # pytest keeps log records, and what they hold
     worker, held = ConnectorWorker(SimpleNamespace(), reports_failures=True), []
     plan = SimpleNamespace(options=SimpleNamespace(method="probe-shift"))
     order = SimpleNamespace(request_id="1", plan=plan, stop=8)

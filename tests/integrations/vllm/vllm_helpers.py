@@ -1,4 +1,4 @@
-"""vLLM in this process, or as a server beside it, with tiny models that its kernels take."""
+"""vLLM in this process, or as a server beside it, with tiny models that its kernels support."""
 
 import contextlib
 import gc
@@ -20,9 +20,10 @@ from typing import Any
 import tiny_models
 
 from ragblend.engine.engine import Engine
-from ragblend.engine.prompts.segments import Chunk
+from ragblend.engine.prompts.segments import Chunk, Prompt
+from ragblend.kvstore.keys import ChunkKey
 
-# Before vLLM is imported: one process, on a memory that every machine has, and no thread bound to a core.
+# Set before vLLM is imported: one process, little memory, and no thread bound to a core.
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -30,18 +31,36 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-SHAPE = {"hidden_size": 128, "head_dim": 32}  # the smallest heads that its CPU kernels have
+SHAPE = {"hidden_size": 128, "head_dim": 32}  # the smallest heads of its CPU kernels
 WORDS = " ".join(tiny_models.CORPUS).replace("?", "").split()
 QUESTION = "Where were both ledgers in the storm?"
 
 
 def passage(seed: int, words: int = 60) -> str:
-    """Words in an order of their own: no passage is part of another."""
+    """Words in a random order: no passage is part of another."""
     chosen = random.Random(seed)
     return " ".join(chosen.choice(WORDS) for _ in range(words))
 
 
 STORED = [passage(number) for number in range(5)]
+
+
+def kv_files(home: Path) -> list[Path]:
+    return sorted(
+        path for path in (home / "kv").rglob("*") if path.is_file() and path.stat().st_size > 50_000
+    )
+
+
+def flip_byte(file: Path) -> None:
+    """Damage a file in its middle."""
+    held = bytearray(file.read_bytes())
+    held[len(held) // 2] ^= 0xFF
+    file.write_bytes(held)
+
+
+def report_of(output: Any) -> dict[str, Any]:
+    """The connector's report in an output of vLLM."""
+    return output.kv_transfer_params["ragblend"]
 
 
 @dataclass
@@ -53,10 +72,38 @@ class Server:
     llm: Any
     engine: Engine
 
+    def prompt(self, texts: list[str], question: str = QUESTION) -> Prompt:
+        """A prompt of passages."""
+        return self.engine.tokenize(self.engine.chat_prompt(None, [Chunk(text) for text in texts], question))
+
     def ids(self, texts: list[str], question: str = QUESTION) -> list[int]:
-        """A prompt of passages, as ids."""
-        prompt = self.engine.chat_prompt(None, [Chunk(text) for text in texts], question)
-        return list(self.engine.tokenize(prompt).token_ids)
+        """The same as token ids."""
+        return list(self.prompt(texts, question).token_ids)
+
+    def passage_ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self.engine.runtime.tokenizing.passage_ids(text))
+
+    def key_of(self, text: str) -> ChunkKey:
+        """The key of a passage's KV behind the canonical prefix."""
+        runtime = self.engine.runtime
+        return runtime.key_of(runtime.canonical_prefix, self.passage_ids(text), "default")
+
+    def is_stored(self, text: str) -> bool:
+        return self.engine.runtime.store.contains(self.key_of(text))
+
+    @property
+    def core(self) -> Any:
+        """vLLM's engine core."""
+        return self.llm.llm_engine.engine_core.engine_core
+
+    def idle(self, steps: int = 5) -> None:
+        """Step as the server's own loop does while `has_pending_push_work`."""
+        for _ in range(steps):
+            self.core.step_fn()
+
+    def files(self) -> list[Path]:
+        """The files of stored KV."""
+        return kv_files(self.home)
 
     def ask(
         self, prompts: list[list[int]], params: list[dict | None] | None = None, **sampling: Any
@@ -83,7 +130,7 @@ class Server:
 
 
 def serve(folder: Path, home: Path, extra: dict[str, Any] | None = None, **options: Any) -> Server:
-    """Start both; passages are encoded by the engine."""
+    """Start both; the engine encodes passages."""
     from vllm import LLM
 
     transfer = {
@@ -110,7 +157,7 @@ def serve(folder: Path, home: Path, extra: dict[str, Any] | None = None, **optio
 
 @dataclass(frozen=True)
 class Listening:
-    """`vllm serve` with the connector, over a store that was filled in another process; log: of its process."""
+    """`vllm serve` with the connector, over a store that another process filled; log: of the server."""
 
     url: str
     log: Path
@@ -159,7 +206,7 @@ def post(url: str, body: dict) -> Any:
 
 
 def counted(url: str) -> dict[str, float]:
-    """What the server's /metrics have of ours."""
+    """The connector's counters in the server's /metrics."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as metrics:
         found = re.findall(r"^vllm:ragblend_(\w+)_total\{.*\} (\S+)$", metrics.read().decode(), re.M)
     return {name: float(count) for name, count in found}
