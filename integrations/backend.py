@@ -196,8 +196,9 @@ class Backend:
         for number, pieces in enumerate(found):
             is_template = number % 2 == 0
             for segment in segments(pieces):
-                is_trusted = is_template and isinstance(segment, Literal)
-                prompt.append(replace(segment, verbatim=False) if is_trusted else segment)
+                if is_template and isinstance(segment, Literal):
+                    segment = replace(segment, verbatim=False)
+                prompt.append(segment)
         return self.engine.tokenize(Prompt(prompt))
 
     def _learn(

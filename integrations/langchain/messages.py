@@ -46,7 +46,7 @@ def artifact_passages(messages: Sequence[BaseMessage]) -> list[Passage]:
     found: list[Document | Mapping[str, Any]] = []
     for message in messages:
         artifact = getattr(message, "artifact", None)
-        items = artifact if isinstance(artifact, list | tuple) else [artifact]
+        items: Sequence[Any] = artifact if isinstance(artifact, list | tuple) else [artifact]
         found += [item for item in items if isinstance(item, Document) or is_stored_document(item)]
     return passages_of(found)
 
