@@ -59,24 +59,35 @@ def test_options_are_merged_under_the_engines_names(layers, arguments, timeout):
         ({"temprature": 1}, "did you mean 'temperature'"),
         ({"timeout": 0}, "timeout must be a number of seconds above 0"),
         ({"timeout": "soon"}, "timeout must be a number of seconds above 0"),
+        ({"temperature": -1}, "temperature must be 0"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"max_tokens": 0}, "max_new_tokens"),
+        ({"max_tokens": 3.5}, "max_new_tokens"),
+        ({"top_k": "x"}, "top_k"),
+        ({"top_p": 0}, "top_p"),
+        ({"seed": "x"}, "seed"),
+        ({"stop": 3}, "stop"),
     ],
+    ids=str,
 )
-def test_nonsense_is_refused_by_name(options, message):
+def test_invalid_options_are_refused_by_name(options, message):
     with pytest.raises(UsageError, match=message):
         call(options)
 
 
-@pytest.mark.parametrize(
-    ("framework", "name"),
-    [("langchain", "ChatRAGBlend"), ("langchain", "RAGBlendLLM"), ("llama_index", "RAGBlendLLM")],
-)
-def test_a_model_takes_the_arguments_of_a_hosted_one(framework, name):
-    """And refuses what cannot be done there, not at the first call, in more options too."""
-    module = pytest.importorskip(f"ragblend.integrations.{framework}")
-    make = getattr(module, name)
+@pytest.fixture(params=["langchain.ChatRAGBlend", "langchain.RAGBlendLLM", "llama_index.RAGBlendLLM"])
+def make(request):
+    """The class of a framework's model."""
+    framework, _, name = request.param.partition(".")
+    return getattr(pytest.importorskip(f"ragblend.integrations.{framework}"), name)
+
+
+def test_a_model_takes_the_arguments_of_a_hosted_one(make):
+    """And refuses what cannot be done here, not at the first call, in more options too."""
     model = make(temperature=0.5, max_tokens=12, request_timeout=30.0, **HOSTED, **NEUTRAL)
     assert (model.temperature, model.max_new_tokens, model.timeout) == (0.5, 12, 30.0)
-    more = "model_kwargs" if framework == "langchain" else "generate_kwargs"
+    more = "model_kwargs" if "model_kwargs" in make.model_fields else "generate_kwargs"
     assert not getattr(model, more) and "sk-1" not in repr(model)
     for wrong, message in (
         ({"n": 3}, "n=3 cannot be done"),
@@ -87,6 +98,22 @@ def test_a_model_takes_the_arguments_of_a_hosted_one(framework, name):
                 make(**given)
     with pytest.raises(ValueError, match="'num_beams' is unknown"):
         make(**{more: {"num_beams": 4}})
+
+
+def test_a_model_refuses_invalid_parameters_without_showing_a_key(make):
+    wrong = {
+        "temperature": "hot",
+        "max_tokens": 0,
+        "top_p": 0,
+        "top_k": "x",
+        "seed": "x",
+        "stop": 3,
+        "timeout": -1,
+    }
+    for name, value in (wrong | {"ratio": 1.5, "method": "cachblend"}).items():
+        with pytest.raises(ValueError, match=name.removeprefix("max_")) as raised:
+            make(**{name: value, "api_key": "sk-1"})
+        assert "sk-1" not in str(raised.value)
 
 
 def test_the_reason_why_nothing_is_reused_is_logged_once_and_only_where_it_is_true(place, caplog):
