@@ -43,11 +43,8 @@ class ConnectorScheduler:
         self._salts_in_step: set[str] = set()
         self._missing: OrderedDict[tuple[Ids, str], str] = OrderedDict()  # node ids
         self.refusal: str | None = "no worker has reported yet"
-        _ = (
-            runtime.store,
-            runtime.fingerprint,
-            runtime.canonical_prefix,
-        )  # loaded now, not by the first request
+        # Loaded now, not by the first request.
+        _ = runtime.store, runtime.fingerprint, runtime.canonical_prefix
         self._finders = {
             name: PassageFinder(runtime.nodes, runtime.scope(name))
             for name in (settings.collection, *settings.collections)
@@ -70,7 +67,7 @@ class ConnectorScheduler:
                 return
             self._note(request, misses=plan.stored.count(False))
             cached = self.find_cached(request)
-            if not plan.pays(cached, self._settings.minimum_tokens):
+            if not self._pays(plan, cached):
                 return
             if plan.step_rows > self._settings.step_tokens and not plan.saves(cached):
                 self._note(request, warning=TOO_LONG % (plan.step_rows, self._settings.step_tokens))
@@ -81,12 +78,15 @@ class ConnectorScheduler:
             log.warning("request %s is not fused", request.request_id, exc_info=True)
             self._plans.pop(request.request_id, None)
 
+    def _pays(self, plan: FusionPlan, computed_tokens: int) -> bool:
+        return plan.pays(computed_tokens, self._settings.minimum_tokens)
+
     def _salt(self, request: Any, plan: FusionPlan) -> bool:
         """Hash the request's blocks with a salt; whether it is that of an earlier prompt, which it continues."""
 
         def continues(lent: str) -> bool:
             _set_salt(request, lent)
-            return not plan.pays(self.find_cached(request), self._settings.minimum_tokens)
+            return not self._pays(plan, self.find_cached(request))
 
         options, model = plan.options, self._runtime.fingerprint.digest
         fused_by = [model, options.method, options.ratio, options.collection, request.cache_salt]
@@ -121,9 +121,8 @@ class ConnectorScheduler:
         if options.encode is None and self._settings.encode_missing:
             for match, is_stored in zip(matches, stored, strict=True):
                 fits = MINIMUM <= len(match.whole) <= LONGEST_MISSING and len(self._missing) < MOST_MISSING
-                if (
-                    not is_stored and fits and match.node_id is not None
-                ):  # without an id it could not be deleted
+                # Without a node id its KV could not be deleted.
+                if not is_stored and fits and match.node_id is not None:
                     self._missing[match.whole, options.collection] = match.node_id
         return FusionPlan(options, tuple(matches), stored, len(ids))
 
@@ -155,15 +154,9 @@ class ConnectorScheduler:
         if computed_tokens and request.cache_salt in self._salts_in_step:
             return None
         plan = self._plans.get(request.request_id) if self.refusal is None else None
-        if (
-            plan is None
-            or plan.is_continuation
-            or not plan.pays(computed_tokens, self._settings.minimum_tokens)
-        ):
-            fused_before = (
-                {} if plan is None else {"method": plan.options.method, "ratio": plan.options.ratio}
-            )
-            self._note(request, cached_tokens=computed_tokens, **fused_before)
+        if plan is None or plan.is_continuation or not self._pays(plan, computed_tokens):
+            method = {} if plan is None else {"method": plan.options.method, "ratio": plan.options.ratio}
+            self._note(request, cached_tokens=computed_tokens, **method)
             return 0
         in_step = sum(prompt.stop for prompt in self._prompts)
         if in_step and in_step + plan.tokens > self._settings.step_tokens:

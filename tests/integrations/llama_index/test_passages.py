@@ -58,7 +58,7 @@ def texts_of(nodes):
     return [passage_of(node).text for node in nodes]
 
 
-def asked(llm, nodes, between="\n\n", **named):
+def asked(llm, nodes, between="\n\n", /, **named):
     """The statistics of a prompt that holds the nodes' texts."""
     return llm.chat(user(f"{between.join(texts_of(nodes))}\n{QUESTION}"), **named).raw["kv"]
 
