@@ -1,11 +1,11 @@
 """Two workers that share a model (tensor parallelism) answer as the built-in engine does."""
 
 import concurrent.futures
-import time
+import itertools
 
 import pytest
 import tiny_models
-from vllm_helpers import QUESTION, SHAPE, STORED, flip_byte, kv_files, listening_on, passage, post
+from vllm_helpers import QUESTION, SHAPE, STORED, flip_byte, kv_files, listening_on, passage, post, until
 
 from ragblend.engine.engine import Engine
 from ragblend.engine.prompts.segments import Chunk
@@ -63,16 +63,12 @@ def test_two_workers_encode_missing_passages_in_idle_steps(engines):
     def missing(question):
         ids = ours.tokenize(asked(ours, [new, *STORED[1:4]], question)).token_ids
         body = {"model": theirs.runtime.config.model, "prompt": list(ids), "max_tokens": 4}
-        return post(f"{theirs.runtime.server.url}/v1/completions", body)["kv_transfer_params"]["ragblend"][
-            "missing_tokens"
-        ]
+        answer = post(f"{theirs.runtime.server.url}/v1/completions", body)
+        return answer["kv_transfer_params"]["ragblend"]["missing_tokens"]
 
     assert missing("Who?") > 50
-    for number in range(40):
-        if not missing(f"Was it {number}?"):
-            return
-        time.sleep(0.5)
-    pytest.fail("it was not encoded")
+    numbers = itertools.count()
+    until(lambda: not missing(f"Was it {next(numbers)}?"))
 
 
 def test_damaged_passages_are_computed_by_both_workers(engines):

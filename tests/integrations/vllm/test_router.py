@@ -1,40 +1,24 @@
 """Two vLLM servers with one Redis, behind vLLM's router, as in `deploy/`."""
 
 import itertools
-import json
-import re
 import shutil
 import subprocess
 import sys
-import time
-import urllib.request
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import tiny_models
 from shared_servers import free_port, redis_server  # noqa: F401
-from vllm_helpers import QUESTION, SHAPE, STORED, listening_on
+from vllm_helpers import QUESTION, SHAPE, STORED, chat, is_healthy, listening_on, metrics, until
 
 from ragblend.engine.engine import Engine
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
 
-LATEST_S = 120
-
-
-def until(condition):
-    deadline = time.monotonic() + LATEST_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.1)
-    return found
-
 
 def answered(url: str) -> float:
-    """Requests that a server has answered."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as metrics:
-        counts = re.findall(r"^vllm:request_success_total\{.*\} (\S+)$", metrics.read().decode(), re.M)
-    return sum(map(float, counts))
+    """The number of requests that a server has answered."""
+    return sum(map(float, metrics(url, r"^vllm:request_success_total\{.*\} (\S+)$")))
 
 
 @pytest.fixture
@@ -45,7 +29,7 @@ def router_of(tmp_path):
         pytest.skip("no vllm-router: pip install vllm-router==0.1.17")
     with ExitStack() as stack:
 
-        def begun(*workers: str) -> str:
+        def start(*workers: str) -> str:
             port, log = free_port(), stack.enter_context((tmp_path / "router.log").open("wb"))
             line = [command, "--host", "127.0.0.1", "--port", str(port), "--policy", "consistent_hash"]
             line += ["--prometheus-port", str(free_port()), "--worker-urls", *workers]
@@ -53,25 +37,15 @@ def router_of(tmp_path):
             stack.callback(process.wait, 60)
             stack.callback(process.kill)
 
-            def is_ready() -> bool:
-                assert process.poll() is None, (tmp_path / "router.log").read_text()[-2000:]
-                with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                    return True
-                return False
+            url = f"http://127.0.0.1:{port}"
+            until(lambda: is_healthy(url, process, tmp_path / "router.log"))
+            return url
 
-            until(is_ready)
-            return f"http://127.0.0.1:{port}"
-
-        yield begun
+        yield start
 
 
 def ask(url: str, session: str, content: str) -> dict:
-    message = {"role": "user", "content": content}
-    body = {"model": "tiny", "messages": [message], "max_tokens": 4, "temperature": 0}
-    headers = {"Content-Type": "application/json", "X-Session-ID": session}
-    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=LATEST_S) as answer:
-        return json.load(answer)
+    return chat(url, content, {"X-Session-ID": session})
 
 
 def who_answers(urls: list[str], router: str, session: str) -> str:

@@ -6,18 +6,13 @@ import urllib.error
 import urllib.request
 
 import pytest
-from vllm_helpers import QUESTION, STORED, counted, post
+from vllm_helpers import QUESTION, STORED, chat, counted
 
 TEXTS = STORED
 
 
 def ask(url: str, texts: list[str], **more) -> dict:
-    content = "Passages:\n\n" + "\n\n".join(texts) + "\n\n" + QUESTION
-    message = {"role": "user", "content": content}
-    return post(
-        f"{url}/v1/chat/completions",
-        {"model": "tiny", "messages": [message], "max_tokens": 4, "temperature": 0} | more,
-    )
+    return chat(url, "Passages:\n\n" + "\n\n".join(texts) + "\n\n" + QUESTION, **more)
 
 
 def test_prompts_of_ordinary_clients_are_fused_and_reported(listening):

@@ -7,7 +7,7 @@ import time
 import pytest
 import tiny_models
 from shared_servers import RedisNames, proxy_to, redis_server  # noqa: F401
-from vllm_helpers import QUESTION, SHAPE, passage, report_of, serve
+from vllm_helpers import QUESTION, SHAPE, passage, report_of, serve, until
 
 from ragblend.engine.engine import Engine
 from ragblend.engine.prompts.segments import Chunk
@@ -40,10 +40,7 @@ def test_passages_of_another_machine_are_fused_and_stored_until_they_are_deleted
     assert report["missing_tokens"] == 0 and report["reused_tokens"] > 0
     found = {i: math.exp(each.logprob) for i, each in output.outputs[0].logprobs[0].items()}
     assert all(abs(p - expected[i]) < 1e-4 for i, p in found.items())
-    deadline = time.monotonic() + 60
-    while server.engine.runtime.store.stats().entries < 4:  # stored in the background
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: server.engine.runtime.store.stats().entries == 4)  # stored in the background
     assert server.engine.forget([f"p{number}" for number in range(4)]) > 0
     assert not server.engine.runtime.store.stats().entries and not RedisNames(redis).names()
 

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import tiny_models
+from shared_servers import free_port
 
 from ragblend.engine.engine import Engine
 from ragblend.engine.prompts.segments import Chunk, Prompt
@@ -33,6 +33,7 @@ os.environ |= {
 }
 SHAPE = {"hidden_size": 128, "head_dim": 32}  # the smallest heads of its CPU kernels
 WORDS = " ".join(tiny_models.CORPUS).replace("?", "").split()
+TIMEOUT_S = 120
 QUESTION = "Where were both ledgers in the storm?"
 
 
@@ -43,6 +44,11 @@ def passage(seed: int, words: int = 60) -> str:
 
 
 STORED = [passage(number) for number in range(5)]
+
+
+def transfer_config(home: Path, **extra: Any) -> dict[str, Any]:
+    extra = {"home": str(home)} | extra
+    return {"kv_connector": "RAGBlendConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def kv_files(home: Path) -> list[Path]:
@@ -133,11 +139,7 @@ def serve(folder: Path, home: Path, extra: dict[str, Any] | None = None, **optio
     """Start both; the engine encodes passages."""
     from vllm import LLM
 
-    transfer = {
-        "kv_connector": "RAGBlendConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"home": str(home), "minimum_tokens": 32} | (extra or {}),
-    }
+    transfer = transfer_config(home, **{"minimum_tokens": 32} | (extra or {}))
     llm = LLM(
         str(folder),
         **{
@@ -168,14 +170,8 @@ class Listening:
 @contextlib.contextmanager
 def listening_on(folder: Path, home: Path, dtype: str, *more: str, **extra: Any) -> Iterator[Listening]:
     """extra: settings of the connector; more: options of the server. Its log is beside the home."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    transfer = {
-        "kv_connector": "RAGBlendConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"home": str(home)} | extra,
-    }
+    port = free_port()
+    transfer = transfer_config(home, **extra)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--dtype", dtype, "--port", str(port), "--enforce-eager"]
     command += ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer), *more]
@@ -184,11 +180,7 @@ def listening_on(folder: Path, home: Path, dtype: str, *more: str, **extra: Any)
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
     try:
-        for _ in range(240):
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-                break
-            assert process.poll() is None, log.read_text()[-3000:]
-            time.sleep(0.5)
+        until(lambda: is_healthy(url, process, log))
         yield Listening(url, log, folder, home)
     finally:
         os.killpg(process.pid, signal.SIGTERM)
@@ -199,14 +191,43 @@ def listening_on(folder: Path, home: Path, dtype: str, *more: str, **extra: Any)
         process.wait()
 
 
-def post(url: str, body: dict) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
+def until(condition: Any) -> Any:
+    """Wait until the condition is true, and return what it gave."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.1)
+    return found
+
+
+def is_healthy(url: str, process: subprocess.Popen, log: Path) -> bool:
+    assert process.poll() is None, log.read_text()[-3000:]
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+        return True
+    return False
+
+
+def post(url: str, body: dict, **headers: str) -> Any:
+    headers |= {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
         return json.load(answer)
 
 
+def chat(url: str, content: str, headers: dict[str, str] | None = None, **more: Any) -> Any:
+    """The answer to a chat message."""
+    message = {"role": "user", "content": content}
+    body = {"model": "tiny", "messages": [message], "max_tokens": 4, "temperature": 0} | more
+    return post(f"{url}/v1/chat/completions", body, **headers or {})
+
+
+def metrics(url: str, pattern: str) -> list[Any]:
+    """What matches in the server's /metrics."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as found:
+        return re.findall(pattern, found.read().decode(), re.M)
+
+
 def counted(url: str) -> dict[str, float]:
-    """The connector's counters in the server's /metrics."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as metrics:
-        found = re.findall(r"^vllm:ragblend_(\w+)_total\{.*\} (\S+)$", metrics.read().decode(), re.M)
+    """The connector's counters."""
+    found = metrics(url, r"^vllm:ragblend_(\w+)_total\{.*\} (\S+)$")
     return {name: float(count) for name, count in found}
