@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 from weakref import WeakValueDictionary
@@ -33,13 +34,11 @@ class LiveModels:
 
     def __init__(self, subscribe: Callable[[], None]) -> None:
         self.models: WeakValueDictionary[int, ModelParameters] = WeakValueDictionary()
-        self._subscribe, self._is_subscribed, self._lock = subscribe, False, threading.Lock()
+        self._subscribe_once, self._lock = cache(subscribe), threading.Lock()
 
     def add(self, model: "ModelParameters") -> None:
         with self._lock:
-            if not self._is_subscribed:
-                self._subscribe()
-            self._is_subscribed = True
+            self._subscribe_once()
             self.models[id(model)] = model
 
     def register(self, passages: Sequence[Passage]) -> None:
@@ -155,7 +154,10 @@ class ModelParameters(BaseModel):
         return options
 
     @model_validator(mode="after")
-    def _track(self) -> Self:
+    def _validated(self) -> Self:
+        return self._tracked()
+
+    def _tracked(self) -> Self:
         self.live_models.add(self)
         return self
 
@@ -163,17 +165,13 @@ class ModelParameters(BaseModel):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
-        self.live_models.add(self)
+        self._tracked()
 
     def __copy__(self) -> Self:
-        copied = super().__copy__()
-        self.live_models.add(copied)
-        return copied
+        return super().__copy__()._tracked()
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        copied = super().__deepcopy__(memo)
-        self.live_models.add(copied)
-        return copied
+        return super().__deepcopy__(memo)._tracked()
 
     @property
     def model_name(self) -> str:
