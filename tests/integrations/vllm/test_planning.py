@@ -14,40 +14,39 @@ from ragblend.integrations.vllm.planning import (
 )
 from ragblend.integrations.vllm.settings import ConnectorSettings, RequestOptions
 
-OPTIONS = RequestOptions.of(ConnectorSettings(), None, 1000)
 PASSAGES = (Match(100, 500, tuple(range(400)), 0), Match(500, 900, tuple(range(400, 800)), 0))
+ENCODE, RECOMPUTE = {"encode": True}, {"method": "recompute"}
 
 
-def plan(*stored, options=OPTIONS):
-    return FusionPlan(options, PASSAGES, stored, 1000)
+def plan(*stored, given=None, matches=PASSAGES):
+    return FusionPlan(RequestOptions.of(ConnectorSettings(), given, 1000), matches, stored, 1000)
 
 
-def test_fusing_pays_where_it_saves_rows_that_vllm_would_compute():
-    assert plan(True, True).computed_tokens == 1000 - 800 * 0.85
-    assert plan(True, True).pays(0, 64)
-    assert not plan(False, False).pays(0, 64)
-    assert not plan(True, True).pays(900, 64), "vLLM has nearly all of it"
-    assert not plan(True, True).pays(0, 801), "less is stored than asked for"
-    encoding = RequestOptions.of(ConnectorSettings(), {"encode": True}, 1000)
-    assert plan(False, False, options=encoding).pays(0, 64), "else nothing would be encoded"
-    assert not plan(False, False, options=encoding).pays(999, 64)
-    assert not plan(True, True, options=encoding).pays(900, 64), "there is nothing to encode"
+@pytest.mark.parametrize(
+    ("stored", "given", "computed", "minimum", "pays"),
+    [
+        ((True, True), None, 0, 64, True),
+        ((False, False), None, 0, 64, False),
+        ((True, True), None, 900, 64, False),  # vLLM has nearly all of it
+        ((True, True), None, 0, 801, False),  # less is stored than required
+        ((False, False), ENCODE, 0, 64, True),  # else nothing would be encoded
+        ((False, False), ENCODE, 999, 64, False),
+        ((True, True), ENCODE, 900, 64, False),  # there is nothing to encode
+        ((True, True), RECOMPUTE, 0, 64, True),  # a chosen method is used even where it saves nothing
+        ((True, True), RECOMPUTE, 999, 64, False),  # the last token is vLLM's
+    ],
+)
+def test_fusing_pays_where_it_saves_rows_or_was_asked_for(stored, given, computed, minimum, pays):
+    assert plan(*stored, given=given).pays(computed, minimum) == pays
 
 
-def test_rows_of_a_step_are_those_of_passages_that_are_encoded_and_the_prompts_own():
-    assert plan(True, True).step_rows == plan(True, True).computed_tokens == 320
-    encoding = RequestOptions.of(ConnectorSettings(), {"encode": True}, 1000)
-    assert plan(True, False, options=encoding).step_rows == 400 + 320
-    assert plan(True, True, options=encoding).saves(0) and not plan(False, False, options=encoding).saves(0)
-    many = FusionPlan(encoding, (Match(0, 40, tuple(range(40)), 0),) * 20, (False,) * 20, 1000)
+def test_rows_of_a_step_are_those_of_the_prompt_and_of_passages_that_are_encoded():
+    assert plan(True, True).step_rows == plan(True, True).computed_tokens == 1000 - 800 * 0.85
+    assert plan(True, True, given=RECOMPUTE).computed_tokens == 1000
+    assert plan(True, False, given=ENCODE).step_rows == 400 + 320
+    assert plan(True, True, given=ENCODE).saves(0) and not plan(False, False, given=ENCODE).saves(0)
+    many = plan(*[False] * 20, given=ENCODE, matches=(Match(0, 40, tuple(range(40)), 0),) * 20)
     assert len(many.encoded) == MOST_ENCODED and many.step_rows == 40 * 8 + 1000 - 40 * 8 * 0.85
-
-
-def test_a_chosen_method_is_used_even_where_it_saves_nothing():
-    recompute = RequestOptions.of(ConnectorSettings(), {"method": "recompute"}, 1000)
-    assert plan(True, True, options=recompute).computed_tokens == 1000
-    assert plan(True, True, options=recompute).pays(0, 64)
-    assert not plan(True, True, options=recompute).pays(999, 64), "the last token is vLLM's"
 
 
 def test_a_prompt_is_split_into_passages_and_literals():
