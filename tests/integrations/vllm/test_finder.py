@@ -56,13 +56,19 @@ def test_a_node_is_found_by_exactly_its_tokens(nodes):
     assert finder.name_of(passage) is None and finder.name_of(ids_of(6)) == "n0"
 
 
-def test_a_passage_that_differs_inside_is_not_found(nodes):
-    passage = ids_of(4)
-    enter(nodes, passage)
-    assert not PassageFinder(nodes, SCOPE).find([1, *passage[EDGE + 1 :], 2])
-    changed = list(passage)
-    changed[30] += 1
-    assert not PassageFinder(nodes, SCOPE).find(changed)
+@pytest.mark.parametrize(
+    ("prompt", "scope"),
+    [
+        ([1, *ids_of(4)[EDGE + 1 :], 2], SCOPE),
+        ([*ids_of(4)[:30], 7, *ids_of(4)[31:]], SCOPE),
+        ([0x110000, *ids_of(4)], SCOPE),
+        (ids_of(4), Scope("others", SCOPE.tokenizer)),
+    ],
+    ids=["cut edge", "changed inside", "id beyond all characters", "another collection"],
+)
+def test_other_texts_and_collections_are_not_found(nodes, prompt, scope):
+    enter(nodes, ids_of(4), scope=scope)
+    assert not PassageFinder(nodes, SCOPE).find(prompt)
 
 
 def test_neighbouring_passages_with_equal_edges_do_not_overlap(nodes):
@@ -126,14 +132,3 @@ def test_ids_that_are_no_characters_are_found_too(nodes):
     passage = tuple(range(55_290, 55_340)) + tuple(range(57_330, 57_350))
     enter(nodes, passage)
     assert len(PassageFinder(nodes, SCOPE).find([56_000, *passage, 57_000])) == 1
-
-
-def test_ids_beyond_all_characters_are_no_error(nodes):
-    enter(nodes, ids_of(10))
-    assert not PassageFinder(nodes, SCOPE).find([0x110000, *ids_of(10)])
-
-
-def test_passages_of_another_collection_are_not_found(nodes):
-    passage = ids_of(9)
-    enter(nodes, passage, scope=Scope("others", SCOPE.tokenizer))
-    assert not PassageFinder(nodes, SCOPE).find(passage)
