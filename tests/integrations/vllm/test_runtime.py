@@ -37,29 +37,24 @@ def test_reader_threads_are_not_bound_to_the_worker_core(tmp_path):
         assert worker.submit(cores_of_readers, tmp_path, min(mine)).result(60) == mine
 
 
-@pytest.mark.parametrize(
-    ("model", "load", "said"),
-    [
-        ({"model": "own/tiny", "revision": "abc"}, {}, "a revision (abc) of a hub model"),
-        ({"model": "own/tiny"}, {"download_dir": "/elsewhere"}, "a download_dir (/elsewhere) of a hub model"),
-        ({"model": "own/tiny"}, {"load_format": "dummy"}, "random weights"),
-        ({"model": "/a/folder", "hf_overrides": {"rms_norm_eps": 0.1}}, {}, "hf_overrides"),
-        ({"model": "/a/folder", "hf_config_path": "/another"}, {}, "a config from elsewhere (/another)"),
-        ({"model": "/a/folder", "hf_config_path": "/a/folder"}, {}, None),
-        ({"model": "/a/folder", "enable_sleep_mode": True}, {}, "sleep mode"),
-        ({"model": "/a/folder", "revision": "abc"}, {"download_dir": "/elsewhere"}, None),
-        ({"model": "own/tiny"}, {}, None),
-    ],
-)
-def test_weights_that_may_differ_from_the_stored_ones_are_refused(model, load, said):
-    """A hub id is looked up here in its default revision; vLLM may have been configured otherwise."""
-    why = refused(model, load)
-    assert why is None if said is None else why is not None and why.startswith(said)
+HUB = {"model": "own/tiny"}
+OTHER_GROUP = SimpleNamespace(kv_cache_spec=SimpleNamespace())
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reason"),
     [
+        # What a hub id means is looked up here in its default revision; vLLM may have been configured otherwise.
+        (HUB | {"revision": "abc"}, "a revision (abc) of a hub model"),
+        (HUB | {"download_dir": "/elsewhere"}, "a download_dir (/elsewhere) of a hub model"),
+        (HUB | {"load_format": "dummy"}, "random weights"),
+        ({"hf_overrides": {"rms_norm_eps": 0.1}}, "hf_overrides"),
+        ({"hf_config_path": "/another"}, "a config from elsewhere (/another)"),
+        ({"enable_sleep_mode": True}, "sleep mode"),
+        ({"weight_transfer_config": object()}, "sleep mode and weight transfer"),
+        (HUB, None),
+        ({"hf_config_path": "/a/folder"}, None),
+        ({"revision": "abc", "download_dir": "/elsewhere"}, None),
         ({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "pipeline parallel of 2"),
         (
             {"parallel_config": SimpleNamespace(prefill_context_parallel_size=4)},
@@ -67,46 +62,35 @@ def test_weights_that_may_differ_from_the_stored_ones_are_refused(model, load, s
         ),
         ({"speculative_config": object()}, "speculative decoding"),
         ({"lora_config": object()}, "LoRA"),
-        ({"weight_transfer_config": object()}, "sleep mode and weight transfer"),
         ({"quantization": "awq"}, "quantization awq"),
         ({"is_multimodal_model": True}, "only text generation"),
         ({"runner_type": "pooling"}, "only text generation"),
         ({"tokenizer": "another"}, "a tokenizer (another)"),
         ({"cache_config": SimpleNamespace(cache_dtype="fp8")}, "the KV cache's dtype fp8"),
-        (
-            {"groups": [SimpleNamespace(kv_cache_spec=SimpleNamespace())]},
-            "KV caches of the kinds SimpleNamespace",
-        ),
+        ({"groups": [OTHER_GROUP]}, "KV caches of the kinds SimpleNamespace"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_unsupported_configurations_are_refused_by_name(changes, said):
-    of_model = {
-        name: each
-        for name, each in changes.items()
-        if name in ("quantization", "is_multimodal_model", "runner_type", "tokenizer")
-    }
-    why = refused(
-        {"model": "/a/folder"} | of_model, {}, **{n: e for n, e in changes.items() if n not in of_model}
-    )
-    assert why is not None and why.startswith(said)
-
-
-def refused(model, load, groups=(), **changes):
-    """The refusal of a configuration with these changes."""
+def test_unsupported_configurations_are_refused_by_name(changes, reason):
     from ragblend.integrations.vllm.runtime import unsupported
 
-    usual = {"revision": None, "quantization": None, "dtype": "torch.float32", "tokenizer": model["model"]}
-    usual |= {"is_multimodal_model": False, "runner_type": "generate", "hf_overrides": {}}
-    parts = {
-        "model_config": SimpleNamespace(**usual | model),
-        "load_config": SimpleNamespace(**{"download_dir": None, "load_format": "auto"} | load),
+    changes = {"model": "/a/folder", "groups": ()} | changes
+    groups = changes.pop("groups")
+    load = {
+        name: changes.pop(name, usual) for name, usual in (("download_dir", None), ("load_format", "auto"))
+    }
+    config = {
         "parallel_config": SimpleNamespace(),
         "cache_config": SimpleNamespace(cache_dtype="auto"),
         "speculative_config": None,
         "lora_config": None,
     }
-    return unsupported(SimpleNamespace(**parts | changes), SimpleNamespace(kv_cache_groups=groups))
+    config |= {name: changes.pop(name) for name in list(changes) if name.endswith("_config")}
+    model = {"revision": None, "quantization": None, "dtype": "torch.float32", "tokenizer": changes["model"]}
+    model |= {"is_multimodal_model": False, "runner_type": "generate", "hf_overrides": {}} | changes
+    config |= {"model_config": SimpleNamespace(**model), "load_config": SimpleNamespace(**load)}
+    refusal = unsupported(SimpleNamespace(**config), SimpleNamespace(kv_cache_groups=groups))
+    assert refusal is None if reason is None else str(refusal).startswith(reason)
 
 
 def layer_of(**changes):
