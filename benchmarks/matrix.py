@@ -9,7 +9,7 @@ from typing import Any
 
 from ragblend.engine.engine import Engine
 from ragblend.engine.results import Result, Stream
-from ragblend.integrations.finding import MINIMUM
+from ragblend.integrations.text_index import MINIMUM
 
 Ask = Callable[[str], Any]
 

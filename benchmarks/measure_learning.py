@@ -20,8 +20,8 @@ from benchmarks.common import Home, run
 from benchmarks.filler import Notes
 from benchmarks.measure_programs import QUESTIONS, llama_index, made
 from ragblend.engine.prompts.segments import Prompt
-from ragblend.integrations.backend import Backend, Turn
-from ragblend.integrations.passages import LEARNT, PassageRegistry
+from ragblend.integrations.backend import Backend, ChatTurn
+from ragblend.integrations.passages import LEARNED_PREFIX, PassageRegistry
 
 TIMES, TOGETHER = 4, 4  # prompts that hold a passage, passages of such a prompt
 PARAGRAPHS, LONG = 17, 4  # of a prompt of 2,000 tokens, a passage having three; sentences of one
@@ -94,7 +94,7 @@ def many(home: str, count: int) -> dict[str, Any]:
 
 
 def asked(backend: Backend, text: str, learns: bool) -> Prompt:
-    return backend.chat_prompt([Turn("user", (text,))], learn=learns)
+    return backend.chat_prompt([ChatTurn("user", (text,))], learn=learns)
 
 
 def citations(home: str) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def citations(home: str) -> dict[str, Any]:
         ask(question)
         begun = time.perf_counter()
         engine.finish_background()
-    learnt = PassageRegistry.open(engine.home, engine.config.collection).named(LEARNT)
+    learnt = PassageRegistry.open(engine.home, engine.config.collection).named(LEARNED_PREFIX)
     spent, stored = time.perf_counter() - begun, engine.store.stats().bytes - before
     return {
         "learnt chunks": len(learnt),

@@ -32,9 +32,9 @@ from ragblend.app.quality.quality import Measure, Outcome, against_gold, asked
 from ragblend.app.quality.records import Record
 from ragblend.app.quality.variants import Variant
 from ragblend.integrations.backend import Backend
-from ragblend.integrations.finding import MINIMUM
 from ragblend.integrations.langchain import ChatRAGBlend
 from ragblend.integrations.passages import Passage, node_id_of
+from ragblend.integrations.text_index import MINIMUM
 from ragblend.kvstore.errors import PromptTooLongError, RagBlendError
 
 if TYPE_CHECKING:

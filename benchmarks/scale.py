@@ -1,4 +1,4 @@
-"""Calculates the tables under "Scale" in docs/vllm.md for a thousand million chunks, from stated figures by stated formulas.
+"""Calculates the tables under "Scale" in docs/vllm.md, for a thousand million chunks, by stated formulas.
 
     python -m benchmarks.scale        # writes the tables; change a figure below and run it again
 

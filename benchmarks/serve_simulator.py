@@ -1,7 +1,7 @@
 """Simulates requests under load, with the product's queue, store, knowledge tree and eviction, but without a model.
 
-`RequestOrder` is the product's scheduler; `KVStore` and `tree.match` are its store, on files of a few bytes per token. `Costs`
-gives the time of a prompt, fitted to times of the real engine (`measure_serve.py`). The loop follows
+`RequestOrder` is the product's scheduler; `KVStore` and `tree.match` are its store, on files of a few bytes per token.
+`Costs` gives the time of a prompt, fitted to times of the real engine (`measure_serve.py`). The loop follows
 `engine/scheduling/queue.py`, with a simulated clock; here each token of an answer is a separate pass.
 """
 
@@ -241,7 +241,7 @@ class Simulator:
         return self.costs.seconds(PromptTokens(total - path - fused, path, fused, pieces))
 
     def _follow_up(self, request: SimulatedRequest) -> None:
-        """As `background_work.queue_background_work`: computed passages are stored at once, the rest is background work."""
+        """As `queue_background_work`: computed passages are stored at once, the rest is background work."""
         if self.system.method == "exact":
             self._grow(request)
         elif self.system.paths and self._learn not in [chore.func for chore in self._chores]:

@@ -3,12 +3,12 @@
     python examples/fuse_in_200_lines.py                     # the bundled SmolLM2 (135M parameters)
     python examples/fuse_in_200_lines.py FOLDER_OR_HUB_ID    # any model of the Llama class
 
-A decoder leaves two vectors behind for each token and layer: a key and a value, its *KV cache*. A passage that is read
-once need never be read again, if its KV can be laid into the next prompt that contains it. Two things are wrong there:
+A decoder computes two vectors for each token and layer: a key and a value, its *KV cache*. A passage need be read only
+once, if its KV can be reused in the next prompt that contains it. Two things are wrong there:
 
-  1. Its keys are rotated to the positions that it was read at. That is repaired exactly, by rotating them on.
-  2. Its tokens never saw the passages that now stand before them. Most hardly change for that; a few change a lot. So
-     those few are found, and they alone are computed again. That is CacheBlend (EuroSys'25, arXiv 2405.16444).
+  1. Its keys are rotated to the positions that it was read at. That is corrected exactly, by rotating them further.
+  2. Its tokens never saw the passages that now precede them. Most hardly change for that; a few change a lot. So those
+     few are found, and only they are recomputed. That is CacheBlend (EuroSys'25, arXiv 2405.16444).
 
 Read from here to the end: rotate, encode, assemble, fuse, compare. Shapes: H key heads, A query heads, T tokens of the
 prompt, R computed rows (a row is a token on its way through the layers), D size of a head, E size of a row.
@@ -28,24 +28,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 CHECK_LAYER = 1  # values of layer 0 depend on a token alone; those of layer 1 are the first that can deviate
 
 # --- 1. Rotate. RoPE rotates each pair of a key's numbers by its position times that pair's frequency. Rotations add
-#        up: a key that was read at position 7 stands at position 107 when it is rotated by 100 more.
+#        up: a key that was computed at position 7 is moved to position 107 by rotating it by 100 more.
 
 
 def rotate(model: Any, heads: Tensor, by_tokens: Tensor) -> Tensor:
-    """Queries or keys (H, T, D), each rotated by so many positions more, (T,)."""
+    """Rotate queries or keys (H, T, D), each by a number of positions, (T,)."""
     angle = by_tokens[:, None] * model.model.rotary_emb.inv_freq  # (T, D/2), in rad
     first, second = heads.chunk(2, dim=-1)  # number i is a pair with number i + D/2
     cos, sin = angle.cos(), angle.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-# --- 2. Encode. Each passage is read once, alone, behind the words that every prompt begins with. Without them its
-#        first token would become an attention sink of its own, which is wrong anywhere but at a prompt's beginning.
+# --- 2. Encode. Each passage is read once, alone, after the words that every prompt begins with. Without them its
+#        first token would become an attention sink, which is wrong anywhere but at a prompt's beginning.
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Token ids of a part of the prompt; of a passage that was read before, also its KV and where it began then."""
+    """Token ids of a part of the prompt; for an encoded passage also its KV and the position where it began."""
 
     ids: list[int]
     keys: list[Tensor] | None = None  # a layer: (H, len(ids), D)
@@ -64,17 +64,19 @@ def encode(model: Any, prefix: list[int], passage: list[int]) -> Segment:
     return Segment(passage, keys, values, len(prefix))
 
 
-# --- 3. Assemble. All stored KV is laid out in the prompt's order, and each passage's keys are rotated to their place.
+# --- 3. Assemble. All stored KV is put in the prompt's order, and each passage's keys are rotated to their positions.
 
 
 @dataclass
 class Fused:
-    """The prompt's KV, layer by layer, and how each token is served."""
+    """The prompt's KV, layer by layer, and the state of each token."""
 
     keys: list[Tensor]  # a layer: (H, T, D)
     values: list[Tensor]
-    fresh: Tensor  # (T,) bool: no stored KV, so computed in any case: instructions, separators, the question
-    moved: Tensor  # (T,) bool: stored, but behind another text than now; what is neither is exact as it was stored
+    fresh: Tensor  # (T,) bool: without stored KV, so always computed: instructions, separators, the question
+    moved: (
+        Tensor  # (T,) bool: stored after another text than here; tokens that are neither are exact as stored
+    )
 
 
 def assemble(model: Any, prompt: list[Segment]) -> Fused:
@@ -93,20 +95,20 @@ def assemble(model: Any, prompt: list[Segment]) -> Fused:
                 keys[layer][:, there] = rotate(model, segment.keys[layer], by)
                 values[layer][:, there] = segment.values[layer]  # values are not rotated
             fresh[there] = False
-            moved[there] = position != segment.start  # the first passage stands where it was read
+            moved[there] = position != segment.start  # the first passage is where it was encoded
         position = there.stop
     return Fused(keys, values, fresh, moved)
 
 
-# --- 4. Fuse. The loop over the layers is the usual one, but it runs over a few rows. What they do not compute, their
-#        attention finds in the stored KV.
+# --- 4. Fuse. The loop over the layers is the usual one, but over a few rows only. Their attention reads all other
+#        tokens' keys and values from the stored KV.
 
 
 @torch.inference_mode()
 def fuse(model: Any, prompt: list[Segment], recompute: int) -> Tensor:
-    """The next token's logits, (vocab,), when `recompute` of the moved tokens are computed again."""
+    """The next token's logits, (vocab,), when `recompute` of the moved tokens are recomputed."""
     fused = assemble(model, prompt)
-    rows = (fused.fresh | fused.moved).nonzero().squeeze(1)  # (R,) positions: at first all but exact ones
+    rows = (fused.fresh | fused.moved).nonzero().squeeze(1)  # (R,) positions: at first all inexact ones
     ids = torch.tensor([token for segment in prompt for token in segment.ids])
     hidden = model.model.embed_tokens(ids[rows])  # (R, E)
     for number, layer in enumerate(model.model.layers):
@@ -122,7 +124,7 @@ def fuse(model: Any, prompt: list[Segment], recompute: int) -> Tensor:
 
 
 def project(model: Any, layer: Any, hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows (R, E) at these positions: queries (A, R, D), keys and values (H, R, D)."""
+    """Queries (A, R, D), keys and values (H, R, D) of rows (R, E) at these positions."""
     attention = layer.self_attn
     normed = layer.input_layernorm(hidden)
     parts = (attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed))
@@ -131,7 +133,7 @@ def project(model: Any, layer: Any, hidden: Tensor, rows: Tensor) -> tuple[Tenso
 
 
 def most_changed(fused: Fused, rows: Tensor, values: Tensor, recompute: int) -> Tensor:
-    """Which rows go on: all fresh ones, and those moved ones whose values deviate most from what was stored."""
+    """The rows to keep: all fresh ones, and those moved ones whose values deviate most from the stored ones."""
     delta = values - fused.values[CHECK_LAYER][:, rows]  # (H, R, D)
     deviation = delta.square().sum(dim=(0, 2))  # (R,)
     deviation[fused.fresh[rows]] = torch.inf
@@ -140,15 +142,15 @@ def most_changed(fused: Fused, rows: Tensor, values: Tensor, recompute: int) -> 
 
 def finish(layer: Any, hidden: Tensor, queries: Tensor, keys: Tensor, values: Tensor, rows: Tensor) -> Tensor:
     """The rest of the layer: rows (R, E) attend to all T tokens before them, then the feed-forward."""
-    # A row sees the keys up to its true position. The usual lower triangle would let scattered rows see the future.
+    # A row sees keys up to its true position. The usual triangular mask would let scattered rows see later tokens.
     seen = torch.arange(keys.shape[1]) <= rows[:, None]  # (R, T)
     mixed = scaled_dot_product_attention(queries[None], keys[None], values[None], seen, enable_gqa=True)[0]
     hidden = hidden + layer.self_attn.o_proj(mixed.transpose(0, 1).flatten(1))
     return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
 
-# --- 5. Compare. All tokens computed again is full prefill, to the last digits; none is what a cache without fusing
-#        does; in between, a few tokens buy a good part of the way.
+# --- 5. Compare. Recomputing all tokens equals full prefill, up to rounding; recomputing none is a cache without
+#        fusing; in between, a few tokens give most of the quality.
 
 PREFIX = "Passages:\n\n"
 PASSAGES = (
@@ -183,13 +185,13 @@ def main() -> None:
     ids = torch.tensor([[token for segment in prompt for token in segment.ids]])
     with torch.inference_mode():
         full = model(ids).logits[0, -1]
-    print(f"{ids.shape[1]} tokens; full prefill goes on with {tokenizer.decode(full.argmax())!r}")
+    print(f"{ids.shape[1]} tokens; full prefill continues with {tokenizer.decode(full.argmax())!r}")
     for share in (0, 0.15, 0.3, 1):
         recompute = round(share * len(second.ids))
         logits = fuse(model, prompt, recompute)
         divergence = kl_div(log_softmax(logits, -1), log_softmax(full, -1), log_target=True, reduction="sum")
         word = tokenizer.decode(logits.argmax())
-        print(f"{recompute:4} tokens computed again: {word!r}, KL from full prefill {divergence.abs():.5f}")
+        print(f"{recompute:4} tokens recomputed: {word!r}, KL from full prefill {divergence.abs():.5f}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""A policy of your own: which stored tokens are computed again.
+"""A policy of your own: it selects the stored tokens that are recomputed.
 
     python examples/own_policy.py            # the bundled SmolLM2; or a hub id, a folder, a .gguf file
 
-This one computes the end of each passage, which is the opposite of `epic`. docs/add-a-policy.md has all that a policy
-may say; `bench quality` tells whether it is any good.
+This one recomputes the end of each passage, the opposite of `epic`. docs/add-a-policy.md describes the whole interface
+of a policy; `bench quality` measures how good it is.
 """
 
 import sys
@@ -26,7 +26,7 @@ PASSAGES = [
 
 @dataclass(frozen=True)
 class Tails(Policy):
-    """The last tokens of each passage, as many as the ratio pays for."""
+    """The last tokens of each passage, as many as the ratio allows."""
 
     name: str = field(default="tails", kw_only=True)
 
@@ -35,7 +35,7 @@ class Tails(Policy):
         to_end = torch.full((plan.tokens,), plan.tokens, device=positions.device)
         for span in plan.spans:
             to_end[span.start : span.stop] = span.stop - positions[span.start : span.stop]
-        # The mechanism asks for rows; what has no stored KV (the question, separators) is always among them.
+        # Tokens without stored KV (the question, separators) are always among the rows.
         return pick_top(plan, positions, -to_end.float(), round(plan.ratio * plan.stored_tokens))
 
 
@@ -48,7 +48,7 @@ def main() -> None:
         read = engine.prefill(prompt, method=method, ratio=0.3)
         divergence = (full.exp() * (full - read.logits.log_softmax(-1))).sum()
         share = read.report.recomputed_fraction
-        print(f"{read.report.method}: {share:.0%} computed again, KL from full prefill {divergence:.4f}")
+        print(f"{read.report.method}: {share:.0%} recomputed, KL from full prefill {divergence:.4f}")
     engine.close()
 
 

@@ -1,4 +1,4 @@
-"""Read two passages once; then answer questions about them from their stored KV.
+"""Encode two passages once, then answer a question from their stored KV.
 
 python examples/quickstart.py            # the bundled SmolLM2; or a hub id, a folder, a .gguf file
 """
@@ -17,22 +17,20 @@ QUESTION = "Which company left the crane behind?"
 def main() -> None:
     engine = Engine.open(sys.argv[1] if len(sys.argv) > 1 else "default")
 
-    # Once a passage, at any time before the question: its KV goes to the disk, and stays there.
+    # Once for each passage, at any time before the question: its KV is stored on disk.
     report = engine.encode(PASSAGES)
-    print(f"encoded {report.encoded}, stored already {report.skipped}")
+    print(f"encoded {report.encoded}, already stored {report.skipped}")
 
-    # A prompt is literals and chunks in any order; this one is the model's chat template, passages first.
+    # A prompt is literals and chunks in any order; this one is the model's chat template, with the passages first.
     prompt = engine.chat_prompt(None, [Chunk(text) for text in PASSAGES], QUESTION)
-    engine.prefill(prompt)  # the first one also loads the model, which is not what is compared
+    engine.prefill(prompt)  # the first one also loads the model, which is not to be measured
 
-    # The same token ids twice: everything computed, and 15% of the stored tokens computed again.
+    # The same token ids twice: everything computed, and 15% of the stored tokens recomputed.
     for method in ("full", "probe-shift"):
         result = engine.generate(prompt, method=method, max_new_tokens=12)
         tokens = result.report.tokens
         print(f"{method}: {result.text!r}, first token after {result.report.timings.ttft_ms:.0f} ms")
-        print(
-            f"  {tokens.reused} tokens from the disk, {tokens.recomputed} computed again, {tokens.fresh} new"
-        )
+        print(f"  {tokens.reused} tokens reused, {tokens.recomputed} recomputed, {tokens.fresh} new")
     engine.close()
 
 

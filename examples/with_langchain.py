@@ -1,4 +1,4 @@
-"""LangChain's retrieval chain; one line of it is ours.
+"""A LangChain retrieval chain that reuses its documents' KV: only the chat model is RAGBlend's.
 
 python examples/with_langchain.py            # the bundled SmolLM2; or a hub id, a folder, a .gguf file
 """
@@ -25,7 +25,7 @@ def main() -> None:
     retriever = store.as_retriever(search_kwargs={"k": 2})
 
     model = sys.argv[1] if len(sys.argv) > 1 else "default"
-    chat = ChatRAGBlend(model=model, max_tokens=16)  # the changed line
+    chat = ChatRAGBlend(model=model, max_tokens=16)  # the only change
 
     prompt = ChatPromptTemplate.from_template("Context:\n\n{context}\n\nAnswer in one sentence: {question}")
     chain = {"context": retriever | joined, "question": RunnablePassthrough()} | prompt | chat
@@ -33,9 +33,9 @@ def main() -> None:
         answer = chain.invoke(question)
         kv = answer.response_metadata["kv"]
         print(
-            f"{answer.text}\n  documents from the store: {kv['hits']}, read now: {kv['misses']}; {kv['ttft_ms']:.0f} ms"
+            f"{answer.text}\n  documents reused: {kv['hits']}, missing: {kv['misses']}; {kv['ttft_ms']:.0f} ms"
         )
-        chat.backend.engine.finish_background()  # what was read now is stored behind the answer
+        chat.backend.engine.finish_background()  # missing documents are stored after the answer
     chat.backend.engine.close()
 
 

@@ -1,4 +1,4 @@
-"""LlamaIndex's starter example; one line of it is ours.
+"""LlamaIndex's starter example, reusing the nodes' KV: only the LLM is RAGBlend's.
 
 python examples/with_llama_index.py            # the bundled SmolLM2; or a hub id, a folder, a .gguf file
 """
@@ -14,7 +14,7 @@ from ragblend.integrations.llama_index import RAGBlendEmbedding, RAGBlendLLM
 
 
 def main() -> None:
-    # By name alone: with whole paths, where this is installed would decide what is cut where, and found.
+    # Without folders: whole paths would make the cuts, and the retrieval, depend on where this is installed.
     reader = SimpleDirectoryReader(
         documents_folder(), required_exts=[".md"], file_metadata=lambda path: {"file_name": Path(path).name}
     )
@@ -24,16 +24,14 @@ def main() -> None:
     )
 
     model = sys.argv[1] if len(sys.argv) > 1 else "default"
-    llm = RAGBlendLLM(model=model, max_new_tokens=16)  # the changed line
+    llm = RAGBlendLLM(model=model, max_new_tokens=16)  # the only change
 
     query_engine = index.as_query_engine(llm=llm)
     for question in ("Who found the clapper of the bell?", "Where did the clapper of the bell fall?"):
         answer = query_engine.query(question)
         kv = llm.last_stats["kv"]
-        print(
-            f"{answer}\n  nodes from the store: {kv['hits']}, read now: {kv['misses']}; {kv['ttft_ms']:.0f} ms"
-        )
-        llm.backend.engine.finish_background()  # what was read now is stored behind the answer
+        print(f"{answer}\n  nodes reused: {kv['hits']}, missing: {kv['misses']}; {kv['ttft_ms']:.0f} ms")
+        llm.backend.engine.finish_background()  # missing nodes are stored after the answer
     llm.backend.engine.close()
 
 

@@ -1,4 +1,4 @@
-"""What both frameworks' adapters stand on: an engine, the passages it knows, and prompts with both."""
+"""What both frameworks' adapters share: an engine, the registered passages, and prompts made of both."""
 
 import logging
 import re
@@ -7,8 +7,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ragblend.integrations.passages import Found, Passage, PassageRegistry, learnt_id, node_id_of
-from ragblend.integrations.resolve import Piece, cut, found_in, segments
+from ragblend.integrations.passages import (
+    Passage,
+    PassageRegistry,
+    PassageSpan,
+    learned_node_id,
+    node_id_of,
+)
+from ragblend.integrations.resolve import Piece, segments, split_at_passages, split_at_spans
 from ragblend.kvstore.errors import StoreError, UnsupportedModelError, UsageError
 
 if TYPE_CHECKING:
@@ -21,14 +27,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("ragblend")
 Progress = Callable[[int, int], None]
 T = TypeVar("T")
-INSTRUCTIONS = 1000  # characters; of a system message below that nothing is a passage because it came back
+SHORT_INSTRUCTIONS = 1000  # characters; nothing of a shorter system message becomes a passage by recurring
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One message; role: `system`, `user`, `assistant`, `tool`, or what else the model's template knows.
+class ChatTurn:
+    """One message of a conversation, as text and passages.
 
-    calls, call_id and name: as in the engine's `Message`.
+    role: `system`, `user`, `assistant`, `tool`, or another that the model's template knows. calls, call_id, name: as in
+    the engine's `Message`.
     """
 
     role: str
@@ -37,9 +44,13 @@ class Turn:
     call_id: str | None = None
     name: str | None = None
 
+    @property
+    def text(self) -> str:
+        return "".join(piece if isinstance(piece, str) else piece.text for piece in self.pieces)
 
-def checked_turns(turns: Sequence[Turn]) -> list[Turn]:
-    """Without an assistant's empty ones, which a template would print. Raises UsageError where there is none at all."""
+
+def drop_empty_turns(turns: Sequence[ChatTurn]) -> list[ChatTurn]:
+    """Drop an assistant's empty turns, which a template would print. Raises UsageError for no turn at all."""
     if not turns:
         raise UsageError("there is no message to answer: the list of messages is empty; give at least one")
     return [turn for turn in turns if turn.pieces or turn.calls or turn.role != "assistant"]
@@ -47,9 +58,9 @@ def checked_turns(turns: Sequence[Turn]) -> list[Turn]:
 
 @dataclass(frozen=True)
 class Backend:
-    """One model and one collection of passages. Making one loads nothing; equal ones share an engine in a process.
+    """One model and one collection of passages. Creating one loads nothing; equal ones share an engine in a process.
 
-    url: of the vLLM server that has the model; None: it is loaded here.
+    url: of the vLLM server that has the model; None to load it here.
     """
 
     model: str = "default"
@@ -73,12 +84,20 @@ class Backend:
 
         return PassageRegistry.open(resolve_home(self.home), self.collection)
 
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the model's chat template supports tools; reads the tokenizer, not the weights."""
+        try:
+            return bool(self.engine.call_format)
+        except UnsupportedModelError:
+            return False
+
     # --- passages
 
     def remember(
         self, passages: Sequence[Passage], encode: bool = False, progress: Progress | None = None
     ) -> None:
-        """Have these texts found in prompts from now on; encode: store their KV now, not after their first use.
+        """Register passages, so that their texts are found in prompts; encode: store their KV now, not after first use.
 
         progress(done, total) is called after each that was encoded.
         """
@@ -87,7 +106,10 @@ class Backend:
             self.engine.encode([p.text for p in passages], [node_id_of(p) for p in passages], progress)
 
     def encode(self, passages: Sequence[Passage], show_progress: bool) -> int:
-        """The same with a bar on stderr; how many passages there are. May be interrupted: what is done stays."""
+        """Register and encode passages, with a progress bar on stderr; returns how many there are.
+
+        May be interrupted: what is done stays.
+        """
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -98,12 +120,12 @@ class Backend:
         return len(passages)
 
     def forget(self, node_ids: Sequence[str]) -> int:
-        """Find them in no prompt any more, and remove their KV. Returns the bytes freed."""
+        """Unregister passages and delete their KV. Returns the bytes freed."""
         self.registry.remove(node_ids)
         return self.engine.forget(node_ids)
 
     def prefetch(self, passages: Sequence[Passage]) -> None:
-        """Returns at once; loads the model if need be and has these passages' KV read, in the background."""
+        """Load the model and these passages' KV in the background; returns at once."""
         from ragblend.engine.prompts.segments import Chunk
 
         self.engine.prefetch([Chunk(p.text, p.node_id) for p in passages])
@@ -112,139 +134,126 @@ class Backend:
 
     def chat_prompt(
         self,
-        turns: Sequence[Turn],
+        turns: Sequence[ChatTurn],
         named: Sequence[Passage] = (),
         learn: bool = False,
         tools: "Sequence[Tool]" = (),
     ) -> "Prompt":
-        """The turns in the model's chat template, with the chunks that were found in them. Raises PromptError, and
-        PromptTooLongError.
+        """The turns in the model's chat template, with the passages in them as chunks.
 
-        tools: that the model is shown; raises UnsupportedModelError where it calls none.
-        learn: what comes back from an earlier prompt that was learnt from is a passage from now on.
+        named: passages that are looked for besides the registered ones. learn: register text that recurs from an
+        earlier prompt. tools: what the model may call. Raises PromptError, PromptTooLongError, and
+        UnsupportedModelError for tools and a model that calls none.
         """
-        self.engine.check_text(sum(len(_text_of(turn)) for turn in turns))  # before it is looked through
-        found = [list(found_in(turn.pieces, self.registry, named)) for turn in turns]
-        if learn and turns:  # what the model said before comes back with every question, and is no passage
-            others = [number for number, turn in enumerate(turns) if turn.role != "assistant"]
-            said = [_text_of(turn) for turn in turns if turn.role == "system"]
-            orders = "\0".join(text for text in said if len(text) < INSTRUCTIONS)
-            learnt = self._learn(
-                [found[number] for number in others],
-                turns[-1].role != "tool",
-                lambda words: words not in orders,
-            )
-            found = [learnt.pop(0) if number in others else pieces for number, pieces in enumerate(found)]
+        self.engine.check_text(sum(len(turn.text) for turn in turns))  # before it is searched
+        found = [list(split_at_passages(turn.pieces, self.registry, named)) for turn in turns]
+        if learn and turns:
+            self._learn_from_turns(turns, found)
         messages = self._messages(turns, [segments(pieces) for pieces in found])
         return self.engine.tokenize(self.engine.chat(messages, tools))
 
-    def _messages(self, turns: Sequence[Turn], found: "Sequence[tuple[Segment, ...]]") -> "list[Message]":
-        """To a model without tools calls are not shown, and a message that holds nothing else is left out."""
+    def _learn_from_turns(self, turns: Sequence[ChatTurn], found: list[list[Piece]]) -> None:
+        """Replace what recurs in `found` by passages, but for assistants' answers, which recur with every question."""
+        numbers = [number for number, turn in enumerate(turns) if turn.role != "assistant"]
+        system = [turn.text for turn in turns if turn.role == "system"]
+        instructions = "\0".join(text for text in system if len(text) < SHORT_INSTRUCTIONS)
+        learned = self._learn(
+            [found[number] for number in numbers],
+            turns[-1].role != "tool",
+            lambda text: text not in instructions,
+        )
+        for number, pieces in zip(numbers, learned, strict=True):
+            found[number] = pieces
+
+    def _messages(self, turns: Sequence[ChatTurn], found: "Sequence[tuple[Segment, ...]]") -> "list[Message]":
+        """The engine's messages. For a model without tools calls, and messages of nothing else, are left out."""
         from ragblend.engine.prompts.segments import Message
 
-        called = any(turn.calls for turn in turns)
-        shows = called and self.calls_tools
+        shows_calls = any(turn.calls for turn in turns) and self.calls_tools
         return [
-            Message(turn.role, said, turn.calls if shows else (), turn.call_id, turn.name)
-            for turn, said in zip(turns, found, strict=True)
-            if said or shows or not turn.calls
+            Message(turn.role, text, turn.calls if shows_calls else (), turn.call_id, turn.name)
+            for turn, text in zip(turns, found, strict=True)
+            if text or shows_calls or not turn.calls
         ]
-
-    @property
-    def calls_tools(self) -> bool:
-        """Whether the model's chat template has tools; reads the tokenizer, not the weights."""
-        try:
-            return bool(self.engine.call_format)
-        except UnsupportedModelError:
-            return False
 
     def text_prompt(
         self, text: str, named: Sequence[Passage] = (), parts: Sequence[str] = (), learn: bool = False
     ) -> "Prompt":
-        """The text as it is, with the chunks that were found in it; it is trusted, so its control tokens count.
+        """The text as it is, with the passages in it as chunks; control tokens in it act as such.
 
-        parts: the same as `parts_of` has it; where that is known, only the control tokens of the template count.
-        learn: as in `chat_prompt`.
+        parts: the text as `split_at_placeholders` gives it; then only the template's own control tokens act as such.
+        named, learn: as in `chat_prompt`.
         """
-        from ragblend.engine.prompts.segments import Prompt
+        from ragblend.engine.prompts.segments import Literal, Prompt
 
         controls = self.engine.control_tokens
         if not parts or controls(text) == [i for words in parts[::2] for i in controls(words)]:
-            parts = [text]  # a template may have done more with what it was given than to put it somewhere
-        found = [list(found_in([part], self.registry, named)) for part in parts]
+            parts = [text]  # a template may have changed what it was given, besides inserting it
+        found = [list(split_at_passages([part], self.registry, named)) for part in parts]
         if learn:
             found = self._learn(found, True, lambda words: not controls(words))
-        said: list[Segment] = []
+        prompt: list[Segment] = []
         for number, pieces in enumerate(found):
-            made = segments(pieces)
-            said += made if number % 2 else [_trusted(segment) for segment in made]
-        return self.engine.tokenize(Prompt(said))
+            is_template = number % 2 == 0
+            for segment in segments(pieces):
+                if is_template and isinstance(segment, Literal):
+                    segment = replace(segment, verbatim=False)
+                prompt.append(segment)
+        return self.engine.tokenize(Prompt(prompt))
 
     def _learn(
-        self,
-        prompt: Sequence[Sequence[Piece]],
-        is_asking: bool,
-        may: Callable[[str], bool] = lambda _: True,
+        self, prompt: Sequence[Sequence[Piece]], ends_with_question: bool, is_allowed: Callable[[str], bool]
     ) -> list[list[Piece]]:
-        """The same with what came back from earlier prompts as passages, registered; `may` says what can be one."""
+        """Cut text that recurs from earlier prompts out as passages and register it, where `is_allowed`."""
         texts = [piece for pieces in prompt for piece in pieces if isinstance(piece, str)]
-        places = iter(self.registry.recurring.recall(texts, is_asking))
-        came: list[str] = []
+        recurring = iter(self.registry.recurring.recall(texts, ends_with_question))
+        learned: list[str] = []
 
-        def parts(piece: Piece) -> Iterable[Piece]:
+        def split(piece: Piece) -> Iterable[Piece]:
             if not isinstance(piece, str):
                 return [piece]
-            found = [place for place in next(places) if may(piece[slice(*place)])]
-            came.extend(piece[slice(*place)] for place in found)
-            return cut(piece, [Found(*place, learnt_id(piece[slice(*place)])) for place in found])
+            found = [(start, stop, piece[start:stop]) for start, stop in next(recurring)]
+            spans = [PassageSpan(a, b, learned_node_id(text)) for a, b, text in found if is_allowed(text)]
+            learned.extend(piece[span.start : span.stop] for span in spans)
+            return split_at_spans(piece, spans)
 
-        result = [[part for piece in pieces for part in parts(piece)] for pieces in prompt]
-        if came:
+        result = [[part for piece in pieces for part in split(piece)] for pieces in prompt]
+        if learned:
             try:
-                if too_many := self.registry.learn(came):
-                    self.forget(too_many)
+                if over_limit := self.registry.learn(learned):
+                    self.forget(over_limit)
             except StoreError as error:
-                log.warning("what came back in this prompt is not kept for the next: %s", error)
+                log.warning("text that recurs in this prompt is not registered as a passage: %s", error)
         return result
 
 
-def marks(count: int) -> list[str]:
-    """What stands in a template for texts, until it has been filled in; nothing that people write."""
+def placeholders(count: int) -> list[str]:
+    """Texts to fill a template in with, to see where it puts its variables; nobody writes such."""
     return [f"\x00text {number}\x00" for number in range(count)]
 
 
-def parts_of(marked: str, texts: Sequence[T]) -> list[str | T]:
-    """A template that was filled in with `marks`, in parts: its own words at even places, of the texts at odd ones."""
-    known = "|".join(map(str, range(len(texts)))) or "(?!)"
-    parts = re.split(f"\x00text ({known})\x00", marked)
-    return [texts[int(part)] if number % 2 else part for number, part in enumerate(parts)]
-
-
-def _text_of(turn: Turn) -> str:
-    return "".join(piece if isinstance(piece, str) else piece.text for piece in turn.pieces)
-
-
-def _trusted(segment: "Segment") -> "Segment":
-    from ragblend.engine.prompts.segments import Literal
-
-    return replace(segment, verbatim=False) if isinstance(segment, Literal) else segment
+def split_at_placeholders(filled: str, values: Sequence[T]) -> list[str | T]:
+    """Split a template filled in with `placeholders`: its own words at even indices, the values at odd ones."""
+    numbers = "|".join(map(str, range(len(values)))) or "(?!)"
+    parts = re.split(f"\x00text ({numbers})\x00", filled)
+    return [values[int(part)] if index % 2 else part for index, part in enumerate(parts)]
 
 
 def usage(report: "Report") -> dict[str, int]:
-    """Token counts by the names that both frameworks know from OpenAI's interface."""
+    """Token counts by their names in OpenAI's interface, which both frameworks know."""
     prompt, completion = report.tokens.prompt, report.tokens.generated
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def logprobs(result: "Result", tokenizer: Any) -> list[dict[str, Any]] | None:
-    """Of every token, in the form of OpenAI's interface; None where nobody asked. The end token is left out.
+    """Each token's log-probability, as in OpenAI's interface; None where none were asked for.
 
-    bytes: None for a token that is part of a character.
+    The end token is left out. bytes: None for a token that is part of a character.
     """
     if result.logprobs is None:
         return None
 
-    def said(token_id: int, logprob: float) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
         token = tokenizer.decode([token_id])
         return {
             "token": token,
@@ -253,26 +262,26 @@ def logprobs(result: "Result", tokenizer: Any) -> list[dict[str, Any]] | None:
         }
 
     return [
-        said(each.token_id, each.logprob) | {"top_logprobs": [said(*likely) for likely in each.most_likely]}
+        entry(each.token_id, each.logprob) | {"top_logprobs": [entry(*likely) for likely in each.most_likely]}
         for each in result.logprobs
     ]
 
 
 def kv_statistics(result: "Result") -> dict[str, Any]:
-    """What was reused for this answer, and what that took; fit for JSON. chunks: node ids, in the prompt's order."""
+    """What was reused for this answer, and the time it took, as JSON. chunks: node ids, in the prompt's order."""
     report = result.report
     tokens, timings = report.tokens, report.timings
-    counted = ("reused", "recomputed", "fresh", "missing")
-    timed = ("ttft_ms", "prefill_ms", "load_ms", "stall_ms", "total_ms", "tokens_per_s")
+    counts = ("reused", "recomputed", "fresh", "missing")
+    times = ("ttft_ms", "prefill_ms", "load_ms", "stall_ms", "total_ms", "tokens_per_s")
     return {
         "method": report.method,
         "ratio": report.ratio,
         "recomputed_fraction": report.recomputed_fraction,
-        **{name: getattr(tokens, name) for name in counted},
+        **{name: getattr(tokens, name) for name in counts},
         "hits": report.hits,
         "misses": report.misses,
         "chunks": [chunk.node_id for chunk in result.prompt.chunks],
-        **{name: round(getattr(timings, name), 2) for name in timed},
+        **{name: round(getattr(timings, name), 2) for name in times},
         "warning": report.warning,
         "unsupported_figures": list(report.unsupported_figures),
         "read_again_at": report.read_again_at,

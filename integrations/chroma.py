@@ -1,10 +1,10 @@
-"""Chroma as the vector index: node ids and embeddings only, always our own, a vector for each window of a node.
+"""The vector index, in Chroma: node ids and our own embeddings only, a vector for each window of a node.
 
-Chroma is rebuildable: texts and embeddings live in the registry. Only the holder of the writer lock may call `upsert`,
+It can be rebuilt: texts and embeddings are in the registry. Only the holder of the writer lock may call `upsert`,
 `delete` and `rebuild`: Chroma 1.5 is silently corrupted by two writing processes.
 
-Chroma marks what is deleted in its graph and keeps it; its log keeps it until a thousand entries have followed, free
-pages for ever. So `delete` overwrites a vector before it removes it, and `erase` has all that written to the disk.
+Chroma only marks what is deleted in its graph; its log keeps it until a thousand entries have followed, and free pages
+for ever. So `delete` overwrites a vector before it removes it, and `erase` has all that written to the disk.
 """
 
 import hashlib
@@ -25,22 +25,22 @@ from ragblend.kvstore.errors import LibraryError
 
 Embeddings = NDArray[np.float32]
 SPACE = "cosine"
-FOREIGN = "an older version or another program has made it"
-NODE = "node"  # the metadata key that says whose a vector is
-VECTORS_A_HIT = 4  # how many vectors to ask for, for each node wanted
-DELETE_NODES = 500  # in one filter
+FOREIGN = "an older version or another program made it"
+NODE = "node"  # the metadata key of the node id of a vector
+VECTORS_A_HIT = 4  # vectors to ask for, for each node wanted
+DELETE_NODES = 500  # in one query
 SPREAD = 1e-3  # how far a vector is moved, beside its length of 1
-REBUILT_NODES = 1000  # written at once: a collection is made again ten times faster than document by document
+REBUILT_NODES = 1000  # written at once: ten times faster than document by document
 SYNC_ENTRIES = 1100  # after a thousand (`sync_threshold`) Chroma writes its graph and purges its log
-# Chroma shares one system a folder, and hands it to other threads while it still starts.
+# Chroma shares one system for a folder, and gives it to other threads while it is still starting.
 _starting = threading.RLock()
-# A question has Chroma write what it was told before: not while its files are swept.
+# A query makes Chroma write what is pending: not while its files are being swept.
 _using = threading.RLock()
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A node that was found; score is the cosine similarity, 1 for the same direction."""
+    """A found node; score is the cosine similarity, 1 for the same direction."""
 
     node_id: str
     score: float
@@ -57,7 +57,7 @@ class VectorIndex:
     def upsert(self, node_ids: Sequence[str], embeddings: Sequence[Embeddings]) -> None:
         """Add or replace nodes, each with its vectors (W, E).
 
-        What is there already is not written again: HNSW then links the others anew, and may forget the way to some.
+        Unchanged vectors are not written again: HNSW would relink the others, and may lose the way to some.
         """
         embeddings = [apart(node, rows) for node, rows in zip(node_ids, embeddings, strict=True)]
         given = {
@@ -82,7 +82,7 @@ class VectorIndex:
                     )
 
     def delete(self, node_ids: Sequence[str]) -> None:
-        """Remove nodes; ids that are not there are no error. Their bytes go with the next `erase`."""
+        """Remove nodes; unknown ids are no error. Their bytes are erased by the next `erase`."""
         with self._named_errors("deleting from"):
             for part in _slices(len(node_ids), DELETE_NODES):
                 found = self._collection().get(where={NODE: {"$in": list(node_ids[part])}}, include=[])["ids"]
@@ -91,7 +91,7 @@ class VectorIndex:
                     self._collection().delete(ids=found)
 
     def _overwrite(self, ids: Sequence[str]) -> None:
-        """Directions that mean nothing in the place of the vectors: the graph keeps what it is told to forget."""
+        """Replace the vectors by random ones: the graph keeps what is deleted."""
         collection = self._collection()
         known = collection.get(ids=ids[:1], include=["embeddings"])["embeddings"]
         chance = np.random.default_rng().normal(size=(len(ids), known.shape[1])).astype(np.float32)
@@ -99,7 +99,7 @@ class VectorIndex:
             collection.update(ids=ids[part], embeddings=chance[part])
 
     def erase(self) -> None:
-        """Leave no byte in the files of what was deleted."""
+        """Leave no byte of what was deleted in the files."""
         with self._named_errors("erasing from"):
             collection = self._collection()
             if collection.count():
@@ -112,14 +112,14 @@ class VectorIndex:
         """The nearest nodes to one embedding (E,), best first; fewer when there are fewer."""
         with self._named_errors("searching"):
             asked = count * VECTORS_A_HIT
-            while True:  # the nearest vectors may all be of a few nodes: then ask for more of them
+            while True:  # the nearest vectors may all belong to a few nodes: then ask for more
                 best = self._nearest(embedding, asked)
                 if len(best) >= count or asked >= self._collection().count():
                     return best[:count]
                 asked *= 4
 
     def _nearest(self, embedding: Embeddings, vectors: int) -> list[Hit]:
-        """The nodes of the nearest vectors, each at its best."""
+        """The nodes of the nearest vectors, each with its best score."""
         found = self._collection().query(
             query_embeddings=embedding[None, :], n_results=vectors, include=["distances", "metadatas"]
         )
@@ -129,7 +129,7 @@ class VectorIndex:
         return [Hit(node, score) for node, score in best.items()]
 
     def count(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         return len(self.node_ids())
 
     def node_ids(self) -> set[str]:
@@ -137,7 +137,7 @@ class VectorIndex:
             return {_node_of(owner) for owner in self._collection().get(include=["metadatas"])["metadatas"]}
 
     def rebuild(self, batches: Iterable[tuple[Sequence[str], Sequence[Embeddings]]]) -> int:
-        """Make the collection again from the registry's embeddings, and erase all else; how many nodes it holds."""
+        """Rebuild the collection from the registry's embeddings, and erase all else; returns the number of nodes."""
         self._drop()
         total = 0
         for node_ids, embeddings in _joined(batches, REBUILT_NODES):
@@ -169,7 +169,7 @@ class VectorIndex:
             return self._client
 
     def _forget_failed_start(self) -> None:
-        """Chroma keeps what failed to start, a folder each, and would hand it out again after a repair."""
+        """Chroma keeps a system that failed to start, and would return it again after a repair."""
         from chromadb.api.shared_system_client import SharedSystemClient
 
         SharedSystemClient._identifier_to_system.pop(str(self.folder), None)
@@ -177,7 +177,7 @@ class VectorIndex:
     def _collection(self) -> Any:
         collection = self._any_collection()
         measure = (collection.configuration_json.get("hnsw") or {}).get("space")
-        if measure != SPACE:  # Chroma keeps what was there first, and says nothing
+        if measure != SPACE:  # Chroma silently keeps an existing configuration
             raise ValueError(f"it measures distances by {measure}, not by {SPACE}; {FOREIGN}")
         return collection
 
@@ -188,7 +188,7 @@ class VectorIndex:
         )
 
     def _drop(self) -> None:
-        """Delete the collection; when Chroma cannot even open its files, delete those (the others' vectors too)."""
+        """Delete the collection; if Chroma cannot open its files, delete those (the other collections' too)."""
         try:
             with self._named_errors("deleting"):
                 self._any_collection()
@@ -202,7 +202,7 @@ class VectorIndex:
         command = [sys.executable, "-I", str(script), str(self.folder), str(collection.id)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise OSError(f"what was deleted may still stand in its files ({done.stderr.strip()})")
+            raise OSError(f"deleted vectors may still be in its files ({done.stderr.strip()})")
 
     @contextmanager
     def _named_errors(self, doing: str) -> Iterator[None]:
@@ -214,12 +214,12 @@ class VectorIndex:
         except BaseException as error:  # its Rust core panics with a BaseException
             raise LibraryError(
                 f"{doing.capitalize()} the vector index in {self.folder}: {error}. Documents and texts are unharmed; "
-                "run `ragblend store repair` to build the index again."
+                "run `ragblend store repair` to rebuild the index."
             ) from error
 
 
 def _node_of(metadata: Mapping[str, Any] | None) -> str:
-    """The node that a vector belongs to. Raises ValueError for a vector that we did not put there."""
+    """The node that a vector belongs to. Raises ValueError for a vector that is not ours."""
     if not metadata or NODE not in metadata:
         raise ValueError(f"it holds vectors without the id of a passage; {FOREIGN}")
     return str(metadata[NODE])
@@ -228,7 +228,7 @@ def _node_of(metadata: Mapping[str, Any] | None) -> str:
 def _joined(
     batches: Iterable[tuple[Sequence[str], Sequence[Embeddings]]], least: int
 ) -> Iterator[tuple[list[str], list[Embeddings]]]:
-    """The same, put together to batches of at least that many nodes."""
+    """Join batches until each has at least that many nodes."""
     nodes, rows = list[str](), list[Embeddings]()
     for node_ids, embeddings in batches:
         nodes += node_ids
@@ -241,11 +241,11 @@ def _joined(
 
 
 def apart(node_id: str, rows: Embeddings) -> Embeddings:
-    """A node's vectors (W, E) as they are indexed: each once, and none quite like another node's -> (W', E).
+    """Deduplicate a node's vectors (W, E) and move each by a little, so that no two nodes' are equal -> (W', E).
 
-    HNSW links a vector to its nearest. Where these are many equal ones nothing leads to it any more: with three windows
-    of 13 in common 80 of 400 passages were found by no question. At a distance of SPREAD, which changes a score by some
-    5e-5, all are.
+    HNSW links a vector to its nearest. Where many of these are equal it becomes unreachable: with three windows of 13
+    in common 80 of 400 passages were found by no question. At a distance of SPREAD, which changes a score by some 5e-5,
+    all are found.
     """
     _, first = np.unique(rows, axis=0, return_index=True)
     once = rows[np.sort(first)]

@@ -1,10 +1,10 @@
-"""Takes out of Chroma's folder what it leaves of what it was told to delete: `python chroma_sweep.py FOLDER ID`.
+"""Erases what Chroma leaves behind of deleted vectors: `python chroma_sweep.py FOLDER COLLECTION_ID`.
 
-Chroma 1.5 keeps the vectors of a collection that was deleted in a folder that nothing names any more, and in free pages
-of its SQLite file; and it goes on deleting after it has said that it is done. The files of a new graph have room for a
-hundred vectors, where whatever the process had in that memory before stands: ids and texts, say. This runs in a process
-of its own: Chroma brings a second SQLite, and two of them on one file in one process undo each other's locks. The
-caller holds the writer lock, and no collection in the folder is being written.
+Chroma 1.5 keeps the vectors of a deleted collection in a folder that nothing refers to any more, and in free pages of
+its SQLite file; and it goes on deleting after it has returned. The files of a new graph have room for a hundred
+vectors, filled with whatever the process had in that memory before: ids and texts, say. This runs in a process of its
+own: Chroma brings a second SQLite, and two of them on one file in one process undo each other's locks. The caller holds
+the writer lock, and no collection in the folder is being written.
 """
 
 import re
@@ -17,28 +17,28 @@ from contextlib import closing
 from pathlib import Path
 
 SEGMENT = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-HEADER = struct.Struct("<i4Q")  # of a graph: version, 0, room for, how many, bytes each
+HEADER = struct.Struct("<i4Q")  # of a graph: version, 0, capacity, count, bytes of each
 HEADER_VERSION = 1
 BUSY_SECONDS = 60.0
-# Entries of its log for what is not there, but for those that push the others out.
-LEFT = """SELECT count(*) FROM embeddings_queue WHERE substr(topic, -36) = ? AND id NOT LIKE 'nobody#%'
+# Log entries of what was deleted, but for the dummy ones that `erase` adds.
+PENDING = """SELECT count(*) FROM embeddings_queue WHERE substr(topic, -36) = ? AND id NOT LIKE 'nobody#%'
     AND id NOT IN (SELECT embedding_id FROM embeddings)"""
 ORPHANS = (
     "DELETE FROM embeddings WHERE segment_id NOT IN (SELECT id FROM segments)",
     "DELETE FROM embedding_metadata WHERE id NOT IN (SELECT id FROM embeddings)",
     "DELETE FROM embeddings_queue WHERE substr(topic, -36) NOT IN (SELECT id FROM collections) "
-    "AND seq_id < (SELECT max(seq_id) FROM embeddings_queue)",  # new entries are numbered after the last that is there
+    "AND seq_id < (SELECT max(seq_id) FROM embeddings_queue)",  # new entries are numbered after the last one
 )
 
 
 def sweep(folder: Path, collection: str) -> None:
-    """Remove log entries and rows of no collection, free pages and the folders of no segment."""
-    path, give_up = folder / "chroma.sqlite3", time.monotonic() + BUSY_SECONDS
+    """Remove log entries and rows without a collection, free pages, and folders without a segment."""
+    path, deadline = folder / "chroma.sqlite3", time.monotonic() + BUSY_SECONDS
     with closing(sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)) as sql:
-        sql.execute("PRAGMA temp_store = MEMORY")  # nothing of it outside the home
-        while sql.execute(LEFT, (collection,)).fetchone()[0]:
-            if time.monotonic() > give_up:
-                raise OSError("Chroma keeps its log of what was deleted")
+        sql.execute("PRAGMA temp_store = MEMORY")  # no temporary files outside the home
+        while sql.execute(PENDING, (collection,)).fetchone()[0]:
+            if time.monotonic() > deadline:
+                raise OSError("Chroma does not empty its log of what was deleted")
             time.sleep(0.05)
         for statement in ORPHANS:
             sql.execute(statement)
@@ -47,26 +47,26 @@ def sweep(folder: Path, collection: str) -> None:
     for each in folder.iterdir():
         if SEGMENT.fullmatch(each.name):
             if each.name in named:
-                blank_room(each)
+                blank_unused(each)
             else:
                 shutil.rmtree(each)
 
 
-def blank_room(segment: Path) -> None:
-    """Overwrite what stands in a graph's file where no vector is yet."""
+def blank_unused(segment: Path) -> None:
+    """Overwrite the unused part of a graph's file."""
     header, vectors = segment / "header.bin", segment / "data_level0.bin"
     if not vectors.exists():
         return
     before = header.read_bytes()
     version, _, _, count, nbytes = HEADER.unpack_from(before)
     if version != HEADER_VERSION:
-        raise OSError(f"{header} has version {version}, and {HEADER_VERSION} is known")
+        raise OSError(f"{header} has version {version}, and only {HEADER_VERSION} is known")
     with vectors.open("r+b") as file:
         size = file.seek(0, 2)
         file.seek(count * nbytes)
         file.write(bytes(max(0, size - count * nbytes)))
     if header.read_bytes() != before:
-        raise OSError(f"{vectors} was written meanwhile")
+        raise OSError(f"{vectors} was written to in the meantime")
 
 
 if __name__ == "__main__":

@@ -16,23 +16,23 @@ T = TypeVar("T")
 DIMENSIONS = 384
 BATCH_WINDOWS = 64
 WINDOW_PIECES = 64
-PASS_WINDOWS = 32  # how many go through the model at once
-SKETCH_WINDOWS = 3  # a sketch has one window of so many
+PASS_WINDOWS = 32  # in one forward pass
+SKETCH_WINDOWS = 3  # a sketch has every third window
 Part = Literal["whole", "sketch", "rest"]
-"""Which windows of a text: all, every third from the first on, or those that a sketch leaves out."""
+"""Which windows of a text: all, every third from the first on, or all others."""
 
 
 class MiniLMEmbedder:
     """all-MiniLM-L6-v2 (Apache-2.0, 384 dimensions), loaded on first use.
 
-    It reads 256 word pieces and ignores the rest, but a passage of 512 tokens of a language model has more. So it
-    gets a vector for every window of 64 word pieces, and is as near to a question as the nearest of them. The six
-    nearest passages then held an answer for 22 of the 24 sample questions (one vector, the mean of its windows: 18; one
-    vector of the first 256 pieces: 17), and for 42 of 46 MuSiQue questions (39 with the mean).
+    The model reads 256 word pieces and ignores the rest, but a passage of 512 tokens of a language model has more. So a
+    passage has a vector for every window of 64 word pieces, and the nearest of them counts. The six nearest passages
+    then held an answer for 22 of the 24 sample questions (with one vector, the mean of the windows: 18; with one vector
+    of the first 256 pieces: 17), and for 42 of 46 MuSiQue questions (39 with the mean).
 
-    dtype: `float32` or `bfloat16`; None: bfloat16 where the processor multiplies it, in a third of the time.
-    cancel: asked while a call waits for its turn and before each pass; Cancelled is raised once it is set.
-    queue: before the model, which is one thread's at a time, as its tokenizer must be; it moves with each pass.
+    dtype: `float32` or `bfloat16`; None for bfloat16 where the processor supports it, in a third of the time.
+    cancel: checked while a call waits for the model and before each forward pass; raises Cancelled once it is set.
+    queue: of the model, which one thread uses at a time, as its tokenizer requires.
     """
 
     name = "all-MiniLM-L6-v2"
@@ -42,14 +42,11 @@ class MiniLMEmbedder:
         self._model: Any = None
 
     def __reduce__(self) -> tuple[type["MiniLMEmbedder"], tuple[str | None]]:
-        """Copied and pickled it is one that is not loaded yet."""
+        """A copied or unpickled one is not loaded yet."""
         return MiniLMEmbedder, (self._dtype,)
 
     def load(self) -> None:
-        """Load the weights now, so that the first question need not wait for them.
-
-        Raises ModelNotFoundError when their package is not installed.
-        """
+        """Load the weights now, so that the first question does not wait. Raises ModelNotFoundError without them."""
         with self.queue.turn() as turn:
             self._load(turn)
 
@@ -60,12 +57,12 @@ class MiniLMEmbedder:
         part: Part = "whole",
         cancel: Cancel | None = None,
     ) -> list[Embeddings]:
-        """For each text (W, 384) float32, normalised, a row a window of it; progress gets (texts done, texts in all).
+        """For each text (W, 384) float32, normalised, a row for each window; calls progress(texts done, all texts).
 
-        Safe for threads: a question passes between two batches, also of one long text.
+        Safe for threads: a question is embedded between two batches, also of one long text.
         """
         vectors: list[list[Embeddings]] = [[] for _ in texts]
-        done, left = 0, None  # texts that are, and what windows the next one has left, if it was begun
+        done, left = 0, None  # texts done, and the remaining windows of the next one, if it was begun
         while done < len(texts):
             batch, room = list[tuple[int, list[str]]](), BATCH_WINDOWS
             with self.queue.turn(cancel) as turn:
@@ -83,16 +80,16 @@ class MiniLMEmbedder:
         return [np.concatenate(parts) for parts in vectors]
 
     def embed_question(self, text: str, cancel: Cancel | None = None) -> Embeddings:
-        """(384,) float32, normalised; the mean of its windows, should it be that long."""
+        """(384,) float32, normalised; the mean of its windows, if there are several."""
         return self.embed_means([text], cancel)[0]
 
     def embed_means(self, texts: Sequence[str], cancel: Cancel | None = None) -> list[Embeddings]:
-        """For each text one vector (384,), the mean of its windows', normalised: for indexes that hold no more."""
+        """For each text one vector (384,), the normalised mean of its windows': for indexes with one vector a text."""
         means = [windows.mean(axis=0) for windows in self.embed_passages(texts, cancel=cancel)]
         return [mean / np.linalg.norm(mean) for mean in means]
 
     def count_tokens(self, texts: Sequence[str], cancel: Cancel | None = None) -> int:
-        """Word pieces of all of them, without the two that mark a text's ends."""
+        """Word pieces of all texts, without the two that mark a text's ends."""
         with self.queue.turn(cancel) as turn:
             self._load(turn)
             encode = self._model.tokenizer.encode
@@ -122,14 +119,14 @@ class MiniLMEmbedder:
 
 
 def chosen(windows: Sequence[T], part: Part) -> list[T]:
-    """The windows of that part, in order."""
+    """The windows that belong to that part, in order."""
     return [
         w for n, w in enumerate(windows) if part == "whole" or (n % SKETCH_WINDOWS == 0) == (part == "sketch")
     ]
 
 
 def joined(sketch: Embeddings, rest: Embeddings) -> Embeddings:
-    """The vectors of both parts of a text in the order of its windows: (S, E) and (R, E) -> (S + R, E)."""
+    """Merge the vectors of both parts of a text in the order of its windows: (S, E) and (R, E) -> (S + R, E)."""
     total = len(sketch) + len(rest)
     whole = np.empty((total, sketch.shape[1]), dtype=sketch.dtype)
     whole[chosen(range(total), "sketch")], whole[chosen(range(total), "rest")] = sketch, rest
@@ -137,9 +134,9 @@ def joined(sketch: Embeddings, rest: Embeddings) -> Embeddings:
 
 
 class _MiniLM:
-    """What the package's `modules.json` says: BERT, the mean over a text's word pieces, length 1.
+    """The model as the package's `modules.json` describes it: BERT, mean over the word pieces, normalised.
 
-    By transformers itself, which the engine needs in any case: sentence-transformers says the same, and takes another
+    It uses transformers, which the engine needs anyway: sentence-transformers gives the same vectors, and takes another
     1.3 s to import, at every start of `ragblend ask`.
     """
 
@@ -165,7 +162,7 @@ class _MiniLM:
         vectors = np.empty((len(texts), DIMENSIONS), dtype=np.float32)
         for start in range(0, len(order), PASS_WINDOWS):
             turn.between_layers()
-            part = order[start : start + PASS_WINDOWS]  # of about one length, so that little is padding
+            part = order[start : start + PASS_WINDOWS]  # of similar length, so that there is little padding
             ids = [torch.tensor(encoded[at].ids) for at in part]
             padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
             real = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in ids], batch_first=True)

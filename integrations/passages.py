@@ -1,7 +1,7 @@
-"""PassageRegistry: which texts are known as chunks, so that they are found again in a prompt that a framework built.
+"""PassageRegistry: the texts that are known as passages, so that they are found in prompts that frameworks build.
 
-The node index (`kvstore/nodes.py`) holds hashes and node ids, never text; with a wordlist short pieces could still be
-guessed from hashes, so it is as private as the documents (0600), and what is deleted is overwritten.
+The node index (`kvstore/nodes.py`) holds hashes and node ids, never text; short texts can still be guessed from hashes,
+so it is as private as the documents (0600), and what is deleted is overwritten.
 """
 
 import hashlib
@@ -13,48 +13,48 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 from weakref import WeakValueDictionary
 
-from ragblend.integrations.finding import MINIMUM, Known, TextIndex, known
 from ragblend.integrations.recurring import RecurringText
+from ragblend.integrations.text_index import MINIMUM, TextHashes, TextIndex, hash_texts
 from ragblend.kvstore.errors import StoreError
 from ragblend.kvstore.nodes import NodeIndex, Print
 from ragblend.kvstore.sqlite import DamagedFileError
 
 log = logging.getLogger(__name__)
 FILE_NAME = "nodes.sqlite"
-LEARNT = "seen-"  # how the node ids of passages begin that were learnt from prompts
-MOST_LEARNT = 10_000
+LEARNED_PREFIX = "seen-"  # of the node ids of passages that were learned from prompts
+MAX_LEARNED = 10_000
 _STALE = 1000  # removed texts that may stay in memory, besides as many as there are texts
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A chunk's text exactly as it stands in prompts, and its node's id."""
+    """A chunk's text exactly as it is in prompts, and its node's id."""
 
     text: str
     node_id: str | None = None
 
 
 @dataclass(frozen=True)
-class Found:
-    """A registered text stands at text[start:stop], in Python characters."""
+class PassageSpan:
+    """text[start:stop] is a passage; in Python characters."""
 
     start: int
     stop: int
     node_id: str | None
 
 
-class _File:
-    """A node index, open while a registry has this object: one for all collections of a home, as a key is one."""
+class _SharedNodeIndex:
+    """A home's node index, open while a registry holds this object: one for all of the home's collections."""
 
-    _open: ClassVar[WeakValueDictionary[Path, "_File"]] = WeakValueDictionary()
+    _open: ClassVar[WeakValueDictionary[Path, "_SharedNodeIndex"]] = WeakValueDictionary()
     _opening: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, path: Path) -> None:
         self.nodes = NodeIndex.open(path)
 
     @classmethod
-    def of(cls, path: Path) -> "_File":
+    def open(cls, path: Path) -> "_SharedNodeIndex":
         with cls._opening:
             if (file := cls._open.get(path)) is None:
                 file = cls._open[path] = cls(path)
@@ -66,7 +66,10 @@ class _File:
 
 
 class PassageRegistry:
-    """The passages of one collection, for threads and processes. The file is opened when it is first needed."""
+    """The passages of one collection, for threads and processes. The file is opened when it is first needed.
+
+    retrieved_chars: length of the shortest passage that was retrieved since a prompt last held one; 0 for none.
+    """
 
     _open: ClassVar[dict[tuple[Path, str], "PassageRegistry"]] = {}
     _opening: ClassVar[threading.Lock] = threading.Lock()
@@ -74,12 +77,12 @@ class PassageRegistry:
     def __init__(self, path: Path, collection: str) -> None:
         self.path, self.collection = path, collection
         self._lock = threading.RLock()
-        self._file: _File | None = None
+        self._file: _SharedNodeIndex | None = None
         self.recurring = RecurringText()
-        self.awaited = 0  # characters of the shortest passage that was retrieved since a prompt held any
+        self.retrieved_chars = 0
         self._is_dropped = False
-        self._learnt: dict[str, None] | None = None  # those in the file, what was found last at the end
-        self._forget_index()
+        self._learned: dict[str, None] | None = None  # node ids in the file, the last used at the end
+        self._clear_index()
 
     @classmethod
     def open(cls, home: Path, collection: str = "default") -> "PassageRegistry":
@@ -92,9 +95,9 @@ class PassageRegistry:
 
     @classmethod
     def drop(cls, home: Path, collection: str) -> None:
-        """The collection is no more: who opens one of that name gets nothing of what its prompts said.
+        """Forget a deleted collection: a new one of that name must not learn from the old one's prompts.
 
-        Also not what prompts that are being read say later: this object takes nothing any more.
+        Prompts that are still being read add nothing to the dropped registry either.
         """
         with cls._opening:
             dropped = cls._open.pop((home.resolve(), collection), None)
@@ -103,7 +106,7 @@ class PassageRegistry:
                 dropped._is_dropped = True
 
     def add(self, passages: Sequence[Passage]) -> int:
-        """Register passages, all or none; how many were new. A node id that comes with another text loses its old one.
+        """Register passages, all or none; returns how many were new. A node id with a new text loses its old one.
 
         A text of fewer than 16 characters is not registered: it would be found everywhere. A passage without a node id
         gets one from its text, see `node_id_of`.
@@ -114,43 +117,42 @@ class PassageRegistry:
                 return 0
             return self._run(lambda nodes: nodes.register(self.collection, _prints(latest)))
 
-    def learn(self, texts: Iterable[str], most: int = MOST_LEARNT) -> list[str]:
-        """Register texts that came back in a prompt, by their own hashes; returns node ids that are too many now.
+    def learn(self, texts: Iterable[str], limit: int = MAX_LEARNED) -> list[str]:
+        """Register texts that recurred in a prompt; returns the least recently used node ids above the limit.
 
-        Those are what was found in no prompt for longest; the caller forgets them with their KV.
+        The caller forgets those with their KV.
         """
-        passages = [Passage(text, learnt_id(text)) for text in texts]
+        passages = [Passage(text, learned_node_id(text)) for text in texts]
         self.add(passages)
         with self._lock:
-            self._touch(passage.node_id for passage in passages)
-            learnt = list(self._learnt or ())
-            over = learnt[: max(0, len(learnt) - most)]
-            self._learnt = dict.fromkeys(learnt[len(over) :])
-        return over
+            self._mark_used(passage.node_id for passage in passages)
+            learned = list(self._learned or ())
+            over_limit = learned[: max(0, len(learned) - limit)]
+            self._learned = dict.fromkeys(learned[len(over_limit) :])
+        return over_limit
 
-    def _touch(self, node_ids: Iterable[str | None]) -> None:
-        """These were found just now."""
-        if self._learnt is None:
-            self._learnt = dict.fromkeys(self.named(LEARNT))
+    def _mark_used(self, node_ids: Iterable[str | None]) -> None:
+        if self._learned is None:
+            self._learned = dict.fromkeys(self.named(LEARNED_PREFIX))
         for node_id in node_ids:
-            if node_id is not None and node_id.startswith(LEARNT):
-                self._learnt.pop(node_id, None)
-                self._learnt[node_id] = None
+            if node_id is not None and node_id.startswith(LEARNED_PREFIX):
+                self._learned.pop(node_id, None)
+                self._learned[node_id] = None
 
     def remove(self, node_ids: Iterable[str]) -> int:
-        """Remove passages, leaving nothing of them in the file; how many there were."""
-        gone = list(node_ids)
-        return self._run(lambda nodes: nodes.unregister(self.collection, gone))
+        """Remove passages, leaving no trace of them in the file; returns how many there were."""
+        removed = list(node_ids)
+        return self._run(lambda nodes: nodes.unregister(self.collection, removed))
 
-    def named(self, beginning: str) -> list[str]:
-        """The node ids that begin with that."""
-        return self._run(lambda nodes: nodes.named(self.collection, beginning))
+    def named(self, prefix: str) -> list[str]:
+        """The node ids that begin with `prefix`."""
+        return self._run(lambda nodes: nodes.named(self.collection, prefix))
 
-    def find(self, text: str) -> list[Found]:
+    def find(self, text: str) -> list[PassageSpan]:
         """The registered texts in `text`: disjoint, ascending, chosen longest first, of equally long ones the earliest.
 
-        Of several node ids with one text it is the smallest. Never raises for what is wrong with the file: a question
-        can do without.
+        Of several node ids with one text the smallest is taken. A damaged file is logged and finds nothing: a question
+        must not fail for it.
         """
         if len(text) < MINIMUM:
             return []
@@ -164,57 +166,57 @@ class PassageRegistry:
         return self._run(lambda nodes: nodes.registered(self.collection))
 
     def close(self) -> None:
-        """Let the file go, for everybody who has this object; who uses it again opens it again."""
+        """Close the file for everybody who has this object; the next use opens it again."""
         with self._lock:
             self._file = None
-            self._forget_index()
+            self._clear_index()
 
     def _run(self, work: Callable[[NodeIndex], T]) -> T:
-        """Once more, with a new file, if that one turns out to be damaged."""
+        """Run `work` on the open file, and once again if the file was damaged and has been rebuilt."""
         with self._lock:
             if self._file is None:
-                self._file = _File.of(self.path)
+                self._file = _SharedNodeIndex.open(self.path)
             nodes = self._file.nodes
             try:
                 return work(nodes)
             except DamagedFileError:
                 return work(nodes)
 
-    def _find(self, nodes: NodeIndex, text: str) -> list[Found]:
+    def _find(self, nodes: NodeIndex, text: str) -> list[PassageSpan]:
         self._refresh(nodes)
 
         def confirm(whole: int, start: int, stop: int) -> str | None:
             claims = nodes.claims(self.collection, whole)
-            said = (node_id for node_id, proof in claims if _proof(node_id, text[start:stop]) == proof)
-            return next(said, None)
+            confirmed = (node_id for node_id, proof in claims if _proof(node_id, text[start:stop]) == proof)
+            return next(confirmed, None)
 
-        found = [Found(*place) for place in self._index.find(text, confirm)]
-        self._touch(place.node_id for place in found)
+        found = [PassageSpan(*span) for span in self._index.find(text, confirm)]
+        self._mark_used(span.node_id for span in found)
         return found
 
-    def _forget_index(self) -> None:
-        self._index, self._last_id, self._held = TextIndex(), 0, 0
-        self._seen = -1, -1, 0
+    def _clear_index(self) -> None:
+        self._index, self._last_id, self._indexed = TextIndex(), 0, 0
+        self._version = -1, -1, 0
 
     def _refresh(self, nodes: NodeIndex) -> None:
-        """Read what was added since, by whomever. What was removed is noticed when it is found."""
-        seen = nodes.changes()
-        if seen == self._seen:
+        """Index what any process has added since. What was removed is noticed when it is found."""
+        version = nodes.changes()
+        if version == self._version:
             return
-        stale = self._held > _STALE and self._held > 2 * nodes.registered(self.collection) + _STALE
-        if stale or seen[0] != self._seen[0]:
-            self._forget_index()
+        is_stale = self._indexed > _STALE and self._indexed > 2 * nodes.registered(self.collection) + _STALE
+        if is_stale or version[0] != self._version[0]:
+            self._clear_index()
         added = nodes.registered_since(self.collection, self._last_id)
-        self._index.add([Known(*row[1:]) for row in added])
-        self._held += len(added)
+        self._index.add([TextHashes(*row[1:]) for row in added])
+        self._indexed += len(added)
         self._last_id = added[-1][0] if added else self._last_id
-        self._seen = seen
+        self._version = version
 
 
 def _prints(texts: dict[str, str]) -> dict[str, Print | None]:
-    """What is kept of each text; a text of fewer than MINIMUM characters is not looked for."""
+    """The hashes to store for each node id; None for a text too short to be looked for."""
     long = {node_id: text for node_id, text in texts.items() if len(text) >= MINIMUM}
-    found = dict(zip(long, known(long.values()), strict=True))
+    found = dict(zip(long, hash_texts(long.values()), strict=True))
     return {
         node_id: Print(*found[node_id], _proof(node_id, text)) if node_id in found else None
         for node_id, text in texts.items()
@@ -222,7 +224,7 @@ def _prints(texts: dict[str, str]) -> dict[str, Print | None]:
 
 
 def _proof(node_id: str, text: str) -> bytes:
-    """SHA-256 over both: a flipped bit in either, or in the proof, and the row is no row."""
+    """SHA-256 over node id and text, which tells a found text from another one with the same key."""
     name = _utf8(node_id)
     return hashlib.sha256(len(name).to_bytes(8, "little") + name + _utf8(text)).digest()
 
@@ -231,13 +233,13 @@ def _utf8(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")  # file names, and so node ids, may hold lone surrogates
 
 
-def learnt_id(text: str) -> str:
-    """The node id of a text that was learnt from prompts."""
-    return f"{LEARNT}{hashlib.sha256(_utf8(text)).hexdigest()[:32]}"
+def learned_node_id(text: str) -> str:
+    """The node id of a text that was learned from prompts."""
+    return f"{LEARNED_PREFIX}{hashlib.sha256(_utf8(text)).hexdigest()[:32]}"
 
 
 def node_id_of(passage: Passage) -> str:
-    """The passage's node id; without one a name made from its text, by which it can be removed."""
+    """The passage's node id, or one made from its text, by which it can be removed."""
     if passage.node_id is not None:
         return passage.node_id
     return f"text-{hashlib.sha256(_utf8(passage.text)).hexdigest()[:32]}"

@@ -1,8 +1,8 @@
-"""Blocking work awaited in an event loop, each piece of it in a thread of its own.
+"""Blocking work awaited in an event loop, each call in a thread of its own.
 
-The loop's default pool has few threads (6 on two cores), and a request that waits for the device holds one for as long:
-with `asyncio.to_thread` a handful of open streams would keep the others, and everything else in the program that uses
-that pool, from going on. Here there are as many threads as requests under way; all but one of them wait.
+The loop's default pool has few threads (6 on two cores), and a request that waits for the device holds one: with
+`asyncio.to_thread` a few open streams would block all other users of that pool. Here there are as many threads as
+requests; all but one of them wait.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ NAME = "ragblend-request"
 
 
 async def in_thread(work: Callable[[], Last]) -> Last:
-    """What `work` returns or raises. A cancelled wait is abandoned: the work goes on until it ends by itself."""
+    """Return or raise what `work` does. Cancelling stops the waiting only: the work runs to its end."""
     future: Future[Last] = Future()
     future.set_running_or_notify_cancel()
 
@@ -35,28 +35,28 @@ async def in_thread(work: Callable[[], Last]) -> Last:
     return await asyncio.wrap_future(future)
 
 
-async def items_of_thread(
+async def iterate_in_thread(
     work: Callable[[Callable[[Item], None]], Last],
     stop: Callable[[], None] | None = None,
 ) -> AsyncGenerator[Item | Last, None]:
-    """What `work` hands to the function that it is given, as it comes, and then what it returns.
+    """Yield what `work` passes to its argument, as it comes, and then what it returns.
 
-    An item waits in memory until it is asked for; the work never waits. In a loop that is closed the function raises
-    RuntimeError, which ends the work. stop: has the work end; called where nobody wants more, and the end waited for.
+    Items queue in memory; the work never waits. Once the loop is closed the argument raises RuntimeError, which ends
+    the work. stop: ends the work; called when the generator is closed, which then waits for the work's end.
     """
     loop = asyncio.get_running_loop()
     items: asyncio.Queue[tuple[bool, Item | Last | BaseException]] = asyncio.Queue()
 
-    def tell(item: Item | Last | BaseException, last: bool = False) -> None:
+    def put(item: Item | Last | BaseException, last: bool = False) -> None:
         loop.call_soon_threadsafe(items.put_nowait, (last, item))
 
     def run() -> None:
         try:
-            result: Last | BaseException = work(tell)
+            result: Last | BaseException = work(put)
         except BaseException as error:
             result = without_frames(error)
         with suppress(RuntimeError):  # the loop was closed, and nobody waits
-            tell(result, last=True)
+            put(result, last=True)
 
     _start(run)
     last = False
@@ -74,6 +74,5 @@ async def items_of_thread(
 
 
 def _start(run: Callable[[], None]) -> None:
-    """With the caller's context, as `asyncio.to_thread` has it. Joined when the process ends: torch, stopped in the
-    middle by that, aborts it."""
+    """Run in a new thread with the caller's context. Not a daemon: torch, interrupted at exit, aborts the process."""
     threading.Thread(target=copy_context().run, args=(run,), name=NAME).start()

@@ -1,4 +1,4 @@
-"""What an answer may be, in either framework: calls of tools, JSON of a schema, or both; and what it was."""
+"""The format of an answer, in either framework: tool calls, JSON of a schema, or both."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +16,11 @@ AUTO = ("auto", False)
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """tools: that may be called; is_forced: one must be; is_parallel: several may be. schema: of an answer in JSON."""
+class AnswerFormat:
+    """Which tools may be called and which schema the answer has.
+
+    is_forced: a tool must be called; is_parallel: several may be. schema: of an answer in JSON.
+    """
 
     tools: "tuple[Tool, ...]" = ()
     is_forced: bool = False
@@ -32,16 +35,16 @@ class Wanted:
         is_parallel: bool | None = None,
         schema: Mapping[str, Any] | None = None,
     ) -> Self:
-        """tools and choice: as OpenAI's interface has them; a name alone is a choice as well.
+        """tools and choice: as in OpenAI's interface; choice may also be a tool's name.
 
-        Loads nothing. Raises UsageError for what is no tool or schema, cannot be kept to, or is chosen and not there.
-        Forced calls are one at a time unless somebody says otherwise: small models go on for as long as they may.
+        Loads nothing. Raises UsageError for an invalid tool or schema, and for a choice of a tool that is not there.
+        Forced calls are one at a time by default: small models go on for as long as they may.
         """
         from ragblend.engine.decoding.grammar import json_grammar
         from ragblend.engine.prompts.tools import check_tools, functions_by_name
 
         if isinstance(choice, Mapping):
-            choice = _in_a_word(choice)
+            choice = _choice_as_word(choice)
         chosen = list(tools or ())
         names = functions_by_name(chosen)
         is_forced = choice is not None and choice not in AUTO
@@ -59,19 +62,21 @@ class Wanted:
         return cls(tuple(chosen), is_forced, not is_forced if is_parallel is None else is_parallel, schema)
 
     def grammar(self, engine: "EngineInterface") -> "Grammar | None":
-        """What the answer is held to; loads the tokenizer for tools. Raises UnsupportedModelError where it has none."""
+        """The grammar of the answer, if it is constrained.
+
+        Loads the tokenizer where there are tools; raises UnsupportedModelError for a model that calls none.
+        """
         from ragblend.engine.decoding.grammar import json_grammar, json_rule
         from ragblend.engine.prompts.tools import tools_grammar
 
         if not self.tools:
             return None if self.schema is None else json_grammar(self.schema)
-        form = engine.call_format
         answer = {} if self.schema is None else {"answer": json_rule(self.schema)}
-        return tools_grammar(form, self.tools, self.is_forced, self.is_parallel, **answer)
+        return tools_grammar(engine.call_format, self.tools, self.is_forced, self.is_parallel, **answer)
 
 
-def _in_a_word(choice: Mapping[str, Any]) -> Any:
-    """The name of the tool, or what else a dictionary chooses. Raises UsageError for one that says neither."""
+def _choice_as_word(choice: Mapping[str, Any]) -> Any:
+    """The tool's name or the mode that a dictionary chooses. Raises UsageError for one that holds neither."""
     function = choice.get("function", choice)
     if isinstance(function, Mapping) and function.get("name") is not None:
         return function["name"]
@@ -82,11 +87,13 @@ def _in_a_word(choice: Mapping[str, Any]) -> Any:
     )
 
 
-def schema_in(wanted: Any) -> Any:
-    """What OpenAI's interface calls `response_format`, as a schema, or what stands for one; None for free text."""
-    if wanted is None or wanted == {"type": "text"}:
+def schema_in(response_format: Any) -> Any:
+    """The JSON schema in OpenAI's `response_format`; None for free text."""
+    if response_format is None or response_format == {"type": "text"}:
         return None
-    if wanted == {"type": "json_object"}:
+    if response_format == {"type": "json_object"}:
         return {"type": "object"}
-    found = wanted.get("json_schema", wanted) if isinstance(wanted, Mapping) else wanted
+    if not isinstance(response_format, Mapping):
+        return response_format
+    found = response_format.get("json_schema", response_format)
     return found.get("schema", found) if isinstance(found, Mapping) else found

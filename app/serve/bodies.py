@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ragblend.engine.prompts.segments import ToolCall
-from ragblend.integrations.backend import Turn, checked_turns
+from ragblend.integrations.backend import ChatTurn, drop_empty_turns
 from ragblend.integrations.parameters import PER_CALL
 from ragblend.integrations.tools import schema_in
 from ragblend.kvstore.errors import UsageError
@@ -128,9 +128,9 @@ class ChatBody(Options):
         schema = schema_in(self.response_format)
         return super().options() | ({} if schema is None else {"json_schema": schema})
 
-    def turns(self) -> list[Turn]:
-        """The messages as turns. Raises UsageError for content that is not text."""
-        return checked_turns([_turn(number, message) for number, message in enumerate(self.messages)])
+    def turns(self) -> list[ChatTurn]:
+        """Raises UsageError for what the model cannot read."""
+        return drop_empty_turns([_turn(number, message) for number, message in enumerate(self.messages)])
 
 
 class CompletionBody(Options):
@@ -290,13 +290,13 @@ def _chat_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return wanted if isinstance(wanted, dict) else {"type": wanted}
 
 
-def _turn(number: int, message: MessageBody) -> Turn:
+def _turn(number: int, message: MessageBody) -> ChatTurn:
     where = f"messages[{number}]"
     if message.role not in ROLES:
         raise UsageError(f"{where}.role is {message.role!r:.40}; supported are {', '.join(ROLES)}")
     calls = tuple(_call(f"{where}.tool_calls", each) for each in message.tool_calls or ())
     pieces = tuple(_texts(where, message.content))
-    return Turn(ROLES[message.role], pieces, calls, message.tool_call_id, message.name)
+    return ChatTurn(ROLES[message.role], pieces, calls, message.tool_call_id, message.name)
 
 
 def _texts(where: str, content: Any) -> Sequence[str]:

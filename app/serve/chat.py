@@ -23,7 +23,7 @@ from ragblend.engine.prompts.segments import Prompt
 from ragblend.engine.prompts.tools import ParsedAnswer
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.integrations.backend import kv_statistics, logprobs
-from ragblend.integrations.calls import Call, TimedOut
+from ragblend.integrations.calls import AnswerTimeout, Call
 from ragblend.integrations.threads import in_thread
 from ragblend.kvstore.errors import Cancelled
 
@@ -68,7 +68,7 @@ class CompletedChoice:
 
     @cached_property
     def said(self) -> ParsedAnswer:
-        return self.choice.call.said(self.result)
+        return self.choice.call.parse(self.result)
 
     @cached_property
     def calls(self) -> list[dict[str, Any]]:
@@ -157,7 +157,7 @@ async def _answers(
 def _timeout_as_api_error(service: Service, timeout: float | None) -> Iterator[None]:
     try:
         yield
-    except TimedOut as error:
+    except AnswerTimeout as error:
         raise service.timeout_error(timeout) from error
 
 

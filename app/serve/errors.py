@@ -7,14 +7,14 @@ from typing import Any
 
 from starlette.responses import Response
 
-from ragblend.integrations.calls import TimedOut
+from ragblend.integrations.calls import AnswerTimeout
 from ragblend.kvstore import errors
 from ragblend.kvstore.files import NO_ROOM
 
 log = logging.getLogger("ragblend")
 # The first matching row counts: exception, HTTP status, error code.
 KNOWN: tuple[tuple[type[Exception], int, str], ...] = (
-    (TimedOut, 504, "timeout"),
+    (AnswerTimeout, 504, "timeout"),
     (TimeoutError, 504, "timeout"),
     (errors.PromptTooLongError, 400, "context_length_exceeded"),
     (errors.PromptError, 400, "invalid_prompt"),

@@ -30,7 +30,7 @@ from ragblend.app.serve.keys import Client
 from ragblend.app.serve.service import Service, client_of, service_of, streamed, until_gone, whole
 from ragblend.app.services import AppServices
 from ragblend.engine.scheduling.queue import Cancel
-from ragblend.integrations.threads import in_thread, items_of_thread
+from ragblend.integrations.threads import in_thread, iterate_in_thread
 from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.files import FOLDER_MODE
 
@@ -99,7 +99,7 @@ async def _answer(
     with service.admission.enter(client):
         timer.start()
         try:
-            async with aclosing(items_of_thread(work, stop)) as items:
+            async with aclosing(iterate_in_thread(work, stop)) as items:
                 async for item in items:
                     if isinstance(item, str):
                         yield {"object": "rag.answer.chunk", "delta": item}

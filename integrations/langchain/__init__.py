@@ -1,6 +1,6 @@
-"""RAGBlend in LangChain: a chat model, a text model, a retriever and a chain whose documents keep their KV.
+"""RAGBlend in LangChain: a chat model, a text model, a retriever and a chain that reuse their documents' KV.
 
-`ChatRAGBlend` is where to start: it takes the place of any chat model, and finds the documents in its prompts.
+Start with `ChatRAGBlend`: it replaces any chat model, and finds the documents in its prompts.
 """
 
 from ragblend.integrations.langchain.chains import create_ragblend_stuff_documents_chain

@@ -1,6 +1,5 @@
-"""From the engine's results to LangChain's: usage, response metadata, streams of chunks."""
+"""Turns the engine's results into LangChain's: usage, response metadata, and streams of chunks."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -9,23 +8,20 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGenerationChunk, GenerationChunk
 
 from ragblend.integrations.backend import kv_statistics, logprobs, usage
-from ragblend.integrations.calls import Call
-from ragblend.integrations.langchain.errors import framework_errors
+from ragblend.integrations.calls import Call, PreparedCall
 from ragblend.integrations.langchain.parameters import PROVIDER
 
 if TYPE_CHECKING:
-    from ragblend.engine.prompts.segments import Prompt
     from ragblend.engine.results import Result
 
 Stop = list[str] | None
-Asked = tuple[Call, "Prompt"]
 Chunk = TypeVar("Chunk", ChatGenerationChunk, GenerationChunk)
-# From a piece of text, or from the end with all that is known by then.
+# Of a piece of text, or of the whole result at the end.
 ChunkOf = Callable[["str | Result", Call], Chunk]
 
 
 def usage_metadata(result: "Result") -> UsageMetadata:
-    """Tokens in LangChain's words; what came from the store as it was is `cache_read`."""
+    """LangChain's token counts; tokens reused from the store are `cache_read`."""
     counts = usage(result.report)
     return UsageMetadata(
         input_tokens=counts["prompt_tokens"],
@@ -36,10 +32,10 @@ def usage_metadata(result: "Result") -> UsageMetadata:
 
 
 def response_metadata(result: "Result", call: Call) -> dict[str, Any]:
-    """How the answer was made. It holds numbers, so in a stream only one chunk may carry it."""
-    likely = logprobs(result, call.backend.engine.tokenizer)
+    """How the answer was made. LangChain adds up the numbers in it, so only one chunk of a stream may carry it."""
+    tokens = logprobs(result, call.backend.engine.tokenizer)
     return {
-        **({} if likely is None else {"logprobs": {"content": likely}}),
+        **({} if tokens is None else {"logprobs": {"content": tokens}}),
         "model_name": call.backend.engine.model_name,
         "model_provider": PROVIDER,
         "finish_reason": "stop" if result.stopped else "length",
@@ -49,27 +45,23 @@ def response_metadata(result: "Result", call: Call) -> dict[str, Any]:
     }
 
 
-def streamed(prepare: Callable[[], Asked], chunk_of: ChunkOf[Chunk], run_manager: Any) -> Iterator[Chunk]:
-    """Chunks as they come, each reported once: `BaseChatModel.stream` passes no run manager and does that itself."""
-    with framework_errors():
-        call, prompt = prepare()
-        with closing(call.stream(prompt)) as items:
-            for item in items:
-                chunk = chunk_of(item, call)
-                if run_manager is not None:
-                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
+def stream_chunks(prepared: PreparedCall, chunk_of: ChunkOf[Chunk], run_manager: Any) -> Iterator[Chunk]:
+    """Chunks as they come, each reported once: `BaseChatModel.stream` passes no run manager and reports itself."""
+    with closing(prepared.stream()) as items:
+        for item in items:
+            chunk = chunk_of(item, prepared.call)
+            if run_manager is not None:
+                run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+            yield chunk
 
 
-async def astreamed(
-    prepare: Callable[[], Asked], chunk_of: ChunkOf[Chunk], run_manager: Any
+async def astream_chunks(
+    prepared: PreparedCall, chunk_of: ChunkOf[Chunk], run_manager: Any
 ) -> AsyncIterator[Chunk]:
-    """The same in an event loop, which `prepare` would hold."""
-    with framework_errors():
-        call, prompt = await asyncio.to_thread(prepare)
-        async with aclosing(call.astream(prompt)) as items:
-            async for item in items:
-                chunk = chunk_of(item, call)
-                if run_manager is not None:
-                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
+    """The same in an event loop."""
+    async with aclosing(await prepared.astream()) as items:
+        async for item in items:
+            chunk = chunk_of(item, prepared.call)
+            if run_manager is not None:
+                await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+            yield chunk

@@ -1,4 +1,4 @@
-"""The stuff chain whose documents reach the model by id: LangChain's own, with content blocks in the place of text."""
+"""A stuff chain whose documents reach the model by id: LangChain's own, with content blocks instead of text."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue
 from langchain_core.prompts import BasePromptTemplate, PromptTemplate, aformat_document, format_document
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
 
-from ragblend.integrations.backend import marks, parts_of
-from ragblend.integrations.langchain.documents import digest_id
+from ragblend.integrations.backend import placeholders, split_at_placeholders
+from ragblend.integrations.langchain.documents import content_id
 
 DOCUMENTS_KEY = "context"
 DEFAULT_DOCUMENT_PROMPT = PromptTemplate.from_template("{page_content}")
@@ -32,8 +32,8 @@ def create_ragblend_stuff_documents_chain(
 ) -> Runnable[dict[str, Any], Any]:
     """`create_stuff_documents_chain` for a `ChatRAGBlend`: same arguments, same text, documents as blocks with ids.
 
-    Nothing need be known about the documents beforehand. prompt: must have the variable `context` (or what
-    document_variable_name says), which the input holds as a list of documents. Raises ValueError where it has not.
+    The documents need not be registered. prompt: must have the variable `context` (or document_variable_name), which
+    is a list of documents in the input. Raises ValueError where it has not.
     """
     if document_variable_name not in prompt.input_variables:
         raise ValueError(
@@ -41,14 +41,14 @@ def create_ragblend_stuff_documents_chain(
             f"Received prompt with input variables: {prompt.input_variables}"
         )
     each = document_prompt or DEFAULT_DOCUMENT_PROMPT
-    filling = _Filling(prompt, each, document_separator, document_variable_name)
-    fill = RunnableLambda(filling.fill, afunc=filling.afill, name="format_inputs")
+    filler = _TemplateFiller(prompt, each, document_separator, document_variable_name)
+    fill = RunnableLambda(filler.fill, afunc=filler.afill, name="format_inputs")
     return (fill | llm | (output_parser or StrOutputParser())).with_config(run_name="stuff_documents_chain")
 
 
 @dataclass(frozen=True)
-class _Filling:
-    """Fills the template in with marks, and puts blocks where the marks came out."""
+class _TemplateFiller:
+    """Fills the template in with placeholders, and puts blocks where the placeholders came out."""
 
     prompt: BasePromptTemplate[Any]
     document_prompt: BasePromptTemplate[str]
@@ -66,7 +66,7 @@ class _Filling:
         return _with_blocks(await self.prompt.ainvoke(self._marked(inputs), config), documents, texts)
 
     def _marked(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        return {**inputs, self.name: self.separator.join(marks(len(inputs[self.name])))}
+        return {**inputs, self.name: self.separator.join(placeholders(len(inputs[self.name])))}
 
 
 def _with_blocks(value: PromptValue, documents: Sequence[Document], texts: Sequence[str]) -> PromptValue:
@@ -75,26 +75,26 @@ def _with_blocks(value: PromptValue, documents: Sequence[Document], texts: Seque
 
 
 def _document_blocks(document: Document, text: str) -> list[Block]:
-    """A document as its prompt wrote it: what surrounds its own text (a title, a source) is plain text."""
+    """A document as its prompt formatted it: what surrounds its own text (a title, a source) is plain text."""
     content = document.page_content.strip()
     before, found, after = text.partition(content) if content else (text, "", "")
-    block = {"type": "text", "text": found, "id": document.id or digest_id(content)}
+    block = {"type": "text", "text": found, "id": document.id or content_id(content)}
     return [part for part in (_text(before), block, _text(after)) if part["text"]]
 
 
 def _message_with(message: BaseMessage, shown: Sequence[list[Block]]) -> BaseMessage:
     parts = message.content if isinstance(message.content, list) else [message.content]
-    if all(len(parts_of(_text_of(part), shown)) == 1 for part in parts):
+    if all(len(split_at_placeholders(_text_of(part), shown)) == 1 for part in parts):
         return message
     content = [block for part in parts for block in _split(part, shown)]
     return message.model_copy(update={"content": content})
 
 
 def _split(part: str | Block, shown: Sequence[list[Block]]) -> Iterator[Block]:
-    """The part with every mark replaced by its document's blocks."""
+    """The part with every placeholder replaced by its document's blocks."""
     if isinstance(part, dict) and not _text_of(part):
-        yield part  # an image, or whatever it is: the model says what it thinks of it
-    for piece in parts_of(_text_of(part), shown):
+        yield part  # an image, say: the model decides about it
+    for piece in split_at_placeholders(_text_of(part), shown):
         if isinstance(piece, list):
             yield from piece
         elif piece:

@@ -1,4 +1,4 @@
-"""From LangChain's documents to passages: the text as it stands in prompts, and an id."""
+"""Turns LangChain's documents into passages: the text as it is in prompts, and an id."""
 
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
@@ -6,62 +6,59 @@ from typing import Any
 
 from langchain_core.documents import Document
 
-from ragblend.integrations.langchain.errors import framework_errors
-from ragblend.integrations.parameters import Parameters
+from ragblend.integrations.langchain.errors import langchain_errors
+from ragblend.integrations.parameters import ModelParameters
 from ragblend.integrations.passages import Passage
-from ragblend.integrations.resolve import Piece
 from ragblend.kvstore.errors import UsageError
 
 DocumentLike = Document | Mapping[str, Any] | str
 
 
 def passages_of(documents: Iterable[DocumentLike] | DocumentLike) -> list[Passage]:
-    """A passage for every document with text in it, in order; one document alone is taken as well."""
+    """A passage for every document that has text, in order; a single document is taken as well.
+
+    Raises UsageError for what is no document.
+    """
     several = [documents] if isinstance(documents, str | Document | Mapping) else documents
-    found = (passage_of(document) for document in several)
+    found = (_passage_of(document) for document in several)
     return [passage for passage in found if passage is not None]
 
 
-def passage_of(document: DocumentLike) -> Passage | None:
-    """The document's passage, None for one without text. Raises UsageError for what is no document."""
+def _passage_of(document: DocumentLike) -> Passage | None:
     if isinstance(document, str):
         return passage(document, None)
     if isinstance(document, Document):
         return passage(document.page_content, document.id)
-    if isinstance(document, Mapping) and isinstance(document.get("page_content"), str):  # one that was stored
+    if is_stored_document(document):
         return passage(document["page_content"], document.get("id"))
     raise UsageError(
         f"a passage is a Document, a text, or a mapping with `page_content`, not {type(document).__name__}"
     )
 
 
+def is_stored_document(item: Any) -> bool:
+    """Whether this is a document as a mapping, as stores and traces keep it."""
+    return isinstance(item, Mapping) and isinstance(item.get("page_content"), str)
+
+
 def passage(text: str, node_id: str | None) -> Passage | None:
-    """Stripped, because prompt templates strip: the chunk is then the same wherever it stands."""
+    """None for text of white space; stripped, as prompt templates strip, so that it is the same in every prompt."""
     stripped = text.strip()
-    return Passage(stripped, node_id or digest_id(stripped)) if stripped else None
+    return Passage(stripped, node_id or content_id(stripped)) if stripped else None
 
 
-def pieces_of(text: str, node_id: str | None) -> list[Piece]:
-    """A text that is a passage as a whole; the white space around it stays text."""
-    found = passage(text, node_id)
-    if found is None:
-        return [text] if text else []
-    before, _, after = text.partition(found.text)
-    return [piece for piece in (before, found, after) if piece]
-
-
-def digest_id(text: str) -> str:
+def content_id(text: str) -> str:
     """An id for a document that has none, the same in every process."""
     return f"sha256-{sha256(text.encode()).hexdigest()[:32]}"
 
 
 def encode_documents(
-    documents: Iterable[DocumentLike] | DocumentLike, llm: Parameters, *, show_progress: bool = True
+    documents: Iterable[DocumentLike] | DocumentLike, llm: ModelParameters, *, show_progress: bool = True
 ) -> int:
-    """Store the documents' KV for this model, and have them found in its prompts; what is stored is skipped.
+    """Store the documents' KV for this model, and register them to be found in its prompts; stored KV is skipped.
 
-    Give it the documents as they are retrieved: after splitting. The bar is drawn on stderr. Returns how many there
-    were. May be interrupted: what is done stays.
+    Pass the documents as they are retrieved: after splitting. A progress bar is drawn on stderr. Returns how many there
+    are. May be interrupted: what is done stays.
     """
-    with framework_errors():
+    with langchain_errors():
         return llm.backend.encode(passages_of(documents), show_progress)

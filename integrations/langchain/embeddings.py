@@ -1,4 +1,4 @@
-"""The bundled embedder as LangChain's, so that a vector store works with nothing to download."""
+"""The bundled embedder for LangChain's vector stores; nothing is downloaded."""
 
 from functools import cached_property
 

@@ -1,4 +1,4 @@
-"""Our errors as LangChain's: each is both, so that code which catches either goes on working."""
+"""RAGBlend's errors as LangChain's: each is both, so that code which catches either keeps working."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from langchain_core.exceptions import (
 )
 from langchain_core.exceptions import ModelNotFoundError as LangChainModelNotFoundError
 
-from ragblend.integrations import calls
+from ragblend.integrations.calls import AnswerTimeout
 from ragblend.kvstore.errors import (
     ModelNotFoundError,
     PromptError,
@@ -22,7 +22,7 @@ from ragblend.kvstore.errors import (
 
 
 class InvalidRequest(UsageError, ModelInvalidRequestError):
-    """A parameter or a message that the model cannot take; a ValueError too."""
+    """A parameter or a message that the model cannot take; also a ValueError."""
 
 
 class InvalidPrompt(PromptError, ModelInvalidRequestError):
@@ -37,22 +37,22 @@ class ModelMissing(ModelNotFoundError, LangChainModelNotFoundError):
     """There is no model at that place."""
 
 
-class TimedOut(calls.TimedOut, ModelTimeoutError):
+class TimedOut(AnswerTimeout, ModelTimeoutError):
     """The answer took longer than `timeout`."""
 
 
 _MOST_SPECIFIC_FIRST: tuple[tuple[type[RagBlendError], type[RagBlendError]], ...] = (
     (PromptTooLongError, ContextOverflow),
     (ModelNotFoundError, ModelMissing),
-    (calls.TimedOut, TimedOut),
+    (AnswerTimeout, TimedOut),
     (UsageError, InvalidRequest),
     (PromptError, InvalidPrompt),
 )
 
 
 @contextmanager
-def framework_errors() -> Iterator[None]:
-    """What RAGBlend raises inside comes out as LangChain's error of the same meaning, and still as RAGBlend's."""
+def langchain_errors() -> Iterator[None]:
+    """Raise RAGBlend's errors as LangChain's of the same meaning, which are still RAGBlend's."""
     try:
         yield
     except RagBlendError as error:

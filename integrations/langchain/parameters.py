@@ -1,34 +1,34 @@
-"""What both models can be told, and how they tell it to the engine and to LangChain."""
+"""The parameters of both LangChain models, and how they reach the engine and LangChain."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from langchain_core.language_models.base import LangSmithParams
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from ragblend.integrations import parameters
-from ragblend.integrations.calls import Call, one_name_each
+from ragblend.integrations.calls import Call, resolve_aliases
 from ragblend.integrations.langchain.documents import passages_of
-from ragblend.integrations.langchain.errors import framework_errors
-from ragblend.integrations.langchain.listener import LEARNERS
-from ragblend.integrations.langchain.tools import openai_tools, wanted_schema
+from ragblend.integrations.langchain.errors import langchain_errors
+from ragblend.integrations.langchain.listener import LIVE_MODELS
+from ragblend.integrations.langchain.tools import openai_tools, response_format_schema
+from ragblend.integrations.parameters import PER_CALL, ModelParameters
 
 PROVIDER = "ragblend"
-FRAMEWORKS_OWN = ("stream", "strict")  # LangChain's own switches, which it hands on to the model
+FRAMEWORKS_OWN = ("stream", "strict")  # LangChain's own switches, which it passes on to the model
 
 
-class Parameters(parameters.Parameters):
-    """Of the chat model and the text model, in front of LangChain's own class."""
+class LangChainParameters(ModelParameters):
+    """Of the chat model and the text model; stands before LangChain's own base class."""
 
-    other_names: ClassVar[Mapping[str, str]] = {
+    aliases: ClassVar[Mapping[str, str]] = {
         "model_name": "model",
         "max_new_tokens": "max_tokens",
         "max_completion_tokens": "max_tokens",
         "stop_sequences": "stop",
         "request_timeout": "timeout",
     }
-    learners = LEARNERS
+    live_models = LIVE_MODELS
 
     max_tokens: int = Field(default=256, ge=1)
     """The most tokens of an answer."""
@@ -38,42 +38,38 @@ class Parameters(parameters.Parameters):
     """More options of the engine, by its own names."""
 
     @classmethod
-    def _with_unknown(cls, told: dict[str, Any], unknown: dict[str, Any]) -> dict[str, Any]:
-        """To `model_kwargs` with a warning, as in LangChain."""
+    def _handle_unknown(cls, given: dict[str, Any], unknown: dict[str, Any]) -> dict[str, Any]:
+        """Move them to `model_kwargs` with a warning, as LangChain does."""
         warnings.warn(
             f"{cls.__name__} has no parameter {', '.join(unknown)}; transferred to model_kwargs. Please confirm that "
             "this is what you intended.",
             stacklevel=5,
         )
-        return told | {"model_kwargs": {**told.get("model_kwargs", {}), **unknown}}
-
-    @field_validator("model_kwargs")
-    @classmethod
-    def _known_options(cls, options: dict[str, Any]) -> dict[str, Any]:
-        return cls._checked_options(options)
+        return given | {"model_kwargs": {**given.get("model_kwargs", {}), **unknown}}
 
     @property
     def max_new_tokens(self) -> int:
         return self.max_tokens
 
-    def _settle(self, stop: Sequence[str] | None, arguments: Mapping[str, Any]) -> Call:
-        """The call's own arguments go over the parameters."""
-        given = one_name_each(arguments, self.other_names)
+    @langchain_errors()
+    def _call_with(self, stop: Sequence[str] | None, arguments: Mapping[str, Any]) -> Call:
+        """The call's own arguments override the parameters."""
+        given = resolve_aliases(arguments, self.aliases)
         given = {name: value for name, value in given.items() if name not in FRAMEWORKS_OWN}
         if tools := given.pop("tools", None):
             given["tools"] = openai_tools(tools)
-        if wanted := given.pop("response_format", None):
-            given["json_schema"] = wanted_schema(wanted)
+        if response_format := given.pop("response_format", None):
+            given["json_schema"] = response_format_schema(response_format)
         if stop is not None:
             given["stop"] = stop
         passages = passages_of(given.pop("passages", None) or ())
         model = given.pop("model", None)
-        asked = self if model is None else self.model_copy(update={"model": model})
-        return asked._call(passages, self.model_kwargs, given)
+        called = self if model is None else self.model_copy(update={"model": model})
+        return called._call(passages, self.model_kwargs, given)
 
     def forget(self, ids: Sequence[str]) -> int:
-        """Forget documents that were deleted: they are found no more, and their KV goes. Returns the bytes freed."""
-        with framework_errors():
+        """Forget deleted documents: they are no longer found, and their KV is deleted. Returns the bytes freed."""
+        with langchain_errors():
             return self.backend.forget(ids)
 
     def get_token_ids(self, text: str) -> list[int]:
@@ -81,7 +77,7 @@ class Parameters(parameters.Parameters):
         custom: Callable[[str], list[int]] | None = getattr(self, "custom_get_token_ids", None)
         if custom is not None:
             return custom(text)
-        with framework_errors():
+        with langchain_errors():
             return list(self.backend.engine.tokenizer.encode(text, add_special_tokens=False))
 
     @classmethod
@@ -90,27 +86,20 @@ class Parameters(parameters.Parameters):
 
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
-        """The parameters by which two models answer differently: for traces and for LangChain's cache."""
-        names = (
-            "model",
-            "max_tokens",
-            *parameters.PER_CALL[1:],
-            "collection",
-            "device",
-            "dtype",
-            "url",
-            "model_kwargs",
-        )
+        """The parameters on which answers depend: for traces and for LangChain's cache."""
+        places = ("collection", "device", "dtype", "url")
+        names = ("model", "max_tokens", *PER_CALL[1:], *places, "model_kwargs")
         return {name: getattr(self, name) for name in names}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        """LangChain's parameters for traces, completed: the call's own arguments go over the fields."""
+        """LangChain's parameters for traces, completed; the call's own arguments override the fields."""
         params: LangSmithParams = super()._get_ls_params(stop=stop, **kwargs)  # type: ignore[misc]
-        with framework_errors():
-            given = one_name_each(kwargs, self.other_names)
+        with langchain_errors():
+            given = resolve_aliases(kwargs, self.aliases)
+        temperature = given.get("temperature")
         params["ls_provider"] = PROVIDER
         params["ls_model_name"] = given.get("model") or self.model
-        params["ls_temperature"] = self.temperature if (told := given.get("temperature")) is None else told
+        params["ls_temperature"] = self.temperature if temperature is None else temperature
         params["ls_max_tokens"] = given.get("max_tokens") or self.max_tokens
         if stop or self.stop:
             params["ls_stop"] = stop or self.stop

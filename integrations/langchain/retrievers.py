@@ -1,4 +1,4 @@
-"""RAGBlendRetriever: any retriever or vector store, whose documents' KV is on its way before the prompt is made."""
+"""RAGBlendRetriever: any retriever or vector store, whose documents' KV is loaded while the prompt is being made."""
 
 import asyncio
 import inspect
@@ -12,16 +12,16 @@ from pydantic import ConfigDict, Field, model_validator
 
 from ragblend.integrations.langchain.chat_models import ChatRAGBlend
 from ragblend.integrations.langchain.documents import passages_of
-from ragblend.integrations.langchain.errors import framework_errors
+from ragblend.integrations.langchain.errors import langchain_errors
 from ragblend.integrations.langchain.llms import RAGBlendLLM
 
 DEFAULT_K = 4
 
 
 class RAGBlendRetriever(BaseRetriever):
-    """Retrieves as the retriever or vector store inside does, and tells the model what is coming.
+    """Retrieves as the retriever or vector store inside does, and announces the documents to the model.
 
-    The documents become known to `llm` (so that they are found in its prompts) and their stored KV is read ahead.
+    They are registered with `llm` (so that they are found in its prompts), and their stored KV is prefetched.
 
     ```python
     retriever = RAGBlendRetriever(vectorstore=store, llm=llm, k=4)
@@ -38,9 +38,9 @@ class RAGBlendRetriever(BaseRetriever):
     search_kwargs: dict[str, Any] = Field(default_factory=dict)
     """More arguments for the vector store's search, such as `filter`."""
     k: int | None = Field(default=None, ge=1)
-    """How many documents at most; if None, as many as the retriever inside gives, or 4 of a vector store."""
+    """The most documents; None for as many as the retriever inside returns, or 4 of a vector store."""
     prefetch: bool = True
-    """Whether to load the model and read the documents' KV while the prompt is still being made."""
+    """Whether to load the model and the documents' KV while the prompt is being made."""
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
@@ -79,7 +79,7 @@ class RAGBlendRetriever(BaseRetriever):
         return self.k if k is None else k
 
     def _arguments(self, wanted: int | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Retrievers that take a number of documents get it; the others' answers are cut."""
+        """Pass `k` to retrievers that take it; other retrievers' results are cut."""
         inside = self._inside
         takes_it = isinstance(inside, VectorStoreRetriever) or (
             isinstance(inside, BaseRetriever)
@@ -89,7 +89,7 @@ class RAGBlendRetriever(BaseRetriever):
 
     def _announce(self, documents: list[Document]) -> None:
         passages = passages_of(documents)
-        with framework_errors():
+        with langchain_errors():
             self.llm.backend.remember(passages)
             if self.prefetch:
                 self.llm.backend.prefetch(passages)

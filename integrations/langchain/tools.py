@@ -1,4 +1,4 @@
-"""Between LangChain's tools, schemas and tool calls, and what the engine knows of them."""
+"""Converts between LangChain's tools, schemas and tool calls, and the engine's."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -22,12 +22,12 @@ CUT_OFF = "the answer reached its most tokens inside this call; allow more with 
 
 
 def openai_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Raises UsageError for what is no tool."""
+    """The tools as OpenAI's dictionaries. Raises UsageError for what is no tool."""
     return [_converted(convert_to_openai_tool, tool, "a tool") for tool in tools]
 
 
 def response_format(schema: Any, method: str) -> dict[str, Any]:
-    """What OpenAI's interface calls so, by the method of `with_structured_output`. Raises UsageError."""
+    """OpenAI's `response_format` for a method of `with_structured_output`. Raises UsageError."""
     if method == "json_mode":
         return {"type": "json_object"}
     if method != "json_schema":
@@ -38,14 +38,14 @@ def response_format(schema: Any, method: str) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": found.get("title", "answer"), "schema": found}}
 
 
-def wanted_schema(wanted: Any) -> Mapping[str, Any] | None:
-    """The schema in a `response_format`. Raises UsageError for what is none."""
-    found = schema_in(wanted)
+def response_format_schema(response_format: Any) -> Mapping[str, Any] | None:
+    """The schema in a `response_format`; None for free text. Raises UsageError for an invalid one."""
+    found = schema_in(response_format)
     return None if found is None else _converted(_schema, found, "response_format")
 
 
-def structured(model: Runnable[Any, Any], schema: Any, include_raw: bool) -> Runnable[Any, Any]:
-    """The model and what parses its answers; include_raw: a dictionary with the message, as LangChain has it."""
+def with_parser(model: Runnable[Any, Any], schema: Any, include_raw: bool) -> Runnable[Any, Any]:
+    """The model and a parser of its answers; include_raw: give a dictionary with the message, as LangChain does."""
     is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
     parser: Any = PydanticOutputParser(pydantic_object=schema) if is_class else JsonOutputParser()
     if not include_raw:
@@ -59,8 +59,8 @@ def structured(model: Runnable[Any, Any], schema: Any, include_raw: bool) -> Run
     return both
 
 
-def called(said: "ParsedAnswer") -> dict[str, Any]:
-    """The fields of a message with these calls. What was cut off is invalid, and OpenAI's form tells parsers so."""
+def tool_call_fields(said: "ParsedAnswer") -> dict[str, Any]:
+    """The message fields for an answer's calls; one that was cut off is invalid, in OpenAI's form for parsers too."""
     calls = [ToolCall(name=c.name, args=c.arguments, id=c.id, type="tool_call") for c in said.calls]
     fields: dict[str, Any] = {"tool_calls": calls}
     if said.broken is not None:
@@ -74,25 +74,25 @@ def called(said: "ParsedAnswer") -> dict[str, Any]:
     return fields
 
 
-def called_chunks(said: "ParsedAnswer") -> dict[str, Any]:
-    """The same of the last chunk, which has all of them."""
+def tool_call_chunk_fields(said: "ParsedAnswer") -> dict[str, Any]:
+    """The same for the last chunk of a stream, which has all of them."""
     chunks = [
         tool_call_chunk(name=c.name, args=json.dumps(c.arguments), id=c.id, index=n)
         for n, c in enumerate(said.calls)
     ]
     fields = {"tool_call_chunks": chunks}
     if said.broken is not None:
-        # LangChain would complete cut JSON and call the tool with half of an argument: so it is made none.
+        # LangChain would complete cut JSON and call the tool with half of an argument: so this is no JSON.
         broken = tool_call_chunk(
             name=said.broken_name, args=f"({CUT_OFF}) {said.broken}", id=None, index=len(chunks)
         )
         chunks.append(broken)
-        fields |= {"additional_kwargs": called(said)["additional_kwargs"]}
+        fields |= {"additional_kwargs": tool_call_fields(said)["additional_kwargs"]}
     return fields
 
 
 def _schema(found: Any) -> dict[str, Any]:
-    """A class's, or of a tool's dictionary the arguments'; any other dictionary is a schema as it is."""
+    """The schema of a class, or of a tool's arguments; any other dictionary is a schema already."""
     if isinstance(found, Mapping) and not {"parameters", "function"} & found.keys():
         return dict(found)
     return convert_to_json_schema(found)

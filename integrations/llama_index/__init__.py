@@ -1,4 +1,4 @@
-"""RAGBlend in LlamaIndex: swap the LLM, keep the application; `RAGBlendLLM` is where to start."""
+"""RAGBlend in LlamaIndex: swap the LLM, keep the application. Start with `RAGBlendLLM`."""
 
 from ragblend.integrations.llama_index.embedding import RAGBlendEmbedding
 from ragblend.integrations.llama_index.errors import ContextWindowError

@@ -1,4 +1,4 @@
-"""The bundled embedder as LlamaIndex's `embed_model`, so that an index can be built offline."""
+"""The bundled embedder as LlamaIndex's `embed_model`: an index can be built offline."""
 
 import asyncio
 from typing import Any
@@ -12,7 +12,7 @@ from ragblend.integrations.embeddings import MiniLMEmbedder
 class RAGBlendEmbedding(BaseEmbedding):
     """all-MiniLM-L6-v2, 384 dimensions, on the CPU; loaded on first use, nothing is downloaded.
 
-    A text longer than the model's window gets the mean of its windows' vectors. Raises ModelNotFoundError where the
+    A text longer than the model's window has the mean of its windows' vectors. Raises ModelNotFoundError where the
     embedder's package is not installed.
     """
 

@@ -1,4 +1,4 @@
-"""Our errors in LlamaIndex's own kinds."""
+"""RAGBlend's errors as LlamaIndex expects them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from ragblend.kvstore.errors import PromptError, PromptTooLongError, UsageError
 
 ADVICE = (
-    "LlamaIndex packs prompts by another model's token counts until it is told this one's: call "
+    "LlamaIndex packs prompts by another model's token counts until it knows this one's: call "
     "`ragblend.integrations.llama_index.configure(llm)` once, or retrieve fewer nodes (similarity_top_k)"
 )
 
@@ -16,12 +16,12 @@ class ContextWindowError(PromptTooLongError, ValueError):
 
 
 @contextmanager
-def in_llama_index_words(from_template: bool) -> Iterator[None]:
-    """A prompt that is too long is a ValueError, as LlamaIndex's own packer has it, with what to do about it.
+def llama_index_errors(from_template: bool) -> Iterator[None]:
+    """Raise a too long prompt as a ValueError, as LlamaIndex's own packer does, with advice.
 
-    from_template: the prompt comes by `LLM.predict`, `structured_predict` or a program, so from a synthesizer. Then
-    neither that nor a UsageError (of a schema that cannot be kept to, say) is a ValueError: `Refine`, on which query
-    engines and chat engines stand, takes those for badly formed answers, logs them and says "Empty Response".
+    from_template: the prompt comes from `LLM.predict`, `structured_predict` or a program, so from a synthesizer. Then
+    neither that nor a UsageError (of an unsupported schema, say) is raised as a ValueError: `Refine`, on which query
+    engines and chat engines are built, takes those for badly formed answers, logs them and says "Empty Response".
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Reading passages ahead of the first question: a whole index, or nodes as they are ingested."""
+"""Encodes passages before the first question: a whole index, or nodes as they are ingested."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -9,14 +9,14 @@ from llama_index.core.indices.base import BaseIndex
 from llama_index.core.schema import BaseNode, TransformComponent
 
 from ragblend.integrations.llama_index.llm import RAGBlendLLM
-from ragblend.integrations.llama_index.nodes import further_passages_of, passages_of
+from ragblend.integrations.llama_index.nodes import alternative_passages_of, passages_of
 from ragblend.kvstore.errors import UsageError
 
 
 class EncodeNodes(TransformComponent):
     """An ingestion step that stores each node's KV and passes the nodes on unchanged.
 
-    Put it last: splitters and metadata extractors change what the model is shown of a node.
+    Put it last: splitters and metadata extractors change the text that the model is shown.
     """
 
     llm: SerializeAsAny[RAGBlendLLM]
@@ -35,22 +35,22 @@ class EncodeNodes(TransformComponent):
 
 
 def encode_index(index: BaseIndex[Any], llm: RAGBlendLLM, show_progress: bool = True) -> int:
-    """Store the KV of every node of an index; what is stored is skipped. Returns how many passages there are.
+    """Store the KV of every node of an index; stored KV is skipped. Returns the number of passages.
 
-    Takes the index' nodes from its docstore, or from a vector store that holds the texts itself (Chroma does). May be
+    The nodes come from the index's docstore, or from a vector store that holds the texts itself (Chroma does). May be
     interrupted: what is done stays. Raises UsageError for an index whose nodes cannot be listed.
     """
     return encode_nodes(nodes_of(index), llm, show_progress)
 
 
 def encode_nodes(nodes: Sequence[BaseNode], llm: RAGBlendLLM, show_progress: bool = True) -> int:
-    """The same for nodes in hand."""
-    llm.backend.remember(further_passages_of(nodes))
+    """The same for a list of nodes."""
+    llm.backend.remember(alternative_passages_of(nodes))
     return llm.backend.encode(passages_of(nodes), show_progress)
 
 
 def nodes_of(index: BaseIndex[Any]) -> list[BaseNode]:
-    """All nodes of an index, and their parents (for auto-merging), which its docstore alone holds."""
+    """All nodes of an index, and their parents (for auto-merging), which only its docstore holds."""
     held, store = index.docstore.docs, getattr(index, "vector_store", None)
     if held:
         return _still_indexed(index, held)
@@ -61,15 +61,15 @@ def nodes_of(index: BaseIndex[Any]) -> list[BaseNode]:
     except (NotImplementedError, ValueError) as error:
         raise UsageError(
             f"the nodes of this index cannot be listed: its docstore is empty, and {type(store).__name__} does not "
-            f"list what it holds ({error}); encode the nodes in hand with `encode_nodes(nodes, llm)`"
+            f"list what it holds ({error}); encode a list of nodes with `encode_nodes(nodes, llm)`"
         ) from error
 
 
 def _still_indexed(index: BaseIndex[Any], held: Mapping[str, BaseNode]) -> list[BaseNode]:
-    """Without the nodes of documents that were deleted: `delete_ref_doc` leaves them in the docstore.
+    """Leave out the nodes of deleted documents, which `delete_ref_doc` leaves in the docstore.
 
-    Parents are not in the index, but are of the same documents as their leaves. An index over a store that holds the
-    texts itself does not list what it has, unless it was told to.
+    Parents are not in the index, but belong to the same documents as their leaves. An index over a store that holds the
+    texts itself does not list its nodes, unless configured to.
     """
     listed = getattr(index.index_struct, "nodes_dict", None)
     stores_text = getattr(getattr(index, "vector_store", None), "stores_text", False)

@@ -1,4 +1,4 @@
-"""LlamaIndex's messages as turns, and prompts that remember which passages were put into them."""
+"""Turns LlamaIndex's messages into chat turns, and lets filled templates carry the passages that were put into them."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from llama_index.core.base.llms.types import (
 )
 
 from ragblend.engine.prompts.segments import ToolCall
-from ragblend.integrations.backend import Turn, checked_turns
+from ragblend.integrations.backend import ChatTurn, drop_empty_turns
 from ragblend.integrations.passages import Passage
 from ragblend.kvstore.errors import UsageError
 
@@ -29,14 +29,14 @@ ROLES = {
     MessageRole.TOOL: "tool",
     MessageRole.FUNCTION: "tool",
 }
-# A hint for hosted models' caches, what a reasoning model thought last time, and calls: none is sent back as text.
-SILENT = (CachePoint, ThinkingBlock, ToolCallBlock)
+# A hint for hosted models' caches, earlier reasoning, and calls: none is sent back as text.
+NOT_TEXT = (CachePoint, ThinkingBlock, ToolCallBlock)
 
 
 class FilledMessages(list[ChatMessage]):
-    """Messages that `LLM.predict` made from a template, with the passages that its caller said are in them.
+    """Messages that `LLM.predict` made from a template, with the passages that its caller named.
 
-    `predict` hands the list on to `chat` as it is, but drops every keyword argument: so the list carries them.
+    `predict` passes the list on to `chat` as it is, but drops every keyword argument: so the list carries them.
     """
 
     def __init__(self, messages: Sequence[ChatMessage], passages: Sequence[Passage]) -> None:
@@ -47,52 +47,47 @@ class FilledMessages(list[ChatMessage]):
 class FilledText(str):
     """The same for a model without a chat template, for which `predict` makes a text.
 
-    parts: as `Backend.text_prompt` wants them.
+    parts: as in `Backend.text_prompt`.
     """
 
     passages: tuple[Passage, ...] = ()
     parts: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, text: str, passages: Sequence[Passage], parts: Sequence[str] = ()) -> "FilledText":
+    def of(cls, text: str, passages: Sequence[Passage], parts: Sequence[str]) -> "FilledText":
         filled = cls(text)
         filled.passages, filled.parts = tuple(passages), tuple(parts)
         return filled
 
 
-def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
+def turns_of(messages: Sequence[ChatMessage]) -> list[ChatTurn]:
     """Raises UsageError (a ValueError) for no message at all, and for content that is not text."""
-    return checked_turns([_turn(message) for message in messages])
+    return drop_empty_turns([_turn(message) for message in messages])
 
 
-def _turn(message: ChatMessage) -> Turn:
-    text, told = text_of(message), message.additional_kwargs
-    made = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
-    calls = tuple(ToolCall(b.tool_name, arguments_of(b), b.tool_call_id or "") for b in made)
+def _turn(message: ChatMessage) -> ChatTurn:
+    text, more = text_of(message), message.additional_kwargs
+    blocks = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
+    calls = tuple(ToolCall(b.tool_name, arguments_of(b), b.tool_call_id or "") for b in blocks)
     pieces = (text,) if text else ()
-    return Turn(ROLES[message.role], pieces, calls, told.get("tool_call_id"), told.get("name"))
+    return ChatTurn(ROLES[message.role], pieces, calls, more.get("tool_call_id"), more.get("name"))
 
 
 def arguments_of(block: ToolCallBlock) -> dict[str, Any]:
-    """A dictionary, or its JSON."""
+    """A call's arguments, which may be a dictionary or its JSON. Raises UsageError."""
     given = block.tool_kwargs
     try:
         found = json.loads(given or "{}") if isinstance(given, str) else given
     except ValueError as error:
         raise UsageError(
-            f"the arguments of a call of {block.tool_name} are no JSON: {given!r:.200}"
+            f"the arguments of a call of {block.tool_name} are not JSON: {given!r:.200}"
         ) from error
     return dict(found)
 
 
-def with_text(message: ChatMessage, text: str) -> ChatMessage:
-    """The same message with that text in the place of all its blocks."""
-    return message.model_copy(update={"blocks": [TextBlock(text=text)]})
-
-
 def text_of(message: ChatMessage) -> str:
     """A message's text blocks, joined as `ChatMessage.content` joins them."""
-    blocks = [block for block in message.blocks if not isinstance(block, SILENT)]
+    blocks = [block for block in message.blocks if not isinstance(block, NOT_TEXT)]
     return "\n".join(_text(block) for block in blocks)
 
 

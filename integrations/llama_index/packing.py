@@ -1,7 +1,7 @@
-"""Packing prompts right: this model's token counts, and passages kept whole.
+"""Packs prompts with this model's token counts, and keeps passages whole.
 
 LlamaIndex's own `PromptHelper` counts by tiktoken unless it is given a tokenizer, joins what was retrieved, and cuts
-that at the window: a passage that is cut is not found again. This one puts as many whole passages in a prompt as fit.
+that at the window: a cut passage is not found again. This one puts as many whole passages in a prompt as fit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +20,8 @@ from ragblend.integrations.llama_index.llm import RAGBlendLLM
 BETWEEN = "\n\n"  # what LlamaIndex puts between passages
 
 
-class _ModelsCounter(TokenCounter):
-    """Counts messages by its tokenizer too: LlamaIndex counts their text by its global one, whatever it is given."""
+class _ModelTokenCounter(TokenCounter):
+    """Counts messages by its tokenizer too: LlamaIndex always counts their text by its global tokenizer."""
 
     def estimate_tokens_in_messages(self, messages: list[ChatMessage]) -> int:
         by_global = sum(message.estimate_tokens() for message in messages)
@@ -30,7 +30,7 @@ class _ModelsCounter(TokenCounter):
 
 
 class WholePassages(PromptHelper):
-    """A PromptHelper that cuts no passage, unless it is longer than the window by itself."""
+    """A PromptHelper that cuts no passage that fits the window by itself."""
 
     @classmethod
     def class_name(cls) -> str:
@@ -38,10 +38,10 @@ class WholePassages(PromptHelper):
 
     @classmethod
     def of_llm(cls, llm: RAGBlendLLM, **options: Any) -> "WholePassages":
-        """For that model: its window (less what its chat template takes) and its tokenizer."""
-        numbers = LLMMetadata(context_window=_room(llm), num_output=llm.metadata.num_output)
-        helper = cast("WholePassages", cls.from_llm_metadata(numbers, tokenizer=llm.tokenize, **options))
-        helper._token_counter = _ModelsCounter(llm.tokenize)
+        """With that model's tokenizer and window (less its chat template's tokens)."""
+        metadata = LLMMetadata(context_window=_usable_window(llm), num_output=llm.metadata.num_output)
+        helper = cast("WholePassages", cls.from_llm_metadata(metadata, tokenizer=llm.tokenize, **options))
+        helper._token_counter = _ModelTokenCounter(llm.tokenize)
         return helper
 
     def repack(
@@ -52,7 +52,7 @@ class WholePassages(PromptHelper):
         llm: LLM | None = None,
         tools: list[BaseTool] | None = None,
     ) -> list[str]:
-        """As few texts as hold all the chunks, in order, each within the room that the prompt leaves."""
+        """As few texts as hold all the chunks, in order, each no longer than the prompt leaves room for."""
         splitter = self.get_text_splitter_given_prompt(prompt, padding=padding, llm=llm, tools=tools)
         count = self._token_counter.get_string_tokens
         texts = [text for chunk in text_chunks if (text := chunk.strip())]
@@ -62,43 +62,43 @@ class WholePassages(PromptHelper):
 def packed(
     texts: Sequence[str], room: int, count: Callable[[str], int], cut: Callable[[str], list[str]]
 ) -> Iterator[str]:
-    """Whole texts, joined while they fit; one that is too long alone gives way at its paragraphs, then to `cut`.
+    """Join whole texts while they fit in `room` tokens; split one that is too long at its paragraphs, then by `cut`.
 
-    A text may be several passages that were joined before (`Refine` packs twice, the second time in less room): its
-    paragraphs are where those meet.
+    A text may be several passages that were joined before (`Refine` packs twice, the second time in less room), which
+    are its paragraphs.
     """
-    held = ""
+    joined = ""
     for text in texts:
-        joined = held + BETWEEN + text if held else text
-        if count(joined) <= room:
-            held = joined
+        longer = joined + BETWEEN + text if joined else text
+        if count(longer) <= room:
+            joined = longer
             continue
-        if held:
-            yield held
-        held = ""
+        if joined:
+            yield joined
+        joined = ""
         if count(text) <= room:
-            held = text
+            joined = text
         elif BETWEEN in text:
             yield from packed([part for part in text.split(BETWEEN) if part.strip()], room, count, cut)
         else:
             yield from cut(text)
-    if held:
-        yield held
+    if joined:
+        yield joined
 
 
 def configure(llm: RAGBlendLLM, settings: Any = Settings) -> None:
     """Make that LLM LlamaIndex's default, with packing by its own tokenizer.
 
     Sets `Settings.llm`, `Settings.prompt_helper` and `Settings.chat_prompt_helper`, which every synthesizer and chat
-    engine made from then on takes. `Settings.tokenizer` is left alone: node parsers count by it, and an index would be
-    cut differently.
+    engine made afterwards uses. `Settings.tokenizer` is not changed: node parsers count by it, and would cut an index
+    differently.
     """
     settings.llm = llm
     settings.prompt_helper = WholePassages.of_llm(llm)
     settings.chat_prompt_helper = ChatPromptHelper(
-        _room(llm), llm.metadata.num_output, tokenizer=llm.tokenize
+        _usable_window(llm), llm.metadata.num_output, tokenizer=llm.tokenize
     )
 
 
-def _room(llm: RAGBlendLLM) -> int:
+def _usable_window(llm: RAGBlendLLM) -> int:
     return max(1, llm.metadata.context_window - llm.template_tokens)

@@ -1,4 +1,4 @@
-"""Between retrieval and the prompt: registering what was found, and loading its KV while the rest goes on."""
+"""Between retrieval and the prompt: registers the retrieved nodes, and prefetches their KV."""
 
 import asyncio
 from typing import Any
@@ -16,8 +16,8 @@ from ragblend.integrations.llama_index.nodes import passages_of
 class RegisterNodes(BaseNodePostprocessor):
     """A postprocessor that registers the nodes it is given, and changes none of them.
 
-    Put it last: what other postprocessors make of a node (a window around it, a shorter text) is what stands in the
-    prompt. The retrieved nodes themselves are registered without it, by LlamaIndex's events.
+    Put it last: the prompt contains what other postprocessors make of a node (a window around it, a shorter text). The
+    retrieved nodes themselves are registered without it, by LlamaIndex's events.
     """
 
     llm: SerializeAsAny[RAGBlendLLM]
@@ -40,7 +40,7 @@ class RegisterNodes(BaseNodePostprocessor):
 
 
 class PrefetchingRetriever(BaseRetriever):
-    """Any retriever; the stored KV of what it finds is being loaded while the prompt is still being made."""
+    """Wraps any retriever, and loads the stored KV of what it finds while the prompt is being made."""
 
     def __init__(self, retriever: BaseRetriever, llm: RAGBlendLLM, **options: Any) -> None:
         options.setdefault("callback_manager", getattr(retriever, "callback_manager", None))
@@ -49,15 +49,15 @@ class PrefetchingRetriever(BaseRetriever):
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         nodes = self._retriever.retrieve(query_bundle)
-        self._found(nodes)
+        self._announce(nodes)
         return nodes
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         nodes = await self._retriever.aretrieve(query_bundle)
-        await asyncio.to_thread(self._found, nodes)
+        await asyncio.to_thread(self._announce, nodes)
         return nodes
 
-    def _found(self, nodes: list[NodeWithScore]) -> None:
+    def _announce(self, nodes: list[NodeWithScore]) -> None:
         self._llm.remember(nodes)
         self._llm.backend.prefetch(passages_of(nodes))
 

@@ -1,7 +1,7 @@
-"""Streams that stop the device when they are closed, whatever keeps them.
+"""Streams that stop the device when they are closed, even where something keeps a reference to them.
 
-LlamaIndex's callback decorators wrap our generator in one of theirs, and never close ours: it ends when nobody holds it
-any more. A callback handler that keeps how a closed stream ended (`LlamaDebugHandler` does) keeps the exception, its
+LlamaIndex's callback decorators wrap our generator in one of theirs, and never close ours: it ends when it is garbage
+collected. A callback handler that keeps how a closed stream ended (`LlamaDebugHandler` does) keeps the exception, its
 traceback and so our generator, and the device would go on to the last token. Hence a third generator around both, which
 knows the inner one: a context variable takes it past the decorator, for as long as the call that makes it.
 """
@@ -13,43 +13,43 @@ from typing import Any, TypeVar, cast
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Stream = TypeVar("Stream", bound=Generator[Any, None, None] | AsyncGenerator[Any, None])
-_begun: ContextVar[list[Any] | None] = ContextVar("ragblend_begun", default=None)
+_inner: ContextVar[list[Any] | None] = ContextVar("ragblend_inner_streams", default=None)
 
 
-def begun(stream: Stream) -> Stream:
-    """The stream, made known to the call that is under way."""
-    streams = _begun.get()
+def tracked(stream: Stream) -> Stream:
+    """The stream, made known to the decorated method that is being called."""
+    streams = _inner.get()
     if streams is not None:
         streams.append(stream)
     return stream
 
 
-def stops_when_closed(method: Method) -> Method:
-    """For a decorated method that returns a generator: closing that closes what it `begun`."""
+def close_with_outer(method: Method) -> Method:
+    """Decorate a method that returns a generator: closing that also closes the streams `tracked` in the call."""
 
     @wraps(method)
     def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, None, None]:
         streams: list[Any] = []
-        token = _begun.set(streams)
+        token = _inner.set(streams)
         try:
             return _closing(method(*args, **kwargs), streams)
         finally:
-            _begun.reset(token)
+            _inner.reset(token)
 
     return cast(Method, wrapper)
 
 
-def astops_when_closed(method: Method) -> Method:
+def aclose_with_outer(method: Method) -> Method:
     """The same for a coroutine that returns an asynchronous generator."""
 
     @wraps(method)
     async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         streams: list[Any] = []
-        token = _begun.set(streams)
+        token = _inner.set(streams)
         try:
             return _aclosing(await method(*args, **kwargs), streams)
         finally:
-            _begun.reset(token)
+            _inner.reset(token)
 
     return cast(Method, wrapper)
 

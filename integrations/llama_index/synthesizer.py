@@ -25,11 +25,11 @@ from ragblend.kvstore.errors import UsageError
 
 
 class RAGBlendSynthesizer(BaseSynthesizer):
-    """Any of the stock response modes, with passages kept whole and named to the LLM by their nodes' ids.
+    """Any of LlamaIndex's response modes, with passages kept whole and named to the LLM by their nodes' ids.
 
     response_mode: compact, refine, tree_summarize, accumulate, compact_accumulate or simple_summarize; further options
-    are `get_response_synthesizer`'s (streaming, use_async, text_qa_template, ...). Needs no registration: the nodes
-    that are synthesized are the passages that are looked for. Raises UsageError for another LLM or mode.
+    are those of `get_response_synthesizer` (streaming, use_async, text_qa_template, ...). Nodes need not be registered:
+    those that are synthesized are looked for. Raises UsageError for another LLM or mode.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RAGBlendSynthesizer(BaseSynthesizer):
 
     @property
     def _streaming(self) -> bool:
-        """One switch for both: chat engines set it, and ask the inner one."""
+        """The inner synthesizer's: chat engines set and read it here."""
         return self._inner._streaming
 
     @_streaming.setter
@@ -93,35 +93,35 @@ class RAGBlendSynthesizer(BaseSynthesizer):
 
 
 class WholeSummarize(SimpleSummarize):
-    """simple_summarize with the passages in the prompt; the stock one shows the model a Python list's repr (#22392)."""
+    """simple_summarize with the passages in the prompt; LlamaIndex's own shows the repr of a Python list (#22392)."""
 
     def get_response(self, query_str: str, text_chunks: Sequence[str], **kwargs: Any) -> RESPONSE_TEXT_TYPE:
-        template = self._text_qa_template.partial_format(query_str=query_str)
-        context = self._prompt_helper.repack(template, text_chunks, llm=self._llm)[0]
         ask = self._llm.stream if self._streaming else self._llm.predict
-        answer: RESPONSE_TEXT_TYPE = ask(template, context_str=context, **kwargs) or "Empty Response"
-        return answer
+        answer: RESPONSE_TEXT_TYPE = ask(**self._filled(query_str, text_chunks), **kwargs)
+        return answer or "Empty Response"
 
     async def aget_response(
-        self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
+        self, query_str: str, text_chunks: Sequence[str], **kwargs: Any
     ) -> RESPONSE_TEXT_TYPE:
+        ask = self._llm.astream if self._streaming else self._llm.apredict
+        answer: RESPONSE_TEXT_TYPE = await ask(**self._filled(query_str, text_chunks), **kwargs)
+        return answer or "Empty Response"
+
+    def _filled(self, query_str: str, text_chunks: Sequence[str]) -> dict[str, Any]:
+        """The prompt's template, and the context in it."""
         template = self._text_qa_template.partial_format(query_str=query_str)
         context = self._prompt_helper.repack(template, text_chunks, llm=self._llm)[0]
-        ask = self._llm.astream if self._streaming else self._llm.apredict
-        answer: RESPONSE_TEXT_TYPE = (
-            await ask(template, context_str=context, **response_kwargs) or "Empty Response"
-        )
-        return answer
+        return {"prompt": template, "context_str": context}
 
 
 MODES = ("compact", "refine", "tree_summarize", "accumulate", "compact_accumulate", "simple_summarize")
 
 
 def _stock(mode: ResponseMode, llm: RAGBlendLLM, options: dict[str, Any]) -> BaseSynthesizer:
-    """options: `get_response_synthesizer`'s."""
+    """LlamaIndex's own synthesizer, but for simple_summarize; options: `get_response_synthesizer`'s."""
     if mode.value not in MODES:
         names = ", ".join(MODES)
-        raise UsageError(f"response_mode {mode.value!r} puts no passage before the model; there are {names}")
+        raise UsageError(f"response_mode {mode.value!r} shows the model no passage; there are {names}")
     if mode is not ResponseMode.SIMPLE_SUMMARIZE:
         return get_response_synthesizer(llm, response_mode=mode, **options)
     template = options.get("text_qa_template") or DEFAULT_TEXT_QA_PROMPT_SEL

@@ -1,8 +1,8 @@
 """RAGBlendConnector: fused prefill as a KV connector of vLLM. Start here.
 
-One instance in the scheduler finds passages in a prompt and answers that all but its last token can be loaded; another
-in the worker, before the forward of that step, fuses the prompt and writes its KV into the blocks that it was given.
-Whatever goes wrong on the way, the prompt is vLLM's own.
+One instance in the scheduler finds passages in a prompt and reports that all but its last token can be loaded; another
+in the worker, before that step's forward pass, fuses the prompt and writes its KV into the allocated blocks. Whatever
+fails on the way, vLLM computes the prompt itself.
 """
 
 import logging
@@ -17,52 +17,55 @@ if (_refusal := refusal()) is not None:
 from vllm.distributed.kv_transfer.kv_connector.v1 import SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
-from ragblend.integrations.vllm.messages import Fused, Orders, Verdict
-from ragblend.integrations.vllm.metrics import FusedMetrics, FusedStats
+from ragblend.integrations.vllm.messages import FusionReports, StepWork, WorkerStatus
+from ragblend.integrations.vllm.metrics import FusionMetrics, FusionStats
 from ragblend.integrations.vllm.plugin import is_paused, worker_of
 from ragblend.integrations.vllm.runtime import VllmRuntime, decoder_for, failure_policy, unsupported
-from ragblend.integrations.vllm.scheduling import SchedulerSide
-from ragblend.integrations.vllm.settings import Settings
-from ragblend.integrations.vllm.team import team_of
-from ragblend.integrations.vllm.working import WorkerSide
+from ragblend.integrations.vllm.scheduler import ConnectorScheduler
+from ragblend.integrations.vllm.settings import ConnectorSettings
+from ragblend.integrations.vllm.tensor_parallel import tensor_parallel_group
+from ragblend.integrations.vllm.worker import ConnectorWorker
 from ragblend.kvstore.errors import RagBlendError
 
 log = logging.getLogger("ragblend")
 
 
 class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
-    """Made by vLLM, once for its scheduler and once for each worker. Raises UsageError for settings that are wrong."""
+    """Made by vLLM, once for its scheduler and once for each worker. Raises UsageError for wrong settings."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _log_as_vllm_does()
+        _use_vllm_logging()
         transfer = vllm_config.kv_transfer_config
-        # Read by the scheduler after this.
+        # The scheduler reads it after this.
         transfer.kv_load_failure_policy = failure_policy(vllm_config, kv_cache_config)
-        self._settings = Settings.of(transfer.kv_connector_extra_config)
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
-        if role == KVConnectorRole.SCHEDULER and (said := warning()) is not None:
-            log.warning("%s", said)
-        self._refusal = self._begun(vllm_config, role, kv_cache_config)
+        self._settings = ConnectorSettings.of(transfer.kv_connector_extra_config)
+        self._scheduler: ConnectorScheduler | None = None
+        self._worker: ConnectorWorker | None = None
+        if role == KVConnectorRole.SCHEDULER and (untested := warning()) is not None:
+            log.warning("%s", untested)
+        self._refusal = self._start(vllm_config, role, kv_cache_config)
         if self._refusal is not None:
-            log.warning("RAGBlend fuses nothing here, and all prompts are vLLM's own: %s", self._refusal)
+            log.warning(
+                "RAGBlend fuses nothing here, and vLLM computes all prompts itself: %s", self._refusal
+            )
 
-    def _begun(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> str | None:
-        """Why this side does nothing, if so."""
-        if (why := unsupported(vllm_config, kv_cache_config)) is not None:
-            return why
+    def _start(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> str | None:
+        """Create this side; or why it does nothing."""
+        if (reason := unsupported(vllm_config, kv_cache_config)) is not None:
+            return reason
         has_model = role != KVConnectorRole.SCHEDULER
         runtime = VllmRuntime(vllm_config, self._settings, has_model)
         if has_model:
-            can_tell = len(kv_cache_config.kv_cache_groups) == 1
-            computes = can_tell and vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
-            longest = self._settings.step_tokens if computes else sys.maxsize
-            self._worker = WorkerSide(runtime, can_tell, longest)
+            reports_failures = len(kv_cache_config.kv_cache_groups) == 1
+            policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+            is_recomputed = reports_failures and policy == "recompute"
+            longest = self._settings.step_tokens if is_recomputed else sys.maxsize
+            self._worker = ConnectorWorker(runtime, reports_failures, longest)
             return None
         try:
-            self._scheduler = SchedulerSide(runtime, self._settings)
-        except (RagBlendError, OSError) as error:  # a store of another version, a home that cannot be read
+            self._scheduler = ConnectorScheduler(runtime, self._settings)
+        except (RagBlendError, OSError) as error:  # a store of another version, an unreadable home
             runtime.close()
             return str(error)
         return None
@@ -88,27 +91,27 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:
-            self._scheduler.arrived(request)
+            self._scheduler.plan(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
-        return self._scheduler.matched(request, num_computed_tokens), False
+        return self._scheduler.loadable_tokens(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None and num_external_tokens:
             self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Orders:
+    def build_connector_meta(self, scheduler_output: Any) -> StepWork:
         if self._scheduler is None:
-            return Orders()
+            return StepWork()
         idle = not scheduler_output.total_num_scheduled_tokens and not is_paused()
-        return self._scheduler.orders(idle)
+        return self._scheduler.take_work(idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
         found = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None and isinstance(found, Fused):
-            self._scheduler.done(found)
+        if self._scheduler is not None and isinstance(found, FusionReports):
+            self._scheduler.handle_reports(found)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -119,49 +122,49 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None if self._scheduler is None else self._scheduler.finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        """Has the engine go on stepping while passages wait to be encoded and nobody else needs it."""
+        """Keeps the engine stepping while passages are to be encoded and it is idle otherwise."""
         return self._scheduler is not None and self._scheduler.has_missing and not is_paused()
 
     def reset_cache(self) -> bool:
-        """Told by vLLM when its weights may have been replaced: stored KV may be another model's from then on."""
+        """Called by vLLM when its weights may have been replaced: stored KV may be another model's from then on."""
         if self._scheduler is not None:
-            self._scheduler.end(
-                "the connector's cache was reset, as after new weights; start vLLM anew to fuse again"
+            self._scheduler.stop(
+                "the connector's cache was reset, as after new weights; restart vLLM to fuse again"
             )
         return True
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Told by vLLM before the first request, from all workers; in a MultiConnector it may be another connector's.
+        """Called by vLLM before the first request, with that of all workers, or of another connector's.
 
-        Only workers that all consent do: what a worker does not fill would be answered from.
+        Prompts are fused only if all workers do: an answer would use the blocks that one does not fill.
         """
-        verdicts = [each for each in metadata.values() if isinstance(each, Verdict)]
-        if self._scheduler is not None and verdicts and len(verdicts) == len(metadata):
-            self._scheduler.refusal = next(filter(None, (each.refusal for each in verdicts)), None)
+        statuses = [each for each in metadata.values() if isinstance(each, WorkerStatus)]
+        if self._scheduler is not None and statuses and len(statuses) == len(metadata):
+            self._scheduler.refusal = next(filter(None, (each.refusal for each in statuses)), None)
 
     # --- the worker's side
 
-    def get_handshake_metadata(self) -> Verdict | None:
+    def get_handshake_metadata(self) -> WorkerStatus | None:
         if self._vllm_config.parallel_config.pipeline_parallel_size > 1:  # vLLM takes none from later stages
             return None
-        return Verdict(self._refusal if self._worker is None else self._worker.refusal)
+        return WorkerStatus(self._refusal if self._worker is None else self._worker.refusal)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """The first moment at which there are a model and a cache, and no request: the gate's."""
+        """Runs the gate: model and cache exist by now, and there is no request yet."""
         if self._worker is not None:
             worker, config, groups = worker_of(self._vllm_config), self._vllm_config, self._kv_cache_config
-            team = team_of(config)
-            self._worker.begin(lambda dtype: decoder_for(worker, config, groups, dtype, team), team)
+            group = tensor_parallel_group(config)
+            self._worker.start(lambda dtype: decoder_for(worker, config, groups, dtype, group), group)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if self._worker is not None and isinstance(self._connector_metadata, Orders):
-            self._worker.work(self._connector_metadata)
+        if self._worker is not None and isinstance(self._connector_metadata, StepWork):
+            self._worker.run(self._connector_metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All was written before the forward."""
+        """All layers were written before the forward pass."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """KV out of a context is never stored."""
+        """KV computed in a context is never stored."""
 
     def wait_for_save(self) -> None:
         """Nothing is saved."""
@@ -169,25 +172,25 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.take_failed_blocks()
 
-    def build_connector_worker_meta(self) -> Fused | None:
+    def build_connector_worker_meta(self) -> FusionReports | None:
         return None if self._worker is None else self._worker.take_reports()
 
-    # --- seen from outside
+    # --- statistics
 
-    def get_kv_connector_stats(self) -> FusedStats | None:
+    def get_kv_connector_stats(self) -> FusionStats | None:
         return None if self._worker is None else self._worker.take_stats()
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FusedStats:
-        return FusedStats(data=dict(data or {}))
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FusionStats:
+        return FusionStats(data=dict(data or {}))
 
     @classmethod
-    def build_prom_metrics(cls, *given: Any) -> FusedMetrics:
-        return FusedMetrics(*given)
+    def build_prom_metrics(cls, *given: Any) -> FusionMetrics:
+        return FusionMetrics(*given)
 
 
-def _log_as_vllm_does() -> None:
-    """vLLM writes down what its own loggers say, and no other's."""
+def _use_vllm_logging() -> None:
+    """Log through vLLM's handlers, which only its own loggers have."""
     ours, theirs = logging.getLogger("ragblend"), logging.getLogger("vllm")
     if not ours.handlers and theirs.handlers:
         ours.handlers = theirs.handlers

@@ -1,8 +1,8 @@
-"""The engine's decoder over vLLM's own modules: no weight is held twice.
+"""The engine's decoder on vLLM's own modules: no weight is loaded twice.
 
-A layer of vLLM is called as vLLM calls it, but for its attention: for that call it is ours, which lays the new keys
-and values over the stored ones and lets scattered rows see what is before them. So every model works whose layers are
-`layer(positions, hidden, residual)` around one `self_attn.attn`, and the gate says whether it is right.
+vLLM's layers are called as vLLM calls them, with their attention replaced for that call by ours, which writes the new
+keys and values over the stored ones and lets scattered rows see what is before them. So every model works whose layers
+are `layer(positions, hidden, residual)` around one `self_attn.attn`, and the gate checks it.
 
 Where several workers share the model the first one's decoder is the engine's, and the others' `follow` it.
 """
@@ -18,54 +18,55 @@ from torch import Tensor
 from ragblend.engine.model.attention import NAME, CollectAttention, rows_attention
 from ragblend.engine.model.decoder import Decoder, RowBlock
 from ragblend.integrations.vllm.paged import Blocks, Layers, PagedCache
-from ragblend.integrations.vllm.team import Left, Team
+from ragblend.integrations.vllm.tensor_parallel import LeaderAborted, TensorParallelGroup
 from ragblend.kvstore.errors import UnsupportedModelError
 
-# Whose `_compute_inv_freq(base)` says all: others change the frequencies with the length, or scale the attention.
+# Fully described by `_compute_inv_freq(base)`: others change frequencies with the length, or scale the attention.
 ROTARY = ("RotaryEmbedding", "Llama3RotaryEmbedding")
-END = "end"  # of what the first worker tells the others
+END = "end"  # of the operations that the first worker broadcasts
 # Queries (1, N, R, D), keys and values (1, H, R, D) -> (R, N * D)
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class VllmDecoder(Decoder):
-    """A causal language model as vLLM has loaded it. Raises UnsupportedModelError if it has other parts."""
+    """A causal language model as vLLM has loaded it. Raises UnsupportedModelError for an unknown structure."""
 
-    rounding = 2.0  # two attentions, and residuals that are added in one kernel or in two
+    rounding = 2.0  # attention differs between the two, and residuals are added in one kernel or in two
 
     _model: Any
 
-    def __init__(self, model: Any, config: Any, dtype: str, paged: PagedCache, team: Team) -> None:
+    def __init__(
+        self, model: Any, config: Any, dtype: str, paged: PagedCache, group: TensorParallelGroup
+    ) -> None:
         self.model = self._model = model
-        self.paged, self._team = paged, team
+        self.paged, self._group = paged, group
         self.base: Any = getattr(model, "model", None)
         self.layers = _layers_of(model, config.num_hidden_layers)
         device = next(model.parameters()).device
         super().__init__(config, dtype, NAME, device, passes=True)
         self.attentions = [layer.self_attn.attn for layer in self.layers]
         heads = {(each.num_kv_heads, each.head_size) for each in self.attentions}
-        held = max(1, self.geometry.kv_heads // team.size)
+        held = max(1, self.geometry.kv_heads // group.size)
         if heads != {(held, self.geometry.key_size)}:
             raise UnsupportedModelError(f"its layers have key heads of shapes {heads}, not {self.geometry}")
-        self._held = team.heads(self.geometry.kv_heads, held)
-        self._queries = self.attentions[0].num_heads * team.size
+        self._held = group.own_heads(self.geometry.kv_heads, held)
+        self._queries = self.attentions[0].num_heads * group.size
         kinds = zip(self.layer_types, self.layers, strict=True)
         self.ropes = {kind: _inv_freq(layer).to(device) for kind, layer in kinds}
-        group = self._queries // self.geometry.kv_heads
-        self._asked = SimpleNamespace(
-            num_key_value_groups=group, is_causal=True
-        )  # what torch's attention asks of a module
+        # The attributes that torch's attention reads of a module.
+        queries_per_key = self._queries // self.geometry.kv_heads
+        self._attention_module = SimpleNamespace(num_key_value_groups=queries_per_key, is_causal=True)
 
     @property
     def attention_share(self) -> float:
-        """From the shapes: vLLM may have packed the parameters away."""
+        """From the shapes: vLLM may have packed the parameters."""
         config, first = self.config, self.attentions[0]
         heads = 2 * self._queries + 2 * self.geometry.kv_heads
         attention = config.hidden_size * first.head_size * heads
         return float(attention / (attention + 3 * config.hidden_size * config.intermediate_size))
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        with self._team.doing("embed", token_ids=token_ids):
+        with self._group.operation("embed", token_ids=token_ids):
             return self._embed(token_ids)[None]
 
     def _embed(self, token_ids: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ class VllmDecoder(Decoder):
         return embedded
 
     def rotary(self, kind: str, rows: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Nothing: vLLM's layers have tables of their own, for positions."""
+        """Only the positions: vLLM's layers have rotary tables of their own."""
         return rows, rows
 
     def run_layer(
@@ -83,44 +84,43 @@ class VllmDecoder(Decoder):
 
         def attend(queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
             keys, values = cache.update(new_keys, new_values, layer)
-            out, _ = rows_attention(self._asked, queries, keys, values, scaling=scaling, **view)  # type: ignore[arg-type]
+            out, _ = rows_attention(self._attention_module, queries, keys, values, scaling=scaling, **view)  # type: ignore[arg-type]
             return out.reshape(queries.shape[2], queries.shape[1] * queries.shape[3])
 
-        with self._team.doing("layer", layer=layer, rows=block.rows, hidden=hidden[0]):
+        with self._group.operation("layer", layer=layer, rows=block.rows, hidden=hidden[0]):
             return self._layer(layer, block.rows, hidden[0], attend)[None]
 
     def _layer(self, layer: int, rows: Tensor, hidden: Tensor, attend: Attend | None = None) -> Tensor:
-        """(R, hidden) -> (R, hidden), around an attention that is the first worker's."""
-        size, team, attention = self.geometry.key_size, self._team, self.attentions[layer]
+        """(R, hidden) -> (R, hidden); the attention runs in the first worker. attend: None in the others."""
+        size, group, attention = self.geometry.key_size, self._group, self.attentions[layer]
 
         def by_head(flat: Tensor) -> Tensor:  # (R, ...) -> (1, N, R, D)
             return flat.reshape(len(rows), flat.shape[1:].numel() // size, size).transpose(0, 1)[None]
 
         def all_heads(parts: Tensor) -> Tensor:  # (R, workers, own queries, keys and values) -> (R, N * D)
             assert attend is not None
-            query, key, value = parts.split(
-                [attention.num_heads * size] + [attention.num_kv_heads * size] * 2, dim=-1
-            )
-            once = max(1, team.size // self.geometry.kv_heads)  # so many workers have the same key heads
-            return attend(by_head(query), by_head(key[:, ::once]), by_head(value[:, ::once]))
+            sizes = [attention.num_heads * size] + [attention.num_kv_heads * size] * 2
+            query, key, value = parts.split(sizes, dim=-1)
+            step = max(1, group.size // self.geometry.kv_heads)  # so many workers have the same key heads
+            return attend(by_head(query), by_head(key[:, ::step]), by_head(value[:, ::step]))
 
         def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if team.size > 1:
+            if group.size > 1:
                 own = torch.cat((query, key, value), dim=-1)
-                return team.together(own, None if attend is None else all_heads).view(query.shape)
+                return group.gather_and_scatter(own, None if attend is None else all_heads).view(query.shape)
             assert attend is not None
             return attend(by_head(query), by_head(key), by_head(value)).view(query.shape)
 
-        with _replaced(attention, forward):
-            # Norms write into the residual, which is what was handed in.
+        with _replaced_forward(attention, forward):
+            # Norms write into the residual, which is the tensor that was passed in.
             out, residual = self.layers[layer](rows, hidden.clone(), None)
         summed: Tensor = out + residual
         return summed
 
     def head(self, hidden: Tensor) -> Tensor:
-        with self._team.doing("head", hidden=hidden[0]):
+        with self._group.operation("head", hidden=hidden[0]):
             logits = self._head(hidden[0])
-        assert logits is not None, "vLLM's first worker has them"
+        assert logits is not None, "vLLM's first worker has the logits"
         return logits.float()
 
     def _head(self, hidden: Tensor) -> Tensor | None:
@@ -128,35 +128,35 @@ class VllmDecoder(Decoder):
         return logits
 
     def own_logits(self, token_ids: Sequence[int], computed: int = 0) -> Tensor:
-        """By vLLM's forward, through its paged cache and its own attention, while no request has any of its blocks.
+        """By vLLM's forward, with its paged cache and its own attention, while no request has any of its blocks.
 
-        computed: of how many first tokens the KV stands in the `spare_blocks`.
+        computed: how many first tokens have their KV in the `spare_blocks` already.
         """
-        with self._team.doing("own", token_ids=list(token_ids), computed=computed):
-            logits = self._own(token_ids, computed)
-        assert logits is not None, "vLLM's first worker has them"
+        with self._group.operation("own_logits", token_ids=list(token_ids), computed=computed):
+            logits = self._own_logits(token_ids, computed)
+        assert logits is not None, "vLLM's first worker has the logits"
         return logits[0]
 
     @torch.inference_mode()
-    def _own(self, token_ids: Sequence[int], computed: int) -> Tensor | None:
+    def _own_logits(self, token_ids: Sequence[int], computed: int) -> Tensor | None:
         blocks = self.paged.spare_blocks(len(token_ids))
         hidden = self.paged.forward(self._model, token_ids[computed:], computed, blocks)
         logits: Tensor | None = self._model.compute_logits(hidden[-1:])
         return logits
 
-    def nothing(self, tokens: int) -> Layers:
+    def zeros(self, tokens: int) -> Layers:
         """Zeros for so many tokens, by layer."""
         shape = (self.geometry.kv_heads, tokens, self.geometry.key_size)
         zeros = torch.zeros(shape, dtype=self.geometry.torch_dtype, device=self.device)
         return lambda layer: (zeros, zeros)
 
     def write(self, layers: Layers, start: int, stop: int, blocks: Blocks) -> None:
-        """Positions start..stop of KV, by layer (H, T, D), into a request's blocks."""
-        with self._team.doing("write", start=start, stop=stop, blocks=[list(group) for group in blocks]):
+        """Write positions start..stop of KV, by layer (H, T, D), into a request's blocks."""
+        with self._group.operation("write", start=start, stop=stop, blocks=[list(group) for group in blocks]):
             self._write(start, stop, blocks, layers)
 
     def _write(self, start: int, stop: int, blocks: Blocks, layers: Layers | None = None) -> None:
-        shared = self._team.layers(layers)
+        shared = self._group.share_layers(layers)
 
         def own_heads(layer: int) -> tuple[Tensor, Tensor]:
             keys, values = shared(layer)
@@ -165,25 +165,26 @@ class VllmDecoder(Decoder):
         self.paged.write(self.attentions, own_heads, start, stop, blocks)
 
     def follow(self) -> None:
-        """By a worker that does not lead: do what the first one does, until that one says that it `has_done`."""
-        parts: dict[str, Callable[..., object]] = {
+        """Run the operations that the first worker broadcasts, until it calls `finish`."""
+        operations: dict[str, Callable[..., object]] = {
             "embed": self._embed,
             "layer": self._layer,
             "head": self._head,
-            "own": self._own,
+            "own_logits": self._own_logits,
             "write": self._write,
         }
-        while (what := (told := self._team.hear()).pop("what")) != END:
-            with suppress(Left), torch.inference_mode():
-                parts[what](**told)
+        while (name := (arguments := self._group.receive()).pop("name")) != END:
+            with suppress(LeaderAborted), torch.inference_mode():
+                operations[name](**arguments)
 
-    def has_done(self) -> None:
-        self._team.tell(END)
+    def finish(self) -> None:
+        """By the first worker: let the others return from `follow`."""
+        self._group.broadcast(END)
 
 
 @contextmanager
-def _replaced(attention: Any, attend: Any) -> Iterator[None]:
-    attention.forward = attend
+def _replaced_forward(attention: Any, forward: Any) -> Iterator[None]:
+    attention.forward = forward
     try:
         yield
     finally:
@@ -195,11 +196,11 @@ def _layers_of(model: Any, count: int) -> list[Any]:
     parts = all(hasattr(base, part) for part in ("layers", "norm")) and hasattr(model, "compute_logits")
     layers = list(base.layers)[:count] if parts else []  # type: ignore[union-attr]
     if not layers or len(layers) < count:
-        raise UnsupportedModelError(f"{name} is no decoder that can be taken apart")
+        raise UnsupportedModelError(f"{name} is not a decoder with known layers")
     for layer in layers:
         impl = getattr(getattr(getattr(layer, "self_attn", None), "attn", None), "impl", None)
         if impl is None or not hasattr(impl, "do_kv_cache_update"):
-            raise UnsupportedModelError(f"the layers of {name} have no attention whose KV can be written")
+            raise UnsupportedModelError(f"the layers of {name} have no attention that writes KV")
         if getattr(impl, "logits_soft_cap", None) or getattr(impl, "sinks", None) is not None:
             raise UnsupportedModelError(f"the attention of {name} caps its scores, or has sinks")
         if getattr(impl, "alibi_slopes", None) is not None or not hasattr(layer.self_attn, "rotary_emb"):
@@ -210,6 +211,6 @@ def _layers_of(model: Any, count: int) -> list[Any]:
 def _inv_freq(layer: Any) -> Tensor:
     rotary = layer.self_attn.rotary_emb
     if type(rotary).__name__ not in ROTARY:
-        raise UnsupportedModelError(f"{type(rotary).__name__} is a rotary embedding that is not known here")
+        raise UnsupportedModelError(f"{type(rotary).__name__} is not a supported rotary embedding")
     inv_freq: Tensor = rotary._compute_inv_freq(rotary.base).float()
     return inv_freq

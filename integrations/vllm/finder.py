@@ -1,28 +1,28 @@
-"""Finding known passages in a prompt's token ids, whatever template and tokenizer call they came through.
+"""Finds known passages in a prompt's token ids, whatever template and tokenizer call they came through.
 
-A passage was tokenized alone and stands in the prompt between other text, so that a token at its edge may have become
-another (`.` before a blank line is one token with it in many vocabularies). Hence its inner tokens are looked for, and
-what agrees beside them is added. Token ids are looked for as texts of one character each.
+A passage was tokenized alone and is in the prompt between other text, so a token at its edge may differ (`.` before a
+blank line is one token with it in many vocabularies). So its inner tokens are looked for, and matching tokens beside
+them are added. The search is `TextIndex`, with a character for each token id.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from ragblend.integrations.finding import MINIMUM, TextIndex, known
+from ragblend.integrations.text_index import MINIMUM, TextIndex, hash_texts
 from ragblend.kvstore.nodes import NodeIndex, Scope
 
-EDGE = 8  # tokens on each side that may have become others
-ALIKE = 16  # nodes of one passage that are looked at: a text may have thousands
-_LARGEST = 0x110000  # of characters: no vocabulary is larger
+EDGE = 8  # tokens on each side that may differ
+ALIKE = 16  # nodes of one text that are checked: there may be thousands
+_LARGEST = 0x110000  # the number of characters; vocabularies are smaller
 Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Match:
-    """Tokens start..stop of a prompt are a passage's from its token `skipped` on; whole: all of the passage's.
+    """Tokens start..stop of a prompt are those of a passage from its token `skipped` on; whole: all of its tokens.
 
-    node_id: whose it is; None where the client named the tokens alone.
+    node_id: the passage's; None where the client named the tokens only.
     """
 
     start: int
@@ -37,16 +37,16 @@ class PassageFinder:
 
     def __init__(self, nodes: NodeIndex, scope: Scope) -> None:
         self._nodes, self._scope = nodes, scope
-        self._forget()
+        self._clear()
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._index, self._names = TextIndex(), dict[int, list[str]]()
-        self._seen: tuple[int, int, int] | None = None
-        self._number: int | None = None
-        self._room = 0  # for how many more, before what was deleted or changed is worth forgetting
+        self._version: tuple[int, int, int] | None = None
+        self._last_entry: int | None = None
+        self._room = 0  # entries until the index is rebuilt without what was deleted or changed
 
     def find(self, token_ids: Sequence[int]) -> list[Match]:
-        """The known passages in a prompt: disjoint, ascending, the longest first chosen."""
+        """The known passages in a prompt: disjoint, ascending, chosen longest first."""
         self._refresh()
         text, found = _text(token_ids), list[Match]()
 
@@ -55,41 +55,39 @@ class PassageFinder:
             return max(filter(None, matches), key=lambda match: match.stop - match.start, default=None)
 
         for _, _, match in self._index.find(text, confirm):
-            before = (
-                found[-1].stop if found else 0
-            )  # edges of two passages may both agree with what is between them
-            late = max(0, before - match.start)
-            found.append(replace(match, start=match.start + late, skipped=match.skipped + late))
+            # The edges of two passages may both match the tokens between them.
+            overlap = max(0, (found[-1].stop if found else 0) - match.start)
+            found.append(replace(match, start=match.start + overlap, skipped=match.skipped + overlap))
         return found
 
     def name_of(self, ids: Ids) -> str | None:
-        """The node of just this passage; None if there is none."""
+        """The node with exactly these tokens; None if there is none."""
         self._refresh()
         core = _core(ids)
         if len(core) < MINIMUM or not (text := _text(core)):
             return None
-        (each,) = known([text])
+        (each,) = hash_texts([text])
         return next((name for name, found in self._alike(each.whole) if found == ids), None)
 
     def _alike(self, hashed: int) -> Iterator[tuple[str, Ids]]:
         """Nodes whose inner tokens have that hash, and their tokens."""
         names = self._names.get(hashed, ())
-        there = ((name, ids) for name in names if (ids := self._nodes.get(self._scope, name)))
-        return islice(there, ALIKE)
+        existing = ((name, ids) for name in names if (ids := self._nodes.get(self._scope, name)))
+        return islice(existing, ALIKE)
 
     def _refresh(self) -> None:
-        """Read what was entered since, by whomever. What was deleted is noticed when it is found."""
-        seen = self._nodes.changes()
-        if seen == self._seen:
+        """Index what any process has entered since. What was deleted is noticed when it is found."""
+        version = self._nodes.changes()
+        if version == self._version:
             return
-        if self._room < 0 or (self._seen and seen[0] != self._seen[0]):
-            self._forget()
-        self._seen, first = seen, self._number is None
-        self._number, new = self._nodes.entered(self._scope, self._number)
-        self._room += 1000 + len(new) if first else -len(new)
+        if self._room < 0 or (self._version and version[0] != self._version[0]):
+            self._clear()
+        self._version, is_first = version, self._last_entry is None
+        self._last_entry, new = self._nodes.entered(self._scope, self._last_entry)
+        self._room += 1000 + len(new) if is_first else -len(new)
         entered = [(name, _core(ids)) for name in new if (ids := self._nodes.get(self._scope, name))]
         entered = [(name, core) for name, core in entered if len(core) >= MINIMUM]
-        hashes = known(_text(core) for _, core in entered)
+        hashes = hash_texts(_text(core) for _, core in entered)
         self._index.add(hashes)
         for (name, _), each in zip(entered, hashes, strict=True):
             self._names.setdefault(each.whole, []).append(name)
@@ -105,7 +103,7 @@ def _core(ids: Ids) -> Ids:
 
 
 def _match(prompt: Sequence[int], whole: Ids, start: int, stop: int, node_id: str) -> Match | None:
-    """Where the passage stands whose inner tokens may be at start..stop; None if they are not."""
+    """The passage around its inner tokens at start..stop; None if they are not there."""
     edge = _edge(len(whole))
     if tuple(prompt[start:stop]) != _core(whole):
         return None

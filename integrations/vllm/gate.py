@@ -1,4 +1,4 @@
-"""The gate inside vLLM: the engine's questions, and whether KV written into blocks is KV to vLLM's own attention."""
+"""The gate inside vLLM: the engine's self-test, and whether vLLM's attention reads KV that was written into blocks."""
 
 import logging
 from collections.abc import Sequence
@@ -14,29 +14,29 @@ if TYPE_CHECKING:
 log = logging.getLogger("ragblend")
 
 
-def judged(decoder: "VllmDecoder", token_ids: Sequence[int]) -> GateVerdict:
-    """The verdict, its numbers written to the log. While no request has any block. Raises what vLLM's layers raise."""
+def run_vllm_gate(decoder: "VllmDecoder", token_ids: Sequence[int]) -> GateVerdict:
+    """The verdict, its numbers logged. Only while no request has any block. Raises what vLLM's layers raise."""
     verdict = run_gate(decoder, token_ids)
-    written = _written(decoder, token_ids)
+    written = _check_written_blocks(decoder, token_ids)
     if not written.passed:
-        said = f"{written.name}: error {written.error:.2g}, allowed {written.allowed:.2g}"
-        verdict = replace(verdict, passed=False, reason="; ".join(filter(None, (verdict.reason, said))))
+        reason = f"{written.name}: error {written.error:.2g}, allowed {written.allowed:.2g}"
+        verdict = replace(verdict, passed=False, reason="; ".join(filter(None, (verdict.reason, reason))))
     verdict = replace(verdict, checks=(*verdict.checks, written))
     for check in verdict.checks:
-        said = "" if check.passed else ", NOT PASSED"
-        log.info("gate: %s: error %.2g, allowed %.2g%s", check.name, check.error, check.allowed, said)
+        failed = "" if check.passed else ", NOT PASSED"
+        log.info("gate: %s: error %.2g, allowed %.2g%s", check.name, check.error, check.allowed, failed)
     return verdict
 
 
-def _written(decoder: "VllmDecoder", token_ids: Sequence[int]) -> GateCheck:
-    """One token by vLLM over KV that was computed here and written into its blocks, beside all of them by vLLM."""
+def _check_written_blocks(decoder: "VllmDecoder", token_ids: Sequence[int]) -> GateCheck:
+    """Compare the last token computed by vLLM over KV that was written into its blocks with all computed by vLLM."""
     before = len(token_ids) - 1
-    computed = ChunkEncoder(decoder, ()).encode(token_ids[:before])
+    kv = ChunkEncoder(decoder, ()).encode(token_ids[:before])
     expected = decoder.own_logits(token_ids)
     blocks = decoder.paged.spare_blocks(len(token_ids))
-    decoder.write(decoder.nothing(before), 0, before, blocks)  # not what `expected` left there
+    decoder.write(decoder.zeros(before), 0, before, blocks)  # erases what `expected` left there
     decoder.write(
-        lambda layer: (computed.keys[layer].to(decoder.device), computed.values[layer].to(decoder.device)),
+        lambda layer: (kv.keys[layer].to(decoder.device), kv.values[layer].to(decoder.device)),
         0,
         before,
         blocks,

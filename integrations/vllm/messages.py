@@ -1,4 +1,4 @@
-"""What scheduler and worker tell each other: orders of a step, and what became of them. Plain data: it is pickled."""
+"""Messages between the connector's scheduler and worker: a step's work, and its reports. Plain data: it is pickled."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,47 +10,48 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ragblend.integrations.vllm.finder import Ids
-from ragblend.integrations.vllm.planning import Plan
+from ragblend.integrations.vllm.planning import FusionPlan
 
 
 @dataclass
-class Verdict(KVConnectorHandshakeMetadata):
-    """A worker's, before the first request. refusal: why it fuses nothing; None if it does."""
+class WorkerStatus(KVConnectorHandshakeMetadata):
+    """Of a worker, before the first request. refusal: why it fuses nothing; None if it does."""
 
     refusal: str | None
 
 
 @dataclass
-class Order:
+class PromptToFuse:
     """Fuse this prompt, and write positions start..stop into blocks (block ids by KV cache group)."""
 
     request_id: str
     token_ids: list[int]
-    plan: Plan
+    plan: FusionPlan
     blocks: tuple[list[int], ...]
     start: int
     stop: int
 
 
 @dataclass
-class Orders(KVConnectorMetadata):
-    """Of one step. encode: a passage without KV, its collection and node id, for when there is nothing else to do."""
+class StepWork(KVConnectorMetadata):
+    """Of one step. encode: a passage without KV, its collection and node id, for a step that is idle otherwise."""
 
-    prompts: list[Order] = field(default_factory=list)
+    prompts: list[PromptToFuse] = field(default_factory=list)
     encode: tuple[Ids, str, str] | None = None
 
 
 @dataclass
-class Fused(KVConnectorWorkerMetadata):
-    """What a step made of its orders, by request id; told: the same by label, as requests may have ended in that step;
+class FusionReports(KVConnectorWorkerMetadata):
+    """How a step's prompts were fused, by request id, and by label, as requests may have ended in that step.
+
     refusal: why nothing is to be fused from now on.
     """
 
     prompts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    told: dict[str, dict[str, Any]] = field(default_factory=dict)
+    by_label: dict[str, dict[str, Any]] = field(default_factory=dict)
     refusal: str | None = None
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "Fused":
-        assert isinstance(other, Fused)
-        told = self.told | other.told
-        return Fused(self.prompts | other.prompts, told, self.refusal or other.refusal)
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "FusionReports":
+        assert isinstance(other, FusionReports)
+        by_label = self.by_label | other.by_label
+        return FusionReports(self.prompts | other.prompts, by_label, self.refusal or other.refusal)

@@ -1,25 +1,25 @@
-"""What was fused, in vLLM's own log lines and its /metrics."""
+"""Statistics of fused prompts, in vLLM's own log lines and its /metrics."""
 
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-COUNTED = {
+COUNTERS = {
     "requests": "Prompts that were fused from stored KV.",
     "failures": "Prompts that could not be fused, and were computed by vLLM.",
     "tokens_prompt": "Tokens of prompts that were fused.",
     "tokens_reused": "Prompt tokens whose stored KV was used as it is.",
-    "tokens_recomputed": "Prompt tokens with stored KV that were computed again.",
+    "tokens_recomputed": "Prompt tokens with stored KV that were recomputed.",
     "tokens_missing": "Prompt tokens of known passages without stored KV.",
     "encoded": "Passages that were encoded in idle steps.",
     "fused_seconds": "Time that fusing took, in seconds.",
-    "load_seconds": "Time that the readers of stored KV took, beside it.",
+    "load_seconds": "Time that loading stored KV took in parallel, in seconds.",
     "write_seconds": "Time that writing KV into vLLM's blocks took, in seconds.",
 }
 
 
-class FusedStats(KVConnectorStats):
-    """Sums over the steps since they were taken last; data: by the names above."""
+class FusionStats(KVConnectorStats):
+    """Sums over the steps since they were last taken; data: by the names of COUNTERS."""
 
     data: dict[str, float]
 
@@ -28,10 +28,10 @@ class FusedStats(KVConnectorStats):
 
     def add(self, **counts: float) -> None:
         for name, count in counts.items():
-            assert name in COUNTED, name
+            assert name in COUNTERS, name
             self.data[name] = self.data.get(name, 0) + count
 
-    def aggregate(self, other: KVConnectorStats) -> "FusedStats":
+    def aggregate(self, other: KVConnectorStats) -> "FusionStats":
         self.add(**other.data)
         return self
 
@@ -42,14 +42,14 @@ class FusedStats(KVConnectorStats):
         return not self.data
 
 
-class FusedMetrics(KVConnectorPromMetrics):
-    """A counter for each of them, `vllm:ragblend_..._total`."""
+class FusionMetrics(KVConnectorPromMetrics):
+    """A Prometheus counter for each of them, `vllm:ragblend_..._total`."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         counters = {
             name: self._counter_cls(f"vllm:ragblend_{name}", about, labelnames=self._labelnames)
-            for name, about in COUNTED.items()
+            for name, about in COUNTERS.items()
         }
         self._counters = {
             (name, engine): counter.labels(*map(str, labels))

@@ -1,6 +1,6 @@
-"""vLLM's paged KV cache, from a worker's side: where a token's KV goes, writing it, and vLLM's own forward over it.
+"""vLLM's paged KV cache, seen from a worker: slots of tokens, writing KV, and vLLM's own forward pass over it.
 
-It is written by each backend's own operator and never read back: how keys and values lie in a block is the backend's.
+It is written by each attention backend's own operator and never read back: the layout of a block is the backend's.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ragblend.integrations.vllm.planning import slots_of
 
-Layers = Callable[
-    [int], tuple[Tensor, Tensor]
-]  # keys and values of a layer, (H, T, D), on the cache's device
-Blocks = Sequence[Sequence[int]]  # of one request: block ids by KV cache group, from its first token on
+# Keys and values of a layer, (H, T, D), on the cache's device.
+Layers = Callable[[int], tuple[Tensor, Tensor]]
+# Of one request: block ids by KV cache group, from its first token on.
+Blocks = Sequence[Sequence[int]]
 
 
 class PagedCache:
-    """The cache of one worker. runner: vLLM's model runner; config: how layers are put into groups of blocks."""
+    """The cache of one worker. runner: vLLM's model runner; config: how layers are grouped into blocks."""
 
     def __init__(self, runner: Any, vllm_config: Any, config: Any) -> None:
         self._runner, self._vllm_config = runner, vllm_config
@@ -29,13 +29,12 @@ class PagedCache:
         self._device = runner.device
 
     def write(self, attentions: Sequence[Any], layers: Layers, start: int, stop: int, blocks: Blocks) -> None:
-        """The KV of positions start..stop, of all layers, into a request's blocks."""
-        places = [self._slots(group, blocks, start, stop) for group in range(len(self.block_sizes))]
+        """Write the KV of positions start..stop, of all layers, into a request's blocks."""
+        groups = [self._slots(group, blocks, start, stop) for group in range(len(self.block_sizes))]
         for layer, attention in enumerate(attentions):
-            positions, slots = places[self._groups[attention.layer_name]]
-            keys, values = (
-                held[:, positions].transpose(0, 1).contiguous() for held in layers(layer)
-            )  # (t, H, D)
+            positions, slots = groups[self._groups[attention.layer_name]]
+            kv = layers(layer)
+            keys, values = (each[:, positions].transpose(0, 1).contiguous() for each in kv)  # (t, H, D)
             attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, slots)
 
     def _slots(self, group: int, blocks: Blocks, start: int, stop: int) -> tuple[Tensor | slice, Tensor]:
@@ -45,12 +44,12 @@ class PagedCache:
         return where, torch.tensor(slots, dtype=torch.int64, device=self._device)
 
     def spare_blocks(self, tokens: int) -> list[list[int]]:
-        """Blocks for so many tokens while no request has any, not in order; block 0 is none, groups share the rest."""
+        """Blocks for so many tokens, in descending order, while no request has any; block 0 is vLLM's null block."""
         counts = [-(-tokens // size) for size in self.block_sizes]
         return [list(range(sum(counts[: n + 1]), sum(counts[:n]), -1)) for n in range(len(counts))]
 
     def forward(self, model: Any, token_ids: Sequence[int], start: int, blocks: Blocks) -> Tensor:
-        """vLLM's own forward of token_ids from position `start` on, the only request of a step: (R, hidden)."""
+        """vLLM's own forward pass of token_ids from position `start` on, as a step's only request: (R, hidden)."""
         from vllm.forward_context import set_forward_context
         from vllm.v1.attention.backend import CommonAttentionMetadata
 

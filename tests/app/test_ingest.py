@@ -26,7 +26,7 @@ from ragblend.app.library.removal import remove_document
 from ragblend.app.workspace import Workspaces
 from ragblend.engine.model.gate import GateVerdict
 from ragblend.integrations.chroma import apart
-from ragblend.integrations.finding import MINIMUM
+from ragblend.integrations.text_index import MINIMUM
 from ragblend.kvstore.errors import StoreFullError, StoreLockedError
 
 WORKER = Path(__file__).parent / "ingest_worker.py"

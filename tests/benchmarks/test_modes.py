@@ -42,7 +42,7 @@ def answer(engine, variant, question, max_new_tokens=4):
 def test_every_call_of_a_chain_is_counted(
     engine, questions, asked, mode, calls, longest, caplog, monkeypatch
 ) -> None:
-    monkeypatch.setattr(calls_module, "_said", set())  # it says a thing once a process
+    monkeypatch.setattr(calls_module, "_warned", set())  # it says a thing once a process
     question = questions[0]
     said = answer(engine, mode_of(mode), question)
     texts = [text_of(engine, prompt) for prompt, _ in asked]

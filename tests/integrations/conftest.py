@@ -1,4 +1,4 @@
-"""What the tests of both adapters share: a tiny model on disk, and homes of their own."""
+"""Fixtures of both adapters' tests: a tiny model on disk, and a home for each test."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def other_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def place(tiny_folder, judged, tmp_path):
-    """What says where the tiny model and an empty home are, for either framework's model."""
+    """The arguments that open the tiny model on an empty home, in either framework."""
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "models").symlink_to(judged, target_is_directory=True)
     where = {"model": str(tiny_folder), "home": str(tmp_path / "home"), "device": "cpu", "dtype": "float32"}
@@ -27,7 +27,7 @@ def place(tiny_folder, judged, tmp_path):
 
 @pytest.fixture
 def passes():
-    """Counts a model's forward passes: of an answer of 1,800 tokens that goes on to its end there are 1,800."""
+    """Counts a model's forward passes: a whole answer of 1,800 tokens takes 1,800."""
     hooks, seen = [], []
 
     def watch(backend):
@@ -42,7 +42,7 @@ def passes():
 
 @pytest.fixture
 def stopped():
-    """Whether the device has stopped in the middle. It is granted in turn: nobody before goes on."""
+    """Whether an answer was stopped early; the device is granted in turn, so no earlier request is still running."""
 
     def check(backend, seen):
         with backend.engine.runtime.queue.turn():

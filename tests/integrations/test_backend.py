@@ -1,4 +1,4 @@
-"""What both adapters stand on: tasks that share one device, stop it when they are cancelled, and one engine for all."""
+"""What both adapters share: tasks that wait for one device, stop it when they are cancelled, and one engine for all."""
 
 import asyncio
 import threading
@@ -9,17 +9,15 @@ import pytest
 import tiny_models
 
 from ragblend.engine.results import Result
-from ragblend.integrations.backend import Backend, Turn, marks, parts_of
+from ragblend.integrations.backend import Backend, ChatTurn, placeholders, split_at_placeholders
 from ragblend.integrations.calls import Call
 from ragblend.integrations.passages import Passage
 
 MANY = 16
-TOO_LONG_S = 60  # only what is broken takes it
+TIMEOUT_S = 60  # reached only by what is broken
 STORIES = [
-    Passage(
-        f"Ledger {number}: {number * 7} barrels of herring went out by the tide of the ninth.", f"l{number}"
-    )
-    for number in range(MANY)
+    Passage(f"Ledger {n}: {n * 7} barrels of herring went out by the tide of the ninth.", f"l{n}")
+    for n in range(MANY)
 ]
 
 
@@ -32,7 +30,7 @@ def backend(place):
 
 @pytest.fixture
 def prompts(backend):
-    return [backend.chat_prompt([Turn("user", (story.text, " How many?"))]) for story in STORIES]
+    return [backend.chat_prompt([ChatTurn("user", (story.text, " How many?"))]) for story in STORIES]
 
 
 @pytest.fixture
@@ -51,110 +49,103 @@ WAYS = {"astream": collect, "agenerate": Call.agenerate}
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_many_requests_wait_for_the_device_and_for_nothing_else(backend, short, prompts, way):
-    """With threads of the loop's default pool, here of one, the first to wait kept everybody from going on."""
+def test_many_requests_wait_for_the_device_without_blocking_other_threads(backend, short, prompts, way):
+    """With threads of the loop's default pool, here of one, the first that waited blocked all others."""
     expected = [short.generate(prompt).text for prompt in prompts]
 
-    async def all_of_them():
+    async def ask_all():
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         with backend.engine.runtime.queue.turn():
-            asked = [asyncio.create_task(WAYS[way](short, prompt)) for prompt in prompts]
+            tasks = [asyncio.create_task(WAYS[way](short, prompt)) for prompt in prompts]
             while backend.engine.runtime.queue.inside <= MANY:
                 await asyncio.sleep(0)
-            free = await asyncio.wait_for(asyncio.to_thread(lambda: "free"), TOO_LONG_S)
-        return free, await asyncio.gather(*asked)
+            free = await asyncio.wait_for(asyncio.to_thread(lambda: "free"), TIMEOUT_S)
+        return free, await asyncio.gather(*tasks)
 
-    free, results = asyncio.run(asyncio.wait_for(all_of_them(), TOO_LONG_S))
+    free, results = asyncio.run(asyncio.wait_for(ask_all(), TIMEOUT_S))
     assert free == "free"
     assert [result.text for result in results] == expected
-    assert [[chunk.node_id for chunk in result.prompt.chunks] for result in results] == [
-        [story.node_id] for story in STORIES
-    ]
+    chunks = [[chunk.node_id for chunk in result.prompt.chunks] for result in results]
+    assert chunks == [[story.node_id] for story in STORIES]
     assert [result.report.misses for result in results] == [0] * MANY
 
 
 class Held:
-    """A hook in a part that holds the device there, until it is let go; `after` counts the parts from then on."""
+    """Hooks that hold the device in one module until it is released, and count the modules called after that."""
 
-    def __init__(self, parts, at):
-        self.begun, self.let_go, self.after = threading.Event(), threading.Event(), []
-        self.hooks = [part.register_forward_pre_hook(self.count) for part in parts]
-        self.hooks.append(parts[at].register_forward_pre_hook(self.hold))
+    def __init__(self, modules, at):
+        self.started, self.released, self.after = threading.Event(), threading.Event(), []
+        self.hooks = [module.register_forward_pre_hook(self.count) for module in modules]
+        self.hooks.append(modules[at].register_forward_pre_hook(self.hold))
 
     def count(self, *_):
-        if self.let_go.is_set():
+        if self.released.is_set():
             self.after.append(1)
 
     def hold(self, *_):
-        self.begun.set()
-        assert self.let_go.wait(TOO_LONG_S)
+        self.started.set()
+        assert self.released.wait(TIMEOUT_S)
 
-    async def until_begun(self):
-        while not self.begun.is_set():
+    async def until_started(self):
+        while not self.started.is_set():
             await asyncio.sleep(0.001)
 
 
-async def soon():
-    """A cancelled task has come as far as it can without the device."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
 @pytest.fixture
-def held(backend):
+def hold(backend):
     made = []
 
-    def hold(at):
+    def at(number):
         model = backend.engine.runtime.loaded.model
-        made.append(Held([*model.model.layers, model.lm_head], at))
+        made.append(Held([*model.model.layers, model.lm_head], number))
         return made[-1]
 
-    yield hold
+    yield at
     for hook in made[0].hooks:
         hook.remove()
 
 
 def is_free(backend):
-    """Waits for the device. That it is granted in turn shows that nobody before goes on."""
+    """Waits for the device; it is granted in turn, so no earlier request is still running."""
     with backend.engine.runtime.queue.turn():
         return True
 
 
 @pytest.mark.parametrize(("way", "layer"), [("astream", 0), ("agenerate", 2)])
-def test_cancelling_a_task_ends_the_work_within_a_layer(backend, short, prompts, held, way, layer):
-    device = held(layer)
+def test_cancelling_a_task_stops_the_device_within_a_layer(backend, short, prompts, hold, way, layer):
+    device = hold(layer)
 
-    async def cancelled():
+    async def cancel():
         task = asyncio.create_task(WAYS[way](short, prompts[0]))
-        await device.until_begun()
+        await device.until_started()
         task.cancel()
-        await soon()
-        device.let_go.set()
+        for _ in range(20):  # as far as the task comes without the device
+            await asyncio.sleep(0)
+        device.released.set()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(cancelled())
+    asyncio.run(cancel())
     assert is_free(backend)
     assert len(device.after) == 0
 
 
-def test_leaving_a_stream_ends_the_work_within_a_token(backend, prompts, held):
-    async def leave():
+def test_closing_a_stream_stops_the_device_within_a_token(backend, prompts, hold):
+    async def close():
         endless = Call.of(backend, (), True, {"max_new_tokens": 1000})
         async with aclosing(endless.astream(prompts[0])) as items:
             assert await anext(items)
-            device = held(-1)  # the head, which whatever computes a token calls
-            await device.until_begun()
-        device.let_go.set()
-        assert await asyncio.to_thread(is_free, backend)  # here: an answer ends as well when its loop does
+            device = hold(-1)  # the head, which is called for every token
+            await device.until_started()
+        device.released.set()
+        assert await asyncio.to_thread(is_free, backend)  # here: an answer also ends when its loop does
         return device
 
-    device = asyncio.run(leave())
-    assert len(device.after) < tiny_models.LAYERS
+    assert len(asyncio.run(close()).after) < tiny_models.LAYERS
 
 
 def test_a_request_that_is_cancelled_in_the_queue_leaves_it(backend, short, prompts):
-    async def cancelled():
+    async def cancel():
         queue = backend.engine.runtime.queue
         with queue.turn():
             task = asyncio.create_task(collect(short, prompts[0]))
@@ -166,37 +157,19 @@ def test_a_request_that_is_cancelled_in_the_queue_leaves_it(backend, short, prom
             with pytest.raises(asyncio.CancelledError):
                 await task
 
-    asyncio.run(asyncio.wait_for(cancelled(), TOO_LONG_S))
+    asyncio.run(asyncio.wait_for(cancel(), TIMEOUT_S))
     assert is_free(backend)
 
 
-def test_errors_of_a_stream_come_where_it_is_read(short, prompts, monkeypatch):
+def test_errors_of_a_stream_are_raised_where_it_is_read(short, prompts, monkeypatch):
     monkeypatch.setitem(short.arguments, "temperature", -1)
     with pytest.raises(ValueError, match="temperature must be 0"):
         asyncio.run(anext(short.astream(prompts[0])))
 
 
-def test_adapters_command_line_and_page_share_one_engine(backend):
-    """One model in memory, whoever asks; the command line and the page both work on a `Workspace`."""
-    pytest.importorskip("langchain_core", reason="the langchain extra is not installed")
-    from ragblend.app.workspace import Workspace
-    from ragblend.integrations.langchain import ChatRAGBlend
-    from ragblend.integrations.langchain import RAGBlendLLM as LangChainLLM
-    from ragblend.integrations.llama_index import RAGBlendLLM
-
-    place = {"model": backend.model, "home": backend.home, "device": "cpu", "dtype": "float32"}
-    engine = backend.engine
-    assert RAGBlendLLM(**place).backend.engine is engine
-    assert ChatRAGBlend(**place).backend.engine is LangChainLLM(**place).backend.engine is engine
-    with Workspace.open(**place) as workspace:
-        assert workspace.engine is engine
-
-
-def test_who_is_told_the_text_may_end_the_answer(backend, short, prompts):
-    """A loop that is closed answers so: the device must not go on for nobody, and the next request must get it."""
-    pieces = []
-    result = backend.engine.generate(prompts[0], max_new_tokens=6, on_text=pieces.append)
-    assert "".join(pieces) == result.text == short.generate(prompts[0]).text
+def test_an_error_in_on_text_ends_the_answer_and_frees_the_device(backend, short, prompts):
+    """A closed loop raises one there: the device must not go on for nobody, and the next request must get it."""
+    expected = short.generate(prompts[0]).text
 
     def refuse(piece):
         raise ConnectionError("nobody listens")
@@ -204,10 +177,24 @@ def test_who_is_told_the_text_may_end_the_answer(backend, short, prompts):
     with pytest.raises(ConnectionError):
         backend.engine.generate(prompts[0], max_new_tokens=6, on_text=refuse)
     assert is_free(backend)
-    assert short.generate(prompts[0]).text == result.text
+    assert short.generate(prompts[0]).text == expected
 
 
-def test_what_looks_like_the_mark_of_a_text_that_is_not_there_is_text():
-    first, second = marks(2)
-    assert parts_of(f"a{first}b{second}c", ["one"]) == ["a", "one", f"b{second}c"]
-    assert parts_of(first, []) == [first]
+def test_adapters_command_line_and_page_share_one_engine(place):
+    """One model in memory; the command line and the page both use a `Workspace`."""
+    pytest.importorskip("langchain_core", reason="the langchain extra is not installed")
+    from ragblend.app.workspace import Workspace
+    from ragblend.integrations.langchain import ChatRAGBlend
+    from ragblend.integrations.langchain import RAGBlendLLM as LangChainLLM
+    from ragblend.integrations.llama_index import RAGBlendLLM
+
+    engine = Backend(**place).engine
+    assert all(make(**place).backend.engine is engine for make in (RAGBlendLLM, ChatRAGBlend, LangChainLLM))
+    with Workspace.open(**place) as workspace:
+        assert workspace.engine is engine
+
+
+def test_a_placeholder_without_a_value_is_text():
+    first, second = placeholders(2)
+    assert split_at_placeholders(f"a{first}b{second}c", ["one"]) == ["a", "one", f"b{second}c"]
+    assert split_at_placeholders(first, []) == [first]

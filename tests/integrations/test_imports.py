@@ -1,4 +1,4 @@
-"""Each adapter brings in its own framework and no other, and no model's library; ragblend brings in nothing."""
+"""Each adapter imports its own framework only, and no model library; ragblend itself imports nothing."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ LLAMA_INDEX = {"llama_index", "llama_index_instrumentation"}
 
 
 @pytest.mark.parametrize(
-    ("statement", "brought", "not_brought"),
+    ("statement", "imported", "not_imported"),
     [
         ("import ragblend", set(), MODELS | LANGCHAIN | LLAMA_INDEX | {"numpy", "pydantic"}),
         ("import ragblend.integrations.parameters", set(), LANGCHAIN | LLAMA_INDEX),
@@ -30,11 +30,11 @@ LLAMA_INDEX = {"llama_index", "llama_index_instrumentation"}
     ],
     ids=["ragblend", "what both share", "langchain", "llama_index"],
 )
-def test_importing_and_constructing_load_only_ones_own(statement, brought, not_brought):
+def test_importing_and_constructing_load_only_the_own_framework(statement, imported, not_imported):
     code = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=True
     )
     loaded = set(done.stdout.split())
-    assert brought <= loaded
-    assert loaded & not_brought == set()
+    assert imported <= loaded
+    assert loaded & not_imported == set()

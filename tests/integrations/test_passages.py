@@ -1,4 +1,4 @@
-"""PassageRegistry: what is registered is found, after restarts and by other processes; nothing of it stays behind."""
+"""PassageRegistry: registered passages are found, by other processes too; removed ones leave no trace."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ import pytest
 from waiting import at_once
 
 from ragblend.integrations import passages as module
-from ragblend.integrations.passages import Found, Passage, PassageRegistry, node_id_of
+from ragblend.integrations.passages import Passage, PassageRegistry, PassageSpan, node_id_of
 from ragblend.kvstore.errors import StoreError, StoreFormatError
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.nodes import NodeIndex, Scope
@@ -22,7 +22,7 @@ from ragblend.kvstore.nodes import NodeIndex, Scope
 HARBOUR = "The harbour was dredged in 1921 by the Ems company, who left the crane behind."
 CRANE = "The crane on the north mole lifts nine tonnes and is painted green."
 
-# A process of its own: adds passages ten at a time and says so, for ever, or to a number.
+# A process that adds passages in batches of ten, and prints the number of each batch.
 ADDER = """
 import sys
 from pathlib import Path
@@ -38,7 +38,7 @@ for batch in range(batches):
 
 @contextmanager
 def adder(home, name, batches):
-    """A process that adds passages; it has ended afterwards, whatever became of the test."""
+    """A process that adds passages; it is killed when the test ends."""
     command = [sys.executable, "-c", ADDER, str(home), name, str(batches)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
         yield worker
@@ -54,7 +54,7 @@ def registry(home):
 
 @pytest.fixture
 def other(home, registry):
-    """A connection of its own to the same file, as another process has it: by another name."""
+    """Another connection to the same file, by another path, as another process has."""
     home.parent.joinpath("alias").symlink_to(home, target_is_directory=True)
     other = PassageRegistry(home.parent / "alias" / registry.path.name, "default")
     yield other
@@ -65,23 +65,27 @@ def names(found):
     return [each.node_id for each in found]
 
 
-def test_found_where_it_stands(home, registry):
+def test_registered_texts_are_found_with_their_spans(home, registry):
     assert not home.exists()  # nothing is opened before it is needed
     assert registry.find(HARBOUR) == []
     assert registry.add([Passage(HARBOUR, "h"), Passage(CRANE, "c")]) == 2
     text = f"1: {CRANE}\n2: {HARBOUR}{CRANE}"
-    assert registry.find(text) == [Found(3, 70, "c"), Found(74, 152, "h"), Found(152, 219, "c")]
+    assert registry.find(text) == [
+        PassageSpan(3, 70, "c"),
+        PassageSpan(74, 152, "h"),
+        PassageSpan(152, 219, "c"),
+    ]
     assert registry.find(HARBOUR[:-1]) == registry.find("") == []
     registry.close()
-    assert len(registry) == 2  # who still has it goes on
-    bare = Passage(HARBOUR[:50])  # it gets a name by its text
+    assert len(registry) == 2  # it is opened again
+    bare = Passage(HARBOUR[:50])  # it gets a node id from its text
     assert registry.add([bare, bare]) == 1
-    assert registry.find(HARBOUR[:60]) == [Found(0, 50, node_id_of(bare))]
+    assert registry.find(HARBOUR[:60]) == [PassageSpan(0, 50, node_id_of(bare))]
     assert registry.remove([node_id_of(bare)]) == 1
     assert node_id_of(Passage(HARBOUR, "")) == ""
 
 
-def test_one_text_of_several_nodes(registry):
+def test_of_several_nodes_with_one_text_the_smallest_id_is_found(registry):
     assert registry.add([Passage(HARBOUR, "z"), Passage(HARBOUR, "b"), Passage(HARBOUR, "y")]) == 3
     assert names(registry.find(HARBOUR)) == ["b"]
     assert registry.remove(["b", "absent"]) == 1
@@ -94,11 +98,11 @@ def test_one_text_of_several_nodes(registry):
     assert names(registry.find(HARBOUR)) == ["b"]
 
 
-def test_the_shorter_one_is_found_when_the_longer_one_is_removed(registry):
+def test_a_shorter_passage_is_found_once_the_longer_one_is_removed(registry):
     registry.add([Passage(HARBOUR, "whole"), Passage(HARBOUR[:50], "part")])
-    assert registry.find(HARBOUR) == [Found(0, 78, "whole")]
+    assert registry.find(HARBOUR) == [PassageSpan(0, 78, "whole")]
     registry.remove(["whole"])
-    assert registry.find(HARBOUR) == [Found(0, 50, "part")]
+    assert registry.find(HARBOUR) == [PassageSpan(0, 50, "part")]
 
 
 @pytest.mark.parametrize(
@@ -107,11 +111,11 @@ def test_the_shorter_one_is_found_when_the_longer_one_is_removed(registry):
 def test_positions_are_python_characters(registry, text):
     registry.add([Passage(text, "n\udcff\u00e9")])  # a file name that was no UTF-8
     around = f"\U0001f680\U0001f680 {text} \U0001f680"
-    assert registry.find(around) == [Found(3, 3 + len(text), "n\udcff\u00e9")]
+    assert registry.find(around) == [PassageSpan(3, 3 + len(text), "n\udcff\u00e9")]
     assert registry.find("\U0001f600" * 9 + "e\u0301" * 5 + "\0" * 15 + "\u00e9" * 12) == []
 
 
-def test_changes_of_others_are_noticed(registry, other):
+def test_changes_of_another_process_are_noticed(registry, other):
     registry.add([Passage(HARBOUR, "h")])
     assert names(other.find(HARBOUR)) == ["h"]
     registry.add([Passage(CRANE, "c")])
@@ -124,7 +128,7 @@ def test_changes_of_others_are_noticed(registry, other):
     assert names(registry.find(HARBOUR + CRANE)) == ["c"]
 
 
-def test_only_what_is_new_is_read(registry, other, monkeypatch):
+def test_only_new_rows_are_read(registry, other, monkeypatch):
     read = []
     since = NodeIndex.registered_since
     monkeypatch.setattr(NodeIndex, "registered_since", lambda *given: read.append(since(*given)) or read[-1])
@@ -137,8 +141,8 @@ def test_only_what_is_new_is_read(registry, other, monkeypatch):
     assert [len(rows) for rows in read] == [50, 1]
 
 
-def test_what_the_engine_forgets_is_found_no_more(home, registry):
-    """Both know a node by one id, in one file: whoever deletes it deletes all of it."""
+def test_a_node_that_the_engine_deletes_is_no_longer_found(home, registry):
+    """Registry and engine share a file and the node ids: deleting a node deletes all of it."""
     with NodeIndex.open(registry.path) as nodes:
         registry.add([Passage(HARBOUR, "h"), Passage(CRANE, "c")])
         nodes.put_many(Scope("default", "aa" * 32), [("h", (1, 2), ChunkKey("0" * 64))])
@@ -147,18 +151,18 @@ def test_what_the_engine_forgets_is_found_no_more(home, registry):
     assert len(registry) == 1
 
 
-def test_what_was_removed_does_not_pile_up(registry, monkeypatch):
+def test_removed_texts_do_not_accumulate(registry, monkeypatch):
     monkeypatch.setattr(module, "_STALE", 10)
     for turn in range(40):
-        registry.add([Passage(f"{turn} {HARBOUR}", "always the same")])
-        assert names(registry.find(f"{turn} {HARBOUR}")) == ["always the same"]
+        registry.add([Passage(f"{turn} {HARBOUR}", "node")])
+        assert names(registry.find(f"{turn} {HARBOUR}")) == ["node"]
     with NodeIndex.open(registry.path) as nodes:
         ((last, *_),) = nodes.registered_since("default", 0)
     assert last == 40
-    assert registry._held <= 2 + 10 + 1
+    assert registry._indexed <= 2 + 10 + 1
 
 
-def test_the_file_holds_no_text_and_deleting_leaves_nothing(registry):
+def test_the_file_holds_no_text_and_deleting_leaves_no_trace(registry):
     registry.add([Passage(HARBOUR, "secret-node"), Passage(HARBOUR, "secret-other"), Passage(CRANE, "kept")])
     with closing(sqlite3.connect(registry.path)) as sql:
         select = "SELECT whole, head, proof FROM Passages WHERE node_id = ?"
@@ -179,7 +183,7 @@ def test_the_file_holds_no_text_and_deleting_leaves_nothing(registry):
     assert names(registry.find(HARBOUR + CRANE)) == ["kept"]
 
 
-def test_only_the_owner_can_read(registry):
+def test_only_the_owner_can_read_the_files(registry):
     before = os.umask(0)
     try:
         registry.add([Passage(HARBOUR, "h")])
@@ -198,7 +202,7 @@ def test_only_the_owner_can_read(registry):
         ("len", b"SQLite format 3\0" + b"x" * 5000),
     ],
 )
-def test_a_ruined_file_is_made_anew(home, registry, ruin, use, caplog):
+def test_a_ruined_file_is_rebuilt(home, registry, ruin, use, caplog):
     home.mkdir()
     registry.path.write_bytes(ruin)
     if use == "find":
@@ -211,7 +215,7 @@ def test_a_ruined_file_is_made_anew(home, registry, ruin, use, caplog):
     assert stat.S_IMODE(registry.path.stat().st_mode) == 0o600
 
 
-def test_a_new_file_in_the_place_of_the_old_one_is_used(registry, other):
+def test_a_file_that_replaces_the_open_one_is_used(registry, other):
     registry.add([Passage(HARBOUR, "h")])
     assert names(other.find(HARBOUR)) == ["h"]
     for name in ("", "-wal", "-shm"):
@@ -220,26 +224,30 @@ def test_a_new_file_in_the_place_of_the_old_one_is_used(registry, other):
     assert names(other.find(HARBOUR + CRANE)) == ["c"]
 
 
-def test_another_format_is_refused_but_no_question_fails(registry, caplog):
+def write_other_format(registry):
     registry.add([Passage(HARBOUR, "h")])
     registry.close()
     with closing(sqlite3.connect(registry.path)) as sql:
         sql.execute("PRAGMA user_version = 99")
-    with pytest.raises(StoreFormatError, match=r"99.*Remove"):
-        registry.add([])
-    assert registry.find(HARBOUR) == []
-    assert "99" in caplog.text
 
 
-def test_a_folder_in_its_place_is_a_named_error_but_no_question_fails(registry, caplog):
-    registry.path.mkdir(parents=True)
-    with pytest.raises(StoreError, match=r"nodes\.sqlite"):
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (write_other_format, StoreFormatError, r"99.*Remove"),
+        (lambda registry: registry.path.mkdir(parents=True), StoreError, r"nodes\.sqlite"),
+    ],
+    ids=["another format", "a folder in its place"],
+)
+def test_an_unusable_file_is_a_named_error_but_fails_no_question(registry, spoil, error, message, caplog):
+    spoil(registry)
+    with pytest.raises(error, match=message):
         registry.add([Passage(HARBOUR, "h")])
     assert registry.find(HARBOUR) == []
     assert "no passages are looked for" in caplog.text
 
 
-def test_all_or_none(registry):
+def test_passages_are_added_all_or_none(registry):
     registry.add([Passage(HARBOUR, "h")])
     with closing(sqlite3.connect(registry.path)) as sql:
         sql.execute(
@@ -250,7 +258,7 @@ def test_all_or_none(registry):
     assert names(registry.find(HARBOUR + CRANE)) == ["h"]
 
 
-def test_threads(registry):
+def test_threads_add_find_and_remove_at_once(registry):
     def work(name):
         for n in range(15):
             text = f"{name} wrote the passage with the number {n}."
@@ -267,9 +275,8 @@ def test_threads(registry):
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted by /proc")
 def test_a_home_has_one_open_file_however_many_collections(home, registry):
     def held():
-        files = [
-            Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")
-        ]  # one of them is listdir's
+        # One of them is listdir's.
+        files = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
         return sum(str(home.resolve()) in os.readlink(file) for file in files if file.is_symlink())
 
     registry.add([Passage(HARBOUR, "h")])
@@ -287,16 +294,15 @@ def test_a_home_has_one_open_file_however_many_collections(home, registry):
     assert held() == 0
 
 
-def test_processes_that_open_and_add_at_once(home, registry):
+def test_processes_that_open_and_add_at_once_lose_nothing(home, registry):
     with adder(home, "Anna", 12) as anna, adder(home, "Ben", 12) as ben:
         for worker in (anna, ben):
             assert worker.communicate(timeout=120)[0].split() == [str(n) for n in range(12)]
             assert worker.returncode == 0
     assert len(registry) == 240
-    text = " ".join(
-        f"{name} wrote the passage with the number {n}." for n in range(120) for name in ("Anna", "Ben")
-    )
-    assert names(registry.find(text)) == [f"{name}-{n}" for n in range(120) for name in ("Anna", "Ben")]
+    written = [(name, n) for n in range(120) for name in ("Anna", "Ben")]
+    text = " ".join(f"{name} wrote the passage with the number {n}." for name, n in written)
+    assert names(registry.find(text)) == [f"{name}-{n}" for name, n in written]
 
 
 @pytest.mark.parametrize("lines", [1, 7])
@@ -316,8 +322,8 @@ def test_a_killed_process_loses_nothing_that_it_acknowledged(home, registry, lin
         registry.close()
 
 
-def test_a_dropped_registry_takes_nothing_of_what_is_still_asked(home):
-    """The next collection of that name would know it."""
+def test_a_dropped_registry_learns_nothing_from_prompts_that_are_still_read(home):
+    """The next collection of that name would find it."""
     registry, text = PassageRegistry.open(home, "team"), "Who is paid in herrings has no need of a purse."
     PassageRegistry.drop(home, "team")
     assert registry.learn([text]) == [] and registry.add([Passage(text, "node-1")]) == 0

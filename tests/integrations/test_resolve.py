@@ -1,4 +1,4 @@
-"""Resolving a prompt's pieces: every character comes back, in literals and chunks, named passages first."""
+"""Splitting a prompt into literals and chunks: no character is lost, and named passages are found first."""
 
 import random
 
@@ -6,14 +6,14 @@ import pytest
 
 from ragblend.engine.prompts.segments import Chunk, Literal
 from ragblend.integrations.passages import Passage, PassageRegistry
-from ragblend.integrations.resolve import found_in, segments
+from ragblend.integrations.resolve import segments, split_at_passages
 
 HARBOUR = "The harbour was dredged in 1921 by the Ems company, who left the crane behind."
 CRANE = "The crane on the north mole lifts nine tonnes and is painted green."
 
 
 def resolve(*pieces_registry_and_named):
-    return segments(found_in(*pieces_registry_and_named))
+    return segments(split_at_passages(*pieces_registry_and_named))
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def text(words):
     return Literal(words, verbatim=True)
 
 
-def test_chunks_between_literals(registry):
+def test_passages_become_chunks_between_literals(registry):
     registry.add([Passage(HARBOUR, "h"), Passage(CRANE, "c")])
     prompt = f"Notes:\n{HARBOUR}\n\n{CRANE}{HARBOUR}\nWhy?"
     assert resolve([prompt], registry) == (
@@ -42,7 +42,7 @@ def test_chunks_between_literals(registry):
     assert resolve([], registry) == resolve(["", Passage("", "x")], registry) == ()
 
 
-def test_named_passages_come_first(registry):
+def test_named_passages_are_preferred_to_registered_ones(registry):
     registry.add([Passage(f"{HARBOUR} {CRANE}", "long"), Passage(CRANE, "c")])
     prompt = f"{HARBOUR} {CRANE} {CRANE}"
     assert resolve([prompt], registry)[0] == Chunk(f"{HARBOUR} {CRANE}", "long")
@@ -56,7 +56,7 @@ def test_named_passages_come_first(registry):
     )
 
 
-def test_of_passages_that_overlap_or_nest_the_longest_and_of_a_repeated_line_the_most(registry):
+def test_of_overlapping_and_nested_passages_the_longest_are_found(registry):
     text_of_both = f"{HARBOUR} {CRANE}"
     left, right, inside = text_of_both[:90], text_of_both[60:], text_of_both[95:120]
     for named in ([left, right, inside], [inside, right, left]):
@@ -67,7 +67,7 @@ def test_of_passages_that_overlap_or_nest_the_longest_and_of_a_repeated_line_the
     assert [getattr(each, "node_id", None) for each in found] == ["1000 lines", "2 lines", "1 lines", None]
 
 
-def test_short_named_passages_do_not_shred_the_prompt(registry):
+def test_short_named_passages_are_ignored(registry):
     prompt = "An answer is wanted, and an explanation of it."
     registry.add([Passage("an", "a")])
     assert resolve([prompt], registry, [Passage("an", "a"), Passage("is wanted", "b")]) == (text(prompt),)
@@ -75,8 +75,8 @@ def test_short_named_passages_do_not_shred_the_prompt(registry):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_named_as_the_registry_and_no_character_is_lost(registry, seed):
-    """Named passages and registered ones are found by different searches, which must agree."""
+def test_named_and_registered_passages_are_split_alike_and_no_character_is_lost(registry, seed):
+    """They are found by different searches, which must agree."""
     chance = random.Random(seed)
     whole = "".join(chance.choices("ab\U0001f600\ud800", k=400))
     if seed % 2:

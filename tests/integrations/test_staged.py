@@ -1,4 +1,4 @@
-"""A FAISS search in stages: the last one is the whole search's, and each before it is that of the clusters so far."""
+"""A FAISS search in stages: each stage is the search of the clusters so far, and the last one of all."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def test_each_stage_is_the_search_of_the_clusters_so_far(index, probed, stages):
     assert changed or len(found) == 1, "stages that never change would show nothing"
 
 
-def test_fewer_than_wanted(index):
+def test_fewer_vectors_than_wanted(index):
     index.nprobe = 2
     last = list(in_stages(index, np.ones(SIZE, np.float32), 10_000, 2))[-1]
     assert 0 < len(last) < 1500 and len(set(last.tolist())) == len(last)

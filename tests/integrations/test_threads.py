@@ -1,4 +1,4 @@
-"""Waiting in an event loop for threads of our own: errors, order, context and end (many at once: `test_backend.py`)."""
+"""Awaiting threads in an event loop: errors, order, and what is left behind (many at once: `test_backend.py`)."""
 
 import asyncio
 import gc
@@ -9,22 +9,22 @@ from contextlib import aclosing, suppress
 import pytest
 
 from ragblend.engine.results import Stream
-from ragblend.integrations.threads import NAME, in_thread, items_of_thread
+from ragblend.integrations.threads import NAME, in_thread, iterate_in_thread
 from ragblend.kvstore.errors import Cancelled, UsageError
 
-TOO_LONG_S = 60  # only what is broken takes it
+TIMEOUT_S = 60  # reached only by what is broken
 
 
 def test_items_come_before_the_work_is_done():
     read = threading.Event()
 
-    def work(tell):
-        tell("first")
-        assert read.wait(TOO_LONG_S)
+    def work(put):
+        put("first")
+        assert read.wait(TIMEOUT_S)
         return "last"
 
     async def main():
-        items = items_of_thread(work)
+        items = iterate_in_thread(work)
         assert await anext(items) == "first"
         read.set()
         return [item async for item in items]
@@ -32,16 +32,16 @@ def test_items_come_before_the_work_is_done():
     assert asyncio.run(main()) == ["last"]
 
 
-def test_errors_come_out_behind_what_came_before_them():
-    def fail(tell=None):
-        if tell is not None:
-            tell("first")
+def test_errors_are_raised_after_the_items_before_them():
+    def fail(put=None):
+        if put is not None:
+            put("first")
         raise LookupError("nothing there")
 
     async def main():
         with pytest.raises(LookupError, match="nothing there"):
             await in_thread(fail)
-        items = items_of_thread(fail)
+        items = iterate_in_thread(fail)
         assert await anext(items) == "first"
         with pytest.raises(LookupError, match="nothing there"):
             await anext(items)
@@ -50,76 +50,76 @@ def test_errors_come_out_behind_what_came_before_them():
 
 
 def test_work_that_outlives_its_loop_is_ended_by_the_next_item():
-    """Nobody closed the generator, as when a loop is dropped: there is nobody to read what the work makes."""
-    begun, closed, ended = threading.Event(), threading.Event(), []
+    """The generator was not closed, as when a loop is dropped: nobody reads what the work makes."""
+    started, closed, errors = threading.Event(), threading.Event(), []
 
-    def work(tell):
-        tell("first")
-        begun.set()
-        assert closed.wait(TOO_LONG_S)
+    def work(put):
+        put("first")
+        started.set()
+        assert closed.wait(TIMEOUT_S)
         try:
-            tell("second")
+            put("second")
         except RuntimeError as error:
-            ended.append(str(error))
+            errors.append(str(error))
             raise
 
     loop = asyncio.new_event_loop()
-    items = items_of_thread(work)
+    items = iterate_in_thread(work)
     assert loop.run_until_complete(anext(items)) == "first"
     [thread] = [thread for thread in threading.enumerate() if thread.name == NAME]
-    assert begun.wait(TOO_LONG_S)
+    assert started.wait(TIMEOUT_S)
     loop.close()
     closed.set()
-    thread.join(TOO_LONG_S)
-    assert ended == ["Event loop is closed"]
+    thread.join(TIMEOUT_S)
+    assert errors == ["Event loop is closed"]
 
 
-class Held:
+class Context:
     """What a request holds while it is computed."""
 
 
 @pytest.mark.parametrize("kind", [Cancelled, UsageError])
-@pytest.mark.parametrize("way", ["awaited", "iterated", "left", "a stream"])
-def test_an_error_holds_nothing_of_the_request_that_it_ended(way, kind):
-    """A context's KV is large, and garbage is looked for seldom: with the collector off nothing may be left."""
-    held, go = [], threading.Event()
+@pytest.mark.parametrize("way", ["awaited", "iterated", "closed", "stream"])
+def test_an_error_keeps_nothing_of_its_request_alive(way, kind):
+    """A context's KV is large, and garbage collection rare: with the collector off nothing may be left."""
+    held, proceed = [], threading.Event()
 
-    def work(*tell):
-        mine = Held()
-        held.append(weakref.ref(mine))
+    def work(*put):
+        context = Context()
+        held.append(weakref.ref(context))
 
         def within():  # a closure: its cells live as long as its frame
-            assert mine is not None
-            assert go.wait(60)
-            raise kind("left")
+            assert context is not None
+            assert proceed.wait(TIMEOUT_S)
+            raise kind("failed")
 
-        if way in ("iterated", "left"):
-            tell[0]("piece")
+        if way in ("iterated", "closed"):
+            put[0]("piece")
         within()
 
     async def ask():
         if way == "awaited":
-            go.set()
+            proceed.set()
             await in_thread(work)
-        async with aclosing(items_of_thread(work)) as items:
+        async with aclosing(iterate_in_thread(work)) as items:
             async for _ in items:
-                if way == "left":
+                if way == "closed":
                     break
-                go.set()
-        go.set()
+                proceed.set()
+        proceed.set()
 
     gc.collect()
     gc.disable()
     try:
         with suppress(kind):
-            if way == "a stream":
-                go.set()
+            if way == "stream":
+                proceed.set()
                 list(Stream(work))
             else:
                 asyncio.run(ask())
         for thread in threading.enumerate():
             if thread.name in (NAME, "ragblend-stream"):
-                thread.join(60)
+                thread.join(TIMEOUT_S)
         assert [each() for each in held] == [None]
     finally:
         gc.enable()

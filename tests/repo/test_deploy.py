@@ -13,7 +13,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from ragblend.integrations.vllm.settings import Settings
+from ragblend.integrations.vllm.settings import ConnectorSettings
 from ragblend.kvstore.places import Place
 
 
@@ -38,7 +38,7 @@ def connector(arguments):
     (said,) = (each for each in arguments if each.startswith("--kv-transfer-config="))
     config = json.loads(said.partition("=")[2])
     assert (config["kv_connector"], config["kv_role"]) == ("RAGBlendConnector", "kv_both")
-    settings = Settings.of(config["kv_connector_extra_config"])
+    settings = ConnectorSettings.of(config["kv_connector_extra_config"])
     return settings, Place.of(settings.remote).where.partition(":")[0]
 
 

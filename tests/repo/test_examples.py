@@ -13,10 +13,10 @@ from ragblend import Chunk, Engine
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # What a run must say: that KV was used, not only that nothing was raised.
 SAYS = {
-    "quickstart": "encoded 2, stored already 0",
-    "own_policy": "tails: 30% computed again",
-    "with_llama_index": "nodes from the store: 1, read now: 1",
-    "with_langchain": "documents from the store: 1",
+    "quickstart": "encoded 2, already stored 0",
+    "own_policy": "tails: 30% recomputed",
+    "with_llama_index": "nodes reused: 1, missing: 1",
+    "with_langchain": "documents reused: 1",
     "fuse_in_200_lines": "KL from full prefill 0.00000",
 }
 ORDINARY = "The ledger names each ship, the hour that it came in, and what it carried. "

@@ -9,14 +9,14 @@ from servers import LEDGER, LIGHT, events, post_raw, serving
 from waiting import SOON_S, until
 
 from ragblend.app.serve import chat
-from ragblend.integrations.backend import Backend, Turn
+from ragblend.integrations.backend import Backend, ChatTurn
 from ragblend.integrations.threads import NAME
 
 
 def test_answers_equal_the_engines(served) -> None:
     answer = served.chat("Who built it?", method="full").json()
     own = Backend(str(served.service.desk.settings.model), served.service.home, "ada", "cpu", "float32")
-    prompt = own.chat_prompt([Turn("user", ("Who built it?",))])
+    prompt = own.chat_prompt([ChatTurn("user", ("Who built it?",))])
     expected = own.engine.generate(prompt, method="full", max_new_tokens=6)
     [choice] = answer["choices"]
     assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}

@@ -1,5 +1,4 @@
-"""The calling styles that people have, each as a function from a model and a retriever to something that takes a
-question. Only the model is ours."""
+"""Common LangChain programs, each made of a model and a retriever; only the model is ours."""
 
 from collections.abc import AsyncIterator, Iterator
 from operator import itemgetter
@@ -26,7 +25,7 @@ QUESTION = itemgetter("input")
 
 
 class AnyScore(RegexParser):
-    """map_rerank wants a score in every answer; a small model does not keep to the stock parser's format."""
+    """map_rerank needs a score in every answer, which a small model does not write."""
 
     def parse(self, text: str) -> dict[str, str]:
         return {"answer": text, "score": str(len(text))}
@@ -69,7 +68,7 @@ def retrieval_qa(chain_type: str) -> Any:
 
 
 def retriever_tool(llm: Any, retriever: Any) -> Any:
-    """The search is decided on by the chain, not by the model; its answer is an ordinary tool message."""
+    """The chain decides to search, not the model; the result is an ordinary tool message."""
     tool = create_retriever_tool(
         retriever, "search", "Searches the notes.", response_format="content_and_artifact"
     )
@@ -88,7 +87,7 @@ SEARCH = ChatGenerationChunk(message=AIMessageChunk("I should look.\nAction: sea
 
 
 class Searching(ChatRAGBlend):
-    """Decides to search first, as a model that keeps to the ReAct format would."""
+    """Searches first, as a model that follows the ReAct format would."""
 
     def _stream(self, messages: Any, *args: Any, **kwargs: Any) -> Iterator[ChatGenerationChunk]:
         seen = "Observation:" in messages[-1].text

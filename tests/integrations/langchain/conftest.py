@@ -1,4 +1,4 @@
-"""Models on homes of their own, documents in a real Chroma, and a watcher that sees what models were asked."""
+"""Models on their own homes, documents in a real Chroma, and a watcher of the model's calls."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,11 +41,14 @@ def documents() -> list[Document]:
     return [Document(text, id=name, metadata={"source": f"{name}.md"}) for name, text in TEXTS.items()]
 
 
+def options_of(folder, home) -> dict[str, Any]:
+    return {"model": str(folder), "home": str(home), "device": "cpu", "dtype": "float32"}
+
+
 @pytest.fixture(scope="session")
 def tiny_options(tiny_folder, tmp_path_factory) -> dict[str, Any]:
-    """What a tiny model on a home of the session is opened with."""
-    home = str(tmp_path_factory.mktemp("tiny-home"))
-    return {"model": str(tiny_folder), "home": home, "device": "cpu", "dtype": "float32"}
+    """The arguments that open a tiny model on a home of the session."""
+    return options_of(tiny_folder, tmp_path_factory.mktemp("tiny-home"))
 
 
 @pytest.fixture
@@ -55,14 +58,13 @@ def tiny(tiny_options) -> ChatRAGBlend:
 
 @pytest.fixture(scope="session")
 def caller_options(caller_folder, tmp_path_factory) -> dict[str, Any]:
-    """The same of a model with tools."""
-    home = str(tmp_path_factory.mktemp("caller-home"))
-    return {"model": str(caller_folder), "home": home, "device": "cpu", "dtype": "float32"}
+    """The same for a model with tools."""
+    return options_of(caller_folder, tmp_path_factory.mktemp("caller-home"))
 
 
 @pytest.fixture
 def make_tiny(place) -> Callable[..., ChatRAGBlend]:
-    """A tiny model on an empty home, for tests that count what is known or stored."""
+    """Makes tiny models on an empty home, for tests that count what is registered or stored."""
     return lambda **changes: ChatRAGBlend(**place | SHORT | changes)
 
 

@@ -1,7 +1,6 @@
 """Stock chains with a real Chroma: the answers are the engine's own, and whole chunks are reused.
 
-The table in docs/frameworks.md: all three of the retrieved documents' places in prompts are resolved, and their stored
-KV is reused.
+Shows the table in docs/frameworks.md: all three retrieved documents are found in the prompts, and their KV is reused.
 """
 
 import asyncio
@@ -32,11 +31,11 @@ def model(request, tiny_options, documents):
 
 @pytest.fixture(scope="module")
 def retriever(store):
-    """A stock one: nothing of ours but the model."""
+    """A stock retriever: only the model is ours."""
     return store.as_retriever(search_kwargs={"k": 3})
 
 
-def asks_as_the_engine(watcher: Watcher, model, documents) -> None:
+def assert_answers_are_the_engines(watcher: Watcher, model, documents) -> None:
     assert watcher.share() == (3, 3, 3)
     answered = [seen for seen in watcher.calls if seen.kv]
     assert answered
@@ -53,8 +52,8 @@ def asks_as_the_engine(watcher: Watcher, model, documents) -> None:
     + [(RAGBlendLLM, name) for name in TEXT_CHAINS if "reduce" not in name],
     indirect=["model"],
 )
-def test_a_stock_chain(model, name, retriever, documents, watcher):
-    """Those on the text model, and every other one, in a task."""
+def test_a_stock_chain_reuses_its_documents(model, name, retriever, documents, watcher):
+    """In a task for the text model, and for every other chain of the chat model."""
     chains, config = CHAT_CHAINS if isinstance(model, ChatRAGBlend) else TEXT_CHAINS, {"callbacks": [watcher]}
     chain = chains[name](model, retriever)
     if chains is TEXT_CHAINS or list(chains).index(name) % 2:
@@ -62,7 +61,7 @@ def test_a_stock_chain(model, name, retriever, documents, watcher):
     else:
         chain.invoke(QUESTION, config)
     assert len(watcher.retrieved) == 3
-    asks_as_the_engine(watcher, model, documents)
+    assert_answers_are_the_engines(watcher, model, documents)
 
 
 @pytest.mark.parametrize("name", ["LCEL", "create_retrieval_chain, ours inside"])
@@ -85,17 +84,14 @@ def test_sync_async_and_streams_agree(model, name, retriever, watcher):
 
 
 @pytest.mark.parametrize("model", [ChatRAGBlend], indirect=True)
-def test_a_chains_events_carry_the_pieces_the_documents_and_what_was_reused(
-    model, retriever, documents, watcher
-):
+def test_a_chains_events_carry_pieces_documents_and_statistics(model, retriever, documents, watcher):
     chain = CHAT_CHAINS["create_retrieval_chain"](model, retriever)
 
-    async def heard():
-        return [
-            event async for event in chain.astream_events(QUESTION, {"callbacks": [watcher]}, version="v2")
-        ]
+    async def collect():
+        stream = chain.astream_events(QUESTION, {"callbacks": [watcher]}, version="v2")
+        return [event async for event in stream]
 
-    events = asyncio.run(heard())
+    events = asyncio.run(collect())
     pieces = [event["data"]["chunk"] for event in events if event["event"] == "on_chat_model_stream"]
     [ended] = [event["data"]["output"] for event in events if event["event"] == "on_chat_model_end"]
     [found] = [event["data"]["output"] for event in events if event["event"] == "on_retriever_end"]
@@ -105,4 +101,4 @@ def test_a_chains_events_carry_the_pieces_the_documents_and_what_was_reused(
     assert {document.id for document in found} == {document.id for document in documents}
     assert ended.response_metadata["kv"]["hits"] == 3
     assert ended.usage_metadata["input_token_details"]["cache_read"] > 0
-    asks_as_the_engine(watcher, model, documents)
+    assert_answers_are_the_engines(watcher, model, documents)

@@ -1,4 +1,4 @@
-"""Several conversations at once: each answer's report names its own documents, in whatever order streams are read."""
+"""Several conversations at once: each answer reports its own documents, in whatever order streams are read."""
 
 import asyncio
 from operator import itemgetter
@@ -39,7 +39,7 @@ def joined(inputs) -> str:
 
 @pytest.fixture(params=["text", "blocks"])
 def chain(request, tiny):
-    """Documents by their text, and by content blocks with ids."""
+    """Documents named by their text, and by content blocks with ids."""
     encode_documents([d for documents in LIBRARY.values() for d in documents], tiny, show_progress=False)
     found = {"context": itemgetter("input") | Shelf(), "input": itemgetter("input")}
     if request.param == "blocks":
@@ -61,7 +61,7 @@ def watched(number: str, watcher: Watcher):
     return {"input": number}, {"callbacks": [watcher]}
 
 
-def test_four_tasks(chain):
+def test_four_tasks_report_their_own_documents(chain):
     async def converse(number: str):
         watchers = [Watcher(), Watcher()]
         whole = await chain.ainvoke(*watched(number, watchers[0]))
@@ -76,8 +76,8 @@ def test_four_tasks(chain):
         assert whole == streamed
 
 
-def test_two_streams_read_in_the_other_order(chain):
-    """What hands ids over in a context variable gives the second stream's documents to the first."""
+def test_two_streams_that_are_read_in_reverse_order_report_their_own_documents(chain):
+    """A context variable would give the second stream's documents to the first."""
     alone = [chain.invoke({"input": number}) for number in "01"]
     watchers = [Watcher(), Watcher()]
     first, second = (chain.stream(*watched(*each)) for each in zip("01", watchers, strict=True))

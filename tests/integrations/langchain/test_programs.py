@@ -1,4 +1,4 @@
-"""LangChain's own programs (benchmarks/programs_langchain.py): on the third question what was retrieved is reused."""
+"""LangChain's own programs (benchmarks/programs_langchain.py) reuse what was retrieved, by the third question."""
 
 import pytest
 
@@ -17,7 +17,7 @@ QUESTIONS = ("What is the ringer paid in?", "Who keeps the tide table?", "What d
 
 @pytest.fixture
 def library(documents) -> LangChainDocuments:
-    """Texts of its own: other tests' models are still alive, and learn what is retrieved here."""
+    """Other texts than elsewhere: other tests' models are still alive, and register what is retrieved here."""
     own = [
         Document(
             f"From the parish book of Harrow Sound, as the sexton copied it. {each.page_content}",
@@ -29,15 +29,15 @@ def library(documents) -> LangChainDocuments:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
-def test_of_the_third_question_half_of_what_was_retrieved_comes_from_the_store(
+def test_a_program_reuses_half_of_what_was_retrieved_by_the_third_question(
     program, make_tiny, library
 ) -> None:
-    """And what the program says is the engine's own answer to the same ids."""
+    """And its answers are the engine's own to the same token ids."""
     assert_half_is_reused(program, make_tiny(), library, QUESTIONS)
 
 
-def test_what_a_model_wrote_is_no_document(make_tiny, library) -> None:
-    llm = make_tiny(learn_from_prompts=False, max_tokens=40)  # longer than what is too short to be kept
+def test_text_written_by_a_model_is_not_registered(make_tiny, library) -> None:
+    llm = make_tiny(learn_from_prompts=False, max_tokens=40)  # longer than the shortest passage
     as_compression(llm, library)(QUESTIONS[0])
     assert len(library.found.texts) > len(library.documents)
     assert len(llm.backend.registry) == len(library.documents)

@@ -1,4 +1,4 @@
-"""RAGBlendRetriever around stores and retrievers, the documents that stock retrievers return, and encode_documents."""
+"""RAGBlendRetriever around stores and retrievers, documents of stock retrievers, and encode_documents."""
 
 import asyncio
 import gc
@@ -16,7 +16,7 @@ QUESTION = "Who rings the bell?"
 
 
 class Fixed(BaseRetriever):
-    """A retriever that knows no number of documents."""
+    """A retriever without a number of documents."""
 
     documents: list[Document]
 
@@ -25,7 +25,7 @@ class Fixed(BaseRetriever):
 
 
 class Filtered(BaseRetriever):
-    """One that takes something, and no number."""
+    """One with another argument, but no number."""
 
     documents: list[Document]
 
@@ -34,7 +34,7 @@ class Filtered(BaseRetriever):
 
 
 class Reranker(BaseDocumentCompressor):
-    """The last first; keeps how many it was shown."""
+    """Reverses the documents, and records how many it got."""
 
     shown: list[int]
 
@@ -44,14 +44,14 @@ class Reranker(BaseDocumentCompressor):
 
 
 def asked(model, documents):
-    """Chunks and hits of a prompt in which the documents are mere text."""
+    """Chunks and hits of a prompt that holds the documents as plain text."""
     text = "\n\n".join(document.page_content for document in documents)
     kv = model.invoke(f"{text}\n\n{QUESTION}").response_metadata["kv"]
     return kv["chunks"], kv["hits"]
 
 
 @pytest.mark.parametrize("kind", ["vectorstore", "retriever", "fixed", "runnable"])
-def test_it_returns_what_is_inside_and_tells_the_model(make_tiny, store, documents, kind):
+def test_it_returns_the_inner_documents_and_registers_them(make_tiny, store, documents, kind):
     model = make_tiny(register_retrieved=False)
     assert asked(model, documents) == ([], 0)
     fixed = Fixed(documents=documents)
@@ -70,7 +70,7 @@ def test_it_returns_what_is_inside_and_tells_the_model(make_tiny, store, documen
     assert len(RAGBlendRetriever(llm=model, k=1, **inside).invoke(QUESTION)) == 1
 
 
-def test_who_looks_at_more_than_are_wanted_is_shown_them(make_tiny, store, documents):
+def test_an_inner_reranker_sees_more_documents_than_are_returned(make_tiny, store, documents):
     reranker = Reranker(shown=[])
     inside = ContextualCompressionRetriever(base_compressor=reranker, base_retriever=store.as_retriever())
     whole = inside.invoke(QUESTION)
@@ -82,7 +82,7 @@ def test_who_looks_at_more_than_are_wanted_is_shown_them(make_tiny, store, docum
     assert filtered.invoke(QUESTION) == documents[:1]
 
 
-def test_stored_kv_is_read_ahead(make_tiny, store, documents, monkeypatch):
+def test_stored_kv_is_prefetched(make_tiny, store, documents, monkeypatch):
     from ragblend.engine.engine import Engine
 
     announced = []
@@ -99,7 +99,7 @@ def test_stored_kv_is_read_ahead(make_tiny, store, documents, monkeypatch):
     assert len(announced) == 1
 
 
-def test_wrong_arguments(make_tiny, store):
+def test_wrong_arguments_are_refused(make_tiny, store):
     model = make_tiny()
     for wrong in ({}, {"vectorstore": store, "retriever": store.as_retriever()}):
         with pytest.raises(ValidationError, match="one place to look"):
@@ -114,7 +114,7 @@ def test_wrong_arguments(make_tiny, store):
 
 
 @pytest.mark.parametrize("way", ["invoke", "ainvoke"])
-def test_documents_of_a_stock_retriever_become_known(make_tiny, store, documents, way):
+def test_documents_of_a_stock_retriever_are_registered(make_tiny, store, documents, way):
     model = make_tiny()
     assert asked(model, documents) == ([], 0)
     stock = store.as_retriever()
@@ -123,12 +123,14 @@ def test_documents_of_a_stock_retriever_become_known(make_tiny, store, documents
     assert asked(model, documents) == (["tides", "bell", "lamp"], 0)
     assert model.backend.engine.finish_background(timeout_s=60)
     assert asked(model, documents) == (["tides", "bell", "lamp"], 3)
-    restarted = make_tiny()  # what is known stands on disk
+    restarted = make_tiny()  # registered texts are on disk
     assert asked(restarted, documents) == (["tides", "bell", "lamp"], 3)
 
 
-def test_who_learns_documents(make_tiny, place, store, documents, tmp_path):
-    """The living models that want to, of either kind, each for its home and collection."""
+def test_documents_are_registered_with_living_models_that_allow_it(
+    make_tiny, place, store, documents, tmp_path
+):
+    """Of either kind, each for its home and collection."""
     text_model = RAGBlendLLM(**place, max_tokens=1)
     silent = make_tiny(register_retrieved=False, home=str(tmp_path / "silent"))
     papers, gone = make_tiny(collection="papers"), make_tiny(collection="gone").backend
@@ -141,7 +143,7 @@ def test_who_learns_documents(make_tiny, place, store, documents, tmp_path):
     assert [len(registry) for registry in known] == [3, 3, 0]
 
 
-# --- reading beforehand
+# --- encoding ahead
 
 
 def test_encode_documents_stores_their_kv_once(make_tiny, documents, capsys):

@@ -1,4 +1,4 @@
-"""create_ragblend_stuff_documents_chain: the stock chain's text, the documents by id."""
+"""create_ragblend_stuff_documents_chain: the stock chain's text, with documents named by id."""
 
 import asyncio
 import inspect
@@ -9,7 +9,7 @@ from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.runnables import RunnableLambda
 
-from ragblend.integrations.backend import marks
+from ragblend.integrations.backend import placeholders
 from ragblend.integrations.langchain import create_ragblend_stuff_documents_chain
 
 stock = pytest.importorskip(
@@ -21,7 +21,7 @@ PROMPT = ChatPromptTemplate.from_messages([("system", "From the notes:\n\n{conte
 
 @pytest.fixture
 def asked():
-    """Stands in for a model: keeps what it is asked."""
+    """A stand-in for a model, and the messages it was asked."""
     kept = []
 
     def model(value):
@@ -35,7 +35,7 @@ def ids(message) -> list[str]:
     return [block["id"] for block in message.content if "id" in block]
 
 
-def test_same_signature_as_the_stock_one():
+def test_the_signature_is_the_stock_chains():
     ours, theirs = (
         {name: (p.kind, p.default) for name, p in inspect.signature(function).parameters.items()}
         for function in (create_ragblend_stuff_documents_chain, stock.create_stuff_documents_chain)
@@ -47,7 +47,7 @@ def test_same_signature_as_the_stock_one():
     ("separator", "template"),
     [("\n\n", "{page_content}"), ("\n---\n", "[{source}]\n{page_content}\n"), ("\n\n", "{source}")],
 )
-def test_same_text_as_the_stock_one(asked, documents, separator, template):
+def test_the_text_is_the_stock_chains(asked, documents, separator, template):
     kept, model = asked
     options = {"document_separator": separator, "document_prompt": PromptTemplate.from_template(template)}
     for make in (create_ragblend_stuff_documents_chain, stock.create_stuff_documents_chain):
@@ -66,8 +66,7 @@ def test_same_text_as_the_stock_one(asked, documents, separator, template):
 @pytest.mark.parametrize(
     ("name", "prompt"), [("context", PROMPT), ("notes", PromptTemplate.from_template("{notes}\n\n{input}"))]
 )
-def test_documents_reach_the_model_by_id(make_tiny, documents, watcher, name, prompt):
-    """Nothing about them is known beforehand, and nothing is looked for."""
+def test_unregistered_documents_reach_the_model_by_id(make_tiny, documents, watcher, name, prompt):
     model = make_tiny(register_retrieved=False)
     chain = create_ragblend_stuff_documents_chain(model, prompt, document_variable_name=name)
     asked, config = {name: documents, "input": QUESTION}, {"callbacks": [watcher]}
@@ -79,10 +78,9 @@ def test_documents_reach_the_model_by_id(make_tiny, documents, watcher, name, pr
     assert [seen.kv["hits"] for seen in watcher.calls] == [0, 3, 3]
 
 
-def test_history_no_documents_and_those_without_an_id(asked, documents):
-    """What somebody writes that looks like the mark of a document that is not there stays text."""
+def test_history_missing_documents_missing_ids_and_text_like_a_placeholder(asked, documents):
     kept, model = asked
-    hostile = marks(8)[7]
+    hostile = placeholders(8)[7]
     prompt = ChatPromptTemplate.from_messages(
         [
             SystemMessage("be brief"),
@@ -102,6 +100,6 @@ def test_history_no_documents_and_those_without_an_id(asked, documents):
     assert kept[1][-1].text == "\n\n? "
 
 
-def test_a_prompt_without_a_place_for_the_documents(asked):
+def test_a_prompt_without_the_documents_variable_is_refused(asked):
     with pytest.raises(ValueError, match="must accept context as an input variable"):
         create_ragblend_stuff_documents_chain(asked[1], PromptTemplate.from_template("{input}"))

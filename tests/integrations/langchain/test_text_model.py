@@ -1,4 +1,4 @@
-"""RAGBlendLLM on a tiny model: a prompt as it is, documents found by their text or by `passages=`."""
+"""RAGBlendLLM on a tiny model: the prompt as it is, documents found by their text or by `passages=`."""
 
 import asyncio
 
@@ -48,7 +48,7 @@ def test_all_ways_to_call_give_the_same(model):
     assert model.batch(["hello", "there"]) == batched
 
 
-def test_streaming_inside_tells_every_piece_once(model, tiny_options):
+def test_invoke_with_streaming_reports_every_piece_once(model, tiny_options):
     streaming = RAGBlendLLM(**tiny_options, max_tokens=8, streaming=True)
     for ask in (streaming.invoke, lambda *given: asyncio.run(streaming.ainvoke(*given))):
         watcher = Watcher()
@@ -61,7 +61,7 @@ def test_streaming_inside_tells_every_piece_once(model, tiny_options):
     assert not watcher.calls[0].tokens
 
 
-def test_the_prompt_as_it_is_with_documents_named_in_the_call(model, documents):
+def test_documents_named_in_the_call_are_found(model, documents):
     [[plain], [named]] = model.generate(
         ["one two three", f"{documents[1].page_content} Who?"], passages=documents
     ).generations
@@ -69,7 +69,7 @@ def test_the_prompt_as_it_is_with_documents_named_in_the_call(model, documents):
     assert named.generation_info["kv"]["chunks"] == ["bell"]
 
 
-def test_errors_are_the_frameworks(model):
+def test_errors_are_langchains(model):
     with pytest.raises(ContextOverflowError):
         model.invoke("why " * 3000)
     with pytest.raises(ValueError, match="the prompt is empty"):

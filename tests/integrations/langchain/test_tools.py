@@ -1,4 +1,4 @@
-"""Tools and structured output in LangChain: what is bound, said, called, refused and cut off."""
+"""Tools and structured output in LangChain: binding, calling, refusals, and calls that are cut off."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ from ragblend.engine.decoding.grammar import json_grammar
 from ragblend.integrations.langchain import ChatRAGBlend, RAGBlendLLM
 from ragblend.integrations.langchain.messages import turns_of
 from ragblend.integrations.langchain.tools import openai_tools
-from ragblend.integrations.tools import Wanted
+from ragblend.integrations.tools import AnswerFormat
 from ragblend.kvstore.errors import UsageError
 
 QUESTION = "Who keeps the tide table?"
@@ -58,7 +58,7 @@ def caller_llm(caller_options) -> ChatRAGBlend:
     "schema", [Person, Person.model_json_schema(), {"properties": {"name": {"type": "string"}}}]
 )
 @pytest.mark.parametrize("limit", [40, 60])
-def test_an_answer_keeps_to_the_schema_and_is_parsed(tiny, schema, limit):
+def test_an_answer_follows_the_schema_and_is_parsed(tiny, schema, limit):
     found = tiny.with_structured_output(schema).invoke(QUESTION, max_tokens=limit)
     if schema is Person:
         assert isinstance(found, Person)
@@ -66,7 +66,7 @@ def test_an_answer_keeps_to_the_schema_and_is_parsed(tiny, schema, limit):
         assert set(found) <= set(schema["properties"])
 
 
-async def test_by_all_ways_and_equal_to_the_engines_own(tiny):
+async def test_structured_answers_are_the_engines_own_in_all_ways(tiny):
     tiny = tiny.model_copy(update={"max_tokens": 50})
     model = tiny.with_structured_output(Person, include_raw=True)
     raw = model.invoke(QUESTION)
@@ -82,7 +82,7 @@ async def test_by_all_ways_and_equal_to_the_engines_own(tiny):
     assert [chunk async for chunk in parsed.astream(QUESTION)][-1] == raw["parsed"]
 
 
-def test_by_a_call(caller_llm):
+def test_structured_output_by_a_tool_call(caller_llm):
     found = caller_llm.with_structured_output(Count, method="function_calling").invoke(QUESTION)
     assert isinstance(found, Count)
     cut = caller_llm.with_structured_output(Person, method="function_calling")
@@ -101,7 +101,7 @@ def test_by_a_call(caller_llm):
         ({"schema": {"enum": ["x" * 100_001]}}, "at most 100,000"),
     ],
 )
-def test_what_is_no_schema_is_refused_where_it_is_said(tiny, arguments, said):
+def test_an_invalid_schema_is_refused_when_it_is_given(tiny, arguments, said):
     with pytest.raises(ModelInvalidRequestError, match=said):
         tiny.with_structured_output(**arguments)
 
@@ -121,7 +121,7 @@ def test_what_is_no_schema_is_refused_where_it_is_said(tiny, arguments, said):
         {"type": "required"},
     ],
 )
-async def test_a_call_that_is_wanted_is_made(caller_llm, choice):
+async def test_a_forced_call_is_made_in_all_ways(caller_llm, choice):
     model = caller_llm.bind_tools([double], tool_choice=choice)
     said = model.invoke(QUESTION)
     [call] = said.tool_calls
@@ -130,25 +130,24 @@ async def test_a_call_that_is_wanted_is_made(caller_llm, choice):
         assert [(c["name"], c["args"]) for c in other.tool_calls] == [(call["name"], call["args"])]
 
 
-def test_none_is_wanted_in_either_form():
-    tools = openai_tools([double])
-    for choice in ("none", {"type": "none"}):
-        assert Wanted.of(tools, choice).tools == ()
-    for choice in (None, "auto", {"type": "auto"}):
-        wanted = Wanted.of(tools, choice)
-        assert (len(wanted.tools), wanted.is_forced) == (1, False)
+@pytest.mark.parametrize(
+    ("choice", "tools"),
+    [("none", 0), ({"type": "none"}, 0), (None, 1), ("auto", 1), ({"type": "auto"}, 1)],
+)
+def test_a_choice_of_none_or_auto_forces_no_call(choice, tools):
+    answer_format = AnswerFormat.of(openai_tools([double]), choice)
+    assert (len(answer_format.tools), answer_format.is_forced) == (tools, False)
 
 
-def test_several_calls_at_once_where_they_are_wanted(caller_llm):
-    said = caller_llm.bind_tools([ring], tool_choice="any", parallel_tool_calls=True).invoke(
-        QUESTION, max_tokens=200
-    )
+def test_parallel_calls_are_made_where_they_are_allowed(caller_llm):
+    model = caller_llm.bind_tools([ring], tool_choice="any", parallel_tool_calls=True)
+    said = model.invoke(QUESTION, max_tokens=200)
     assert len(said.tool_calls) > 1
     assert len({call["id"] for call in said.tool_calls}) == len(said.tool_calls)
 
 
 @pytest.mark.parametrize("way", ["invoke", "stream"])
-def test_a_call_that_is_cut_off_is_invalid_and_never_made(caller_llm, way):
+def test_a_call_that_is_cut_off_is_invalid_and_not_made(caller_llm, way):
     """LangChain completes the JSON of streamed calls, which would call the tool with half of an argument."""
     model = caller_llm.bind_tools([Person], tool_choice="any")
     said = model.invoke(QUESTION) if way == "invoke" else merged(model.stream(QUESTION))
@@ -161,25 +160,20 @@ def test_a_call_that_is_cut_off_is_invalid_and_never_made(caller_llm, way):
 
 def test_later_turns_show_calls_as_the_template_does(caller_llm):
     call = {"name": "double", "args": {"value": 4}, "id": "c1"}
-    turns = turns_of(
-        [HumanMessage("Double 4"), AIMessage("", tool_calls=[call]), ToolMessage("8", tool_call_id="c1")]
-    )
-    prompt = caller_llm.backend.chat_prompt(turns)
+    answered = [AIMessage("", tool_calls=[call]), ToolMessage("8", tool_call_id="c1")]
+    prompt = caller_llm.backend.chat_prompt(turns_of([HumanMessage("Double 4"), *answered]))
     text = caller_llm.backend.engine.tokenizer.decode(prompt.token_ids)
     assert '<tool_call>\n{"name": "double", "arguments": {"value": 4}}\n</tool_call>' in text
 
 
-def test_an_agent_calls_its_tool_and_comes_to_an_end(caller_llm):
-    agent = create_agent(caller_llm, tools=[double])
-    said = agent.invoke({"messages": [HumanMessage(QUESTION)]})["messages"]
+def test_agents_end_with_an_answer_or_an_object(caller_llm):
+    asked = {"messages": [HumanMessage(QUESTION)]}
+    said = create_agent(caller_llm, tools=[double]).invoke(asked)["messages"]
     assert [message.type for message in said] == ["human", "ai"]
-    answer = create_agent(caller_llm, tools=[], response_format=Count).invoke(
-        {"messages": [HumanMessage(QUESTION)]}
-    )
-    assert isinstance(answer["structured_response"], Count)
-    both = create_agent(caller_llm, tools=[double], response_format=ProviderStrategy(Count))
-    found = both.invoke({"messages": [HumanMessage(QUESTION)]}, {"recursion_limit": 6})
-    assert isinstance(found["structured_response"], Count)
+    for tools, response_format in (([], Count), ([double], ProviderStrategy(Count))):
+        agent = create_agent(caller_llm, tools=tools, response_format=response_format)
+        found = agent.invoke(asked, {"recursion_limit": 6})
+        assert isinstance(found["structured_response"], Count)
 
 
 @pytest.mark.parametrize(
@@ -187,11 +181,7 @@ def test_an_agent_calls_its_tool_and_comes_to_an_end(caller_llm):
     [
         ([7], None, "a tool is none"),
         ([{"type": "function", "function": {"name": "a b"}}], None, "letters, digits"),
-        (
-            [{"name": "a", "description": "", "parameters": {"type": "nonsense"}}],
-            None,
-            "'a' cannot be kept to",
-        ),
+        ([{"name": "a", "parameters": {"type": "nonsense"}}], None, "'a' cannot be kept to"),
         ([double], "triple", "tool_choice names 'triple'; there are double"),
         ([double], {"mode": "required"}, "names no tool, and no type of"),
         ([double], {"type": "function", "function": {}}, "names no tool, and no type of"),
@@ -199,7 +189,7 @@ def test_an_agent_calls_its_tool_and_comes_to_an_end(caller_llm):
         ([], "any", "there are no tools"),
     ],
 )
-def test_what_is_no_tool_is_refused_where_it_is_said(caller_llm, tools, choice, said):
+def test_an_invalid_tool_or_choice_is_refused_when_it_is_given(caller_llm, tools, choice, said):
     with pytest.raises(ModelInvalidRequestError, match=said):
         caller_llm.bind_tools(tools, tool_choice=choice)
 
@@ -207,7 +197,7 @@ def test_what_is_no_tool_is_refused_where_it_is_said(caller_llm, tools, choice, 
 # --- log-probabilities
 
 
-def test_log_probabilities_in_the_form_of_openais_interface(tiny):
+def test_log_probabilities_have_the_form_of_openais_interface(tiny):
     said = tiny.invoke(QUESTION, max_tokens=3, logprobs=True, top_logprobs=2)
     content = said.response_metadata["logprobs"]["content"]
     assert len(content) == 3
@@ -222,7 +212,7 @@ def test_log_probabilities_in_the_form_of_openais_interface(tiny):
         tiny.invoke(QUESTION, logprobs=True, top_logprobs=21)
 
 
-def test_the_text_model_has_both(tiny_options):
+def test_the_text_model_has_structured_output_and_log_probabilities(tiny_options):
     model = RAGBlendLLM(**tiny_options, max_tokens=40)
     assert isinstance(json.loads(model.invoke(QUESTION, response_format={"type": "json_object"})), dict)
     [[said]] = model.generate([QUESTION], logprobs=True).generations
@@ -242,7 +232,7 @@ def get_weather(city: str) -> str:
     return f"It's always sunny in {city}!"
 
 
-def test_langchains_tutorial(caller):
+def test_langchains_tutorial_of_an_agent_runs(caller):
     model = ChatRAGBlend(**caller, max_tokens=100)
     agent = create_agent(model=model, tools=[get_weather], system_prompt="You are a helpful assistant")
     asked = {"messages": [{"role": "user", "content": "What is the weather in San Francisco?"}]}

@@ -1,4 +1,4 @@
-"""Passages that no retriever announces: who learns of them, and who does not (`test_programs.py`: what is reused)."""
+"""Passages that no retriever announces: which models register them (`test_programs.py` shows the reuse)."""
 
 import copy
 import pickle
@@ -9,7 +9,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda
 
 from ragblend.integrations.langchain import RAGBlendLLM
-from ragblend.integrations.langchain.listener import LEARNERS
+from ragblend.integrations.langchain.listener import LIVE_MODELS
 
 QUESTIONS = ("What is the ringer paid in?", "Who keeps the tide table?", "What does the lamp burn?")
 PROMPT = ChatPromptTemplate.from_messages(
@@ -31,7 +31,7 @@ def kv(answer) -> dict[str, Any]:
     return answer.response_metadata["kv"]
 
 
-def test_without_the_switch_and_in_full_prefill_nothing_is_learnt(make_tiny, store) -> None:
+def test_nothing_is_learned_when_switched_off_and_with_full_prefill(make_tiny, store) -> None:
     for model in (make_tiny(learn_from_prompts=False), make_tiny(method="full")):
         ask = as_chain(model, store)
         assert not any(kv(ask(question))["chunks"] for question in QUESTIONS)
@@ -48,24 +48,24 @@ def test_without_the_switch_and_in_full_prefill_nothing_is_learnt(make_tiny, sto
     ],
     ids=["pickled", "copied", "deep", "model_copy"],
 )
-def test_a_copy_learns_what_retrievers_find(make_tiny, store, copied) -> None:
-    """Nothing validates it again, so that nobody had told it; in a worker there is no other."""
+def test_a_copy_registers_what_retrievers_find(make_tiny, store, copied) -> None:
+    """Pydantic does not validate copies, so they were not tracked; a worker process has nothing else."""
     model = copied(make_tiny())
-    LEARNERS.models.clear()
+    LIVE_MODELS.models.clear()
     model = copied(model)
     store.as_retriever().invoke(QUESTIONS[0])
-    assert list(LEARNERS.models.values()) == [model] and len(model.backend.registry)
+    assert list(LIVE_MODELS.models.values()) == [model] and len(model.backend.registry)
 
 
-def test_that_documents_were_changed_on_their_way_into_the_prompt_is_said(make_tiny, store, caplog) -> None:
+def test_documents_that_were_changed_before_the_prompt_are_warned_about(make_tiny, store, caplog) -> None:
     model = make_tiny()
     found = store.as_retriever().invoke(QUESTIONS[0])
     model.invoke("\n".join(each.page_content.upper() for each in found))
-    assert "passages were retrieved, and none of them stands in this prompt unchanged" in caplog.text
+    assert "passages were retrieved, and none of them is in this prompt unchanged" in caplog.text
 
 
-def test_the_text_model_learns_but_no_control_tokens(place, store) -> None:
-    """In a bare text they count: text that holds one is not a passage, which would make it words."""
+def test_the_text_model_learns_no_text_with_control_tokens(place, store) -> None:
+    """They act as such in a bare text; in a passage they would be plain text."""
     model = RAGBlendLLM(**place, max_tokens=4)
     mark = next(iter(model.backend.engine.tokenizer.all_special_tokens))
     control = (
@@ -82,8 +82,8 @@ def test_the_text_model_learns_but_no_control_tokens(place, store) -> None:
     assert texts.token_ids.count(model.backend.engine.tokenizer.all_special_ids[0]) >= 3
 
 
-def test_short_instructions_that_come_back_are_no_passage(make_tiny) -> None:
-    """Reading them costs little, and they are what matters most; of long ones, passages among them, it is learnt."""
+def test_short_repeated_instructions_are_no_passage_but_long_ones_are(make_tiny) -> None:
+    """Short ones cost little to read, and matter most; long ones may contain passages."""
     orders = (
         "You answer from the notes of the keepers alone, in one sentence, and say so where they do not tell. "
         * 3

@@ -1,4 +1,4 @@
-"""What the models of a chain were asked and what they reported, and the engine's own answer to the same."""
+"""Records what the models of a chain were asked and reported, and asks the engine the same."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool"}
 
 @dataclass
 class Seen:
-    """One call of a model, from outside: messages or a text, then what came back."""
+    """One call of a model: the messages or text, and what came back."""
 
     asked: Any
     text: str = ""
@@ -27,7 +27,7 @@ class Seen:
 
 
 class Watcher(BaseCallbackHandler):
-    """Hand it to a chain as a callback: one `Seen` for every model call, in the order in which they began."""
+    """A callback that records a `Seen` for every model call, in the order of their starts."""
 
     def __init__(self) -> None:
         self.seen: dict[Any, Seen] = {}
@@ -49,7 +49,7 @@ class Watcher(BaseCallbackHandler):
         seen, message = self.seen[run_id], getattr(generation, "message", None)
         seen.text = generation.text
         metadata = generation.generation_info if message is None else message.response_metadata
-        seen.kv = metadata.get("kv", {})  # none where a test speaks for the model
+        seen.kv = metadata.get("kv", {})  # none where a test answers for the model
         seen.usage = None if message is None else message.usage_metadata
 
     def on_llm_error(self, error, *, run_id, **kwargs) -> None:
@@ -63,7 +63,7 @@ class Watcher(BaseCallbackHandler):
         return list(self.seen.values())
 
     def share(self) -> tuple[int, int, int]:
-        """Of all retrieved documents' occurrences in prompts: how many, how many were resolved, how many reused."""
+        """The number of retrieved documents in prompts, of those that were found, and of those that were reused."""
         there = sum(
             plain_text(seen.asked).count(document.page_content)
             for seen in self.calls
@@ -78,11 +78,11 @@ def plain_text(asked: Any) -> str:
 
 
 def engine_answer(engine: Any, asked: Any, documents: Sequence[Document], **options: Any) -> Result:
-    """The engine's answer to what a chain asked, the prompt put together here, by plain search for the documents."""
+    """The engine's answer to what a chain asked, in a prompt that is made here, by plain search for the documents."""
     if isinstance(asked, str):
         prompt = Prompt(segments_of(asked, documents, verbatim=False))
     else:
-        spoken = [m for m in asked if m.text or m.type != "ai"]  # a mere tool call is no turn
+        spoken = [m for m in asked if m.text or m.type != "ai"]  # a tool call alone is no turn
         prompt = engine.chat([Message(ROLES[m.type], tuple(segments_of(m.text, documents))) for m in spoken])
     return engine.generate(prompt, **options)
 

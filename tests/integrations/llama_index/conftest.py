@@ -1,20 +1,20 @@
-"""LLMs on private homes, on the tiny model."""
+"""LLMs on the tiny model, each test with its own home."""
 
 import pytest
 from llama_index.core import Settings
 from transformers.utils import logging as transformers_logging
 
 from ragblend.integrations.llama_index import RAGBlendLLM
-from ragblend.integrations.llama_index.learning import LEARNERS
+from ragblend.integrations.llama_index.listener import LIVE_MODELS
 
 transformers_logging.disable_progress_bar()
 
 
 @pytest.fixture
 def make_llm(place):
-    """RAGBlendLLMs on the tiny model, in float32, all on one empty home unless told."""
+    """Makes RAGBlendLLMs on the tiny model, in float32, on one empty home by default."""
     yield lambda **options: RAGBlendLLM(**place | {"max_new_tokens": 8} | options)
-    LEARNERS.models.clear()  # an LLM that is still alive would go on learning from the next test's retrievals
+    LIVE_MODELS.models.clear()  # a living LLM would register the next test's retrievals
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What the LlamaIndex tests share: documents, a deterministic embedding, an ear for events, four ways of calling."""
+"""Helpers of the LlamaIndex tests: documents, a deterministic embedding, a recorder of events, ways to call."""
 
 import asyncio
 import hashlib
@@ -51,21 +51,21 @@ class HashEmbedding(BaseEmbedding):
         return self._get_text_embedding(query)
 
 
-class Ear(BaseEventHandler):
-    """Hears every event."""
+class Recorder(BaseEventHandler):
+    """Records every event."""
 
-    _heard: list[Any] = PrivateAttr(default_factory=list)
+    _events: list[Any] = PrivateAttr(default_factory=list)
 
     def handle(self, event: Any, **kwargs: Any) -> None:
-        self._heard.append(event)
+        self._events.append(event)
 
     def named(self, *names: str) -> list[Any]:
-        return [event for event in self._heard if event.class_name() in names]
+        return [event for event in self._events if event.class_name() in names]
 
     @property
     def ends(self) -> list[Any]:
-        """The ends of the LLM's calls, which carry what was asked and the whole response."""
-        return [e for e in self._heard if isinstance(e, LLMChatEndEvent | LLMCompletionEndEvent)]
+        """The ends of the LLM's calls, with the messages and the whole response."""
+        return [e for e in self._events if isinstance(e, LLMChatEndEvent | LLMCompletionEndEvent)]
 
     @property
     def kv(self) -> list[dict[str, Any]]:
@@ -73,15 +73,15 @@ class Ear(BaseEventHandler):
 
 
 @contextmanager
-def listening():
-    """An Ear at the root of LlamaIndex's dispatchers, for a while."""
-    ear = Ear()
+def recording():
+    """A Recorder at the root of LlamaIndex's dispatchers."""
+    recorder = Recorder()
     handlers = dispatcher.root.event_handlers
-    handlers.append(ear)
+    handlers.append(recorder)
     try:
-        yield ear
+        yield recorder
     finally:
-        handlers.remove(ear)
+        handlers.remove(recorder)
 
 
 def user(text: str) -> list[ChatMessage]:

@@ -20,18 +20,18 @@ def embedding():
     return made
 
 
-def test_it_can_be_copied_and_pickled_before_and_after_it_was_used(embedding):
+def test_it_can_be_copied_and_pickled_before_and_after_use(embedding):
     for made in (RAGBlendEmbedding(), embedding):
         for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
             assert same(other.get_query_embedding("The harbour."), made.get_query_embedding("The harbour."))
 
 
 def same(one, other):
-    """But for what a batch of another size changes in the last bits, of bfloat16 where that is used."""
+    """But for the last bits (of bfloat16, where that is used), which depend on the batch size."""
     return np.dot(one, other) > 0.999
 
 
-def test_vectors_are_the_embedders_own_of_length_one(embedding):
+def test_vectors_are_the_embedders_own_and_normalised(embedding):
     short, long = "The harbour.", " ".join(STORIES)
     batch = embedding.get_text_embedding_batch([short, long])
     own = MiniLMEmbedder().embed_question(short)
@@ -41,7 +41,7 @@ def test_vectors_are_the_embedders_own_of_length_one(embedding):
     assert np.allclose(np.linalg.norm(batch, axis=1), 1)
 
 
-def test_tasks_get_the_same(embedding):
+def test_async_methods_give_the_same_vectors(embedding):
     async def all_of_them():
         texts = await embedding.aget_text_embedding_batch(STORIES)
         return [
@@ -54,6 +54,6 @@ def test_tasks_get_the_same(embedding):
     assert all(same(row, embedding.get_text_embedding(STORIES[0])) for row in rows)
 
 
-def test_the_nearest_node_is_the_one_that_answers(embedding):
+def test_the_nearest_node_answers_the_question(embedding):
     retriever = VectorStoreIndex(story_nodes(), embed_model=embedding).as_retriever(similarity_top_k=1)
     assert retriever.retrieve("Who gave the controller handle to the museum?")[0].node.node_id == "node-1"

@@ -1,33 +1,35 @@
-"""LlamaIndex's events and callbacks, each fired once a call; and what is learnt from them."""
+"""LlamaIndex's events and callbacks: each is fired once a call, and retrieved nodes are registered by them."""
 
 import copy
 import gc
 
 import pytest
-from llama_helpers import METHODS, STORIES, HashEmbedding, call, listening, story_nodes, text_of
+from llama_helpers import METHODS, STORIES, HashEmbedding, call, recording, story_nodes, text_of
 from llama_index.core import VectorStoreIndex
 from llama_index.core.base.base_retriever import dispatcher
 from llama_index.core.callbacks import CallbackManager, CBEventType, EventPayload, LlamaDebugHandler
 from llama_index.core.prompts import PromptTemplate
 
-from ragblend.integrations.llama_index.learning import LEARNERS, RetrievalListener
+from ragblend.integrations.llama_index.listener import LIVE_MODELS, RetrievalListener
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_each_call_starts_once_and_ends_once(make_llm, method):
+def test_each_call_fires_one_start_and_one_end(make_llm, method):
     debug = LlamaDebugHandler(print_trace_on_end=False)
     llm = make_llm(callback_manager=CallbackManager([debug]))
-    with listening() as ear:
+    with recording() as recorder:
         responses = call(llm, method, "Who kept two ledgers?", max_new_tokens=4)
     kind = "Chat" if method.endswith("chat") else "Completion"
     start, end, step = (f"LLM{kind}{when}Event" for when in ("Start", "End", "InProgress"))
-    assert len(ear.named("LLMChatStartEvent", "LLMCompletionStartEvent")) == len(ear.named(start)) == 1
-    [ended] = ear.named("LLMChatEndEvent", "LLMCompletionEndEvent")
+    assert (
+        len(recorder.named("LLMChatStartEvent", "LLMCompletionStartEvent")) == len(recorder.named(start)) == 1
+    )
+    [ended] = recorder.named("LLMChatEndEvent", "LLMCompletionEndEvent")
     assert ended.class_name() == end
     assert text_of(ended.response) == text_of(responses[-1])
     assert ended.response.raw == responses[-1].raw
-    assert len(ear.named(step)) == (len(responses) if "stream" in method else 0)
-    assert ear.named(start)[0].model_dict["class_name"] == "RAGBlendLLM"
+    assert len(recorder.named(step)) == (len(responses) if "stream" in method else 0)
+    assert recorder.named(start)[0].model_dict["class_name"] == "RAGBlendLLM"
     assert len(debug.get_event_pairs(CBEventType.LLM)) == 1
     [[_, last]] = debug.get_event_pairs(CBEventType.LLM)
     payload = last.payload[EventPayload.RESPONSE if kind == "Chat" else EventPayload.COMPLETION]
@@ -39,15 +41,15 @@ def test_each_call_starts_once_and_ends_once(make_llm, method):
         assert "empty" in str(failed.payload[EventPayload.EXCEPTION])
 
 
-def test_predict_fires_once_and_keeps_the_passages_out_of_the_prompt(llm):
+def test_predict_fires_once_and_keeps_named_passages_out_of_the_prompt(llm):
     """A template's variable called passages stays one."""
-    with listening() as ear:
+    with recording() as recorder:
         llm.predict(PromptTemplate("{context}\nWho?"), context=STORIES[0], passages=[STORIES[0]])
         llm.predict(PromptTemplate("{passages}\nWho?"), passages="The harbour")
-    assert len(ear.named("LLMPredictStartEvent", "LLMPredictEndEvent")) == 4
-    asked = [[m.content for m in end.messages] for end in ear.ends]
+    assert len(recorder.named("LLMPredictStartEvent", "LLMPredictEndEvent")) == 4
+    asked = [[m.content for m in end.messages] for end in recorder.ends]
     assert asked == [[f"{STORIES[0]}\nWho?"], ["The harbour\nWho?"]]
-    assert [len(kv["chunks"]) for kv in ear.kv] == [1, 0]
+    assert [len(kv["chunks"]) for kv in recorder.kv] == [1, 0]
 
 
 @pytest.fixture
@@ -55,28 +57,28 @@ def index():
     return VectorStoreIndex(story_nodes(), embed_model=HashEmbedding())
 
 
-def test_retrieved_nodes_are_learnt_without_another_line(llm, index):
+def test_retrieved_nodes_are_registered_by_swapping_the_llm_alone(llm, index):
     engine = index.as_query_engine(llm=llm, similarity_top_k=3)
-    with listening() as ear:
+    with recording() as recorder:
         engine.query("Who kept two ledgers?")
         llm.backend.engine.finish_background()
         engine.query("Who sang on the way to the fish market?")
-    first, second = ear.kv
+    first, second = recorder.kv
     assert sorted(first["chunks"]) == sorted(second["chunks"]) == ["node-0", "node-1", "node-2"]
     assert (first["misses"], second["misses"], second["hits"]) == (3, 0, 3)
 
 
-def test_one_listener_serves_all_and_forgets_llms_that_are_gone(make_llm, tmp_path, index):
+def test_one_listener_serves_all_living_llms(make_llm, tmp_path, index):
     one, other = make_llm(), make_llm(home=str(tmp_path / "other"))
     listeners = [h for h in dispatcher.root.event_handlers if isinstance(h, RetrievalListener)]
     assert len(listeners) == 1
     index.as_retriever(similarity_top_k=2).retrieve("Who kept two ledgers?")
     assert (len(one.backend.registry), len(other.backend.registry)) == (4, 4)
     kept = copy.deepcopy(one)
-    assert len(LEARNERS.models) == 3
+    assert len(LIVE_MODELS.models) == 3
     del kept
     gc.collect()
-    assert len(LEARNERS.models) == 2
+    assert len(LIVE_MODELS.models) == 2
 
 
 def test_a_registry_that_fails_does_not_end_the_retrieval(llm, index, monkeypatch, caplog):

@@ -1,4 +1,4 @@
-"""The eight methods, what an LLM is made with, and what it says of itself."""
+"""The eight methods of the LLM, its parameters, and how it makes prompts."""
 
 import json
 
@@ -16,17 +16,14 @@ from ragblend.integrations.passages import Passage
 QUESTION = "Who kept two ledgers?"
 
 
-@pytest.fixture
-def expected(llm):
-    """The engine's own answer to the question."""
-    engine = llm.backend.engine
-    return engine.generate(
-        engine.chat([Message("user", (Literal(QUESTION, verbatim=True),))]), max_new_tokens=8
-    )
+def text(words):
+    return Literal(words, verbatim=True)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_gives_the_engines_answer(llm, expected, method):
+def test_every_method_gives_the_engines_own_answer(llm, method):
+    engine = llm.backend.engine
+    expected = engine.generate(engine.chat([Message("user", (text(QUESTION),))]), max_new_tokens=8)
     responses = call(llm, method, QUESTION)
     assert text_of(responses[-1]) == expected.text
     assert responses[-1].raw["usage"] == {
@@ -37,14 +34,17 @@ def test_every_method_gives_the_engines_answer(llm, expected, method):
     assert llm.last_stats == responses[-1].raw
     if "stream" in method:
         assert len(responses) > 2
-        told = ""
+        so_far = ""
         for response in responses:
-            told += response.delta
-            assert text_of(response) == told
+            so_far += response.delta
+            assert text_of(response) == so_far
         assert [r.raw is None for r in responses] == [True] * (len(responses) - 1) + [False]
 
 
-def test_making_one_loads_nothing(tmp_path):
+# --- what it is
+
+
+def test_constructing_loads_nothing(tmp_path):
     """Not even a wrong model is noticed, no folder is made, and neither tokenizer nor engine is opened."""
     given = {"context_window": 500, "is_chat_model": False}
     llm = RAGBlendLLM(model=str(tmp_path / "none"), home=str(tmp_path / "home"), **given)
@@ -54,7 +54,7 @@ def test_making_one_loads_nothing(tmp_path):
     assert not (tmp_path / "home").exists()
 
 
-def test_metadata_is_true_to_the_model_and_loads_no_weights(llm):
+def test_metadata_is_the_models_own_and_loads_no_weights(llm):
     metadata = llm.metadata
     assert (metadata.context_window, metadata.num_output) == (2048, 8)
     assert metadata.is_chat_model
@@ -66,28 +66,21 @@ def test_metadata_is_true_to_the_model_and_loads_no_weights(llm):
     assert "loaded" not in llm.backend.engine.runtime.__dict__
 
 
-def test_names_that_users_of_other_llms_know(tmp_path):
+def test_other_llms_names_of_parameters_are_taken(tmp_path):
     llm = RAGBlendLLM(
-        model_name="somewhere",
-        context_window=4096,
-        max_tokens=32,
-        generate_kwargs={"do_sample": True, "top_k": 5},
-        messages_to_prompt=lambda messages: "m",
-        completion_to_prompt=lambda text: "c",
-        system_prompt="Be brief.",
-        home=tmp_path,
-        stop="END",
-    )
+        model_name="somewhere", context_window=4096, max_tokens=32, home=tmp_path, stop="END",
+        generate_kwargs={"do_sample": True, "top_k": 5}, system_prompt="Be brief.",
+        messages_to_prompt=lambda messages: "m", completion_to_prompt=lambda text: "c",
+    )  # fmt: skip
     assert (llm.model, llm.home, llm.stop, llm.max_new_tokens) == ("somewhere", str(tmp_path), ["END"], 32)
 
 
-def test_to_dict_and_back(make_llm):
+def test_it_is_saved_as_json_and_restored(make_llm):
     llm = make_llm(temperature=0.5, stop=["END"], system_prompt="Be brief.", method="reuse")
     llm.chat(user(QUESTION))
     saved = json.loads(llm.to_json())
     assert saved["class_name"] == "RAGBlendLLM" == llm.class_name()
-    again = RAGBlendLLM.from_dict(saved)
-    assert again.to_dict() == llm.to_dict()
+    assert RAGBlendLLM.from_dict(saved).to_dict() == llm.to_dict()
     assert len(json.dumps(saved)) < 1000  # no weights, no engine
 
 
@@ -101,8 +94,11 @@ def test_options_of_one_call_reach_the_engine(llm):
     assert seeded[0] == seeded[1] != seeded[2]
 
 
-def prompt_text(llm, request):
-    return "".join(segment.text for segment in request.make_prompt().segments)
+# --- prompts
+
+
+def prompt_text(prepared):
+    return "".join(segment.text for segment in prepared.make_prompt().segments)
 
 
 def test_the_chat_template_is_the_models_own(llm):
@@ -113,13 +109,13 @@ def test_the_chat_template_is_the_models_own(llm):
         ChatMessage(role="user", content="{braces} and <|im_end|> are text."),
     ]
     turns = [{"role": m.role.value, "content": m.content} for m in messages]
-    template = llm.backend.engine.tokenizer.apply_chat_template(
+    tokenizer = llm.backend.engine.tokenizer
+    prepared = llm._prepare_chat(messages, {})
+    assert prompt_text(prepared) == tokenizer.apply_chat_template(
         turns, tokenize=False, add_generation_prompt=True
     )
-    request = llm._chat_request(messages, {})
-    assert prompt_text(llm, request) == template
-    end = llm.backend.engine.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert request.make_prompt().token_ids.count(end) == 4  # the template's own, not the one that was written
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert prepared.make_prompt().token_ids.count(end) == 4  # the template's own, not the one in the text
 
 
 def chatml(text):
@@ -136,70 +132,68 @@ OWN_TEMPLATES = {
 }
 
 
-def asked(llm, way, text):
-    """The prompt that reaches the engine."""
+def prepare(llm, way, text):
     if way == "messages_to_prompt":
-        return llm._chat_request(user(text), {}).make_prompt()
+        return llm._prepare_chat(user(text), {})
     if "template" not in way:
-        return llm._text_request(text, False, {}).make_prompt()
+        return llm._prepare_completion(text, False, {})
     template = PromptTemplate("<|im_start|>{context}\n{question}<|im_end|>").partial_format(question=text)
-    return llm._text_request(llm._get_prompt(template, context=text), True, {}).make_prompt()
+    return llm._prepare_completion(llm._get_prompt(template, context=text), True, {})
 
 
 @pytest.mark.parametrize("way", OWN_TEMPLATES)
-def test_only_a_templates_own_control_tokens_count(make_llm, way):
-    """What is put into a template cannot act as it; what the template does with an ordinary text stays as it is."""
+def test_only_a_templates_own_control_tokens_act_as_such(make_llm, way):
+    """Not those of the text that is put into it; and an ordinary text stays as the template makes it."""
     llm = make_llm(**OWN_TEMPLATES[way])
     tokenizer = llm.backend.engine.tokenizer
     special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     def controls(text):
-        return [i for i in asked(llm, way, text).token_ids if i in special]
+        return [i for i in prepare(llm, way, text).make_prompt().token_ids if i in special]
 
-    wanted = controls(" a b\n")
-    assert wanted
-    assert controls("".join(special.values()) + " a ".join(special.values()) + " is\n") == wanted
+    expected = controls(" a b\n")
+    assert expected
+    assert controls("".join(special.values()) + " a ".join(special.values()) + " is\n") == expected
     if way == "completion_to_prompt":
-        assert "".join(segment.text for segment in asked(llm, way, " a b\n").segments) == chatml("a b")
+        assert prompt_text(prepare(llm, way, " a b\n")) == chatml("a b")
 
 
-def test_an_empty_answer_of_earlier_is_no_turn(llm):
-    turns = [ChatMessage("Hi"), ChatMessage("", role="assistant"), ChatMessage("Go on")]
-    with_it, without = (llm._chat_request(asked, {}).make_prompt().token_ids for asked in (turns, turns[::2]))
+def test_an_empty_earlier_answer_is_left_out(llm):
+    messages = [ChatMessage("Hi"), ChatMessage("", role="assistant"), ChatMessage("Go on")]
+    with_it, without = (
+        llm._prepare_chat(each, {}).make_prompt().token_ids for each in (messages, messages[::2])
+    )
     assert with_it == without
 
 
-def test_a_completion_is_a_user_message_behind_the_system_prompt(make_llm):
+def test_a_completion_is_a_user_message_after_the_system_prompt(make_llm):
     llm = make_llm(system_prompt="Be brief.")
-    text = prompt_text(llm, llm._text_request("Hello?", False, {}))
-    assert "system\nBe brief.<|im_end|>" in text
-    assert "user\nHello?<|im_end|>" in text
+    prompt = prompt_text(llm._prepare_completion("Hello?", False, {}))
+    assert "system\nBe brief.<|im_end|>" in prompt
+    assert "user\nHello?<|im_end|>" in prompt
+
+
+def test_a_base_model_gets_plain_text_and_named_passages_are_found_in_it(make_llm):
     base = make_llm(system_prompt="Be brief.", is_chat_model=False)
-    assert prompt_text(base, base._text_request("Hello?", False, {})) == "Be brief.\n\nHello?"
-    # `predict` asks `metadata.is_chat_model`; the passages reach the engine on that way too.
+    assert prompt_text(base._prepare_completion("Hello?", False, {})) == "Be brief.\n\nHello?"
     template = PromptTemplate("{context}\n\n{question}")
     base.predict(template, context=STORIES[0], question=QUESTION, passages=[Passage(STORIES[0], "one")])
     assert base.last_stats["kv"]["chunks"] == ["one"]
 
 
-def test_a_passage_may_be_named_in_a_call(llm):
-    text = f"Read this: {STORIES[0]} {QUESTION}"
-    for named in (
-        {"passages": [STORIES[0]]},
-        {"passages": STORIES[0]},
-        {"nodes": TextNode(text=STORIES[0])},
-        {"passages": [Passage(STORIES[0], "one")]},
-    ):
-        kv = llm.chat(user(text), **named).raw["kv"]
-        assert len(kv["chunks"]) == 1
-    assert kv["chunks"] == ["one"]
+@pytest.mark.parametrize(
+    ("named", "node_id"),
+    [
+        ({"passages": [STORIES[0]]}, None),
+        ({"passages": STORIES[0]}, None),
+        ({"nodes": TextNode(text=STORIES[0], id_="node")}, "node"),
+        ({"passages": [Passage(STORIES[0], "one")]}, "one"),
+    ],
+    ids=["texts", "text", "node", "passage"],
+)
+def test_passages_named_in_a_call_become_chunks(llm, named, node_id):
+    prompt = llm._prepare_chat(user(f"Read this: {STORIES[0]} {QUESTION}"), named).make_prompt()
+    segments = (text("Read this: "), Chunk(STORIES[0]), text(f" {QUESTION}"))
     engine = llm.backend.engine
-    segments = (
-        Literal("Read this: ", verbatim=True),
-        Chunk(STORIES[0]),
-        Literal(f" {QUESTION}", verbatim=True),
-    )
-    prompt = engine.tokenize(engine.chat([Message("user", segments)]))
-    assert (
-        llm._chat_request(user(text), {"passages": [STORIES[0]]}).make_prompt().token_ids == prompt.token_ids
-    )
+    assert prompt.token_ids == engine.tokenize(engine.chat([Message("user", segments)])).token_ids
+    assert [chunk.node_id for chunk in prompt.chunks] == [node_id]

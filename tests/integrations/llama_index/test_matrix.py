@@ -1,12 +1,12 @@
-"""Every engine, style and response mode of LlamaIndex, with Chroma: the engine's own answers, and every retrieved
-passage found and reused. `docs/frameworks.md` has the table. Each two of kind, mode and style meet in one test.
+"""Every engine, style and response mode of LlamaIndex, with Chroma: the answers are the engine's own, and every
+retrieved passage is found and reused. `docs/frameworks.md` has the table. Each pair of kind, mode and style is tested.
 """
 
 import asyncio
 
 import chromadb
 import pytest
-from llama_helpers import STORIES, HashEmbedding, listening, story_nodes
+from llama_helpers import STORIES, HashEmbedding, recording, story_nodes
 from llama_index.core import StorageContext, VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.chat_engine import SimpleChatEngine
@@ -32,7 +32,7 @@ assert len(TEXTS) == len(STORIES) == 3
 
 @pytest.fixture(scope="module")
 def llm(tiny_folder, tmp_path_factory):
-    """Each question is asked in four styles, so the frames of its prompts would be learnt as well."""
+    """Learns nothing from prompts: each question is asked in four styles, so that its template would recur as well."""
     made = RAGBlendLLM(
         model=str(tiny_folder), home=tmp_path_factory.mktemp("llama-index"), device="cpu", dtype="float32",
         max_new_tokens=TOKENS, learn_from_prompts=False,
@@ -44,7 +44,7 @@ def llm(tiny_folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def index(llm, tmp_path_factory):
-    """A stock index, its texts in Chroma alone; encoded ahead, from what Chroma gives back."""
+    """A stock index with its texts in Chroma alone; encoded ahead, from what Chroma returns."""
     settings = chromadb.config.Settings(anonymized_telemetry=False)
     client = chromadb.PersistentClient(path=tmp_path_factory.mktemp("chroma"), settings=settings)
     store = ChromaVectorStore(chroma_collection=client.create_collection("stories", embedding_function=None))
@@ -58,7 +58,7 @@ def index(llm, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def own_answer():
-    """The engine's own answer to what an event says was asked; the chunks are found here by `str.find`."""
+    """The engine's own answer to the prompt of an event, in which chunks are found here by `str.find`."""
     known = {}
 
     def answer(engine, event):
@@ -98,7 +98,7 @@ def query(engine, style):
 
 
 class RetrieverAndSynthesizer:
-    """What people write who want the two steps apart."""
+    """For those who call the two steps separately."""
 
     def __init__(self, retriever, synthesizer):
         self.retriever, self.synthesizer = retriever, synthesizer
@@ -137,22 +137,22 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("kind", "mode", "style"), CELLS)
-def test_query_engines(llm, index, own_answer, kind, mode, style):
-    with listening() as ear:
+def test_query_engines_reuse_every_passage(llm, index, own_answer, kind, mode, style):
+    with recording() as recorder:
         text, sources = query(query_engine(kind, index, llm, mode, "stream" in style), style)
     assert {source.node.node_id for source in sources} == IDS
-    assert len(ear.ends) == (3 if mode in {"refine", "accumulate"} else 1)
+    assert len(recorder.ends) == (3 if mode in {"refine", "accumulate"} else 1)
     assert text.strip()
-    assert ear.ends[-1].response.message.content in text
-    assert_all_reused(llm, ear, own_answer)
+    assert recorder.ends[-1].response.message.content in text
+    assert_all_reused(llm, recorder, own_answer)
 
 
-def assert_all_reused(llm, ear, own_answer):
+def assert_all_reused(llm, recorder, own_answer):
     """Every retrieved passage was found, had its KV, and the answers are the engine's own."""
-    assert {node for kv in ear.kv for node in kv["chunks"]} == IDS
-    assert [kv["misses"] for kv in ear.kv] == [0] * len(ear.kv)
-    assert [kv["hits"] for kv in ear.kv] == [len(kv["chunks"]) for kv in ear.kv]
-    for event in ear.ends:
+    assert {node for kv in recorder.kv for node in kv["chunks"]} == IDS
+    assert [kv["misses"] for kv in recorder.kv] == [0] * len(recorder.kv)
+    assert [kv["hits"] for kv in recorder.kv] == [len(kv["chunks"]) for kv in recorder.kv]
+    for event in recorder.ends:
         own = own_answer(llm.backend.engine, event)
         text = event.response.text if hasattr(event.response, "text") else event.response.message.content
         # The chat engines' writers of histories strip the message they were given.
@@ -181,30 +181,30 @@ def chat(engine, style):
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize(("mode", "calls"), [("condense_plus_context", 2), ("context", 1)])
-def test_chat_engines(llm, index, own_answer, mode, calls, style):
+def test_chat_engines_reuse_every_passage(llm, index, own_answer, mode, calls, style):
     engine = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=3, memory=memory())
-    with listening() as ear:
+    with recording() as recorder:
         text = chat(engine, style)
-    assert len(ear.ends) == calls
-    assert text.strip() == ear.ends[-1].response.message.content.strip()
-    assert_all_reused(llm, ear, own_answer)
+    assert len(recorder.ends) == calls
+    assert text.strip() == recorder.ends[-1].response.message.content.strip()
+    assert_all_reused(llm, recorder, own_answer)
 
 
 @pytest.mark.parametrize("style", ["sync", "async stream"])
-def test_a_chat_without_retrieval_but_for_a_passage_that_was_pasted(llm, index, own_answer, style):
-    with listening() as ear:
+def test_a_chat_without_retrieval_reuses_pasted_passages(llm, index, own_answer, style):
+    with recording() as recorder:
         text = chat(SimpleChatEngine.from_defaults(llm=llm, memory=memory()), style)
-    [event] = ear.ends
+    [event] = recorder.ends
     assert event.response.raw["kv"]["chunks"] == []
     assert text.strip() == own_answer(llm.backend.engine, event).text.strip()
-    with listening() as ear:
+    with recording() as recorder:
         SimpleChatEngine.from_defaults(llm=llm, memory=memory()).chat("\n\n".join([*TEXTS, QUESTION]))
-    assert_all_reused(llm, ear, own_answer)
+    assert_all_reused(llm, recorder, own_answer)
 
 
 def test_the_stock_simple_summarize_shows_the_model_a_list(llm, index):
-    """Upstream's #22392: escaped newlines, so no node is found with its metadata. Once fixed, drop our mode."""
-    with listening() as ear:
+    """LlamaIndex's #22392: escaped newlines, so no node is found with its metadata. Once fixed, drop our mode."""
+    with recording() as recorder:
         query(query_engine("index.as_query_engine", index, llm, "simple_summarize", False), "sync")
-    assert not IDS & set(ear.kv[0]["chunks"])
-    assert "\\n\\n" in ear.ends[0].messages[-1].content
+    assert not IDS & set(recorder.kv[0]["chunks"])
+    assert "\\n\\n" in recorder.ends[0].messages[-1].content

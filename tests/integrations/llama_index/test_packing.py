@@ -1,8 +1,8 @@
-"""What the framework's packers do to passages, counted in this model's tokens."""
+"""Packing: LlamaIndex's packers cut passages, ours keeps them whole, in this model's tokens."""
 
 import llama_index.core
 import pytest
-from llama_helpers import listening
+from llama_helpers import recording
 from llama_index.core.indices.prompt_helper import PromptHelper
 from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import ChatPromptTemplate
@@ -27,7 +27,7 @@ TEXTS = [passage_of(node).text for node in NODES]
     [
         ([], []),
         (["a b", "c", "d e f", "g"], ["a b\n\nc", "d e f\n\ng"]),
-        # What was joined comes apart where it was joined.
+        # Joined texts are split where they were joined.
         (["a b c\n\nd e"], ["a b c", "d e"]),
         (["a b", "c d e\n\nf g h"], ["a b", "c d e", "f g h"]),
         # Only a text longer than the room is cut.
@@ -38,8 +38,8 @@ def test_whole_texts_are_joined_while_they_fit(texts, joined):
     assert list(packed(texts, 4, lambda text: len(text.split()), lambda text: text.split())) == joined
 
 
-def test_the_room_beside_a_chat_template_is_counted_in_the_models_tokens(llm):
-    """LlamaIndex counts a message's text by tiktoken, which finds about half of this model's tokens in it."""
+def test_the_room_in_a_prompt_is_counted_in_the_models_tokens(llm):
+    """LlamaIndex counts a message's text by tiktoken, which gives about half of this model's tokens."""
     helper = WholePassages.of_llm(llm)
     assert helper._token_counter.get_string_tokens(TEXTS[0]) == len(llm.tokenize(TEXTS[0]))
     assert helper.context_window == 2048 - llm.template_tokens
@@ -67,38 +67,37 @@ def narrowed(make_llm):
     return make
 
 
-def shares(ear):
-    """(resolved passages, of how many that stand in the prompts in whole or in part)"""
-    prompts = ["\n".join(m.content for m in end.messages) for end in ear.ends]
+def shares(recorder):
+    """(passages found, passages that are in the prompts in whole or in part)"""
+    prompts = ["\n".join(m.content for m in end.messages) for end in recorder.ends]
     touched = sum(any(f"word{i}of{n} " in p for i in range(30)) for p in prompts for n in range(6))
-    return sum(len(kv["chunks"]) for kv in ear.kv), touched
+    return sum(len(kv["chunks"]) for kv in recorder.kv), touched
 
 
 @pytest.mark.parametrize("mode", ["compact", "tree_summarize"])
 def test_the_stock_packer_cuts_passages_at_the_window_and_ours_does_not(narrowed, mode):
     narrow = narrowed(mode)
     exact = PromptHelper.from_llm_metadata(narrow.metadata, tokenizer=narrow.tokenize)
-    with listening() as ear:
+    with recording() as recorder:
         get_response_synthesizer(narrow, prompt_helper=exact, response_mode=mode).synthesize("Who?", NODES)
-    resolved, touched = shares(ear)
+    resolved, touched = shares(recorder)
     assert 0 < resolved < touched
-    with listening() as ear:
+    with recording() as recorder:
         RAGBlendSynthesizer(narrow, mode).synthesize("Who?", NODES)
-    assert shares(ear) == (6, 6)
-    assert all(kv["misses"] == 0 for kv in ear.kv)
-    assert len(ear.kv) > 1
+    assert shares(recorder) == (6, 6)
+    assert all(kv["misses"] == 0 for kv in recorder.kv)
+    assert len(recorder.kv) > 1
 
 
 def test_configure_makes_stock_synthesizers_pack_whole_passages(narrowed, settings):
     before = llama_index.core.global_tokenizer, settings._prompt_helper
     narrow = narrowed("compact")
-    assert (
-        llama_index.core.global_tokenizer,
-        settings._prompt_helper,
-    ) == before  # making one changes nothing
+    assert before == (llama_index.core.global_tokenizer, settings._prompt_helper), (
+        "an LLM alone changes nothing"
+    )
     configure(narrow)
     assert settings.llm is narrow
-    with listening() as ear:
+    with recording() as recorder:
         get_response_synthesizer(response_mode="compact").synthesize("Who?", NODES)
-    assert shares(ear) == (6, 6)
+    assert shares(recorder) == (6, 6)
     assert settings._chat_prompt_helper._token_counter.tokenizer == narrow.tokenize

@@ -1,4 +1,4 @@
-"""How passages get from nodes into prompts: registered, named, encoded ahead, edited, and in each response mode."""
+"""How nodes become passages of prompts: registered, named, encoded ahead, edited, and in each response mode."""
 
 import asyncio
 import sqlite3
@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from llama_helpers import STORIES, HashEmbedding, listening, story_nodes, user
+from llama_helpers import STORIES, HashEmbedding, recording, story_nodes, user
 from llama_index.core import StorageContext, SummaryIndex, VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.chat_engine import CondenseQuestionChatEngine
@@ -28,7 +28,7 @@ from ragblend.integrations.llama_index import (
     encode_nodes,
 )
 from ragblend.integrations.llama_index.ingest import nodes_of
-from ragblend.integrations.llama_index.nodes import FORM, passage_of, passages_of
+from ragblend.integrations.llama_index.nodes import ALTERNATIVE, passage_of, passages_of
 
 NODES = story_nodes()
 IDS = [node.node_id for node in NODES]
@@ -45,46 +45,59 @@ class Ledger(BaseModel):
 
 
 @pytest.fixture
-def deaf(make_llm):
-    """An LLM that learns nothing by itself."""
+def passive(make_llm):
+    """An LLM that registers nothing by itself."""
     return make_llm(register_retrieved=False, learn_from_prompts=False)
 
 
+def vector_index(nodes=NODES):
+    return VectorStoreIndex(nodes, embed_model=HashEmbedding())
+
+
+def texts_of(nodes):
+    return [passage_of(node).text for node in nodes]
+
+
+def asked(llm, nodes, between="\n\n", /, **named):
+    """The statistics of a prompt that holds the nodes' texts."""
+    return llm.chat(user(f"{between.join(texts_of(nodes))}\n{QUESTION}"), **named).raw["kv"]
+
+
 def test_a_passage_is_what_the_model_is_shown_of_a_node():
-    node = TextNode(
-        id_="one",
-        text="\n  Text. \n",
-        metadata={"file": "a.md", "secret": 1},
-        excluded_llm_metadata_keys=["secret"],
-    )
+    metadata = {"file": "a.md", "secret": 1}
+    node = TextNode(id_="one", text="\n  Text. \n", metadata=metadata, excluded_llm_metadata_keys=["secret"])
     assert passage_of(node).text == "file: a.md\n\n\n  Text."
     assert passage_of(NodeWithScore(node=node)).node_id == "one"
     assert passages_of([node, TextNode(text=" \n "), ImageNode()]) == [passage_of(node)]
 
 
+# --- the synthesizer
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_the_synthesizer_names_every_node_and_prompts_as_the_stock_one_does(deaf, mode):
+def test_the_synthesizer_names_every_node_and_prompts_as_the_stock_one_does(passive, mode):
     """But for simple_summarize, where the stock one shows the model a list's repr, escaped newlines and all."""
-    synthesizer = RAGBlendSynthesizer(deaf, mode)
-    with listening() as ear:
+    synthesizer = RAGBlendSynthesizer(passive, mode)
+    with recording() as recorder:
         synthesizer.synthesize(QUESTION, SCORED)
-        deaf.backend.engine.finish_background()
+        passive.backend.engine.finish_background()
         answer = synthesizer.synthesize(QUESTION, SCORED)
-    first, again = ear.kv[: len(ear.kv) // 2], ear.kv[len(ear.kv) // 2 :]
+    half = len(recorder.kv) // 2
+    first, again = recorder.kv[:half], recorder.kv[half:]
     assert [node for kv in again for node in kv["chunks"]] == IDS
     assert sum(kv["misses"] for kv in first) == sum(kv["hits"] for kv in again) == 3
-    assert len(deaf.backend.registry) == 0
+    assert len(passive.backend.registry) == 0
     assert [source.node.node_id for source in answer.source_nodes] == IDS
     assert str(answer)
-    deaf.remember(NODES)
-    with listening() as stock:
-        get_response_synthesizer(deaf, response_mode=mode).synthesize(QUESTION, SCORED)
-    ours, theirs = ([[m.content for m in end.messages] for end in heard.ends] for heard in (ear, stock))
+    passive.remember(NODES)
+    with recording() as stock:
+        get_response_synthesizer(passive, response_mode=mode).synthesize(QUESTION, SCORED)
+    ours, theirs = ([[m.content for m in end.messages] for end in each.ends] for each in (recorder, stock))
     if mode == "simple_summarize":
         assert "\\n\\n" in theirs[0][1]
-        assert "\n\n".join(passage_of(node).text for node in NODES) in ours[0][1]
+        assert "\n\n".join(texts_of(NODES)) in ours[0][1]
     else:
-        assert ours[len(first) :] == theirs
+        assert ours[half:] == theirs
 
 
 async def test_the_synthesizer_streams_where_a_chat_engine_wants_it(make_llm):
@@ -112,77 +125,91 @@ async def test_the_synthesizer_gives_objects_of_a_class(make_llm, mode):
     assert (await synthesizer.asynthesize(QUESTION, SCORED)).response == found
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_postprocessor_registers_what_it_is_given(deaf, asynchronous):
-    postprocessor = RegisterNodes(llm=deaf)
-    if asynchronous:
+# --- registered on the way
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_postprocessor_registers_what_it_is_given(passive, is_async):
+    postprocessor = RegisterNodes(llm=passive)
+    if is_async:
         nodes = asyncio.run(postprocessor.apostprocess_nodes(SCORED, query_str=QUESTION))
     else:
         nodes = postprocessor.postprocess_nodes(SCORED, query_str=QUESTION)
     assert nodes == SCORED
-    assert len(deaf.backend.registry) == 6  # with metadata and without
-    deaf.chat(user(f"{passage_of(NODES[1]).text}\n{QUESTION}"))
-    assert deaf.last_stats["kv"]["chunks"] == ["node-1"]
+    assert len(passive.backend.registry) == 6  # with metadata and without
+    assert asked(passive, NODES[1:2])["chunks"] == ["node-1"]
 
 
-def test_metadata_that_holds_the_whole_text_is_another_form_of_the_node(llm):
+def test_metadata_that_contains_the_whole_text_is_an_alternative_text_of_the_node(llm):
     """A sentence's window, which replaces its text only after the retrieval was announced."""
     nodes = [
-        TextNode(id_=f"s{n}", text=story[:40], metadata={"window": story}) for n, story in enumerate(STORIES)
+        TextNode(id_=f"s{n}", text=text[:40], metadata={"window": text}) for n, text in enumerate(STORIES)
     ]
     for node in nodes:
         node.excluded_llm_metadata_keys = node.excluded_embed_metadata_keys = ["window"]
-    windows = MetadataReplacementPostProcessor(target_metadata_key="window")
-    index = VectorStoreIndex(nodes, embed_model=HashEmbedding())
-    index.as_query_engine(llm=llm, node_postprocessors=[windows]).query(QUESTION)
-    windows = [f"s{n}{FORM}window" for n in range(3)]
+    replace = MetadataReplacementPostProcessor(target_metadata_key="window")
+    vector_index(nodes).as_query_engine(llm=llm, node_postprocessors=[replace]).query(QUESTION)
+    windows = [f"s{n}{ALTERNATIVE}window" for n in range(3)]
     assert set(windows[:1]) < set(llm.last_stats["kv"]["chunks"]) < set(windows)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_retriever_registers_and_prefetches_what_it_finds(deaf, monkeypatch, asynchronous):
-    asked = []
-    index = VectorStoreIndex(NODES, embed_model=HashEmbedding())
-    retriever = PrefetchingRetriever(index.as_retriever(similarity_top_k=2), deaf)
-    real = type(deaf.backend).prefetch
-    monkeypatch.setattr(
-        type(deaf.backend), "prefetch", lambda self, p: asked.append(list(p)) or real(self, p)
-    )
-    found = asyncio.run(retriever.aretrieve(QUESTION)) if asynchronous else retriever.retrieve(QUESTION)
-    assert [node.node_id for node in found] == [passage.node_id for passage in asked[0]]
-    assert len(deaf.backend.registry) == 4  # with metadata and without
-    assert deaf.backend.engine.finish_background(20)
-    assert "loaded" in deaf.backend.engine.runtime.__dict__
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_retriever_registers_and_prefetches_what_it_finds(passive, monkeypatch, is_async):
+    prefetched, backend = [], type(passive.backend)
+    original = backend.prefetch
+    monkeypatch.setattr(backend, "prefetch", lambda self, p: prefetched.append(list(p)) or original(self, p))
+    retriever = PrefetchingRetriever(vector_index().as_retriever(similarity_top_k=2), passive)
+    found = asyncio.run(retriever.aretrieve(QUESTION)) if is_async else retriever.retrieve(QUESTION)
+    assert [node.node_id for node in found] == [passage.node_id for passage in prefetched[0]]
+    assert len(passive.backend.registry) == 4  # with metadata and without
+    assert passive.backend.engine.finish_background(20)
+    assert "loaded" in passive.backend.engine.runtime.__dict__
 
 
-def test_encode_index_from_a_docstore(deaf, capsys):
+def test_registering_known_nodes_again_writes_nothing(passive):
+    """It happens at every retrieval, in the event loop of those who retrieve in one."""
+    nodes = [TextNode(id_=str(n), text=f"{n}: {STORIES[n % 3]}") for n in range(20)]
+    passive.remember(nodes[:1])
+    with closing(sqlite3.connect(Path(passive.home) / "nodes.sqlite")) as watching:
+        # The version changes whenever another connection has written.
+        versions = [watching.execute("PRAGMA data_version").fetchone()]
+        for again in (nodes, nodes):
+            passive.remember(again)
+            versions.append(watching.execute("PRAGMA data_version").fetchone())
+    assert versions[0] != versions[1] == versions[2]
+
+
+# --- encoded ahead
+
+
+def test_encode_index_takes_the_nodes_of_a_docstore(passive, capsys):
     index = SummaryIndex(NODES)
-    assert encode_index(index, deaf) == 3
+    assert encode_index(index, passive) == 3
     assert "Encoding passages" in capsys.readouterr().err
-    deaf.chat(user(f"{passage_of(NODES[0]).text}\n{QUESTION}"))
-    assert (deaf.last_stats["kv"]["hits"], deaf.last_stats["kv"]["misses"]) == (1, 0)
-    assert encode_index(index, deaf, show_progress=False) == 3
+    kv = asked(passive, NODES[:1])
+    assert (kv["hits"], kv["misses"]) == (1, 0)
+    assert encode_index(index, passive, show_progress=False) == 3
     assert "Encoding" not in capsys.readouterr().err
 
 
-def test_what_was_deleted_from_an_index_is_not_encoded_again(deaf):
-    """What `delete_ref_doc` takes out of an index stays in its docstore, and came back with the next `encode_index`."""
+def test_nodes_that_were_deleted_from_an_index_are_not_encoded_again(passive):
+    """`delete_ref_doc` leaves them in the docstore, from where the next `encode_index` took them."""
     documents = [Document(text=text, id_=f"story-{n}") for n, text in enumerate(STORIES)]
     index = VectorStoreIndex.from_documents(documents, embed_model=HashEmbedding())
-    assert encode_index(index, deaf, show_progress=False) == 3
-    gone = index.ref_doc_info["story-0"].node_ids
+    assert encode_index(index, passive, show_progress=False) == 3
+    deleted = index.ref_doc_info["story-0"].node_ids
     index.delete_ref_doc("story-0")
-    deaf.forget(gone)
+    passive.forget(deleted)
     index.update_ref_doc(Document(text=f"{STORIES[1]} So they say.", id_="story-1"))
-    assert encode_index(index, deaf, show_progress=False) == 2
-    assert deaf.backend.registry.find(STORIES[0]) == []
+    assert encode_index(index, passive, show_progress=False) == 2
+    assert passive.backend.registry.find(STORIES[0]) == []
     assert sorted(node.text for node in nodes_of(index)) == sorted([f"{STORIES[1]} So they say.", STORIES[2]])
     for name in ("story-1", "story-2"):
         index.delete_ref_doc(name)
-    assert encode_index(index, deaf, show_progress=False) == 0
+    assert encode_index(index, passive, show_progress=False) == 0
 
 
-def test_parents_and_what_other_indices_share_of_a_docstore():
+def test_an_indexs_nodes_include_parents_but_not_those_of_other_indexes():
     parser = HierarchicalNodeParser.from_defaults(chunk_sizes=[120, 60, 30])
     texts = [" ".join(STORIES), " ".join(reversed(STORIES))]
     nodes = parser.get_nodes_from_documents(
@@ -197,47 +224,46 @@ def test_parents_and_what_other_indices_share_of_a_docstore():
     assert len(ours) > len(leaves)
 
 
-def test_forgetting_a_node_leaves_those_whose_ids_begin_like_its_own(deaf):
-    """`https://x.org/guide#bell` was taken for another form of `https://x.org/guide`."""
+def test_nodes_are_encoded_while_they_are_ingested(passive):
+    splitter = SentenceSplitter(chunk_size=60, chunk_overlap=0)
+    pipeline = IngestionPipeline(transformations=[splitter, EncodeNodes(llm=passive)])
+    nodes = pipeline.run(documents=[Document(text=" ".join(STORIES), id_="doc")])
+    assert len(nodes) > 3
+    assert len(passive.backend.registry) == len(nodes)
+    assert asked(passive, nodes)["hits"] == len(nodes)
+    assert asyncio.run(EncodeNodes(llm=passive).acall(nodes)) == nodes
+
+
+# --- forgotten, cut, and read by another model
+
+
+def test_forgetting_a_node_keeps_nodes_whose_ids_begin_with_its_own(passive):
+    """`https://x.org/guide#bell` was taken for an alternative text of `https://x.org/guide`."""
     page, part = (
         TextNode(text=text, id_=name, metadata={"window": f"{text} So it is told."})
         for text, name in zip(STORIES, ("https://x.org/guide", "https://x.org/guide#bell"), strict=False)
     )
-    deaf.remember([page, part])
-    assert len(deaf.backend.registry) == 6
-    deaf.forget([page.node_id])
-    assert deaf.backend.registry.find(page.metadata["window"]) == []
-    [found] = deaf.backend.registry.find(part.text)
+    passive.remember([page, part])
+    assert len(passive.backend.registry) == 6
+    passive.forget([page.node_id])
+    assert passive.backend.registry.find(page.metadata["window"]) == []
+    [found] = passive.backend.registry.find(part.text)
     assert found.node_id.startswith(part.node_id)
-    assert len(deaf.backend.registry) == 3
+    assert len(passive.backend.registry) == 3
 
 
-def test_nodes_are_encoded_as_they_are_ingested(deaf):
-    pipeline = IngestionPipeline(
-        transformations=[SentenceSplitter(chunk_size=60, chunk_overlap=0), EncodeNodes(llm=deaf)]
-    )
-    nodes = pipeline.run(documents=[Document(text=" ".join(STORIES), id_="doc")])
-    assert len(nodes) > 3
-    assert len(deaf.backend.registry) == len(nodes)
-    deaf.chat(user("\n\n".join(passage_of(node).text for node in nodes)))
-    assert deaf.last_stats["kv"]["hits"] == len(nodes)
-    again = asyncio.run(EncodeNodes(llm=deaf).acall(nodes))
-    assert again == nodes
-
-
-def test_half_a_passage_is_a_miss_and_forgotten_nodes_are_found_no_more(deaf):
-    encode_nodes(NODES, deaf, show_progress=False)
+def test_half_a_passage_and_a_forgotten_one_are_not_found(passive):
+    encode_nodes(NODES, passive, show_progress=False)
     text = passage_of(NODES[0]).text
-    kv = deaf.chat(user(f"{text[: len(text) // 2]}\n\n{passage_of(NODES[1]).text}")).raw["kv"]
+    kv = passive.chat(user(f"{text[: len(text) // 2]}\n\n{passage_of(NODES[1]).text}")).raw["kv"]
     assert (kv["chunks"], kv["hits"]) == (["node-1"], 1)
-    assert deaf.forget(["node-0"]) > 0
-    kv = deaf.chat(user("\n\n".join(passage_of(node).text for node in NODES))).raw["kv"]
-    assert kv["chunks"] == ["node-1", "node-2"]
+    assert passive.forget(["node-0"]) > 0
+    assert asked(passive, NODES)["chunks"] == ["node-1", "node-2"]
 
 
-def test_an_index_that_another_model_read_is_read_again(make_llm, other_folder):
-    """One home, two models: the texts are known to both, each one's KV to itself."""
-    index = VectorStoreIndex(NODES, embed_model=HashEmbedding())
+def test_an_index_that_another_model_encoded_is_encoded_again(make_llm, other_folder):
+    """One home, two models: both find the texts, each has its own KV."""
+    index = vector_index()
     encode_index(index, make_llm(), show_progress=False)
     other = make_llm(model=str(other_folder))
     engine = index.as_query_engine(llm=other, similarity_top_k=3)
@@ -251,30 +277,16 @@ def test_an_index_that_another_model_read_is_read_again(make_llm, other_folder):
     assert str(index.as_query_engine(llm=plain, similarity_top_k=3).query(QUESTION)) == answer
 
 
-def test_an_index_that_another_splitter_cut_is_another(deaf):
-    """Nodes overlap in text, but none is the other: no KV of the old cut answers for the new one."""
+def test_kv_of_another_splitters_nodes_is_not_used(passive):
+    """They overlap in text, but none is the same."""
     document = Document(text=" ".join(STORIES), id_="doc")
     old, new = (
         SentenceSplitter(chunk_size=size, chunk_overlap=0).get_nodes_from_documents([document])
         for size in (100, 60)
     )
-    new = [node for node in new if passage_of(node).text not in {passage_of(other).text for other in old}]
+    new = [node for node in new if passage_of(node).text not in texts_of(old)]
     assert len(new) > 2
-    encode_nodes(old, deaf, show_progress=False)
-    asked = user("\n---\n".join(passage_of(node).text for node in new))
-    assert deaf.chat(asked).raw["kv"]["chunks"] == []
-    kv = deaf.chat(asked, nodes=new).raw["kv"]
+    encode_nodes(old, passive, show_progress=False)
+    assert asked(passive, new, "\n---\n")["chunks"] == []
+    kv = asked(passive, new, "\n---\n", nodes=new)
     assert (kv["chunks"], kv["hits"], kv["misses"]) == ([node.node_id for node in new], 0, len(new))
-
-
-def test_registering_known_nodes_again_writes_nothing(deaf):
-    """It happens at every retrieval, in the event loop of those who retrieve in one."""
-    nodes = [TextNode(id_=str(n), text=f"{n}: {STORIES[n % 3]}") for n in range(20)]
-    deaf.remember(nodes[:1])
-    with closing(sqlite3.connect(Path(deaf.home) / "nodes.sqlite")) as watching:
-        # Another one whenever some other connection has written.
-        versions = [watching.execute("PRAGMA data_version").fetchone()]
-        for again in (nodes, nodes):
-            deaf.remember(again)
-            versions.append(watching.execute("PRAGMA data_version").fetchone())
-    assert versions[0] != versions[1] == versions[2]

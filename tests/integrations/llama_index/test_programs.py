@@ -1,4 +1,4 @@
-"""LlamaIndex's own programs (benchmarks/programs_llama_index.py): what was retrieved is reused."""
+"""LlamaIndex's own programs (benchmarks/programs_llama_index.py) reuse what was retrieved."""
 
 import pytest
 from llama_helpers import STORIES, HashEmbedding
@@ -7,14 +7,14 @@ from programs import assert_half_is_reused
 
 from benchmarks.programs_llama_index import PROGRAMS, LlamaIndexDocuments
 
-# What the framework's own agent makes its context with.
+# Of the framework's own agent.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 QUESTIONS = ("Who kept two ledgers?", "Who kept the two ledgers?", "And who kept two ledgers?")
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
-def test_of_the_third_question_half_of_what_was_retrieved_comes_from_the_store(program, make_llm) -> None:
-    """And what the program says is the engine's own answer to the same ids."""
+def test_a_program_reuses_half_of_what_was_retrieved_by_the_third_question(program, make_llm) -> None:
+    """And its answers are the engine's own to the same token ids."""
     llm = make_llm()
     documents = [
         Document(text=text, metadata={"file_name": f"story{number}.md"})

@@ -1,4 +1,4 @@
-"""Tools and structured prediction in LlamaIndex: what is called, held to a class, refused and cut off."""
+"""Tools and structured prediction in LlamaIndex: calls, objects, refusals, and calls that are cut off."""
 
 import pytest
 from llama_helpers import story_nodes
@@ -16,7 +16,7 @@ from ragblend.integrations.llama_index import RAGBlendLLM
 from ragblend.kvstore.errors import PromptError, UsageError
 
 QUESTION = "Who keeps the tide table?"
-# Pydantic's word to LlamaIndex, whose agents look through all attributes of a model.
+# LlamaIndex's agents read all attributes of a pydantic model.
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")
 PROMPT = PromptTemplate("Tell me of {what}.")
 
@@ -61,7 +61,7 @@ def calls_in(llm, response):
     return [(call.tool_name, call.tool_kwargs) for call in llm.get_tool_calls_from_response(response)]
 
 
-async def test_a_call_that_is_required_is_made_in_all_ways(caller_llm):
+async def test_a_required_call_is_made_in_all_ways(caller_llm):
     assert isinstance(caller_llm, FunctionCallingLLM)
     assert caller_llm.metadata.is_function_calling_model
     asked = {"user_msg": QUESTION, "tool_required": True}
@@ -76,15 +76,15 @@ async def test_a_call_that_is_required_is_made_in_all_ways(caller_llm):
     assert said.sources[0].raw_output == 2 * arguments["value"]
 
 
-def test_an_answer_without_a_call_is_an_error_where_one_is_wanted(caller_llm):
+def test_an_answer_without_a_required_call_is_an_error(caller_llm):
     said = caller_llm.chat_with_tools(TOOLS, user_msg=QUESTION, max_new_tokens=3)
     assert caller_llm.get_tool_calls_from_response(said, error_on_no_tool_call=False) == []
     with pytest.raises(UsageError, match="calls no tool: it reached max_new_tokens"):
         caller_llm.get_tool_calls_from_response(said)
 
 
-def test_tools_that_a_prompt_of_ones_own_would_not_show_are_refused(caller_llm):
-    """The model was not told of the tools, and its answer held to a call of them."""
+def test_tools_are_refused_with_a_prompt_function_that_does_not_show_them(caller_llm):
+    """The model did not see the tools, but was constrained to call one."""
     caller_llm.messages_to_prompt = lambda messages: "\n".join(str(message.content) for message in messages)
     assert not caller_llm.metadata.is_function_calling_model
     with pytest.raises(UsageError, match="messages_to_prompt"):
@@ -92,20 +92,20 @@ def test_tools_that_a_prompt_of_ones_own_would_not_show_are_refused(caller_llm):
     assert caller_llm.chat([ChatMessage(QUESTION)], max_new_tokens=3).message.content
 
 
-def test_later_turns_show_calls_and_answers(caller_llm):
+def test_later_turns_show_calls_as_the_template_does(caller_llm):
     call = ToolCallBlock(tool_call_id="c1", tool_name="double", tool_kwargs={"value": 4})
     history = [
         ChatMessage("Double 4"),
         ChatMessage(role=MessageRole.ASSISTANT, blocks=[call]),
         ChatMessage("8", role=MessageRole.TOOL, additional_kwargs={"tool_call_id": "c1"}),
     ]
-    request = caller_llm._chat_request(history, {"tools": [t.metadata.to_openai_tool() for t in TOOLS]})
+    request = caller_llm._prepare_chat(history, {"tools": [t.metadata.to_openai_tool() for t in TOOLS]})
     text = caller_llm.backend.engine.tokenizer.decode(request.make_prompt().token_ids)
     assert '<tool_call>\n{"name": "double", "arguments": {"value": 4}}\n</tool_call>' in text
     assert '"name": "double", "description"' in text
 
 
-async def test_a_program_whose_answer_is_a_call_in_all_ways(caller_llm):
+async def test_a_program_with_a_tool_gives_its_object_in_all_ways(caller_llm):
     program = FunctionCallingProgram.from_defaults(
         Age, llm=caller_llm, prompt=PROMPT, tool_choice="any", allow_parallel_tool_calls=False
     )
@@ -116,15 +116,15 @@ async def test_a_program_whose_answer_is_a_call_in_all_ways(caller_llm):
     assert [each async for each in stream][-1].model_dump() == found.model_dump()
 
 
-async def test_an_agent_runs(caller_llm):
+async def test_an_agent_calls_its_tool(caller_llm):
     agent = FunctionAgent(tools=TOOLS, llm=caller_llm, initial_tool_choice="double", streaming=True)
     said = await agent.run(user_msg=QUESTION, max_iterations=3)
     assert [(call.tool_name, list(call.tool_kwargs)) for call in said.tool_calls] == [("double", ["value"])]
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-async def test_a_call_that_is_cut_off_is_told_and_not_made(caller_llm, caplog, streaming):
-    """An agent ended with an empty answer, and nobody knew why."""
+async def test_a_call_that_is_cut_off_is_logged_and_not_made(caller_llm, caplog, streaming):
+    """An agent ended with an empty answer, without a reason."""
     agent = FunctionAgent(tools=[note], llm=caller_llm, initial_tool_choice="note", streaming=streaming)
     said = await agent.run(user_msg=QUESTION, max_iterations=3)
     assert said.tool_calls == []
@@ -134,7 +134,7 @@ async def test_a_call_that_is_cut_off_is_told_and_not_made(caller_llm, caplog, s
     assert "(60) in a call of note, which is not made; allow more with max_new_tokens" in record.message
 
 
-async def test_an_object_of_a_class_in_all_ways(make_llm):
+async def test_structured_predict_gives_the_object_in_all_ways(make_llm):
     llm = make_llm(max_new_tokens=50)
     found = llm.structured_predict(Person, PROMPT, what="the harbour")
     assert isinstance(found, Person)
@@ -149,7 +149,7 @@ async def test_an_object_of_a_class_in_all_ways(make_llm):
 
 
 class Raw(BaseModel):
-    """What no JSON holds."""
+    """Has no JSON schema that is supported."""
 
     data: bytes
 
@@ -157,8 +157,8 @@ class Raw(BaseModel):
 @pytest.mark.parametrize(
     ("output_cls", "limit", "why"), [(Raw, 50, "cannot be kept to"), (Person, 3, "tokens at least")]
 )
-async def test_what_cannot_be_kept_to_is_refused(make_llm, output_cls, limit, why):
-    """By no ValueError, for which a query engine would say "Empty Response"."""
+async def test_an_unsupported_class_is_refused(make_llm, output_cls, limit, why):
+    """Not by a ValueError, for which a query engine would say "Empty Response"."""
     llm = make_llm(max_new_tokens=limit)
     ways = [
         lambda: llm.structured_predict(output_cls, PROMPT, what="it"),
@@ -180,13 +180,13 @@ async def test_what_cannot_be_kept_to_is_refused(make_llm, output_cls, limit, wh
     assert not issubclass(PromptError, ValueError)
 
 
-def test_a_program_whose_tool_cannot_be_kept_to_is_refused_so_too(caller_llm):
+def test_an_unsupported_class_is_refused_for_programs_with_tools(caller_llm):
     caller_llm.pydantic_program_mode = PydanticProgramMode.FUNCTION
     with pytest.raises(PromptError, match="cannot be kept to"):
         caller_llm.structured_predict(Raw, PROMPT, what="it")
 
 
-def test_an_answer_that_is_no_object_of_the_class_stays_a_value_error(make_llm):
+def test_an_answer_that_is_no_object_of_the_class_is_a_value_error(make_llm):
     """So that `Refine` goes on with the next passage."""
 
     class Never(Person):
@@ -199,7 +199,7 @@ def test_an_answer_that_is_no_object_of_the_class_stays_a_value_error(make_llm):
         make_llm(max_new_tokens=50).structured_predict(Never, PROMPT, what="it")
 
 
-def test_log_probabilities(llm):
+def test_log_probabilities_are_given_where_they_are_asked_for(llm):
     said = llm.complete(QUESTION, max_new_tokens=3, logprobs=True, top_logprobs=2)
     assert [len(token) for token in said.logprobs] == [2, 2, 2]
     assert all(each.logprob <= 0 for token in said.logprobs for each in token)
@@ -218,7 +218,7 @@ def multiply(a: float, b: float) -> float:
     return a * b
 
 
-async def test_llama_indexs_tutorial(caller):
+async def test_llama_indexs_tutorial_of_an_agent_runs(caller):
     llm = RAGBlendLLM(**caller, max_new_tokens=100)
     prompt = "You are a helpful assistant that can multiply two numbers."
     agent = FunctionAgent(tools=[multiply], llm=llm, system_prompt=prompt)

@@ -1,6 +1,7 @@
-"""A server for a module of tests; skipped where vLLM cannot be imported."""
+"""vLLM servers with the connector; the tests are skipped where vLLM cannot be imported."""
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,51 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts no folder of tests on the path
 
 import tiny_models
-from vllm_helpers import SHAPE, STORED, listening_on, passage, serve
+from vllm_helpers import SHAPE, STORED, Server, listening_on, passage, serve
 
 from ragblend.engine.engine import Engine
 
 
 @pytest.fixture(scope="session")
 def has_vllm() -> None:
-    """Skips where the tests of vLLM cannot run."""
-    pytest.importorskip(
-        "vllm", reason="vLLM is not installed here; `make test-vllm` makes an environment with it"
-    )
+    """Skips the test where vLLM is not installed."""
+    reason = "vLLM is not installed here; `make test-vllm` makes an environment with it"
+    pytest.importorskip("vllm", reason=reason)
+
+
+@pytest.fixture
+def serving(has_vllm: None) -> Any:
+    """Starts servers, and closes them at the end of the test."""
+    with ExitStack() as stack:
+
+        def start(*where: Any, **options: Any) -> Server:
+            made = serve(*where, **options)
+            stack.callback(made.close)
+            return made
+
+        yield start
+
+
+@pytest.fixture
+def fail_fusing(has_vllm: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Has fusing fail for requests of which `when` is true; gives the methods that were tried."""
+    from ragblend.integrations.vllm import worker
+
+    prefill = worker.prefill
+
+    def install(when: Any = lambda request: True, message: str = "no room") -> list[str]:
+        tried = list[str]()
+
+        def failing(runtime: Any, request: Any) -> Any:
+            tried.append(request.policy.name)
+            if when(request):
+                raise MemoryError(message)
+            return prefill(runtime, request)
+
+        monkeypatch.setattr(worker, "prefill", failing)
+        return tried
+
+    return install
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Passages found in token ids, with other tokens at their edges."""
+"""Passages are found in token ids, also with other tokens at their edges."""
 
 import random
 
@@ -25,7 +25,7 @@ def enter(nodes, *passages, scope=SCOPE):
     nodes.put_many(scope, [(f"n{n}", ids, None) for n, ids in enumerate(passages)])
 
 
-def test_passages_are_found_wherever_they_stand_and_not_in_part(nodes):
+def test_whole_passages_are_found_anywhere(nodes):
     first, second = ids_of(1), ids_of(2, 300)
     enter(nodes, first, second)
     prompt = [7, 8, *second, 9, *first, 5, *first[:30], 6]
@@ -37,7 +37,7 @@ def test_passages_are_found_wherever_they_stand_and_not_in_part(nodes):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 0), (0, 1), (3, 2), (EDGE, EDGE)])
-def test_tokens_at_the_edges_may_have_become_others(nodes, before, after):
+def test_tokens_at_the_edges_may_differ(nodes, before, after):
     passage = ids_of(3)
     enter(nodes, passage)
     inner = passage[before : len(passage) - after]
@@ -45,7 +45,7 @@ def test_tokens_at_the_edges_may_have_become_others(nodes, before, after):
     assert (match.start, match.stop, match.skipped, match.whole) == (3, 3 + len(inner), before, passage)
 
 
-def test_a_passage_is_named_by_all_of_its_tokens(nodes):
+def test_a_node_is_found_by_exactly_its_tokens(nodes):
     passage, short = ids_of(4), ids_of(5, 8)
     enter(nodes, passage, short)
     finder = PassageFinder(nodes, SCOPE)
@@ -56,16 +56,22 @@ def test_a_passage_is_named_by_all_of_its_tokens(nodes):
     assert finder.name_of(passage) is None and finder.name_of(ids_of(6)) == "n0"
 
 
-def test_more_than_an_edge_is_another_text(nodes):
-    passage = ids_of(4)
-    enter(nodes, passage)
-    assert not PassageFinder(nodes, SCOPE).find([1, *passage[EDGE + 1 :], 2])
-    changed = list(passage)
-    changed[30] += 1
-    assert not PassageFinder(nodes, SCOPE).find(changed)
+@pytest.mark.parametrize(
+    ("prompt", "scope"),
+    [
+        ([1, *ids_of(4)[EDGE + 1 :], 2], SCOPE),
+        ([*ids_of(4)[:30], 7, *ids_of(4)[31:]], SCOPE),
+        ([0x110000, *ids_of(4)], SCOPE),
+        (ids_of(4), Scope("others", SCOPE.tokenizer)),
+    ],
+    ids=["cut edge", "changed inside", "id beyond all characters", "another collection"],
+)
+def test_other_texts_and_collections_are_not_found(nodes, prompt, scope):
+    enter(nodes, ids_of(4), scope=scope)
+    assert not PassageFinder(nodes, SCOPE).find(prompt)
 
 
-def test_neighbours_whose_edges_agree_with_what_is_between_share_nothing(nodes):
+def test_neighbouring_passages_with_equal_edges_do_not_overlap(nodes):
     one, two = ids_of(5), ids_of(6)
     two = (*one[-2:], *two[2:])
     enter(nodes, one, two)
@@ -73,7 +79,7 @@ def test_neighbours_whose_edges_agree_with_what_is_between_share_nothing(nodes):
     assert [(m.start, m.stop, m.skipped) for m in found] == [(0, 60, 0), (60, 118, 2)]
 
 
-def test_what_is_entered_changed_and_deleted_meanwhile_is_noticed(nodes):
+def test_entered_changed_and_deleted_nodes_are_noticed(nodes):
     old, new = ids_of(7), ids_of(8)
     finder = PassageFinder(nodes, SCOPE)
     assert not finder.find(old)
@@ -86,7 +92,7 @@ def test_what_is_entered_changed_and_deleted_meanwhile_is_noticed(nodes):
 
 
 class Watched(NodeIndex):
-    """Counts the nodes that were read."""
+    """Counts the nodes that are read."""
 
     reads = 0
 
@@ -95,8 +101,8 @@ class Watched(NodeIndex):
         return super().get(scope, node_id)
 
 
-def test_after_a_commit_what_was_entered_is_read_and_no_more(tmp_path):
-    """All marks of the collection were, after every commit of an ingest that went on beside the requests."""
+def test_after_a_commit_only_new_nodes_are_read(tmp_path):
+    """Every commit of an ingest that ran beside the requests had the whole collection read."""
     strange, path = ids_of(999), tmp_path / "nodes.sqlite"
     with Watched.open(path) as nodes, NodeIndex.open(path) as other:
         finder = PassageFinder(nodes, SCOPE)
@@ -114,26 +120,15 @@ def test_after_a_commit_what_was_entered_is_read_and_no_more(tmp_path):
             SCOPE, [("n300", ids_of(301), None), ("n0", ids_of(0), None), ("n1", ids_of(302), None)]
         )
         assert reads() <= 3, "two, or three where the commit came between"
-        for turn in range(1, 6):  # five times as much as there is stands in the index
+        for turn in range(1, 6):  # the index holds five times the nodes
             enter(other, *(ids_of(1000 * turn + n) for n in range(300)))
             assert reads() == 300
         enter(other, ids_of(7000))
-        assert reads() == 301, "and is forgotten"
+        assert reads() == 301, "and is rebuilt"
 
 
 def test_ids_that_are_no_characters_are_found_too(nodes):
-    """55,296 to 57,343 are halves of surrogate pairs, and stand in large vocabularies."""
+    """55,296 to 57,343 are halves of surrogate pairs, and occur in large vocabularies."""
     passage = tuple(range(55_290, 55_340)) + tuple(range(57_330, 57_350))
     enter(nodes, passage)
     assert len(PassageFinder(nodes, SCOPE).find([56_000, *passage, 57_000])) == 1
-
-
-def test_ids_beyond_all_characters_are_no_error(nodes):
-    enter(nodes, ids_of(10))
-    assert not PassageFinder(nodes, SCOPE).find([0x110000, *ids_of(10)])
-
-
-def test_another_collection_is_not_found(nodes):
-    passage = ids_of(9)
-    enter(nodes, passage, scope=Scope("others", SCOPE.tokenizer))
-    assert not PassageFinder(nodes, SCOPE).find(passage)

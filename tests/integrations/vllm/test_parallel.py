@@ -1,11 +1,11 @@
-"""Two workers that share a model (tensor parallel), each with its heads: they answer as the built-in engine does."""
+"""Two workers that share a model (tensor parallelism) answer as the built-in engine does."""
 
 import concurrent.futures
-import time
+import itertools
 
 import pytest
 import tiny_models
-from vllm_helpers import QUESTION, SHAPE, STORED, listening_on, passage, post
+from vllm_helpers import QUESTION, SHAPE, STORED, flip_byte, kv_files, listening_on, passage, post, until
 
 from ragblend.engine.engine import Engine
 from ragblend.engine.prompts.segments import Chunk
@@ -13,7 +13,7 @@ from ragblend.engine.prompts.segments import Chunk
 
 @pytest.fixture(scope="module", params=[2, 1], ids=["a key head each", "one key head for both"])
 def engines(request, has_vllm, tmp_path_factory):
-    """The built-in engine, and the one whose model two workers of vLLM have, on one home."""
+    """The engine whose model is in two workers of vLLM, and the built-in one, on one home."""
     base = tmp_path_factory.mktemp("parallel")
     shape = SHAPE | {"num_key_value_heads": request.param}
     folder = tiny_models.save_model("qwen3", base / "model", is_endless=True, **shape)
@@ -28,12 +28,6 @@ def engines(request, has_vllm, tmp_path_factory):
     ours.close()
 
 
-def files_of(engine):
-    return [
-        path for path in (engine.home / "kv").rglob("*") if path.is_file() and path.stat().st_size > 50_000
-    ]
-
-
 def asked(engine, texts, question=QUESTION):
     return engine.chat_prompt(None, [Chunk(text) for text in texts], question)
 
@@ -41,7 +35,7 @@ def asked(engine, texts, question=QUESTION):
 @pytest.mark.parametrize(
     "how", [{}, {"method": "cacheblend", "ratio": 0.2}, {"method": "recompute"}, {"method": "reuse"}], ids=str
 )
-def test_what_two_workers_fuse_is_what_one_engine_fuses(engines, how):
+def test_two_workers_fuse_as_one_engine(engines, how):
     prompt = asked(engines[0], [STORED[n] for n in (3, 0, 4, 1)], f"What of {how}?")
     found, expected = (each.generate(prompt, max_new_tokens=12, logprobs=3, **how) for each in engines)
     assert found.token_ids == expected.token_ids
@@ -51,7 +45,7 @@ def test_what_two_workers_fuse_is_what_one_engine_fuses(engines, how):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
 
 
-def test_what_two_workers_encode_is_what_one_engine_encodes(engines):
+def test_two_workers_encode_as_one_engine(engines):
     theirs, ours = engines
     new = passage(80)
     assert theirs.encode([new], ["n80"]).encoded == 1 and ours.encode([new]).encoded == 0
@@ -62,42 +56,36 @@ def test_what_two_workers_encode_is_what_one_engine_encodes(engines):
     assert ours.generate(prompt, "reuse", max_new_tokens=12).token_ids == stored
 
 
-def test_two_workers_encode_in_idle_steps_what_came_without_kv(engines):
+def test_two_workers_encode_missing_passages_in_idle_steps(engines):
     theirs, ours = engines
     theirs.enter([new := passage(81)], ["n81"])
 
     def missing(question):
         ids = ours.tokenize(asked(ours, [new, *STORED[1:4]], question)).token_ids
         body = {"model": theirs.runtime.config.model, "prompt": list(ids), "max_tokens": 4}
-        return post(f"{theirs.runtime.server.url}/v1/completions", body)["kv_transfer_params"]["ragblend"][
-            "missing_tokens"
-        ]
+        answer = post(f"{theirs.runtime.server.url}/v1/completions", body)
+        return answer["kv_transfer_params"]["ragblend"]["missing_tokens"]
 
     assert missing("Who?") > 50
-    for number in range(40):
-        if not missing(f"Was it {number}?"):
-            return
-        time.sleep(0.5)
-    pytest.fail("it was not encoded")
+    numbers = itertools.count()
+    until(lambda: not missing(f"Was it {next(numbers)}?"))
 
 
 def test_damaged_passages_are_computed_by_both_workers(engines):
     theirs, ours = engines
     texts = [passage(number) for number in (90, 91, 92)]
-    before = set(files_of(ours))
+    before = set(kv_files(ours.home))
     ours.encode(texts, ["n90", "n91", "n92"])
     prompt = asked(ours, [*texts, STORED[0]])
-    for blob in set(files_of(ours)) - before:
-        held = bytearray(blob.read_bytes())
-        held[len(held) // 2] ^= 0xFF
-        blob.write_bytes(held)
+    for blob in set(kv_files(ours.home)) - before:
+        flip_byte(blob)
     result = theirs.generate(prompt, "reuse", max_new_tokens=12)
     assert result.report.tokens.missing > 100 and result.report.tokens.reused > 50
     again = ours.generate(prompt, "reuse", max_new_tokens=12)
     assert result.token_ids == again.token_ids and again.report.tokens == result.report.tokens
 
 
-def test_many_at_once_and_half_of_them_left(engines):
+def test_simultaneous_requests_are_right_when_half_of_them_are_aborted(engines):
     theirs, ours = engines
     prompts = [asked(theirs, [STORED[n % 5], STORED[(n + 2) % 5]], f"What of {n}?") for n in range(12)]
     expected = [ours.generate(each, max_new_tokens=8).token_ids for each in prompts]

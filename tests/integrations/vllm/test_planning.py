@@ -1,4 +1,4 @@
-"""Whether fusing pays, which salts prompts get, and where their tokens go."""
+"""Whether fusing pays, the salts of prompts, and the slots of tokens."""
 
 import pytest
 
@@ -6,51 +6,50 @@ from ragblend.engine.prompts.segments import Chunk
 from ragblend.integrations.vllm.finder import Match
 from ragblend.integrations.vllm.planning import (
     MOST_ENCODED,
-    Plan,
-    Salts,
+    FusionPlan,
+    SaltCache,
     marked,
     prompt_of,
     slots_of,
 )
-from ragblend.integrations.vllm.settings import Settings, wish_of
+from ragblend.integrations.vllm.settings import ConnectorSettings, RequestOptions
 
-WISH = wish_of(Settings(), None, 1000)
 PASSAGES = (Match(100, 500, tuple(range(400)), 0), Match(500, 900, tuple(range(400, 800)), 0))
+ENCODE, RECOMPUTE = {"encode": True}, {"method": "recompute"}
 
 
-def plan(*stored, wish=WISH):
-    return Plan(wish, PASSAGES, stored, 1000)
+def plan(*stored, given=None, matches=PASSAGES):
+    return FusionPlan(RequestOptions.of(ConnectorSettings(), given, 1000), matches, stored, 1000)
 
 
-def test_fusing_pays_where_it_saves_rows_that_vllm_would_compute():
-    assert plan(True, True).computed_tokens == 1000 - 800 * 0.85
-    assert plan(True, True).pays(0, 64)
-    assert not plan(False, False).pays(0, 64)
-    assert not plan(True, True).pays(900, 64), "vLLM has nearly all of it"
-    assert not plan(True, True).pays(0, 801), "less is stored than asked for"
-    encoding = wish_of(Settings(), {"encode": True}, 1000)
-    assert plan(False, False, wish=encoding).pays(0, 64), "else nothing would be encoded"
-    assert not plan(False, False, wish=encoding).pays(999, 64)
-    assert not plan(True, True, wish=encoding).pays(900, 64), "there is nothing to encode"
+@pytest.mark.parametrize(
+    ("stored", "given", "computed", "minimum", "pays"),
+    [
+        ((True, True), None, 0, 64, True),
+        ((False, False), None, 0, 64, False),
+        ((True, True), None, 900, 64, False),  # vLLM has nearly all of it
+        ((True, True), None, 0, 801, False),  # less is stored than required
+        ((False, False), ENCODE, 0, 64, True),  # else nothing would be encoded
+        ((False, False), ENCODE, 999, 64, False),
+        ((True, True), ENCODE, 900, 64, False),  # there is nothing to encode
+        ((True, True), RECOMPUTE, 0, 64, True),  # a chosen method is used even where it saves nothing
+        ((True, True), RECOMPUTE, 999, 64, False),  # the last token is vLLM's
+    ],
+)
+def test_fusing_pays_where_it_saves_rows_or_was_asked_for(stored, given, computed, minimum, pays):
+    assert plan(*stored, given=given).pays(computed, minimum) == pays
 
 
-def test_rows_of_a_step_are_those_of_passages_that_are_encoded_and_the_prompts_own():
-    assert plan(True, True).step_rows == plan(True, True).computed_tokens == 320
-    encoding = wish_of(Settings(), {"encode": True}, 1000)
-    assert plan(True, False, wish=encoding).step_rows == 400 + 320
-    assert plan(True, True, wish=encoding).saves(0) and not plan(False, False, wish=encoding).saves(0)
-    many = Plan(encoding, (Match(0, 40, tuple(range(40)), 0),) * 20, (False,) * 20, 1000)
+def test_rows_of_a_step_are_those_of_the_prompt_and_of_passages_that_are_encoded():
+    assert plan(True, True).step_rows == plan(True, True).computed_tokens == 1000 - 800 * 0.85
+    assert plan(True, True, given=RECOMPUTE).computed_tokens == 1000
+    assert plan(True, False, given=ENCODE).step_rows == 400 + 320
+    assert plan(True, True, given=ENCODE).saves(0) and not plan(False, False, given=ENCODE).saves(0)
+    many = plan(*[False] * 20, given=ENCODE, matches=(Match(0, 40, tuple(range(40)), 0),) * 20)
     assert len(many.encoded) == MOST_ENCODED and many.step_rows == 40 * 8 + 1000 - 40 * 8 * 0.85
 
 
-def test_who_names_a_method_gets_it_where_it_saves_nothing():
-    recompute = wish_of(Settings(), {"method": "recompute"}, 1000)
-    assert plan(True, True, wish=recompute).computed_tokens == 1000
-    assert plan(True, True, wish=recompute).pays(0, 64)
-    assert not plan(True, True, wish=recompute).pays(999, 64), "the last token is vLLM's"
-
-
-def test_a_prompt_is_cut_into_what_it_is_made_of():
+def test_a_prompt_is_split_into_passages_and_literals():
     ids = list(range(3000, 3060))
     whole = (1, 2, *ids[10:40], 3)
     prompt = prompt_of(ids, [Match(10, 40, whole, 2)], "mine")
@@ -63,24 +62,24 @@ def test_a_prompt_is_cut_into_what_it_is_made_of():
     assert (chunk.node_id, chunk.entered) == ("p1", True), "its KV goes when the node does"
 
 
-def test_the_same_prompt_fused_alike_has_the_same_salt_and_no_other_has_it():
+def test_only_the_same_prompt_fused_alike_has_the_same_salt():
     ids = list(range(100))
-    first = Salts().of(ids, "probe-shift 0.15")
-    assert Salts().of(ids, "probe-shift 0.15") == first
+    first = SaltCache().salt_of(ids, "probe-shift 0.15")
+    assert SaltCache().salt_of(ids, "probe-shift 0.15") == first
     others = [
         (ids, "probe-shift 0.3"),
         (ids, "reuse"),
         ([*ids[:-1], 7], "probe-shift 0.15"),
         (ids[:-1], "probe-shift 0.15"),
     ]
-    assert first not in {Salts().of(*other) for other in others}
+    assert first not in {SaltCache().salt_of(*other) for other in others}
 
 
-def test_other_passages_in_the_same_prompt_are_another_salt():
+def test_other_passages_in_the_same_prompt_give_another_salt():
     ids = list(range(100))
 
     def salt(*places, **more):
-        return Salts().of(
+        return SaltCache().salt_of(
             marked(ids, [Match(a, b, more.get("whole", tuple(ids[a:b])), 0) for a, b in places]), "m"
         )
 
@@ -96,34 +95,36 @@ def test_other_passages_in_the_same_prompt_are_another_salt():
     assert marked(longer, matches)[:100] == marked(ids, matches[:1]), "so a conversation can go on"
 
 
-def test_a_conversation_that_goes_on_has_the_salt_of_its_beginning():
-    salts, turn = Salts(), list(range(50))
-    salt, is_lent = salts.of(turn, "m")
-    assert not is_lent and salts.of(turn, "m") == (salt, False)
-    assert salts.of([*turn, 1, 2, 3], "m") == (salt, True) == salts.of([*turn, 1, 2, 3, 4, 5], "m")
-    assert salts.of([*turn[:-1], 9, 1, 2, 3], "m")[0] != salt, "another question behind the same passages"
-    assert salts.of([*turn, 1, 2, 3], "other")[0] != salt
+def test_a_continued_conversation_has_the_salt_of_its_beginning():
+    salts, turn = SaltCache(), list(range(50))
+    salt, is_lent = salts.salt_of(turn, "m")
+    assert not is_lent and salts.salt_of(turn, "m") == (salt, False)
+    assert salts.salt_of([*turn, 1, 2, 3], "m") == (salt, True) == salts.salt_of([*turn, 1, 2, 3, 4, 5], "m")
+    assert salts.salt_of([*turn[:-1], 9, 1, 2, 3], "m")[0] != salt, (
+        "another question behind the same passages"
+    )
+    assert salts.salt_of([*turn, 1, 2, 3], "other")[0] != salt
 
 
-def test_what_is_fused_itself_has_its_own_salt_and_lends_that():
-    salts, turn, asked = Salts(), list(range(50)), []
-    first, _ = salts.of(turn, "m")
-    own, is_lent = salts.of([*turn, 1, 2, 3], "m", lambda lent: asked.append(lent) or False)
+def test_a_prompt_that_is_fused_itself_has_its_own_salt_and_lends_it():
+    salts, turn, asked = SaltCache(), list(range(50)), []
+    first, _ = salts.salt_of(turn, "m")
+    own, is_lent = salts.salt_of([*turn, 1, 2, 3], "m", lambda lent: asked.append(lent) or False)
     assert asked == [first] and own != first and not is_lent
-    assert salts.of([*turn, 1, 2, 3, 4], "m") == (own, True)
+    assert salts.salt_of([*turn, 1, 2, 3, 4], "m") == (own, True)
 
 
-def test_only_so_many_beginnings_are_remembered():
-    salts = Salts(most=2)
-    salt, _ = salts.of([1, 2], "m")
-    salts.of([3, 4], "m")
-    assert salts.of([1, 2, 5], "m") == (salt, True), "and asking keeps it"
-    salts.of([6, 7], "m")
-    assert salts.of([3, 4, 8], "m")[0] != salts.of([3, 4], "m")[0]
+def test_the_least_recently_used_salts_are_forgotten():
+    salts = SaltCache(most=2)
+    salt, _ = salts.salt_of([1, 2], "m")
+    salts.salt_of([3, 4], "m")
+    assert salts.salt_of([1, 2, 5], "m") == (salt, True), "and asking keeps it"
+    salts.salt_of([6, 7], "m")
+    assert salts.salt_of([3, 4, 8], "m")[0] != salts.salt_of([3, 4], "m")[0]
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 12), (3, 9), (5, 5)])
-def test_tokens_go_where_their_blocks_are_and_nowhere_without_one(start, stop):
+def test_tokens_have_slots_in_their_blocks_and_none_in_the_null_block(start, stop):
     positions, slots = slots_of([7, 0, 2], 4, start, stop)
     expected = {p: 7 * 4 + p for p in range(4)} | {p: 2 * 4 + p - 8 for p in range(8, 12)}
     assert dict(zip(positions, slots, strict=True)) == {

@@ -1,40 +1,24 @@
-"""Two vLLM servers over one Redis, behind vLLM's router, as `deploy/` has them."""
+"""Two vLLM servers with one Redis, behind vLLM's router, as in `deploy/`."""
 
 import itertools
-import json
-import re
 import shutil
 import subprocess
 import sys
-import time
-import urllib.request
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import tiny_models
 from shared_servers import free_port, redis_server  # noqa: F401
-from vllm_helpers import QUESTION, SHAPE, STORED, listening_on
+from vllm_helpers import QUESTION, SHAPE, STORED, chat, is_healthy, listening_on, metrics, until
 
 from ragblend.engine.engine import Engine
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
 
-LATEST_S = 120
-
-
-def until(condition):
-    give_up = time.monotonic() + LATEST_S
-    while not (found := condition()):
-        assert time.monotonic() < give_up, "it never came"
-        time.sleep(0.1)
-    return found
-
 
 def answered(url: str) -> float:
-    """Requests that a server has answered."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as metrics:
-        counts = re.findall(r"^vllm:request_success_total\{.*\} (\S+)$", metrics.read().decode(), re.M)
-    return sum(map(float, counts))
+    """The number of requests that a server has answered."""
+    return sum(map(float, metrics(url, r"^vllm:request_success_total\{.*\} (\S+)$")))
 
 
 @pytest.fixture
@@ -45,7 +29,7 @@ def router_of(tmp_path):
         pytest.skip("no vllm-router: pip install vllm-router==0.1.17")
     with ExitStack() as stack:
 
-        def begun(*workers: str) -> str:
+        def start(*workers: str) -> str:
             port, log = free_port(), stack.enter_context((tmp_path / "router.log").open("wb"))
             line = [command, "--host", "127.0.0.1", "--port", str(port), "--policy", "consistent_hash"]
             line += ["--prometheus-port", str(free_port()), "--worker-urls", *workers]
@@ -53,25 +37,15 @@ def router_of(tmp_path):
             stack.callback(process.wait, 60)
             stack.callback(process.kill)
 
-            def is_ready() -> bool:
-                assert process.poll() is None, (tmp_path / "router.log").read_text()[-2000:]
-                with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                    return True
-                return False
+            url = f"http://127.0.0.1:{port}"
+            until(lambda: is_healthy(url, process, tmp_path / "router.log"))
+            return url
 
-            until(is_ready)
-            return f"http://127.0.0.1:{port}"
-
-        yield begun
+        yield start
 
 
 def ask(url: str, session: str, content: str) -> dict:
-    message = {"role": "user", "content": content}
-    body = {"model": "tiny", "messages": [message], "max_tokens": 4, "temperature": 0}
-    headers = {"Content-Type": "application/json", "X-Session-ID": session}
-    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=LATEST_S) as answer:
-        return json.load(answer)
+    return chat(url, content, {"X-Session-ID": session})
 
 
 def who_answers(urls: list[str], router: str, session: str) -> str:
@@ -81,7 +55,7 @@ def who_answers(urls: list[str], router: str, session: str) -> str:
     return where
 
 
-def test_what_one_server_encoded_answers_a_question_at_the_other(
+def test_a_passage_that_one_server_encoded_is_reused_by_the_other(
     has_vllm,
     redis_server,  # noqa: F811
     router_of,
@@ -114,7 +88,7 @@ def test_what_one_server_encoded_answers_a_question_at_the_other(
         numbers = itertools.count()
 
         def fused(url: str, session: str) -> dict:
-            """What became of a prompt of its own beginning: of one that was there before vLLM has all in its blocks."""
+            """The report of a prompt with a new beginning: vLLM has a repeated one in its blocks."""
             told = ask(url, session, f"{next(numbers)}. {content}").get("kv_transfer_params") or {}
             report = told.get("ragblend", {})
             return report if report.get("missing_tokens") == 0 else {}

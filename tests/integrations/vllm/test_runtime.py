@@ -1,4 +1,4 @@
-"""What a worker of vLLM makes of its process."""
+"""The runtime inside vLLM: reader threads, refused configurations and models, and workers' failures."""
 
 import multiprocessing
 import os
@@ -14,22 +14,22 @@ from ragblend.kvstore.errors import UnsupportedModelError
 
 
 def cores_of_readers(home: Path, core: int) -> set[int]:
-    """Where a reader may run in a process whose main thread is bound as vLLM binds a worker's."""
+    """The cores of a reader thread in a process whose main thread is bound to one, as vLLM binds a worker."""
     from ragblend.integrations.vllm.runtime import VllmRuntime
-    from ragblend.integrations.vllm.settings import Settings
+    from ragblend.integrations.vllm.settings import ConnectorSettings
 
     os.sched_setaffinity(0, {core})
     model = SimpleNamespace(model="m", dtype="torch.bfloat16")
     config = SimpleNamespace(model_config=model, device_config=SimpleNamespace(device_type="cpu"))
-    runtime = VllmRuntime(config, Settings(home=str(home)))
+    runtime = VllmRuntime(config, ConnectorSettings(home=str(home)))
     try:
         return set(runtime.readers.submit(os.sched_getaffinity, 0).result())
     finally:
         runtime.close()
 
 
-def test_readers_are_not_bound_to_the_core_that_computes(tmp_path):
-    """They inherited it, and took its time from the product that ran there."""
+def test_reader_threads_are_not_bound_to_the_worker_core(tmp_path):
+    """They inherited the binding, and slowed down the matrix products there."""
     mine = os.sched_getaffinity(0)
     if len(mine) == 1:
         pytest.skip("there is one core")
@@ -37,29 +37,24 @@ def test_readers_are_not_bound_to_the_core_that_computes(tmp_path):
         assert worker.submit(cores_of_readers, tmp_path, min(mine)).result(60) == mine
 
 
-@pytest.mark.parametrize(
-    ("model", "load", "said"),
-    [
-        ({"model": "own/tiny", "revision": "abc"}, {}, "a revision (abc) of a hub model"),
-        ({"model": "own/tiny"}, {"download_dir": "/elsewhere"}, "a download_dir (/elsewhere) of a hub model"),
-        ({"model": "own/tiny"}, {"load_format": "dummy"}, "random weights"),
-        ({"model": "/a/folder", "hf_overrides": {"rms_norm_eps": 0.1}}, {}, "hf_overrides"),
-        ({"model": "/a/folder", "hf_config_path": "/another"}, {}, "a config from elsewhere (/another)"),
-        ({"model": "/a/folder", "hf_config_path": "/a/folder"}, {}, None),
-        ({"model": "/a/folder", "enable_sleep_mode": True}, {}, "sleep mode"),
-        ({"model": "/a/folder", "revision": "abc"}, {"download_dir": "/elsewhere"}, None),
-        ({"model": "own/tiny"}, {}, None),
-    ],
-)
-def test_other_weights_than_the_stored_ones_are_refused(model, load, said):
-    """What a hub id says by itself is looked up here; vLLM may have been told otherwise."""
-    why = refused(model, load)
-    assert why is None if said is None else why is not None and why.startswith(said)
+HUB = {"model": "own/tiny"}
+OTHER_GROUP = SimpleNamespace(kv_cache_spec=SimpleNamespace())
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reason"),
     [
+        # What a hub id means is looked up here in its default revision; vLLM may have been configured otherwise.
+        (HUB | {"revision": "abc"}, "a revision (abc) of a hub model"),
+        (HUB | {"download_dir": "/elsewhere"}, "a download_dir (/elsewhere) of a hub model"),
+        (HUB | {"load_format": "dummy"}, "random weights"),
+        ({"hf_overrides": {"rms_norm_eps": 0.1}}, "hf_overrides"),
+        ({"hf_config_path": "/another"}, "a config from elsewhere (/another)"),
+        ({"enable_sleep_mode": True}, "sleep mode"),
+        ({"weight_transfer_config": object()}, "sleep mode and weight transfer"),
+        (HUB, None),
+        ({"hf_config_path": "/a/folder"}, None),
+        ({"revision": "abc", "download_dir": "/elsewhere"}, None),
         ({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "pipeline parallel of 2"),
         (
             {"parallel_config": SimpleNamespace(prefill_context_parallel_size=4)},
@@ -67,50 +62,39 @@ def test_other_weights_than_the_stored_ones_are_refused(model, load, said):
         ),
         ({"speculative_config": object()}, "speculative decoding"),
         ({"lora_config": object()}, "LoRA"),
-        ({"weight_transfer_config": object()}, "sleep mode and weight transfer"),
         ({"quantization": "awq"}, "quantization awq"),
         ({"is_multimodal_model": True}, "only text generation"),
         ({"runner_type": "pooling"}, "only text generation"),
         ({"tokenizer": "another"}, "a tokenizer (another)"),
         ({"cache_config": SimpleNamespace(cache_dtype="fp8")}, "the KV cache's dtype fp8"),
-        (
-            {"groups": [SimpleNamespace(kv_cache_spec=SimpleNamespace())]},
-            "KV caches of the kinds SimpleNamespace",
-        ),
+        ({"groups": [OTHER_GROUP]}, "KV caches of the kinds SimpleNamespace"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_what_is_not_supported_is_refused_by_name(changes, said):
-    of_model = {
-        name: each
-        for name, each in changes.items()
-        if name in ("quantization", "is_multimodal_model", "runner_type", "tokenizer")
-    }
-    why = refused(
-        {"model": "/a/folder"} | of_model, {}, **{n: e for n, e in changes.items() if n not in of_model}
-    )
-    assert why is not None and why.startswith(said)
-
-
-def refused(model, load, groups=(), **changes):
-    """What `unsupported` says of a configuration with these changes."""
+def test_unsupported_configurations_are_refused_by_name(changes, reason):
     from ragblend.integrations.vllm.runtime import unsupported
 
-    usual = {"revision": None, "quantization": None, "dtype": "torch.float32", "tokenizer": model["model"]}
-    usual |= {"is_multimodal_model": False, "runner_type": "generate", "hf_overrides": {}}
-    parts = {
-        "model_config": SimpleNamespace(**usual | model),
-        "load_config": SimpleNamespace(**{"download_dir": None, "load_format": "auto"} | load),
+    changes = {"model": "/a/folder", "groups": ()} | changes
+    groups = changes.pop("groups")
+    load = {
+        name: changes.pop(name, usual) for name, usual in (("download_dir", None), ("load_format", "auto"))
+    }
+    config = {
         "parallel_config": SimpleNamespace(),
         "cache_config": SimpleNamespace(cache_dtype="auto"),
         "speculative_config": None,
         "lora_config": None,
     }
-    return unsupported(SimpleNamespace(**parts | changes), SimpleNamespace(kv_cache_groups=groups))
+    config |= {name: changes.pop(name) for name in list(changes) if name.endswith("_config")}
+    model = {"revision": None, "quantization": None, "dtype": "torch.float32", "tokenizer": changes["model"]}
+    model |= {"is_multimodal_model": False, "runner_type": "generate", "hf_overrides": {}} | changes
+    config |= {"model_config": SimpleNamespace(**model), "load_config": SimpleNamespace(**load)}
+    refusal = unsupported(SimpleNamespace(**config), SimpleNamespace(kv_cache_groups=groups))
+    assert refusal is None if reason is None else str(refusal).startswith(reason)
 
 
 def layer_of(**changes):
-    """As vLLM's own are, as far as is asked; a part that is None is not there."""
+    """A layer with the attributes that are checked; a part that is None is missing."""
     impl = {"do_kv_cache_update": print, "logits_soft_cap": None, "sinks": None, "alibi_slopes": None}
     parts = {"impl": SimpleNamespace(**impl), "rotary_emb": object()} | changes
     attn = SimpleNamespace(impl=parts.pop("impl"))
@@ -120,9 +104,9 @@ def layer_of(**changes):
 @pytest.mark.parametrize(
     ("layers", "said"),
     [
-        ([layer_of(), layer_of(impl=SimpleNamespace())], "no attention whose KV can be written"),
-        ([layer_of(), SimpleNamespace(mixer=object())], "no attention whose KV can be written"),
-        ([layer_of()], "no decoder that can be taken apart"),
+        ([layer_of(), layer_of(impl=SimpleNamespace())], "no attention that writes KV"),
+        ([layer_of(), SimpleNamespace(mixer=object())], "no attention that writes KV"),
+        ([layer_of()], "not a decoder with known layers"),
         ([layer_of(), layer_of(rotary_emb=None)], "no rotary positions"),
         ([layer_of(), layer_of(impl=SimpleNamespace(do_kv_cache_update=print, sinks=1))], "sinks"),
         (
@@ -132,9 +116,9 @@ def layer_of(**changes):
     ],
     ids=["no operator", "no attention", "too few layers", "no rotary", "sinks", "caps"],
 )
-def test_a_backend_without_the_operator_and_other_attention_are_refused_by_name(layers, said):
+def test_unsupported_layers_are_refused_by_name(layers, said):
     from ragblend.integrations.vllm.decoder import VllmDecoder
-    from ragblend.integrations.vllm.team import Team
+    from ragblend.integrations.vllm.tensor_parallel import TensorParallelGroup
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -145,17 +129,17 @@ def test_a_backend_without_the_operator_and_other_attention_are_refused_by_name(
             pass
 
     with pytest.raises(UnsupportedModelError, match=said):
-        VllmDecoder(Model(), SimpleNamespace(num_hidden_layers=2), "float32", None, Team())
+        VllmDecoder(Model(), SimpleNamespace(num_hidden_layers=2), "float32", None, TensorParallelGroup())
 
 
-def test_what_fails_in_the_midst_of_a_shared_layer_ends_and_says_no_more():
-    """The others are in a collective operation of that layer: what the first one sent now would meet another one."""
+def test_a_failure_within_a_shared_layer_ends_the_worker_without_another_broadcast():
+    """The other workers are in a collective operation of that layer, and would mistake a broadcast for it."""
     pytest.importorskip("vllm")
-    from ragblend.integrations.vllm.team import OutOfStep, Team
-    from ragblend.integrations.vllm.working import WorkerSide
+    from ragblend.integrations.vllm.tensor_parallel import TensorParallelGroup, WorkersOutOfSync
+    from ragblend.integrations.vllm.worker import ConnectorWorker
 
     sent = []
-    team = Team(
+    group = TensorParallelGroup(
         SimpleNamespace(
             world_size=2,
             rank_in_group=0,
@@ -163,35 +147,38 @@ def test_what_fails_in_the_midst_of_a_shared_layer_ends_and_says_no_more():
             gather=lambda flat, dim: torch.cat((flat, flat), dim),
         )
     )
-    worker, decoder = WorkerSide(SimpleNamespace(), True), SimpleNamespace(has_done=lambda: team.tell("end"))
-    plan = SimpleNamespace(wish=SimpleNamespace(method="probe-shift", label=None))
+    worker, decoder = (
+        ConnectorWorker(SimpleNamespace(), True),
+        SimpleNamespace(finish=lambda: group.broadcast("end")),
+    )
+    plan = SimpleNamespace(options=SimpleNamespace(method="probe-shift", label=None))
     order = SimpleNamespace(request_id="1", plan=plan, stop=8)
 
     def asked(fails_in_attention):
         def fuse(order, method):
-            with team.doing("layer"):
+            with group.operation("layer"):
                 if fails_in_attention and method != "full":
-                    team.together(torch.ones(2, 4), lambda whole: 1 / 0)
+                    group.gather_and_scatter(torch.ones(2, 4), lambda whole: 1 / 0)
                 if not fails_in_attention:
                     raise torch.OutOfMemoryError("CUDA out of memory")
 
         worker._fuse = fuse
         sent.clear()
-        with worker._led(decoder):
+        with worker._lead_or_follow(decoder):
             worker._serve(order)
 
     asked(fails_in_attention=True)
-    assert [told.get("what") for told in sent] == ["layer", None, "layer", "end"]
-    with pytest.raises(OutOfStep, match="'layer'"):
+    assert [each.get("name") for each in sent] == ["layer", None, "layer", "end"]
+    with pytest.raises(WorkersOutOfSync, match="'layer'"):
         asked(fails_in_attention=False)
-    assert [told.get("what") for told in sent] == ["layer"]
+    assert [each.get("name") for each in sent] == ["layer"]
 
 
-def test_blocks_behind_those_that_failed_are_taken_out_of_the_cache():
+def test_blocks_behind_failed_ones_are_evicted():
     pytest.importorskip("vllm")
-    from ragblend.integrations.vllm.scheduling import SchedulerSide
+    from ragblend.integrations.vllm.scheduler import ConnectorScheduler
 
-    side, evicted = SchedulerSide.__new__(SchedulerSide), []
+    side, evicted = ConnectorScheduler.__new__(ConnectorScheduler), []
     side._plans, side._reports, side.evict = {"lost": 1, "well": 1}, {}, evicted.append
     for name, status in (("lost", "FINISHED_ERROR"), ("well", "FINISHED_STOPPED"), ("own", "FINISHED_ERROR")):
         request = SimpleNamespace(
@@ -201,30 +188,30 @@ def test_blocks_behind_those_that_failed_are_taken_out_of_the_cache():
     assert evicted == [{3, 4, 7}]
 
 
-def test_only_workers_that_say_so_may_be_asked_to_fuse():
-    """None may say anything (their cache is of another kind there), or another connector's may (MultiConnector)."""
+def test_prompts_are_fused_only_if_all_workers_report_that_they_can():
+    """None may report (with another kind of cache), or another connector's workers may (MultiConnector)."""
     pytest.importorskip("vllm")
     from ragblend.integrations.vllm.connector import RAGBlendConnector
-    from ragblend.integrations.vllm.messages import Verdict
+    from ragblend.integrations.vllm.messages import WorkerStatus
 
     side = RAGBlendConnector.__new__(RAGBlendConnector)
     side._scheduler = SimpleNamespace(refusal="nobody yet")
-    for metadata in ({}, {0: object()}, {0: Verdict(None), 1: object()}):
+    for metadata in ({}, {0: object()}, {0: WorkerStatus(None), 1: object()}):
         side.set_xfer_handshake_metadata(metadata)
         assert side._scheduler.refusal == "nobody yet"
     for verdicts, refusal in (([None, None], None), ([None, "no room"], "no room")):
-        side.set_xfer_handshake_metadata({rank: Verdict(each) for rank, each in enumerate(verdicts)})
+        side.set_xfer_handshake_metadata({rank: WorkerStatus(each) for rank, each in enumerate(verdicts)})
         assert side._scheduler.refusal == refusal
 
 
-def test_what_a_failed_prompt_had_in_memory_is_gone_before_it_is_computed_in_full(monkeypatch):
-    """Computing all rows takes more memory than what had failed for want of it."""
+def test_a_failed_prompts_memory_is_freed_before_it_is_computed_in_full(monkeypatch):
+    """Computing all rows takes more memory than the try that failed for lack of it."""
     pytest.importorskip("vllm")
-    from ragblend.integrations.vllm.working import WorkerSide, log
+    from ragblend.integrations.vllm.worker import ConnectorWorker, log
 
-    monkeypatch.setattr(log, "disabled", True)  # a test keeps what is logged, with what it holds
-    worker, held = WorkerSide(SimpleNamespace(), can_tell=True), []
-    plan = SimpleNamespace(wish=SimpleNamespace(method="probe-shift"))
+    monkeypatch.setattr(log, "disabled", True)  # pytest keeps log records, and what they hold
+    worker, held = ConnectorWorker(SimpleNamespace(), reports_failures=True), []
+    plan = SimpleNamespace(options=SimpleNamespace(method="probe-shift"))
     order = SimpleNamespace(request_id="1", plan=plan, stop=8)
 
     def fuse(order, method):

@@ -1,4 +1,4 @@
-"""`vllm serve` with the connector, asked over HTTP by clients that know nothing of it."""
+"""`vllm serve` with the connector, asked over HTTP by ordinary clients."""
 
 import json
 import re
@@ -6,21 +6,16 @@ import urllib.error
 import urllib.request
 
 import pytest
-from vllm_helpers import QUESTION, STORED, counted, post
+from vllm_helpers import QUESTION, STORED, chat, counted
 
 TEXTS = STORED
 
 
 def ask(url: str, texts: list[str], **more) -> dict:
-    content = "Passages:\n\n" + "\n\n".join(texts) + "\n\n" + QUESTION
-    message = {"role": "user", "content": content}
-    return post(
-        f"{url}/v1/chat/completions",
-        {"model": "tiny", "messages": [message], "max_tokens": 4, "temperature": 0} | more,
-    )
+    return chat(url, "Passages:\n\n" + "\n\n".join(texts) + "\n\n" + QUESTION, **more)
 
 
-def test_plain_clients_are_served_from_the_store_and_see_it(listening):
+def test_prompts_of_ordinary_clients_are_fused_and_reported(listening):
     url, log = listening.url, listening.log
     answer = ask(url, TEXTS[::-1])
     assert len(answer["choices"]) == 1 and answer["usage"]["completion_tokens"] == 4
@@ -31,10 +26,10 @@ def test_plain_clients_are_served_from_the_store_and_see_it(listening):
     assert found["requests"] >= 1 and found["tokens_reused"] >= report["reused_tokens"]
     said = log.read_text()
     assert "gate: KV written into blocks equals vLLM's own" in said
-    assert re.search(r"tokens from the store at new places, \d+ computed again, probe-shift 0.15", said)
+    assert re.search(r"tokens from the store, \d+ recomputed, probe-shift 0.15", said)
 
 
-def test_streams_and_refused_wishes(listening):
+def test_streams_work_and_invalid_options_are_computed_by_vllm(listening):
     url = listening.url
     body = {"model": "tiny", "prompt": "\n\n".join(TEXTS[1:]), "max_tokens": 3, "stream": True}
     request = urllib.request.Request(
@@ -45,7 +40,7 @@ def test_streams_and_refused_wishes(listening):
     assert lines[-1] == "data: [DONE]"
     with pytest.raises(urllib.error.HTTPError, match=r"400|422"):
         ask(url, TEXTS, kv_transfer_params="reuse")
-    wishes = (
+    invalid = (
         {"collection": "theirs"},
         {"off": "no"},
         {"spans": [[4, 1 << 40]]},
@@ -54,15 +49,15 @@ def test_streams_and_refused_wishes(listening):
         {"do_remote_prefill": True, "remote_block_ids": [1]},
         {"ratio": {"a": [None, 1e308]}},
     )
-    for wish in wishes:
-        answer = ask(url, TEXTS[1:3], kv_transfer_params=wish)
+    for options in invalid:
+        answer = ask(url, TEXTS[1:3], kv_transfer_params=options)
         assert len(answer["choices"]) == 1 and answer["kv_transfer_params"] is None, "computed by vLLM"
     assert ask(url, TEXTS[3:0:-1])["kv_transfer_params"]["ragblend"]["reused_tokens"] > 50
 
 
-def test_wishes_that_come_another_way_and_are_no_object_end_nothing(listening):
-    """vLLM checks the type of `kv_transfer_params`, not of what `vllm_xargs` puts in their place: it refuses that as a
-    fault of its own.
+def test_options_of_a_wrong_type_in_vllm_xargs_do_not_end_the_server(listening):
+    """vLLM checks the type of `kv_transfer_params`, but not of its replacement by `vllm_xargs`, which it refuses as an
+    error of its own.
     """
     for given in ("reuse", 7, ["reuse"]):
         with pytest.raises(urllib.error.HTTPError, match="500"):

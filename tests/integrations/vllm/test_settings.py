@@ -1,30 +1,33 @@
-"""What servers and requests may say."""
+"""Settings of the connector and options of requests: what is accepted, and what is refused by name."""
 
 import pytest
 
-from ragblend.integrations.vllm.settings import Settings, wish_of
+from ragblend.integrations.vllm.settings import ConnectorSettings, RequestOptions
 from ragblend.kvstore.errors import UsageError
 
-MINE = Settings.of({"collection": "mine", "collections": ["shared"], "method": "cacheblend", "ratio": 0.2})
+MINE = ConnectorSettings.of(
+    {"collection": "mine", "collections": ["shared"], "method": "cacheblend", "ratio": 0.2}
+)
 
 
-def test_a_request_says_nothing_and_gets_what_the_server_was_told():
-    wish = wish_of(MINE, None, 10)
-    assert (wish.method, wish.ratio, wish.collection, wish.asked) == ("cacheblend", 0.2, "mine", False)
-
-
-def test_a_request_may_choose():
-    said = {"method": "reuse", "collection": "shared", "spans": [[1, 4], [4, 9]], "ratio": 0.5}
-    wish = wish_of(MINE, said | {"encode": False, "label": "mine 7"}, 10)
-    assert (wish.encode, wish.label) == (False, "mine 7")
-    assert wish_of(MINE, {"encode": True}, 10).encode is True
-    assert wish_of(Settings(encode_missing=False), {"encode": True}, 10).encode is False
-    assert (wish.method, wish.collection, wish.spans, wish.asked) == (
-        "reuse",
-        "shared",
-        ((1, 4), (4, 9)),
-        True,
+def test_a_request_without_options_gets_the_servers_settings():
+    options = RequestOptions.of(MINE, None, 10)
+    assert (options.method, options.ratio, options.collection, options.asked) == (
+        "cacheblend",
+        0.2,
+        "mine",
+        False,
     )
+
+
+def test_a_request_may_choose_its_options():
+    said = {"method": "reuse", "collection": "shared", "spans": [[1, 4], [4, 9]], "ratio": 0.5}
+    options = RequestOptions.of(MINE, said | {"encode": False, "label": "mine 7"}, 10)
+    assert (options.encode, options.label) == (False, "mine 7")
+    assert RequestOptions.of(MINE, {"encode": True}, 10).encode is True
+    assert RequestOptions.of(ConnectorSettings(encode_missing=False), {"encode": True}, 10).encode is False
+    assert (options.method, options.collection, options.asked) == ("reuse", "shared", True)
+    assert options.spans == ((1, 4), (4, 9))
 
 
 @pytest.mark.parametrize(
@@ -67,9 +70,9 @@ def test_a_request_may_choose():
         ({"report": None}, "report"),
     ],
 )
-def test_what_makes_no_sense_is_named(said, named):
+def test_invalid_options_are_refused_by_name(said, named):
     with pytest.raises(UsageError, match=named) as refused:
-        wish_of(MINE, said, 10)
+        RequestOptions.of(MINE, said, 10)
     assert len(str(refused.value)) < 1000
 
 
@@ -87,13 +90,13 @@ def test_what_makes_no_sense_is_named(said, named):
         {"collections": None},
     ],
 )
-def test_a_server_does_not_start_with_what_makes_no_sense(said):
+def test_invalid_settings_are_refused(said):
     with pytest.raises(UsageError):
-        Settings.of(said)
+        ConnectorSettings.of(said)
 
 
-def test_a_shared_store_is_named_by_its_url_alone():
-    assert Settings.of({"remote": "redis://host/0"}).remote == "redis://host/0"
+def test_a_shared_stores_url_must_hold_no_password():
+    assert ConnectorSettings.of({"remote": "redis://host/0"}).remote == "redis://host/0"
     with pytest.raises(UsageError, match="environment") as refused:
-        Settings.of({"remote": "redis://:hunter2@host/0"})
+        ConnectorSettings.of({"remote": "redis://:hunter2@host/0"})
     assert "hunter2" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""vLLM over a store that machines share: passages that it knows by name, and another machine has encoded."""
+"""vLLM with a shared store: passages that are entered here, and were encoded by another machine."""
 
 import math
 import random
@@ -7,7 +7,7 @@ import time
 import pytest
 import tiny_models
 from shared_servers import RedisNames, proxy_to, redis_server  # noqa: F401
-from vllm_helpers import QUESTION, SHAPE, passage, serve
+from vllm_helpers import QUESTION, SHAPE, passage, report_of, serve, until
 
 from ragblend.engine.engine import Engine
 from ragblend.engine.prompts.segments import Chunk
@@ -16,9 +16,9 @@ TEXTS = [passage(number) for number in range(4)]
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_passages_that_another_machine_encoded_are_fused_and_kept_until_they_are_deleted(
-    has_vllm,
+def test_passages_of_another_machine_are_fused_and_stored_until_they_are_deleted(
     redis_server,  # noqa: F811
+    serving,
     tmp_path,
     named,
 ):
@@ -29,30 +29,24 @@ def test_passages_that_another_machine_encoded_are_fused_and_kept_until_they_are
     other.encode(TEXTS)
     prompt = other.tokenize(other.chat_prompt(None, [Chunk(text) for text in TEXTS], QUESTION))
     expected = other.prefill(prompt).logits.softmax(-1).tolist()
-    other.close()  # behind what waits to be shared
-    server = serve(folder, tmp_path / "home", {"remote": url, "encode_missing": False})
+    other.close()  # after all is shared
+    server = serving(folder, tmp_path / "home", {"remote": url, "encode_missing": False})
     server.engine.close()
     server.engine = Engine.open(str(folder), tmp_path / "home", device="cpu", dtype="float32", remote=url)
-    try:
-        server.engine.enter(TEXTS, [f"p{number}" for number in range(4)])
-        spans = [list(place) for place in prompt.places] if named else None
-        [output] = server.ask([list(prompt.token_ids)], [{"spans": spans}])
-        report = output.kv_transfer_params["ragblend"]
-        assert report["missing_tokens"] == 0 and report["reused_tokens"] > 0
-        found = {i: math.exp(each.logprob) for i, each in output.outputs[0].logprobs[0].items()}
-        assert all(abs(p - expected[i]) < 1e-4 for i, p in found.items())
-        give_up = time.monotonic() + 60
-        while server.engine.runtime.store.stats().entries < 4:  # in the background of the server's worker
-            assert time.monotonic() < give_up
-            time.sleep(0.02)
-        assert server.engine.forget([f"p{number}" for number in range(4)]) > 0
-        assert not server.engine.runtime.store.stats().entries and not RedisNames(redis).names()
-    finally:
-        server.close()
+    server.engine.enter(TEXTS, [f"p{number}" for number in range(4)])
+    spans = [list(place) for place in prompt.places] if named else None
+    [output] = server.ask([list(prompt.token_ids)], [{"spans": spans}])
+    report = report_of(output)
+    assert report["missing_tokens"] == 0 and report["reused_tokens"] > 0
+    found = {i: math.exp(each.logprob) for i, each in output.outputs[0].logprobs[0].items()}
+    assert all(abs(p - expected[i]) < 1e-4 for i, p in found.items())
+    until(lambda: server.engine.runtime.store.stats().entries == 4)  # stored in the background
+    assert server.engine.forget([f"p{number}" for number in range(4)]) > 0
+    assert not server.engine.runtime.store.stats().entries and not RedisNames(redis).names()
 
 
-def test_whatever_the_shared_store_does_answers_are_right(has_vllm, redis_server, tmp_path):  # noqa: F811
-    """It answers garbage, is dead, and there again, answers 2 kB a second, and nothing at all."""
+def test_answers_are_right_whatever_the_shared_store_does(has_vllm, redis_server, tmp_path):  # noqa: F811
+    """It sends garbage, is dead, works again, sends 2 kB a second, and never answers."""
     folder = tiny_models.save_model("llama", tmp_path / "llama", is_endless=True, **SHAPE)
     redis, faults = redis_server(), ("garbage", "dead", "none", "slow", "silent")
     texts = {fault: [passage(10 * at + n) for n in range(3)] for at, fault in enumerate(faults, 1)}

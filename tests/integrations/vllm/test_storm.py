@@ -1,4 +1,4 @@
-"""400 requests, 8 at a time, a quarter aborted, some preempted, passages deleted and damaged meanwhile."""
+"""400 requests, 8 at a time, a quarter aborted, some preempted, while passages are deleted and damaged."""
 
 import random
 from collections import defaultdict
@@ -6,15 +6,12 @@ from itertools import pairwise
 
 import pytest
 import tiny_models
-from vllm_helpers import QUESTION, SHAPE, passage, serve
-
-from ragblend.engine.prompts.segments import Chunk
-from ragblend.kvstore.keys import ChunkKey
+from vllm_helpers import SHAPE, passage
 
 REQUESTS, AT_ONCE, TOKENS, BLOCK = 400, 8, 24, 32
 ABORTS, HARMS = 0.08, 0.04  # a step
 LASTING = [passage(number, 45) for number in range(8)]
-PASSING = [passage(number, 45) for number in range(100, 108)]  # deleted or damaged on the way
+PASSING = [passage(number, 45) for number in range(100, 108)]  # deleted or damaged during the run
 
 
 class Storm:
@@ -31,24 +28,19 @@ class Storm:
         self.aborted, self.deleted, self.damaged = 0, 0, 0
 
     def alone(self, number: int, off: bool = False) -> tuple[int, ...]:
-        """The answer with nothing cached and nothing beside it; off: vLLM is left alone."""
+        """The answer with an empty cache and no other request; off: by vLLM alone."""
         self.server.llm.reset_prefix_cache()
         [output] = self.server.ask([self.prompts[number]], [{"off": off}], max_tokens=TOKENS, logprobs=None)
         self.server.llm.reset_prefix_cache()
         return tuple(output.outputs[0].token_ids)
 
-    def key_of(self, text: str) -> ChunkKey:
-        runtime = self.server.engine.runtime
-        ids = tuple(runtime.tokenizing.passage_ids(text))
-        return runtime.key_of(runtime.canonical_prefix, ids, "default")
-
     def lose(self) -> None:
-        """Every passage that may be lost."""
+        """Delete all PASSING passages."""
         for text in PASSING:
-            self.server.engine.runtime.store.delete([self.key_of(text)])
+            self.server.engine.runtime.store.delete([self.server.key_of(text)])
 
     def restore(self) -> None:
-        """All of them, sound again."""
+        """Encode them again."""
         self.lose()
         assert self.server.engine.encode(PASSING).encoded == len(PASSING)
 
@@ -122,7 +114,7 @@ class Storm:
 
     def harm(self) -> None:
         """Delete or damage a passage that is there."""
-        store, key = self.server.engine.runtime.store, self.key_of(self.chosen.choice(PASSING))
+        store, key = self.server.engine.runtime.store, self.server.key_of(self.chosen.choice(PASSING))
         if not store.contains(key):
             return
         if self.chosen.random() < 0.5:
@@ -137,96 +129,86 @@ class Storm:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_no_answer_is_wrong_and_nothing_is_left_behind(has_vllm, caching, tmp_path):
+def test_no_answer_is_wrong_and_nothing_is_left_behind(serving, caching, tmp_path):
     folder = tiny_models.save_model("llama", tmp_path / "model", is_endless=True, **SHAPE)
-    server = serve(
+    server = serving(
         folder, tmp_path / "home", {"encode_missing": False}, enable_prefix_caching=caching, max_model_len=512,
         num_gpu_blocks_override=56,
     )  # fmt: skip
-    try:
-        texts = LASTING + PASSING
-        server.engine.encode(texts, [f"p{n}" for n in range(len(texts))])
-        storm = Storm(server, seed=7)
-        numbers = range(len(storm.prompts))
-        plain = [storm.alone(number, off=True) for number in numbers]
-        fused = [storm.alone(number) for number in numbers]
-        storm.lose()
-        lacking = {number: storm.alone(number) for number in storm.shaky}
-        storm.restore()
-        assert fused == [storm.alone(number) for number in numbers], "encoded again it is the same"
-        assert sum(fused[n] != plain[n] for n in storm.sound) > 3, "fusing changes no answer"
-        assert sum(lacking[n] not in (fused[n], plain[n]) for n in storm.shaky) > 1, "missing changes none"
-        pool = storm.core.scheduler.kv_cache_manager.block_pool
-        free, scheduler = pool.get_num_free_blocks(), storm.core.scheduler
-        preempted, preempt = [], scheduler._preempt_request
-        scheduler._preempt_request = lambda request, *args, **more: (
-            preempted.append(request.request_id), preempt(request, *args, **more)
-        )  # fmt: skip
-        side = scheduler.connector._scheduler
-        left, resumed = defaultdict[int, set[int]](set), defaultdict[str, set[int]](set)
-        matched, number_of = side.matched, {tuple(ids): n for n, ids in enumerate(storm.prompts)}
+    texts = LASTING + PASSING
+    server.engine.encode(texts, [f"p{n}" for n in range(len(texts))])
+    storm = Storm(server, seed=7)
+    numbers = range(len(storm.prompts))
+    plain = [storm.alone(number, off=True) for number in numbers]
+    fused = [storm.alone(number) for number in numbers]
+    storm.lose()
+    lacking = {number: storm.alone(number) for number in storm.shaky}
+    storm.restore()
+    assert fused == [storm.alone(number) for number in numbers], "encoded again it is the same"
+    assert sum(fused[n] != plain[n] for n in storm.sound) > 3, "fusing changes no answer"
+    assert sum(lacking[n] not in (fused[n], plain[n]) for n in storm.shaky) > 1, "missing changes none"
+    pool = storm.core.scheduler.kv_cache_manager.block_pool
+    free, scheduler = pool.get_num_free_blocks(), storm.core.scheduler
+    preempted, preempt = [], scheduler._preempt_request
+    scheduler._preempt_request = lambda request, *args, **more: (
+        preempted.append(request.request_id), preempt(request, *args, **more)
+    )  # fmt: skip
+    side = scheduler.connector._scheduler
+    left, resumed = defaultdict[int, set[int]](set), defaultdict[str, set[int]](set)
+    matched, number_of = side.loadable_tokens, {tuple(ids): n for n, ids in enumerate(storm.prompts)}
 
-        def noted(request, computed_tokens):
-            found, number = matched(request, computed_tokens), number_of[tuple(request.prompt_token_ids)]
-            if request.request_id in side._plans and computed_tokens and not found:
-                # Where fused blocks were evicted vLLM computes these, and they stand under the same salt.
-                left[number].add(min(computed_tokens, storm.whole_blocks(number)))
-            resumed[request.request_id.split("-")[0]].add(request.num_output_tokens)
-            return found
+    def noted(request, computed_tokens):
+        found, number = matched(request, computed_tokens), number_of[tuple(request.prompt_token_ids)]
+        if request.request_id in side._plans and computed_tokens and not found:
+            # Where fused blocks were evicted vLLM computes these, and they stand under the same salt.
+            left[number].add(min(computed_tokens, storm.whole_blocks(number)))
+        resumed[request.request_id.split("-")[0]].add(request.num_output_tokens)
+        return found
 
-        side.matched = noted
-        finished = storm.run()
-        side.matched = matched
-        assert storm.aborted >= 90 and len(finished) == REQUESTS - storm.aborted and preempted
-        assert storm.deleted and storm.damaged
-        assert not [name for name, (number, off, said) in finished.items() if off and said != plain[number]]
-        asked = {name: (number, said) for name, (number, off, said) in finished.items() if not off}
-        assert any(said == lacking.get(n) != fused[n] for n, said in asked.values()), "no passage was missed"
-        others = {
-            name: (number, said)
-            for name, (number, said) in asked.items()
-            if said not in (fused[number], plain[number], lacking.get(number))
-        }
+    side.loadable_tokens = noted
+    finished = storm.run()
+    side.loadable_tokens = matched
+    assert storm.aborted >= 90 and len(finished) == REQUESTS - storm.aborted and preempted
+    assert storm.deleted and storm.damaged
+    assert not [name for name, (number, off, said) in finished.items() if off and said != plain[number]]
+    asked = {name: (number, said) for name, (number, off, said) in finished.items() if not off}
+    assert any(said == lacking.get(n) != fused[n] for n, said in asked.values()), "no passage was missed"
+    others = {
+        name: (number, said)
+        for name, (number, said) in asked.items()
+        if said not in (fused[number], plain[number], lacking.get(number))
+    }
 
-        assert caching or not others, "without a cache nothing is computed behind what was fused before"
+    assert caching or not others, "without a cache nothing is computed behind what was fused before"
 
-        def strayed() -> set[tuple[str, int]]:
-            pieces = (
-                storm.strayed(name, said, n, left[n], resumed[name]) for name, (n, said) in others.items()
-            )
-            return set().union(*pieces)
+    def strayed() -> set[tuple[str, int]]:
+        pieces = (storm.strayed(name, said, n, left[n], resumed[name]) for name, (n, said) in others.items())
+        return set().union(*pieces)
 
-        storm.restore()
-        wrong = strayed()
-        storm.lose()
-        wrong &= strayed()
-        went_on = any(min(tokens) < storm.whole_blocks(number) for number, tokens in left.items())
-        assert went_on == caching
-        assert not wrong, f"of {len(asked)} answers {len(others)} are behind fused blocks and computed ones"
-        assert pool.get_num_free_blocks() == free
-        kept = ("_plans", "_loading", "_reports", "_told", "_orders", "_missing")
-        assert not {name: vars(side)[name] for name in kept if vars(side)[name]}
-    finally:
-        server.close()
+    storm.restore()
+    wrong = strayed()
+    storm.lose()
+    wrong &= strayed()
+    went_on = any(min(tokens) < storm.whole_blocks(number) for number, tokens in left.items())
+    assert went_on == caching
+    assert not wrong, f"of {len(asked)} answers {len(others)} are behind fused blocks and computed ones"
+    assert pool.get_num_free_blocks() == free
+    kept = ("_plans", "_loading", "_reports", "_by_label", "_prompts", "_missing")
+    assert not {name: vars(side)[name] for name in kept if vars(side)[name]}
 
 
-def test_prompts_that_vllm_reads_in_pieces(has_vllm, tmp_path):
-    """128 tokens a step: what is fused comes at once, and what is not, beside it, in pieces."""
+def test_fused_prompts_and_prompts_read_in_pieces_share_steps(serving, tmp_path):
+    """128 tokens a step: fused prompts are loaded at once, the others beside them in pieces."""
     folder = tiny_models.save_model("llama", tmp_path / "model", is_endless=True, **SHAPE)
-    server = serve(folder, tmp_path / "home", max_num_batched_tokens=128)
-    try:
-        server.engine.encode(LASTING, [f"p{n}" for n in range(len(LASTING))])
-        orders = [[LASTING[n] for n in order] for order in ((0, 3, 1, 2, 6), (5, 1, 4, 2, 7))] * 2
-        prompts = [
-            server.engine.chat_prompt(None, [Chunk(text) for text in order], QUESTION) for order in orders
-        ]
-        ids = [list(server.engine.tokenize(prompt).token_ids) for prompt in prompts]
-        assert min(map(len, ids)) > 2 * 128
-        outputs = server.ask(ids, [None, {"off": True}, {"off": True}, None], logprobs=None)
-        for prompt, output in zip(prompts, outputs, strict=True):
-            method = "full" if output.kv_transfer_params is None else "probe-shift"
-            found = server.engine.generate(prompt, method=method, max_new_tokens=8)
-            assert tuple(output.outputs[0].token_ids) == found.token_ids
-        assert [output.kv_transfer_params is None for output in outputs] == [False, True, True, False]
-    finally:
-        server.close()
+    server = serving(folder, tmp_path / "home", max_num_batched_tokens=128)
+    server.engine.encode(LASTING, [f"p{n}" for n in range(len(LASTING))])
+    orders = [[LASTING[n] for n in order] for order in ((0, 3, 1, 2, 6), (5, 1, 4, 2, 7))] * 2
+    prompts = [server.prompt(order) for order in orders]
+    ids = [list(prompt.token_ids) for prompt in prompts]
+    assert min(map(len, ids)) > 2 * 128
+    outputs = server.ask(ids, [None, {"off": True}, {"off": True}, None], logprobs=None)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        method = "full" if output.kv_transfer_params is None else "probe-shift"
+        found = server.engine.generate(prompt, method=method, max_new_tokens=8)
+        assert tuple(output.outputs[0].token_ids) == found.token_ids
+    assert [output.kv_transfer_params is None for output in outputs] == [False, True, True, False]

@@ -1,6 +1,6 @@
-"""Finding known texts inside a prompt by hashes alone: by that of a beginning, then a length, then the whole.
+"""Finds known texts inside a prompt by hashes alone: of their first characters, then by length, then of the whole.
 
-Exactly, the longest first; numpy throughout, and nothing here keeps text.
+Exact, longest first; numpy throughout, and no text is kept.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,44 +11,44 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-MINIMUM = 16  # characters: what is shorter would be found everywhere, and is nothing to reuse
+MINIMUM = 16  # characters: shorter texts would be found everywhere, and are not worth reusing
 Keys = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
 _PRIME = (1 << 31) - 1  # products of two residues, and sums of 2**32 of them, fit in 64 bits
 _BASES = (1_254_311_693, 1_897_660_021)
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)  # spreads the length over the key
 _SMALLEST_TABLE = 1 << 16
-_BATCH = 1 << 18  # characters, or places, hashed together
-_AT_MOST = 1 << 23  # places looked at in one prompt, about a second: far beyond any but texts made to be hard
+_BATCH = 1 << 18  # characters, or candidates, hashed together
+_MAX_CANDIDATES = 1 << 23  # checked in one prompt, about a second: only adversarial texts have more
 T = TypeVar("T")
 
 
-class Known(NamedTuple):
-    """What a search needs of a text: the keys of its first MINIMUM characters and of all `length` of them."""
+class TextHashes(NamedTuple):
+    """A text's keys: of its first MINIMUM characters (head) and of all `length` of them (whole)."""
 
     head: int
     length: int
     whole: int
 
 
-class Hashed:
+class HashedText:
     """A string, hashed so that any substring's key costs the same.
 
     Polynomial hashes over code points modulo a prime, in two bases, and the length: 62 bits. Modulo 2**64, which numpy
-    would give for nothing, the Thue-Morse word collides with its own complement. Two texts with the same key must
-    still be expected: whoever uses a key compares what it stands for.
+    would give for nothing, the Thue-Morse word collides with its own complement. Two texts may still have one key:
+    whoever uses a key compares the texts.
     """
 
     def __init__(self, text: str) -> None:
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
         self.size = len(codes)
-        digits = codes.astype(np.uint64) + np.uint64(1)  # no digit is 0, so a text is not its own beginning
+        digits = codes.astype(np.uint64) + np.uint64(1)  # no digit is 0, so a text differs from its prefixes
         self._sums, self._inverse = [], []
         for base in _BASES:
             sums = np.zeros(self.size + 1, dtype=np.uint64)
-            np.cumsum(digits * _table(base, self.size) % np.uint64(_PRIME), out=sums[1:])
+            np.cumsum(digits * _powers(base, self.size) % np.uint64(_PRIME), out=sums[1:])
             self._sums.append(sums)
-            self._inverse.append(_table(pow(base, -1, _PRIME), self.size))
+            self._inverse.append(_powers(pow(base, -1, _PRIME), self.size))
 
     def keys(self, starts: Numbers, lengths: Numbers) -> Keys:
         """The keys of the substrings at `starts` of `lengths` characters; the two are broadcast."""
@@ -61,13 +61,13 @@ class Hashed:
         return keys
 
 
-def _table(base: int, count: int) -> Keys:
-    """The powers of `base`, at least `count` of them, cut to `count`."""
-    return _powers(base, max(_SMALLEST_TABLE, 1 << count.bit_length()))[:count]
+def _powers(base: int, count: int) -> Keys:
+    """The first `count` powers of `base`."""
+    return _power_table(base, max(_SMALLEST_TABLE, 1 << count.bit_length()))[:count]
 
 
 @lru_cache(maxsize=8)
-def _powers(base: int, count: int) -> Keys:
+def _power_table(base: int, count: int) -> Keys:
     powers = np.ones(1, dtype=np.uint64)
     while len(powers) < count:
         step = np.uint64(pow(base, len(powers), _PRIME))
@@ -76,15 +76,15 @@ def _powers(base: int, count: int) -> Keys:
     return powers
 
 
-def known(texts: Iterable[str]) -> list[Known]:
-    """What `TextIndex.add` wants of each text, of at least MINIMUM characters."""
-    found: list[Known] = []
+def hash_texts(texts: Iterable[str]) -> list[TextHashes]:
+    """The hashes of each text, for `TextIndex.add`; each must have at least MINIMUM characters."""
+    found: list[TextHashes] = []
     for batch in _batches(texts):
         lengths = np.array([len(text) for text in batch])
         assert lengths.min() >= MINIMUM
-        starts, hashed = np.cumsum(lengths) - lengths, Hashed("".join(batch))
+        starts, hashed = np.cumsum(lengths) - lengths, HashedText("".join(batch))
         heads, wholes = hashed.keys(starts, np.array(MINIMUM)), hashed.keys(starts, lengths)
-        found += map(Known, heads.tolist(), lengths.tolist(), wholes.tolist())
+        found += map(TextHashes, heads.tolist(), lengths.tolist(), wholes.tolist())
     return found
 
 
@@ -102,16 +102,15 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 class TextIndex:
-    """The hashes of many texts: at most 24 bytes a text, and no text. Not safe for threads."""
+    """The hashes of many texts, at most 24 bytes a text. Not safe for threads."""
 
     def __init__(self) -> None:
-        # In order, a row for each length that a head goes with.
+        # Sorted; a row for each pair of a head and a length.
         self._heads: Keys = np.zeros(0, dtype=np.uint64)
         self._lengths: Numbers = np.zeros(0, dtype=np.int64)
         self._wholes: Keys = self._heads
 
-    def add(self, texts: Sequence[Known]) -> None:
-        """Enter texts."""
+    def add(self, texts: Sequence[TextHashes]) -> None:
         if not texts:
             return
         heads, wholes = (np.array(column, dtype=np.uint64) for column in list(zip(*texts, strict=True))[::2])
@@ -125,19 +124,19 @@ class TextIndex:
         self._wholes = np.sort(np.concatenate([self._wholes, wholes]))
 
     def find(self, text: str, confirm: Callable[[int, int, int], T | None]) -> list[tuple[int, int, T]]:
-        """Disjoint (start, stop, what `confirm` said) of known texts in `text`, ascending.
+        """Disjoint (start, stop, result of `confirm`) of known texts in `text`, ascending.
 
-        The longest comes first, of equally long ones the earliest. `confirm(whole, start, stop)` has the last word on
-        whether text[start:stop] is the text with that hash; after None for one place none with that hash is found.
+        The longest is chosen first, of equally long ones the earliest. `confirm(whole, start, stop)` decides whether
+        text[start:stop] is the text with that hash; once it returns None, that hash is not tried again.
         """
         if len(text) < MINIMUM or not len(self._heads):
             return []
-        prompt, free = Hashed(text), np.ones(len(text), dtype=bool)
+        prompt, free = HashedText(text), np.ones(len(text), dtype=bool)
         taken: list[tuple[int, int, T]] = []
         refused: set[int] = set()
-        for starts, lengths in self._places(prompt, free):
+        for starts, lengths in self._candidates(prompt, free):
             keys = prompt.keys(starts, lengths)
-            hit = np.flatnonzero(_in(self._wholes, keys))
+            hit = np.flatnonzero(_is_in(keys, self._wholes))
             hit = hit[np.lexsort((starts[hit], -lengths[hit]))]
             for start, length, key in zip(
                 *(each[hit].tolist() for each in (starts, lengths, keys)), strict=True
@@ -146,19 +145,19 @@ class TextIndex:
                 # What was taken is at least as long: it cannot lie between these two.
                 if key in refused or not (free[start] and free[stop - 1]):
                     continue
-                if (said := confirm(key, start, stop)) is None:
+                if (confirmed := confirm(key, start, stop)) is None:
                     refused.add(key)
                     continue
-                taken.append((start, stop, said))
+                taken.append((start, stop, confirmed))
                 free[start:stop] = False
         return sorted(taken, key=lambda each: each[0])
 
-    def _places(self, prompt: Hashed, free: NDArray[np.bool_]) -> Iterator[tuple[Numbers, Numbers]]:
-        """Where a text may stand, by its head and length, as (starts, lengths); the longest first, in batches."""
+    def _candidates(self, prompt: HashedText, free: NDArray[np.bool_]) -> Iterator[tuple[Numbers, Numbers]]:
+        """Where a known head and length fit, as (starts, lengths); the longest first, in batches."""
         heads = prompt.keys(np.arange(prompt.size - MINIMUM + 1), np.array(MINIMUM))
-        starts = np.flatnonzero(_in(self._heads, heads))
+        starts = np.flatnonzero(_is_in(heads, self._heads))
         starts = starts[np.argsort(heads[starts], kind="stable")]
-        rows = np.flatnonzero(_in(heads[starts], self._heads))
+        rows = np.flatnonzero(_is_in(self._heads, heads[starts]))
         rows = rows[np.argsort(-self._lengths[rows], kind="stable")]
         lengths = self._lengths[rows]
         first = heads[starts].searchsorted(self._heads[rows])
@@ -168,7 +167,7 @@ class TextIndex:
         batch = before[new_length] // _BATCH
         edges = [*new_length[np.flatnonzero(np.diff(batch, prepend=-1))].tolist(), len(rows)]
         for low, high in pairwise(edges):
-            if before[low] > _AT_MOST:
+            if before[low] > _MAX_CANDIDATES:
                 return
             count = counts[low:high]
             at = np.repeat(first[low:high] - (np.cumsum(count) - count), count) + np.arange(count.sum())
@@ -179,7 +178,7 @@ class TextIndex:
             yield begins[open_], long[open_]
 
 
-def _in(ordered: Keys, keys: Keys) -> NDArray[np.bool_]:
+def _is_in(keys: Keys, ordered: Keys) -> NDArray[np.bool_]:
     if not len(ordered):
         return np.zeros(keys.shape, dtype=bool)
     at = np.minimum(ordered.searchsorted(keys), len(ordered) - 1)

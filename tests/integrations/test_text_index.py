@@ -1,4 +1,4 @@
-"""Finding by hashes against a slow search that is obviously right, on texts made to be hard."""
+"""The search by hashes against a slow search that is obviously right, on adversarial texts."""
 
 import random
 from itertools import pairwise
@@ -6,12 +6,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from ragblend.integrations import finding
-from ragblend.integrations.finding import MINIMUM, Hashed, TextIndex, known
+from ragblend.integrations import text_index
+from ragblend.integrations.text_index import MINIMUM, HashedText, TextIndex, hash_texts
 
 
 def slow_find(texts, text):
-    """Every place of every text; the longest first, of equally long ones the earliest; what is still free."""
+    """Every occurrence of every text that is still free; the longest first, of equally long ones the earliest."""
     places = []
     for each in set(texts):
         at = text.find(each)
@@ -28,7 +28,7 @@ def slow_find(texts, text):
 
 def index_of(texts):
     index = TextIndex()
-    index.add(known(texts))
+    index.add(hash_texts(texts))
     return index
 
 
@@ -57,14 +57,16 @@ def random_case(seed):
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_as_the_slow_search(block, monkeypatch):
-    monkeypatch.setattr(finding, "_BATCH", 1 << 5 * (block % 4))  # places looked at together: all, or few
+def test_it_finds_what_the_slow_search_finds(block, monkeypatch):
+    monkeypatch.setattr(
+        text_index, "_BATCH", 1 << 5 * (block % 4)
+    )  # candidates checked together: all, or few
     hits = 0
     for seed in range(block * 150, block * 150 + 150):
         texts, text = random_case(seed)
         index = TextIndex()
-        for each in texts:  # one by one: what is entered later lies within what was entered before
-            index.add(known([each]))
+        for each in texts:  # one by one: later texts are parts of earlier ones
+            index.add(hash_texts([each]))
         expected = slow_find(texts, text)
         assert find(index, texts, text) == expected, seed
         random.Random(seed).shuffle(texts)
@@ -73,7 +75,7 @@ def test_as_the_slow_search(block, monkeypatch):
     assert hits > 200
 
 
-def test_nested_overlapping_repeated_partial():
+def test_of_nested_and_overlapping_texts_the_longest_whole_one_is_found():
     whole = "The harbour was dredged in 1921 by the Ems company."
     inner, tail = whole[4:31], whole[20:] + " It left the crane."
     texts = [whole, inner, tail]
@@ -86,7 +88,7 @@ def test_nested_overlapping_repeated_partial():
     assert find(index, texts, "") == find(index, texts, whole[:15]) == []
 
 
-def test_what_is_refused_gives_way_to_what_lies_within():
+def test_a_refused_text_leaves_room_for_those_within_it():
     text = "abcdefghijklmnopqrstuvwxyz"
     index = index_of([text, text[3:22]])
     assert index.find(text, lambda _, start, stop: True if (start, stop) != (0, 26) else None) == [
@@ -98,9 +100,9 @@ def test_what_is_refused_gives_way_to_what_lies_within():
 
 
 @pytest.mark.parametrize("prime", [3, 97])
-def test_collisions_find_nothing_wrong(monkeypatch, prime):
-    finding._powers.cache_clear()
-    monkeypatch.setattr(finding, "_PRIME", prime)
+def test_hash_collisions_give_no_wrong_text(monkeypatch, prime):
+    text_index._power_table.cache_clear()
+    monkeypatch.setattr(text_index, "_PRIME", prime)
     try:
         collided = 0
         for seed in range(60):
@@ -115,9 +117,9 @@ def test_collisions_find_nothing_wrong(monkeypatch, prime):
             assert all(text[start:stop] in texts for start, stop, _ in found)
             assert all(a[1] <= b[0] for a, b in pairwise(found))
             collided += len(refused)
-        assert collided  # the hashes were as bad as meant
+        assert collided  # else nothing was tested
     finally:
-        finding._powers.cache_clear()
+        text_index._power_table.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -129,17 +131,17 @@ def test_collisions_find_nothing_wrong(monkeypatch, prime):
     ],
     ids=["one letter", "never there", "one footer"],
 )
-def test_the_work_is_bounded_whatever_the_text(monkeypatch, texts, unit):
+def test_the_work_is_bounded_for_any_text(monkeypatch, texts, unit):
     hashed = []
-    keys = Hashed.keys
+    keys = HashedText.keys
 
     def counted(self, starts, lengths):
         found = keys(self, starts, lengths)
         hashed.append(found.size)
         return found
 
-    monkeypatch.setattr(Hashed, "keys", counted)
-    monkeypatch.setattr(finding, "_AT_MOST", 1 << 19)
+    monkeypatch.setattr(HashedText, "keys", counted)
+    monkeypatch.setattr(text_index, "_MAX_CANDIDATES", 1 << 19)
     index = index_of(texts)
     hashed.clear()
     text = (unit * 32_000)[:32_000]
@@ -148,9 +150,9 @@ def test_the_work_is_bounded_whatever_the_text(monkeypatch, texts, unit):
     assert bool(found) == any(each in text for each in texts)
 
 
-def test_equal_substrings_have_equal_keys_and_others_do_not():
+def test_keys_are_equal_only_for_equal_substrings():
     text = "".join(random.Random(0).choices("ab\0", k=400))
-    hashed, seen = Hashed(text), {}
+    hashed, seen = HashedText(text), {}
     for length in (1, 2, 3, 7, 30):
         starts = np.arange(400 - length + 1)
         keys = hashed.keys(starts, np.array(length)).tolist()

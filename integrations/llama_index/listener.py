@@ -1,4 +1,4 @@
-"""Learning passages from LlamaIndex's own events, so that swapping the LLM is all that an application has to change.
+"""Registers the nodes that LlamaIndex's retrievers find, so that swapping the LLM is all that an application changes.
 
 Every retriever announces what it found (`RetrievalEndEvent`) before anything is synthesized; one handler at the root of
 LlamaIndex's dispatchers registers those nodes with the LLMs that are alive.
@@ -10,8 +10,8 @@ from llama_index.core.base.base_retriever import dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent
 
-from ragblend.integrations.llama_index.nodes import further_passages_of, passages_of
-from ragblend.integrations.parameters import Learners
+from ragblend.integrations.llama_index.nodes import alternative_passages_of, passages_of
+from ragblend.integrations.parameters import LiveModels
 
 
 class RetrievalListener(BaseEventHandler):
@@ -23,7 +23,7 @@ class RetrievalListener(BaseEventHandler):
 
     def handle(self, event: Any, **kwargs: Any) -> None:
         if isinstance(event, RetrievalEndEvent):
-            LEARNERS.learn([*passages_of(event.nodes), *further_passages_of(event.nodes)])
+            LIVE_MODELS.register([*passages_of(event.nodes), *alternative_passages_of(event.nodes)])
 
 
-LEARNERS = Learners(lambda: dispatcher.root.add_event_handler(RetrievalListener()))
+LIVE_MODELS = LiveModels(lambda: dispatcher.root.add_event_handler(RetrievalListener()))

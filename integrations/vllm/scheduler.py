@@ -1,0 +1,252 @@
+"""The connector in vLLM's scheduler: decides which prompts are fused, in which step, and keeps their reports."""
+
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from typing import Any
+
+from ragblend.engine.prompts.segments import Prompt
+from ragblend.integrations.text_index import MINIMUM
+from ragblend.integrations.vllm.finder import Ids, Match, PassageFinder
+from ragblend.integrations.vllm.messages import FusionReports, PromptToFuse, StepWork
+from ragblend.integrations.vllm.planning import FusionPlan, SaltCache, marked, prompt_of
+from ragblend.integrations.vllm.runtime import VllmRuntime
+from ragblend.integrations.vllm.settings import LABEL, REPORT, ConnectorSettings, RequestOptions, label_of
+from ragblend.kvstore.errors import RagBlendError
+
+log = logging.getLogger("ragblend")
+MOST_MISSING = 1000  # passages waiting to be encoded
+LONGEST_MISSING = 4096  # tokens of a passage that is encoded between requests, which wait for it
+TOO_LONG = "it would compute %d rows in one step, and `step_tokens` is %d: vLLM reads it in pieces"
+MOST_REPORTS = 1000  # kept for requests that ask for them by label
+
+
+class ConnectorScheduler:
+    """find_cached: how many first tokens of a request are in vLLM's prefix cache; evict: remove blocks from it.
+
+    refusal: why nothing is fused; None if prompts are.
+    """
+
+    find_cached: Callable[[Any], int] = staticmethod(lambda request: 0)
+    evict: Callable[[set[int]], None] = staticmethod(lambda blocks: None)
+
+    def __init__(self, runtime: VllmRuntime, settings: ConnectorSettings) -> None:
+        self._runtime, self._settings = runtime, settings
+        self._salts = SaltCache()
+        self._plans: dict[str, FusionPlan] = {}
+        self._loading: dict[str, set[int]] = {}  # blocks by request, until its report comes
+        self._reports: dict[str, dict[str, Any]] = {}
+        self._by_label: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._prompts: list[PromptToFuse] = []  # of this step
+        self._salts_in_step: set[str] = set()
+        self._missing: OrderedDict[tuple[Ids, str], str] = OrderedDict()  # node ids
+        self.refusal: str | None = "no worker has reported yet"
+        # Loaded now, not by the first request.
+        _ = runtime.store, runtime.fingerprint, runtime.canonical_prefix
+        self._finders = {
+            name: PassageFinder(runtime.nodes, runtime.scope(name))
+            for name in (settings.collection, *settings.collections)
+        }
+        for finder in self._finders.values():
+            finder.find(())
+        if runtime.store.remote is not None:
+            runtime.store.remote.check()
+
+    def close(self) -> None:
+        self._runtime.close()
+
+    # --- the stages of a request
+
+    def plan(self, request: Any) -> None:
+        """Decide whether to fuse a new request, and salt its block hashes then: before vLLM looks for cached blocks."""
+        try:
+            plan = self._plan_of(request)
+            if plan is None:
+                return
+            self._note(request, misses=plan.stored.count(False))
+            cached = self.find_cached(request)
+            if not self._pays(plan, cached):
+                return
+            if plan.step_rows > self._settings.step_tokens and not plan.saves(cached):
+                self._note(request, warning=TOO_LONG % (plan.step_rows, self._settings.step_tokens))
+                return
+            is_continuation = self._salt(request, plan)
+            self._plans[request.request_id] = replace(plan, is_continuation=is_continuation)
+        except Exception:
+            log.warning("request %s is not fused", request.request_id, exc_info=True)
+            self._plans.pop(request.request_id, None)
+
+    def _pays(self, plan: FusionPlan, computed_tokens: int) -> bool:
+        return plan.pays(computed_tokens, self._settings.minimum_tokens)
+
+    def _salt(self, request: Any, plan: FusionPlan) -> bool:
+        """Hash the request's blocks with a salt; whether it is that of an earlier prompt, which it continues."""
+
+        def continues(lent: str) -> bool:
+            _set_salt(request, lent)
+            return not self._pays(plan, self.find_cached(request))
+
+        options, model = plan.options, self._runtime.fingerprint.digest
+        fused_by = [model, options.method, options.ratio, options.collection, request.cache_salt]
+        tokens = marked(request.prompt_token_ids, plan.matches)
+        salt, is_lent = self._salts.salt_of(tokens, json.dumps(fused_by), continues)
+        if not is_lent:
+            _set_salt(request, salt)
+        return is_lent
+
+    def _plan_of(self, request: Any) -> FusionPlan | None:
+        ids = request.prompt_token_ids
+        if self.refusal is not None:
+            self._note(request, warning=self.refusal)
+            return None
+        is_text = not (request.mm_features or request.prompt_embeds is not None or request.lora_request)
+        if not ids or not is_text or request.sampling_params is None:
+            return None
+        if request.sampling_params.prompt_logprobs is not None:  # they need all tokens to be computed
+            return None
+        try:
+            options = RequestOptions.of(self._settings, request.kv_transfer_params, len(ids))
+        except RagBlendError as error:
+            log.warning("request %s is computed by vLLM: %.300s", request.request_id, error)
+            self._note(request, warning=str(error)[:300])
+            return None
+        if options.off or (len(ids) <= self._settings.minimum_tokens and not options.encode):
+            return None
+        matches = self._matches(ids, options)
+        if not matches:
+            return None
+        stored = self._stored(prompt_of(ids, matches, options.collection), options)
+        if options.encode is None and self._settings.encode_missing:
+            for match, is_stored in zip(matches, stored, strict=True):
+                fits = MINIMUM <= len(match.whole) <= LONGEST_MISSING and len(self._missing) < MOST_MISSING
+                # Without a node id its KV could not be deleted.
+                if not is_stored and fits and match.node_id is not None:
+                    self._missing[match.whole, options.collection] = match.node_id
+        return FusionPlan(options, tuple(matches), stored, len(ids))
+
+    def _matches(self, ids: list[int], options: RequestOptions) -> list[Match]:
+        finder = self._finders[options.collection]
+        if options.spans is None:
+            return finder.find(ids)
+        named = [(start, stop, tuple(ids[start:stop])) for start, stop in options.spans]
+        return [Match(start, stop, passage, 0, finder.name_of(passage)) for start, stop, passage in named]
+
+    def _stored(self, prompt: Prompt, options: RequestOptions) -> tuple[bool, ...]:
+        """Whether each passage has KV, encoded behind this prompt's prefix or the canonical one."""
+        runtime, prefixes = self._runtime, {prompt.prefix_ids, self._runtime.canonical_prefix}
+        keys = [
+            {runtime.key_of(prefix, chunk.encoded_ids, options.collection) for prefix in prefixes}
+            for chunk in prompt.chunks
+        ]
+        found = {key for several in keys for key in several if runtime.store.contains(key)}
+        if runtime.store.remote is not None:
+            found |= runtime.store.remote.has(set().union(*keys) - found)
+        return tuple(bool(several & found) for several in keys)
+
+    def loadable_tokens(self, request: Any, computed_tokens: int) -> int | None:
+        """How many tokens behind the computed ones can be loaded; None: ask again in the next step.
+
+        A request that would reuse blocks which this step is to fill must wait: if filling fails, they are computed by
+        the request that they were allocated to, which may be aborted before that.
+        """
+        if computed_tokens and request.cache_salt in self._salts_in_step:
+            return None
+        plan = self._plans.get(request.request_id) if self.refusal is None else None
+        if plan is None or plan.is_continuation or not self._pays(plan, computed_tokens):
+            method = {} if plan is None else {"method": plan.options.method, "ratio": plan.options.ratio}
+            self._note(request, cached_tokens=computed_tokens, **method)
+            return 0
+        in_step = sum(prompt.stop for prompt in self._prompts)
+        if in_step and in_step + plan.tokens > self._settings.step_tokens:
+            return None
+        return max(0, plan.tokens - 1 - computed_tokens)
+
+    def allocated(self, request: Any, blocks: tuple[list[int], ...], loaded_tokens: int) -> None:
+        """Fuse the request in this step, into these blocks."""
+        plan = self._plans[request.request_id]
+        ids, stop = list(request.prompt_token_ids[: plan.tokens]), plan.tokens - 1  # a session's ids grow
+        self._loading[request.request_id] = _block_ids(blocks)
+        self._salts_in_step.add(request.cache_salt)
+        self._prompts.append(PromptToFuse(request.request_id, ids, plan, blocks, stop - loaded_tokens, stop))
+
+    def take_work(self, idle: bool) -> StepWork:
+        """The work of the step that was just scheduled."""
+        prompts, self._prompts = self._prompts, []
+        self._salts_in_step.clear()
+        if not (self._missing and idle) or prompts:
+            return StepWork(prompts)
+        (passage, collection), node_id = self._missing.popitem(last=False)
+        return StepWork(prompts, (passage, collection, node_id))
+
+    def handle_reports(self, reports: FusionReports) -> None:
+        """Note how the worker fused a step's prompts, and evict the blocks of those that failed.
+
+        vLLM hashes blocks when it allocates them, and takes back only those of requests that are still running.
+        """
+        for request_id, report in reports.prompts.items():
+            blocks = self._loading.pop(request_id, set())
+            if "error" in report:
+                self.evict(blocks)
+        known = {name: report for name, report in reports.prompts.items() if name in self._plans}
+        self._reports |= known
+        for label, report in reports.by_label.items():
+            self._keep(label, report)
+        for request_id, report in known.items():
+            if "error" in report:  # vLLM computes it: it is not tried again
+                self._plans.pop(request_id)
+        if reports.refusal is not None:
+            self.stop(reports.refusal)
+
+    def stop(self, reason: str) -> None:
+        """Fuse and encode nothing from now on."""
+        log.warning(
+            "RAGBlend fuses nothing here from now on, and vLLM computes all prompts itself: %s", reason
+        )
+        self.refusal = reason
+        self._plans.clear()
+        self._missing.clear()
+
+    def finished(self, request: Any, blocks: Iterable[Iterable[int]]) -> dict[str, Any] | None:
+        """The report in the response: of its own prompt, or of the labelled one it asks for, with the server's data."""
+        plan = self._plans.pop(request.request_id, None)
+        if plan is not None and request.status.name == "FINISHED_ERROR":
+            # It may have had the salt of a prompt that failed: its own blocks were computed behind that one's.
+            self.evict(_block_ids(blocks))
+        report = self._reports.pop(request.request_id, None)
+        if (label := label_of(request.kv_transfer_params, REPORT)) is not None:
+            report = {  # what a client needs to name stored KV, and to leave out what is the default
+                "model": asdict(self._runtime.fingerprint),
+                "method": self._settings.method,
+                "ratio": self._settings.ratio,
+                "refusal": self.refusal,
+                REPORT: self._by_label.pop(label, None),
+            }
+        return None if report is None else {"ragblend": report}
+
+    def _note(self, request: Any, **more: Any) -> None:
+        """Add to the report that is kept for the request's label."""
+        self._keep(label_of(request.kv_transfer_params, LABEL), more)
+
+    def _keep(self, label: str | None, more: dict[str, Any]) -> None:
+        if label is None:
+            return
+        self._by_label[label] = self._by_label.get(label, {}) | more
+        while len(self._by_label) > MOST_REPORTS:
+            self._by_label.popitem(last=False)
+
+    @property
+    def has_missing(self) -> bool:
+        return bool(self._missing)
+
+
+def _block_ids(blocks: Iterable[Iterable[int]]) -> set[int]:
+    """All block ids of a request but the null block's."""
+    return {block for group in blocks for block in group} - {0}
+
+
+def _set_salt(request: Any, salt: str) -> None:
+    request.cache_salt = salt
+    request.block_hashes.clear()
+    request.update_block_hashes()

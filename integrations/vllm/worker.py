@@ -1,0 +1,276 @@
+"""The connector in vLLM's worker: fuses prompts, writes their KV into vLLM's blocks, encodes passages, and reports."""
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ragblend.engine.background_work import queue_storing_arrived
+from ragblend.engine.config import Report
+from ragblend.engine.encode import ChunkEncoder
+from ragblend.engine.model.gate import TEXT
+from ragblend.engine.nodes import Nodes
+from ragblend.engine.prefill import prefill
+from ragblend.engine.request import Request, keys_of
+from ragblend.engine.selection import policy_named
+from ragblend.integrations.vllm.finder import Ids
+from ragblend.integrations.vllm.gate import run_vllm_gate
+from ragblend.integrations.vllm.messages import FusionReports, PromptToFuse, StepWork
+from ragblend.integrations.vllm.metrics import FusionStats
+from ragblend.integrations.vllm.planning import prompt_of
+from ragblend.integrations.vllm.runtime import VllmRuntime
+from ragblend.integrations.vllm.tensor_parallel import TensorParallelGroup, WorkersOutOfSync
+from ragblend.kvstore.errors import RagBlendError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from ragblend.integrations.vllm.decoder import VllmDecoder
+
+log = logging.getLogger("ragblend")
+
+
+class ConnectorWorker:
+    """reports_failures: whether vLLM can be told that a load failed, which it cannot with several groups of blocks.
+
+    longest: tokens of a prompt that is computed in full here where fusing failed; a longer one vLLM reads in pieces, as
+    its wait for workers is limited. refusal: why nothing is fused; None if prompts are. The scheduler gets it before
+    the first request.
+    """
+
+    def __init__(self, runtime: VllmRuntime, reports_failures: bool, longest: int = sys.maxsize) -> None:
+        self._runtime, self._reports_failures, self._longest = runtime, reports_failures, longest
+        self._decoder: VllmDecoder | None = None
+        self._leads = True
+        self.refusal: str | None = "the worker has not started"
+        self._encoder: ChunkEncoder | None = None
+        self._failed: set[int] = set()
+        self._reports, self._stats = FusionReports(), FusionStats()
+
+    def start(self, make: "Callable[[str], VllmDecoder]", group: TensorParallelGroup) -> None:
+        """Make the decoder and run the gate; model and cache must exist. All workers of a group start together."""
+        started = time.perf_counter()
+        made: list[VllmDecoder] = []
+        self._leads = group.leads
+        self.refusal = group.agree(_failure(lambda: made.append(make(self._runtime.dtype))))
+        if self.refusal is None:
+            self.refusal = group.agree(_failure(lambda: self._run_gate(made[0])))
+        if self.refusal is None:
+            self._decoder = made[0]
+            log.info("RAGBlend fuses prompts here; the gate took %.1f s", time.perf_counter() - started)
+        else:
+            log.warning("RAGBlend fuses nothing here, and vLLM computes all prompts itself: %s", self.refusal)
+
+    def _run_gate(self, decoder: "VllmDecoder") -> None:
+        """Raises UnsupportedModelError."""
+        with _eager(), self._lead_or_follow(decoder) as leads:
+            if not leads:
+                return
+            runtime = self._runtime
+            verdict = run_vllm_gate(decoder, runtime.tokenizing.passage_ids(TEXT))
+            if not verdict.passed:
+                raise UnsupportedModelError(str(verdict.reason))
+            runtime.adopt(decoder, verdict)
+            _ = runtime.store, runtime.readers, runtime.canonical_prefix
+
+    @contextmanager
+    def _lead_or_follow(self, decoder: "VllmDecoder") -> Iterator[bool]:
+        """Yield whether this worker leads; one that does not has followed the leader through its block by then."""
+        if not self._leads:
+            decoder.follow()
+            yield False
+            return
+        try:
+            yield True
+        except WorkersOutOfSync:
+            log.critical("RAGBlend's workers are out of sync, and the engine ends", exc_info=True)
+            raise
+        except BaseException:
+            decoder.finish()
+            raise
+        decoder.finish()
+
+    def close(self) -> None:
+        self._decoder = self._encoder = None
+        self._runtime.close()
+
+    def run(self, work: StepWork) -> None:
+        """Do a step's work, before its forward pass. In most steps there is none."""
+        decoder = self._decoder
+        if decoder is None:  # they were scheduled before the refusal arrived
+            for prompt in work.prompts if self._leads else ():
+                self._serve(prompt)
+        elif work.prompts or work.encode is not None:
+            with _eager(), self._lead_or_follow(decoder) as leads:
+                for prompt in work.prompts if leads else ():
+                    self._serve(prompt)
+                if work.encode is not None and leads:
+                    self._encode(*work.encode, is_idle=True)
+
+    def _serve(self, prompt: PromptToFuse) -> None:
+        try:
+            self._fuse(prompt, prompt.plan.options.method)
+            return
+        except Exception as error:
+            log.warning(
+                "request %s could not be fused (%s: %s), and is computed", prompt.request_id,
+                type(error).__name__, error, exc_info=not isinstance(error, RagBlendError),
+            )  # fmt: skip
+            message = f"{type(error).__name__}: {error}"
+        self._recover(prompt, message)  # not inside: the error holds all that the first try had in memory
+
+    def _recover(self, prompt: PromptToFuse, message: str) -> None:
+        """Compute all rows here, so that nothing can have used blocks that were not written; else have vLLM do it.
+
+        Where vLLM cannot be told in time the answer is wrong, which is logged, and nothing more is fused.
+        """
+        self._stats.add(failures=1)
+        self._report(prompt, {"error": message})
+        failure: Exception | None = None
+        try:
+            if prompt.stop <= self._longest:
+                self._fuse(prompt, "full")
+                return
+        except Exception as again:
+            failure = again
+        if self._reports_failures:
+            size = self._decoder.paged.block_sizes[0] if self._decoder is not None else None
+            first = 0 if size is None else prompt.start // size
+            self._failed |= set(prompt.blocks[0][first:]) - {0}
+            return
+        self.refusal = self._reports.refusal = f"a prompt could not even be computed in full ({failure})"
+        log.error(
+            "the answer to request %s is wrong, and nothing is fused from now on",
+            prompt.request_id,
+            exc_info=failure,
+        )
+        if self._decoder is not None:  # must not show what other requests left there
+            with suppress(Exception):
+                zeros = self._decoder.zeros(prompt.stop)
+                self._decoder.write(zeros, prompt.start, prompt.stop, prompt.blocks)
+
+    def _fuse(self, prompt: PromptToFuse, method: str) -> None:
+        if self._decoder is None:
+            raise RagBlendError(str(self.refusal))
+        options, plan, stop = prompt.plan.options, prompt.plan, prompt.stop
+        for match in plan.encoded:
+            self._encode(match.whole, options.collection, match.node_id)
+        segments = prompt_of(prompt.token_ids, plan.matches, options.collection)
+        request = Request(segments, policy_named(method), options.ratio, options.collection, room_tokens=0)
+        started = time.perf_counter()
+        prefilled = prefill(self._runtime, request)
+        assert prefilled.cache is not None, "the gate was passed"
+        fused = time.perf_counter()
+        cache = prefilled.cache
+        self._decoder.write(lambda layer: cache.span(layer, 0, stop), prompt.start, stop, prompt.blocks)
+        self._count(prompt, prefilled.report, fused - started, time.perf_counter() - fused)
+        self._runtime.background.add(self._runtime.store.save_uses)
+        # Only what has a node is stored: nothing else could be deleted again.
+        known = {key for chunk, _, key in keys_of(self._runtime, request) if chunk.node_id is not None}
+        arrived = {key: blob for key, blob in prefilled.arrived.items() if key in known}
+        queue_storing_arrived(self._runtime, request, replace(prefilled, arrived=arrived))
+
+    def _count(self, prompt: PromptToFuse, report: Report, fused_s: float, write_s: float) -> None:
+        """Report, count and log a fused prompt."""
+        tokens = report.tokens
+        details: dict[str, Any] = {
+            "method": report.method,
+            "ratio": report.ratio,
+            "prompt_tokens": tokens.prompt,
+            "reused_tokens": tokens.reused,
+            "recomputed_tokens": tokens.recomputed,
+            "missing_tokens": tokens.missing,
+            "hits": report.hits,
+            "misses": report.misses,
+            "recomputed_fraction": round(report.recomputed_fraction, 4),
+            "computed_fraction": round(report.computed_fraction, 4),
+            "fused_ms": round(fused_s * 1e3, 1),
+            "load_ms": round(report.timings.load_ms, 1),
+            "stall_ms": round(report.timings.stall_ms, 1),
+            "write_ms": round(write_s * 1e3, 1),
+        }
+        if prompt.plan.options.label is not None:
+            details["served"] = [[letter, len(list(run))] for letter, run in groupby(report.served)]
+        self._report(prompt, details)
+        self._stats.add(
+            requests=1,
+            tokens_prompt=tokens.prompt,
+            tokens_reused=tokens.reused,
+            tokens_recomputed=tokens.recomputed,
+            tokens_missing=tokens.missing,
+            fused_seconds=fused_s,
+            load_seconds=report.timings.load_ms / 1e3,
+            write_seconds=write_s,
+        )
+        log.info(
+            "request %s: %s of %s tokens from the store, %s recomputed, %s%s; fused in %.0f ms, written in %.0f ms",
+            prompt.request_id, f"{tokens.reused + tokens.recomputed:,}", f"{tokens.prompt:,}", f"{tokens.recomputed:,}",
+            report.method, "" if report.ratio is None else f" {report.ratio:.2f}", fused_s * 1e3, write_s * 1e3,
+        )  # fmt: skip
+
+    def _report(self, prompt: PromptToFuse, details: dict[str, Any]) -> None:
+        """Keeps the first report: an error is not hidden by the recovery from it."""
+        first = self._reports.prompts.setdefault(prompt.request_id, details)
+        if prompt.plan.options.label is not None:
+            self._reports.by_label[prompt.plan.options.label] = first
+
+    def _encode(self, passage: Ids, collection: str, node_id: str | None, is_idle: bool = False) -> None:
+        """Store a passage's KV, encoded alone behind the canonical prefix, unless its node has been deleted.
+
+        is_idle: the shared store is asked for it first; for a prompt's passages that was done when it arrived.
+        """
+        runtime, prefix = self._runtime, self._runtime.canonical_prefix
+        try:
+            runtime.check_length(len(prefix) + len(passage), "a passage behind its prefix")
+            key = runtime.key_of(prefix, passage, collection)
+            nodes = Nodes(runtime, collection)
+            if not nodes.claim(node_id, passage, key) or runtime.store.contains(key):
+                return
+            if is_idle and nodes.fetched(key, passage, prefix, node_id):
+                return
+            if self._encoder is None:
+                self._encoder = ChunkEncoder(runtime.decoder, prefix)
+            self._stats.add(encoded=int(nodes.keep(key, self._encoder.encode(passage), node_id)))
+        except Exception as error:
+            log.warning("a passage of %d tokens could not be encoded: %s", len(passage), error)
+
+    # --- taken by vLLM after each step
+
+    def take_failed_blocks(self) -> set[int]:
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def take_reports(self) -> FusionReports | None:
+        reports, self._reports = self._reports, FusionReports()
+        return reports if reports.prompts or reports.refusal else None
+
+    def take_stats(self) -> FusionStats | None:
+        stats, self._stats = self._stats, FusionStats()
+        return None if stats.is_empty() else replace(stats)
+
+
+def _failure(step: Callable[[], None]) -> str | None:
+    """Why that step of the start fails; None if it does not."""
+    try:
+        step()
+    except RagBlendError as error:
+        return str(error)
+    except Exception as error:
+        log.warning("RAGBlend could not start", exc_info=True)
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Call vLLM's modules one by one, with any number of rows, without compiling them and without inference mode.
+
+    Each norm would be compiled by itself, and again for some shapes, which takes seconds between requests. The buffers
+    are filled by the loader's threads, which are not in inference mode.
+    """
+    with torch.compiler.set_stance("force_eager"), torch.inference_mode(False):
+        yield
