@@ -1,4 +1,4 @@
-"""What the frameworks' own programs reuse, and what their first question costs: the tables of docs/frameworks.md.
+"""What the frameworks' own programs reuse, and what their first question costs: the tables of docs/programs.md.
 
     python -m benchmarks.measure_programs --home /tmp/programs
 
