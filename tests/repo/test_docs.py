@@ -25,7 +25,8 @@ from ragblend.engine.selection import METHODS
 REPO = Path(__file__).parents[2]
 DOCUMENTS = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").glob("*.md"))]
 README = (REPO / "README.md").read_text(encoding="utf-8")
-OTHERS = {"data-path", "demo", "load", "open-webui", "page", "peers", "speed"}  # pictures; the others are the methods'
+# Pictures that are not a method's.
+OTHERS = {"data-path", "demo", "load", "open-webui", "page", "peers", "speed"}
 
 FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 IMAGE = re.compile(r"^!\[(?P<words>[^\]]*)\]\(pictures/(?P<name>[\w-]+)\.png\)$", re.MULTILINE)
