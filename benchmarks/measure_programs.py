@@ -1,4 +1,4 @@
-"""Measures what the frameworks' own programs reuse, and what their first question costs: tables of docs/frameworks.md.
+"""Measures what the frameworks' own programs reuse, and what their first question costs: tables of docs/programs.md.
 
     python -m benchmarks.measure_programs --home /tmp/programs
 

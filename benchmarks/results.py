@@ -17,7 +17,7 @@ import typer
 from benchmarks.common import DOCS, FIGURES, REPO, between_marks, dumped, markdown, read_json, run
 
 RECORDED, PROGRAMS = FIGURES / "recorded.json", FIGURES / "programs.json"
-RESULTS, README, FRAMEWORKS = DOCS / "results.md", REPO / "README.md", DOCS / "frameworks.md"
+RESULTS, README, FRAMEWORKS = DOCS / "results.md", REPO / "README.md", DOCS / "programs.md"
 Run = dict[str, Any]
 Row = Mapping[str, Any]
 
@@ -146,7 +146,7 @@ def with_table(readme: str, runs: list[Run]) -> str:
 
 
 def with_programs(text: str, recorded: Mapping[str, Iterable[Row]]) -> str:
-    """docs/frameworks.md with a table of each framework's programs. Raises ValueError where the marks are missing."""
+    """docs/programs.md with a table of each framework's programs. Raises ValueError where the marks are missing."""
     for framework, rows in recorded.items():
         begin, end = f"<!-- programs of {framework} -->\n", "<!-- end of programs -->"
         before, _, after = text.partition(begin)
@@ -224,7 +224,7 @@ def main(
 
 
 def show_programs(recorded: Mapping[str, Iterable[Row]]) -> None:
-    """Write them into docs/frameworks.md."""
+    """Write them into docs/programs.md."""
     FRAMEWORKS.write_text(with_programs(FRAMEWORKS.read_text(encoding="utf-8"), recorded), encoding="utf-8")
 
 

@@ -20,7 +20,7 @@ from ragblend.kvstore.errors import Cancelled, UsageError
 if TYPE_CHECKING:
     from ragblend.engine.prompts.segments import Prompt
     from ragblend.engine.prompts.session import Session
-    from ragblend.engine.prompts.tools import TextBeforeCalls
+    from ragblend.engine.prompts.tools import ParsedAnswer, TextBeforeCalls
     from ragblend.engine.results import Result, Stream
 
 log = logging.getLogger("ragblend")
