@@ -106,7 +106,10 @@ async def complete(request: Request, body: CompletionBody) -> Response:
 
 
 async def respond(
-    request: Request, body: Options, prompts_of: Callable[[Call], list[Prompt]], answer_format: "AnswerFormat"
+    request: Request,
+    body: Options,
+    prompts_of: Callable[[Call], list[Prompt]],
+    answer_format: "EndpointFormat",
 ) -> Response:
     """Answer the prompts that prompts_of makes, whole or streamed."""
     service = service_of(request)
@@ -184,7 +187,7 @@ def _with_seed_of(call: Call, number: int) -> Call:
     return call if seed is None else replace(call, arguments=call.arguments | {"seed": seed + number})
 
 
-class AnswerFormat(Protocol):
+class EndpointFormat(Protocol):
     """How one of OpenAI's APIs writes answers, whole and streamed."""
 
     def whole(self, chosen: Sequence[CompletedChoice]) -> dict[str, Any]:

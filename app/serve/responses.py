@@ -30,7 +30,7 @@ async def responses(request: Request, body: ResponsesBody) -> Response:
 
 
 class ResponseFormat:
-    """An `AnswerFormat` for `/v1/responses`: one message, then its function calls."""
+    """An `EndpointFormat` for `/v1/responses`: one message, then its function calls."""
 
     def __init__(self, model: str, body: ResponsesBody) -> None:
         self._message_id, self._number = f"msg_{uuid.uuid4().hex[:24]}", count()
