@@ -3,7 +3,7 @@
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,9 +15,9 @@ from ragblend.engine.scheduling.background import Priority
 from ragblend.engine.scheduling.queue import PATIENCE_S, Cancel
 from ragblend.kvstore.blob import Blob, file_nbytes
 from ragblend.kvstore.chunks import ChunkKV
-from ragblend.kvstore.errors import RemoteError, UnknownChunkError
+from ragblend.kvstore.errors import RemoteError, StoreError, UnknownChunkError
 from ragblend.kvstore.keys import ChunkKey
-from ragblend.kvstore.nodes import Scope
+from ragblend.kvstore.nodes import NodeIndex, Scope
 from ragblend.kvstore.remote import Wanted
 
 BATCH = 200  # nodes that are handled while the store's lock is held
@@ -63,6 +63,8 @@ class Nodes:
     def forget(self, node_ids: Sequence[str]) -> int:
         """Delete nodes and the KV that no other node shares. Returns the bytes freed."""
         self._runtime.forget_unstored()
+        mine = {(self._collection, node_id) for node_id in node_ids}
+        self._runtime.background.drop(lambda name: isinstance(name, tuple) and name[:2] in mine)
         with self._runtime.store_lock:
             self._runtime.nodes.delete(self._collection, node_ids)
         return self._delete_orphaned_kv()
@@ -85,16 +87,24 @@ class Nodes:
         Deletes in batches, so that requests are not blocked. After a kill the next call deletes the rest, except what
         has a node again.
         """
-        runtime, freed = self._runtime, 0
+        runtime, freed, after = self._runtime, 0, ""
+        failed: StoreError | None = None
         while True:
             with runtime.store_lock:
-                store, waiting = runtime.store, runtime.nodes.outbox(BATCH)
+                store, nodes = runtime.store, runtime.nodes
+                waiting = nodes.outbox(BATCH, after=after)
                 if not waiting:
                     break
-                freed += store.delete(waiting)
-                runtime.nodes.deleted(waiting, also_shared=store.remote is not None)
+                after = max(key.digest for key in waiting)
+                try:
+                    freed += store.delete(waiting, partial(_still_orphaned, nodes, waiting))
+                    nodes.deleted(waiting, also_shared=store.remote is not None)
+                except StoreError as error:  # a file that cannot be removed keeps no other one
+                    failed = failed or error
             time.sleep(BREATH_S)
         self._delete_shared()
+        if failed is not None:
+            raise failed
         return freed
 
     def _delete_shared(self) -> None:
@@ -279,3 +289,8 @@ class NodeEncoder(Nodes, ABC):
     @abstractmethod
     def encode_later(self, chunk: Chunk, due: float) -> None:
         """In the background, encode a chunk unless it is stored. due: when to stop waiting for an idle device."""
+
+
+def _still_orphaned(nodes: NodeIndex, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+    """Those that no node has got again meanwhile."""
+    return nodes.outbox().keys() & set(keys)

@@ -198,7 +198,7 @@ class Ledger:
                 if entry is None or not entry.nbytes or (entry.priority, entry.used_at) != item[:2]:
                     continue  # outdated
                 taken.append(item)
-                if digest in spare or digest in chosen or self._children[digest] - chosen.keys():
+                if digest in spare or digest in chosen or self._children.get(digest, set()) - chosen.keys():
                     continue
                 chosen[digest] = entry
                 extra += freed >= needed_bytes
@@ -300,7 +300,12 @@ class Ledger:
     def _sync(self, rows: Mapping[str, Row]) -> None:
         entries = self._known.entries
         for digest in [digest for digest, entry in entries.items() if entry.nbytes and digest not in rows]:
-            self._forget(digest)  # what was deleted may not become a memory of it
+            # A deletion saves the ledger with its row, so a saved value without one was evicted. Of what was never
+            # saved that is not known, and what was deleted may not be remembered.
+            if self.policy.fades and digest not in self._computed:
+                entries[digest] = entries[digest]._replace(nbytes=0)
+            else:
+                self._forget(digest)
         for digest, row in rows.items():
             entry = entries.get(digest)
             if entry is None or not entry.nbytes:
@@ -365,26 +370,33 @@ class Ledger:
 
     def _merge(self, theirs: _Saved, rows: Mapping[str, Row]) -> None:
         """Take over what others saved, and add what was done here since the last save."""
-        mine, half_life = self._known, self.policy.half_life
+        mine, before = self._known, self.policy.name
         self.policy = POLICIES.get(theirs.policy, self.policy)
+        half_life = self.policy.half_life
         for digest in self._unknown.keys() & theirs.entries.keys():
             self._uses_since[digest] = self._unknown.pop(digest)
-        for digest in self._deleted:
+        for digest in self._deleted - rows.keys():
             theirs.entries.pop(digest, None)
             theirs.parents.pop(digest, None)
         for digest, since in self._uses_since.items():
             if digest in theirs.entries:
                 entry = joined(theirs.entries[digest], since, half_life)
                 theirs.entries[digest] = ranked(entry, self.policy, theirs.clock)
-        for digest in self._computed:
-            if digest in mine.entries:
-                theirs.entries[digest] = mine.entries[digest]
-                if digest in mine.parents:
-                    theirs.parents[digest] = mine.parents[digest]
+        theirs.uses = max(mine.uses, theirs.uses)
+        if self.policy.name == before:
+            theirs.clock = max(mine.clock, theirs.clock)
+        for digest in self._computed & mine.entries.keys():
+            entry, known = mine.entries[digest], theirs.entries.get(digest)
+            if known is None and digest not in rows:
+                continue  # evicted here, and deleted by another process
+            if known is not None:  # with its uses
+                entry = known._replace(nbytes=entry.nbytes, cost=entry.cost, computations=entry.computations)
+            theirs.entries[digest] = ranked(entry, self.policy, theirs.clock)
+            if digest in mine.parents:
+                theirs.parents[digest] = mine.parents[digest]
         for digest, entry in mine.entries.items():
             if not entry.nbytes and digest in theirs.entries and digest not in rows:  # evicted here
                 theirs.entries[digest] = theirs.entries[digest]._replace(nbytes=0)
-        theirs.uses, theirs.clock = max(mine.uses, theirs.uses), max(mine.clock, theirs.clock)
         self._known = theirs
         self._sync(rows)
 
@@ -440,6 +452,8 @@ class Ledger:
         """It is stored no more."""
         if parent := self._known.parents.get(digest):
             self._children[parent].discard(digest)
+            if not self._children[parent]:
+                del self._children[parent]
 
     def _forget(self, digest: str) -> None:
         self._known.entries.pop(digest, None)

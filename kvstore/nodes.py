@@ -46,7 +46,7 @@ _REMEDY = (
 _KIND = Rebuildable("node index", _SCHEMA, FORMAT_VERSION, _REMEDY)
 _NODE = "collection = ? AND tokenizer = ? AND node_id = ?"
 # But for what a node has (again).
-_TO_DELETE = """SELECT key, number FROM Outbox WHERE shared = ?
+_TO_DELETE = """SELECT key, number FROM Outbox WHERE shared = ? AND key > ?
     AND NOT EXISTS (SELECT 1 FROM NodeKeys WHERE NodeKeys.key = Outbox.key) ORDER BY key LIMIT ?"""
 
 
@@ -176,15 +176,20 @@ class NodeIndex(RebuildableFile):
             _to_outbox(sql, dropped)
         self.truncate_log()
 
-    def outbox(self, at_most: int = -1, shared: bool = False) -> dict[ChunkKey, int]:
-        """Keys that no node has any more and whose KV is still to be deleted, each with its number.
+    def outbox(self, at_most: int = -1, shared: bool = False, after: str = "") -> dict[ChunkKey, int]:
+        """Keys that no node has any more and whose KV is still to be deleted, by key, each with its number.
 
         They are noted in the transaction that took the node away: a kill in between leaves KV that can be turned into
-        text, and the next process finds it here. shared: in the shared store.
+        text, and the next process finds it here. shared: in the shared store; after: keys after that one alone.
         """
         with self.connection() as sql:
-            rows = sql.execute(_TO_DELETE, (shared, at_most)).fetchall()
+            rows = sql.execute(_TO_DELETE, (shared, after, at_most)).fetchall()
         return {ChunkKey(digest): number for digest, number in rows}
+
+    def to_outbox(self, key: ChunkKey) -> None:
+        """Have KV deleted that was stored for a node that is gone; what another node has stays."""
+        with self.transaction() as sql:
+            _to_outbox(sql, [key.digest])
 
     def deleted(self, done: Mapping[ChunkKey, int], also_shared: bool = False) -> None:
         """That KV is deleted; what is to be deleted again since then stays in the outbox.

@@ -206,7 +206,8 @@ class KVStore(Closing):
             index.set(digest, row)
             evicted, unnamed = self._make_room(index, total_bytes - self.budget_bytes, grown_bytes, spare)
             total_bytes -= sum(victim.nbytes for victim in evicted)
-            if row.parent and grown_bytes > 0 and total_bytes > self.budget_bytes:
+            has_room = total_bytes <= self.budget_bytes or len(evicted) >= AT_ONCE
+            if row.parent and grown_bytes > 0 and not has_room:
                 self._unsynced = True
                 raise StoreFullError(
                     f"storing {row.nbytes:,} bytes behind what the store at {self.root} keeps for them takes "
@@ -262,14 +263,17 @@ class KVStore(Closing):
             self._unsynced = True
         return evicted, unnamed
 
-    def delete(self, keys: Collection[ChunkKey]) -> int:
+    def delete(
+        self, keys: Collection[ChunkKey], still: Callable[[], Collection[ChunkKey]] | None = None
+    ) -> int:
         """Remove every byte of these values, and of all that was computed behind them; bytes freed.
 
+        still: asked while no other writer can put anything, which of them are still to be deleted.
         Quarantined copies and counts too; what others share is `withdraw`'s. Raises StoreError if a file stays.
         """
         with self._changing() as index:
             self._ledger.refresh(index.ledger(), index.rows())
-            below = self._ledger.below([key.digest for key in keys])
+            below = self._ledger.below([key.digest for key in (keys if still is None else still())])
             freed = self._remove(index, below)
             self._forget_in_memory(below)  # once more: a promotion may have been half done
             index.truncate_log()
@@ -287,10 +291,19 @@ class KVStore(Closing):
     def _remove(self, index: Index, digests: Sequence[str]) -> int:
         """From all tiers: bytes freed. Files before rows: a kill in between leaves a miss, no file to enter again."""
         self._forget_in_memory(digests)
-        report = upkeep.remove_files([path for digest in digests for path in files_of(self.root, digest)])
+        failed: StoreError | None = None
+        freed = 0
+        try:
+            freed = upkeep.remove_files(
+                [path for each in digests for path in files_of(self.root, each)]
+            ).bytes
+        except StoreError as error:  # rows and counts go all the same; the caller tries the files again
+            failed = error
         self._ledger.forget(digests)
         self._save(digests)
-        return report.bytes
+        if failed is not None:
+            raise failed
+        return freed
 
     # --- reading: whatever is wrong with a stored value makes a miss, and the caller encodes the chunk again
 
@@ -447,12 +460,12 @@ class KVStore(Closing):
         self._quarantine(key, path, what)
 
     def _quarantine(self, key: ChunkKey, path: Path | None, why: str) -> None:
-        """Take the row of `key` out of use, if it still names `path` (None: whatever it names)."""
+        """Take the row of `key` out of use, if it still names `path`; None: rebuild the index if it is damaged."""
         try:
             with self._changing(_QUARANTINE_WAIT_S) as index:
                 row = index.get(key.digest)
-                if path is not None and (row is None or self.root / row.filename != path):
-                    return  # evicted or replaced meanwhile
+                if path is None or row is None or self.root / row.filename != path:
+                    return  # evicted, replaced or rebuilt meanwhile
                 upkeep.refuse(index, [key.digest])
                 self._ledger.forget([key.digest])
         except (StoreError, OSError) as error:
@@ -500,9 +513,9 @@ class KVStore(Closing):
             rows = index.rows()
             wanted = rows.keys() if keep is None else {key.digest for key in keep}
             report = upkeep.collect(index, [digest for digest in rows if digest not in wanted])
+            self._ledger.refresh(index.ledger(), index.rows())
             if keep is not None:
                 self._ledger.keep_only(wanted)
-            self._ledger.refresh(index.ledger(), index.rows())
             self._remove(index, self._ledger.orphans())
             index.truncate_log()
         while (evicted := self._evict_some()).files:

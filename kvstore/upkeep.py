@@ -168,7 +168,11 @@ def open_index(root: Path) -> tuple[Index, str | None]:
         try:
             if index.totals[0] or not _has_values(root):
                 return index, None
-            damaged = EMPTY
+            log.warning("the KV index at %s is rebuilt from the values that are there: %s", root, EMPTY)
+            _enter_values(
+                index
+            )  # a process was killed before its first commit; others may have the index open
+            return index, EMPTY
         except CorruptBlobError as error:
             damaged = str(error)
         except BaseException:
@@ -195,14 +199,18 @@ def rebuilt(root: Path, why: str) -> Index:
     layout.prepare(root)
     index = Index(root, TIMEOUT_S)
     try:
-        with index.changing():
-            for file in layout.value_files(root):
-                if (row := _row_of(root, file)) is not None and file.digest is not None:
-                    index.set(file.digest, row)
+        _enter_values(index)
     except BaseException:
         index.close()
         raise
     return index
+
+
+def _enter_values(index: Index) -> None:
+    with index.changing():
+        for file in layout.value_files(index.root):
+            if (row := _row_of(index.root, file)) is not None and file.digest is not None:
+                index.set(file.digest, row)
 
 
 def _row_of(root: Path, file: ValueFile) -> Row | None:

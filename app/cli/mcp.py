@@ -44,7 +44,7 @@ def _listen(cli: Cli, server: Any, options: McpOptions, root: Path) -> None:
     from ragblend.app.assistants import over_http
     from ragblend.app.serve.front import Rules
     from ragblend.app.serve.keys import Authenticator, Keys
-    from ragblend.app.serve.listening import UvicornServer, check_reach, listening
+    from ragblend.app.serve.listening import GRACE_S, UvicornServer, check_reach, listening
 
     keys = Keys(root)
     check_reach(options.host, options.allow_host, keys)
@@ -52,7 +52,7 @@ def _listen(cli: Cli, server: Any, options: McpOptions, root: Path) -> None:
         authenticator = Authenticator(Rules(address), keys, not address.is_private)
         url = f"{address.url}mcp"
         result = {"url": url}, f"Assistants find the library at {url}"
-        running = UvicornServer(over_http(server, authenticator), lambda: cli.result(*result))
+        running = UvicornServer(over_http(server, authenticator), lambda: cli.result(*result), GRACE_S)
 
         def stop() -> None:
             running.should_exit = True

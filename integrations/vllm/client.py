@@ -89,7 +89,10 @@ class ServerNodeEncoder(NodeEncoder):
             "cache_salt": secrets.token_hex(),  # else vLLM might have all of it cached, and call no connector
             "kv_transfer_params": options,
         }
-        answer = runtime.server.post("/v1/completions", body, cancel, session_of_passages([passage]))
+        try:
+            answer = runtime.server.post("/v1/completions", body, cancel, session_of_passages([passage]))
+        finally:  # the server may have stored it in any case
+            is_deleted = node_id is not None and self._delete_if_orphaned(node_id, key)
         report = (answer.get("kv_transfer_params") or {}).get("ragblend") or {}
         if "error" in report or report.get("missing_tokens") != 0:
             log.warning(
@@ -97,12 +100,17 @@ class ServerNodeEncoder(NodeEncoder):
                 len(passage),
             )
             return 0
-        if node_id is not None:
-            with runtime.store_lock:
-                if not runtime.nodes.has(self._scope, node_id, key):
-                    runtime.store.delete([key])
-                    return 0
-        return len(passage)
+        return 0 if is_deleted else len(passage)
+
+    def _delete_if_orphaned(self, node_id: str, key: ChunkKey) -> bool:
+        """Delete KV whose node was deleted while the server computed it, here and in the shared store."""
+        runtime = self._runtime
+        with runtime.store_lock:
+            if runtime.nodes.has(self._scope, node_id, key):
+                return False
+            runtime.nodes.to_outbox(key)
+        self._delete_orphaned_kv()
+        return True
 
 
 class VllmEngine(EngineBase):

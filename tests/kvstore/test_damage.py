@@ -11,6 +11,7 @@ import pytest
 
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, UsageError
 from ragblend.kvstore.index import BytesOnly, Index
+from ragblend.kvstore.layout import write_value
 from ragblend.kvstore.memory import MemoryTier, whole
 from ragblend.kvstore.store import KVStore
 
@@ -281,6 +282,19 @@ def run_sql(path, statement):
     sql.execute("PRAGMA writable_schema = ON")
     sql.execute(statement)
     sql.close()
+
+
+def test_an_empty_index_that_others_have_open_is_filled_and_not_replaced(
+    open_store, sample, same, value_path
+):
+    """A process was killed before its first commit; the next one removed the index of the others."""
+    (key, chunk), other = sample(1), sample(2)
+    server = open_store()
+    write_value(server.root, Blob.of(key, chunk))
+    assert value_path(key).exists()
+    assert same(open_store().get(key, chunk.token_ids), chunk)
+    server.put(*other)
+    assert same(server.get(key, chunk.token_ids), chunk) and server.delete([key]) > 0
 
 
 def test_values_that_are_damaged_are_not_adopted(open_store, sample, root, value_path):

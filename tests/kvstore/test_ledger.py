@@ -143,6 +143,41 @@ def test_no_process_overwrites_what_another_counted(root, sample):
         assert store.totals_by_tier() == {"disk": Counts(hits=5)}
 
 
+def test_uses_by_another_process_survive_a_new_put_a_quarantine_and_an_eviction(
+    root, sample, value_path, every_save
+):
+    """A count that another process saved is not overwritten by what this one did to the value meanwhile."""
+    size, samples = Blob.of(*sample(0)).nbytes, [sample(seed) for seed in range(3)]
+    (put_again, chunk), (damaged, other), (evicted, third) = samples
+    with KVStore.open(root, 9 * size) as store:
+        for each in samples:
+            store.put(*each)
+    with KVStore.open(root, 9 * size) as mine, pytest.MonkeyPatch.context() as unsaved:
+        unsaved.setattr(ledger, "SAVED_EVERY", 10**6)
+        mine.put(put_again, chunk)
+        value_path(damaged).write_bytes(b"damaged")
+        assert mine.get(damaged, other.token_ids) is None
+        unsaved.undo()
+        with KVStore.open(root, 9 * size) as theirs:
+            theirs.put(damaged, other)
+            for _ in range(20):
+                for key, each in ((put_again, chunk), (damaged, other), (evicted, third)):
+                    theirs.get(key, each.token_ids)
+    with KVStore.open(root, 9 * size) as store:
+        assert all(store.times_asked(key) > 15 for key, _ in samples)
+
+
+def test_what_another_process_deleted_is_not_remembered(root, sample, held_anywhere):
+    """A put and an eviction that were not saved brought the deleted digest back into the saved ledger."""
+    size, gone = Blob.of(*sample(0)).nbytes, sample(0)
+    with KVStore.open(root, size) as mine:
+        mine.put(*gone)
+        mine.put(*sample(1))
+        with KVStore.open(root, size) as theirs:
+            theirs.delete([gone[0]])
+    assert not held_anywhere(gone[0].digest)
+
+
 def test_a_kill_loses_the_last_uses_and_nothing_else(root, sample, same):
     samples = [sample(seed) for seed in range(3)]
     killed = KVStore.open(root, 1 << 20)

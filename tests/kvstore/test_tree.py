@@ -322,3 +322,15 @@ def test_the_tree_is_known_where_the_ledger_is_lost(open_store, path, sample, ro
     rows("UPDATE Cache SET value = x'00' WHERE key = 'ledger'")  # under an open store
     store.delete([nodes[0][0]])
     assert not any(store.contains(key) for key, _ in nodes)
+
+
+def test_a_node_is_stored_while_a_lowered_budget_is_still_exceeded(open_store, path, sample, monkeypatch):
+    """Each put evicts some values; where that was not enough, every node was refused and the evictions undone."""
+    monkeypatch.setattr("ragblend.kvstore.store.AT_ONCE", 4)
+    nodes, store = path(1, 2), open_store()
+    for seed in range(20, 40):
+        store.put(*sample(seed))
+    store.put(*nodes[0])
+    store.budget_bytes = 3 * Blob.of(*nodes[1]).nbytes
+    assert store.put(*nodes[1])
+    assert store.stats().entries < 20
