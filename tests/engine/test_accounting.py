@@ -162,7 +162,7 @@ def test_after_a_kill_the_next_call_deletes_the_kv(fresh, monkeypatch, how):
     engine = fresh.engine
     engine.encode([make_text(1)], node_ids=["a"])
     with monkeypatch.context() as killed:
-        killed.setattr(engine.store, "delete", lambda keys: (_ for _ in ()).throw(KeyboardInterrupt))
+        killed.setattr(engine.store, "delete", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             engine.forget(["a"]) if how == "forget" else engine.encode([make_text(2)], node_ids=["a"])
     assert engine.store.stats().entries == 1
@@ -179,9 +179,9 @@ def test_kv_is_deleted_in_batches_and_what_has_a_node_again_stays(fresh, monkeyp
     ids = engine.tokenize(Prompt([Chunk(TEXTS[last])])).chunks[0].token_ids
     kept = store.get(keys[last], ids)
 
-    def deleted(some):
+    def deleted(some, still):
         parts.append(len(some))
-        return delete(some)
+        return delete(some, still)
 
     def locked():
         turns.append(len(parts))

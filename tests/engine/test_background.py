@@ -199,9 +199,9 @@ def test_a_chunk_is_written_while_the_next_is_computed(fresh, monkeypatch):
     layers, asked, seen = engine.runtime.fingerprint.geometry.layers, [], []
     put = engine.store.put
 
-    def waiting(*kv):
+    def waiting(*kv, **named):
         seen.append(computing.wait(60))
-        return put(*kv)
+        return put(*kv, **named)
 
     def is_cancelled() -> bool:
         asked.append(1)

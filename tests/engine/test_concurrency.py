@@ -41,12 +41,12 @@ def test_closing_waits_for_the_current_chunk_of_an_encode_which_goes_on(fresh, m
     }[step]
     real, closings = getattr(owner, name), []
 
-    def closed_meanwhile(self, *arguments):
+    def closed_meanwhile(self, *arguments, **named):
         if len(closings) < 3:
             closings.append(threading.Thread(target=engine.close))
             closings[-1].start()
             closings[-1].join(0.3)  # it would be through by then
-        return real(self, *arguments)
+        return real(self, *arguments, **named)
 
     engine.encode(["loads the model"])
     monkeypatch.setattr(owner, name, closed_meanwhile)

@@ -363,7 +363,7 @@ def test_a_failed_comparison_is_not_repeated_after_every_answer(fresh, monkeypat
     for _ in range(2):
         fresh.engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
         assert fresh.engine.finish_background(30)
-    assert sum("background failed" in record.message for record in caplog.records) == 1
+    assert sum("a background task failed" in record.message for record in caplog.records) == 1
 
 
 # --- an answer is the same with both implementations

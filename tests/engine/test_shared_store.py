@@ -94,7 +94,7 @@ def test_shared_kv_without_room_here_is_logged_in_a_line(redis, fresh_bench_for,
     for _ in range(2):
         assert here.engine.prefill(PROMPT).report.hits == 4
         assert here.engine.finish_background()
-    said = [record for record in caplog.records if "shared store is not kept" in record.getMessage()]
+    said = [record for record in caplog.records if "shared store is not stored here" in record.getMessage()]
     assert len(said) == 2 and not any(record.exc_info for record in caplog.records)
 
 
@@ -267,7 +267,7 @@ def test_a_deletion_is_finished_when_the_shared_store_answers_again(redis, line,
     line.cut()
     with caplog.at_level(logging.WARNING):
         assert here.engine.forget(["a", "b", "c"]) > 0
-    assert "The KV of 3 deleted passages may be there still" in caplog.text
+    assert "The KV of 3 deleted passages may still be there" in caplog.text
     assert here.engine.runtime.store.stats().entries == 1  # here they are gone
     assert len(here.engine.runtime.nodes.outbox(shared=True)) == 3 and len(names.names()) == 4
     back = threading.Event()
@@ -297,7 +297,9 @@ def test_deletions_owed_only_to_the_shared_store_are_not_repeated_here(fresh_ben
     engine.encode(TEXTS[:3], node_ids=["a", "b", "c"])
     deleted, called = [], []
     delete, when_back = engine.store.delete, engine.store.remote.when_back
-    monkeypatch.setattr(engine.store, "delete", lambda keys: (deleted.append(len(keys)), delete(keys))[1])
+    monkeypatch.setattr(
+        engine.store, "delete", lambda keys, still: (deleted.append(len(keys)), delete(keys, still))[1]
+    )
     monkeypatch.setattr(
         engine.store.remote, "when_back", lambda call, name: (called.append(name), when_back(call, name))
     )

@@ -89,7 +89,7 @@ def test_a_failing_fsync_is_a_named_error(root, monkeypatch):
 def test_killed_puts_do_not_exceed_the_budget(root, monkeypatch):
     """Each put that was killed between storing and evicting left one value more, for the next to add to."""
     budget, held = 3 * VALUE_BYTES, []
-    monkeypatch.setattr("ragblend.kvstore.uses.LayerChange.in_order", raising(KeyboardInterrupt()))
+    monkeypatch.setattr("ragblend.kvstore.ledger.Ledger.victims", raising(KeyboardInterrupt()))
     for number in range(6):
         with KVStore.open(root, budget) as store, contextlib.suppress(KeyboardInterrupt):
             put(store, number)
@@ -120,7 +120,7 @@ def test_a_damaged_index_that_another_process_set_aside(three):
             assert second.stats().quarantined == 1
             put(second, 7)
             for change in (first.gc, lambda: put(first, 8)):
-                with pytest.raises(StoreError, match="made its damaged index anew"):
+                with pytest.raises(StoreError, match="rebuilt its damaged index"):
                     change()
             assert served(second, 0, 1, 2, 7)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, UsageError
 from ragblend.kvstore.index import BytesOnly, Index
 from ragblend.kvstore.layout import write_value

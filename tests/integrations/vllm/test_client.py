@@ -202,7 +202,7 @@ def test_kv_of_a_node_that_is_deleted_while_the_server_encodes_it_is_deleted(ope
         engine.forget(["a"])
         return post(*given)
 
-    monkeypatch.setattr(engine.runtime.store, "delete", lambda keys: deleted.extend(keys) or 0)
+    monkeypatch.setattr(engine.runtime.store, "delete", lambda keys, still: deleted.extend(keys) or 0)
     monkeypatch.setattr(engine.runtime.server, "post", late)
     assert list(engine.encode_nodes(["a"])) == [0]
     assert len(deleted) == 2, "by who deleted it, and when it was there"
