@@ -36,8 +36,9 @@ _ROW = struct.Struct(
     "<8sQ32s"
 )  # the random part of the file's name, its bytes, the parent's digest (zeros: none)
 _NO_PARENT = bytes(32)
-_LEDGER = "ledger"  # the key of the saved ledger, which is no digest
-_ENTRIES = f"SELECT key, value FROM Cache WHERE key != '{_LEDGER}' ORDER BY rowid"
+# Keys that are no digests: the saved ledger, and its number, as SQLite reads a large value whole for its first bytes.
+_LEDGER, _SERIAL = "ledger", "ledger-serial"
+_ENTRIES = f"SELECT key, value FROM Cache WHERE key NOT IN ('{_LEDGER}', '{_SERIAL}') ORDER BY rowid"
 
 
 class Row(NamedTuple):
@@ -76,7 +77,7 @@ class BytesOnly(Disk):  # type: ignore[misc]
     def store(self, value: object, read: bool, key: object = UNKNOWN) -> tuple[int, int, None, bytes]:
         if type(value) is not bytes or read:
             raise UsageError(f"a value of the index is bytes, not {type(value).__name__}")
-        nbytes = 0 if key == _LEDGER else _ROW.unpack(value)[1]
+        nbytes = 0 if key in (_LEDGER, _SERIAL) else _ROW.unpack(value)[1]
         return nbytes, MODE_RAW, None, value
 
     def fetch(self, mode: object, filename: object, value: object, read: bool) -> bytes:
@@ -134,14 +135,21 @@ class Index(Closing):
         """How many values there are, and their bytes, as diskcache's triggers count them."""
         known = dict(self._read("SELECT key, value FROM Settings WHERE key IN ('count', 'size')"))
         count, nbytes = int(known["count"]), int(known["size"])
-        return count - bool(self._read(f"SELECT 1 FROM Cache WHERE key = '{_LEDGER}'")), nbytes
+        others = self._read("SELECT 1 FROM Cache WHERE key IN (?, ?)", _LEDGER, _SERIAL)
+        return count - len(others), nbytes
 
-    def ledger(self, at_most: int = 2**30) -> bytes:
-        """The saved ledger of uses, or its first bytes; empty before there is one."""
-        found = self._read(
-            "SELECT substr(value, 1, ?) FROM Cache WHERE key = ? AND raw = 1", at_most, _LEDGER
-        )
-        return bytes(found[0][0] or b"") if found else b""
+    def ledger(self) -> bytes:
+        """The saved ledger of uses; empty before there is one."""
+        return self._special(_LEDGER)
+
+    def ledger_serial(self) -> int:
+        """The number of the last save; 0 before there is one, and for a row that cannot be read."""
+        saved = self._special(_SERIAL)
+        return int(saved) if saved.isdigit() else 0
+
+    def _special(self, key: str) -> bytes:
+        found = self._read("SELECT value FROM Cache WHERE key = ? AND raw = 1", key)
+        return found[0][0] if found and type(found[0][0]) is bytes else b""
 
     def integrity(self) -> list[str]:
         """What SQLite finds wrong with its own file."""
@@ -188,9 +196,10 @@ class Index(Closing):
         """Remove a row; False if there is none."""
         return bool(self._opened().delete(digest))
 
-    def set_ledger(self, packed: bytes) -> None:
-        """Save the ledger of uses."""
+    def set_ledger(self, packed: bytes, serial: int) -> None:
+        """Save the ledger of uses, and the number of this save."""
         self._opened().set(_LEDGER, packed)
+        self._opened().set(_SERIAL, str(serial).encode())
 
     def truncate_log(self) -> None:
         """Empty the write-ahead log, in which deleted rows would linger; a reader at work can put it off."""

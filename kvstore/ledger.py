@@ -51,7 +51,6 @@ _NUMBERS = ("nbytes", "used_at", "frequency", "cost", "computations", "priority"
 _LARGEST = 1e15
 _NO_PARENT = bytes(32)
 _SERIAL = re.compile(rb'\{"serial": ([0-9]+),')
-HEAD_BYTES = 64  # of a saved ledger, in which its serial number is
 
 
 @dataclass
@@ -285,14 +284,15 @@ class Ledger:
             self._sync(rows)
             return bool(before) and self.policy.name != before
 
-    def is_current(self, head: bytes) -> bool:
-        """Whether no other process has saved since; head: of what is saved now."""
-        return not head or _serial(head) == self._known.serial
+    @property
+    def serial(self) -> int:
+        """The number of the last save that this ledger holds."""
+        return self._known.serial
 
     def refresh(self, packed: bytes, rows: Mapping[str, Row]) -> None:
         """Take over what other processes did: what is saved now, and what is stored."""
         with self._lock:
-            if not self.is_current(packed):
+            if packed and _serial(packed) != self._known.serial:
                 self._merge(_Saved.unpack(packed), rows)
             else:
                 self._sync(rows)
@@ -342,7 +342,7 @@ class Ledger:
         rows: reads what is stored, which is asked where another process saved meanwhile.
         """
         with self._lock:
-            if not self.is_current(packed):
+            if packed and _serial(packed) != self._known.serial:
                 self._merge(_Saved.unpack(packed), rows())
             self._trim()
             counted = {tier: each.unsaved for tier, each in self._counters.items()}

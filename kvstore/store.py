@@ -25,7 +25,7 @@ from ragblend.kvstore.files import DAMAGE, Closing, open_file, write_failed
 from ragblend.kvstore.index import Index, Row
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.layout import files_of, remove_values, value_files, write_value
-from ragblend.kvstore.ledger import HEAD_BYTES, Ledger
+from ragblend.kvstore.ledger import Ledger
 from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.memory import MemoryTier, whole
 from ragblend.kvstore.places import Place
@@ -243,7 +243,7 @@ class KVStore(Closing):
         more, and the caller of put waits for it.
         """
         evicted, unnamed = list[Entry](), list[str]()
-        if excess_bytes > 0 and not self._ledger.is_current(index.ledger(HEAD_BYTES)):
+        if excess_bytes > 0 and index.ledger_serial() != self._ledger.serial:
             self._unsynced = True
         for _ in range(2):
             if self._unsynced:  # other processes put and evict values as well
@@ -393,10 +393,11 @@ class KVStore(Closing):
         """Save the ledger, and delete rows, in one transaction."""
         with self._changing() as index:
             packed, is_saved = self._ledger.merged(index.ledger(), index.rows)
+            serial = self._ledger.serial + 1
             with index.changing():
                 for digest in deleted:
                     index.delete(digest)
-                index.set_ledger(packed)
+                index.set_ledger(packed, serial)
             is_saved()
 
     def get(self, key: ChunkKey, token_ids: Sequence[int]) -> ChunkKV | None:
