@@ -56,7 +56,8 @@ def test_passages_in_a_new_order_are_loaded_from_the_store(empty):
     order = [TEXTS[n] for n in (4, 1, 3, 0)]
     [output] = empty.ask([empty.ids(order)])
     report = report_of(output)
-    assert (report["method"], report["ratio"], report["missing_tokens"]) == ("probe-shift", 0.15, 0)
+    assert (report["method"], report["missing_tokens"]) == ("probe-shift", 0)
+    assert report["ratio"] == pytest.approx(0.15, abs=0.01)
     assert report["reused_tokens"] > report["recomputed_tokens"] > 0
     assert output.num_cached_tokens == len(output.prompt_token_ids) - 1
     assert is_as_engine(empty, output, order)
