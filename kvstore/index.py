@@ -32,9 +32,8 @@ from ragblend.kvstore.sqlite import (
 )
 
 _DIGEST = re.compile("[0-9a-f]{64}")
-_ROW = struct.Struct(
-    "<8sQ32s"
-)  # the random part of the file's name, its bytes, the parent's digest (zeros: none)
+# The random part of the file's name, its bytes, the parent's digest (zeros: none).
+_ROW = struct.Struct("<8sQ32s")
 _NO_PARENT = bytes(32)
 # Keys that are no digests: the saved ledger, and its number, as SQLite reads a large value whole for its first bytes.
 _LEDGER, _SERIAL = "ledger", "ledger-serial"

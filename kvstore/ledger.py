@@ -9,7 +9,6 @@ so none can jump. What is stored, and how large it is, the index says.
 import heapq
 import json
 import logging
-import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -50,7 +49,6 @@ _PACKED = np.dtype(
 _NUMBERS = ("nbytes", "used_at", "frequency", "cost", "computations", "priority")
 _LARGEST = 1e15
 _NO_PARENT = bytes(32)
-_SERIAL = re.compile(rb'\{"serial": ([0-9]+),')
 
 
 @dataclass
@@ -123,13 +121,11 @@ class Ledger:
         self.policy = policy or POLICIES[DEFAULT_POLICY]
         self._lock = threading.RLock()
         self._known = _Saved()  # as it was saved last, and what this process did since
-        self._unknown: dict[
-            str, Entry
-        ] = {}  # asked for, and never stored: not saved, as it may have been deleted
+        # Asked for and never stored: not saved, as it may have been deleted.
+        self._unknown: dict[str, Entry] = {}
         self._children: dict[str, set[str]] = defaultdict(set)  # stored nodes by their parent
-        self._order: list[
-            tuple[float, float, str]
-        ] = []  # heap of (priority, used_at, digest); some are outdated
+        # A heap of (priority, used_at, digest); some are outdated.
+        self._order: list[tuple[float, float, str]] = []
         # Since the last save: retrievals, values that were computed, and values that were deleted.
         self._uses_since: dict[str, Entry] = {}
         self._computed, self._deleted = set[str](), set[str]()
@@ -290,9 +286,9 @@ class Ledger:
         return self._known.serial
 
     def refresh(self, packed: bytes, rows: Mapping[str, Row]) -> None:
-        """Take over what other processes did: what is saved now, and what is stored."""
+        """Take over what other processes did. packed: what one saved since, empty if none did; rows: what is stored."""
         with self._lock:
-            if packed and _serial(packed) != self._known.serial:
+            if packed:
                 self._merge(_Saved.unpack(packed), rows)
             else:
                 self._sync(rows)
@@ -337,12 +333,12 @@ class Ledger:
     def merged(
         self, packed: bytes, rows: Callable[[], Mapping[str, Row]]
     ) -> tuple[bytes, Callable[[], None]]:
-        """What to save, given what is saved now, and what to call once it is saved.
+        """What to save, and what to call once it is saved.
 
-        rows: reads what is stored, which is asked where another process saved meanwhile.
+        packed: what another process saved since, empty if none did; rows: reads what is stored, asked in that case.
         """
         with self._lock:
-            if packed and _serial(packed) != self._known.serial:
+            if packed:
                 self._merge(_Saved.unpack(packed), rows())
             self._trim()
             counted = {tier: each.unsaved for tier, each in self._counters.items()}
@@ -458,11 +454,6 @@ class Ledger:
     def _forget(self, digest: str) -> None:
         self._known.entries.pop(digest, None)
         self._known.parents.pop(digest, None)
-
-
-def _serial(packed: bytes) -> int:
-    found = _SERIAL.match(packed)
-    return int(found[1]) if found else -1
 
 
 def _totals(packed: bytes) -> dict[str, Counts]:

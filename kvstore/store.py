@@ -243,13 +243,13 @@ class KVStore(Closing):
         more, and the caller of put waits for it.
         """
         evicted, unnamed = list[Entry](), list[str]()
-        if excess_bytes > 0 and index.ledger_serial() != self._ledger.serial:
+        if excess_bytes > 0 and self._others_saved(index):
             self._unsynced = True
         for _ in range(2):
             if self._unsynced:  # other processes put and evict values as well
                 gone, rows = {victim.digest for victim in evicted}, index.rows()
                 stored = {digest: row for digest, row in rows.items() if digest not in gone}
-                self._ledger.refresh(index.ledger(), stored)
+                self._ledger.refresh(self._saved_by_others(index), stored)
                 self._unsynced = False
             for victim in self._ledger.victims(excess_bytes, AT_ONCE, needed_bytes, spare):
                 row = index.get(victim.digest)
@@ -272,7 +272,7 @@ class KVStore(Closing):
         Quarantined copies and counts too; what others share is `withdraw`'s. Raises StoreError if a file stays.
         """
         with self._changing() as index:
-            self._ledger.refresh(index.ledger(), index.rows())
+            self._ledger.refresh(self._saved_by_others(index), index.rows())
             below = self._ledger.below([key.digest for key in (keys if still is None else still())])
             freed = self._remove(index, below)
             self._forget_in_memory(below)  # once more: a promotion may have been half done
@@ -389,10 +389,17 @@ class KVStore(Closing):
         except StoreError as error:  # the next change, or the next time, saves it
             log.warning("what was used and counted cannot be saved: %s", error)
 
+    def _others_saved(self, index: Index) -> bool:
+        return index.ledger_serial() != self._ledger.serial
+
+    def _saved_by_others(self, index: Index) -> bytes:
+        """The saved ledger, where another process saved since this one did; else it is not read."""
+        return index.ledger() if self._others_saved(index) else b""
+
     def _save(self, deleted: Sequence[str] = ()) -> None:
         """Save the ledger, and delete rows, in one transaction."""
         with self._changing() as index:
-            packed, is_saved = self._ledger.merged(index.ledger(), index.rows)
+            packed, is_saved = self._ledger.merged(self._saved_by_others(index), index.rows)
             serial = self._ledger.serial + 1
             with index.changing():
                 for digest in deleted:
@@ -514,7 +521,7 @@ class KVStore(Closing):
             rows = index.rows()
             wanted = rows.keys() if keep is None else {key.digest for key in keep}
             report = upkeep.collect(index, [digest for digest in rows if digest not in wanted])
-            self._ledger.refresh(index.ledger(), index.rows())
+            self._ledger.refresh(self._saved_by_others(index), index.rows())
             if keep is not None:
                 self._ledger.keep_only(wanted)
             self._remove(index, self._ledger.orphans())
