@@ -94,7 +94,7 @@ def medians(rows: Iterable[Sequence[float]]) -> list[float]:
 
 def agreement(expected: "Tensor", found: "Tensor") -> tuple[float, float]:
     """Mean KL(expected || found) in nats, and the share of positions with the same top token; logits (n, vocab)."""
-    from ragblend.app.quality.metrics import kl_divergence, top1_agreement
+    from ragblend.measuring.metrics import kl_divergence, top1_agreement
 
     return kl_divergence(expected, found), top1_agreement(expected, found)
 

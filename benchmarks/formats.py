@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ragblend.app.quality.data import READING, field_of, read_text
 from ragblend.kvstore.errors import UsageError
+from ragblend.measuring.data import READING, field_of, read_text
 
 Entry = dict[str, Any]
 Records = list[tuple[str, Any]]  # each record's name for messages, and its value

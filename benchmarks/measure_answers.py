@@ -23,9 +23,9 @@ import typer
 from benchmarks import llama_tokens
 from benchmarks.common import AnyHome, Data, Limit, Model, environment_of_others, packed_loop, run
 from ragblend import Chunk, Engine
-from ragblend.app.quality.data import Question, load
 from ragblend.engine.decoding.direct import DirectDecode
 from ragblend.engine.model.checkpoints import find_model
+from ragblend.measuring.data import Question, load
 
 REPEATS, MOST_TOKENS = 3, 96
 Answered = dict[str, list[int]]  # a prompt and its answer, token ids

@@ -25,7 +25,6 @@ import typer
 from benchmarks.common import AnyHome, Limit, Model, agreement, counts, packed_loop, run
 from benchmarks.filler import sentences
 from ragblend import Chunk, Engine, Literal, Prompt
-from ragblend.app.quality.data import Question, load
 from ragblend.engine.decoding.direct import DirectDecode, Read
 from ragblend.engine.decoding.eightbit import EightBit
 from ragblend.engine.decoding.fourbit import FourBit
@@ -33,6 +32,7 @@ from ragblend.engine.decoding.implementations import DecodeImplementation, Trans
 from ragblend.engine.decoding.packed_weights import PackedWeights
 from ragblend.engine.model.device import device_name
 from ragblend.engine.results import Prefilled
+from ragblend.measuring.data import Question, load
 
 REPEATS, TOKENS = 5, 24
 Logits = list[torch.Tensor]

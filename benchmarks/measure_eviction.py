@@ -19,12 +19,12 @@ from benchmarks.common import packed_loop
 from ragblend.app.cli.common import Cli, command
 from ragblend.app.cli.main import main
 from ragblend.app.quality import cli as product
-from ragblend.app.quality.metrics import kl_divergence
-from ragblend.app.quality.prefilling import stored
-from ragblend.app.quality.quality import build_prompt
 from ragblend.app.quality.sources import QuestionSource, read
-from ragblend.app.quality.table import number, table_of, text
-from ragblend.app.quality.variants import parse_counts
+from ragblend.measuring.metrics import kl_divergence
+from ragblend.measuring.prefilling import stored
+from ragblend.measuring.quality import build_prompt
+from ragblend.measuring.table import number, table_of, text
+from ragblend.measuring.variants import parse_counts
 
 app = typer.Typer(name="measure_eviction", rich_markup_mode=None, pretty_exceptions_enable=False)
 

@@ -12,7 +12,7 @@ from statistics import fmean, median
 
 from benchmarks.common import Data, Limit, Model, agreement, run
 from ragblend import Chunk, Engine
-from ragblend.app.quality.data import load
+from ragblend.measuring.data import load
 
 PASSAGES, KNOWN = 6, 3
 

@@ -22,11 +22,11 @@ from ragblend.app.answering.conversation import LEAST_SCORE
 from ragblend.app.answering.retrieval import search
 from ragblend.app.library.documents import DocumentPassage, FileFacts, document_id, node_id
 from ragblend.app.library.ingest import embed_in_full, ingest_paths
-from ragblend.app.quality.data import Question, load
-from ragblend.app.quality.metrics import normalise
-from ragblend.app.quality.summary import difference_interval
 from ragblend.app.settings import SEARCHES, Settings
 from ragblend.app.workspace import Workspace
+from ragblend.measuring.data import Question, load
+from ragblend.measuring.metrics import normalise
+from ragblend.measuring.summary import difference_interval
 
 DEPTHS = (3, Settings.top_k, 10)
 

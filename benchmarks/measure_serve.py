@@ -43,7 +43,6 @@ from benchmarks.serve_simulator import (
 )
 from benchmarks.traces import make_trace
 from ragblend import Chunk, Engine
-from ragblend.app.quality.prefilling import cpu_name
 from ragblend.engine import engine as engine_module
 from ragblend.engine.config import resolve_home
 from ragblend.engine.prompts.segments import Prompt
@@ -51,6 +50,7 @@ from ragblend.engine.scheduling.order import WINDOW, Claim, RequestOrder, Ticket
 from ragblend.engine.scheduling.queue import PAUSE_S
 from ragblend.kvstore.blob import file_nbytes
 from ragblend.kvstore.keys import ChunkKey
+from ragblend.measuring.prefilling import cpu_name
 
 RECORDED, PAGE, PICTURE = FIGURES / "serve.json", DOCS / "load.md", DOCS / "pictures" / "load.svg"
 # RAGCache section 3.2: 3% of the documents make 60% of MMLU's requests. Its other traces are flatter: zipf 0.9, in

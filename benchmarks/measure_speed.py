@@ -43,8 +43,6 @@ from benchmarks.common import (
     texts,
 )
 from ragblend import Engine
-from ragblend.app.quality.prefilling import cpu_name
-from ragblend.app.quality.ttft import encoded
 from ragblend.engine.correction import Correction
 from ragblend.engine.decoding.direct import DirectDecode
 from ragblend.engine.decoding.packed_weights import HEAD, PackedWeights
@@ -53,6 +51,8 @@ from ragblend.engine.prompts.segments import Prompt
 from ragblend.engine.results import Prefilled
 from ragblend.engine.selection import shift
 from ragblend.engine.trace import Recorder
+from ragblend.measuring.prefilling import cpu_name
+from ragblend.measuring.ttft import encoded
 
 RECORDED, PAGE, PICTURE = FIGURES / "speed.json", DOCS / "performance.md", DOCS / "pictures" / "speed.svg"
 CHUNKS, TOKENS, RATIO, REPEATS, ANSWER = 6, 512, 0.15, 5, 32

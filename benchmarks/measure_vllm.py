@@ -89,8 +89,8 @@ def main() -> int:
 def opened(given: argparse.Namespace) -> tuple[Any, list[Any]]:
     """The built-in engine, on the GPU if there is one, and the questions."""
     from ragblend import Engine
-    from ragblend.app.quality.data import load
-    from ragblend.app.quality.figures import QUESTIONS_A_SET, figure_questions
+    from ragblend.measuring.data import load
+    from ragblend.measuring.figures import QUESTIONS_A_SET, figure_questions
 
     engine = Engine.open(given.model, given.home, dtype=given.dtype)
     if given.what == "figures":
@@ -365,9 +365,9 @@ def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
 
 def figures(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
     """Compare the figures in answers of the endpoint and of the built-in engine, by the default method."""
-    from ragblend.app.quality.quality import asked as words
     from ragblend.engine.decoding.implementations import TransformersDecode
     from ragblend.engine.prompts.figures import contains, figures_in
+    from ragblend.measuring.quality import asked as words
 
     mine, prompts, choice = [], [], engine.runtime.choice
     choice.current, choice.needs_measurement = TransformersDecode(engine.runtime.loaded.model), False
@@ -399,7 +399,7 @@ def figures(given: argparse.Namespace, engine: Any, questions: list[Any], more: 
 
 def agreement(everyone: dict[str, list[Any]], gold: list[Any], count: int) -> dict[str, Any]:
     """Agreement over the first `count` questions. everyone: by name, (log-probabilities of the first token, answer)."""
-    from ragblend.app.quality.metrics import f1
+    from ragblend.measuring.metrics import f1
 
     rows = {name: found[:count] for name, found in everyone.items()}
     pairs = [

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import DOCS, REPO, AnyHome, run
-from ragblend.app.quality.plots import figure_of
 from ragblend.engine.plan import Kind, Plan
 from ragblend.engine.selection import METHODS, AfterLayer, ByAttention, Evidence, Policy, by_attention
+from ragblend.measuring.plots import figure_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,8 +84,8 @@ def opened(home: Path) -> Iterator[tuple["Engine", "Prompt"]]:
     """An engine on the bundled model, and the prompt, whose passages are stored."""
     from ragblend import Chunk, Engine
     from ragblend.app.library.readers import read_document
-    from ragblend.app.quality.prefilling import stored
     from ragblend.app.samples import documents_folder
+    from ragblend.measuring.prefilling import stored
 
     texts = []
     for document, beginning in PASSAGES:

@@ -26,16 +26,16 @@ from langchain_core.documents import Document
 from langchain_core.language_models import BaseChatModel
 from langchain_core.outputs import LLMResult
 
-from ragblend.app.quality.data import Question
-from ragblend.app.quality.prefilling import BenchError
-from ragblend.app.quality.quality import Measure, Outcome, against_gold, asked
-from ragblend.app.quality.records import Record
-from ragblend.app.quality.variants import Variant
 from ragblend.integrations.backend import Backend
 from ragblend.integrations.langchain import ChatRAGBlend
 from ragblend.integrations.passages import Passage, node_id_of
 from ragblend.integrations.text_index import MINIMUM
 from ragblend.kvstore.errors import PromptTooLongError, RagBlendError
+from ragblend.measuring.data import Question
+from ragblend.measuring.prefilling import BenchError
+from ragblend.measuring.quality import Measure, Outcome, against_gold, asked
+from ragblend.measuring.records import Record
+from ragblend.measuring.variants import Variant
 
 if TYPE_CHECKING:
     from ragblend.engine.engine import Engine

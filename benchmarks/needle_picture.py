@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from benchmarks.common import read_json, run
-from ragblend.app.quality.plots import figure_of
+from ragblend.measuring.plots import figure_of
+from ragblend.measuring.variants import label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +33,7 @@ def panels(tasks: list[Row]) -> dict[str, Cells]:
         place = TASK.match(row["task"])
         if place is None or row["method"] == "full" or not row["figures_n"]:
             continue
-        name = row["method"] if row["ratio"] is None else f"{row['method']} {100 * row['ratio']:g}%"
+        name = label(row["method"], row["ratio"])
         tokens, depth = (int(each.replace(",", "")) for each in place.groups())
         found.setdefault(name, {})[tokens, depth] = row
     if not found:

@@ -249,9 +249,9 @@ def planned(home: Path, model: str, rounds: int) -> tuple[Row, Row]:
     The converted model stays in the home.
     """
     from ragblend import Chunk, Engine
-    from ragblend.app.quality.prefilling import environment
     from ragblend.app.quality.sources import sample_source
     from ragblend.engine.model.checkpoints import find_model
+    from ragblend.measuring.prefilling import environment
 
     engine = Engine.open(model, home, device="cpu", dtype="bfloat16", collection="peers")
     ids = engine.runtime.tokenizing.passage_ids(sample_source())
@@ -284,8 +284,8 @@ def planned(home: Path, model: str, rounds: int) -> tuple[Row, Row]:
 
 def folder_of(model: str, pythons: Mapping[str, str], output: Path) -> Path:
     """The folder for results, named by all that they depend on. Raises UsageError for an unknown model."""
-    from ragblend.app.quality.prefilling import computed_by
     from ragblend.engine.model.checkpoints import find_model
+    from ragblend.measuring.prefilling import computed_by
 
     file = find_model(model)
     settings = {
@@ -322,7 +322,7 @@ def _summary(name: str, answers: list[Row]) -> Row:
 
 
 def _draw(rows: list[Row], path: Path) -> None:
-    from ragblend.app.quality.plots import figure_of
+    from ragblend.measuring.plots import figure_of
 
     figure = figure_of(8.0, 0.5 * len(rows) + 1.2)
     axes, names = figure.subplots(), [row["case"] for row in rows]

@@ -19,14 +19,20 @@ from benchmarks.questions import Form, Generate, write_questions
 from ragblend.app.cli.common import Cli, command
 from ragblend.app.cli.main import main
 from ragblend.app.quality import cli as product
-from ragblend.app.quality import quality as measured
-from ragblend.app.quality.data import Question
-from ragblend.app.quality.quality_report import ExtraVariants, with_all
-from ragblend.app.quality.records import Record
 from ragblend.app.quality.requests import QualityRequest
 from ragblend.app.quality.sources import QuestionSource
-from ragblend.app.quality.variants import Variant, base_name, parse_pairs, parse_variants, split_methods
 from ragblend.kvstore.errors import UsageError
+from ragblend.measuring.data import Question
+from ragblend.measuring.quality import ExtraVariants, Measure, Outcome, outcome_of, record_of
+from ragblend.measuring.records import Record
+from ragblend.measuring.variants import (
+    Variant,
+    base_name,
+    parse_pairs,
+    parse_variants,
+    split_methods,
+    with_all,
+)
 
 if TYPE_CHECKING:
     from benchmarks.modes import Mode
@@ -69,7 +75,7 @@ def parse(methods: str, ratios: str, compare: list[str]) -> tuple[str, ExtraVari
         for each in parse_variants(ORACLE, ratios, [ORACLE], ())
     ]
     own = ",".join(name for name in names if base_name(name) != ORACLE and not modes_of(name, ratios))
-    variants: dict[Variant, measured.Measure] = {each: transplanted(each) for each in oracles}
+    variants: dict[Variant, Measure] = {each: transplanted(each) for each in oracles}
     depends = None
     if modes:
         from benchmarks.modes import measuring, settings
@@ -106,7 +112,7 @@ def modes_of(name: str, ratios: str) -> "list[Mode]":
     ]
 
 
-def transplanted(oracle: Variant) -> measured.Measure:
+def transplanted(oracle: Variant) -> Measure:
     """A function that measures the oracle. Raises UsageError for a wrong parameter."""
     from benchmarks.oracles import Transplant
     from ragblend.engine.selection.policy_names import with_parameters
@@ -118,13 +124,13 @@ def transplanted(oracle: Variant) -> measured.Measure:
         engine: "Engine",
         question: Question,
         prompt: "Prompt",
-        reference: measured.Outcome,
+        reference: Outcome,
         max_new_tokens: int,
     ) -> Record:
         reference.prefilled.cache.truncate()  # remove the answer, which follows the prompt
         given = policy.given(reference.prefilled.cache)
-        outcome = measured.outcome_of(engine, prompt, oracle, reference, max_new_tokens, given)
-        return measured.record_of(question, oracle, reference, outcome, engine)
+        outcome = outcome_of(engine, prompt, oracle, reference, max_new_tokens, given)
+        return record_of(question, oracle, reference, outcome, engine)
 
     return measure
 

@@ -19,9 +19,9 @@ import typer
 
 from benchmarks.common import AnyHome, Model, markdown, run
 from benchmarks.method_pictures import watched
-from ragblend.app.quality.figures import figure_questions
-from ragblend.app.quality.prefilling import stored
-from ragblend.app.quality.quality import build_prompt
+from ragblend.measuring.figures import figure_questions
+from ragblend.measuring.prefilling import stored
+from ragblend.measuring.quality import build_prompt
 
 if TYPE_CHECKING:
     from ragblend.engine.engine import Engine

@@ -27,7 +27,6 @@ import typer
 
 from benchmarks.common import Row, run, spent
 from ragblend.app.cli.bars import progress_bar
-from ragblend.app.quality.memory import HostMeter
 from ragblend.kvstore import store as kvstore_store
 from ragblend.kvstore.blob import Blob, BlobHeader
 from ragblend.kvstore.chunks import ChunkKV, Geometry
@@ -35,6 +34,7 @@ from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.layout import VALUES_FOLDER, ValueFile
 from ragblend.kvstore.nodes import NodeIndex, Scope
 from ragblend.kvstore.store import KVStore
+from ragblend.measuring.memory import HostMeter
 
 CHUNKS_A_REQUEST, REQUESTS, OPENINGS, TOKENS = 6, 500, 5, 512
 # One small layer: a lookup reads the header, whose size depends on the token ids; the KV bytes do not matter.

@@ -58,7 +58,7 @@ def data_file(entries, tmp_path):
 
 @pytest.fixture
 def questions(data_file):
-    from ragblend.app.quality.data import load
+    from ragblend.measuring.data import load
 
     return load(data_file).questions
 
@@ -81,7 +81,7 @@ def asked(monkeypatch):
 @pytest.fixture
 def ctrl_c_at(monkeypatch):
     """Has it pressed at that record; gives what was asked of all."""
-    from ragblend.app.quality import quality
+    from ragblend.measuring import quality
 
     record, calls = quality.record_of, []
 

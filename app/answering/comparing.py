@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ragblend.app.answering.conversation import ANY_SCORE, AskOptions, Conversations
-from ragblend.app.quality.metrics import kl_divergence, top1_agreement
 from ragblend.engine.config import TokenCounts
 from ragblend.kvstore.errors import Cancelled, LibraryError
+from ragblend.measuring.metrics import kl_divergence, top1_agreement
 
 if TYPE_CHECKING:
     from ragblend.engine.results import Prefilled, Result

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragblend.app.extras import check_installed
-from ragblend.app.quality.plots import figure_of
 from ragblend.engine.trace import Trace, TraceEvent
 from ragblend.kvstore.errors import RagBlendError, UsageError
+from ragblend.measuring.plots import figure_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,8 +13,8 @@ from ragblend.app.tuned import save_choice, tuned_file, undo_choice
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
-    from ragblend.app.quality.tune import TuneResult
     from ragblend.app.settings import Settings
+    from ragblend.measuring.tune import TuneResult
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TuneOptions:
 
 def tune(cli: Cli, options: TuneOptions) -> None:
     """Find the method and ratio that suit this model best, on your documents, and use them from now on."""
-    from ragblend.app.quality.tune import check_request
+    from ragblend.measuring.tune import check_request
 
     check_request(options.minutes, options.limit)
     home = cli.create_home()
@@ -86,17 +86,16 @@ def _measure(
     cli: Cli, source: QuestionSource, settings: "Settings", options: TuneOptions, folder: Path
 ) -> "TuneResult":
     from ragblend.app.cli.bars import progress_bar
-    from ragblend.app.quality import tune as tuning
-    from ragblend.app.quality.prefilling import check_extra
-    from ragblend.app.quality.quality_report import fitting, quality_journal
-    from ragblend.engine.engine import Engine, loaded_here
+    from ragblend.app.quality.runs import check_extra, opened
     from ragblend.engine.selection import METHODS
+    from ragblend.measuring import tune as tuning
+    from ragblend.measuring.quality import fitting, open_journal
 
     check_extra()
     current = tuning.current_variant(settings.method, settings.ratio)
     variants = tuning.candidates(METHODS, options.most_ratio, current)
     questions = read(source)
-    engine = loaded_here(Engine.open(**engine_arguments(cli)), "comparing methods")
+    engine = opened(engine_arguments(cli), "comparing methods")
     loaded = fitting(engine, questions, tuning.ANSWER_TOKENS)
     for skipped in loaded.skipped:
         cli.note(f"left out  {skipped.reason}")
@@ -104,7 +103,7 @@ def _measure(
         f"Measuring {plural(len(variants), 'candidate')} on {source.name}, for {options.minutes:g} minutes at most ..."
     )
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    journal = quality_journal(engine, folder, options.fresh, settings.kv_codec, tuning.ANSWER_TOKENS)
+    journal = open_journal(engine, folder, options.fresh, settings.kv_codec, tuning.ANSWER_TOKENS)
     with progress_bar("tuning (seconds)") as progress:
         return tuning.find_best(
             engine,

@@ -1,4 +1,5 @@
-"""Benchmarks that users run: how close fused answers are to full prefill's (`quality`), and how much faster (`ttft`).
+"""`ragblend bench quality`, `bench ttft` and what `ragblend tune` shares with them: options, questions, one run.
 
-Start at `quality.run` and `ttft.run`; `cli.bench_app` is the command line. Nothing heavy is imported before a run.
+Start at `runs.report_quality` and `runs.report_ttft`; `cli.bench_app` is the command line. What measures is in
+`ragblend.measuring`. Nothing heavy is imported before a run.
 """

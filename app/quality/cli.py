@@ -14,9 +14,9 @@ from ragblend.kvstore.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ragblend.app.quality.quality_report import ExtraVariants
-    from ragblend.app.quality.table import Table
     from ragblend.app.settings import Settings
+    from ragblend.measuring.quality import ExtraVariants
+    from ragblend.measuring.table import Table
 
 ABOUT = "Measure how close fused answers are to full prefill's, and how much faster they start."
 bench_app = typer.Typer(name="bench", help=ABOUT, no_args_is_help=True)
@@ -33,8 +33,9 @@ def show_quality(
     cli: Cli, source: QuestionSource, request: QualityRequest, others: "ExtraVariants | None" = None
 ) -> None:
     """Measure, and print tables, or rows as JSON. others: variants of `python -m benchmarks.quality`."""
-    from ragblend.app.quality.quality_report import report_quality, warnings
-    from ragblend.app.quality.table import quality_tables
+    from ragblend.app.quality.runs import report_quality
+    from ragblend.measuring.report import warnings
+    from ragblend.measuring.table import quality_tables
 
     engine = engine_arguments(cli)
     collection = settings_of(cli, collection=source.collection).collection
@@ -55,8 +56,8 @@ def show_quality(
 @command(bench_app, "ttft")
 def ttft(cli: Cli, request: TtftRequest) -> None:
     """Measure the time to the first token, its parts, peak memory and bytes on disk, by method."""
-    from ragblend.app.quality.table import ttft_tables
-    from ragblend.app.quality.ttft import report_ttft
+    from ragblend.app.quality.runs import report_ttft
+    from ragblend.measuring.table import ttft_tables
 
     results = report_ttft(engine_arguments(cli), request)
     value = {name: results[name] for name in ("rows", "environment")}
@@ -96,7 +97,7 @@ def finish(cli: Cli, tables: "Sequence[Table]", value: Any, files: dict[str, str
     """Print the tables, name the written files, and print the value with --json."""
     from rich.console import Console
 
-    from ragblend.app.quality.table import print_tables
+    from ragblend.measuring.table import print_tables
 
     console = Console(stderr=cli.json)
     # A file or pipe has no width, and a table wrapped at 80 columns is unreadable.

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from ragblend.app import samples
 from ragblend.app.cli.common import option
-from ragblend.app.quality.data import Loaded, Question, choose, load, without_repeats
-from ragblend.app.quality.figures import figure_questions
 from ragblend.kvstore.errors import UsageError
+from ragblend.measuring.data import Loaded, Question, choose, load, without_repeats
+from ragblend.measuring.figures import figure_questions
 
 ALL_DOCUMENTS = "all"
 PASSAGE_WORDS = 220  # of the samples' passages
@@ -72,7 +72,7 @@ def _load(source: QuestionSource) -> Loaded:
     if source.data is not None:
         return load(source.data, source.skip)
     if source.docs is not None:
-        from ragblend.app.quality.docs_questions import make_questions
+        from ragblend.measuring.docs_questions import make_questions
 
         documents = ingested(source)
         return Loaded(make_questions(documents, source.limit, source.passages, source.seed or 0))

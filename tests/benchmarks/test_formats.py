@@ -5,8 +5,8 @@ import json
 import pytest
 
 from benchmarks.formats import PASSAGES, convert
-from ragblend.app.quality.data import load as load_file
 from ragblend.kvstore.errors import UsageError
+from ragblend.measuring.data import load as load_file
 
 
 def load(path, form=None, passages=PASSAGES, skip=False):

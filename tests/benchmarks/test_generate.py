@@ -5,8 +5,8 @@ import re
 import pytest
 
 from benchmarks.tasks import TASKS, generate, parse_specs
-from ragblend.app.quality.data import entry_question
 from ragblend.kvstore.errors import UsageError
+from ragblend.measuring.data import entry_question
 
 
 def count_words(text):

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from benchmarks.method_pictures import RecordedRun, RowState, states, watched
-from ragblend.app.quality import quality
-from ragblend.app.quality.prefilling import stored
 from ragblend.engine.plan import Kind, Span, make_plan
 from ragblend.engine.selection import METHODS
+from ragblend.measuring import quality
+from ragblend.measuring.prefilling import stored
 
 LAYERS = 4
 STORED = object()  # a plan asks only whether there is stored KV

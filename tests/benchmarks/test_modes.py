@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks import modes
 from benchmarks.quality import modes_of, parse
-from ragblend.app.quality.prefilling import BenchError, stored
 from ragblend.integrations import calls as calls_module
 from ragblend.integrations.backend import Backend
 from ragblend.kvstore.errors import UsageError
+from ragblend.measuring.prefilling import BenchError, stored
 
 pytest.importorskip("langchain_classic", reason="LangChain's chains are not installed")
 

@@ -6,12 +6,12 @@ import torch
 from benchmarks.oracles import Transplant
 from benchmarks.quality import parse
 from ragblend import Chunk
-from ragblend.app.quality import quality
-from ragblend.app.quality.data import Question
-from ragblend.app.quality.records import Journal
-from ragblend.app.quality.variants import Variant
 from ragblend.engine.selection import policy_named, registered
 from ragblend.kvstore.errors import UsageError
+from ragblend.measuring import quality
+from ragblend.measuring.data import Question
+from ragblend.measuring.records import Journal
+from ragblend.measuring.variants import Variant
 
 TEXTS = (
     "The harbour master kept two ledgers of the ships that came in from the north.",

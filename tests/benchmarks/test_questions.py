@@ -4,8 +4,8 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.questions import app
-from ragblend.app.quality.data import load
 from ragblend.kvstore.errors import UsageError
+from ragblend.measuring.data import load
 
 
 @pytest.fixture

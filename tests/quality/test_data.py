@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from ragblend.app.quality.data import choose, load
 from ragblend.kvstore.errors import UsageError
+from ragblend.measuring.data import choose, load
 
 
 def test_a_passage_is_title_and_text(data_file, entries) -> None:

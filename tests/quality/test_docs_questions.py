@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from ragblend.app.quality.docs_questions import ASKED, BLANK, make_questions
 from ragblend.app.quality.sources import (
     PASSAGE_WORDS,
     QuestionSource,
@@ -14,6 +13,7 @@ from ragblend.app.quality.sources import (
     sample_documents,
 )
 from ragblend.kvstore.errors import UsageError
+from ragblend.measuring.docs_questions import ASKED, BLANK, make_questions
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from ragblend.app.quality import metrics
-from ragblend.app.quality.data import Question
-from ragblend.app.quality.figures import PASSAGES, QUESTIONS_A_SET, figure_questions
-from ragblend.app.quality.prefilling import continued, timed_prefill
-from ragblend.app.quality.quality import build_prompt
-from ragblend.app.quality.variants import Variant
 from ragblend.engine.prompts.figures import contains
 from ragblend.kvstore.errors import UsageError
+from ragblend.measuring import metrics
+from ragblend.measuring.data import Question
+from ragblend.measuring.figures import PASSAGES, QUESTIONS_A_SET, figure_questions
+from ragblend.measuring.prefilling import continued, timed_prefill
+from ragblend.measuring.quality import build_prompt
+from ragblend.measuring.variants import Variant
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_figures_are_counted_over_right_answers_only(bench, monkeypatch, tmp_pat
         seen.append(question.digest) if question.digest not in seen else None
         return () if seen.index(question.digest) == 1 else ("41",)
 
-    monkeypatch.setattr("ragblend.app.quality.metrics.right_figures", right)
+    monkeypatch.setattr("ragblend.measuring.metrics.right_figures", right)
     arguments = ("quality", *FEW, *["--limit", "3", "--methods", "reuse,epic", "--ratios", "0.15", "--json"])
     rows = json.loads(bench(*arguments).stdout)
     counted = [(row["method"], row["n"], row["figures_n"]) for row in rows]

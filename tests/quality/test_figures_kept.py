@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from ragblend.app.quality import quality
-from ragblend.app.quality.figures import figure_questions
-from ragblend.app.quality.records import Journal
-from ragblend.app.quality.summary import summarise
-from ragblend.app.quality.variants import Variant
 from ragblend.engine.config import DEFAULT_METHOD
 from ragblend.engine.engine import Engine
+from ragblend.measuring import quality
+from ragblend.measuring.figures import figure_questions
+from ragblend.measuring.records import Journal
+from ragblend.measuring.summary import summarise
+from ragblend.measuring.variants import Variant
 
 SEED, PASSAGES, RATIO = 7, 4, 0.15
 # Places, in the list of that seed, of questions that SmolLM2 answers rightly by full prefill.

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ragblend.app.quality.summary import difference_interval, mean_interval, recovery_interval
+from ragblend.measuring.summary import difference_interval, mean_interval, recovery_interval
 
 
 def test_the_interval_of_a_mean_is_the_normal_one_for_many_values() -> None:

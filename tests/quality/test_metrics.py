@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ragblend.app.quality import metrics
+from ragblend.measuring import metrics
 
 
 @pytest.mark.parametrize(

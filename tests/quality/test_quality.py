@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from ragblend.app.quality import quality
-from ragblend.app.quality.prefilling import BenchError, stored, timed_prefill
-from ragblend.app.quality.records import Journal, run_digest
-from ragblend.app.quality.variants import Variant
 from ragblend.kvstore.errors import PromptTooLongError
+from ragblend.measuring import quality
+from ragblend.measuring.prefilling import BenchError, stored, timed_prefill
+from ragblend.measuring.records import Journal, run_digest
+from ragblend.measuring.variants import Variant
 
 VARIANTS = (Variant("full"), Variant("reuse"), Variant("random", 0.3), Variant("cacheblend", 0.5))
 

@@ -7,14 +7,14 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from ragblend.app.quality.data import Question
-from ragblend.app.quality.plots import pareto, plot_quality
-from ragblend.app.quality.quality_report import report_page
-from ragblend.app.quality.records import Record
 from ragblend.app.quality.sources import PASSAGES, sample_questions, sample_source
-from ragblend.app.quality.summary import comparison_matrix, fastest_within, summarise
-from ragblend.app.quality.table import print_tables, quality_tables
-from ragblend.app.quality.variants import Variant
+from ragblend.measuring.data import Question
+from ragblend.measuring.plots import pareto, plot_quality
+from ragblend.measuring.records import Record
+from ragblend.measuring.report import report_page
+from ragblend.measuring.summary import comparison_matrix, fastest_within, summarise
+from ragblend.measuring.table import print_tables, quality_tables
+from ragblend.measuring.variants import Variant
 
 VARIANTS = (Variant("full"), Variant("reuse"), Variant("random", 0.15), Variant("cacheblend", 0.15))
 

@@ -4,12 +4,12 @@ import threading
 
 import pytest
 
-from ragblend.app.quality import ttft
-from ragblend.app.quality.memory import peak_bytes
-from ragblend.app.quality.ttft import TtftPlan, cut_texts
-from ragblend.app.quality.variants import Variant
 from ragblend.engine.config import Timings
 from ragblend.kvstore.errors import PromptTooLongError, RagBlendError
+from ragblend.measuring import ttft
+from ragblend.measuring.memory import peak_bytes
+from ragblend.measuring.ttft import TtftPlan, cut_texts
+from ragblend.measuring.variants import Variant
 
 SOURCE = (
     "A keeper counted forty lamps; naïve visitors — some from 東京 — asked why, and nobody answered. " * 3

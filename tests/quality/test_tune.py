@@ -2,12 +2,12 @@
 
 import pytest
 
-from ragblend.app.quality import tune
-from ragblend.app.quality.data import Question
-from ragblend.app.quality.records import Journal, Record
-from ragblend.app.quality.variants import Variant
 from ragblend.engine.selection import METHODS
 from ragblend.kvstore.errors import UsageError
+from ragblend.measuring import tune
+from ragblend.measuring.data import Question
+from ragblend.measuring.records import Journal, Record
+from ragblend.measuring.variants import Variant
 
 REUSE, CURRENT = Variant("reuse"), Variant("epic", 0.15)
 GOOD, CHEAP = Variant("good", 0.15), Variant("good", 0.05)

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from ragblend.app.quality import tune
 from ragblend.engine.selection import METHODS
+from ragblend.measuring import tune
 
 
 @pytest.fixture

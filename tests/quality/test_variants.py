@@ -2,10 +2,16 @@
 
 import pytest
 
-from ragblend.app.quality.quality_report import with_all
-from ragblend.app.quality.variants import Variant, parse_choices, parse_counts, parse_pairs, parse_variants
 from ragblend.engine.selection import METHODS, WITHOUT_RATIO
 from ragblend.kvstore.errors import UsageError
+from ragblend.measuring.variants import (
+    Variant,
+    parse_choices,
+    parse_counts,
+    parse_pairs,
+    parse_variants,
+    with_all,
+)
 
 A5, A15, B5, B15 = (Variant(name, ratio) for name in "ab" for ratio in (0.05, 0.15))
 REUSE = Variant("reuse")

@@ -89,7 +89,8 @@ def circle_in(imports: dict[str, set[str]]) -> list[str]:
 
 
 def test_modules_import_each_other_in_no_circle(repo) -> None:
-    imports = imports_within(repo, ("app", "engine", "integrations", "kvstore", "ui"))
+    folders = ("app", "engine", "integrations", "kvstore", "measuring", "ui")
+    imports = imports_within(repo / "ragblend", folders)
     assert len(imports) > 50
     assert circle_in(imports) == []
 

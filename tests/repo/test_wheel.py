@@ -35,13 +35,23 @@ def test_it_is_imported_from_the_new_environment_and_not_from_the_checkout(clean
 def test_every_source_file_is_in_the_wheel(repo, wheel_files) -> None:
     """The links in `ragblend/` are followed when the wheel is made: what they miss is missing only for users."""
     expected = {f"ragblend/{path.name}" for path in (repo / "ragblend").glob("*.py")}
-    for folder in ("kvstore", "engine", "integrations", "app", "ui"):
-        expected |= {
-            f"ragblend/{path.relative_to(repo).as_posix()}" for path in (repo / folder).rglob("*.py")
-        }
+    for folder in ("kvstore", "engine", "integrations", "measuring", "app", "ui"):
+        paths = (repo / "ragblend" / folder).rglob("*.py")
+        expected |= {path.relative_to(repo).as_posix() for path in paths}
     assert len(expected) > 10
     assert expected - wheel_files == set()
     assert not [name for name in wheel_files if "benchmarks" in name]
+
+
+def test_the_benches_run_from_the_wheel(clean_environment) -> None:
+    """What they need of `benchmarks/` is in the wheel, with the words of `--figures` and the report's template."""
+    said = clean_environment.python_says(
+        "from ragblend.app.quality import runs\n"
+        "from ragblend.app.quality.sources import QuestionSource, read\n"
+        "from ragblend.measuring import docs_questions, memory, report, tune\n"
+        "print(len(read(QuestionSource(figures=True, limit=3)).questions), report.TEMPLATE.exists())"
+    )
+    assert said == "3 True"
 
 
 def test_a_copy_without_the_links_says_so(repo, tmp_path) -> None:
@@ -55,7 +65,7 @@ def test_a_copy_without_the_links_says_so(repo, tmp_path) -> None:
 
 
 def test_types_licence_page_and_samples_are_in_the_wheel(repo, wheel_files, clean_environment) -> None:
-    assert {"ragblend/py.typed", "ragblend/app/quality/report.html"} <= wheel_files
+    assert {"ragblend/py.typed", "ragblend/measuring/report.html"} <= wheel_files
     page = {
         path.relative_to(repo).as_posix() for path in (repo / "ui").glob("*/*.*") if path.suffix != ".pyc"
     }

@@ -15,7 +15,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from ragblend.app.quality.data import Question
+from ragblend.measuring.data import Question
 
 Draw = random.Random
 QUESTIONS_A_SET = 8

@@ -7,50 +7,59 @@ There is one record per (question, method, ratio), saved as soon as it is measur
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.quality import metrics
-from ragblend.app.quality.data import Question
-from ragblend.app.quality.prefilling import BenchError, Timed, continued, stored, timed_prefill
-from ragblend.app.quality.records import Journal, Record
-from ragblend.app.quality.variants import Variant
 from ragblend.engine.prompts.figures import contains
-from ragblend.kvstore.errors import PromptTooLongError
+from ragblend.kvstore.errors import PromptTooLongError, UsageError
+from ragblend.measuring import metrics
+from ragblend.measuring.data import Loaded, Question, Skipped
+from ragblend.measuring.prefilling import (
+    BenchError,
+    Timed,
+    computed_by,
+    continued,
+    model_digest,
+    stored,
+    timed_prefill,
+)
+from ragblend.measuring.records import Journal, Record, Row
+from ragblend.measuring.variants import Variant
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ragblend.engine.config import Report
     from ragblend.engine.engine import Engine
     from ragblend.engine.prompts.segments import Prompt
     from ragblend.engine.results import Prefilled, Result
     from ragblend.engine.selection import Policy
 
 INSTRUCTION = "\nAnswer in a few words, not in a sentence."
+ANSWER_TOKENS = 32
 Progress = Callable[[int, int], None]
-# Measures a variant that is not a method of the engine, given the reference and the longest answer in tokens.
+# Measures a variant on one question, given the reference and the longest answer in tokens.
 Measure = Callable[["Engine", Question, "Prompt", "Outcome", int], Record]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A method's greedy answer, and its logits (n, vocab) before each token of the *reference's* answer.
-
-    prefilled: the prompt as that method prefilled it.
-    """
+class Outcome(Timed):
+    """A method's greedy answer, and its logits (n, vocab) before each token of the *reference's* answer."""
 
     answer: "Result"
     logits: "Tensor"
-    report: "Report"
-    ttft_ms: float
-    prefilled: "Prefilled"
 
-    @property
-    def timed(self) -> Timed:
-        return Timed(self.prefilled, self.report, self.ttft_ms)
+
+@dataclass(frozen=True)
+class ExtraVariants:
+    """Variants that are not methods of the engine. settings, code: what their numbers depend on (`run_digest`)."""
+
+    variants: Mapping[Variant, Measure] = field(default_factory=dict)
+    settings: Mapping[str, Any] | None = None
+    code: tuple[Path, ...] = ()
 
 
 def run(
@@ -58,7 +67,7 @@ def run(
     questions: Sequence[Question],
     variants: Sequence[Variant],
     journal: Journal,
-    max_new_tokens: int = 32,
+    max_new_tokens: int = ANSWER_TOKENS,
     seed: int = 0,
     keep_kv: bool = False,
     progress: Progress | None = None,
@@ -78,6 +87,7 @@ def run(
     Questions must not repeat (see `data.without_repeats`). Raises PromptTooLongError before anything is measured;
     BenchError for a number that would be wrong.
     """
+    others = others or {}
     pending = [
         (question, _pending(question, variants, journal, seed, figures_only)) for question in questions
     ]
@@ -94,15 +104,15 @@ def run(
                 if until is not None and until():
                     return left
                 if left == len(work) and warm:
-                    warm_up(engine, prompt, [each for each in todo if each not in (others or {})])
-                reference = full_outcome(engine, prompt, max_new_tokens, before)
-                before, left = reference.timed, left - 1
+                    warm_up(engine, prompt, [each for each in todo if each not in others])
+                reference = before = full_outcome(engine, prompt, max_new_tokens, before)
+                left -= 1
                 is_right = bool(metrics.right_figures(question, reference.answer.text))
                 if figures_only and Variant("full") in todo and not is_right:
                     todo, total = [Variant("full")], total - len(todo) + 1
-                given = engine, question, prompt, todo, max_new_tokens, others or {}, reference
-                for record in measure(*given):
-                    journal.add(record)
+                for variant in todo:
+                    measure = others.get(variant) or partial(measure_method, variant)
+                    journal.add(measure(engine, question, prompt, reference, max_new_tokens))
                     done += 1
                     if progress is not None:
                         progress(done, total)
@@ -149,6 +159,51 @@ def build_prompt(engine: "Engine", question: Question, max_new_tokens: int) -> "
     return prompt
 
 
+def answer_tokens(engine: "Engine", questions: list[Question], asked: int | None) -> int:
+    """The longest answer in tokens: as asked for, else enough for the longest gold answer that must be exact."""
+    if asked is not None:
+        return asked
+    longest = max((engine.count_tokens(q.answers[0]) for q in questions if q.required), default=0)
+    return max(ANSWER_TOKENS, longest + longest // 2 + 8 if longest else 0)
+
+
+def fitting(engine: "Engine", loaded: Loaded, max_new_tokens: int) -> Loaded:
+    """Drop, and report, the questions that do not fit the model's window. Raises UsageError if none fits."""
+    kept, skipped = [], list(loaded.skipped)
+    for question in loaded.questions:
+        try:
+            build_prompt(engine, question, max_new_tokens)
+            kept.append(question)
+        except PromptTooLongError as error:
+            skipped.append(Skipped(question.place, str(error)))
+    if not kept:
+        raise UsageError(
+            f"no question is left: {len(skipped)} were skipped, the last because {skipped[-1].reason}"
+        )
+    return Loaded(kept, tuple(skipped))
+
+
+def open_journal(
+    engine: "Engine",
+    folder: Path,
+    fresh: bool,
+    kv_codec: str,
+    max_new_tokens: int,
+    others: ExtraVariants = ExtraVariants(),
+) -> Journal:
+    """Open the journal, whose name is a digest of everything its records depend on and do not contain."""
+    settings: Row = {
+        "model": model_digest(engine),
+        "device": engine.device,
+        "kv_codec": kv_codec,
+        "max_new_tokens": max_new_tokens,
+        "instruction": INSTRUCTION,
+    }
+    if others.settings is not None:
+        settings["modes"] = dict(others.settings)
+    return Journal(folder / f"quality-{computed_by(settings, tuple(others.code))}.jsonl", fresh)
+
+
 def asked(question: Question) -> str:
     """The question with its instruction, as every method gets it."""
     return question.text + (INSTRUCTION if question.instruction is None else question.instruction)
@@ -160,24 +215,19 @@ def warm_up(engine: "Engine", prompt: "Prompt", variants: Sequence[Variant]) -> 
         engine.prefill(prompt, **variant.arguments)
 
 
-def measure(
+def measure_method(
+    variant: Variant,
     engine: "Engine",
     question: Question,
     prompt: "Prompt",
-    variants: Sequence[Variant],
-    max_new_tokens: int,
-    others: Mapping[Variant, Measure],
     reference: Outcome,
-) -> Iterator[Record]:
-    """Yield one record per variant for one question, each compared with the reference of this run."""
-    for variant in variants:
-        if variant in others:
-            yield others[variant](engine, question, prompt, reference, max_new_tokens)
-            continue
-        outcome = reference
-        if variant.method != "full":
-            outcome = outcome_of(engine, prompt, variant, reference, max_new_tokens)
-        yield record_of(question, variant, reference, outcome, engine)
+    max_new_tokens: int,
+) -> Record:
+    """The record of one of the engine's methods on one question."""
+    outcome = reference
+    if variant.method != "full":
+        outcome = outcome_of(engine, prompt, variant, reference, max_new_tokens)
+    return record_of(question, variant, reference, outcome, engine)
 
 
 def full_outcome(
@@ -190,8 +240,11 @@ def full_outcome(
     """
     timed = continued(engine, before, prompt) or timed_prefill(engine, prompt, Variant("full"))
     answer = engine.decode(timed.prefilled, max_new_tokens=max_new_tokens, temperature=0.0)
-    logits = teacher_logits(engine, timed.prefilled, answer)
-    return Outcome(answer, logits, timed.report, timed.ttft_ms, timed.prefilled)
+    return _outcome(timed, answer, teacher_logits(engine, timed.prefilled, answer))
+
+
+def _outcome(timed: Timed, answer: "Result", logits: "Tensor") -> Outcome:
+    return Outcome(timed.prefilled, timed.report, timed.ttft_ms, answer, logits)
 
 
 def outcome_of(
@@ -211,7 +264,7 @@ def outcome_of(
         answer = reference.answer
     else:
         answer = engine.decode(timed.prefilled, max_new_tokens=max_new_tokens, temperature=0.0)
-    return Outcome(answer, logits, timed.report, timed.ttft_ms, timed.prefilled)
+    return _outcome(timed, answer, logits)
 
 
 def takes_every_step(logits: "Tensor", answer: "Result") -> bool:

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.quality.records import PLACES, Row
+from ragblend.measuring.records import PLACES, Row
+from ragblend.measuring.variants import label
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -151,18 +153,14 @@ def matrix_table(matrix: Sequence[Row]) -> Table:
     """Each row's method against each column's: the ratio of their mean KL."""
     found = {((row["method"], row["ratio"]), (row["against"], row["against_ratio"])): row for row in matrix}
     names = list(dict.fromkeys(name for pair in found for name in pair))
-    head = ["KL of row / KL of column", *map(_name, names)]
-    lines = [[Cell(_name(row)), *(_matrix_cell(found, row, column) for column in names)] for row in names]
+    head = ["KL of row / KL of column", *starmap(label, names)]
+    lines = [[Cell(label(*row)), *(_matrix_cell(found, row, column) for column in names)] for row in names]
     note = (
         "Below 1 the row's method is closer to full prefill. Green and red: the paired 95% interval of the difference "
         "excludes zero. Grey: the two did not cost the same (mean recomputed shares differ by more than one point). "
         "Hover over a cell for the interval."
     )
     return Table("Paired comparison of any two methods", head, lines, note)
-
-
-def _name(variant: tuple[str, float | None]) -> str:
-    return variant[0] if variant[1] is None else f"{variant[0]} {100 * variant[1]:g}%"
 
 
 def _matrix_cell(found: dict[tuple[Any, Any], Row], row: Any, column: Any) -> Cell:

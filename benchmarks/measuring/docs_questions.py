@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ragblend.app.quality.data import Question
 from ragblend.kvstore.errors import UsageError
+from ragblend.measuring.data import Question
 
 QUESTIONS = 60  # fewer settle nothing
 PASSAGES = 6

@@ -6,6 +6,8 @@ from typing import Any
 
 from ragblend.kvstore.errors import UsageError
 
+ALL_METHODS = "all"
+EXACT = ("full", "exact", "prefix", "recompute")  # methods that compute full prefill in one way or another
 AT = "@"  # in --compare, between a method and its ratio
 # Variants that only `python -m benchmarks.quality` measures.
 DEVELOPERS_ONLY = ("map_reduce", "map_rerank", "refine", "transplant")
@@ -27,6 +29,11 @@ class Variant:
         return {"method": self.method} if self.ratio is None else {"method": self.method, "ratio": self.ratio}
 
 
+def label(method: str, ratio: float | None) -> str:
+    """A variant's name in tables and plots, with the ratio in percent."""
+    return method if ratio is None else f"{method} {100 * ratio:g}%"
+
+
 def parse_variants(
     methods: str, ratios: str, known: Collection[str], without_ratio: Collection[str]
 ) -> tuple[Variant, ...]:
@@ -42,6 +49,13 @@ def parse_variants(
     values = [_ratio(item) for item in _items(ratios, "--ratios")] if set(names) - fixed else []
     found = [Variant(name, value) for name in names for value in ([None] if name in fixed else values)]
     return tuple(dict.fromkeys(found))
+
+
+def with_all(methods: str, known: dict[str, Any]) -> str:
+    """Replace `all` in a list of methods by every policy that can differ from full prefill, and `full`."""
+    names = [name for name, policy in known.items() if name not in EXACT and not policy.uses_tree]
+    every = ",".join(["full", *names])
+    return ",".join(every if item.strip() == ALL_METHODS else item for item in methods.split(","))
 
 
 def split_methods(methods: str) -> list[str]:

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ragblend.app.quality.variants import Variant
 from ragblend.kvstore.errors import RagBlendError
+from ragblend.measuring.variants import Variant
 
 if TYPE_CHECKING:
     from ragblend.engine.prompts.segments import Prompt
@@ -34,7 +34,7 @@ def peak_bytes(
     pairs = zip(prompt.segments, prompt.segment_ids, strict=True)
     segments = [(isinstance(segment, Chunk), list(ids)) for segment, ids in pairs]
     job = json.dumps({"engine": engine, "segments": segments, "arguments": variant.arguments})
-    command = [sys.executable, "-m", "ragblend.app.quality.memory"]
+    command = [sys.executable, "-m", "ragblend.measuring.memory"]
     done = subprocess.run(command, input=job, text=True, capture_output=True, timeout=timeout_s)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.quality import quality
-from ragblend.app.quality.data import Question
-from ragblend.app.quality.records import Journal, Record, Row
-from ragblend.app.quality.summary import SAME_COST, comparison_matrix, difference_interval, summarise, verdict
-from ragblend.app.quality.variants import Variant
 from ragblend.kvstore.errors import UsageError
+from ragblend.measuring import quality
+from ragblend.measuring.data import Question
+from ragblend.measuring.records import Journal, Record, Row
+from ragblend.measuring.summary import SAME_COST, comparison_matrix, difference_interval, summarise, verdict
+from ragblend.measuring.variants import Variant
 
 if TYPE_CHECKING:
     from ragblend.engine.engine import Engine

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.quality.data import Question
 from ragblend.engine.prompts.figures import contains, figures_in
+from ragblend.measuring.data import Question
 
 if TYPE_CHECKING:
     from torch import Tensor

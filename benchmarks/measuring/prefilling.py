@@ -9,10 +9,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.extras import check_installed
-from ragblend.app.quality.records import run_digest
-from ragblend.app.quality.variants import Variant
 from ragblend.kvstore.errors import RagBlendError
+from ragblend.measuring.records import run_digest
+from ragblend.measuring.variants import Variant
 
 if TYPE_CHECKING:
     from ragblend.engine.config import Report
@@ -138,11 +137,6 @@ def continued(engine: "Engine", before: Timed | None, prompt: "Prompt") -> Timed
     report = replace(before.report, tokens=tokens)
     prefilled = replace(before.prefilled, prompt=prompt, logits=logits, report=report)
     return replace(before, prefilled=prefilled, report=report)
-
-
-def check_extra() -> None:
-    """Raise UsageError if a package of the extra `bench` is missing, before hours of measuring."""
-    check_installed("The benches", ("jinja2", "matplotlib", "rouge_score", "scipy"), "bench")
 
 
 def environment(engine: "Engine") -> dict[str, Any]:

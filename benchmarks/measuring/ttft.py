@@ -7,27 +7,19 @@ ratios to full prefill come from the same rounds.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import count, product
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.answering.timeline import SUFFIXES, write_timeline
-from ragblend.app.cli.bars import progress_bar
-from ragblend.app.quality.data import load
-from ragblend.app.quality.memory import peak_bytes
-from ragblend.app.quality.plots import plot_ttft
-from ragblend.app.quality.prefilling import check_extra, environment, model_digest, stored, timed_prefill
-from ragblend.app.quality.quality import INSTRUCTION, Progress
-from ragblend.app.quality.records import Row, make_folder, write_json
-from ragblend.app.quality.sources import sample_source
-from ragblend.app.quality.variants import Variant, parse_choices, parse_counts, parse_variants
 from ragblend.kvstore.errors import PromptTooLongError, UsageError
+from ragblend.measuring.memory import peak_bytes
+from ragblend.measuring.prefilling import stored, timed_prefill
+from ragblend.measuring.quality import INSTRUCTION, Progress
+from ragblend.measuring.records import Row
+from ragblend.measuring.variants import Variant
 
 if TYPE_CHECKING:
-    from ragblend.app.quality.requests import TtftRequest
     from ragblend.engine.config import Report, Timings
     from ragblend.engine.engine import Engine
     from ragblend.engine.prompts.segments import Prompt
@@ -36,7 +28,6 @@ if TYPE_CHECKING:
 
 QUESTION = "Which of the passages above says the most about people, and what does it say?"
 CACHES = ("warm", "cold", "memory")
-MEMORY_BYTES = 1 << 34
 Retrieve = Callable[[str, int], object]
 Rounds = list[tuple[float, "Report"]]  # milliseconds to the first token, and the report, a round
 
@@ -71,72 +62,6 @@ class Encoded:
     raw_kv_bytes: int
     blob_bytes: int
     fused_kv_bytes: int
-
-
-def report_ttft(engine_arguments: Row, request: "TtftRequest") -> Row:
-    """Measure, and write `ttft.json`, `ttft.png` and a timeline per row. Returns the results, and `files` by kind."""
-    from ragblend.engine.engine import Engine, loaded_here
-    from ragblend.engine.selection import METHODS, WITHOUT_RATIO
-
-    check_extra()
-    plan = TtftPlan(
-        variants=parse_variants(request.methods, request.ratios, METHODS, WITHOUT_RATIO),
-        chunks=parse_counts(request.chunks, "--chunks"),
-        tokens=parse_counts(request.tokens, "--tokens"),
-        caches=parse_choices(request.caches, "--caches", CACHES),
-        repeats=request.repeats,
-    )
-    if request.data is None:
-        source = sample_source()
-    else:
-        questions = load(request.data, skip=True).questions
-        source = "\n\n".join(passage for question in questions for passage in question.passages)
-    folder = make_folder(request.output)
-    memory_bytes = MEMORY_BYTES if "memory" in plan.caches else None
-    # No tier on the device: copying to it after an answer would be timed with the next one.
-    engine = loaded_here(
-        Engine.open(**engine_arguments, memory_budget_bytes=memory_bytes, device_budget_bytes=0),
-        "measuring the device",
-    )
-    # The child process has to open the same home and device that this one chose.
-    found = {"home": str(engine.home), "device": engine.device, "dtype": engine.dtype}
-    child = engine_arguments | found if request.memory else None
-    model_digest(engine)  # raises at once for a model that cannot be fused
-    with retriever(engine.home) as retrieve, progress_bar("prefilling") as progress:
-        rows = run(engine, source, plan, retrieve, child, progress, partial(_write_timelines, folder))
-    where = environment(engine)
-    title = f"Time to the first token: {where['model']}, {where['dtype']} on {where['gpu'] or where['cpu']}"
-    results = {"rows": rows, "environment": where}
-    write_json(folder / "ttft.json", results)
-    plot_ttft(rows, title, folder / "ttft.png")
-    return results | {"files": {kind: str(folder / f"ttft.{kind}") for kind in ("json", "png")}}
-
-
-@contextmanager
-def retriever(home: Path) -> Iterator[Callable[[str, int], object] | None]:
-    """Retrieval from the documents of that home, with its models loaded; None if nothing was ingested."""
-    from ragblend.app.answering.conversation import ANY_SCORE
-    from ragblend.app.answering.retrieval import search
-    from ragblend.app.workspace import Workspace
-
-    with Workspace.open(home) as workspace:
-        if not (
-            workspace.home.library.exists()
-            and workspace.library.count_passages(workspace.settings.collection)
-        ):
-            yield None
-            return
-        workspace.embedder.load()
-        yield lambda question, count: search([workspace], [question], count, ANY_SCORE)
-
-
-def _write_timelines(folder: Path, row: Row, trace: "Trace") -> None:
-    """Write a row's trace as a picture and for a trace viewer."""
-    share = "" if row["ratio"] is None else f"-{100 * row['ratio']:g}"
-    case = f"{row['method']}{share}-{row['chunks']}x{row['tokens']}-{row['cache']}"
-    title = f"{case}: first token after {row['ttft_ms']:.0f} ms (median of {row['repeats']})"
-    for suffix in SUFFIXES:
-        write_timeline(trace, title, folder / f"timeline-{case}{suffix}")
 
 
 def run(

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.quality.records import PLACES, Row
+from ragblend.measuring.records import PLACES, Row
+from ragblend.measuring.variants import label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +37,7 @@ def _draw_divergence(axes: "Axes", rows: Sequence[Row]) -> None:
         low, high = row["kl_ci"] or (row["kl"], row["kl"])
         axes.plot([low, high], [place, place], color=colour(row["method"]), linewidth=2)
         axes.plot([row["kl"]], [place], marker="o", color=colour(row["method"]))
-    axes.set_yticks(range(len(rows)), [_label(row) for row in rows])
+    axes.set_yticks(range(len(rows)), [label(row["method"], row["ratio"]) for row in rows])
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.set_xlabel("KL(full || method), nats a token, with 95% interval")
@@ -106,7 +107,7 @@ def _draw_bars(axes: "Axes", rows: Sequence[Row]) -> None:
     for place, row in enumerate(rows):
         text = f" {row['ttft_ms']:.0f} ms" + (f", {row['speedup']:.1f}x" if row["speedup"] else "")
         axes.text(ends[place], place, text, va="center", fontsize=8)
-    axes.set_yticks(range(len(rows)), [_label(row) for row in rows])
+    axes.set_yticks(range(len(rows)), [label(row["method"], row["ratio"]) for row in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.25 * max(ends))
 
@@ -135,7 +136,3 @@ def colour(method: str) -> Any:
 
     places = {name: place for place, name in enumerate(METHODS)}
     return colormaps["tab20"](places.get(method.partition(":")[0], len(places)) % 20)
-
-
-def _label(row: Row) -> str:
-    return row["method"] if row["ratio"] is None else f"{row['method']} {100 * row['ratio']:g}%"

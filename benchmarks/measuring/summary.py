@@ -10,10 +10,10 @@ from itertools import combinations
 from statistics import fmean, median
 from typing import Any
 
-from ragblend.app.quality.data import Question
-from ragblend.app.quality.metrics import recovery
-from ragblend.app.quality.records import Key, Record, Row
-from ragblend.app.quality.variants import Variant
+from ragblend.measuring.data import Question
+from ragblend.measuring.metrics import recovery
+from ragblend.measuring.records import Key, Record, Row
+from ragblend.measuring.variants import EXACT, Variant
 
 # What a policy has to beat: recomputing nothing, and two ways to spend the same budget blindly.
 BASELINES = ("reuse", "random", "epic")
@@ -29,7 +29,6 @@ TASK_COLUMNS = (
     "rouge_l_to_full", *FIGURE_COLUMNS,
 )  # fmt: skip
 LOSSES = (0.01, 0.02)  # tolerated losses of the task score
-EXACT = ("full", "exact", "prefix", "recompute")  # methods that compute full prefill in one way or another
 SAME_COST = 0.01  # methods cost the same if their mean shares of recomputed tokens differ by at most this
 RESAMPLES = 5000
 LEVEL = 0.95
