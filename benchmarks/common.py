@@ -1,15 +1,20 @@
-"""Shared by the benchmarks: command lines, texts of a given length, timing, Markdown tables, recorded JSON."""
+"""Shared by the benchmarks: command lines, engines, processes, texts, timing, Markdown tables, recorded JSON."""
 
 import json
 import os
 import re
+import signal
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -27,6 +32,7 @@ FIGURES = REPO / "benchmarks"  # recorded measurements
 DOCS = REPO / "docs"
 MARKS = re.compile(r"(?<=<!-- results -->\n).*?(?=<!-- end of results -->)", re.DOTALL)
 Row = dict[str, Any]
+K, T = TypeVar("K"), TypeVar("T")
 # Options of many command lines
 Home = Annotated[Path, typer.Option(help="A RAGBlend home; the model is converted there.")]
 AnyHome = Annotated[Path | None, typer.Option(help="A RAGBlend home; the user's own if absent.")]
@@ -40,6 +46,62 @@ def run(main: Callable[..., None], about: str | None) -> None:
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
     app.command(help="\b\n" + (about or "").replace("\n\n", "\n\n\b\n"))(main)
     app()
+
+
+def product_app(function: Callable[..., None]) -> typer.Typer:
+    """A command line of that function, which takes the product's own options as well."""
+    from ragblend.app.cli.common import command
+
+    app = typer.Typer(name=function.__name__, rich_markup_mode=None, pretty_exceptions_enable=False)
+    command(app)(function)
+    return app
+
+
+def run_product_app(app: typer.Typer) -> None:
+    """Run a script with such a command line, with the product's exit codes."""
+    from ragblend.app.cli.main import main
+
+    sys.exit(main(sys.argv[1:], app, f"python -m benchmarks.{app.info.name}"))
+
+
+@contextmanager
+def opened(model: str = "default", home: Path | None = None, **options: Any) -> "Iterator[Engine]":
+    """An engine, closed after the block; without a home, in a temporary one."""
+    from ragblend import Engine
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(Engine.open(model=model, home=home or Path(folder), **options)) as engine,
+    ):
+        yield engine
+
+
+@contextmanager
+def serving(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[str], Row]]:
+    """Run `ragblend ui` or `serve` on a free port; yields the process, and what it says when it is ready."""
+    command = [sys.executable, "-m", "ragblend.app.cli.main", *arguments, "--json", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, json.loads(process.stdout.readline())
+        finally:
+            process.send_signal(signal.SIGINT)
+
+
+@contextmanager
+def first_output(*arguments: str, folder: Path = REPO) -> Iterator[subprocess.Popen[bytes]]:
+    """A Python process in that checkout that has begun to write on stdout; ended after the block.
+
+    Raises SystemExit if it wrote nothing.
+    """
+    own = environment_of_others(PYTHONPATH=str(folder))
+    pipes: dict[str, int] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, *arguments], cwd=folder, env=own, **pipes) as process:
+        assert process.stdout is not None
+        if not process.stdout.read(1):
+            raise SystemExit(f"{arguments} in {folder} ended with {process.wait()}, and wrote nothing")
+        yield process
+        process.kill()
 
 
 def environment_of_others(**more: str) -> dict[str, str]:
@@ -78,6 +140,17 @@ def packed_loop(engine: "Engine") -> "tuple[DirectDecode, PackedWeights]":
     implementation = candidate.make(runtime.decoder, packed)
     assert isinstance(implementation, DirectDecode)
     return implementation, packed
+
+
+def in_turns(ways: Mapping[K, Callable[[], T]], rounds: int, warm: int = 0) -> dict[K, list[T]]:
+    """What each way gives, round after round, so that other load slows all alike. warm: rounds that do not count."""
+    found: dict[K, list[T]] = {name: [] for name in ways}
+    for number in range(warm + rounds):
+        for name, way in ways.items():
+            told = way()
+            if number >= warm:
+                found[name].append(told)
+    return found
 
 
 def spent(work: Callable[[], object]) -> tuple[float, float]:

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -21,11 +22,12 @@ import torch
 import typer
 
 from benchmarks import llama_tokens
-from benchmarks.common import AnyHome, Data, Limit, Model, environment_of_others, packed_loop, run
-from ragblend import Chunk, Engine
+from benchmarks.common import AnyHome, Data, Limit, Model, environment_of_others, in_turns, packed_loop, run
+from ragblend import Engine
 from ragblend.engine.decoding.direct import DirectDecode
 from ragblend.engine.model.checkpoints import find_model
 from ragblend.measuring.data import Question, load
+from ragblend.measuring.prefilling import prompt_of
 
 REPEATS, MOST_TOKENS = 3, 96
 Answered = dict[str, list[int]]  # a prompt and its answer, token ids
@@ -34,16 +36,16 @@ WAYS = {"without guesses": 0, "guessing": DirectDecode.guessed_tokens}
 
 def asked(engine: Engine, question: Question) -> tuple[Answered, dict[str, float]]:
     """The prompt and its answer, without the last token; milliseconds per token for each way."""
-    prompt = engine.chat_prompt(None, [Chunk(text) for text in question.passages], question.text)
-    prefilled = engine.prefill(prompt, method="full")
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    prefilled = engine.prefill(prompt_of(engine, question.passages, question.text), method="full")
     answers = []
-    for _ in range(REPEATS):
-        for way, count in WAYS.items():
-            DirectDecode.guessed_tokens = count
-            begun = time.perf_counter()
-            answers.append(engine.decode(prefilled, max_new_tokens=MOST_TOKENS).token_ids)
-            times[way].append(1e3 * (time.perf_counter() - begun) / max(1, len(answers[-1]) - 1))
+
+    def answered(guessed_tokens: int) -> float:
+        DirectDecode.guessed_tokens = guessed_tokens
+        begun = time.perf_counter()
+        answers.append(engine.decode(prefilled, max_new_tokens=MOST_TOKENS).token_ids)
+        return 1e3 * (time.perf_counter() - begun) / max(1, len(answers[-1]) - 1)
+
+    times = in_turns({way: partial(answered, count) for way, count in WAYS.items()}, REPEATS)
     if len(set(answers)) > 1:  # in float32 four rows and one differ in the last bits
         print("a near tie: with guesses the answer is another one", flush=True)
     told = {"prompt": list(prefilled.prompt.token_ids), "answer": list(answers[0][:-1])}

@@ -22,9 +22,9 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks.common import AnyHome, Limit, Model, agreement, counts, packed_loop, run
+from benchmarks.common import AnyHome, Limit, Model, agreement, counts, in_turns, packed_loop, run
 from benchmarks.filler import sentences
-from ragblend import Chunk, Engine, Literal, Prompt
+from ragblend import Engine, Literal, Prompt
 from ragblend.engine.decoding.direct import DirectDecode, Read
 from ragblend.engine.decoding.eightbit import EightBit
 from ragblend.engine.decoding.fourbit import FourBit
@@ -33,23 +33,23 @@ from ragblend.engine.decoding.packed_weights import PackedWeights
 from ragblend.engine.model.device import device_name
 from ragblend.engine.results import Prefilled
 from ragblend.measuring.data import Question, load
+from ragblend.measuring.prefilling import prompt_of
 
 REPEATS, TOKENS = 5, 24
 Logits = list[torch.Tensor]
 
 
-def in_turns(ways: dict[str, Callable[[], Logits]]) -> tuple[dict[str, list[float]], dict[str, torch.Tensor]]:
+def timed(ways: dict[str, Callable[[], Logits]]) -> tuple[dict[str, list[float]], dict[str, torch.Tensor]]:
     """Seconds of each way by round, and its logits."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
     told: dict[str, torch.Tensor] = {}
-    for _ in range(REPEATS):
-        for name, way in ways.items():
-            begun = time.perf_counter()
-            found = torch.cat(way())
-            float(found[-1, -1])  # waits for the device
-            times[name].append(time.perf_counter() - begun)
-            told[name] = found
-    return times, told
+
+    def seconds(name: str) -> float:
+        begun = time.perf_counter()
+        told[name] = torch.cat(ways[name]())
+        float(told[name][-1, -1])  # waits for the device
+        return time.perf_counter() - begun
+
+    return in_turns({name: partial(seconds, name) for name in ways}, REPEATS), told
 
 
 def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
@@ -64,7 +64,7 @@ def each_token(steps: DecodeImplementation, prefilled: Prefilled, tokens: Sequen
 
 def measured(prefilled: Prefilled, ways: dict[str, DecodeImplementation], follow: tuple[int, ...]) -> str:
     """One line comparing both ways after that prompt."""
-    times, told = in_turns({n: partial(each_token, steps, prefilled, follow) for n, steps in ways.items()})
+    times, told = timed({n: partial(each_token, steps, prefilled, follow) for n, steps in ways.items()})
     spent = " ".join(f"{n} {1e3 * statistics.median(each) / len(follow):.1f} ms" for n, each in times.items())
     divergence, same = agreement(told["model"], told["rows"])
     return f"{spent} ratio {ratio(times['model'], times['rows']):.2f} KL {divergence:.1e} same {same:.0%}"
@@ -87,7 +87,7 @@ def shared(prefilled: Sequence[Prefilled], rows: DirectDecode, follow: Sequence[
             for each in run([(cache, [token]) for cache, token in zip(caches, step, strict=True)])
         ]
 
-    times, told = in_turns({"alone": lambda: stepped(alone), "together": lambda: stepped(rows.run_together)})
+    times, told = timed({"alone": lambda: stepped(alone), "together": lambda: stepped(rows.run_together)})
     tokens = len(caches) * len(follow[0])
     rates = " ".join(f"{n} {tokens / statistics.median(each):.0f} tokens/s" for n, each in times.items())
     divergence, same = agreement(told["alone"], told["together"])
@@ -102,9 +102,8 @@ def diverging(
     """The divergence of each from the exact model, over greedy answers to questions about two passages."""
     told: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for question in questions:
-        passages = [Chunk(text) for text in question.passages[:2]]
-        ids = engine.tokenize(engine.chat_prompt(None, passages, question.text)).token_ids
-        whole = Prompt([Literal(token_ids=ids)])
+        prompt = prompt_of(engine, question.passages[:2], question.text)
+        whole = Prompt([Literal(token_ids=prompt.token_ids)])
         prefilled, reference = (each.prefill(whole, method="full") for each in (engine, exact))
         answer = exact.decode(reference, max_new_tokens=32).token_ids
         if len(answer) < 2:

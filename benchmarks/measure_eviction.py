@@ -7,7 +7,6 @@ the next-token distributions are compared with those of the whole context (KL, n
 the steps of all questions, measured alternately, so that other load slows all rows alike. Bytes are of the prompt's KV.
 """
 
-import sys
 import time
 from dataclasses import replace
 from statistics import fmean, median
@@ -15,10 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.common import packed_loop
-from ragblend.app.cli.common import Cli, command
-from ragblend.app.cli.main import main
+from benchmarks.common import packed_loop, product_app, run_product_app
+from ragblend.app.cli.common import Cli
 from ragblend.app.quality import cli as product
+from ragblend.app.quality.runs import opened
 from ragblend.app.quality.sources import QuestionSource, read
 from ragblend.measuring.metrics import kl_divergence
 from ragblend.measuring.prefilling import stored
@@ -26,10 +25,7 @@ from ragblend.measuring.quality import build_prompt
 from ragblend.measuring.table import number, table_of, text
 from ragblend.measuring.variants import parse_counts
 
-app = typer.Typer(name="measure_eviction", rich_markup_mode=None, pretty_exceptions_enable=False)
 
-
-@command(app, "measure_eviction")
 def measure_eviction(
     cli: Cli,
     source: QuestionSource,
@@ -41,12 +37,11 @@ def measure_eviction(
     """Measure, and print a table."""
     from ragblend.engine.decoding.direct import DirectDecode
     from ragblend.engine.decoding.eviction import evict
-    from ragblend.engine.engine import Engine, loaded_here
 
     budgets = [None, *parse_counts(keep, "--keep")]
     found: dict[int | None, list[tuple[float, float, list[float]]]] = {budget: [] for budget in budgets}
     questions = read(replace(source, limit=source.limit or 12, passages=source.passages or 6)).questions
-    engine = loaded_here(Engine.open(**product.engine_arguments(cli)), "this bench")
+    engine = opened(product.engine_arguments(cli), "this bench")
     if engine.gate.passed and DirectDecode.supports(engine.runtime.decoder):
         engine.runtime.choice.current, _ = packed_loop(engine)
     how: dict[str, Any] = {"method": method, "ratio": ratio}
@@ -89,4 +84,4 @@ def step_times(engine: Any, prefilled: Any, token_ids: tuple[int, ...]) -> list[
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], app, "python -m benchmarks.measure_eviction"))
+    run_product_app(product_app(measure_eviction))

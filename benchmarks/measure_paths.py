@@ -6,13 +6,12 @@ Prints, for each way, the median prefill time as a share of full prefill's, the 
 divergence of the first token from full prefill. The ways are measured one after the other for each question.
 """
 
-import tempfile
 from collections import defaultdict
 from statistics import fmean, median
 
-from benchmarks.common import Data, Limit, Model, agreement, run
-from ragblend import Chunk, Engine
+from benchmarks.common import Data, Limit, Model, agreement, opened, run
 from ragblend.measuring.data import load
+from ragblend.measuring.prefilling import prompt_of
 
 PASSAGES, KNOWN = 6, 3
 
@@ -20,14 +19,10 @@ PASSAGES, KNOWN = 6, 3
 def main(data: Data, model: Model = "default", limit: Limit = 12) -> None:
     """Measure, and print a line per way."""
     ways = defaultdict[str, list[tuple[float, float, float]]](list)
-    with tempfile.TemporaryDirectory() as home:
-        engine = Engine.open(model, home=home)
+    with opened(model) as engine:
         for number, question in enumerate(load(data).questions[:limit]):
             texts = question.passages[:PASSAGES]
-            prompt, beginning = (
-                engine.tokenize(engine.chat_prompt(None, [Chunk(text) for text in those], question.text))
-                for those in (texts, texts[:KNOWN])
-            )
+            prompt, beginning = (prompt_of(engine, each, question.text) for each in (texts, texts[:KNOWN]))
             engine.encode(texts)
             full = engine.prefill(prompt, method="full")
             if number == 0:  # warmed up
@@ -39,7 +34,6 @@ def main(data: Data, model: Model = "default", limit: Limit = 12) -> None:
                     share = found.report.timings.prefill_ms / full.report.timings.prefill_ms
                     apart, _ = agreement(full.logits[None], found.logits[None])
                     ways[way].append((share, found.report.computed_fraction, apart))
-        engine.close()
     for way, rows in ways.items():
         shares, computed, divergences = zip(*rows, strict=True)
         told = f"{median(shares):.3f} of the time, {fmean(computed):.3f} of the rows"

@@ -42,7 +42,7 @@ from benchmarks.serve_simulator import (
     simulator,
 )
 from benchmarks.traces import make_trace
-from ragblend import Chunk, Engine
+from ragblend import Engine
 from ragblend.engine import engine as engine_module
 from ragblend.engine.config import resolve_home
 from ragblend.engine.prompts.segments import Prompt
@@ -50,12 +50,14 @@ from ragblend.engine.scheduling.order import WINDOW, Claim, RequestOrder, Ticket
 from ragblend.engine.scheduling.queue import PAUSE_S
 from ragblend.kvstore.blob import file_nbytes
 from ragblend.kvstore.keys import ChunkKey
-from ragblend.measuring.prefilling import cpu_name
+from ragblend.measuring.plots import figure_of
+from ragblend.measuring.prefilling import cpu_name, prompt_of
 
 RECORDED, PAGE, PICTURE = FIGURES / "serve.json", DOCS / "load.md", DOCS / "pictures" / "load.svg"
 # RAGCache section 3.2: 3% of the documents make 60% of MMLU's requests. Its other traces are flatter: zipf 0.9, in
 # which 3% make 40 to 50% here. Answers: one token of MMLU's letters, some of NQ's names (section 7.1).
 TRACES = {"mmlu": (None, 1), "nq": (0.9, 6)}
+QUESTION = "What is told?"
 PASSAGES = 4  # a request
 SLO = 5.0  # times the unloaded time to first token
 # The real engine: documents, and requests by run
@@ -230,10 +232,6 @@ class Corpus:
         ]
 
 
-def prompt_of(engine: Engine, passages: Sequence[str], question: str = "What is told?") -> Prompt:
-    return engine.tokenize(engine.chat_prompt(None, [Chunk(text) for text in passages], question))
-
-
 class Trial:
     """One system on the real engine, whose store is filled as the system would; each run has other requests."""
 
@@ -357,7 +355,7 @@ def calibrated(home: str) -> Row:
     with opened(home) as engine:
 
         def timed(passages: Sequence[str], method: str, exact: int, pieces: int = 1) -> None:
-            prompt = prompt_of(engine, passages)
+            prompt = prompt_of(engine, passages, QUESTION)
             begun = time.process_time()
             counts = engine.prefill(prompt, method=method).report.tokens
             spent = time.process_time() - begun
@@ -377,11 +375,11 @@ def calibrated(home: str) -> Row:
                 engine.encode(passages[:known])
                 timed(passages, "probe-shift", min(known, 1))
                 if known:
-                    engine.prefill(prompt_of(engine, passages[:known]), method="exact")
+                    engine.prefill(prompt_of(engine, passages[:known], QUESTION), method="exact")
                     engine.finish_background()
                 timed(passages, "auto", known)
                 timed(passages, "exact", known, 1 + count - known)
-        prefilled = engine.prefill(prompt_of(engine, passages))
+        prefilled = engine.prefill(prompt_of(engine, passages, QUESTION))
         engine.decode(prefilled, max_new_tokens=4)
         engine.finish_background()  # which loop computes answers is measured after the first one
         begun = time.process_time()
@@ -560,11 +558,9 @@ def page(found: Row) -> str:
 
 def picture(found: Row) -> None:
     """Plot the mean time to first token by rate, on the engine and simulated."""
-    from matplotlib.figure import Figure
-
     panels = [(f"{trace}, the engine", rows) for trace, rows in found["real"].items()]
     panels += [(f"{trace}, simulated", rows["systems"]) for trace, rows in found["simulated"].items()]
-    figure = Figure(figsize=(3.4 * len(panels), 3.2), layout="constrained")
+    figure = figure_of(3.4 * len(panels), 3.2)
     for axes, (title, rows) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for number, name in enumerate(name for name in NAMES if name in rows):
             row = rows[name]

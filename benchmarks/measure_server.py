@@ -19,13 +19,13 @@ import contextlib
 import itertools
 import json
 import random
-import signal
 import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +34,7 @@ import psutil  # type: ignore[import-untyped]
 import typer
 from scipy.stats import mannwhitneyu
 
-from benchmarks.common import Model, read_json
+from benchmarks.common import Model, read_json, serving
 from benchmarks.common import run as run_script
 from benchmarks.filler import Notes, names
 from ragblend.app.serve.keys import Client, Keys
@@ -60,27 +60,23 @@ FUSED: Json = {}
 WAYS = (FULL, EXACT, FUSED)
 
 
+@dataclass(frozen=True)
 class ServerProcess:
-    """`ragblend serve` over a new home, as a process, with a key for each name."""
+    """`ragblend serve` as a process. keys: of each client."""
 
-    def __init__(self, home: Path, model: str, names: Sequence[str], dtype: str) -> None:
-        self.home = home
-        with AppServices.open(home, model=model) as desk:
-            known = Keys(desk.workspaces.home.root)
-            for name in names:
-                desk.workspaces.create(name)
-            self._keys = {name: known.add(Client(name, (name,))) for name in names}
-        command = [sys.executable, "-m", "ragblend.app.cli.main", "serve", "--json", "--port", "0"]
-        command += ["--home", str(home), "--model", model, "--device", "cpu", "--dtype", dtype]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        ready = json.loads(self.process.stdout.readline())
-        self.url, self.port = ready["url"], ready["port"]
-        with httpx.Client(base_url=self.url, headers=self.headers(names[0]), timeout=WAIT_S) as client:
-            self.model = client.get("models").json()["data"][0]["id"]
+    home: Path
+    keys: dict[str, str]
+    pid: int
+    url: str
+    port: int
+
+    @cached_property
+    def model(self) -> str:
+        answer = httpx.get(f"{self.url}/models", headers=self.headers(next(iter(self.keys))), timeout=WAIT_S)
+        return str(answer.json()["data"][0]["id"])
 
     def headers(self, name: str) -> dict[str, str]:
-        return {"authorization": f"Bearer {self._keys[name]}"}
+        return {"authorization": f"Bearer {self.keys[name]}"}
 
     def body(self, text: str, **options: Any) -> Json:
         said = [{"role": "user", "content": text}]
@@ -88,20 +84,23 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def serving(home: Path, model: str, names: Sequence[str], dtype: str = "float32") -> Iterator[ServerProcess]:
-    server = ServerProcess(home, model, names, dtype)
-    try:
-        yield server
-    finally:
-        server.process.send_signal(signal.SIGTERM)
-        server.process.wait(WAIT_S)
+def served(home: Path, model: str, names: Sequence[str], dtype: str = "float32") -> Iterator[ServerProcess]:
+    """Run `ragblend serve` over a new home, with a key for each name."""
+    with AppServices.open(home, model=model) as services:
+        known = Keys(services.workspaces.home.root)
+        for name in names:
+            services.workspaces.create(name)
+        keys = {name: known.add(Client(name, (name,))) for name in names}
+    options = ("--home", home, "--model", model, "--device", "cpu", "--dtype", dtype)
+    with serving("serve", *options) as (process, ready):
+        yield ServerProcess(home, keys, process.pid, ready["url"], ready["port"])
 
 
 def timing(home: Path, model: str, requests: int) -> Json:
     """Medians in ms and AUC, for the key without any of the passages, and for the key that has half of them."""
     texts = Notes(random.Random(0))
     took: dict[tuple[str, bool], list[float]] = {}
-    with serving(home, model, ("ada", "bob")) as server:
+    with served(home, model, ("ada", "bob")) as server:
         clients = {
             name: httpx.Client(base_url=server.url, headers=server.headers(name), timeout=WAIT_S)
             for name in ("bob", "ada")
@@ -165,7 +164,7 @@ class Soak:
 
     async def run(self, seconds: float) -> tuple[list[Json], list[Json]]:
         """Samples of the server process every second after the first minute; and idle ones before and after."""
-        process = psutil.Process(self.server.process.pid)
+        process = psutil.Process(self.server.pid)
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self.server.url, timeout=WAIT_S, limits=limits) as client:
             while not is_settled(self.server.home):
@@ -309,7 +308,7 @@ async def events(answer: httpx.Response) -> AsyncIterator[Json]:
 def soak(home: Path, model: str, streams: int, minutes: float) -> Json:
     """Counts of streams, and the process's resources early and late."""
     users = names(random.Random(0), streams)
-    with serving(home, model, users) as server:
+    with served(home, model, users) as server:
         run = Soak(server, users)
         rows, at_rest = asyncio.run(run.run(60 * minutes))
     return {
@@ -358,7 +357,7 @@ def rate(home: Path, model: str, streams: int) -> Json:
                     rates.append(tokens / (time.perf_counter() - begun))
         return found
 
-    with serving(home, model, users, "bfloat16") as server:
+    with served(home, model, users, "bfloat16") as server:
         found = asyncio.run(run())
     return {str(count): round(statistics.median(rates), 1) for count, rates in found.items()}
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import AnyHome, Limit, Model, run, texts
-from ragblend import Chunk, Engine
+from ragblend import Engine
 from ragblend.kvstore.keys import ChunkKey
+from ragblend.measuring.prefilling import prompt_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # for the server and its proxy
 from shared_servers import Redis, proxy_to  # type: ignore[import-not-found]
@@ -34,9 +35,7 @@ LINES: dict[str, dict[str, Any]] = {
 def measured(model: str, home: str, url: str, passages: list[str], keys: list[ChunkKey]) -> Iterator[float]:
     """Milliseconds of full prefill, then those that the first and the next prompt over that store take beyond it."""
     engine = Engine.open(model, home=home, remote=url)
-    prompt = engine.tokenize(
-        engine.chat_prompt(None, [Chunk(text) for text in passages], "Who mended a fence?")
-    )
+    prompt = prompt_of(engine, passages, "Who mended a fence?")
 
     def full_ms() -> float:
         return float(engine.prefill(prompt, method="full").report.timings.ttft_ms)

@@ -12,8 +12,6 @@ docs/performance.md and a picture of the profile.
 import contextlib
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -34,8 +32,10 @@ from benchmarks.common import (
     Row,
     between_marks,
     counts,
-    environment_of_others,
+    first_output,
+    in_turns,
     markdown,
+    medians,
     packed_loop,
     read_json,
     run,
@@ -51,6 +51,7 @@ from ragblend.engine.prompts.segments import Prompt
 from ragblend.engine.results import Prefilled
 from ragblend.engine.selection import shift
 from ragblend.engine.trace import Recorder
+from ragblend.measuring.plots import figure_of
 from ragblend.measuring.prefilling import cpu_name
 from ragblend.measuring.ttft import encoded
 
@@ -192,11 +193,8 @@ def phases_ms(engine: Engine, prompt: Prompt, repeats: int, **how: Any) -> tuple
 
 def whole_ms(engine: Engine, prompt: Prompt, repeats: int) -> dict[str, float]:
     """Medians of whole prefills, alternating, without recording phases, which costs more with more calls."""
-    found: dict[str, list[float]] = {method: [] for method in WAYS}
-    for _ in range(repeats):
-        for method, how in WAYS.items():
-            found[method].append(spent(partial(engine.prefill, prompt, method=method, **how))[0])
-    return {method: 1e3 * statistics.median(each) for method, each in found.items()}
+    ways = {m: partial(spent, partial(engine.prefill, prompt, method=m, **how)) for m, how in WAYS.items()}
+    return {method: 1e3 * medians(found)[0] for method, found in in_turns(ways, repeats).items()}
 
 
 def bounds_ms(engine: Engine, machine: HardwareSpeed, prefilled: Prefilled) -> Row:
@@ -260,11 +258,8 @@ def started(home: Path) -> None:
     """Run a new process until it has generated a token."""
     ask = "generate(Prompt([Literal('Say yes.')]), max_new_tokens=1).text"
     code = f"from ragblend import *; print(Engine.open(home={str(home)!r}).{ask}, flush=True)"
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment_of_others()
-    ) as process:
-        assert process.stdout is not None and process.stdout.read(1), "it ended without a word"
-        process.kill()
+    with first_output("-c", code):
+        pass
 
 
 def others_ms(engine: Engine, machine: HardwareSpeed, prompt: Prompt) -> list[Row]:
@@ -429,10 +424,8 @@ def page(recorded: Row) -> str:
 
 def picture(recorded: Row) -> None:
     """Plot bars of each method's phases beside their bounds."""
-    from matplotlib.figure import Figure
-
     methods = recorded["phases"]["methods"]
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    figure = figure_of(9, 3.2)
     axes, names = figure.subplots(), list[str]()
     for place, each in enumerate(methods):
         left = 0.0

@@ -8,12 +8,11 @@ A first run of each is not counted: it may convert the model and read files from
 
 import os
 import statistics
-import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 
-from benchmarks.common import REPO, Home, environment_of_others, run
+from benchmarks.common import REPO, Home, first_output, in_turns, run
 
 QUESTION = "How long is the causeway under water at every high tide?"
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -21,30 +20,18 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 def first_token(checkout: Path, home: Path, question: str) -> tuple[float, float]:
     """Wall-clock and processor seconds until the answer begins on stdout; the process is ended then."""
-    command = [sys.executable, "-m", "ragblend.app.cli.main", "ask", question, "--home", str(home)]
-    environment = environment_of_others(PYTHONPATH=str(checkout))
+    ask = ("-m", "ragblend.app.cli.main", "ask", question, "--home", str(home))
     begun = time.perf_counter()
-    with subprocess.Popen(
-        command, cwd=checkout, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as process:
-        assert process.stdout is not None
-        if not process.stdout.read(1):
-            raise SystemExit(f"`ragblend ask` in {checkout} ended with {process.wait()} and gave no answer")
+    with first_output(*ask, folder=checkout) as process:
         clock = time.perf_counter() - begun
         user, system = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-        process.kill()
     return clock, (int(user) + int(system)) / TICKS
 
 
 def main(home: Home, other: list[Path] | None = None, question: str = QUESTION, repeats: int = 5) -> None:
     """Measure, and print a line for each checkout."""
-    times: dict[Path, list[tuple[float, float]]] = {each: [] for each in (*(other or ()), REPO)}
-    for turn in range(repeats + 1):
-        for checkout, found in times.items():
-            took = first_token(checkout, home, question)
-            if turn:
-                found.append(took)
-    for checkout, found in times.items():
+    ways = {each: partial(first_token, each, home, question) for each in (*(other or ()), REPO)}
+    for checkout, found in in_turns(ways, repeats, warm=1).items():
         clocks, processors = zip(*found, strict=True)
         print(
             f"{checkout}: {statistics.median(clocks):.2f} s (least {min(clocks):.2f}), of processors "

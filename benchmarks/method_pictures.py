@@ -6,9 +6,6 @@ Three short paragraphs of the sample documents, a question that needs all three,
 is recorded. Nothing is drawn by hand; the same code and model give the same pictures.
 """
 
-import contextlib
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -17,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import DOCS, REPO, AnyHome, run
+from benchmarks.common import DOCS, REPO, AnyHome, opened, run
 from ragblend.engine.plan import Kind, Plan
 from ragblend.engine.selection import METHODS, AfterLayer, ByAttention, Evidence, Policy, by_attention
 from ragblend.measuring.plots import figure_of
+from ragblend.measuring.prefilling import prompt_of, stored
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,7 +69,8 @@ def main(out: Path = DOCS / "pictures", home: AnyHome = None) -> None:
     """Draw every method of the table, with a new home if none is given."""
     out.mkdir(parents=True, exist_ok=True)
     by_attention.PROBE_SHARE = 1.0  # a prompt that fits into a picture is too short for a probe
-    with tempfile.TemporaryDirectory() as folder, opened(home or Path(folder)) as (engine, prompt):
+    with opened(home=home) as engine, stored(engine, texts := paragraphs()):
+        prompt = prompt_of(engine, texts, QUESTION)
         for name in PICTURED:
             path = out / f"{name}.png"
             # Without the writer's version, so that equal pictures are equal files.
@@ -79,13 +78,10 @@ def main(out: Path = DOCS / "pictures", home: AnyHome = None) -> None:
             print(f"{path}: {path.stat().st_size:,} bytes", flush=True)
 
 
-@contextlib.contextmanager
-def opened(home: Path) -> Iterator[tuple["Engine", "Prompt"]]:
-    """An engine on the bundled model, and the prompt, whose passages are stored."""
-    from ragblend import Chunk, Engine
+def paragraphs() -> list[str]:
+    """The paragraphs of PASSAGES."""
     from ragblend.app.library.readers import read_document
     from ragblend.app.samples import documents_folder
-    from ragblend.measuring.prefilling import stored
 
     texts = []
     for document, beginning in PASSAGES:
@@ -93,8 +89,7 @@ def opened(home: Path) -> Iterator[tuple["Engine", "Prompt"]]:
         paragraphs = [text.strip() for part in parts for text in part.text.split("\n\n")]
         texts += [text for text in paragraphs if text.startswith(beginning)]
     assert len(texts) == len(PASSAGES), texts
-    with contextlib.closing(Engine.open(home=home)) as engine, stored(engine, texts):
-        yield engine, engine.tokenize(engine.chat_prompt(None, [Chunk(text) for text in texts], QUESTION))
+    return texts
 
 
 def picture(engine: "Engine", prompt: "Prompt", name: str) -> "Figure":

@@ -6,23 +6,19 @@ Both are real: the command runs as a process, the page in the system's Chromium.
 names one whose model is already converted.
 """
 
-import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from benchmarks.common import DOCS, AnyHome, run
+from benchmarks.common import DOCS, AnyHome, run, serving
 
 PICTURES = DOCS / "pictures"
 COLUMNS = 100
@@ -50,28 +46,16 @@ def demo_picture(home: Path) -> None:
     (PICTURES / "demo.svg").write_text(drawn.replace("Fira Code, monospace", "monospace"), encoding="utf-8")
 
 
-@contextmanager
-def served(home: Path) -> Iterator[str]:
-    """Run `ragblend ui` on that home; yields its address."""
-    command: list[str | Path] = [RAGBLEND, "ui", "--no-browser", "--port", "0", "--json", "--home", home]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        try:
-            yield json.loads(server.stdout.readline())["url"]
-        finally:
-            server.send_signal(signal.SIGINT)
-
-
 def page_picture(home: Path) -> None:
     """Take the page with the samples, one answer with its citation, and the cited source."""
     from playwright.sync_api import sync_playwright
 
     browser = next(path for name in BROWSERS if (path := shutil.which(name)))
-    with served(home) as url, sync_playwright() as playwright:
+    with serving("ui", "--no-browser", "--home", home) as (_, ready), sync_playwright() as playwright:
         window = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
         page = window.new_page(viewport={"width": 1280, "height": 800})
         page.set_default_timeout(WAIT_MS)
-        page.goto(url)
+        page.goto(ready["url"])
         page.wait_for_selector("#rb-transcript .rb-welcome")
         page.fill("#rb-question textarea", QUESTION)
         page.press("#rb-question textarea", "Control+Enter")

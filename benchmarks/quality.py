@@ -8,16 +8,13 @@ and copies full prefill's KV at the rows that METHOD selects; `variant` is `prob
 (`shift_variants.py`). `--generate` makes questions (`tasks.py`). All other options are the product's.
 """
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
+from benchmarks.common import product_app, run_product_app
 from benchmarks.questions import Form, Generate, write_questions
-from ragblend.app.cli.common import Cli, command
-from ragblend.app.cli.main import main
+from ragblend.app.cli.common import Cli
 from ragblend.app.quality import cli as product
 from ragblend.app.quality.requests import QualityRequest
 from ragblend.app.quality.sources import QuestionSource
@@ -39,12 +36,10 @@ if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
     from ragblend.engine.prompts.segments import Prompt
 
-app = typer.Typer(name="quality", rich_markup_mode=None, pretty_exceptions_enable=False)
 MODES = ("map_reduce", "map_rerank", "refine")
 ORACLE = "transplant"
 
 
-@command(app, "quality")
 def quality(
     cli: Cli, source: QuestionSource, request: QualityRequest, generate: Generate = None, form: Form = None
 ) -> None:
@@ -136,4 +131,4 @@ def transplanted(oracle: Variant) -> Measure:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], app, "python -m benchmarks.quality"))
+    run_product_app(product_app(quality))

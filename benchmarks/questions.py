@@ -5,20 +5,17 @@ python -m benchmarks.questions --data dev-v2.0.json --format squad --out squad.j
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from benchmarks import tasks
+from benchmarks.common import product_app, run_product_app
 from benchmarks.formats import PASSAGES, convert
-from ragblend.app.cli.common import Cli, command, plural
-from ragblend.app.cli.main import main
+from ragblend.app.cli.common import Cli, plural
 from ragblend.app.quality.cli import engine_arguments
 from ragblend.kvstore.errors import UsageError
-
-app = typer.Typer(name="questions", rich_markup_mode=None, pretty_exceptions_enable=False)
 
 Generate = Annotated[
     list[str] | None,
@@ -37,7 +34,6 @@ Form = Annotated[
 Data = Annotated[Path | None, typer.Option(help="A file in another format: see --format.")]
 
 
-@command(app, "questions")
 def questions(
     cli: Cli,
     out: Annotated[Path, typer.Option(help="Where they go.")],
@@ -73,4 +69,4 @@ def made(cli: Cli, texts: list[str]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], app, "python -m benchmarks.questions"))
+    run_product_app(product_app(questions))

@@ -7,17 +7,14 @@ over all pairs of questions of a set, of the share of one's rows that the other 
 ratio. `the question's` leaves out rows that all eight questions have.
 """
 
-import contextlib
-import tempfile
 from collections.abc import Iterator
 from itertools import combinations, groupby
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from benchmarks.common import AnyHome, Model, markdown, run
+from benchmarks.common import AnyHome, Model, markdown, opened, run
 from benchmarks.method_pictures import watched
 from ragblend.measuring.figures import figure_questions
 from ragblend.measuring.prefilling import stored
@@ -66,13 +63,8 @@ def main(
     home: AnyHome = None,
 ) -> None:
     """Print a table of the methods."""
-    from ragblend import Engine
-
     table = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        contextlib.closing(Engine.open(model=model, home=home or Path(folder))) as engine,
-    ):
+    with opened(model, home) as engine:
         for method in methods.split(","):
             plain, own = in_common(list(chosen(engine, method, ratio, sets)))
             table.append([f"`{method}`", f"{plain:.0%}", f"{own:.0%}"])

@@ -17,14 +17,12 @@ from ragblend.measuring.variants import Variant
 if TYPE_CHECKING:
     from ragblend.engine.prompts.segments import Prompt
 
-ANSWER_TOKENS = 4
+ANSWER_TOKENS, TIMEOUT_S = 4, 600
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 
 
-def peak_bytes(
-    engine: dict[str, Any], prompt: "Prompt", variant: Variant, timeout_s: float = 600
-) -> int | None:
+def peak_bytes(engine: dict[str, Any], prompt: "Prompt", variant: Variant) -> int | None:
     """Peak memory above the baseline, in bytes; None if the system does not tell. Raises RagBlendError.
 
     engine: the keyword arguments of `Engine.open`; prompt: tokenized.
@@ -35,7 +33,7 @@ def peak_bytes(
     segments = [(isinstance(segment, Chunk), list(ids)) for segment, ids in pairs]
     job = json.dumps({"engine": engine, "segments": segments, "arguments": variant.arguments})
     command = [sys.executable, "-m", "ragblend.measuring.memory"]
-    done = subprocess.run(command, input=job, text=True, capture_output=True, timeout=timeout_s)
+    done = subprocess.run(command, input=job, text=True, capture_output=True, timeout=TIMEOUT_S)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["no message"])[-1]
         answer: dict[str, Any] = {"error": f"the child process failed: {said}"}

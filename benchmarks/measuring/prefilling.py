@@ -2,8 +2,8 @@
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -63,11 +63,16 @@ def stored(engine: "Engine", texts: Sequence[str], keep: bool = False) -> "Itera
             engine.store.delete(new)
 
 
-def _codec(engine: "Engine", key: "ChunkKey", text: str) -> str | None:
-    """The codec of a text's stored KV; None if it is damaged."""
+def prompt_of(engine: "Engine", texts: Iterable[str], question: str) -> "Prompt":
+    """The tokenized prompt: the texts as passages, then the question, in the model's chat template."""
     from ragblend.engine.prompts.segments import Chunk
 
-    (chunk,) = engine.tokenize(engine.chat_prompt(None, [Chunk(text)], "")).chunks
+    return engine.tokenize(engine.chat_prompt(None, [Chunk(text) for text in texts], question))
+
+
+def _codec(engine: "Engine", key: "ChunkKey", text: str) -> str | None:
+    """The codec of a text's stored KV; None if it is damaged."""
+    (chunk,) = prompt_of(engine, [text], "").chunks
     assert chunk.token_ids is not None, "the prompt was tokenized"
     reader = engine.store.open_chunk(key, chunk.token_ids)
     if reader is None:
@@ -175,11 +180,10 @@ def computed_by(settings: dict[str, Any], more_code: tuple[Path, ...] = ()) -> s
     return run_digest(settings | where, (*code, *more_code))
 
 
-def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def cpu_name() -> str:
     """The processor's model name, or what the platform module knows if there is no /proc."""
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

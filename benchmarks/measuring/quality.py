@@ -24,6 +24,7 @@ from ragblend.measuring.prefilling import (
     computed_by,
     continued,
     model_digest,
+    prompt_of,
     stored,
     timed_prefill,
 )
@@ -142,14 +143,8 @@ def _fitting_prompt(engine: "Engine", question: Question, max_new_tokens: int) -
 
 
 def build_prompt(engine: "Engine", question: Question, max_new_tokens: int) -> "Prompt":
-    """The tokenized prompt: the passages, then the question, in the model's chat template.
-
-    Raises PromptTooLongError if the answer would not fit in the model's window.
-    """
-    from ragblend.engine.prompts.segments import Chunk
-
-    chunks = [Chunk(passage) for passage in question.passages]
-    prompt = engine.tokenize(engine.chat_prompt(None, chunks, asked(question)))
+    """The question's prompt. Raises PromptTooLongError if the answer would not fit in the model's window."""
+    prompt = prompt_of(engine, question.passages, asked(question))
     needed = len(prompt.token_ids) + max_new_tokens
     if needed > engine.context_window:
         raise PromptTooLongError(

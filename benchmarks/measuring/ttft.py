@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragblend.kvstore.errors import PromptTooLongError, UsageError
 from ragblend.measuring.memory import peak_bytes
-from ragblend.measuring.prefilling import stored, timed_prefill
+from ragblend.measuring.prefilling import prompt_of, stored, timed_prefill
 from ragblend.measuring.quality import INSTRUCTION, Progress
 from ragblend.measuring.records import Row
 from ragblend.measuring.variants import Variant
@@ -113,10 +113,7 @@ def run(
 @contextmanager
 def encoded(engine: "Engine", texts: Sequence[str]) -> Iterator[Encoded]:
     """A prompt over the texts, whose KV is stored for the block."""
-    from ragblend.engine.prompts.segments import Chunk
-
-    chunks = [Chunk(text) for text in texts]
-    prompt = engine.tokenize(engine.chat_prompt(None, chunks, QUESTION + INSTRUCTION))
+    prompt = prompt_of(engine, texts, QUESTION + INSTRUCTION)
     if len(prompt.token_ids) >= engine.context_window:
         raise PromptTooLongError(
             f"{len(texts)} chunks make a prompt of {len(prompt.token_ids)} tokens, and "

@@ -3,7 +3,8 @@
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.questions import app
+from benchmarks.common import product_app
+from benchmarks.questions import questions
 from ragblend.kvstore.errors import UsageError
 from ragblend.measuring.data import load
 
@@ -13,7 +14,7 @@ def write(model_folder, home, tmp_path):
     def write(*arguments):
         where = ["--model", model_folder, "--home", home, "--device", "cpu", "--dtype", "float32"]
         line = [str(part) for part in (*where, *arguments, "--out", tmp_path / "new" / "made.json")]
-        CliRunner().invoke(app, line, catch_exceptions=False)
+        CliRunner().invoke(product_app(questions), line, catch_exceptions=False)
         return load(tmp_path / "new" / "made.json").questions
 
     return write
