@@ -143,16 +143,8 @@ def served(given: argparse.Namespace, folder: str, connected: bool, more: list[s
     from benchmarks.common import environment_of_others
 
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
-    command += [
-        "--dtype",
-        given.dtype,
-        "--port",
-        str(port),
-        "--served-model-name",
-        "m",
-        "--max-logprobs",
-        "-1",
-    ]
+    command += ["--dtype", given.dtype, "--port", str(port)]
+    command += ["--served-model-name", "m", "--max-logprobs", "-1"]
     if connected:
         extra = {"home": str(given.home.resolve()), "ratio": given.ratios[0]}
         said = {"kv_connector": "RAGBlendConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
@@ -189,44 +181,38 @@ def _is_up(url: str) -> bool:
     return False
 
 
-def asked(url: str, ids: tuple[int, ...], **more: Any) -> dict[str, Any]:
+def opened_answer(url: str, ids: tuple[int, ...], **more: Any) -> Any:
+    """The response of the server, to be read in a `with` block."""
     body = {"model": "m", "prompt": list(ids), "temperature": 0, "max_tokens": ANSWER_TOKENS} | more
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=600) as answer:
-        found: dict[str, Any] = json.load(answer)
+    return urllib.request.urlopen(request, timeout=600)
+
+
+def asked(url: str, ids: tuple[int, ...], **more: Any) -> dict[str, Any]:
+    """The first choice of the answer."""
+    with opened_answer(url, ids, **more) as answer:
+        found: dict[str, Any] = json.load(answer)["choices"][0]
     return found
 
 
 def timed(server: VllmServer, ids: tuple[int, ...], **more: Any) -> tuple[float, float]:
     """Milliseconds to the first token, and from each token to the next."""
+    first, last = 0.0, 0.0
     with server.awake() as url:
-        return _timed(url, ids, **more)
-
-
-def _timed(url: str, ids: tuple[int, ...], **more: Any) -> tuple[float, float]:
-    body = {"model": "m", "prompt": list(ids), "temperature": 0, "max_tokens": ANSWER_TOKENS, "stream": True}
-    body |= {"ignore_eos": True} | more
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    begun, first, last = time.perf_counter(), 0.0, 0.0
-    with urllib.request.urlopen(request, timeout=600) as stream:
-        for line in stream:
-            if line.startswith(b"data: {"):
-                last = time.perf_counter()
-                first = first or last
+        begun = time.perf_counter()
+        with opened_answer(url, ids, stream=True, ignore_eos=True, **more) as stream:
+            for line in stream:
+                if line.startswith(b"data: {"):
+                    last = time.perf_counter()
+                    first = first or last
     return (first - begun) * 1e3, (last - first) * 1e3 / (ANSWER_TOKENS - 1)
 
 
 def counted(server: VllmServer) -> dict[str, float]:
-    with server.awake() as url:
-        return counted_at(url)
-
-
-def counted_at(url: str) -> dict[str, float]:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as metrics:
+    """The connector's counters."""
+    with server.awake() as url, urllib.request.urlopen(f"{url}/metrics", timeout=30) as metrics:
         text = metrics.read().decode()
     return {
         name: float(count)
@@ -345,17 +331,11 @@ def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
     with served(given, folder, True, more) as server, server.awake() as url:
         for prompt in prompts:
             for name, params in said.items():
-                asks = {"logprobs": -1, "return_tokens_as_token_ids": True} | (
-                    {"kv_transfer_params": params} if params else {}
-                )
-                one = asked(url, prompt.token_ids, max_tokens=1, **asks)["choices"][0]["logprobs"][
-                    "top_logprobs"
-                ][0]
-                told = {int(token.split(":")[1]): value for token, value in one.items()}
-                text = asked(url, prompt.token_ids, **({"kv_transfer_params": params} if params else {}))[
-                    "choices"
-                ][0]["text"]
-                found[name].append((told, text))
+                how: dict[str, Any] = {"kv_transfer_params": params} if params else {}
+                told = {"max_tokens": 1, "logprobs": -1, "return_tokens_as_token_ids": True}
+                [first] = asked(url, prompt.token_ids, **told, **how)["logprobs"]["top_logprobs"]
+                by_id = {int(token.split(":")[1]): value for token, value in first.items()}
+                found[name].append((by_id, asked(url, prompt.token_ids, **how)["text"]))
             figures = agreement(found | everyone, gold, len(found["vllm"]))
             print(figures, file=sys.stderr)
             if given.json:  # written after each question, so that an interrupted run keeps its results
@@ -382,9 +362,9 @@ def figures(given: argparse.Namespace, engine: Any, questions: list[Any], more: 
     theirs: list[str] = []
     with served(given, folder, True, [*more, "--no-enable-prefix-caching"]) as server, server.awake() as url:
         for number, prompt in enumerate(prompts, 1):
-            theirs.append(asked(url, prompt.token_ids)["choices"][0]["text"])
+            theirs.append(asked(url, prompt.token_ids)["text"])
             print(f"{number} of {len(prompts)}", file=sys.stderr)
-        fused = counted_at(url)["requests"]
+        fused = counted(server)["requests"]
     answers = list(zip(questions, mine, theirs, strict=True))
     return {
         "questions": len(answers),

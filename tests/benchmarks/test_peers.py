@@ -16,7 +16,7 @@ echo $$ >process
 echo ready
 read number
 echo "[\\"$OMP_WAIT_POLICY\\"]"
-read end
+read number
 """
 
 
@@ -35,7 +35,9 @@ def test_the_table_has_medians_of_measured_programs(tmp_path):
     assert (tmp_path / "peers.png").stat().st_size > 1000
 
 
-def test_programs_have_their_own_threads_and_are_stopped_while_idle(tmp_path, monkeypatch):
+def test_programs_have_their_own_threads_are_stopped_while_idle_and_named_when_they_fail(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     program = tmp_path / "python"
     program.write_text(PROGRAM)
@@ -45,6 +47,8 @@ def test_programs_have_their_own_threads_and_are_stopped_while_idle(tmp_path, mo
         process = psutil.Process(int((tmp_path / "process").read_text()))
         assert ask(1) == [""], "not as this package has its own threads wait"
         until(lambda: process.status() == psutil.STATUS_STOPPED)
+        with pytest.raises(SystemExit, match=r"vllm ended: .*vllm\.log says why"):
+            ask(2)
     assert not process.is_running()
 
 
@@ -57,15 +61,3 @@ def test_other_models_and_thread_counts_have_other_folders(tmp_path, monkeypatch
     other = peers.folder_of(str(model), peers.PYTHONS, tmp_path)
     model.write_bytes(b"GGUF, another")
     assert len({first, other, peers.folder_of(str(model), peers.PYTHONS, tmp_path)}) == 3
-
-
-def test_programs_are_asked_line_by_line_and_failures_name_them(tmp_path):
-    program = tmp_path / "python"
-    program.write_text(
-        f"#!/bin/sh\necho ready\nread number\necho '{json.dumps(answer(1, 2))}'\nread number\n"
-    )
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    with peers.started("vllm", str(program), tmp_path / "plan.json") as ask:
-        assert ask(1) == answer(1, 2)
-        with pytest.raises(SystemExit, match=r"vllm ended: .*vllm\.log says why"):
-            ask(2)

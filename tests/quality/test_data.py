@@ -19,20 +19,14 @@ def test_a_passage_is_title_and_text(data_file, entries) -> None:
     assert questions[1].passages[2] == f"page 12\n{entries[1]['ctxs'][2]['text']}"
 
 
-def test_skip_leaves_out_and_reports_unusable_records(data_file, entries) -> None:
-    entries[1]["question"] = " "
-    data_file.write_text(json.dumps(entries))
-    with pytest.raises(UsageError, match=r"pass --skip to leave it out$"):
-        load(data_file)
-    loaded = load(data_file, skip=True)
-    places = [question.place for question in loaded.questions]
-    assert places == [f"{data_file}, question {n}" for n in (0, 2, 3)]
-    assert [question.index for question in loaded.questions] == [0, 1, 2]
-    (skipped,) = loaded.skipped
-    assert "--skip" not in skipped.reason
-    data_file.write_text(json.dumps(entries[1:2]))
-    with pytest.raises(UsageError, match="no question that can be measured"):
-        load(data_file, skip=True)
+@pytest.mark.parametrize(
+    ("skip", "said"),
+    [(False, "pass --skip to leave it out$"), (True, "no question that can be measured")],
+)
+def test_one_question_at_least_must_be_usable(data_file, entries, skip, said) -> None:
+    data_file.write_text(json.dumps([entries[1] | {"question": " "}]))
+    with pytest.raises(UsageError, match=said):
+        load(data_file, skip)
 
 
 def test_a_file_of_another_format_is_refused_with_the_converter(data_file) -> None:
@@ -49,10 +43,6 @@ def test_choosing_limits_shuffles_and_shortens(data_file) -> None:
     orders = {tuple(q.index for q in choose(questions, seed=seed)) for seed in range(20)}
     assert len(orders) > 5
     assert choose(questions, seed=3) == choose(questions, seed=3)
-
-
-def test_digests_depend_on_content_only(data_file) -> None:
-    questions = load(data_file).questions
     assert {q.digest for q in choose(questions, seed=1)} == {q.digest for q in questions}
     assert choose(questions, passages=2)[0].digest != questions[0].digest
 

@@ -16,22 +16,8 @@ from ragblend.measuring.summary import comparison_matrix, fastest_within, summar
 from ragblend.measuring.table import print_tables, quality_tables
 from ragblend.measuring.variants import Variant
 
+KLS = {"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}
 VARIANTS = (Variant("full"), Variant("reuse"), Variant("random", 0.15), Variant("cacheblend", 0.15))
-
-
-def made_records(kl_by_method, questions):
-    """Records with the given KL on every question, rising a little from one to the next."""
-    records = (
-        Record(
-            question=question.digest, method=variant.method, ratio=variant.ratio,
-            kl=kl_by_method[variant.method] * (1 + place / 10), top1=0.5, exact_match=place % 2 == 0,
-            gold_match=False, f1=0.25, rouge_l=0.5, recomputed_fraction=0.1, ttft_ms=10.0 * (place + 1),
-            full_ttft_ms=40.0 * (place + 1) if place else 1000.0, prompt_tokens=100, answer="x",
-        )
-        for variant in VARIANTS
-        for place, question in enumerate(questions)
-    )  # fmt: skip
-    return {record.key: record for record in records}
 
 
 @pytest.fixture
@@ -40,9 +26,24 @@ def questions():
 
 
 @pytest.fixture
-def summary(questions):
-    kls = {"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}
-    return summarise(made_records(kls, questions), questions, VARIANTS, seed=0)
+def records(questions):
+    """Records with the KL of KLS on every question, rising a little from one to the next."""
+    made = (
+        Record(
+            question=question.digest, method=variant.method, ratio=variant.ratio,
+            kl=KLS[variant.method] * (1 + place / 10), top1=0.5, exact_match=place % 2 == 0,
+            gold_match=False, f1=0.25, rouge_l=0.5, recomputed_fraction=0.1, ttft_ms=10.0 * (place + 1),
+            full_ttft_ms=40.0 * (place + 1) if place else 1000.0, prompt_tokens=100, answer="x",
+        )
+        for variant in VARIANTS
+        for place, question in enumerate(questions)
+    )  # fmt: skip
+    return {record.key: record for record in made}
+
+
+@pytest.fixture
+def summary(records, questions):
+    return summarise(records, questions, VARIANTS, seed=0)
 
 
 def test_rows_by_hand(summary) -> None:
@@ -65,9 +66,8 @@ def test_comparisons_by_hand(summary) -> None:
     assert found["cacheblend", "random"]["nearer_on"] == 1
 
 
-def test_a_speed_up_counts_if_the_score_is_kept(questions) -> None:
+def test_a_speed_up_counts_if_the_score_is_kept(records, questions) -> None:
     """reuse is fastest and loses half of the score, random loses 1.6%, cacheblend none: by hand."""
-    records = made_records({"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}, questions)
     scores, waits = {"reuse": 0.125, "random": 0.246}, {"reuse": 1.0, "random": 5.0, "full": 40.0}
     told = {
         key: replace(
@@ -82,17 +82,12 @@ def test_a_speed_up_counts_if_the_score_is_kept(questions) -> None:
     assert kept == [(0.01, "cacheblend", 4), (0.02, "random", 8)]
     assert [row["method"] for row in fastest_within(rows, (0.6,))] == ["reuse"]
     assert fastest_within(rows[:2]) == []  # full prefill keeps the score, and is no speed-up
-
-
-def test_without_full_prefill_there_is_no_score_share(questions) -> None:
-    kls = {"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}
-    rows, _ = summarise(made_records(kls, questions), questions, VARIANTS[1:], seed=0)
+    rows, _ = summarise(told, questions, VARIANTS[1:], seed=0)  # without full prefill there is no share
     assert {row["score_share"] for row in rows} == {None} and fastest_within(rows) == []
 
 
-def test_the_matrix_compares_each_pair_once_without_the_reference(questions) -> None:
-    kls = {"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}
-    matrix = comparison_matrix(made_records(kls, questions), questions, VARIANTS, seed=0)
+def test_the_matrix_compares_each_pair_once_without_the_reference(records, questions) -> None:
+    matrix = comparison_matrix(records, questions, VARIANTS, seed=0)
     found = {(each["method"], each["against"]): each for each in matrix}
     assert set(found) == {("reuse", "random"), ("reuse", "cacheblend"), ("random", "cacheblend")}
     last = found["random", "cacheblend"]
@@ -137,10 +132,8 @@ class Outline(HTMLParser):
         self.text += data
 
 
-def test_the_report_is_self_contained_and_escapes_text(summary, questions, tmp_path) -> None:
+def test_the_report_is_self_contained_and_escapes_text(records, summary, questions, tmp_path) -> None:
     rows, comparisons = summary
-    kls = {"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}
-    records = made_records(kls, questions)
     plot_quality(rows, "title " * 40, tmp_path / "quality.png")
     results = {
         "rows": rows,
