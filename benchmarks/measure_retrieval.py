@@ -11,12 +11,12 @@ over questions.
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from benchmarks.common import run
+from benchmarks.common import markdown, run
 from ragblend.app import samples
 from ragblend.app.answering.conversation import LEAST_SCORE
 from ragblend.app.answering.retrieval import search
@@ -59,8 +59,8 @@ def fill(workspace: Workspace, texts: Sequence[str]) -> None:
     workspace.index.upsert([part.node_id for part in parts], rows)
 
 
-def compared(home: Path, what: str, cases: Sequence[Case]) -> list[str]:
-    """A table row for each k."""
+def compared(home: Path, what: str, cases: Sequence[Case]) -> Iterator[list[str]]:
+    """A table row for each k. Prints the processor time of a search."""
     asked = [case for case in cases if case.relevant]
     recalls, ms = dict[tuple[str, int], list[float]](), dict[str, list[float]]()
     for name in SEARCHES:
@@ -75,31 +75,26 @@ def compared(home: Path, what: str, cases: Sequence[Case]) -> list[str]:
                     depth, len(case.relevant)
                 )
                 recalls.setdefault((name, depth), []).append(share)
-    lines = []
     for depth in DEPTHS:
         hybrid, vectors = (recalls[name, depth] for name in SEARCHES)
         low, high = difference_interval(hybrid, vectors) or (0.0, 0.0)
         means = statistics.mean(vectors), statistics.mean(hybrid)
-        lines.append(
-            f"| {what} | {len(asked)} | {depth} | {means[0]:.3f} | {means[1]:.3f} | {means[1] - means[0]:+.3f} "
-            f"({low:+.3f} to {high:+.3f}) |"
-        )
+        difference = f"{means[1] - means[0]:+.3f} ({low:+.3f} to {high:+.3f})"
+        yield [what, str(len(asked)), str(depth), *(f"{mean:.3f}" for mean in means), difference]
     times = ", ".join(f"{name} {statistics.median(ms[name]):.1f} ms" for name in SEARCHES)
-    return [*lines, f"<!-- processor time of a search: {times} -->"]
+    print(f"{what}: processor time of a search {times}")
 
 
-def of_file(home: Path, questions: Sequence[Question]) -> list[str]:
+def of_file(home: Path, questions: Sequence[Question]) -> Iterator[list[str]]:
     with Workspace.open(home) as workspace:
         fill(workspace, list(dict.fromkeys(text for each in questions for text in each.passages)))
     own = [Case(each.text, frozenset(each.passages)) for each in questions]
     answers = [Case(each.text, holding(each.passages, each.answers)) for each in questions]
-    return [
-        *compared(home, "file, the question's passages", own),
-        *compared(home, "file, those with an answer", answers),
-    ]
+    yield from compared(home, "file, the question's passages", own)
+    yield from compared(home, "file, those with an answer", answers)
 
 
-def of_samples(home: Path) -> list[str]:
+def of_samples(home: Path) -> Iterator[list[str]]:
     with Workspace.open(home) as workspace:
         ingest_paths(workspace, [samples.documents_folder()])
         embed_in_full(workspace)
@@ -117,12 +112,12 @@ def of_samples(home: Path) -> list[str]:
 
 def main(data: Path | None = None) -> None:
     """Measure, and print a table."""
-    lines = ["| relevant | questions | k | vectors | hybrid | difference |", "|" + "---|" * 6]
+    rows = list[list[str]]()
     with tempfile.TemporaryDirectory() as folder:
         if data:
-            lines += of_file(Path(folder) / "file", load(data, skip=True).questions)
-        lines += of_samples(Path(folder) / "samples")
-    print("\n".join(lines))
+            rows += of_file(Path(folder) / "file", load(data, skip=True).questions)
+        rows += of_samples(Path(folder) / "samples")
+    print(markdown(["relevant", "questions", "k", "vectors", "hybrid", "difference"], rows))
 
 
 if __name__ == "__main__":

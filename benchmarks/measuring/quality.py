@@ -71,8 +71,8 @@ def run(
     max_new_tokens: int = ANSWER_TOKENS,
     seed: int = 0,
     keep_kv: bool = False,
-    progress: Progress | None = None,
-    until: Callable[[], bool] | None = None,
+    progress: Progress = lambda done, total: None,
+    until: Callable[[], bool] = lambda: False,
     warm: bool = True,
     others: Mapping[Variant, Measure] | None = None,
     figures_only: bool = False,
@@ -98,11 +98,11 @@ def run(
     done, left = 0, len(work)
     for _, together in groupby(work, lambda each: frozenset(each[0].passages)):
         of_set, before = list(together), None
-        if until is not None and until():
+        if until():
             return left
         with stored(engine, of_set[0][0].passages, keep_kv):
             for question, todo, prompt in of_set:
-                if until is not None and until():
+                if until():
                     return left
                 if left == len(work) and warm:
                     warm_up(engine, prompt, [each for each in todo if each not in others])
@@ -115,8 +115,7 @@ def run(
                     measure = others.get(variant) or partial(measure_method, variant)
                     journal.add(measure(engine, question, prompt, reference, max_new_tokens))
                     done += 1
-                    if progress is not None:
-                        progress(done, total)
+                    progress(done, total)
     return 0
 
 
