@@ -32,7 +32,8 @@ FIGURES = REPO / "benchmarks"  # recorded measurements
 DOCS = REPO / "docs"
 MARKS = re.compile(r"(?<=<!-- results -->\n).*?(?=<!-- end of results -->)", re.DOTALL)
 Row = dict[str, Any]
-K, T = TypeVar("K"), TypeVar("T")
+K = TypeVar("K")
+T = TypeVar("T")
 # Options of many command lines
 Home = Annotated[Path, typer.Option(help="A RAGBlend home; the model is converted there.")]
 AnyHome = Annotated[Path | None, typer.Option(help="A RAGBlend home; the user's own if absent.")]
@@ -95,8 +96,8 @@ def first_output(*arguments: str, folder: Path = REPO) -> Iterator[subprocess.Po
     Raises SystemExit if it wrote nothing.
     """
     own = environment_of_others(PYTHONPATH=str(folder))
-    pipes: dict[str, int] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([sys.executable, *arguments], cwd=folder, env=own, **pipes) as process:
+    command, out, err = [sys.executable, *arguments], subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(command, cwd=folder, env=own, stdout=out, stderr=err) as process:
         assert process.stdout is not None
         if not process.stdout.read(1):
             raise SystemExit(f"{arguments} in {folder} ended with {process.wait()}, and wrote nothing")
