@@ -3,6 +3,7 @@
 A fake model stands in only where the chain's arithmetic is under test: what it says and how long it takes are known.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,20 +85,7 @@ def test_modes_leave_no_registered_passages(engine, questions, monkeypatch) -> N
     assert len(registry) == 0
 
 
-# --- in the run
-
-
 # --- LangChain's chains, with a model whose words and times are known
-
-
-class Clock:
-    """Time that passes only where it is told to: on a busy machine no other is exact."""
-
-    def __init__(self):
-        self.s = 0.0
-
-    def __call__(self):
-        return self.s
 
 
 def fake_models(answers, clock, before_ms=0.0, after_ms=0.0):
@@ -132,8 +120,8 @@ def fake_models(answers, clock, before_ms=0.0, after_ms=0.0):
 @pytest.fixture
 def ask(monkeypatch):
     def run(mode, answers, **times):
-        clock = Clock()
-        monkeypatch.setattr(modes, "perf_counter", clock)
+        clock = SimpleNamespace(s=0.0)  # it goes on only where it is told to
+        monkeypatch.setattr(modes, "perf_counter", lambda: clock.s)
         passages = [f"passage {place}" for place in range(3)]
         return modes.ask(mode, fake_models(answers, clock, **times), passages, "who?")[0]
 

@@ -85,8 +85,11 @@ def test_skip_leaves_out_and_reports_unusable_questions(bench, entries, tmp_path
     assert "--skip" not in skipped[1]["reason"]
     entries[1]["question"] = "Why?"
     path.write_text(json.dumps(entries))
-    with pytest.raises(PromptTooLongError, match=r"question 2 needs .* --skip"):
+    (journal,) = (tmp_path / "out").glob("quality-*.jsonl")
+    kept = journal.read_text()
+    with pytest.raises(PromptTooLongError, match=r"question 2 needs .* --passages N .* --skip"):
         bench(*arguments)
+    assert journal.read_text() == kept  # it stops before anything is measured
 
 
 def test_ttft_reports_the_parts_of_the_time(bench, data_file, tmp_path) -> None:
@@ -145,17 +148,20 @@ def test_a_missing_package_is_named_before_measuring(bench, command, home, monke
     assert not home.exists()
 
 
-def test_an_interrupted_run_is_resumed(bench, data_file, tmp_path, ctrl_c_at) -> None:
+def test_an_interrupted_run_is_resumed(bench, data_file, engine, tmp_path, ctrl_c_at) -> None:
     arguments = ("quality", "--data", data_file, "--methods", "full,reuse", "--max-new-tokens", "3", "--json")
     calls = ctrl_c_at(4)
     stopped = bench(*arguments)
     assert (stopped.exit_code, stopped.stdout) == (1, "")
     assert "run the same command again" in stopped.stderr
+    assert list(engine.store.keys()) == []  # interrupted or not, the passages are taken out again
     (journal,) = (tmp_path / "out").glob("quality-*.jsonl")
-    assert len([line for line in journal.read_text().splitlines() if line]) == 3
+    kept = journal.read_text()
+    assert kept.count('"question"') == 3
     rows = json.loads(bench(*arguments).stdout)
     assert len(calls) == 4 + 5  # eight records, three were there; the interrupted one was begun twice
     assert [row["n"] for row in rows] == [4, 4]
+    assert journal.read_text().startswith(kept) and journal.read_text().count('"question"') == 8
 
 
 def test_repeated_questions_are_measured_once(bench, entries, tmp_path) -> None:

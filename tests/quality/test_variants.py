@@ -19,9 +19,10 @@ RUN = (Variant("full"), REUSE, A5, A15, B5, B15, Variant("c:m=1,n=2", 0.15))
 
 
 @pytest.mark.parametrize(
-    ("text", "pairs"),
+    ("texts", "pairs"),
     [
         ("a,b", ((A5, B5), (A15, B15))),
+        ("a,b; a@0.05,b@0.05; b,a", ((A5, B5), (A15, B15), (B5, A5), (B15, A15))),
         ("a@0.05,b@0.15", ((A5, B15),)),
         ("a@0.05, b", ((A5, B5),)),
         ("a,reuse", ((A5, REUSE), (A15, REUSE))),
@@ -31,12 +32,8 @@ RUN = (Variant("full"), REUSE, A5, A15, B5, B15, Variant("c:m=1,n=2", 0.15))
         ("a@0.05,a@0.15", ((A5, A15),)),
     ],
 )
-def test_pairs_are_at_equal_ratios_unless_both_are_named(text, pairs) -> None:
-    assert parse_pairs([text], RUN) == pairs
-
-
-def test_pairs_add_up_without_repeats() -> None:
-    assert parse_pairs(["a,b", "a@0.05,b@0.05", "b,a"], RUN) == ((A5, B5), (A15, B15), (B5, A5), (B15, A15))
+def test_pairs_are_at_equal_ratios_unless_both_are_named_and_add_up(texts, pairs) -> None:
+    assert parse_pairs(texts.split(";"), RUN) == pairs
 
 
 @pytest.mark.parametrize(
