@@ -1,7 +1,9 @@
 """Compares RAGBlend with other programs on a CPU: same weights, prompts and cores, each in its own environment.
 
     make bench-peers                                      # all of them
-    python -m benchmarks.peers --only llama.cpp,ragblend
+    python -m benchmarks.peers --only llama.cpp,ragblend --rounds 5 --python vllm=/opt/vllm/bin/python
+
+`--rounds` counts the answers of each program, those of earlier runs included; `--model` is `default` or a GGUF file.
 
 After a short prompt to warm up, each program prefills six passages of the samples, which are then asked about in a new
 order per round, all programs alternating. Decoding is greedy and ignores end tokens. Each answer's times are saved in
@@ -15,7 +17,6 @@ not asked are stopped: idle threads may spin. *ragblend-unguessed* decodes one t
 an end token repeats itself, which favours speculative decoding more than real answers do.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -336,39 +337,31 @@ def _draw(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> int:
+def main(
+    model: str = "default",
+    only: str = ",".join(PYTHONS),
+    rounds: int = 5,
+    output: Path = Path("bench-results"),
+    python: list[str] | None = None,
+) -> None:
     """Ask all programs alternately what they were not asked yet, and report."""
-    if sys.argv[1:2] == ["--work"]:
-        work(*sys.argv[2:4])
-        return 0
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="default", help="`default`, or a GGUF file")
-    parser.add_argument("--only", default=",".join(PYTHONS), help="of these programs")
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="answers of each, those of earlier runs included"
-    )
-    parser.add_argument("--output", type=Path, default=Path("bench-results"))
-    parser.add_argument(
-        "--python", action="append", default=[], metavar="NAME=FILE", help="another environment's"
-    )
-    given = parser.parse_args()
-    pythons = PYTHONS | dict(each.split("=", 1) for each in given.python)
-    names = given.only.split(",")
+    pythons = PYTHONS | dict(each.split("=", 1) for each in python or ())
+    names = only.split(",")
     if unknown := set(names) - PYTHONS.keys():
-        parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PYTHONS)}")
-    folder = folder_of(given.model, pythons, given.output)
+        raise SystemExit(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PYTHONS)}")
+    folder = folder_of(model, pythons, output)
     folder.mkdir(parents=True, exist_ok=True)
-    plan, machine = planned(folder / "home", given.model, max(MOST_ROUNDS, given.rounds))
+    plan, machine = planned(folder / "home", model, max(MOST_ROUNDS, rounds))
     plan_file, kept = folder / "plan.json", folder / "asked.json"
     plan_file.write_text(json.dumps(plan))
     asked: dict[str, list[Row]] = json.loads(kept.read_text()) if kept.exists() else {}
     for name in [each for each in names if not Path(pythons[each]).exists()]:
         print(f"{name}: {pythons[name]} is not there, so it is left out", file=sys.stderr)
         names.remove(name)
-    wanted = [name for name in names if len(asked.get(name, ())) < given.rounds]
+    wanted = [name for name in names if len(asked.get(name, ())) < rounds]
     with contextlib.ExitStack() as stack:
         asks = {name: stack.enter_context(started(name, pythons[name], plan_file)) for name in wanted}
-        for number in range(given.rounds):
+        for number in range(rounds):
             for name in wanted:
                 if len(asked.setdefault(name, [])) == number:
                     asked[name].append(asks[name](number + 1))
@@ -379,11 +372,15 @@ def main() -> int:
                         {key: round(asked[name][-1][key]) for key in ("ttft_ms", "last_ms")},
                         flush=True,
                     )
-    rows = report(asked, machine, given.output)
+    rows = report(asked, machine, output)
     for row in rows:
         print({key: value if isinstance(value, str) else round(value, 1) for key, value in row.items()})
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["--work"]:
+        work(*sys.argv[2:4])
+    else:
+        from benchmarks.common import run
+
+        run(main, __doc__)
