@@ -54,14 +54,18 @@ def test_ingested_passages_are_fused_except_the_first():
     assert found.ttft_s == pytest.approx([COSTS.seconds(PromptTokens(96, 400, 800))])
 
 
-def test_auto_learns_one_node_per_repeated_request():
-    requests = [[asked(0.0, 0, 1)], [asked(0.0, 0, 1), asked(99.0, 2)], [asked(0.0, 0, 1)]]
-    assert [found.path_tokens for found in served("auto", *requests)] == [400, 400 + 400, 800]
-
-
-def test_eviction_keeps_the_repeated_request():
-    found = served("exact tree", *[[asked(0.0, number)] for number in (0, 1, 1, 1, 0)], share=0.4)
-    assert [each.path_tokens for each in found] == [0, 0, 0, 400, 0]
+@pytest.mark.parametrize(
+    ("system", "share", "runs", "path_tokens"),
+    [
+        # One node is learnt for each repeated request.
+        ("auto", 2.0, [[(0.0, 0, 1)], [(0.0, 0, 1), (99.0, 2)], [(0.0, 0, 1)]], [400, 400 + 400, 800]),
+        # With room for one passage, the repeated request keeps its own.
+        ("exact tree", 0.4, [[(0.0, number)] for number in (0, 1, 1, 1, 0)], [0, 0, 0, 400, 0]),
+    ],
+)
+def test_paths_are_learnt_and_kept(system, share, runs, path_tokens):
+    found = served(system, *[[asked(*each) for each in run] for run in runs], share=share)
+    assert [each.path_tokens for each in found] == path_tokens
 
 
 def test_fitted_costs_are_recovered():

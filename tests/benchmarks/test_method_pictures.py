@@ -33,27 +33,27 @@ def letters():
     return drawn
 
 
-def test_reused_rows_are_drawn_as_stored(letters) -> None:
-    assert letters("reuse", [(0, [])]) == ["FFEEFMMMFF"] * LAYERS
-    assert letters("naive", [(0, [])]) == ["FFEEFLLLFF"] * LAYERS
-    assert letters("full", [(0, [2, 3, 5, 6, 7])]) == ["FFCCFCCCFF"] * LAYERS
-
-
-def test_selection_at_a_layer_is_drawn_from_that_layer_on(letters) -> None:
-    found = letters("cacheblend-gradual", [(0, [5, 6, 7]), (1, [5, 7]), (3, [5])])
-    assert found == ["FFEEFCCCFF", "FFEEFCMCFF", "FFEEFCMCFF", "FFEEFCMMFF"]
-
-
-def test_fresh_rows_of_a_probe_are_drawn_twice_up_to_its_last_layer(letters) -> None:
-    """But what nothing can change, which is all before the moved passage, goes on where the probe left it."""
-    fresh = [0, 1, 4, 8, 9]
-    assert letters("a3", [(0, [6])], [fresh]) == ["FFEEFMCMTT"] * 2 + ["FFEEFMCMFF"] * 2
-    assert letters("prophet", [(0, [6])], [fresh]) == ["FFEEFMCMTT"] * LAYERS
-
-
-def test_only_moved_rows_that_are_not_computed_are_drawn_as_shifted(letters) -> None:
-    # Of so few tokens the question is run through half of the layers.
-    assert letters("probe-shift", [(0, [6])], [[8, 9]]) == ["FFEEFSCSTT"] * 2 + ["FFEEFSCSFF"] * 2
+@pytest.mark.parametrize(
+    ("method", "steps", "probed", "drawn"),
+    [
+        ("reuse", [(0, [])], [], ["FFEEFMMMFF"] * LAYERS),
+        ("naive", [(0, [])], [], ["FFEEFLLLFF"] * LAYERS),
+        ("full", [(0, [2, 3, 5, 6, 7])], [], ["FFCCFCCCFF"] * LAYERS),
+        # A selection at a layer is drawn from that layer on.
+        (
+            "cacheblend-gradual", [(0, [5, 6, 7]), (1, [5, 7]), (3, [5])], [],
+            ["FFEEFCCCFF", "FFEEFCMCFF", "FFEEFCMCFF", "FFEEFCMMFF"],
+        ),
+        # Fresh rows of a probe are drawn twice up to its last layer. But what nothing can change, which is all before
+        # the moved passage, goes on where the probe left it.
+        ("a3", [(0, [6])], [[0, 1, 4, 8, 9]], ["FFEEFMCMTT"] * 2 + ["FFEEFMCMFF"] * 2),
+        ("prophet", [(0, [6])], [[0, 1, 4, 8, 9]], ["FFEEFMCMTT"] * LAYERS),
+        # Of so few tokens the question is run through half of the layers; only moved rows are shifted.
+        ("probe-shift", [(0, [6])], [[8, 9]], ["FFEEFSCSTT"] * 2 + ["FFEEFSCSFF"] * 2),
+    ],
+)  # fmt: skip
+def test_rows_are_drawn_as_they_were_obtained(letters, method, steps, probed, drawn) -> None:
+    assert letters(method, steps, probed) == drawn
 
 
 @pytest.fixture
