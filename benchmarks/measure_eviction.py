@@ -17,7 +17,7 @@ import typer
 from benchmarks.common import packed_loop, product_app, run_product_app
 from ragblend.app.cli.common import Cli
 from ragblend.app.quality import cli as product
-from ragblend.app.quality.runs import opened
+from ragblend.app.quality.runs import open_engine
 from ragblend.app.quality.sources import QuestionSource, read
 from ragblend.measuring.metrics import kl_divergence
 from ragblend.measuring.prefilling import stored
@@ -41,7 +41,7 @@ def measure_eviction(
     budgets = [None, *parse_counts(keep, "--keep")]
     found: dict[int | None, list[tuple[float, float, list[float]]]] = {budget: [] for budget in budgets}
     questions = read(replace(source, limit=source.limit or 12, passages=source.passages or 6)).questions
-    engine = opened(product.engine_arguments(cli), "this bench")
+    engine = open_engine(product.engine_arguments(cli), "this bench")
     if engine.gate.passed and DirectDecode.supports(engine.runtime.decoder):
         engine.runtime.choice.current, _ = packed_loop(engine)
     how: dict[str, Any] = {"method": method, "ratio": ratio}

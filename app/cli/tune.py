@@ -86,7 +86,7 @@ def _measure(
     cli: Cli, source: QuestionSource, settings: "Settings", options: TuneOptions, folder: Path
 ) -> "TuneResult":
     from ragblend.app.cli.bars import progress_bar
-    from ragblend.app.quality.runs import check_extra, opened
+    from ragblend.app.quality.runs import check_extra, open_engine
     from ragblend.engine.selection import METHODS
     from ragblend.measuring import tune as tuning
     from ragblend.measuring.quality import fitting, open_journal
@@ -95,7 +95,7 @@ def _measure(
     current = tuning.current_variant(settings.method, settings.ratio)
     variants = tuning.candidates(METHODS, options.most_ratio, current)
     questions = read(source)
-    engine = opened(engine_arguments(cli), "comparing methods")
+    engine = open_engine(engine_arguments(cli), "comparing methods")
     loaded = fitting(engine, questions, tuning.ANSWER_TOKENS)
     for skipped in loaded.skipped:
         cli.note(f"left out  {skipped.reason}")

@@ -42,7 +42,7 @@ def check_extra() -> None:
     check_installed("The benches", ("jinja2", "matplotlib", "rouge_score", "scipy"), "bench")
 
 
-def opened(arguments: Mapping[str, Any], purpose: str, **more: Any) -> "Engine":
+def open_engine(arguments: Mapping[str, Any], purpose: str, **more: Any) -> "Engine":
     """`Engine.open` with these arguments. Raises UsageError for an engine whose model is not in this process."""
     from ragblend.engine.engine import Engine, loaded_here  # heavy, so only after the arguments were checked
 
@@ -65,7 +65,7 @@ def report_quality(
     pairs = parse_pairs(request.compare or (), variants)
     loaded = sources.read(source)
     folder = make_folder(request.output)
-    engine = opened(engine_arguments, "comparing methods")
+    engine = open_engine(engine_arguments, "comparing methods")
     # Not the engine's: a shared engine has the codec that it was opened with last.
     kv_codec = engine_arguments.get("kv_codec") or "raw"
     asked = request.max_new_tokens or (FIGURE_ANSWER_TOKENS if source.figures else None)
@@ -159,7 +159,7 @@ def report_ttft(engine_arguments: Row, request: "TtftRequest") -> Row:
     memory_bytes = MEMORY_BYTES if "memory" in plan.caches else None
     # No tier on the device: copying to it after an answer would be timed with the next one.
     tiers = {"memory_budget_bytes": memory_bytes, "device_budget_bytes": 0}
-    engine = opened(engine_arguments, "measuring the device", **tiers)
+    engine = open_engine(engine_arguments, "measuring the device", **tiers)
     # The child process has to open the same home and device that this one chose.
     found = {"home": str(engine.home), "device": engine.device, "dtype": engine.dtype}
     child = engine_arguments | found if request.memory else None
