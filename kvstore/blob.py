@@ -19,12 +19,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ragblend.kvstore import posix
 from ragblend.kvstore.checksum import crc32
 from ragblend.kvstore.chunks import DTYPES, ChunkKV, Geometry
 from ragblend.kvstore.codec import RAW, Codec, Source, codec_numbered
@@ -205,7 +207,6 @@ def _crc(packed: tuple[Tensor, ...]) -> int:
     return crc
 
 
-_IOV_MAX = max(16, os.sysconf("SC_IOV_MAX"))
 Damaged = Callable[[str], None]
 
 
@@ -247,7 +248,7 @@ class ChunkReader(Source):
         assert 0 <= layer < self.geometry.layers, layer
         with self._open_fd() as fd:
             try:
-                found = read_into(fd, buffers, self.header.layer_offset(layer))
+                found = posix.read_into(fd, buffers, self.header.layer_offset(layer))
             except OSError as error:
                 raise self._damage(f"reading layer {layer} failed: {error.strerror}") from error
         if found != self.header.layer_nbytes:
@@ -259,11 +260,8 @@ class ChunkReader(Source):
             raise self._damage(f"layer {layer} does not match its checksum")
 
     def drop_page_cache(self) -> None:
-        if not hasattr(os, "posix_fadvise"):  # macOS: the system keeps the pages
-            return
         with self._open_fd() as fd:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            posix.drop_pages(fd)
 
     def close(self) -> None:
         """Close the file when the reads under way are done; closing twice is fine."""
@@ -318,7 +316,7 @@ def open_verified(
     """
     fd = open_file(path)
     try:
-        header = read_header(lambda nbytes, offset: _pread(fd, nbytes, offset), os.fstat(fd).st_size)
+        header = read_header(partial(posix.read_at, fd), os.fstat(fd).st_size)
         check_header(header, key, token_ids, geometry, start, parent)
     except BaseException:
         os.close(fd)
@@ -343,25 +341,3 @@ def check_header(
     _demand(fits, f"{found}, not {geometry} from {start}", "wrong-key")
     placed = token_ids is None or header.parent == parent
     _demand(placed, f"the file holds KV from behind {header.parent}, not {parent}", "wrong-key")
-
-
-def _pread(fd: int, nbytes: int, offset: int) -> bytes:
-    buffer = bytearray(nbytes)
-    return bytes(buffer[: read_into(fd, [memoryview(buffer)], offset)])
-
-
-def read_into(fd: int, buffers: Sequence[Any], offset: int) -> int:
-    """Fill `buffers` in order from `offset` with preadv; bytes read, fewer only at the end of the file."""
-    views = [memoryview(buffer).cast("B") for buffer in buffers]
-    first, total = 0, 0
-    while first < len(views):
-        count = os.preadv(fd, views[first : first + _IOV_MAX], offset + total)
-        if count == 0:
-            break
-        total += count
-        while first < len(views) and count >= len(views[first]):  # a short read may end anywhere
-            count -= len(views[first])
-            first += 1
-        if count:
-            views[first] = views[first][count:]
-    return total

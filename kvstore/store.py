@@ -15,7 +15,7 @@ from functools import partial
 from itertools import filterfalse
 from pathlib import Path
 
-from ragblend.kvstore import upkeep
+from ragblend.kvstore import posix, upkeep
 from ragblend.kvstore.blob import Blob, ChunkReader, open_verified
 from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.codec import RAW, Codec, Source
@@ -344,14 +344,12 @@ class KVStore(Closing):
     def will_need(self, key: ChunkKey) -> None:
         """Ask the kernel to read that value ahead of its use; absent values and old systems are no error."""
         path = self._path_of(key)
-        if path is None or not hasattr(os, "posix_fadvise"):
-            return
-        with contextlib.suppress(OSError):  # evicted meanwhile, say: its use will tell
-            fd = open_file(path)
-            try:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(fd)
+        if path is not None:
+            with (
+                contextlib.suppress(OSError),
+                os.fdopen(open_file(path), "rb") as file,
+            ):  # evicted meanwhile, say
+                posix.read_ahead(file.fileno())
 
     def promote(
         self,

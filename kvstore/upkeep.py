@@ -16,12 +16,13 @@ from tempfile import TemporaryDirectory
 from ragblend.kvstore import layout, sqlite
 from ragblend.kvstore.blob import BlobDamage, open_verified
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, StoreFullError
-from ragblend.kvstore.files import DAMAGE, discard, make_private_folder, sync_folder, warn_of_network
+from ragblend.kvstore.files import DAMAGE, discard, make_private_folder, warn_of_network
 from ragblend.kvstore.index import Index, Row
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.layout import ValueFile
 from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.memory import layers_of
+from ragblend.kvstore.posix import sync_folder
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 30.0
