@@ -86,9 +86,9 @@ class KVStore(Closing):
         with ExitStack() as opened, _opening(store.root):
             store._lock = opened.enter_context(upkeep.open_folder(store.root))
             with store._lock.hold():
-                store._index, damaged = upkeep.open_index(store.root)
+                store._index, was_damaged = upkeep.open_index(store.root)
                 opened.enter_context(store._index)
-                store._counters.add(quarantined=int(damaged not in upkeep.NO_DAMAGE))
+                store._counters.add(quarantined=int(was_damaged))
                 try:
                     store._settle()
                 except CorruptBlobError as error:
@@ -274,7 +274,7 @@ class KVStore(Closing):
         with self._changing() as index:
             self._ledger.refresh(self._saved_by_others(index), index.rows())
             below = self._ledger.below([key.digest for key in (keys if still is None else still())])
-            freed = self._remove(index, below)
+            freed = self._remove(index, below).bytes
             self._forget_in_memory(below)  # once more: a promotion may have been half done
             index.truncate_log()
             return freed
@@ -288,22 +288,14 @@ class KVStore(Closing):
         for tier in self.tiers:
             tier.delete([ChunkKey(digest) for digest in digests])
 
-    def _remove(self, index: Index, digests: Sequence[str]) -> int:
-        """From all tiers: bytes freed. Files before rows: a kill in between leaves a miss, no file to enter again."""
+    def _remove(self, index: Index, digests: Sequence[str]) -> GcReport:
+        """From all tiers. Files before rows: a kill in between leaves a miss, and no file to enter again."""
         self._forget_in_memory(digests)
-        failed: StoreError | None = None
-        freed = 0
         try:
-            freed = upkeep.remove_files(
-                [path for each in digests for path in files_of(self.root, each)]
-            ).bytes
-        except StoreError as error:  # rows and counts go all the same; the caller tries the files again
-            failed = error
-        self._ledger.forget(digests)
-        self._save(digests)
-        if failed is not None:
-            raise failed
-        return freed
+            return upkeep.remove_files([path for each in digests for path in files_of(self.root, each)])
+        finally:  # rows and counts go even where a file stays, which the caller tries to remove again
+            self._ledger.forget(digests)
+            self._save(digests)
 
     # --- reading: whatever is wrong with a stored value makes a miss, and the caller encodes the chunk again
 
@@ -517,12 +509,13 @@ class KVStore(Closing):
         """Remove orphans, temporary files, the quarantine, what is beyond the budget and, given `keep`, all others."""
         with self._changing() as index:
             rows = index.rows()
-            wanted = rows.keys() if keep is None else {key.digest for key in keep}
-            report = upkeep.collect(index, [digest for digest in rows if digest not in wanted])
-            self._ledger.refresh(self._saved_by_others(index), index.rows())
+            self._ledger.refresh(self._saved_by_others(index), rows)
+            gone = self._ledger.orphans()
             if keep is not None:
+                wanted = {key.digest for key in keep}
+                gone += self._ledger.below([digest for digest in rows if digest not in wanted])
                 self._ledger.keep_only(wanted)
-            self._remove(index, self._ledger.orphans())
+            report = self._remove(index, gone) + upkeep.remove_leftovers(index)
             index.truncate_log()
         while (evicted := self._evict_some()).files:
             report += evicted

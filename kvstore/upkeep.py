@@ -26,6 +26,7 @@ from ragblend.kvstore.posix import sync_folder
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 30.0
+_REBUILT = "the KV index at %s is rebuilt from the values that are there: %s"
 _DISKS_FAULT = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY}
 
 
@@ -109,22 +110,15 @@ def refuse(index: Index, digests: Collection[str]) -> None:
             index.delete(digest)
 
 
-def collect(index: Index, dropped: Collection[str]) -> GcReport:
-    """Remove the values of `dropped`, what no row names, temporary files among it, and the quarantine."""
-    root = index.root
-    rows = index.rows()
-    named = {root / rows[digest].filename for digest in dropped}
-    values = remove_files(named.union(*(layout.files_of(root, digest) for digest in dropped)))
-    with index.changing():
-        for digest in dropped:
-            index.delete(digest)
-    kept = {row.filename for row in index.rows().values()}
+def remove_leftovers(index: Index) -> GcReport:
+    """Remove what no row names, temporary files among it, and the quarantine."""
+    root, named = index.root, {row.filename for row in index.rows().values()}
     orphans = [
-        root / file.filename for file in layout.value_files(root) if file.digest and file.filename not in kept
+        root / file.filename
+        for file in layout.value_files(root)
+        if file.digest and file.filename not in named
     ]
-    others = remove_files([*orphans, *layout.quarantine_of(root).iterdir()])
-    index.truncate_log()
-    return values + others
+    return remove_files([*orphans, *layout.quarantine_of(root).iterdir()])
 
 
 def remove_files(paths: Collection[Path]) -> GcReport:
@@ -160,29 +154,24 @@ def open_folder(root: Path) -> WriterLock:
     return WriterLock(root / layout.LOCK_NAME, TIMEOUT_S)
 
 
-def open_index(root: Path) -> tuple[Index, str | None]:
-    """The index, and why it had to be rebuilt from the values. StoreError."""
+def open_index(root: Path) -> tuple[Index, bool]:
+    """The index, and whether one that had values was damaged, and is rebuilt from them. StoreError."""
     layout.prepare(root)
-    damaged = _damage_of(root)
-    if damaged is None:
+    damage = _damage_of(root)
+    if damage is None:
         index = Index(root, TIMEOUT_S)
         try:
-            if index.totals[0] or not _has_values(root):
-                return index, None
-            log.warning("the KV index at %s is rebuilt from the values that are there: %s", root, EMPTY)
-            _enter_values(
-                index
-            )  # a process was killed before its first commit; others may have the index open
-            return index, EMPTY
+            if not index.totals[0] and _has_values(root):  # a process was killed before its first commit
+                log.warning(_REBUILT, root, "the values have yet to be entered")
+                _enter_values(index)  # others may have the index open
+            return index, False
         except CorruptBlobError as error:
-            damaged = str(error)
+            index.close()
+            damage = str(error)
         except BaseException:
             index.close()
             raise
-        index.close()
-    elif not _has_values(root):  # a process was killed that had just begun the store
-        damaged = EMPTY
-    return rebuilt(root, damaged), damaged
+    return rebuilt(root, damage), _has_values(root)
 
 
 def _has_values(root: Path) -> bool:
@@ -195,7 +184,7 @@ def rebuilt(root: Path, why: str) -> Index:
     Only headers are read: layers are checked at every use anyway. A deleted value cannot come back this way, because
     delete unlinks the file before the row.
     """
-    log.warning("the KV index at %s is rebuilt from the values that are there: %s", root, why)
+    log.warning(_REBUILT, root, why)
     layout.remove_index(root)
     layout.prepare(root)
     index = Index(root, TIMEOUT_S)
@@ -245,10 +234,6 @@ def sweep(index: Index) -> tuple[dict[str, Row], int]:
     if lost:
         refuse(index, lost)
     return {digest: row for digest, row in rows.items() if row.filename in there}, len(lost)
-
-
-EMPTY = "the values have yet to be entered"
-NO_DAMAGE = {None, EMPTY}
 
 
 def _damage_of(root: Path) -> str | None:
