@@ -53,13 +53,13 @@ class Database(SqliteFile):
     def mark_lost(sql: sqlite3.Connection, gaps: dict[str, list[Gap]]) -> None:
         """Write down in a new file, before it is used, what could not be read of the damaged one."""
 
-    def among(self, query: str, keys: Iterable[object]) -> list[sqlite3.Row]:
-        """The rows of a query that ends in `IN`, for any number of keys."""
+    def among(self, query: str, keys: Iterable[object], *values: object) -> list[sqlite3.Row]:
+        """The rows of a query that ends in `IN`, for any number of keys; values: of what comes before them."""
         everything = list(dict.fromkeys(keys))
         found: list[sqlite3.Row] = []
         for start in range(0, len(everything), BATCH_ROWS):
             batch = everything[start : start + BATCH_ROWS]
-            found += self.rows(f"{query} ({', '.join('?' * len(batch))})", *batch)
+            found += self.rows(f"{query} ({', '.join('?' * len(batch))})", *values, *batch)
         return found
 
     @property

@@ -28,18 +28,18 @@ class DamagedFileError(StoreError):
     """A file that can be had again was damaged, and is empty now."""
 
 
-def connect(path: Path | str, timeout_s: float = BUSY_SECONDS) -> sqlite3.Connection:
+def connect(path: Path | str) -> sqlite3.Connection:
     """A connection that threads may share and that waits for other processes; transactions are begun by hand."""
-    return sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
+    return sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
 
 
-def connect_to_read(path: Path, timeout_s: float = BUSY_SECONDS) -> tuple[sqlite3.Connection, bool]:
+def connect_to_read(path: Path) -> tuple[sqlite3.Connection, bool]:
     """A connection, and whether it must be opened again for the next use.
 
     A database with a write-ahead log needs a file of shared memory, for which a full disk has no room. Where the log
     is empty, the database's file is read as it is then, which is right until another process writes.
     """
-    sql = connect(path, timeout_s)
+    sql = connect(path)
     try:
         sql.execute("PRAGMA schema_version").fetchone()
     except sqlite3.OperationalError as error:
@@ -48,7 +48,7 @@ def connect_to_read(path: Path, timeout_s: float = BUSY_SECONDS) -> tuple[sqlite
             return sql, False
         sql.close()
         uri = f"{path.absolute().as_uri()}?immutable=1"
-        return sqlite3.connect(uri, timeout_s, isolation_level=None, check_same_thread=False, uri=True), True
+        return sqlite3.connect(uri, isolation_level=None, check_same_thread=False, uri=True), True
     except sqlite3.DatabaseError:
         pass  # a damaged file, as its first use will say
     return sql, False
@@ -139,30 +139,12 @@ def error_code(error: Exception) -> int:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an exception out of SQLite says that the file is damaged."""
-    return is_no_text(error) or error_code(error) in DAMAGED
+    """Whether an exception out of SQLite says that the file is damaged.
 
-
-def is_no_text(error: Exception) -> bool:
-    """Whether what stands for a text is none, which Python's module says by itself, without a code."""
-    return isinstance(error, UnicodeDecodeError | sqlite3.OperationalError) and "decode" in str(error)
-
-
-def index_failed(error: Exception, path: Path) -> StoreError:
-    """The named error for an exception out of SQLite or diskcache."""
-    if isinstance(error, Timeout) and isinstance(error.__context__, sqlite3.Error):
-        error = error.__context__  # diskcache calls every failed BEGIN a timeout, a full disk too
-    code = error_code(error)
-    if code in BUSY or isinstance(error, Timeout):
-        return StoreLockedError(f"using {path}: another program kept it locked. Close it, or try again.")
-    if code == sqlite3.SQLITE_FULL:
-        return StoreFullError(
-            f"writing to {path}: the disk is full. Free some space; nothing stored is lost."
-        )
-    return StoreError(
-        f"using {path} failed: {error}. If it persists, close every program that uses this home and run "
-        "`ragblend store repair`; KV can be rebuilt, and no document is in there."
-    )
+    Of what stands for a text and is none Python's module says so by itself, without a code.
+    """
+    is_no_text = isinstance(error, UnicodeDecodeError | sqlite3.OperationalError) and "decode" in str(error)
+    return is_no_text or error_code(error) in DAMAGED
 
 
 class SqliteFile(Closing):
@@ -282,7 +264,7 @@ class SqliteFile(Closing):
         if found not in (0, self.version):
             raise self._other_version(found)
         if problems := integrity(sql, 1):
-            raise _damage(problems[0])
+            raise damage(problems[0])
         if not self._is_for_once:
             write_ahead(sql, self.synchronous)
         if not found:  # a sound file is only read: the disk may be full
@@ -290,7 +272,7 @@ class SqliteFile(Closing):
                 if not sql.execute("SELECT 1 FROM sqlite_master").fetchone():
                     self._make_tables(sql)
         if self._schema(sql) != self._expected():
-            raise _damage("its tables are not those that were made")
+            raise damage("its tables are not those that were made")
 
     def _make_tables(self, sql: sqlite3.Connection) -> None:
         for statement in self.tables:
@@ -334,10 +316,25 @@ class SqliteFile(Closing):
         if is_damage(error):
             self._mend(str(error))
             return DamagedFileError(f"using {self.path}: it was damaged and is rebuilt.")
-        return index_failed(error, self.path)
+        if isinstance(error, Timeout) and isinstance(error.__context__, sqlite3.Error):
+            error = error.__context__  # diskcache calls every failed BEGIN a timeout, a full disk too
+        code = error_code(error)
+        if code in BUSY or isinstance(error, Timeout):
+            return StoreLockedError(
+                f"using {self.path}: another program kept it locked. Close it, or try again."
+            )
+        if code == sqlite3.SQLITE_FULL:
+            return StoreFullError(
+                f"writing to {self.path}: the disk is full. Free some space; nothing stored is lost."
+            )
+        return StoreError(
+            f"using {self.path} failed: {error}. If it persists, close every program that uses this home and run "
+            "`ragblend store repair`; KV can be rebuilt, and no document is in there."
+        )
 
 
-def _damage(why: str) -> sqlite3.DatabaseError:
+def damage(why: str) -> sqlite3.DatabaseError:
+    """What SQLite raises for a damaged file, for damage that it does not see."""
     error = sqlite3.DatabaseError(why)
     error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
     return error

@@ -247,7 +247,7 @@ class KVStore(Closing):
             self._unsynced = True
         for _ in range(2):
             if self._unsynced:  # other processes put and evict values as well
-                gone, rows = {victim.digest for victim in evicted}, index.rows()
+                gone, rows = {victim.digest for victim in evicted}, index.entries()
                 stored = {digest: row for digest, row in rows.items() if digest not in gone}
                 self._ledger.refresh(self._saved_by_others(index), stored)
                 self._unsynced = False
@@ -272,11 +272,11 @@ class KVStore(Closing):
         Quarantined copies and counts too; what others share is `withdraw`'s. Raises StoreError if a file stays.
         """
         with self._changing() as index:
-            self._ledger.refresh(self._saved_by_others(index), index.rows())
+            self._ledger.refresh(self._saved_by_others(index), index.entries())
             below = self._ledger.below([key.digest for key in (keys if still is None else still())])
             freed = self._remove(index, below).bytes
             self._forget_in_memory(below)  # once more: a promotion may have been half done
-            index.truncate_log()
+            index.erase_log()
             return freed
 
     def withdraw(self, keys: Sequence[ChunkKey]) -> None:
@@ -291,11 +291,18 @@ class KVStore(Closing):
     def _remove(self, index: Index, digests: Sequence[str]) -> GcReport:
         """From all tiers. Files before rows: a kill in between leaves a miss, and no file to enter again."""
         self._forget_in_memory(digests)
+        named = {self.root / row.filename for each in digests if (row := index.get(each)) is not None}
         try:
-            return upkeep.remove_files([path for each in digests for path in files_of(self.root, each)])
-        finally:  # rows and counts go even where a file stays, which the caller tries to remove again
-            self._ledger.forget(digests)
-            self._save(digests)
+            freed = upkeep.remove_files(named.union(*(files_of(self.root, each) for each in digests)))
+        except StoreError:  # rows and counts go all the same; the caller tries the files again
+            self._forget(digests)
+            raise
+        self._forget(digests)
+        return freed
+
+    def _forget(self, digests: Sequence[str]) -> None:
+        self._ledger.forget(digests)
+        self._save(digests)
 
     # --- reading: whatever is wrong with a stored value makes a miss, and the caller encodes the chunk again
 
@@ -389,7 +396,7 @@ class KVStore(Closing):
     def _save(self, deleted: Sequence[str] = ()) -> None:
         """Save the ledger, and delete rows, in one transaction."""
         with self._changing() as index:
-            packed, is_saved = self._ledger.merged(self._saved_by_others(index), index.rows)
+            packed, is_saved = self._ledger.merged(self._saved_by_others(index), index.entries)
             serial = self._ledger.serial + 1
             with index.changing():
                 for digest in deleted:
@@ -476,17 +483,17 @@ class KVStore(Closing):
 
     def keys(self) -> Iterator[ChunkKey]:
         """The keys as they are now, oldest first."""
-        return map(ChunkKey, self._live_index().rows())
+        return map(ChunkKey, self._live_index().entries())
 
     def sizes(self) -> dict[ChunkKey, int]:
         """How many bytes each value takes, as they are now."""
-        return {ChunkKey(digest): row.nbytes for digest, row in self._live_index().rows().items()}
+        return {ChunkKey(digest): row.nbytes for digest, row in self._live_index().entries().items()}
 
     def check(self) -> list[Problem]:
         """Everything wrong with the store, from reading all of it; changes nothing."""
         with self._changing() as index:  # for the listing only: it must not see half a put
             try:
-                files, rows = list(value_files(self.root)), index.rows()
+                files, rows = list(value_files(self.root)), index.entries()
             except CorruptBlobError as error:
                 return [Problem("index", None, index.path, str(error))]
         return list(upkeep.check_files(index, files, rows))
@@ -508,7 +515,7 @@ class KVStore(Closing):
     def gc(self, keep: Collection[ChunkKey] | None = None) -> GcReport:
         """Remove orphans, temporary files, the quarantine, what is beyond the budget and, given `keep`, all others."""
         with self._changing() as index:
-            rows = index.rows()
+            rows = index.entries()
             self._ledger.refresh(self._saved_by_others(index), rows)
             gone = self._ledger.orphans()
             if keep is not None:
@@ -516,7 +523,7 @@ class KVStore(Closing):
                 gone += self._ledger.below([digest for digest in rows if digest not in wanted])
                 self._ledger.keep_only(wanted)
             report = self._remove(index, gone) + upkeep.remove_leftovers(index)
-            index.truncate_log()
+            index.erase_log()
         while (evicted := self._evict_some()).files:
             report += evicted
         for tier in self.tiers:

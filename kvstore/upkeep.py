@@ -5,17 +5,14 @@ All but `check_files` needs the writer's lock: only then is a file without a row
 
 import errno
 import logging
-import sqlite3
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from ragblend.kvstore import layout, sqlite
+from ragblend.kvstore import layout
 from ragblend.kvstore.blob import BlobDamage, open_verified
-from ragblend.kvstore.errors import CorruptBlobError, StoreError, StoreFullError
+from ragblend.kvstore.errors import CorruptBlobError, StoreError
 from ragblend.kvstore.files import DAMAGE, discard, make_private_folder, warn_of_network
 from ragblend.kvstore.index import Index, Row
 from ragblend.kvstore.keys import ChunkKey
@@ -27,7 +24,6 @@ from ragblend.kvstore.posix import sync_folder
 log = logging.getLogger(__name__)
 TIMEOUT_S = 30.0
 _REBUILT = "the KV index at %s is rebuilt from the values that are there: %s"
-_DISKS_FAULT = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY}
 
 
 @dataclass(frozen=True)
@@ -112,7 +108,7 @@ def refuse(index: Index, digests: Collection[str]) -> None:
 
 def remove_leftovers(index: Index) -> GcReport:
     """Remove what no row names, temporary files among it, and the quarantine."""
-    root, named = index.root, {row.filename for row in index.rows().values()}
+    root, named = index.root, {row.filename for row in index.entries().values()}
     orphans = [
         root / file.filename
         for file in layout.value_files(root)
@@ -157,21 +153,18 @@ def open_folder(root: Path) -> WriterLock:
 def open_index(root: Path) -> tuple[Index, bool]:
     """The index, and whether one that had values was damaged, and is rebuilt from them. StoreError."""
     layout.prepare(root)
-    damage = _damage_of(root)
-    if damage is None:
+    try:
         index = Index(root, TIMEOUT_S)
         try:
             if not index.totals[0] and _has_values(root):  # a process was killed before its first commit
                 log.warning(_REBUILT, root, "the values have yet to be entered")
                 _enter_values(index)  # others may have the index open
-            return index, False
-        except CorruptBlobError as error:
-            index.close()
-            damage = str(error)
         except BaseException:
             index.close()
             raise
-    return rebuilt(root, damage), _has_values(root)
+    except CorruptBlobError as error:
+        return rebuilt(root, str(error)), _has_values(root)
+    return index, False
 
 
 def _has_values(root: Path) -> bool:
@@ -223,7 +216,7 @@ def _row_of(root: Path, file: ValueFile) -> Row | None:
 
 def sweep(index: Index) -> tuple[dict[str, Row], int]:
     """Remove leftovers of killed writers, and rows whose file is gone. Returns the rows, and how many had no file."""
-    rows = index.rows()
+    rows = index.entries()
     named, there = {row.filename for row in rows.values()}, set[str]()
     for filename in layout.value_names(index.root):
         if filename in named:
@@ -234,39 +227,3 @@ def sweep(index: Index) -> tuple[dict[str, Row], int]:
     if lost:
         refuse(index, lost)
     return {digest: row for digest, row in rows.items() if row.filename in there}, len(lost)
-
-
-def _damage_of(root: Path) -> str | None:
-    """What is wrong with the index; None when it is sound, or not there like the rest."""
-    path = root / layout.INDEX_NAME
-    if not path.exists() or not path.stat().st_size:
-        return None
-    try:
-        with closing(sqlite.connect_to_read(path, TIMEOUT_S)[0]) as sql:
-            sql.text_factory = sqlite.lenient_text
-            if problems := sqlite.integrity(sql, 1):
-                return problems[0]
-            others = _made_by_diskcache(sql) ^ _expected()
-    except sqlite.SQL_ERRORS as error:
-        if sqlite.error_code(error) in _DISKS_FAULT | sqlite.BUSY:
-            raise sqlite.index_failed(error, path) from error  # or another program's
-        return str(error)
-    except (StoreFullError, OSError):  # no room to make one to compare with
-        return None
-    return f"its schema is not diskcache's: {min(others)}" if others else None
-
-
-def _made_by_diskcache(sql: sqlite3.Connection) -> frozenset[tuple[str, str]]:
-    """Tables, triggers and settings: diskcache makes a setting's name part of a statement."""
-    found = sqlite.schema_of(sql)
-    settings = sql.execute("SELECT key FROM Settings").fetchall() if "Settings" in found else []
-    return frozenset(found.items()) | {(str(name), "setting") for (name,) in settings}
-
-
-@cache
-def _expected() -> frozenset[tuple[str, str]]:
-    """What it makes of an empty folder: one flipped bit in a trigger's text is found by comparison."""
-    with TemporaryDirectory(prefix="ragblend-") as folder:
-        Index(Path(folder), TIMEOUT_S).close()
-        with closing(sqlite.connect(Path(folder, layout.INDEX_NAME))) as sql:
-            return _made_by_diskcache(sql)

@@ -144,12 +144,9 @@ class JobStore(Database):
         self.erase_log()
 
     def open_among(self, collection: str, paths: Sequence[str]) -> set[str]:
-        """Which of these files (at most one page of them) are queued or being ingested."""
-        marks = ", ".join("?" * len(paths))
-        query = (
-            f"SELECT path FROM jobs WHERE state IN {_listed(OPEN)} AND collection = ? AND path IN ({marks})"
-        )
-        return set(self.column(query, collection, *paths))
+        """Which of these files are queued or being ingested."""
+        query = f"SELECT path FROM jobs WHERE state IN {_listed(OPEN)} AND collection = ? AND path IN"
+        return {row["path"] for row in self.among(query, paths, collection)}
 
     def counts(self) -> dict[JobState, int]:
         found = dict(map(tuple, self.rows("SELECT state, count(*) FROM jobs GROUP BY state")))

@@ -65,9 +65,6 @@ TABLES = (
     "CREATE TRIGGER documents_unworded BEFORE DELETE ON documents BEGIN "
     "DELETE FROM chunks WHERE document_id = old.id; END",
 )
-NOTE = ("document_id", "origin", "text")
-PASSAGE = ("node_id", "document_id", "position", "text", "location", "windows", "embedding")
-INSERT_PASSAGE = f"INSERT INTO chunks ({', '.join(PASSAGE)}) VALUES (?, ?, ?, ?, ?, ?, ?)"
 MOST_WORDS = 100  # of a question that are searched
 # A number or code with its parts: INV-2024-0817, 48213, 4711. A year, a round number, or a number with its unit is not
 # one: passages contain them by chance.
@@ -255,7 +252,7 @@ class Library(Database):
             for p, rows in zip(passages, embeddings, strict=True):
                 blob = np.ascontiguousarray(rows, dtype="<f4").tobytes()
                 values = (p.node_id, document, p.index, p.text, p.location, len(rows), blob)
-                connection.execute(INSERT_PASSAGE, values)
+                connection.execute("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?)", values)
             gone = [(node, document) for node in earlier - kept]
             connection.executemany("INSERT OR IGNORE INTO stale VALUES (?, ?)", gone)
             connection.executemany("DELETE FROM stale WHERE node_id = ?", ((node,) for node in kept))
@@ -405,7 +402,7 @@ class Library(Database):
             connection.execute(
                 "DELETE FROM notes WHERE document_id = ? AND origin = ?", (document.id, origin)
             )
-            query = f"INSERT INTO notes ({', '.join(NOTE)}) SELECT id, ?, ? FROM documents WHERE id = ? AND sha256 = ?"
+            query = "INSERT INTO notes SELECT id, ?, ? FROM documents WHERE id = ? AND sha256 = ?"
             connection.execute(query, (origin, text, document.id, document.facts.sha256))
 
     # --- damage and erasing ----------------------------------------------------------------------
