@@ -9,7 +9,7 @@ import re
 import sqlite3
 import struct
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from diskcache import Cache, Disk
 from diskcache.core import MODE_RAW, UNKNOWN
 
-from ragblend.kvstore.errors import CorruptBlobError, StoreError, UsageError
+from ragblend.kvstore.errors import CorruptBlobError, UsageError
 from ragblend.kvstore.files import is_same_file, make_private_folder
 from ragblend.kvstore.layout import INDEX_NAME, value_name
 from ragblend.kvstore.sqlite import (
@@ -162,18 +162,15 @@ class Index(SqliteFile):
     @contextmanager
     def changing(self) -> Iterator[None]:
         """One transaction: all or nothing. Errors raised in the block pass through."""
-        raised: list[BaseException] = []
         try:
-            with self._of_diskcache(), self._opened().transact():
+            with ExitStack() as change:
                 try:
-                    yield
-                except BaseException as error:
-                    raised.append(error)
-                    raise
-        except StoreError:
-            if raised and not isinstance(raised[0], SQL_ERRORS):
-                raise raised[0] from raised[0].__cause__
-            raise
+                    change.enter_context(self._opened().transact())
+                except (TypeError, KeyError, ValueError, sqlite3.Warning, sqlite3.ProgrammingError) as error:
+                    raise CorruptBlobError(f"the index {self.path} cannot be used: {error}") from error
+                yield
+        except SQL_ERRORS as error:
+            raise self._failed(error) from error
         finally:
             if self._writer is not None:  # a connection is a thread's, and threads come and go
                 self._writer.close()
@@ -195,15 +192,6 @@ class Index(SqliteFile):
         if self._writer is None:
             self._writer = _cache_in(self.path.parent, self._timeout_s)
         return self._writer
-
-    @contextmanager
-    def _of_diskcache(self) -> Iterator[None]:
-        try:
-            yield
-        except (TypeError, KeyError, ValueError, sqlite3.Warning, sqlite3.ProgrammingError) as error:
-            raise CorruptBlobError(f"the index {self.path} cannot be used: {error}") from error
-        except SQL_ERRORS as error:
-            raise self._failed(error) from error
 
     # --- opening, and what is wrong
 

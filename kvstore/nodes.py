@@ -239,7 +239,7 @@ class NodeIndex(SqliteFile):
             "SELECT node_id FROM Passages WHERE collection = ? AND node_id >= ? AND node_id < ? ORDER BY id"
         )
         first = _blob(beginning)
-        return [_text(node_id) for node_id in self.column(select, collection, first, first + b"\xff")]
+        return [_id(node_id) for node_id in self.column(select, collection, first, first + b"\xff")]
 
     def registered_since(self, collection: str, row_id: int) -> list[tuple[int, int, int, int]]:
         """Row id, head, length and whole of what has a larger row id, ascending."""
@@ -251,7 +251,7 @@ class NodeIndex(SqliteFile):
     def claims(self, collection: str, whole: int) -> list[tuple[str, bytes]]:
         """Node id and proof of every text with that hash, by node id."""
         select = "SELECT node_id, proof FROM Passages WHERE collection = ? AND whole = ? ORDER BY node_id"
-        return [(_text(node_id), proof) for node_id, proof in self.rows(select, collection, _signed(whole))]
+        return [(_id(node_id), proof) for node_id, proof in self.rows(select, collection, _signed(whole))]
 
     def changes(self) -> tuple[int, int, int]:
         """Another value says that something has changed; another first number, that the file is another one."""
@@ -279,18 +279,13 @@ def _bound(node_id: str) -> str | bytes:
 
 
 def _id(found: str | bytes) -> str:
-    """The node id of `_bound`."""
-    return found if isinstance(found, str) else _text(found)
+    """The node id of `_bound` or `_blob`."""
+    return found if isinstance(found, str) else found.decode("utf-8", "surrogatepass")
 
 
 def _where(scope: Scope, node_id: str) -> tuple[str | bytes, ...]:
     """The arguments of _NODE."""
     return scope.collection, scope.tokenizer, _bound(node_id)
-
-
-def _text(found: bytes) -> str:
-    """The node id of `_blob`."""
-    return found.decode("utf-8", "surrogatepass")
 
 
 def _signed(key: int) -> int:

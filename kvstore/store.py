@@ -21,10 +21,17 @@ from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.codec import RAW, Codec, Source
 from ragblend.kvstore.counters import Counters, Counts, StoreStats
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, StoreFullError
-from ragblend.kvstore.files import DAMAGE, Closing, open_file, write_failed
+from ragblend.kvstore.files import (
+    DAMAGE,
+    Closing,
+    make_private_folder,
+    open_file,
+    warn_of_network,
+    write_failed,
+)
 from ragblend.kvstore.index import Index, Row
 from ragblend.kvstore.keys import ChunkKey
-from ragblend.kvstore.layout import files_of, remove_values, value_files, write_value
+from ragblend.kvstore.layout import LOCK_NAME, check_format, files_of, remove_values, value_files, write_value
 from ragblend.kvstore.ledger import Ledger
 from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.memory import MemoryTier, whole
@@ -84,7 +91,10 @@ class KVStore(Closing):
         wanted = None if policy is None else policy_named(policy)
         store = cls(Path(root), tiers, cost, None if remote is None else Place.of(remote), wanted)
         with ExitStack() as opened, _opening(store.root):
-            store._lock = opened.enter_context(upkeep.open_folder(store.root))
+            check_format(store.root)  # before anything is made or tightened in a folder that is not ours
+            make_private_folder(store.root)
+            warn_of_network(store.root)
+            store._lock = opened.enter_context(WriterLock(store.root / LOCK_NAME, upkeep.TIMEOUT_S))
             with store._lock.hold():
                 store._index, was_damaged = upkeep.open_index(store.root)
                 opened.enter_context(store._index)

@@ -13,11 +13,10 @@ from pathlib import Path
 from ragblend.kvstore import layout
 from ragblend.kvstore.blob import BlobDamage, open_verified
 from ragblend.kvstore.errors import CorruptBlobError, StoreError
-from ragblend.kvstore.files import DAMAGE, discard, make_private_folder, warn_of_network
+from ragblend.kvstore.files import DAMAGE, discard
 from ragblend.kvstore.index import Index, Row
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.layout import ValueFile
-from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.memory import layers_of
 from ragblend.kvstore.posix import sync_folder
 
@@ -139,15 +138,7 @@ def remove_files(paths: Collection[Path]) -> GcReport:
     return GcReport(files, nbytes)
 
 
-# --- opening: format, folders, an index that can be trusted, leftovers of killed processes
-
-
-def open_folder(root: Path) -> WriterLock:
-    """The lock of a folder that is a store, or is to be one. StoreFormatError, StoreError."""
-    layout.check_format(root)  # before anything is made or tightened in a folder that is not ours
-    make_private_folder(root)
-    warn_of_network(root)
-    return WriterLock(root / layout.LOCK_NAME, TIMEOUT_S)
+# --- opening: an index that can be trusted, leftovers of killed processes
 
 
 def open_index(root: Path) -> tuple[Index, bool]:
