@@ -19,7 +19,6 @@ from ragblend.kvstore.sqlite import (
     BUSY_SECONDS,
     SqliteFile,
     connect,
-    erase,
     error_code,
     lenient_text,
 )
@@ -36,14 +35,12 @@ class Database(SqliteFile):
     disk is full.
 
     copied: the tables whose rows are all there is to keep; adopted: statements that make again, in a file that was
-    damaged, what other rows belong to; full_text: the table that is an index of words (FTS5), and can be made again
-    from the others.
+    damaged, what other rows belong to.
     """
 
     synchronous = "FULL"
     copied: ClassVar[tuple[str, ...]]
     adopted: ClassVar[tuple[str, ...]] = ()
-    full_text: ClassVar[str] = ""
 
     def __init__(self, path: Path) -> None:
         self.rescued: Rescued | None = None
@@ -68,16 +65,6 @@ class Database(SqliteFile):
         with self.connection() as sql:
             return sql.total_changes
 
-    def erase(self) -> bool:
-        with self.connection() as sql:
-            # FTS5 only notes what is deleted: it goes when the parts of the index are merged.
-            return erase(sql, self.path.parent, *self._full_text("optimize"))
-
-    def _full_text(self, command: str) -> list[str]:
-        """The statement that gives FTS5 a command, if there is such a table."""
-        name = self.full_text
-        return [f"INSERT INTO {name} ({name}) VALUES ('{command}')"] if name else []
-
     # --- opening
 
     def _must_reopen(self) -> bool:
@@ -98,19 +85,13 @@ class Database(SqliteFile):
         sql.create_function("folded", 1, _folded, deterministic=True)
         sql.create_function("worded", 2, _worded, deterministic=True)
 
-    def _schema(self, sql: sqlite3.Connection) -> dict[str, str]:
-        """Of what we made: how FTS5 keeps its own tables is each version's own."""
-        found = super()._schema(sql)
-        others = f"{self.full_text}_"
-        return {name: made for name, made in found.items() if others == "_" or not name.startswith(others)}
-
     # --- what is wrong with a file
 
-    def _mend(self, why: str) -> None:
+    def _repair(self, why: str) -> None:
         self._disconnect()
         with self._rescuing() as lock, lock.hold():
             if is_same_file(self.path, self._identity):  # else another process has done it meanwhile
-                new = self._begun(Path(f"{self.path}.rescuing"))
+                new = self._new_file(Path(f"{self.path}.rescuing"))
                 self.rescued = rescue.rescue(
                     self.path, new, self.what, why, self.copied, self.adopted, self.mark_lost
                 )
@@ -118,7 +99,7 @@ class Database(SqliteFile):
     def _rescuing(self) -> WriterLock:
         return WriterLock(self.path.with_name(f".{self.path.name}.lock"), BUSY_SECONDS)
 
-    def _begun(self, path: Path) -> sqlite3.Connection:
+    def _new_file(self, path: Path) -> sqlite3.Connection:
         """A new file with the tables, in a transaction: rows may come in any order."""
         discard_database(path)
         make_private_file(path)

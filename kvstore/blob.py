@@ -16,10 +16,10 @@ trusted (it is 0700).
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +183,7 @@ class Blob:
             if packed is None:
                 return cls.of(key, chunk)
             layers.append(packed)
-        crcs = tuple(_crc(packed) for packed in layers)
+        crcs = tuple(_crc(map(tensor_bytes, packed)) for packed in layers)
         token_ids, start, parent = tuple(chunk.token_ids), chunk.start, chunk.parent
         header = BlobHeader(key, token_ids, start, chunk.geometry, crcs, codec, parent)
         return cls(header, tuple(layers))
@@ -200,11 +200,8 @@ class Blob:
                 yield memoryview(tensor_bytes(tensor)).cast("B")
 
 
-def _crc(packed: tuple[Tensor, ...]) -> int:
-    crc = 0
-    for tensor in packed:
-        crc = crc32(tensor_bytes(tensor), crc)
-    return crc
+def _crc(buffers: Iterable[Any]) -> int:
+    return reduce(lambda crc, buffer: crc32(buffer, crc), buffers, 0)
 
 
 Damaged = Callable[[str], None]
@@ -253,9 +250,7 @@ class ChunkReader(Source):
                 raise self._damage(f"reading layer {layer} failed: {error.strerror}") from error
         if found != self.header.layer_nbytes:
             raise self._damage(f"layer {layer} ends after {found} of {self.header.layer_nbytes} bytes")
-        crc = 0
-        for buffer in buffers:
-            crc = crc32(buffer, crc)
+        crc = _crc(buffers)
         if crc != self.header.layer_crcs[layer]:
             raise self._damage(f"layer {layer} does not match its checksum")
 

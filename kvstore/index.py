@@ -215,7 +215,7 @@ class Index(SqliteFile):
         if others:
             raise damage(f"its schema is not diskcache's: {min(others)}")
 
-    def _mend(self, why: str) -> None:
+    def _repair(self, why: str) -> None:
         raise CorruptBlobError(f"the index {self.path} is damaged: {why}")
 
     def _failed(self, error: Exception) -> Exception:

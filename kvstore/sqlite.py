@@ -108,31 +108,6 @@ def transaction(sql: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def erase_log(sql: sqlite3.Connection) -> bool:
-    """Empty the write-ahead log, where what was deleted would live on; False while others read for long."""
-    return not sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
-
-
-def erase(sql: sqlite3.Connection, folder: Path, *before: str) -> bool:
-    """Rewrite the file without what was deleted; False while others use it for long, or without room for a copy.
-
-    SQLite overwrites a row that it deletes (`secure_delete`), but not the copies that are left in pages where it once
-    moved rows about. The copy of the file that this needs is made in `folder`. before: statements that are run first.
-    """
-    sql.execute(f"PRAGMA temp_store_directory = '{str(folder).replace(chr(39), chr(39) * 2)}'")
-    try:
-        for statement in (*before, "VACUUM"):
-            sql.execute(statement)
-    except sqlite3.OperationalError as error:
-        if error_code(error) not in {*BUSY, sqlite3.SQLITE_FULL}:
-            raise
-        erase_log(sql)
-        return False
-    finally:
-        sql.execute("PRAGMA temp_store_directory = ''")
-    return erase_log(sql)
-
-
 def error_code(error: Exception) -> int:
     """SQLite's primary code; 0 for what Python's module raises by itself (text that is not UTF-8, say)."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
@@ -156,7 +131,8 @@ class SqliteFile(Closing):
 
     A subclass says what: the file's name in messages; version: of the tables and of what is in them; tables: the
     statements that make them; remedy: how a rebuilt file fills again; synchronous: FULL where a commit survives a power
-    cut, NORMAL where it survives only a kill, and costs no fsync.
+    cut, NORMAL where it survives only a kill, and costs no fsync; full_text: the table that is an index of words
+    (FTS5), and can be made again from the others.
     """
 
     what: ClassVar[str]
@@ -164,6 +140,7 @@ class SqliteFile(Closing):
     tables: ClassVar[tuple[str, ...]]
     remedy: ClassVar[str] = ""
     synchronous: ClassVar[str] = "NORMAL"
+    full_text: ClassVar[str] = ""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -206,17 +183,41 @@ class SqliteFile(Closing):
         with self.transaction() as sql:
             return sql.execute(query, values)
 
-    def erase_log(self) -> None:
-        """Empty the write-ahead log, where what was deleted would live on."""
+    def erase_log(self) -> bool:
+        """Empty the write-ahead log, where what was deleted would live on; False while others read for long."""
         with self.connection() as sql:
-            done = erase_log(sql)
-        if not done:
+            is_empty = not sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        if not is_empty:
             log.warning("%s-wal keeps what was deleted until its other readers are done", self.path)
+        return is_empty
 
     def erase(self) -> bool:
-        """Leave no byte of what was deleted in the file; False while others use it for long, or on a full disk."""
+        """Rewrite the file without what was deleted; False while others use it for long, or without room for a copy.
+
+        SQLite overwrites a row that it deletes (`secure_delete`), but not the copies that are left in pages where it
+        once moved rows about. FTS5 only notes what is deleted, until the parts of its index are merged.
+        """
+        folder = str(self.path.parent).replace("'", "''")
         with self.connection() as sql:
-            return erase(sql, self.path.parent)
+            sql.execute(
+                f"PRAGMA temp_store_directory = '{folder}'"
+            )  # for the copy of the file that this needs
+            try:
+                for statement in (*self._full_text("optimize"), "VACUUM"):
+                    sql.execute(statement)
+                done = True
+            except sqlite3.OperationalError as error:
+                if error_code(error) not in {*BUSY, sqlite3.SQLITE_FULL}:
+                    raise
+                done = False
+            finally:
+                sql.execute("PRAGMA temp_store_directory = ''")
+        return self.erase_log() and done
+
+    def _full_text(self, command: str) -> list[str]:
+        """The statement that gives FTS5 a command, if there is such a table."""
+        name = self.full_text
+        return [f"INSERT INTO {name} ({name}) VALUES ('{command}')"] if name else []
 
     def close(self) -> None:
         with self._lock:
@@ -235,7 +236,7 @@ class SqliteFile(Closing):
         except SQL_ERRORS as error:
             if not is_damage(error):
                 raise
-            self._mend(str(error))
+            self._repair(str(error))
             return self._open()
 
     def _must_reopen(self) -> bool:
@@ -280,7 +281,11 @@ class SqliteFile(Closing):
         sql.execute(f"PRAGMA user_version = {self.version}")
 
     def _schema(self, sql: sqlite3.Connection) -> dict[str, str]:
-        return schema_of(sql)
+        """Of what we made: how FTS5 keeps its own tables is each version's own."""
+        found, theirs = schema_of(sql), f"{self.full_text}_"
+        return {
+            name: made for name, made in found.items() if not (self.full_text and name.startswith(theirs))
+        }
 
     def _expected(self) -> dict[str, str]:
         with closing(connect(":memory:")) as sql:
@@ -301,7 +306,7 @@ class SqliteFile(Closing):
             f"{self.remedy}."
         )
 
-    def _mend(self, why: str) -> None:
+    def _repair(self, why: str) -> None:
         """Remove the damaged file, unless another process has put a new one in its place."""
         self._disconnect()
         if is_same_file(self.path, self._identity):
@@ -314,7 +319,7 @@ class SqliteFile(Closing):
             said = f"opening the {self.what} {self.path} failed: {error}. Check its owner and permissions."
             return StoreError(said)
         if is_damage(error):
-            self._mend(str(error))
+            self._repair(str(error))
             return DamagedFileError(f"using {self.path}: it was damaged and is rebuilt.")
         if isinstance(error, Timeout) and isinstance(error.__context__, sqlite3.Error):
             error = error.__context__  # diskcache calls every failed BEGIN a timeout, a full disk too
