@@ -46,11 +46,6 @@ AT_ONCE = 64  # evictions, where a budget was lowered
 _QUARANTINE_WAIT_S = 2.0  # a reader does not stand behind a long put for the sake of tidiness
 
 
-def same_cost(cached_tokens: int, new_tokens: int) -> float:
-    """What a token costs to compute where nothing was measured: all alike."""
-    return 1.0
-
-
 @contextmanager
 def _opening(root: Path) -> Iterator[None]:
     try:
@@ -74,7 +69,7 @@ class KVStore(Closing):
         budget_bytes: int | None,
         tiers: Sequence[MemoryTier] = (),
         policy: str | None = None,
-        cost: Cost = same_cost,
+        cost: Cost = lambda cached, new: 1.0,
         remote: str | None = None,
     ) -> "KVStore":
         """Open the store at `root`, made if absent (0700, files 0600).
