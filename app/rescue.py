@@ -22,15 +22,14 @@ from ragblend.kvstore.files import (
     discard_database,
     make_private_file,
     sync_file,
-    sync_folder,
 )
+from ragblend.kvstore.posix import sync_folder
 from ragblend.kvstore.sqlite import connect, lenient_text
 
 log = logging.getLogger("ragblend")
 LARGEST_ROWID = 2**40
 MOST_FAILURES = 20_000  # reads of a table that end in damage; behind them the rest is given up
 Gap = tuple[int, int]  # rows from the first number to the last that cannot be read
-Mended = Callable[[sqlite3.Connection, dict[str, list[Gap]]], None]
 
 
 @dataclass
@@ -74,13 +73,13 @@ def rescue(
     what: str,
     why: str,
     copied: Sequence[str],
-    adopted: Sequence[str] = (),
-    mended: Mended | None = None,
+    adopted: Sequence[str],
+    mark_lost: Callable[[sqlite3.Connection, dict[str, list[Gap]]], None],
 ) -> Rescued:
     """Copy what can be read, and put it in the place of the file. Nobody else may use it meanwhile.
 
     new: an empty database at `FILE.rescuing` with its tables, without foreign keys, in a transaction; it is closed.
-    what: the file's name in messages; why: what is wrong with it; copied, adopted, mended: as in `database.Layout`.
+    what: the file's name in messages; why: what is wrong with it; copied, adopted, mark_lost: as `Database` has them.
     Raises LibraryError where nothing at all can be read: then the file stays; StoreFullError without room for two more
     copies of it.
     """
@@ -98,8 +97,7 @@ def rescue(
                     "built from anything else: restore it from a backup, or move it away and ingest the documents "
                     "again."
                 )
-            if mended is not None:
-                mended(new, found.gaps)
+            mark_lost(new, found.gaps)
             new.execute("COMMIT")
         rescuing = Path(f"{path}.rescuing")
         sync_file(rescuing)

@@ -16,15 +16,17 @@ trusted (it is 0700).
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ragblend.kvstore import posix
 from ragblend.kvstore.checksum import crc32
 from ragblend.kvstore.chunks import DTYPES, ChunkKV, Geometry
 from ragblend.kvstore.codec import RAW, Codec, Source, codec_numbered
@@ -181,7 +183,7 @@ class Blob:
             if packed is None:
                 return cls.of(key, chunk)
             layers.append(packed)
-        crcs = tuple(_crc(packed) for packed in layers)
+        crcs = tuple(_crc(map(tensor_bytes, packed)) for packed in layers)
         token_ids, start, parent = tuple(chunk.token_ids), chunk.start, chunk.parent
         header = BlobHeader(key, token_ids, start, chunk.geometry, crcs, codec, parent)
         return cls(header, tuple(layers))
@@ -198,14 +200,10 @@ class Blob:
                 yield memoryview(tensor_bytes(tensor)).cast("B")
 
 
-def _crc(packed: tuple[Tensor, ...]) -> int:
-    crc = 0
-    for tensor in packed:
-        crc = crc32(tensor_bytes(tensor), crc)
-    return crc
+def _crc(buffers: Iterable[Any]) -> int:
+    return reduce(lambda crc, buffer: crc32(buffer, crc), buffers, 0)
 
 
-_IOV_MAX = max(16, os.sysconf("SC_IOV_MAX"))
 Damaged = Callable[[str], None]
 
 
@@ -247,23 +245,18 @@ class ChunkReader(Source):
         assert 0 <= layer < self.geometry.layers, layer
         with self._open_fd() as fd:
             try:
-                found = read_into(fd, buffers, self.header.layer_offset(layer))
+                found = posix.read_into(fd, buffers, self.header.layer_offset(layer))
             except OSError as error:
                 raise self._damage(f"reading layer {layer} failed: {error.strerror}") from error
         if found != self.header.layer_nbytes:
             raise self._damage(f"layer {layer} ends after {found} of {self.header.layer_nbytes} bytes")
-        crc = 0
-        for buffer in buffers:
-            crc = crc32(buffer, crc)
+        crc = _crc(buffers)
         if crc != self.header.layer_crcs[layer]:
             raise self._damage(f"layer {layer} does not match its checksum")
 
     def drop_page_cache(self) -> None:
-        if not hasattr(os, "posix_fadvise"):  # macOS: the system keeps the pages
-            return
         with self._open_fd() as fd:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            posix.drop_pages(fd)
 
     def close(self) -> None:
         """Close the file when the reads under way are done; closing twice is fine."""
@@ -318,7 +311,7 @@ def open_verified(
     """
     fd = open_file(path)
     try:
-        header = read_header(lambda nbytes, offset: _pread(fd, nbytes, offset), os.fstat(fd).st_size)
+        header = read_header(partial(posix.read_at, fd), os.fstat(fd).st_size)
         check_header(header, key, token_ids, geometry, start, parent)
     except BaseException:
         os.close(fd)
@@ -343,25 +336,3 @@ def check_header(
     _demand(fits, f"{found}, not {geometry} from {start}", "wrong-key")
     placed = token_ids is None or header.parent == parent
     _demand(placed, f"the file holds KV from behind {header.parent}, not {parent}", "wrong-key")
-
-
-def _pread(fd: int, nbytes: int, offset: int) -> bytes:
-    buffer = bytearray(nbytes)
-    return bytes(buffer[: read_into(fd, [memoryview(buffer)], offset)])
-
-
-def read_into(fd: int, buffers: Sequence[Any], offset: int) -> int:
-    """Fill `buffers` in order from `offset` with preadv; bytes read, fewer only at the end of the file."""
-    views = [memoryview(buffer).cast("B") for buffer in buffers]
-    first, total = 0, 0
-    while first < len(views):
-        count = os.preadv(fd, views[first : first + _IOV_MAX], offset + total)
-        if count == 0:
-            break
-        total += count
-        while first < len(views) and count >= len(views[first]):  # a short read may end anywhere
-            count -= len(views[first])
-            first += 1
-        if count:
-            views[first] = views[first][count:]
-    return total

@@ -15,13 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from ragblend.kvstore import posix
 from ragblend.kvstore.errors import StoreError, StoreFullError
+from ragblend.kvstore.posix import sync_folder
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 # What opening or reading a damaged value may say; too many open files, say, are not the value's fault.
 DAMAGE = {errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO}
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_CANNOT_ALLOCATE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}  # a file system without it: write, and see
 
 
 class Closing:
@@ -64,7 +65,7 @@ def make_private_file(path: Path) -> None:
     process, and another process would take the write-ahead log away (sqlite.org/howtocorrupt.html, 2.2).
     """
     try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE))
+        os.close(posix.create_private(path, FILE_MODE))
     except FileExistsError:
         if path.is_symlink():
             raise OSError(errno.ELOOP, "it is a link", str(path)) from None
@@ -74,7 +75,7 @@ def make_private_file(path: Path) -> None:
 
 def open_file(path: Path) -> int:
     """A descriptor for reading; OSError for a link, a folder, a socket, or a FIFO, which would wait for a writer."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    fd = posix.open_existing(path)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.ENXIO, "no regular file", str(path))
@@ -110,16 +111,7 @@ def is_same_file(path: Path, expected: tuple[int, int]) -> bool:
 
 def sync_file(path: Path) -> None:
     """Make what was written to it by others survive a power cut."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames and new names in `path` survive a power cut."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDWR)
     try:
         os.fsync(fd)
     finally:
@@ -158,28 +150,15 @@ def replace_durably(path: Path, text: str) -> None:
 
 
 def _write_new(path: Path, pieces: Iterable[memoryview], nbytes: int) -> None:
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+    fd = posix.create_private(path, FILE_MODE)
     try:
-        os.fchmod(fd, FILE_MODE)
-        _write_all(fd, pieces, nbytes)
+        posix.reserve(fd, nbytes)  # a full disk says so before 70 MB are written, not after
+        for piece in pieces:
+            while piece:
+                piece = piece[os.write(fd, piece) :]
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _write_all(fd: int, pieces: Iterable[memoryview], nbytes: int) -> None:
-    if hasattr(os, "posix_fallocate"):  # not on macOS
-        try:
-            os.posix_fallocate(fd, 0, nbytes)  # a full disk says so before 70 MB are written, not after
-        except OSError as error:
-            if error.errno not in _CANNOT_ALLOCATE:
-                raise
-    written = 0
-    for piece in pieces:
-        while piece:
-            count = os.write(fd, piece)
-            written, piece = written + count, piece[count:]
-    assert written == nbytes, (written, nbytes)
 
 
 def write_failed(error: OSError, path: Path, nbytes: int) -> StoreError:

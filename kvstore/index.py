@@ -8,33 +8,37 @@ opening diskcache writes, and a question whose passages are all stored must be a
 import re
 import sqlite3
 import struct
-import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from diskcache import Cache, Disk
 from diskcache.core import MODE_RAW, UNKNOWN
 
-from ragblend.kvstore.errors import CorruptBlobError, StoreError, UsageError
-from ragblend.kvstore.files import Closing, identity, is_same_file, make_private_file, make_private_folder
+from ragblend.kvstore.errors import CorruptBlobError, UsageError
+from ragblend.kvstore.files import is_same_file, make_private_folder
 from ragblend.kvstore.layout import INDEX_NAME, value_name
 from ragblend.kvstore.sqlite import (
+    BUSY,
+    BUSY_SECONDS,
     SQL_ERRORS,
+    SqliteFile,
     connect,
-    connect_to_read,
-    erase_log,
-    index_failed,
+    damage,
+    error_code,
     integrity,
     is_damage,
-    is_no_text,
+    schema_of,
 )
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 # The random part of the file's name, its bytes, the parent's digest (zeros: none).
 _ROW = struct.Struct("<8sQ32s")
 _NO_PARENT = bytes(32)
+_DISKS_FAULT = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY}
 # Keys that are no digests: the saved ledger, and its number, as SQLite reads a large value whole for its first bytes.
 _LEDGER, _SERIAL = "ledger", "ledger-serial"
 _ENTRIES = f"SELECT key, value FROM Cache WHERE key NOT IN ('{_LEDGER}', '{_SERIAL}') ORDER BY rowid"
@@ -87,42 +91,36 @@ class BytesOnly(Disk):  # type: ignore[misc]
         return value
 
 
-class Index(Closing):
+class Index(SqliteFile):
     """Safe for threads; a caller that changes it holds the writer lock.
 
     Raises StoreError for what SQLite or diskcache raise, and CorruptBlobError for an index that must be rebuilt.
     """
 
+    what = "KV index"
+
     def __init__(self, root: Path, timeout_s: float) -> None:
-        self.root, self.path, self._timeout_s = root, root / INDEX_NAME, timeout_s
-        self._lock = threading.RLock()
+        self.root, self._timeout_s = root, timeout_s
         self._writer: Any = None
-        make_private_folder(self.path.parent)
-        is_new = not self.path.exists() or not self.path.stat().st_size
-        make_private_file(self.path)
-        if is_new:
-            with self.changing():
-                pass
-        with self._named_errors():
-            self._reader, self._is_for_once = connect_to_read(self.path, timeout_s)
-        self._identity = identity(self.path.stat())
+        make_private_folder((root / INDEX_NAME).parent)
+        super().__init__(root / INDEX_NAME)
 
     # --- reading
 
     def get(self, digest: str) -> Row | None:
         """The row of a value; None if there is none."""
-        found = self._read("SELECT value FROM Cache WHERE key = ? AND raw = 1", digest)
+        found = self.column("SELECT value FROM Cache WHERE key = ? AND raw = 1", digest)
         if not found:
             return None
-        (packed,) = found[0]
+        packed = found[0]
         if type(packed) is not bytes or len(packed) != _ROW.size:
             raise CorruptBlobError(f"the index {self.path} holds a row that this store did not write")
         return _unpack(digest, packed)
 
-    def rows(self) -> dict[str, Row]:
+    def entries(self) -> dict[str, Row]:
         """All of them, in the order they came. CorruptBlobError if one is not ours."""
         found = {}
-        for key, packed in self._read(_ENTRIES):
+        for key, packed in self.rows(_ENTRIES):
             ours = type(key) is str and type(packed) is bytes
             if not (ours and _DIGEST.fullmatch(key) and len(packed) == _ROW.size):
                 raise CorruptBlobError(f"the index {self.path} holds rows that this store did not write")
@@ -132,9 +130,9 @@ class Index(Closing):
     @property
     def totals(self) -> tuple[int, int]:
         """How many values there are, and their bytes, as diskcache's triggers count them."""
-        known = dict(self._read("SELECT key, value FROM Settings WHERE key IN ('count', 'size')"))
+        known = dict(self.rows("SELECT key, value FROM Settings WHERE key IN ('count', 'size')"))
         count, nbytes = int(known["count"]), int(known["size"])
-        others = self._read("SELECT 1 FROM Cache WHERE key IN (?, ?)", _LEDGER, _SERIAL)
+        others = self.rows("SELECT 1 FROM Cache WHERE key IN (?, ?)", _LEDGER, _SERIAL)
         return count - len(others), nbytes
 
     def ledger(self) -> bytes:
@@ -147,42 +145,32 @@ class Index(Closing):
         return int(saved) if saved.isdigit() else 0
 
     def _special(self, key: str) -> bytes:
-        found = self._read("SELECT value FROM Cache WHERE key = ? AND raw = 1", key)
-        return found[0][0] if found and type(found[0][0]) is bytes else b""
+        found = self.column("SELECT value FROM Cache WHERE key = ? AND raw = 1", key)
+        return found[0] if found and type(found[0]) is bytes else b""
 
     def integrity(self) -> list[str]:
         """What SQLite finds wrong with its own file."""
-        with self._named_errors(), closing(connect(self.path)) as sql:
+        with self.connection() as sql:
             return integrity(sql, 20)
 
     def is_in_place(self) -> bool:
         """Whether this is still the store's index: another process may have rebuilt it."""
         return is_same_file(self.path, self._identity)
 
-    def _read(self, query: str, *values: object) -> list[tuple[Any, ...]]:
-        with self._lock, self._named_errors():
-            if self._is_for_once:
-                self._reader.close()
-                self._reader, self._is_for_once = connect_to_read(self.path, self._timeout_s)
-            return self._reader.execute(query, values).fetchall()
-
     # --- changing
 
     @contextmanager
     def changing(self) -> Iterator[None]:
         """One transaction: all or nothing. Errors raised in the block pass through."""
-        raised: list[BaseException] = []
         try:
-            with self._named_errors(), self._opened().transact():
+            with ExitStack() as change:
                 try:
-                    yield
-                except BaseException as error:
-                    raised.append(error)
-                    raise
-        except StoreError:
-            if raised and not isinstance(raised[0], SQL_ERRORS):
-                raise raised[0] from raised[0].__cause__
-            raise
+                    change.enter_context(self._opened().transact())
+                except (TypeError, KeyError, ValueError, sqlite3.Warning, sqlite3.ProgrammingError) as error:
+                    raise CorruptBlobError(f"the index {self.path} cannot be used: {error}") from error
+                yield
+        except SQL_ERRORS as error:
+            raise self._failed(error) from error
         finally:
             if self._writer is not None:  # a connection is a thread's, and threads come and go
                 self._writer.close()
@@ -200,44 +188,74 @@ class Index(Closing):
         self._opened().set(_LEDGER, packed)
         self._opened().set(_SERIAL, str(serial).encode())
 
-    def truncate_log(self) -> None:
-        """Empty the write-ahead log, in which deleted rows would linger; a reader at work can put it off."""
-        with self._named_errors(), closing(connect(self.path)) as sql:
-            erase_log(sql)
-
-    def close(self) -> None:
-        with self._lock:
-            self._reader.close()
-
     def _opened(self) -> Any:
         if self._writer is None:
-            self._writer = Cache(
-                str(self.path.parent),
-                timeout=self._timeout_s,
-                disk=BytesOnly,
-                disk_min_file_size=2**62,
-                cull_limit=0,
-                eviction_policy="none",
-                size_limit=2**62,
-                statistics=0,
-                tag_index=0,
-                sqlite_journal_mode="wal",
-                sqlite_synchronous=1,
-                sqlite_auto_vacuum=1,
-                sqlite_cache_size=2**13,
-                disk_pickle_protocol=0,  # never used; given so that no setting is taken from the file
-                sqlite_secure_delete=1,  # a deleted row leaves no bytes in the file
-                sqlite_mmap_size=0,  # a truncated index under mmap would be a SIGBUS, not an error
-            )
+            self._writer = _cache_in(self.path.parent, self._timeout_s)
         return self._writer
 
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
+    # --- opening, and what is wrong
+
+    def _must_reopen(self) -> bool:
+        return self._is_for_once  # one that another process has rebuilt is not followed: see `is_in_place`
+
+    def _prepare(self, sql: sqlite3.Connection) -> None:
+        if self.generation:
+            return  # it was checked when it was opened
         try:
-            yield
-        except (TypeError, KeyError, ValueError, sqlite3.Warning, sqlite3.ProgrammingError) as error:
-            raise CorruptBlobError(f"the index {self.path} cannot be used: {error}") from error
+            if problems := integrity(sql, 1):
+                raise damage(problems[0])
+            if not sql.execute("SELECT 1 FROM sqlite_master").fetchone():
+                with self.changing():
+                    pass
+            others = _tables_and_settings(sql) ^ _made_by_diskcache()
         except SQL_ERRORS as error:
-            if is_no_text(error) or is_damage(error):
-                raise CorruptBlobError(f"the index {self.path} is damaged: {error}") from error
-            raise index_failed(error, self.path) from error
+            if error_code(error) in _DISKS_FAULT | BUSY:
+                raise
+            raise damage(str(error)) from error
+        if others:
+            raise damage(f"its schema is not diskcache's: {min(others)}")
+
+    def _repair(self, why: str) -> None:
+        raise CorruptBlobError(f"the index {self.path} is damaged: {why}")
+
+    def _failed(self, error: Exception) -> Exception:
+        if isinstance(error, SQL_ERRORS) and is_damage(error):
+            return CorruptBlobError(f"the index {self.path} is damaged: {error}")
+        return super()._failed(error)
+
+
+def _tables_and_settings(sql: sqlite3.Connection) -> frozenset[tuple[str, str]]:
+    """Tables, triggers and settings: diskcache makes a setting's name part of a statement."""
+    found = schema_of(sql)
+    settings = sql.execute("SELECT key FROM Settings").fetchall() if "Settings" in found else []
+    return frozenset(found.items()) | {(str(name), "setting") for (name,) in settings}
+
+
+@cache
+def _made_by_diskcache() -> frozenset[tuple[str, str]]:
+    """What it makes of an empty folder: one flipped bit in a trigger's text is found by comparison."""
+    with TemporaryDirectory(prefix="ragblend-") as folder:
+        _cache_in(Path(folder), BUSY_SECONDS).close()
+        with closing(connect(Path(folder, Path(INDEX_NAME).name))) as sql:
+            return _tables_and_settings(sql)
+
+
+def _cache_in(folder: Path, timeout_s: float) -> Any:
+    return Cache(
+        str(folder),
+        timeout=timeout_s,
+        disk=BytesOnly,
+        disk_min_file_size=2**62,
+        cull_limit=0,
+        eviction_policy="none",
+        size_limit=2**62,
+        statistics=0,
+        tag_index=0,
+        sqlite_journal_mode="wal",
+        sqlite_synchronous=1,
+        sqlite_auto_vacuum=1,
+        sqlite_cache_size=2**13,
+        disk_pickle_protocol=0,  # never used; given so that no setting is taken from the file
+        sqlite_secure_delete=1,  # a deleted row leaves no bytes in the file
+        sqlite_mmap_size=0,  # a truncated index under mmap would be a SIGBUS, not an error
+    )

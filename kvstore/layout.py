@@ -19,6 +19,7 @@ from ragblend.kvstore import files
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.errors import StoreFormatError
 from ragblend.kvstore.keys import FORMAT_VERSION
+from ragblend.kvstore.posix import sync_folder
 
 log = logging.getLogger(__name__)
 INDEX_NAME = "index/cache.db"  # the file's name is diskcache's own choice
@@ -166,7 +167,7 @@ def move_to_quarantine(root: Path, digest: str) -> None:
 def remove_index(root: Path) -> None:
     """Remove a damaged index, its log and its shared memory: kept, it would still have the keys of what is deleted."""
     files.discard_database(root / INDEX_NAME)
-    files.sync_folder((root / INDEX_NAME).parent)
+    sync_folder((root / INDEX_NAME).parent)
 
 
 def digest_in(filename: str) -> str | None:

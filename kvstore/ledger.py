@@ -123,7 +123,7 @@ class Ledger:
         self._known = _Saved()  # as it was saved last, and what this process did since
         # Asked for and never stored: not saved, as it may have been deleted.
         self._unknown: dict[str, Entry] = {}
-        self._children: dict[str, set[str]] = defaultdict(set)  # stored nodes by their parent
+        self._children: dict[str, set[str]] = defaultdict(set)  # by their parent, stored or only remembered
         # A heap of (priority, used_at, digest); some are outdated.
         self._order: list[tuple[float, float, str]] = []
         # Since the last save: retrievals, values that were computed, and values that were deleted.
@@ -154,27 +154,23 @@ class Ledger:
     def below(self, digests: Iterable[str]) -> list[str]:
         """These values, and every node that was computed behind one of them, stored or only remembered."""
         with self._lock:
-            children = defaultdict(list)
-            for digest, parent in self._known.parents.items():
-                children[parent].append(digest)
             found, waiting = dict[str, None](), list(digests)
             while waiting:
                 digest = waiting.pop()
                 if digest not in found:
                     found[digest] = None
-                    waiting += children[digest]
+                    waiting += self._children.get(digest, ())
             return list(found)
 
     def orphans(self) -> list[str]:
         """Nodes whose parent is not stored, and those behind them: no path leads to them."""
         with self._lock:
-            entries = self._known.entries
-            lost = [
-                digest
-                for digest, parent in self._known.parents.items()
-                if not (parent in entries and entries[parent].nbytes)
-            ]
-            return [digest for digest in self.below(lost) if digest in entries and entries[digest].nbytes]
+            lost = [digest for digest, parent in self._known.parents.items() if not self._is_stored(parent)]
+            return list(filter(self._is_stored, self.below(lost)))
+
+    def _is_stored(self, digest: str) -> bool:
+        entry = self._known.entries.get(digest)
+        return entry is not None and entry.nbytes > 0
 
     def victims(
         self, excess_bytes: int, at_most_extra: int, needed_bytes: int = 0, spare: Collection[str] = ()
@@ -193,7 +189,8 @@ class Ledger:
                 if entry is None or not entry.nbytes or (entry.priority, entry.used_at) != item[:2]:
                     continue  # outdated
                 taken.append(item)
-                if digest in spare or digest in chosen or self._children.get(digest, set()) - chosen.keys():
+                behind = filter(self._is_stored, self._children.get(digest, ()))
+                if digest in spare or digest in chosen or not chosen.keys() >= set(behind):
                     continue
                 chosen[digest] = entry
                 extra += freed >= needed_bytes
@@ -242,7 +239,6 @@ class Ledger:
         """These were evicted: the clock moves on, and their counts go on if the policy wants them."""
         with self._lock:
             for victim in victims:
-                self._remove(victim.digest)
                 if self.policy.fades:
                     self._write(victim._replace(nbytes=0))
                 else:
@@ -254,7 +250,6 @@ class Ledger:
         """These were deleted: nothing of them stays, their counts included."""
         with self._lock:
             for digest in digests:
-                self._remove(digest)
                 self._forget(digest)
                 self._unknown.pop(digest, None)
                 self._uses_since.pop(digest, None)
@@ -314,8 +309,7 @@ class Ledger:
                 self._known.parents[digest] = row.parent
         self._children.clear()
         for digest, parent in self._known.parents.items():
-            if digest in rows:
-                self._children[parent].add(digest)
+            self._children[parent].add(digest)
         self._sort()
 
     # --- saving
@@ -432,8 +426,8 @@ class Ledger:
         self._push(entry.digest)
 
     def _push(self, digest: str) -> None:
-        entry = self._known.entries.get(digest)
-        if entry is not None and entry.nbytes:
+        if self._is_stored(digest):
+            entry = self._known.entries[digest]
             heapq.heappush(self._order, (entry.priority, entry.used_at, digest))
         if len(self._order) > 2 * len(self._known.entries) + SAVED_EVERY:
             self._sort()
@@ -444,16 +438,12 @@ class Ledger:
         self._order = [(entry.priority, entry.used_at, entry.digest) for entry in stored]
         heapq.heapify(self._order)
 
-    def _remove(self, digest: str) -> None:
-        """It is stored no more."""
-        if parent := self._known.parents.get(digest):
+    def _forget(self, digest: str) -> None:
+        self._known.entries.pop(digest, None)
+        if parent := self._known.parents.pop(digest, None):
             self._children[parent].discard(digest)
             if not self._children[parent]:
                 del self._children[parent]
-
-    def _forget(self, digest: str) -> None:
-        self._known.entries.pop(digest, None)
-        self._known.parents.pop(digest, None)
 
 
 def _totals(packed: bytes) -> dict[str, Counts]:

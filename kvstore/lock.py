@@ -5,7 +5,6 @@ from a crash, and not another process's put that has yet to commit. Chroma's fil
 writing processes, so every change of the library holds the home's lock.
 """
 
-import fcntl
 import json
 import os
 import secrets
@@ -20,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ragblend.kvstore import posix
 from ragblend.kvstore.errors import StoreError, StoreLockedError
 from ragblend.kvstore.files import Closing, identity, is_same_file, make_private_file, open_file
 
@@ -50,7 +50,7 @@ class WriterLock(Closing):
         self.before: dict[str, Any] = {}  # what the file said until the lock was taken
         self._threads = threading.RLock()
         self._depth = 0
-        self._fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._fd = posix.open_existing(path, writable=True)
         self._identity = identity(os.fstat(self._fd))
 
     @contextmanager
@@ -67,13 +67,13 @@ class WriterLock(Closing):
             self._depth += 1
             try:
                 if self._depth == 1:
-                    self.before = _parsed(os.pread(self._fd, _HOLDER_BYTES, 0))
+                    self.before = _parsed(posix.read_beginning(self._fd, _HOLDER_BYTES))
                     self._write(self._holder)
                 yield
             finally:
                 self._depth -= 1
                 if self._depth == 0:
-                    fcntl.flock(self._fd, fcntl.LOCK_UN)
+                    posix.unlock(self._fd)
         finally:
             self._threads.release()
 
@@ -93,18 +93,14 @@ class WriterLock(Closing):
                 self._fd = -1
 
     def _lock_file(self, deadline: float) -> None:
-        while True:
-            try:
-                return fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise StoreLockedError(self._message()) from None
-                time.sleep(_POLL_S)
+        while not posix.try_to_lock(self._fd):
+            if time.monotonic() >= deadline:
+                raise StoreLockedError(self._message())
+            time.sleep(_POLL_S)
 
     def _write(self, text: bytes) -> None:
         try:
-            os.pwrite(self._fd, text, 0)
-            os.ftruncate(self._fd, len(text))
+            posix.overwrite(self._fd, text)
         except OSError:
             with suppress(OSError):
                 os.ftruncate(self._fd, 0)  # no mark is as good as that of a killed writer

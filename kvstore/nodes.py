@@ -11,39 +11,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ragblend.kvstore.files import make_private_folder
 from ragblend.kvstore.keys import FORMAT_VERSION, ChunkKey, pack_tokens, unpack_tokens
-from ragblend.kvstore.sqlite import Rebuildable, RebuildableFile
+from ragblend.kvstore.sqlite import SqliteFile
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS Nodes (
-    collection TEXT NOT NULL, tokenizer TEXT NOT NULL, node_id TEXT NOT NULL, tokens BLOB NOT NULL,
-    PRIMARY KEY (collection, tokenizer, node_id)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS NodeKeys (
-    key TEXT NOT NULL, collection TEXT NOT NULL, tokenizer TEXT NOT NULL, node_id TEXT NOT NULL,
-    PRIMARY KEY (key, collection, tokenizer, node_id)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS Entered (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, collection TEXT NOT NULL, node_id TEXT NOT NULL, tokenizer TEXT NOT NULL,
-    UNIQUE (collection, node_id, tokenizer)
-);
-CREATE TABLE IF NOT EXISTS Outbox (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL, shared INTEGER NOT NULL, UNIQUE (key, shared)
-);
-CREATE INDEX IF NOT EXISTS NodeKeysByNode ON NodeKeys (collection, node_id, tokenizer);
-CREATE TABLE IF NOT EXISTS Passages (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, collection TEXT NOT NULL, node_id BLOB NOT NULL, head INTEGER NOT NULL,
-    length INTEGER NOT NULL, whole INTEGER NOT NULL, proof BLOB NOT NULL
-);
-CREATE UNIQUE INDEX IF NOT EXISTS PassagesByNode ON Passages (collection, node_id);
-CREATE INDEX IF NOT EXISTS PassagesByWhole ON Passages (collection, whole, node_id);
-"""
 # Row ids of passages, and the numbers of entered nodes, only grow, so what another process added has a larger one than
 # was seen. So do those of the outbox: a key that is to be deleted again has another number.
-_REMEDY = (
-    "it fills as nodes are encoded and passages come; `ragblend store repair` builds it from the documents"
+_TABLES = (
+    """CREATE TABLE Nodes (
+    collection TEXT NOT NULL, tokenizer TEXT NOT NULL, node_id TEXT NOT NULL, tokens BLOB NOT NULL,
+    PRIMARY KEY (collection, tokenizer, node_id)
+) WITHOUT ROWID""",
+    """CREATE TABLE NodeKeys (
+    key TEXT NOT NULL, collection TEXT NOT NULL, tokenizer TEXT NOT NULL, node_id TEXT NOT NULL,
+    PRIMARY KEY (key, collection, tokenizer, node_id)
+) WITHOUT ROWID""",
+    """CREATE TABLE Entered (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, collection TEXT NOT NULL, node_id TEXT NOT NULL, tokenizer TEXT NOT NULL,
+    UNIQUE (collection, node_id, tokenizer)
+)""",
+    """CREATE TABLE Outbox (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL, shared INTEGER NOT NULL, UNIQUE (key, shared)
+)""",
+    "CREATE INDEX NodeKeysByNode ON NodeKeys (collection, node_id, tokenizer)",
+    """CREATE TABLE Passages (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, collection TEXT NOT NULL, node_id BLOB NOT NULL, head INTEGER NOT NULL,
+    length INTEGER NOT NULL, whole INTEGER NOT NULL, proof BLOB NOT NULL
+)""",
+    "CREATE UNIQUE INDEX PassagesByNode ON Passages (collection, node_id)",
+    "CREATE INDEX PassagesByWhole ON Passages (collection, whole, node_id)",
 )
-_KIND = Rebuildable("node index", _SCHEMA, FORMAT_VERSION, _REMEDY)
 _NODE = "collection = ? AND tokenizer = ? AND node_id = ?"
 # But for what a node has (again).
 _TO_DELETE = """SELECT key, number FROM Outbox WHERE shared = ? AND key > ?
@@ -70,13 +67,21 @@ class Print(NamedTuple):
     proof: bytes
 
 
-class NodeIndex(RebuildableFile):
+class NodeIndex(SqliteFile):
     """A small SQLite file, safe for threads and for several processes."""
+
+    what, version, tables = "node index", FORMAT_VERSION, _TABLES
+    remedy = "it fills as nodes are encoded and passages come; `ragblend store repair` builds it from the documents"
 
     @classmethod
     def open(cls, path: Path) -> "NodeIndex":
         """Open the index at `path`, made if absent; StoreFormatError for another version's, StoreError."""
-        return cls(path, _KIND)
+        return cls(path)
+
+    def _open(self) -> sqlite3.Connection:
+        if not self.generation and not self.path.parent.exists():  # one that was removed meanwhile stays away
+            make_private_folder(self.path.parent)
+        return super()._open()
 
     def put_many(self, scope: Scope, nodes: Iterable[tuple[str, Sequence[int], ChunkKey | None]]) -> None:
         """Enter (node id, token ids, key) triples, all or none. key: None where there is no KV yet, or never.
@@ -111,24 +116,18 @@ class NodeIndex(RebuildableFile):
 
     def has(self, scope: Scope, node_id: str, key: ChunkKey) -> bool:
         """Whether the node still has the key: if not, its KV is not to be stored."""
-        where = (key.digest, *_where(scope, node_id))
-        with self.connection() as sql:
-            return (
-                sql.execute(f"SELECT 1 FROM NodeKeys WHERE key = ? AND {_NODE}", where).fetchone() is not None
-            )
+        query = f"SELECT 1 FROM NodeKeys WHERE key = ? AND {_NODE}"
+        return bool(self.rows(query, key.digest, *_where(scope, node_id)))
 
     def get(self, scope: Scope, node_id: str) -> tuple[int, ...] | None:
         """The node's token ids; None if it was never encoded here."""
-        with self.connection() as sql:
-            found = sql.execute(f"SELECT tokens FROM Nodes WHERE {_NODE}", _where(scope, node_id)).fetchone()
+        found = self.column(f"SELECT tokens FROM Nodes WHERE {_NODE}", *_where(scope, node_id))
         return unpack_tokens(found[0]) if found else None
 
     def node_ids(self, scope: Scope) -> list[str]:
         """Every node id of one collection and tokenizer."""
-        with self.connection() as sql:
-            select = "SELECT node_id FROM Nodes WHERE collection = ? AND tokenizer = ? ORDER BY node_id"
-            rows = sql.execute(select, (scope.collection, scope.tokenizer)).fetchall()
-        return [_id(found) for (found,) in rows]
+        query = "SELECT node_id FROM Nodes WHERE collection = ? AND tokenizer = ? ORDER BY node_id"
+        return [_id(found) for found in self.column(query, scope.collection, scope.tokenizer)]
 
     def entered(self, scope: Scope, after: int | None) -> tuple[int, list[str]]:
         """A number to ask with later, and the node ids that came, or got other token ids, after that one; None: all.
@@ -149,10 +148,7 @@ class NodeIndex(RebuildableFile):
     def keys(self, collection: str | None = None) -> set[ChunkKey]:
         """Every key that some node has, of that collection or of any: what `KVStore.gc(keep=...)` must keep."""
         select, where = "SELECT DISTINCT key FROM NodeKeys", () if collection is None else (collection,)
-        with self.connection() as sql:
-            return {
-                ChunkKey(key) for (key,) in sql.execute(select + " WHERE collection = ?" * len(where), where)
-            }
+        return {ChunkKey(key) for key in self.column(select + " WHERE collection = ?" * len(where), *where)}
 
     def delete(self, collection: str, node_ids: Iterable[str]) -> None:
         """Remove nodes, for every tokenizer, and their texts; keys that no other node has go into the outbox."""
@@ -165,7 +161,7 @@ class NodeIndex(RebuildableFile):
                     sql.execute(f"DELETE FROM {table} WHERE collection = ? AND node_id = ?", where)
                 _unregister(sql, collection, node_id)
             _to_outbox(sql, dropped)
-        self.truncate_log()
+        self.erase_log()
 
     def delete_collection(self, collection: str) -> None:
         """Remove all that any node id of the collection stands for, and every text. As `delete`."""
@@ -174,7 +170,7 @@ class NodeIndex(RebuildableFile):
             for table in ("Nodes", "Entered", "Passages"):
                 sql.execute(f"DELETE FROM {table} WHERE collection = ?", (collection,))
             _to_outbox(sql, dropped)
-        self.truncate_log()
+        self.erase_log()
 
     def outbox(self, at_most: int = -1, shared: bool = False, after: str = "") -> dict[ChunkKey, int]:
         """Keys that no node has any more and whose KV is still to be deleted, by key, each with its number.
@@ -182,8 +178,7 @@ class NodeIndex(RebuildableFile):
         They are noted in the transaction that took the node away: a kill in between leaves KV that can be turned into
         text, and the next process finds it here. shared: in the shared store; after: keys after that one alone.
         """
-        with self.connection() as sql:
-            rows = sql.execute(_TO_DELETE, (shared, after, at_most)).fetchall()
+        rows = self.rows(_TO_DELETE, shared, after, at_most)
         return {ChunkKey(digest): number for digest, number in rows}
 
     def to_outbox(self, key: ChunkKey) -> None:
@@ -200,7 +195,7 @@ class NodeIndex(RebuildableFile):
             sql.executemany("DELETE FROM Outbox WHERE number = ?", [(number,) for number in done.values()])
             if also_shared:
                 _to_outbox(sql, (key.digest for key in done), shared=True)
-        self.truncate_log()
+        self.erase_log()
 
     # --- passages: texts that are looked for in prompts
 
@@ -224,21 +219,19 @@ class NodeIndex(RebuildableFile):
                     )
                     new += 1
         if replaced:
-            self.truncate_log()
+            self.erase_log()
         return new
 
     def unregister(self, collection: str, node_ids: Iterable[str]) -> int:
         """Find their texts in no prompt any more; how many there were."""
         with self.transaction() as sql:
             count = sum(_unregister(sql, collection, node_id) for node_id in node_ids)
-        self.truncate_log()
+        self.erase_log()
         return count
 
     def registered(self, collection: str) -> int:
         """How many texts of the collection are looked for."""
-        with self.connection() as sql:
-            select = "SELECT COUNT(*) FROM Passages WHERE collection = ?"
-            return int(sql.execute(select, (collection,)).fetchone()[0])
+        return int(self.column("SELECT COUNT(*) FROM Passages WHERE collection = ?", collection)[0])
 
     def named(self, collection: str, beginning: str) -> list[str]:
         """Node ids of texts that are looked for and begin like that, in the order in which they came."""
@@ -246,24 +239,19 @@ class NodeIndex(RebuildableFile):
             "SELECT node_id FROM Passages WHERE collection = ? AND node_id >= ? AND node_id < ? ORDER BY id"
         )
         first = _blob(beginning)
-        with self.connection() as sql:
-            rows = sql.execute(select, (collection, first, first + b"\xff")).fetchall()
-        return [_text(node_id) for (node_id,) in rows]
+        return [_id(node_id) for node_id in self.column(select, collection, first, first + b"\xff")]
 
     def registered_since(self, collection: str, row_id: int) -> list[tuple[int, int, int, int]]:
         """Row id, head, length and whole of what has a larger row id, ascending."""
         # The plus keeps SQLite from an index, after which it would have to sort.
         select = "SELECT id, head, length, whole FROM Passages WHERE id > ? AND +collection = ? ORDER BY id"
-        with self.connection() as sql:
-            rows = sql.execute(select, (row_id, collection)).fetchall()
+        rows = self.rows(select, row_id, collection)
         return [(found, head % 2**64, length, whole % 2**64) for found, head, length, whole in rows]
 
     def claims(self, collection: str, whole: int) -> list[tuple[str, bytes]]:
         """Node id and proof of every text with that hash, by node id."""
         select = "SELECT node_id, proof FROM Passages WHERE collection = ? AND whole = ? ORDER BY node_id"
-        with self.connection() as sql:
-            rows = sql.execute(select, (collection, _signed(whole))).fetchall()
-        return [(_text(node_id), proof) for node_id, proof in rows]
+        return [(_id(node_id), proof) for node_id, proof in self.rows(select, collection, _signed(whole))]
 
     def changes(self) -> tuple[int, int, int]:
         """Another value says that something has changed; another first number, that the file is another one."""
@@ -291,18 +279,13 @@ def _bound(node_id: str) -> str | bytes:
 
 
 def _id(found: str | bytes) -> str:
-    """The node id of `_bound`."""
-    return found if isinstance(found, str) else _text(found)
+    """The node id of `_bound` or `_blob`."""
+    return found if isinstance(found, str) else found.decode("utf-8", "surrogatepass")
 
 
 def _where(scope: Scope, node_id: str) -> tuple[str | bytes, ...]:
     """The arguments of _NODE."""
     return scope.collection, scope.tokenizer, _bound(node_id)
-
-
-def _text(found: bytes) -> str:
-    """The node id of `_blob`."""
-    return found.decode("utf-8", "surrogatepass")
 
 
 def _signed(key: int) -> int:

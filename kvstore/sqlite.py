@@ -6,13 +6,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 from diskcache import Timeout
 
 from ragblend.kvstore.errors import StoreError, StoreFormatError, StoreFullError, StoreLockedError
-from ragblend.kvstore.files import Closing, discard_database, make_private_file, make_private_folder
+from ragblend.kvstore.files import Closing, discard_database, identity, is_same_file, make_private_file
 
 log = logging.getLogger(__name__)
 BUSY_SECONDS = 30.0
@@ -28,18 +28,18 @@ class DamagedFileError(StoreError):
     """A file that can be had again was damaged, and is empty now."""
 
 
-def connect(path: Path | str, timeout_s: float = BUSY_SECONDS) -> sqlite3.Connection:
+def connect(path: Path | str) -> sqlite3.Connection:
     """A connection that threads may share and that waits for other processes; transactions are begun by hand."""
-    return sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
+    return sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
 
 
-def connect_to_read(path: Path, timeout_s: float = BUSY_SECONDS) -> tuple[sqlite3.Connection, bool]:
+def connect_to_read(path: Path) -> tuple[sqlite3.Connection, bool]:
     """A connection, and whether it must be opened again for the next use.
 
     A database with a write-ahead log needs a file of shared memory, for which a full disk has no room. Where the log
     is empty, the database's file is read as it is then, which is right until another process writes.
     """
-    sql = connect(path, timeout_s)
+    sql = connect(path)
     try:
         sql.execute("PRAGMA schema_version").fetchone()
     except sqlite3.OperationalError as error:
@@ -48,7 +48,7 @@ def connect_to_read(path: Path, timeout_s: float = BUSY_SECONDS) -> tuple[sqlite
             return sql, False
         sql.close()
         uri = f"{path.absolute().as_uri()}?immutable=1"
-        return sqlite3.connect(uri, timeout_s, isolation_level=None, check_same_thread=False, uri=True), True
+        return sqlite3.connect(uri, isolation_level=None, check_same_thread=False, uri=True), True
     except sqlite3.DatabaseError:
         pass  # a damaged file, as its first use will say
     return sql, False
@@ -108,116 +108,60 @@ def transaction(sql: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def erase_log(sql: sqlite3.Connection) -> bool:
-    """Empty the write-ahead log, where what was deleted would live on; False while others read for long."""
-    return not sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
-
-
-def erase(sql: sqlite3.Connection, folder: Path, *before: str) -> bool:
-    """Rewrite the file without what was deleted; False while others use it for long, or without room for a copy.
-
-    SQLite overwrites a row that it deletes (`secure_delete`), but not the copies that are left in pages where it once
-    moved rows about. The copy of the file that this needs is made in `folder`. before: statements that are run first.
-    """
-    sql.execute(f"PRAGMA temp_store_directory = '{str(folder).replace(chr(39), chr(39) * 2)}'")
-    try:
-        for statement in (*before, "VACUUM"):
-            sql.execute(statement)
-    except sqlite3.OperationalError as error:
-        if error_code(error) not in {*BUSY, sqlite3.SQLITE_FULL}:
-            raise
-        erase_log(sql)
-        return False
-    finally:
-        sql.execute("PRAGMA temp_store_directory = ''")
-    return erase_log(sql)
-
-
 def error_code(error: Exception) -> int:
     """SQLite's primary code; 0 for what Python's module raises by itself (text that is not UTF-8, say)."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an exception out of SQLite says that the file is damaged."""
-    return is_no_text(error) or error_code(error) in DAMAGED
+    """Whether an exception out of SQLite says that the file is damaged.
+
+    Of what stands for a text and is none Python's module says so by itself, without a code.
+    """
+    is_no_text = isinstance(error, UnicodeDecodeError | sqlite3.OperationalError) and "decode" in str(error)
+    return is_no_text or error_code(error) in DAMAGED
 
 
-def is_no_text(error: Exception) -> bool:
-    """Whether what stands for a text is none, which Python's module says by itself, without a code."""
-    return isinstance(error, UnicodeDecodeError | sqlite3.OperationalError) and "decode" in str(error)
+class SqliteFile(Closing):
+    """One SQLite file, made or opened: one connection, used by the threads of this process in turns.
 
+    The file is checked when it is opened. A damaged one is deleted and rebuilt, not set aside: its bytes are text, and
+    deletion is complete. Another process may do so too, and its new file is used from then on.
+    Raises StoreError and its kinds, StoreFormatError for another version.
 
-def index_failed(error: Exception, path: Path) -> StoreError:
-    """The named error for an exception out of SQLite or diskcache."""
-    if isinstance(error, Timeout) and isinstance(error.__context__, sqlite3.Error):
-        error = error.__context__  # diskcache calls every failed BEGIN a timeout, a full disk too
-    code = error_code(error)
-    if code in BUSY or isinstance(error, Timeout):
-        return StoreLockedError(f"using {path}: another program kept it locked. Close it, or try again.")
-    if code == sqlite3.SQLITE_FULL:
-        return StoreFullError(
-            f"writing to {path}: the disk is full. Free some space; nothing stored is lost."
-        )
-    return StoreError(
-        f"using {path} failed: {error}. If it persists, close every program that uses this home and run "
-        "`ragblend store repair`; KV can be rebuilt, and no document is in there."
-    )
-
-
-@dataclass(frozen=True)
-class Rebuildable:
-    """A file whose content can be had again. what: its name in messages; schema: statements that may be run again;
-
-    version: of the schema and of what stands in it; remedy: how it fills again.
+    A subclass says what: the file's name in messages; version: of the tables and of what is in them; tables: the
+    statements that make them; remedy: how a rebuilt file fills again; synchronous: FULL where a commit survives a power
+    cut, NORMAL where it survives only a kill, and costs no fsync; full_text: the table that is an index of words
+    (FTS5), and can be made again from the others.
     """
 
-    what: str
-    schema: str
-    version: int
-    remedy: str
+    what: ClassVar[str]
+    version: ClassVar[int]
+    tables: ClassVar[tuple[str, ...]]
+    remedy: ClassVar[str] = ""
+    synchronous: ClassVar[str] = "NORMAL"
+    full_text: ClassVar[str] = ""
 
-    def is_other(self, found: dict[str, str]) -> bool:
-        """Whether one of the tables and indexes is missing, or was made by another statement than the schema's."""
-        with closing(connect(":memory:")) as sql:
-            sql.executescript(self.schema)
-            return any(found.get(name) != made for name, made in schema_of(sql).items())
-
-
-class RebuildableFile(Closing):
-    """One connection to such a file for the threads of this process, which take turns.
-
-    A damaged file is deleted and rebuilt, not set aside: its bytes are text, and deletion is complete. Another
-    process may do so too, and is followed. Raises StoreError and its kinds, StoreFormatError for another version.
-    """
-
-    def __init__(self, path: Path, kind: Rebuildable) -> None:
-        self.path, self._kind = path, kind
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._lock = threading.RLock()
         self._sql: sqlite3.Connection | None = None
-        self._inode, self._closed, self._is_for_once = 0, False, False
+        self._identity = 0, 0
+        self._closed = self._is_for_once = False
         self.generation = 0  # another number says that it is another file
         with self.connection():
             pass
 
+    # --- using
+
     @contextmanager
     def connection(self) -> Iterator[sqlite3.Connection]:
-        """For statements of one's own, one thread at a time; DamagedFileError if the file is a new one now."""
+        """The connection, for one thread at a time; DamagedFileError if the file had to be rebuilt."""
         with self._lock:
             try:
-                sql = self._connected()
-            except OSError as error:
-                said = f"opening the {self._kind.what} {self.path} failed: {error}. Check its owner and permissions."
-                raise StoreError(said) from error
-            except SQL_ERRORS as error:
-                raise index_failed(error, self.path) from error
-            try:
-                yield sql
-            except SQL_ERRORS as error:
-                if not is_damage(error):
-                    raise index_failed(error, self.path) from error
-                self._make_anew()
-                raise DamagedFileError(f"using {self.path}: it was damaged and is rebuilt.") from error
+                yield self._connected()
+            except (OSError, *SQL_ERRORS) as error:
+                raise self._failed(error) from error
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -225,44 +169,86 @@ class RebuildableFile(Closing):
         with self.connection() as sql, transaction(sql):
             yield sql
 
-    def truncate_log(self) -> None:
-        """Take what was deleted out of the write-ahead log as well."""
+    def rows(self, query: str, *values: object) -> list[Any]:
+        """All rows of a query."""
         with self.connection() as sql:
-            done = erase_log(sql)
-        if not done:
+            return sql.execute(query, values).fetchall()
+
+    def column(self, query: str, *values: object) -> list[Any]:
+        """The first value of each row."""
+        return [row[0] for row in self.rows(query, *values)]
+
+    def execute(self, query: str, *values: object) -> sqlite3.Cursor:
+        """One statement, all or nothing."""
+        with self.transaction() as sql:
+            return sql.execute(query, values)
+
+    def erase_log(self) -> bool:
+        """Empty the write-ahead log, where what was deleted would live on; False while others read for long."""
+        with self.connection() as sql:
+            is_empty = not sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        if not is_empty:
             log.warning("%s-wal keeps what was deleted until its other readers are done", self.path)
+        return is_empty
 
     def erase(self) -> bool:
-        """Leave no byte of what was deleted in the file; False while others use it for long."""
+        """Rewrite the file without what was deleted; False while others use it for long, or without room for a copy.
+
+        SQLite overwrites a row that it deletes (`secure_delete`), but not the copies that are left in pages where it
+        once moved rows about. FTS5 only notes what is deleted, until the parts of its index are merged.
+        """
+        folder = str(self.path.parent).replace("'", "''")
         with self.connection() as sql:
-            return erase(sql, self.path.parent)
+            sql.execute(
+                f"PRAGMA temp_store_directory = '{folder}'"
+            )  # for the copy of the file that this needs
+            try:
+                for statement in (*self._full_text("optimize"), "VACUUM"):
+                    sql.execute(statement)
+                done = True
+            except sqlite3.OperationalError as error:
+                if error_code(error) not in {*BUSY, sqlite3.SQLITE_FULL}:
+                    raise
+                done = False
+            finally:
+                sql.execute("PRAGMA temp_store_directory = ''")
+        return self.erase_log() and done
+
+    def _full_text(self, command: str) -> list[str]:
+        """The statement that gives FTS5 a command, if there is such a table."""
+        name = self.full_text
+        return [f"INSERT INTO {name} ({name}) VALUES ('{command}')"] if name else []
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             self._disconnect()
 
+    # --- opening
+
     def _connected(self) -> sqlite3.Connection:
         if self._closed:
-            raise StoreError(f"the {self._kind.what} {self.path} has been closed; open it again")
-        if self._sql is not None and not self._is_for_once and _inode(self.path) == self._inode:
+            raise sqlite3.ProgrammingError(f"the {self.what} has been closed; open it again")
+        if self._sql is not None and (self._sql.in_transaction or not self._must_reopen()):
             return self._sql
         try:
             return self._open()
         except SQL_ERRORS as error:
             if not is_damage(error):
                 raise
-            self._make_anew()
+            self._repair(str(error))
             return self._open()
+
+    def _must_reopen(self) -> bool:
+        return self._is_for_once or not is_same_file(self.path, self._identity)
 
     def _open(self) -> sqlite3.Connection:
         self._disconnect()
-        if not self._inode and not self.path.parent.exists():  # one that was removed meanwhile stays away
-            make_private_folder(self.path.parent)
-        make_private_file(self.path)
-        self._inode = _inode(self.path)
+        make_private_file(self.path)  # SQLite gives its logs the mode of the file
+        self._identity = identity(self.path.stat())
         sql, self._is_for_once = connect_to_read(self.path)
         try:
+            self._configure(sql)
             self._prepare(sql)
         except BaseException:
             sql.close()
@@ -270,45 +256,90 @@ class RebuildableFile(Closing):
         self._sql, self.generation = sql, self.generation + 1
         return sql
 
-    def _prepare(self, sql: sqlite3.Connection) -> None:
-        found, version = sql.execute("PRAGMA user_version").fetchone()[0], self._kind.version
-        if found not in (0, version):
-            raise StoreFormatError(
-                f"opening the {self._kind.what} {self.path}: expected format {version}, found {found}. Remove that "
-                f"file: {self._kind.remedy}."
-            )
-        if problems := integrity(sql, 1):
-            raise _damage(problems[0])
-        if found and self._kind.is_other(schema_of(sql)):
-            raise _damage("its tables are others")
-        if not self._is_for_once:
-            write_ahead(sql)
-        if not found:  # a sound file is only read: the disk may be full
-            sql.executescript(self._kind.schema)
-            sql.execute(f"PRAGMA user_version = {version}")
+    def _configure(self, sql: sqlite3.Connection) -> None:
+        """What each connection needs before it is used."""
 
-    def _make_anew(self) -> None:
-        """Remove the file, unless another process has put a new one in its place."""
-        self._disconnect()
-        if _inode(self.path) != self._inode:
-            return
-        log.warning("the %s %s is damaged and is rebuilt: %s", self._kind.what, self.path, self._kind.remedy)
-        discard_database(self.path)
+    def _prepare(self, sql: sqlite3.Connection) -> None:
+        """Check a file that is there, and make the tables of a new one."""
+        found = sql.execute("PRAGMA user_version").fetchone()[0]
+        if found not in (0, self.version):
+            raise self._other_version(found)
+        if problems := integrity(sql, 1):
+            raise damage(problems[0])
+        if not self._is_for_once:
+            write_ahead(sql, self.synchronous)
+        if not found:  # a sound file is only read: the disk may be full
+            with transaction(sql):
+                if not sql.execute("SELECT 1 FROM sqlite_master").fetchone():
+                    self._make_tables(sql)
+        if self._schema(sql) != self._expected():
+            raise damage("its tables are not those that were made")
+
+    def _make_tables(self, sql: sqlite3.Connection) -> None:
+        for statement in self.tables:
+            sql.execute(statement)
+        sql.execute(f"PRAGMA user_version = {self.version}")
+
+    def _schema(self, sql: sqlite3.Connection) -> dict[str, str]:
+        """Of what we made: how FTS5 keeps its own tables is each version's own."""
+        found, theirs = schema_of(sql), f"{self.full_text}_"
+        return {
+            name: made for name, made in found.items() if not (self.full_text and name.startswith(theirs))
+        }
+
+    def _expected(self) -> dict[str, str]:
+        with closing(connect(":memory:")) as sql:
+            self._configure(sql)
+            self._make_tables(sql)
+            return self._schema(sql)
 
     def _disconnect(self) -> None:
         if self._sql is not None:
             self._sql.close()
         self._sql = None
 
+    # --- what is wrong with a file
 
-def _damage(why: str) -> sqlite3.DatabaseError:
+    def _other_version(self, found: int) -> Exception:
+        return StoreFormatError(
+            f"opening the {self.what} {self.path}: expected format {self.version}, found {found}. Remove that file: "
+            f"{self.remedy}."
+        )
+
+    def _repair(self, why: str) -> None:
+        """Remove the damaged file, unless another process has put a new one in its place."""
+        self._disconnect()
+        if is_same_file(self.path, self._identity):
+            log.warning("the %s %s is damaged and is rebuilt: %s", self.what, self.path, self.remedy)
+            discard_database(self.path)
+
+    def _failed(self, error: Exception) -> Exception:
+        """The named error for what SQLite or the file system raised."""
+        if isinstance(error, OSError):
+            said = f"opening the {self.what} {self.path} failed: {error}. Check its owner and permissions."
+            return StoreError(said)
+        if is_damage(error):
+            self._repair(str(error))
+            return DamagedFileError(f"using {self.path}: it was damaged and is rebuilt.")
+        if isinstance(error, Timeout) and isinstance(error.__context__, sqlite3.Error):
+            error = error.__context__  # diskcache calls every failed BEGIN a timeout, a full disk too
+        code = error_code(error)
+        if code in BUSY or isinstance(error, Timeout):
+            return StoreLockedError(
+                f"using {self.path}: another program kept it locked. Close it, or try again."
+            )
+        if code == sqlite3.SQLITE_FULL:
+            return StoreFullError(
+                f"writing to {self.path}: the disk is full. Free some space; nothing stored is lost."
+            )
+        return StoreError(
+            f"using {self.path} failed: {error}. If it persists, close every program that uses this home and run "
+            "`ragblend store repair`; KV can be rebuilt, and no document is in there."
+        )
+
+
+def damage(why: str) -> sqlite3.DatabaseError:
+    """What SQLite raises for a damaged file, for damage that it does not see."""
     error = sqlite3.DatabaseError(why)
     error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
     return error
-
-
-def _inode(path: Path) -> int:
-    try:
-        return path.stat().st_ino
-    except FileNotFoundError:
-        return 0

@@ -15,16 +15,23 @@ from functools import partial
 from itertools import filterfalse
 from pathlib import Path
 
-from ragblend.kvstore import upkeep
+from ragblend.kvstore import posix, upkeep
 from ragblend.kvstore.blob import Blob, ChunkReader, open_verified
 from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.codec import RAW, Codec, Source
 from ragblend.kvstore.counters import Counters, Counts, StoreStats
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, StoreFullError
-from ragblend.kvstore.files import DAMAGE, Closing, open_file, write_failed
+from ragblend.kvstore.files import (
+    DAMAGE,
+    Closing,
+    make_private_folder,
+    open_file,
+    warn_of_network,
+    write_failed,
+)
 from ragblend.kvstore.index import Index, Row
 from ragblend.kvstore.keys import ChunkKey
-from ragblend.kvstore.layout import files_of, remove_values, value_files, write_value
+from ragblend.kvstore.layout import LOCK_NAME, check_format, files_of, remove_values, value_files, write_value
 from ragblend.kvstore.ledger import Ledger
 from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.memory import MemoryTier, whole
@@ -37,11 +44,6 @@ log = logging.getLogger(__name__)
 Cost = Callable[[int, int], float]
 AT_ONCE = 64  # evictions, where a budget was lowered
 _QUARANTINE_WAIT_S = 2.0  # a reader does not stand behind a long put for the sake of tidiness
-
-
-def same_cost(cached_tokens: int, new_tokens: int) -> float:
-    """What a token costs to compute where nothing was measured: all alike."""
-    return 1.0
 
 
 @contextmanager
@@ -67,7 +69,7 @@ class KVStore(Closing):
         budget_bytes: int | None,
         tiers: Sequence[MemoryTier] = (),
         policy: str | None = None,
-        cost: Cost = same_cost,
+        cost: Cost = lambda cached, new: 1.0,
         remote: str | None = None,
     ) -> "KVStore":
         """Open the store at `root`, made if absent (0700, files 0600).
@@ -84,11 +86,14 @@ class KVStore(Closing):
         wanted = None if policy is None else policy_named(policy)
         store = cls(Path(root), tiers, cost, None if remote is None else Place.of(remote), wanted)
         with ExitStack() as opened, _opening(store.root):
-            store._lock = opened.enter_context(upkeep.open_folder(store.root))
+            check_format(store.root)  # before anything is made or tightened in a folder that is not ours
+            make_private_folder(store.root)
+            warn_of_network(store.root)
+            store._lock = opened.enter_context(WriterLock(store.root / LOCK_NAME, upkeep.TIMEOUT_S))
             with store._lock.hold():
-                store._index, damaged = upkeep.open_index(store.root)
+                store._index, was_damaged = upkeep.open_index(store.root)
                 opened.enter_context(store._index)
-                store._counters.add(quarantined=int(damaged not in upkeep.NO_DAMAGE))
+                store._counters.add(quarantined=int(was_damaged))
                 try:
                     store._settle()
                 except CorruptBlobError as error:
@@ -247,7 +252,7 @@ class KVStore(Closing):
             self._unsynced = True
         for _ in range(2):
             if self._unsynced:  # other processes put and evict values as well
-                gone, rows = {victim.digest for victim in evicted}, index.rows()
+                gone, rows = {victim.digest for victim in evicted}, index.entries()
                 stored = {digest: row for digest, row in rows.items() if digest not in gone}
                 self._ledger.refresh(self._saved_by_others(index), stored)
                 self._unsynced = False
@@ -272,11 +277,11 @@ class KVStore(Closing):
         Quarantined copies and counts too; what others share is `withdraw`'s. Raises StoreError if a file stays.
         """
         with self._changing() as index:
-            self._ledger.refresh(self._saved_by_others(index), index.rows())
+            self._ledger.refresh(self._saved_by_others(index), index.entries())
             below = self._ledger.below([key.digest for key in (keys if still is None else still())])
-            freed = self._remove(index, below)
+            freed = self._remove(index, below).bytes
             self._forget_in_memory(below)  # once more: a promotion may have been half done
-            index.truncate_log()
+            index.erase_log()
             return freed
 
     def withdraw(self, keys: Sequence[ChunkKey]) -> None:
@@ -288,22 +293,21 @@ class KVStore(Closing):
         for tier in self.tiers:
             tier.delete([ChunkKey(digest) for digest in digests])
 
-    def _remove(self, index: Index, digests: Sequence[str]) -> int:
-        """From all tiers: bytes freed. Files before rows: a kill in between leaves a miss, no file to enter again."""
+    def _remove(self, index: Index, digests: Sequence[str]) -> GcReport:
+        """From all tiers. Files before rows: a kill in between leaves a miss, and no file to enter again."""
         self._forget_in_memory(digests)
-        failed: StoreError | None = None
-        freed = 0
+        named = {self.root / row.filename for each in digests if (row := index.get(each)) is not None}
         try:
-            freed = upkeep.remove_files(
-                [path for each in digests for path in files_of(self.root, each)]
-            ).bytes
-        except StoreError as error:  # rows and counts go all the same; the caller tries the files again
-            failed = error
+            freed = upkeep.remove_files(named.union(*(files_of(self.root, each) for each in digests)))
+        except StoreError:  # rows and counts go all the same; the caller tries the files again
+            self._forget(digests)
+            raise
+        self._forget(digests)
+        return freed
+
+    def _forget(self, digests: Sequence[str]) -> None:
         self._ledger.forget(digests)
         self._save(digests)
-        if failed is not None:
-            raise failed
-        return freed
 
     # --- reading: whatever is wrong with a stored value makes a miss, and the caller encodes the chunk again
 
@@ -344,14 +348,12 @@ class KVStore(Closing):
     def will_need(self, key: ChunkKey) -> None:
         """Ask the kernel to read that value ahead of its use; absent values and old systems are no error."""
         path = self._path_of(key)
-        if path is None or not hasattr(os, "posix_fadvise"):
-            return
-        with contextlib.suppress(OSError):  # evicted meanwhile, say: its use will tell
-            fd = open_file(path)
-            try:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(fd)
+        if path is not None:
+            with (
+                contextlib.suppress(OSError),
+                os.fdopen(open_file(path), "rb") as file,
+            ):  # evicted meanwhile, say
+                posix.read_ahead(file.fileno())
 
     def promote(
         self,
@@ -399,7 +401,7 @@ class KVStore(Closing):
     def _save(self, deleted: Sequence[str] = ()) -> None:
         """Save the ledger, and delete rows, in one transaction."""
         with self._changing() as index:
-            packed, is_saved = self._ledger.merged(self._saved_by_others(index), index.rows)
+            packed, is_saved = self._ledger.merged(self._saved_by_others(index), index.entries)
             serial = self._ledger.serial + 1
             with index.changing():
                 for digest in deleted:
@@ -486,17 +488,17 @@ class KVStore(Closing):
 
     def keys(self) -> Iterator[ChunkKey]:
         """The keys as they are now, oldest first."""
-        return map(ChunkKey, self._live_index().rows())
+        return map(ChunkKey, self._live_index().entries())
 
     def sizes(self) -> dict[ChunkKey, int]:
         """How many bytes each value takes, as they are now."""
-        return {ChunkKey(digest): row.nbytes for digest, row in self._live_index().rows().items()}
+        return {ChunkKey(digest): row.nbytes for digest, row in self._live_index().entries().items()}
 
     def check(self) -> list[Problem]:
         """Everything wrong with the store, from reading all of it; changes nothing."""
         with self._changing() as index:  # for the listing only: it must not see half a put
             try:
-                files, rows = list(value_files(self.root)), index.rows()
+                files, rows = list(value_files(self.root)), index.entries()
             except CorruptBlobError as error:
                 return [Problem("index", None, index.path, str(error))]
         return list(upkeep.check_files(index, files, rows))
@@ -518,14 +520,15 @@ class KVStore(Closing):
     def gc(self, keep: Collection[ChunkKey] | None = None) -> GcReport:
         """Remove orphans, temporary files, the quarantine, what is beyond the budget and, given `keep`, all others."""
         with self._changing() as index:
-            rows = index.rows()
-            wanted = rows.keys() if keep is None else {key.digest for key in keep}
-            report = upkeep.collect(index, [digest for digest in rows if digest not in wanted])
-            self._ledger.refresh(self._saved_by_others(index), index.rows())
+            rows = index.entries()
+            self._ledger.refresh(self._saved_by_others(index), rows)
+            gone = self._ledger.orphans()
             if keep is not None:
+                wanted = {key.digest for key in keep}
+                gone += self._ledger.below([digest for digest in rows if digest not in wanted])
                 self._ledger.keep_only(wanted)
-            self._remove(index, self._ledger.orphans())
-            index.truncate_log()
+            report = self._remove(index, gone) + upkeep.remove_leftovers(index)
+            index.erase_log()
         while (evicted := self._evict_some()).files:
             report += evicted
         for tier in self.tiers:

@@ -9,10 +9,9 @@ A node with nodes below it is not evicted, a node is deleted with all below it, 
 when the store is opened next.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Protocol
 
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.codec import RAW, Source
@@ -37,18 +36,7 @@ class Node:
         return self.start + len(self.token_ids)
 
 
-class _Opens(Protocol):
-    def __call__(
-        self,
-        key: ChunkKey,
-        token_ids: Sequence[int],
-        geometry: Geometry | None = None,
-        start: int | None = None,
-        parent: ChunkKey | None = None,
-    ) -> Source | None: ...
-
-
-def match(open_chunk: _Opens, path: Sequence[Node], geometry: Geometry) -> list[Source]:
+def match(open_chunk: Callable[..., Source | None], path: Sequence[Node], geometry: Geometry) -> list[Source]:
     """The longest part of the path that is stored, from its first node on, opened; each node counts as asked for.
 
     open_chunk: `KVStore.open_chunk`. What a codec has rounded is not exact: a chunk's own KV that was packed so ends

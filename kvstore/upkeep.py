@@ -5,27 +5,24 @@ All but `check_files` needs the writer's lock: only then is a file without a row
 
 import errno
 import logging
-import sqlite3
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from ragblend.kvstore import layout, sqlite
+from ragblend.kvstore import layout
 from ragblend.kvstore.blob import BlobDamage, open_verified
-from ragblend.kvstore.errors import CorruptBlobError, StoreError, StoreFullError
-from ragblend.kvstore.files import DAMAGE, discard, make_private_folder, sync_folder, warn_of_network
+from ragblend.kvstore.errors import CorruptBlobError, StoreError
+from ragblend.kvstore.files import DAMAGE, discard
 from ragblend.kvstore.index import Index, Row
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.layout import ValueFile
-from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.memory import layers_of
+from ragblend.kvstore.posix import sync_folder
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 30.0
-_DISKS_FAULT = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY}
+_REBUILT = "the KV index at %s is rebuilt from the values that are there: %s"
 
 
 @dataclass(frozen=True)
@@ -108,22 +105,15 @@ def refuse(index: Index, digests: Collection[str]) -> None:
             index.delete(digest)
 
 
-def collect(index: Index, dropped: Collection[str]) -> GcReport:
-    """Remove the values of `dropped`, what no row names, temporary files among it, and the quarantine."""
-    root = index.root
-    rows = index.rows()
-    named = {root / rows[digest].filename for digest in dropped}
-    values = remove_files(named.union(*(layout.files_of(root, digest) for digest in dropped)))
-    with index.changing():
-        for digest in dropped:
-            index.delete(digest)
-    kept = {row.filename for row in index.rows().values()}
+def remove_leftovers(index: Index) -> GcReport:
+    """Remove what no row names, temporary files among it, and the quarantine."""
+    root, named = index.root, {row.filename for row in index.entries().values()}
     orphans = [
-        root / file.filename for file in layout.value_files(root) if file.digest and file.filename not in kept
+        root / file.filename
+        for file in layout.value_files(root)
+        if file.digest and file.filename not in named
     ]
-    others = remove_files([*orphans, *layout.quarantine_of(root).iterdir()])
-    index.truncate_log()
-    return values + others
+    return remove_files([*orphans, *layout.quarantine_of(root).iterdir()])
 
 
 def remove_files(paths: Collection[Path]) -> GcReport:
@@ -148,40 +138,24 @@ def remove_files(paths: Collection[Path]) -> GcReport:
     return GcReport(files, nbytes)
 
 
-# --- opening: format, folders, an index that can be trusted, leftovers of killed processes
+# --- opening: an index that can be trusted, leftovers of killed processes
 
 
-def open_folder(root: Path) -> WriterLock:
-    """The lock of a folder that is a store, or is to be one. StoreFormatError, StoreError."""
-    layout.check_format(root)  # before anything is made or tightened in a folder that is not ours
-    make_private_folder(root)
-    warn_of_network(root)
-    return WriterLock(root / layout.LOCK_NAME, TIMEOUT_S)
-
-
-def open_index(root: Path) -> tuple[Index, str | None]:
-    """The index, and why it had to be rebuilt from the values. StoreError."""
+def open_index(root: Path) -> tuple[Index, bool]:
+    """The index, and whether one that had values was damaged, and is rebuilt from them. StoreError."""
     layout.prepare(root)
-    damaged = _damage_of(root)
-    if damaged is None:
+    try:
         index = Index(root, TIMEOUT_S)
         try:
-            if index.totals[0] or not _has_values(root):
-                return index, None
-            log.warning("the KV index at %s is rebuilt from the values that are there: %s", root, EMPTY)
-            _enter_values(
-                index
-            )  # a process was killed before its first commit; others may have the index open
-            return index, EMPTY
-        except CorruptBlobError as error:
-            damaged = str(error)
+            if not index.totals[0] and _has_values(root):  # a process was killed before its first commit
+                log.warning(_REBUILT, root, "the values have yet to be entered")
+                _enter_values(index)  # others may have the index open
         except BaseException:
             index.close()
             raise
-        index.close()
-    elif not _has_values(root):  # a process was killed that had just begun the store
-        damaged = EMPTY
-    return rebuilt(root, damaged), damaged
+    except CorruptBlobError as error:
+        return rebuilt(root, str(error)), _has_values(root)
+    return index, False
 
 
 def _has_values(root: Path) -> bool:
@@ -194,7 +168,7 @@ def rebuilt(root: Path, why: str) -> Index:
     Only headers are read: layers are checked at every use anyway. A deleted value cannot come back this way, because
     delete unlinks the file before the row.
     """
-    log.warning("the KV index at %s is rebuilt from the values that are there: %s", root, why)
+    log.warning(_REBUILT, root, why)
     layout.remove_index(root)
     layout.prepare(root)
     index = Index(root, TIMEOUT_S)
@@ -233,7 +207,7 @@ def _row_of(root: Path, file: ValueFile) -> Row | None:
 
 def sweep(index: Index) -> tuple[dict[str, Row], int]:
     """Remove leftovers of killed writers, and rows whose file is gone. Returns the rows, and how many had no file."""
-    rows = index.rows()
+    rows = index.entries()
     named, there = {row.filename for row in rows.values()}, set[str]()
     for filename in layout.value_names(index.root):
         if filename in named:
@@ -244,43 +218,3 @@ def sweep(index: Index) -> tuple[dict[str, Row], int]:
     if lost:
         refuse(index, lost)
     return {digest: row for digest, row in rows.items() if row.filename in there}, len(lost)
-
-
-EMPTY = "the values have yet to be entered"
-NO_DAMAGE = {None, EMPTY}
-
-
-def _damage_of(root: Path) -> str | None:
-    """What is wrong with the index; None when it is sound, or not there like the rest."""
-    path = root / layout.INDEX_NAME
-    if not path.exists() or not path.stat().st_size:
-        return None
-    try:
-        with closing(sqlite.connect_to_read(path, TIMEOUT_S)[0]) as sql:
-            sql.text_factory = sqlite.lenient_text
-            if problems := sqlite.integrity(sql, 1):
-                return problems[0]
-            others = _made_by_diskcache(sql) ^ _expected()
-    except sqlite.SQL_ERRORS as error:
-        if sqlite.error_code(error) in _DISKS_FAULT | sqlite.BUSY:
-            raise sqlite.index_failed(error, path) from error  # or another program's
-        return str(error)
-    except (StoreFullError, OSError):  # no room to make one to compare with
-        return None
-    return f"its schema is not diskcache's: {min(others)}" if others else None
-
-
-def _made_by_diskcache(sql: sqlite3.Connection) -> frozenset[tuple[str, str]]:
-    """Tables, triggers and settings: diskcache makes a setting's name part of a statement."""
-    found = sqlite.schema_of(sql)
-    settings = sql.execute("SELECT key FROM Settings").fetchall() if "Settings" in found else []
-    return frozenset(found.items()) | {(str(name), "setting") for (name,) in settings}
-
-
-@cache
-def _expected() -> frozenset[tuple[str, str]]:
-    """What it makes of an empty folder: one flipped bit in a trigger's text is found by comparison."""
-    with TemporaryDirectory(prefix="ragblend-") as folder:
-        Index(Path(folder), TIMEOUT_S).close()
-        with closing(sqlite.connect(Path(folder, layout.INDEX_NAME))) as sql:
-            return _made_by_diskcache(sql)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.citations import with_marks
-from ragblend.app.database import Database, Layout, now, storable
+from ragblend.app.database import Database, now, storable
 from ragblend.kvstore.errors import LibraryError, UsageError
 
 TITLE_CHARACTERS = 60
@@ -32,7 +32,6 @@ ADOPTED = (
     "INSERT OR IGNORE INTO chats SELECT chat_id, '', min(created_at), max(created_at), max(id) FROM messages "
     "GROUP BY chat_id"
 )
-LAYOUT = Layout("conversations", 3, TABLES, copied=("chats", "messages"), adopted=(ADOPTED,))
 INTERRUPTED = "RAGBlend ended while this answer was being written, so it is incomplete."
 Role = Literal["user", "assistant"]
 CHATS = "SELECT chats.*, (SELECT count(*) FROM messages WHERE chat_id = chats.id) AS messages FROM chats"
@@ -90,7 +89,8 @@ class Chats(Database):
     known: of node ids, those that are in the library; the text of other passages is not stored with an answer.
     """
 
-    layout = LAYOUT
+    what, version, tables = "conversations", 3, TABLES
+    copied, adopted = ("chats", "messages"), (ADOPTED,)
 
     def __init__(self, path: Path, known: Known | None = None) -> None:
         super().__init__(path)

@@ -1,6 +1,6 @@
 """The ingest queue in SQLite: one row per file, with its state and result; watched folders; facts such as "paused".
 
-Not `durable`: after a power cut some files are checked again, which costs a `stat` each.
+Not `synchronous`: after a power cut some files are checked again, which costs a `stat` each.
 """
 
 import sqlite3
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ragblend.app.database import Database, Layout, now
+from ragblend.app.database import Database, now
 
 JobState = Literal["queued", "parsing", "embedding", "done", "unchanged", "failed", "cancelled"]
 Kind = Literal["ingest", "remove"]
@@ -28,7 +28,6 @@ TABLES = (
     "CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
 )
 COLUMNS = ("id", "kind", "collection", "path", "state", "reason", "size", "added_at", "finished_at")
-QUEUE = Layout("job queue", version=2, tables=TABLES, copied=("jobs", "watched", "facts"), durable=False)
 ADD = """
 INSERT INTO jobs (kind, collection, path, state, size, turn, added_at) VALUES (?, ?, ?, 'queued', ?, ?, ?)
 ON CONFLICT (collection, path) DO UPDATE SET
@@ -67,7 +66,9 @@ class FileJob:
 class JobStore(Database):
     """All reads and writes of the queue; every change is one transaction. Thread-safe."""
 
-    layout = QUEUE
+    what, version, tables = "job queue", 2, TABLES
+    copied = ("jobs", "watched", "facts")
+    synchronous = "NORMAL"
 
     def requeue_running(self) -> None:
         """Queue the jobs of a process that ended again, at their old positions."""
@@ -143,12 +144,9 @@ class JobStore(Database):
         self.erase_log()
 
     def open_among(self, collection: str, paths: Sequence[str]) -> set[str]:
-        """Which of these files (at most one page of them) are queued or being ingested."""
-        marks = ", ".join("?" * len(paths))
-        query = (
-            f"SELECT path FROM jobs WHERE state IN {_listed(OPEN)} AND collection = ? AND path IN ({marks})"
-        )
-        return set(self.column(query, collection, *paths))
+        """Which of these files are queued or being ingested."""
+        query = f"SELECT path FROM jobs WHERE state IN {_listed(OPEN)} AND collection = ? AND path IN"
+        return {row["path"] for row in self.among(query, paths, collection)}
 
     def counts(self) -> dict[JobState, int]:
         found = dict(map(tuple, self.rows("SELECT state, count(*) FROM jobs GROUP BY state")))

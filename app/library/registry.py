@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ragblend.app.database import WORD, Database, Layout, now, words_of
+from ragblend.app.database import WORD, Database, now, words_of
 from ragblend.app.home import absolute
 from ragblend.app.library.documents import Document, DocumentPassage, DocumentState, FileFacts, document_id
 from ragblend.app.rescue import Gap
@@ -65,40 +65,6 @@ TABLES = (
     "CREATE TRIGGER documents_unworded BEFORE DELETE ON documents BEGIN "
     "DELETE FROM chunks WHERE document_id = old.id; END",
 )
-
-
-def _mark_incomplete(sql: sqlite3.Connection, gaps: dict[str, list[Gap]]) -> None:
-    """Mark documents that have lost passages, so that `docs list` shows them and the next ingest reads them again."""
-    queries = [
-        "SELECT id FROM documents WHERE state = 'done' AND (updated_at = '' OR id NOT IN "
-        "(SELECT document_id FROM chunks))",
-        "SELECT document_id FROM chunks GROUP BY document_id HAVING count(*) <= max(position)",
-    ]
-    for first, last in gaps[
-        "chunks"
-    ]:  # a document's passages stand together: those beside a gap may have been in it
-        queries += [
-            f"SELECT document_id FROM chunks WHERE rowid < {first} ORDER BY rowid DESC LIMIT 1",
-            f"SELECT document_id FROM chunks WHERE rowid > {last} ORDER BY rowid LIMIT 1",
-        ]
-    found = [row[0] for query in queries for row in sql.execute(query).fetchall()]
-    query = "UPDATE documents SET state = 'failed', reason = ?, recipe = '' WHERE id = ?"
-    for document in dict.fromkeys(found):
-        log.warning("the document %s: %s", document, LOST)
-        sql.execute(query, (LOST, document))
-
-
-REGISTRY = Layout(
-    "registry",
-    version=5,
-    tables=TABLES,
-    copied=("documents", "chunks", "stale", "collections", "unerased", "notes"),
-    mended=_mark_incomplete,
-    full_text="words",
-)
-NOTE = ("document_id", "origin", "text")
-PASSAGE = ("node_id", "document_id", "position", "text", "location", "windows", "embedding")
-INSERT_PASSAGE = f"INSERT INTO chunks ({', '.join(PASSAGE)}) VALUES (?, ?, ?, ?, ?, ?, ?)"
 MOST_WORDS = 100  # of a question that are searched
 # A number or code with its parts: INV-2024-0817, 48213, 4711. A year, a round number, or a number with its unit is not
 # one: passages contain them by chance.
@@ -118,7 +84,28 @@ class DocumentPage:
 class Library(Database):
     """All reads and writes of the registry; every change is one transaction. Thread-safe."""
 
-    layout = REGISTRY
+    what, version, tables = "registry", 5, TABLES
+    copied = ("documents", "chunks", "stale", "collections", "unerased", "notes")
+    full_text = "words"
+
+    @staticmethod
+    def mark_lost(sql: sqlite3.Connection, gaps: dict[str, list[Gap]]) -> None:
+        """Mark documents that have lost passages: `docs list` shows them, and the next ingest reads them again."""
+        queries = [
+            "SELECT id FROM documents WHERE state = 'done' AND (updated_at = '' OR id NOT IN "
+            "(SELECT document_id FROM chunks))",
+            "SELECT document_id FROM chunks GROUP BY document_id HAVING count(*) <= max(position)",
+        ]
+        for first, last in gaps["chunks"]:  # the passages beside a gap: their document may have more in it
+            queries += [
+                f"SELECT document_id FROM chunks WHERE rowid < {first} ORDER BY rowid DESC LIMIT 1",
+                f"SELECT document_id FROM chunks WHERE rowid > {last} ORDER BY rowid LIMIT 1",
+            ]
+        found = [row[0] for query in queries for row in sql.execute(query).fetchall()]
+        query = "UPDATE documents SET state = 'failed', reason = ?, recipe = '' WHERE id = ?"
+        for document in dict.fromkeys(found):
+            log.warning("the document %s: %s", document, LOST)
+            sql.execute(query, (LOST, document))
 
     # --- documents -------------------------------------------------------------------------------
 
@@ -265,7 +252,7 @@ class Library(Database):
             for p, rows in zip(passages, embeddings, strict=True):
                 blob = np.ascontiguousarray(rows, dtype="<f4").tobytes()
                 values = (p.node_id, document, p.index, p.text, p.location, len(rows), blob)
-                connection.execute(INSERT_PASSAGE, values)
+                connection.execute("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?)", values)
             gone = [(node, document) for node in earlier - kept]
             connection.executemany("INSERT OR IGNORE INTO stale VALUES (?, ?)", gone)
             connection.executemany("DELETE FROM stale WHERE node_id = ?", ((node,) for node in kept))
@@ -415,7 +402,7 @@ class Library(Database):
             connection.execute(
                 "DELETE FROM notes WHERE document_id = ? AND origin = ?", (document.id, origin)
             )
-            query = f"INSERT INTO notes ({', '.join(NOTE)}) SELECT id, ?, ? FROM documents WHERE id = ? AND sha256 = ?"
+            query = "INSERT INTO notes SELECT id, ?, ? FROM documents WHERE id = ? AND sha256 = ?"
             connection.execute(query, (origin, text, document.id, document.facts.sha256))
 
     # --- damage and erasing ----------------------------------------------------------------------

@@ -11,7 +11,8 @@ from pathlib import Path
 from ragblend.app.home import Home
 from ragblend.app.library.documents import content_digest
 from ragblend.kvstore.errors import LibraryError, StoreFullError, UnreadableDocumentError
-from ragblend.kvstore.files import FILE_MODE, FOLDER_MODE, NO_ROOM, sync_file, sync_folder
+from ragblend.kvstore.files import FILE_MODE, FOLDER_MODE, NO_ROOM, sync_file
+from ragblend.kvstore.posix import sync_folder
 
 NAME_BYTES = 200
 

@@ -9,7 +9,7 @@ import pytest
 
 from ragblend.app import rescue
 from ragblend.app.answering.chats import Chats
-from ragblend.app.database import Database, Layout
+from ragblend.app.database import Database
 from ragblend.app.library.documents import DocumentPassage, FileFacts
 from ragblend.app.library.job_store import JobStore
 from ragblend.app.library.registry import Library
@@ -21,16 +21,13 @@ TEXT = "a line of text that fills pages, " * 20
 
 
 class Notes(Database):
-    layout = Layout(
-        "notes",
-        1,
-        (
-            "CREATE TABLE folders (name TEXT PRIMARY KEY)",
-            "CREATE TABLE notes (id INTEGER PRIMARY KEY, folder TEXT NOT NULL REFERENCES folders (name), text TEXT)",
-            "CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID",
-        ),
-        copied=("folders", "notes", "facts"),
+    what, version = "notes", 1
+    tables = (
+        "CREATE TABLE folders (name TEXT PRIMARY KEY)",
+        "CREATE TABLE notes (id INTEGER PRIMARY KEY, folder TEXT NOT NULL REFERENCES folders (name), text TEXT)",
+        "CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID",
     )
+    copied = ("folders", "notes", "facts")
 
 
 @pytest.fixture

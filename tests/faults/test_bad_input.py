@@ -3,39 +3,17 @@
 import logging
 import os
 import shutil
-import struct
 import tempfile
 from pathlib import Path
 
 import pytest
-from fault_values import VALUE_BYTES, key_of, put, token_ids, version_read
+from fault_values import key_of, put, token_ids, version_read
 
 from ragblend.kvstore import files
 from ragblend.kvstore.errors import StoreError
-from ragblend.kvstore.keys import FORMAT_VERSION
 from ragblend.kvstore.store import KVStore
 
 BUDGET = 1 << 20
-
-
-def test_a_budget_that_was_lowered(root):
-    with KVStore.open(root, BUDGET) as store:
-        for number in range(8):
-            put(store, number)
-    with KVStore.open(root, 3 * VALUE_BYTES) as store:
-        put(store, 8)
-        assert [version_read(store, number, {0, None}) for number in range(9)] == [None] * 6 + [0] * 3
-
-
-def test_a_value_of_another_format_is_a_counted_miss(root):
-    with KVStore.open(root, BUDGET) as store:
-        put(store, 1)
-        (path,) = (root / "values").glob("*/*")
-        data = bytearray(path.read_bytes())
-        struct.pack_into("<I", data, 8, FORMAT_VERSION + 1)
-        path.write_bytes(data)
-        assert version_read(store, 1, {None}) is None
-        assert (store.stats().misses, store.stats().quarantined) == (1, 1)
 
 
 @pytest.mark.parametrize(

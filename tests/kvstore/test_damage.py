@@ -337,7 +337,7 @@ def test_an_index_that_cannot_be_read_through_is_closed(root, monkeypatch):
         raise StoreError("the disk is busy")
 
     KVStore.open(root, 1 << 20).close()
-    monkeypatch.setattr(Index, "rows", unreadable)
+    monkeypatch.setattr(Index, "entries", unreadable)
     monkeypatch.setattr(Index, "close", lambda self: closed.append(self))
     with pytest.raises(StoreError, match="busy"):
         KVStore.open(root, 1 << 20)

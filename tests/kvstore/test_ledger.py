@@ -178,17 +178,6 @@ def test_what_another_process_deleted_is_not_remembered(root, sample, held_anywh
     assert not held_anywhere(gone[0].digest)
 
 
-def test_a_kill_loses_the_last_uses_and_nothing_else(root, sample, same):
-    samples = [sample(seed) for seed in range(3)]
-    killed = KVStore.open(root, 1 << 20)
-    for each in samples:
-        killed.put(*each)
-    with KVStore.open(root, 1 << 20) as store:
-        assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in samples)
-        assert store.check() == []
-    killed.close()
-
-
 def test_the_policy_is_that_of_whoever_opened_the_store_last(root, sample, every_save):
     """Two processes of two policies must not rank in turns, each by his own."""
     often, lately, new, size = sample(0), sample(1), sample(2), Blob.of(*sample(0)).nbytes

@@ -73,10 +73,6 @@ def test_an_unknown_policy_is_refused_with_those_there_are():
         policy_named("lrv")
 
 
-def test_every_row_of_the_table_is_named_as_it_is_found():
-    assert {name: policy.name for name, policy in POLICIES.items()} == {name: name for name in POLICIES}
-
-
 def test_unknown_costs_and_sizes_and_counts_are_no_error():
     for policy in POLICIES.values():
         assert math.isfinite(ranked(Entry("a", 0), policy, 0.0).priority)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragblend.kvstore import blob as reader_module
+from ragblend.kvstore import posix
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import CorruptBlobError, StoreError
 
@@ -51,7 +51,7 @@ def test_more_heads_than_one_preadv_may_take(store, sample, same, monkeypatch):
         lengths.append(len(buffers))
         return whole(fd, buffers, offset)
 
-    monkeypatch.setattr(reader_module, "_IOV_MAX", 4)
+    monkeypatch.setattr(posix, "_IOV_MAX", 4)
     monkeypatch.setattr(os, "preadv", counted)
     assert same(store.get(key, chunk.token_ids), chunk)
     assert max(lengths) == 4

@@ -317,21 +317,19 @@ def test_what_does_not_say_what_it_must_is_a_miss_until_it_is_written_anew(
     assert same(whole(third.remote.find([wanted(key, chunk)])[key]), chunk)
 
 
-def test_an_empty_object_is_no_value_and_no_failure(shared_of, open_at, sample):
-    shared = shared_of("s3")
+def as_a_list(names, name):
+    names._client.delete(name)
+    names._client.rpush(name, "other")
+
+
+@pytest.mark.parametrize(
+    ("kind", "spoil"), [("s3", lambda names, name: names.set(name, b"")), ("redis", as_a_list)]
+)
+def test_an_empty_object_or_a_list_is_no_value_and_no_failure(shared_of, open_at, sample, kind, spoil):
+    shared = shared_of(kind)
     one, other = open_at(shared.url + PATIENT), open_at(shared.url + PATIENT)
     put(one, sample(1))
-    shared.names.set(shared.names.names()[0], b"")
-    assert other.remote.find([wanted(*sample(1))]) == {}
-    assert other.remote.stats().errors == 0
-
-
-def test_a_list_under_a_values_name_is_no_value_and_no_failure(redis, open_at, sample):
-    one, other = open_at(redis.url + PATIENT), open_at(redis.url + PATIENT)
-    put(one, sample(1))
-    (name,) = redis.names.names()
-    redis.names._client.delete(name)
-    redis.names._client.rpush(name, "other")
+    spoil(shared.names, shared.names.names()[0])
     assert other.remote.find([wanted(*sample(1))]) == {}
     assert other.remote.stats().errors == 0
 

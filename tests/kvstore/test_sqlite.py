@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from ragblend.kvstore import sqlite
-from ragblend.kvstore.sqlite import Rebuildable, RebuildableFile, connect, write_ahead
+from ragblend.kvstore.sqlite import SqliteFile, connect, write_ahead
 
 MODULES = ("ragblend.kvstore.sqlite", "ragblend.integrations.passages", "ragblend.kvstore.policy")
 
@@ -68,18 +68,22 @@ def test_it_does_not_wait_for_ever(being_read, monkeypatch):
         write_ahead(sql)
 
 
+class Totals(SqliteFile):
+    what, version = "totals", 1
+    tables = ("CREATE TABLE Totals (tier TEXT PRIMARY KEY, hits INTEGER, CHECK (hits >= 0))",)
+
+
 @pytest.mark.parametrize(("was", "became"), [(b"(tier TEXT", b"(uier TEXT"), (b"(hits >= 0", b"(hits <= 0")])
 def test_a_table_whose_text_was_damaged_has_the_file_made_anew(tmp_path, was, became):
     """SQLite finds nothing wrong with such a file, and every statement failed from then on."""
-    table = "CREATE TABLE IF NOT EXISTS Totals (tier TEXT PRIMARY KEY, hits INTEGER, CHECK (hits >= 0));"
-    kind, path = Rebuildable("ledger", table, 1, ""), tmp_path / "ledger.db"
-    with RebuildableFile(path, kind) as file, file.transaction() as sql:
-        sql.execute("INSERT INTO Totals VALUES ('disk', 3)")
-    with RebuildableFile(path, kind) as file, file.connection() as sql:
-        assert sql.execute("SELECT hits FROM Totals").fetchall() == [(3,)]
+    path = tmp_path / "totals.db"
+    with Totals(path) as file:
+        file.execute("INSERT INTO Totals VALUES ('disk', 3)")
+    with Totals(path) as file:
+        assert file.rows("SELECT hits FROM Totals") == [(3,)]
     content = path.read_bytes()
     assert content.count(was) == 1
     path.write_bytes(content.replace(was, became))
-    with RebuildableFile(path, kind) as file, file.transaction() as sql:
-        assert sql.execute("SELECT tier FROM Totals").fetchall() == []
-        sql.execute("INSERT INTO Totals VALUES ('disk', 3)")
+    with Totals(path) as file:
+        assert file.rows("SELECT tier FROM Totals") == []
+        file.execute("INSERT INTO Totals VALUES ('disk', 3)")

@@ -437,7 +437,7 @@ def test_an_open_that_cannot_read_the_index_removes_nothing(open_store, sample, 
     with open_store() as store:
         store.put(key, chunk)
     with monkeypatch.context() as patch:
-        patch.setattr(Index, "_read", Mock(side_effect=StoreError("disk I/O error")))
+        patch.setattr(Index, "rows", Mock(side_effect=StoreError("disk I/O error")))
         with pytest.raises(StoreError, match="disk I/O error"):
             open_store()
     assert same(open_store().get(key, chunk.token_ids), chunk)
