@@ -18,7 +18,6 @@ from hub_server import serve_hub
 
 from ragblend.engine.engine import Engine
 from ragblend.kvstore.lock import writer_lock
-from ragblend.ui.password import save_password
 
 TUNED = "a3:kernel=3"  # a method with parameters, which is none of those that the page offers
 LONG = "max_new_tokens = 1400\nchunk_tokens = 128\ntop_k = 2\n"
@@ -290,8 +289,9 @@ def test_beyond_loopback_it_wants_a_password(start, chromium, tmp_path, tiny_fol
     )
     assert refused.returncode == 2
     assert "needs a password" in refused.stderr
-    home.mkdir(mode=0o700)
-    save_password(home / "ui-password", "seven grey seals")
+    subprocess.run(
+        [*command, "--set-password", "--home", home], input="seven grey seals\n", text=True, check=True
+    )
     running = start("--host", "0.0.0.0")
     context = chromium.new_context()
     try:
