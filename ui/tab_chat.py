@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import gradio as gr
 
@@ -19,11 +18,10 @@ from ragblend.engine.model.checkpoints import DEFAULT
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import views
 from ragblend.ui.coalesce import coalesced
-from ragblend.ui.page_context import BARE, EACH, QUEUED, QUICK, PageContext, drawn, search_field
+from ragblend.ui.page_context import BARE, EACH, QUEUED, QUICK, PageContext, Updates, drawn, search_field
 from ragblend.ui.page_sessions import MEASUREMENT, PageRequest, session_of
 from ragblend.ui.views import problem
 
-Updates = dict[Any, Any]
 LOG = logging.getLogger(__name__)
 CHATS_PER_PAGE = 50
 SOURCE, HOOD = "source", "hood"
@@ -103,7 +101,7 @@ class ChatTab:
         self.hello.click(self.add_samples, None, [self.hello], **QUICK)
         opened, listed = [*self.streamed, self.source], [self.search_box, self.chat_id, self.limit]
         self.new_button.click(self.new, None, opened, **QUICK)
-        self.search_box.change(self.search, listed, [self.chats], trigger_mode="always_last", **QUICK)
+        self.search_box.change(self.search, listed, [self.chats], **QUICK)
         in_list = [self.chat_id, self.search_box, self.limit]
         each = QUEUED | EACH
         self.chats.click(self.in_list, in_list, [*opened, self.limit], **each)

@@ -1,7 +1,6 @@
 """The Compare tab: one question, two methods or ratios. Wiring only."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import gradio as gr
 
@@ -9,11 +8,10 @@ from ragblend.app.answering.comparing import ComparedMethod, compare
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import views
-from ragblend.ui.page_context import QUEUED, QUICK, PageContext, collection_field, drawn
+from ragblend.ui.page_context import QUEUED, QUICK, PageContext, Updates, collection_field, drawn
 from ragblend.ui.page_sessions import COMPARISON, PageRequest, session_of
 from ragblend.ui.views import LABELS, WITHOUT_RATIO, problem
 
-Updates = dict[Any, Any]
 CHOICES = [(label, name) for name, label in LABELS.items()]
 
 

@@ -13,11 +13,10 @@ from ragblend.app.settings import Cost, Settings, cost_of, save_settings
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import views
-from ragblend.ui.page_context import EMPTY, QUICK, PageContext, drawn
+from ragblend.ui.page_context import EMPTY, QUICK, PageContext, Updates, drawn
 from ragblend.ui.tab_compare import CHOICES
 from ragblend.ui.views import LABELS, problem
 
-Updates = dict[Any, Any]
 AUTO, MANUAL = "auto", "manual"
 DRAW_EVERY_S = 0.5
 DEVICES = [
