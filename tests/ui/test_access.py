@@ -1,5 +1,6 @@
 """Access to the served page: host, origin, session, path and size of requests; headers of responses; login."""
 
+import io
 import re
 import signal
 import subprocess
