@@ -284,13 +284,13 @@ class ChatTab:
         questions, note = self._answerable_samples(), self._services.settings.style.note
         return views.chat.welcome(ready, questions, note, [] if ready else self._larger_models())
 
-    def add_samples(self) -> str:
+    def add_samples(self) -> Updates:
         """Ingest the sample documents; the other buttons of an empty conversation work in the browser."""
         try:
             self._services.jobs.add([samples.documents_folder()], self._services.settings.collection)
         except RagBlendError as error:
-            return problem(str(error)) + self.welcome()
-        return views.chat.reading_samples()
+            return {self.hello: problem(str(error)) + self.welcome()}
+        return {self.hello: views.chat.reading_samples()}
 
     def _larger_models(self) -> Sequence[Offer]:
         """Models of the hub that fit this machine, to suggest while the bundled one is in use."""

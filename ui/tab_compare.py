@@ -1,6 +1,6 @@
 """The Compare tab: one question, two methods or ratios. Wiring only."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import gradio as gr
 
@@ -30,6 +30,11 @@ def _side(name: str, method: str) -> tuple[gr.Dropdown, gr.Slider]:
             visible=method not in WITHOUT_RATIO,
         )
     return chosen, share
+
+
+def shown_for(share: gr.Slider) -> Callable[[str], Updates]:
+    """The callback that shows the slider for a method that has a ratio."""
+    return lambda method: {share: gr.update(visible=method not in WITHOUT_RATIO)}
 
 
 class CompareTab:
@@ -68,9 +73,7 @@ class CompareTab:
             asked(self.run, inputs, outputs, **running)
         self.stop_button.click(self.stop, None, None, **QUICK)
         for method, ratio in sides:
-            method.change(
-                lambda name: gr.update(visible=name not in WITHOUT_RATIO), [method], [ratio], **QUICK
-            )
+            method.change(shown_for(ratio), [method], [ratio], **QUICK)
 
     def run(
         self,
