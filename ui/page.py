@@ -59,26 +59,23 @@ class PageLayout:
 
     def load(self, request: gr.Request) -> Updates:
         names = self._context.services.workspaces.names()
-        chosen = names[0]
         self._context.sessions.show(session_of(request), None)
         return {
             **self._frame(),
-            self.chat.collections: gr.update(choices=names, value=[chosen], visible=len(names) > 1),
-            self.library.collection: gr.update(choices=names, value=chosen),
-            self.compare.collection: gr.update(choices=names, value=chosen),
+            **self.choices([], None),
+            self.library.collection: gr.update(choices=names, value=names[0]),
             **self.chat.opening(),
-            **self.library.refresh(chosen, "", "", 0),
+            **self.library.refresh(names[0], "", "", 0),
         }
 
-    def choices(self, asked: list[str] | None, compared: str | None) -> Updates:
+    def choices(self, asked: list[str], compared: str | None) -> Updates:
         """The collections to choose from, after one was created or removed; a chosen one stays chosen if it exists."""
         names = self._context.services.workspaces.names()
-        kept = [name for name in asked or () if name in names] or names[:1]
+        kept = [name for name in asked if name in names] or names[:1]
+        shown = compared if compared in names else names[0]
         return {
             self.chat.collections: gr.update(choices=names, value=kept, visible=len(names) > 1),
-            self.compare.collection: gr.update(
-                choices=names, value=compared if compared in names else names[0]
-            ),
+            self.compare.collection: gr.update(choices=names, value=shown),
         }
 
     def tick(self, seen: str, *view: Any) -> Updates:
