@@ -256,23 +256,21 @@ def test_routes_that_the_page_does_not_need_are_closed(page) -> None:
         assert page.http.get(other).status_code == 404
 
 
+FORM, FIELD = "multipart/form-data", 'Content-Disposition: form-data; name="files"'
+
+
+def part(header, rest="x\r\n--a--\r\n"):
+    return f"--a\r\n{header}\r\n\r\n{rest}".encode(), f"{FORM}; boundary=a"
+
+
 BAD_UPLOADS = {
     "no form": (b"x", "text/plain"),
-    "no boundary": (b"x", "multipart/form-data"),
-    "another boundary": (b"--a\r\n\r\n--a--", "multipart/form-data; boundary=b"),
-    "a text for a file": (
-        b'--a\r\nContent-Disposition: form-data; name="files"\r\n\r\nx\r\n--a--\r\n',
-        "multipart/form-data; boundary=a",
-    ),
-    "cut off": (
-        b'--a\r\nContent-Disposition: form-data; name="files"; filename="x"\r\n\r\nhalf',
-        "multipart/form-data; boundary=a",
-    ),
-    "a name with steps": (
-        b'--a\r\nContent-Disposition: form-data; name="files"; filename=".."\r\n\r\nx\r\n--a--\r\n',
-        "multipart/form-data; boundary=a",
-    ),
-    "no disposition": (b"--a\r\nX: y\r\n\r\nx\r\n--a--\r\n", "multipart/form-data; boundary=a"),
+    "no boundary": (b"x", FORM),
+    "another boundary": (b"--a\r\n\r\n--a--", f"{FORM}; boundary=b"),
+    "a text for a file": part(FIELD),
+    "cut off": part(f'{FIELD}; filename="x"', "half"),
+    "a name with steps": part(f'{FIELD}; filename=".."'),
+    "no disposition": part("X: y"),
 }
 
 
