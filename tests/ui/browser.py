@@ -195,8 +195,17 @@ class Watched:
     # --- what a user does
 
     def press(self, selector: str, shows: str) -> None:
-        self.page.click(selector)
-        self.page.wait_for_selector(shows)
+        """Click until that is shown: a busy page may send what was typed in a field after the first click."""
+
+        def steps() -> None:
+            self.page.click(selector, timeout=TRY_MS)
+            self.page.wait_for_selector(shows, timeout=TRY_MS)
+
+        assert retried(steps), f"{shows} was not shown for {selector}, but {self.said()}"
+
+    def said(self) -> list[str]:
+        """All notes that the page has now."""
+        return self.page.locator(".rb-note").all_inner_texts()
 
     def tab(self, name: str) -> None:
         """A narrow page has some in a menu, into which they go when the tabs are laid out."""
@@ -224,8 +233,7 @@ class Watched:
             self.page.click(f"{selector}.asking:has-text('{asked}')", timeout=ASKS_MS)
             self.page.wait_for_selector(shows, timeout=TRY_MS)
 
-        said = self.page.locator(".rb-note").all_inner_texts
-        assert retried(steps), f"{shows} was not shown for {selector}, but {said()}"
+        assert retried(steps), f"{shows} was not shown for {selector}, but {self.said()}"
 
     def ask(self, question: str) -> None:
         """Type and send with Ctrl-Enter; returns when the answer has ended."""
