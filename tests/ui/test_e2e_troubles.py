@@ -234,7 +234,7 @@ def test_settings_and_the_store_over_a_restart(start, open_page, harbour, tiny_f
     )
     page.fill("#rb-chunk input[type=number]", "256")
     page.press("#rb-chunk input[type=number]", "Tab")
-    page.wait_for_selector("#rb-cost:has-text('1 document (1 passage) must be read, cut and embedded again')")
+    page.wait_for_selector("#rb-cost:has-text('1 document (1 passage) must be cut and embedded again')")
     before = mine.changes()
     mine.press("#rb-save", "#rb-saved:has-text('Saved. 1 document queued.')")
     page.fill("#rb-reranker input, #rb-reranker textarea", "/no/such/reranker")
