@@ -80,25 +80,21 @@ def dismissed() -> None:
 
 
 def _with_checks(function: Any, trouble: gr.HTML, is_by_user: bool) -> Callable[..., Any]:
-    """A callback behind its checks. Arguments beyond its inputs (Gradio's request, event) are passed on."""
+    """A callback, which returns or yields Updates, behind its checks.
+
+    Arguments beyond its inputs (Gradio's request, event) are passed on.
+    """
     callback: Callable[..., Any] = function.fn
-    inputs, outputs, well = list(function.inputs), len(function.outputs), "" if is_by_user else gr.skip()
+    inputs, well = list(function.inputs), {trouble: "" if is_by_user else gr.skip()}
     kinds = [kind_of(each) for each in inputs]
 
     def checked(values: Sequence[Any]) -> list[Any]:
         return [*map(_value, inputs, kinds, values), *values[len(inputs) :]]
 
-    def with_trouble(result: Any) -> Any:
-        """The callback's result with an output for `trouble`."""
-        if isinstance(result, dict) and any(isinstance(key, gr.blocks.Block) for key in result):
-            return {**result, trouble: well}
-        many = () if not outputs else (result,) if outputs == 1 else tuple(result)
-        return (*many, well) if many else well
-
     @wraps(callback)
     def at_once(*values: Any) -> Any:
         try:
-            return with_trouble(callback(*checked(values)))
+            return (callback(*checked(values)) or {}) | well
         except Exception as error:
             return {trouble: error_message(error)}
 
@@ -106,7 +102,7 @@ def _with_checks(function: Any, trouble: gr.HTML, is_by_user: bool) -> Callable[
     def in_pieces(*values: Any) -> Iterator[Any]:
         try:
             with closing(callback(*checked(values))) as results:
-                yield from map(with_trouble, results)
+                yield from (updates | well for updates in results)
         except Exception as error:
             yield {trouble: error_message(error)}
 

@@ -9,7 +9,7 @@ from ragblend.app.library.jobs import QueueOverview
 from ragblend.app.settings import Settings
 from ragblend.ui import tab_chat, tab_compare, tab_library, tab_settings, tab_store, views
 from ragblend.ui.callback_checks import check_callbacks, dismissed
-from ragblend.ui.page_context import EACH, QUEUED, QUICK, PageContext, drawn
+from ragblend.ui.page_context import EACH, QUEUED, QUICK, PageContext, Updates, drawn
 from ragblend.ui.page_sessions import PARTS, session_of
 
 TICK_S = 1.5
@@ -57,31 +57,28 @@ class PageLayout:
         page.unload(self.close)
         self.trouble.click(dismissed, None, None, **QUICK)
 
-    def load(self, request: gr.Request) -> dict[Any, Any]:
+    def load(self, request: gr.Request) -> Updates:
         names = self._context.services.workspaces.names()
-        chosen = names[0]
         self._context.sessions.show(session_of(request), None)
         return {
             **self._frame(),
-            self.chat.collections: gr.update(choices=names, value=[chosen], visible=len(names) > 1),
-            self.library.collection: gr.update(choices=names, value=chosen),
-            self.compare.collection: gr.update(choices=names, value=chosen),
+            **self.choices([], None),
+            self.library.collection: gr.update(choices=names, value=names[0]),
             **self.chat.opening(),
-            **self.library.refresh(chosen, "", "", 0),
+            **self.library.refresh(names[0], "", "", 0),
         }
 
-    def choices(self, asked: list[str] | None, compared: str | None) -> dict[Any, Any]:
+    def choices(self, asked: list[str], compared: str | None) -> Updates:
         """The collections to choose from, after one was created or removed; a chosen one stays chosen if it exists."""
         names = self._context.services.workspaces.names()
-        kept = [name for name in asked or () if name in names] or names[:1]
+        kept = [name for name in asked if name in names] or names[:1]
+        shown = compared if compared in names else names[0]
         return {
             self.chat.collections: gr.update(choices=names, value=kept, visible=len(names) > 1),
-            self.compare.collection: gr.update(
-                choices=names, value=compared if compared in names else names[0]
-            ),
+            self.compare.collection: gr.update(choices=names, value=shown),
         }
 
-    def tick(self, seen: str, *view: Any) -> dict[Any, Any]:
+    def tick(self, seen: str, *view: Any) -> Updates:
         """Draw the queue again if it has changed since `seen`, and the documents if a file was started or finished.
 
         Not before the first drawing of the page, which would overwrite this one.
@@ -93,14 +90,14 @@ class PageLayout:
         now = f"{fingerprint(overview, view)} {startup.is_loading} {startup.problem}"
         if now == seen:
             return {self.header: gr.skip()}
-        updates: dict[Any, Any] = {self.library.queue: self.library.progress()[self.library.queue]}
+        updates: Updates = {self.library.queue: views.library.queue(overview)}
         if listed_in(now) != listed_in(seen):
             updates |= self.library.refresh(*view)
             if overview.finished:
                 updates[self.chat.hello] = self.chat.welcome()
         return updates | {**self._frame(), self.library.seen: now}
 
-    def _frame(self) -> dict[Any, Any]:
+    def _frame(self) -> Updates:
         services, startup = self._context.services, self._context.startup
         overview = services.jobs.overview()
         line = state_line(overview, services.settings, startup.is_loading)

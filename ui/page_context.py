@@ -13,6 +13,7 @@ from ragblend.ui.page_sessions import PageSessions
 MOST_SAMPLES = 500
 # Time by a monotonic clock; the process's hits and misses until then.
 Sample = tuple[float, int, int]
+Updates = dict[Any, Any]  # component -> what it shows now
 # Connects the buttons in drawn HTML to Python, by the page's script.
 BIND = "window.ragblend && window.ragblend.bind(element, trigger);"
 

@@ -1,13 +1,11 @@
-"""The state of each open page: its running work, which can be stopped, and the conversation that it shows."""
+"""The state of each open page: its running requests, which can be stopped, and the conversation that it shows."""
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import gradio as gr
 
-Stop = Callable[[], None]
 PARTS = CHAT, COMPARISON, MEASUREMENT = "chat", "comparison", "measurement"
 
 
@@ -16,73 +14,65 @@ def session_of(request: gr.Request, part: str = CHAT) -> str:
     return f"{request.session_hash}/{part}"
 
 
+class PageRequest:
+    """One request of a page. stopped: it should end; is_outdated: a newer one has the page, so it may not draw."""
+
+    def __init__(self, session: str) -> None:
+        self.session, self.stopped, self.is_outdated = session, threading.Event(), False
+        self._on_stop: Callable[[], None] | None = None
+
+    def stop(self) -> None:
+        """Stop it, even if it is not running yet; returns at once."""
+        self.stopped.set()
+        if (on_stop := self._on_stop) is not None:
+            on_stop()
+
+    @contextmanager
+    def running(self, on_stop: Callable[[], None]) -> Iterator[None]:
+        """Call on_stop() when the request is stopped, at once if it already was, and at the end of the block."""
+        self._on_stop = on_stop
+        try:
+            if self.stopped.is_set():
+                on_stop()
+            yield
+        finally:
+            on_stop()
+            self._on_stop = None
+
+
 class PageSessions:
-    """Numbers the requests of each session; only the newest may draw on its page. Thread-safe."""
+    """The newest request of each session, and the conversation that its page shows. Thread-safe."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._numbers = itertools.count(1)
-        self._newest: dict[str, int] = {}
-        self._running: dict[str, Stop] = {}
+        self._newest: dict[str, PageRequest] = {}
         self._shown: dict[str, int | None] = {}
-        self._asked_to_stop: set[str] = set()
 
-    def begin(self, session: str) -> int:
-        """Register a new request and stop the one before, even if that is not running yet.
-
-        Returns its number. From now on `stop` means this request, even before it is running.
-        """
-        self.stop(session)
+    def begin(self, session: str) -> PageRequest:
+        """A new request; the one before is stopped and outdated."""
+        newer = PageRequest(session)
         with self._mutex:
-            self._newest[session] = number = next(self._numbers)
-            self._asked_to_stop.discard(session)
-        return number
-
-    @contextmanager
-    def running(self, session: str, number: int, stop: Stop) -> Iterator[None]:
-        """Register how to stop a request while it runs; stop() is called at once if it is no longer wanted, and at the
-        end of the block.
-        """
-        with self._mutex:
-            is_wanted = self._newest.get(session) == number and session not in self._asked_to_stop
-            if is_wanted:
-                self._running[session] = stop
-        if not is_wanted:
-            stop()
-        try:
-            yield
-        finally:
-            stop()
-            with self._mutex:
-                if self._running.get(session) == stop:
-                    del self._running[session]
-
-    def is_outdated(self, session: str, number: int) -> bool:
-        """Whether a newer request has the page."""
-        with self._mutex:
-            return self._newest.get(session, number) != number
+            older = self._newest.pop(session, None)
+            self._newest[session] = newer
+        if older is not None:
+            older.is_outdated = True
+            older.stop()
+        return newer
 
     def stop(self, session: str) -> None:
         """Stop the session's request; returns at once."""
-        with self._mutex:
-            stop = self._running.get(session)
-            self._asked_to_stop.add(session)
-        if stop is not None:
-            stop()
+        if (request := self._newest.get(session)) is not None:
+            request.stop()
 
     def show(self, session: str, chat_id: int | None) -> None:
         """Note which conversation the page shows: answers in others are no longer drawn there."""
-        with self._mutex:
-            self._shown[session] = chat_id
+        self._shown[session] = chat_id
 
     def shows(self, session: str, chat_id: int | None) -> bool:
-        with self._mutex:
-            return self._shown.get(session) == chat_id
+        return self._shown.get(session) == chat_id
 
     def close(self, session: str) -> None:
         """The page was closed: stop its request, even if that is not running yet."""
         self.stop(session)
-        with self._mutex:
-            self._shown.pop(session, None)
-            self._newest.pop(session, None)
-            self._asked_to_stop.discard(session)
+        self._shown.pop(session, None)
+        self._newest.pop(session, None)

@@ -13,6 +13,7 @@ from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.files import replace_durably
 
 COST, BLOCK, PARALLEL = 1 << 14, 8, 1  # 16 MiB and about 50 ms per guess
+FILE = "ui-password"
 LEAST_LENGTH = 10
 FREE_ATTEMPTS = 5
 LONGEST_WAIT_S, FORGOTTEN_S = 900.0, 24 * 3600.0
@@ -40,15 +41,15 @@ def matches(password: str, kept: str) -> bool:
     return secrets.compare_digest(_scrypt(password, salt), expected)
 
 
-def save_password(path: Path, password: str) -> None:
-    """Write the hash for this user only. Raises UsageError for a password that is too short."""
-    replace_durably(path, hash_password(password))
+def save_password(home: Path, password: str) -> None:
+    """Keep the hash in the home, for this user only. Raises UsageError as `hash_password` does."""
+    replace_durably(home / FILE, hash_password(password))
 
 
-def read_password(path: Path) -> str | None:
-    """The stored hash, or None."""
+def read_password(home: Path) -> str | None:
+    """The hash that the home keeps, or None."""
     try:
-        return path.read_text(encoding="utf-8") or None
+        return (home / FILE).read_text(encoding="utf-8") or None
     except FileNotFoundError:
         return None
 

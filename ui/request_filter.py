@@ -141,13 +141,12 @@ def _event(value: Any, events: list[str]) -> dict[str, Any] | None:
     if value is None or ("change" in events and isinstance(value, str | int | float)):
         return None
     _require(isinstance(value, dict) and len(value) <= MOST_VALUES, "event_data is no object")
-    plain = all(_is_text(each) or each is None or isinstance(each, int | float) for each in value.values())
+    plain = all(
+        len(each) <= LONGEST_TEXT if isinstance(each, str) else each is None or isinstance(each, int | float)
+        for each in value.values()
+    )
     _require(plain and "path" not in value, "event_data has more than plain values")
     return dict(value)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= LONGEST_TEXT
 
 
 def _is_plain_file(path: str) -> bool:

@@ -2,51 +2,48 @@
 
 import re
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from fastapi import FastAPI
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
 from ragblend.app.services import AppServices
 from ragblend.kvstore.errors import RagBlendError
 
-ASSETS = Path(__file__).parent / "assets"
-KINDS = {
-    "style.css": "text/css",
-    "page.js": "text/javascript",
-    "icon.svg": "image/svg+xml",
-    "manifest.webmanifest": "application/manifest+json",
-}
 UNSAFE = re.compile(r"[^\w .-]+")
+LARGEST_ID = 2**53
+
+
+class PageAssets(StaticFiles):
+    """Style, script and icon, which a browser asks for again whenever the page is opened."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers["cache-control"] = "no-cache"
+        return response
 
 
 def add_routes(app: FastAPI, services: AppServices) -> None:
     """Add the routes before Gradio is mounted at /."""
 
-    @app.get("/ragblend/{name}")
-    def asset(name: str) -> Response:
-        if name not in KINDS:
-            return PlainTextResponse("There is no such file.", 404)
-        return FileResponse(ASSETS / name, media_type=KINDS[name], headers={"cache-control": "no-cache"})
-
-    @app.get("/ragblend/chats/{name}")
-    def chat(name: str) -> Response:
-        number, _, kind = name.partition(".")
-        if not (number.isascii() and number.isdigit() and len(number) < 16 and kind in ("md", "json")):
+    @app.get("/ragblend/chats/{chat_id:int}.{kind}")
+    def chat(chat_id: int, kind: str) -> Response:
+        if chat_id > LARGEST_ID or kind not in ("md", "json"):
             return PlainTextResponse("There is no such conversation.", 404)
         try:
-            return _exported(services, int(number), kind)
+            return _exported(services, chat_id, kind)
         except RagBlendError as error:
             return PlainTextResponse(str(error), 404)
 
+    app.mount("/ragblend", PageAssets(directory=Path(__file__).parent / "assets"))
+
 
 def _exported(services: AppServices, chat_id: int, kind: str) -> Response:
-    stem = UNSAFE.sub("", services.chats.get(chat_id).title).strip(" .")[:60] or "conversation"
+    chats = services.chats
+    stem = UNSAFE.sub("", chats.get(chat_id).title).strip(" .")[:60] or "conversation"
     headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(stem)}.{kind}"}
-    if kind == "md":
-        return PlainTextResponse(
-            services.chats.export_markdown(chat_id), media_type="text/markdown", headers=headers
-        )
-    value: Any = services.chats.export_json(chat_id)
-    return JSONResponse(value, headers=headers)
+    if kind == "json":
+        return JSONResponse(chats.export_json(chat_id), headers=headers)
+    return PlainTextResponse(chats.export_markdown(chat_id), media_type="text/markdown", headers=headers)

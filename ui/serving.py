@@ -40,7 +40,7 @@ def open_login(home: Path, address: Address, anew: bool = False) -> PageLogin:
 
     anew: end all sessions of browsers. Raises UsageError if a password is needed and there is none.
     """
-    password = None if address.is_loopback else read_password(password_path(home))
+    password = None if address.is_loopback else read_password(home)
     if not address.is_loopback and password is None:
         raise UsageError(
             f"Serving the page at {address.host}: other machines can reach it there, so it needs a password. Set one "
@@ -59,7 +59,7 @@ def build_app(context: "PageContext", rules: Rules, login: PageLogin) -> ASGIApp
 
     page = build_page(context)
     page.queue(api_open=False, default_concurrency_limit=8)
-    outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    outer = FastAPI(openapi_url=None)
     add_routes(outer, context.services)
     mounted = gr.mount_gradio_app(
         outer,
@@ -68,20 +68,15 @@ def build_app(context: "PageContext", rules: Rules, login: PageLogin) -> ASGIApp
         server_name="127.0.0.1",
         server_port=rules.address.port,
         footer_links=[],
-        run_history=False,
-        allowed_paths=[],
         blocked_paths=[
             str(context.services.workspaces.home.root / name)
             for name in ("kv", "chroma", "models", "originals")
         ],
         max_file_size=rules.max_upload_bytes,
-        ssr_mode=False,
-        pwa=False,
-        mcp_server=False,
         show_error=False,
         enable_monitoring=False,
         theme=page_theme(),
-        app_kwargs={"docs_url": None, "redoc_url": None, "openapi_url": None},
+        app_kwargs={"openapi_url": None},
     )
     # As after `launch`: only then does Gradio check which files a call names, and keep pictures from becoming public.
     page.has_launched = page.is_running = True
@@ -102,10 +97,6 @@ def gradio_environment(home: Path) -> Iterator[Path]:
             for name, value in before.items():
                 os.environ.pop(name)
                 os.environ.update({} if value is None else {name: value})
-
-
-def password_path(home: Path) -> Path:
-    return home / "ui-password"
 
 
 def write_landing(folder: Path, url: str) -> Path:

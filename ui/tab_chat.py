@@ -1,11 +1,9 @@
 """The Chat tab: conversations, the running answer, its sources, and its details under the hood. Wiring only."""
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import gradio as gr
 
@@ -20,11 +18,10 @@ from ragblend.engine.model.checkpoints import DEFAULT
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import views
 from ragblend.ui.coalesce import coalesced
-from ragblend.ui.page_context import BARE, EACH, QUEUED, QUICK, PageContext, drawn, search_field
-from ragblend.ui.page_sessions import MEASUREMENT, session_of
+from ragblend.ui.page_context import BARE, EACH, QUEUED, QUICK, PageContext, Updates, drawn, search_field
+from ragblend.ui.page_sessions import MEASUREMENT, PageRequest, session_of
 from ragblend.ui.views import problem
 
-Updates = dict[Any, Any]
 LOG = logging.getLogger(__name__)
 CHATS_PER_PAGE = 50
 SOURCE, HOOD = "source", "hood"
@@ -104,7 +101,7 @@ class ChatTab:
         self.hello.click(self.add_samples, None, [self.hello], **QUICK)
         opened, listed = [*self.streamed, self.source], [self.search_box, self.chat_id, self.limit]
         self.new_button.click(self.new, None, opened, **QUICK)
-        self.search_box.change(self.search, listed, [self.chats], trigger_mode="always_last", **QUICK)
+        self.search_box.change(self.search, listed, [self.chats], **QUICK)
         in_list = [self.chat_id, self.search_box, self.limit]
         each = QUEUED | EACH
         self.chats.click(self.in_list, in_list, [*opened, self.limit], **each)
@@ -158,10 +155,9 @@ class ChatTab:
         self, request: gr.Request, chat_id: int, question: str, begin: Callable[[], AnswerStream]
     ) -> Iterator[Updates]:
         """Draw an answer while it is being written; afterwards the form is ready again, whatever happened."""
-        session = session_of(request)
-        number = self._sessions.begin(session)
-        ended = partial(self._ended, session, number, chat_id, question)
-        self._sessions.show(session, chat_id)
+        asked = self._sessions.begin(session_of(request))
+        ended = partial(self._ended, asked, chat_id, question)
+        self._sessions.show(asked.session, chat_id)
         yield {
             self.chat_id: chat_id,
             self.question: "",
@@ -177,9 +173,9 @@ class ChatTab:
         except Exception:
             yield ended()
             raise
-        with self._sessions.running(session, number, turn.stop):
+        with asked.running(turn.stop):
             try:
-                yield from self._draw(session, number, chat_id, turn)
+                yield from self._draw(asked, chat_id, turn)
             except RagBlendError:
                 pass  # it is stored with the answer, and drawn from there
             except Exception:
@@ -188,9 +184,9 @@ class ChatTab:
             self._context.note_store()
         yield ended()
 
-    def _draw(self, session: str, number: int, chat_id: int, turn: AnswerStream) -> Iterator[Updates]:
+    def _draw(self, asked: PageRequest, chat_id: int, turn: AnswerStream) -> Iterator[Updates]:
         def has_page() -> bool:
-            return self._sessions.shows(session, chat_id) and not self._sessions.is_outdated(session, number)
+            return self._sessions.shows(asked.session, chat_id) and not asked.is_outdated
 
         if has_page():
             yield {self.transcript: self._transcript(chat_id, True), self.chats: self._chats(chat_id)}
@@ -200,16 +196,16 @@ class ChatTab:
             if (piece or not text) and has_page():
                 yield {self.live: views.chat.live_turn("", text, "" if text else turn.status, turn.notice)}
 
-    def _ended(self, session: str, number: int, chat_id: int, question: str, note: str = "") -> Updates:
-        if self._sessions.is_outdated(session, number):
+    def _ended(self, asked: PageRequest, chat_id: int, question: str, note: str = "") -> Updates:
+        if asked.is_outdated:
             return {self.live: gr.skip()}  # Gradio would repeat the last update
         resting = {self.send_button: gr.update(visible=True), self.stop_button: gr.update(visible=False)}
-        if not self._sessions.shows(session, chat_id):
+        if not self._sessions.shows(asked.session, chat_id):
             return resting
         try:
             return resting | self._shown(chat_id) | {self.live: note}
         except RagBlendError as error:  # the conversation was deleted: keep the question for a new one
-            self._sessions.show(session, None)
+            self._sessions.show(asked.session, None)
             typed = {self.question: question or gr.skip()}
             return resting | self._shown(None) | typed | {self.live: problem(str(error))}
 
@@ -288,13 +284,13 @@ class ChatTab:
         questions, note = self._answerable_samples(), self._services.settings.style.note
         return views.chat.welcome(ready, questions, note, [] if ready else self._larger_models())
 
-    def add_samples(self) -> str:
+    def add_samples(self) -> Updates:
         """Ingest the sample documents; the other buttons of an empty conversation work in the browser."""
         try:
             self._services.jobs.add([samples.documents_folder()], self._services.settings.collection)
         except RagBlendError as error:
-            return problem(str(error)) + self.welcome()
-        return views.chat.reading_samples()
+            return {self.hello: problem(str(error)) + self.welcome()}
+        return {self.hello: views.chat.reading_samples()}
 
     def _larger_models(self) -> Sequence[Offer]:
         """Models of the hub that fit this machine, to suggest while the bundled one is in use."""
@@ -354,15 +350,13 @@ class ChatTab:
 
     def measure(self, chat_id: int | None, event: gr.EventData, request: gr.Request) -> Iterator[Updates]:
         """Run full prefill of that answer's prompt, and show its time beside the answer's."""
-        message_id, stopped, message = int(event.message), threading.Event(), ""
-        session = session_of(request, MEASUREMENT)
-        number = self._sessions.begin(session)
+        message_id, message = int(event.message), ""
+        asked = self._sessions.begin(session_of(request, MEASUREMENT))
         yield {
             self.hood: problem("Running full prefill over the same prompt …", "info") + self._hood(message_id)
         }
         try:
-            with self._sessions.running(session, number, stopped.set):
-                self._services.conversations.measure_full(message_id, stopped)
+            self._services.conversations.measure_full(message_id, asked.stopped)
         except Cancelled:  # another answer is measured, or another conversation opened
             yield {self.hood: gr.skip()}
             return

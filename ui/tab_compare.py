@@ -1,8 +1,6 @@
 """The Compare tab: one question, two methods or ratios. Wiring only."""
 
-import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import gradio as gr
 
@@ -10,11 +8,10 @@ from ragblend.app.answering.comparing import ComparedMethod, compare
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import views
-from ragblend.ui.page_context import QUEUED, QUICK, PageContext, collection_field, drawn
-from ragblend.ui.page_sessions import COMPARISON, session_of
+from ragblend.ui.page_context import QUEUED, QUICK, PageContext, Updates, collection_field, drawn
+from ragblend.ui.page_sessions import COMPARISON, PageRequest, session_of
 from ragblend.ui.views import LABELS, WITHOUT_RATIO, problem
 
-Updates = dict[Any, Any]
 CHOICES = [(label, name) for name, label in LABELS.items()]
 
 
@@ -33,6 +30,11 @@ def _side(name: str, method: str) -> tuple[gr.Dropdown, gr.Slider]:
             visible=method not in WITHOUT_RATIO,
         )
     return chosen, share
+
+
+def shown_for(share: gr.Slider) -> Callable[[str], Updates]:
+    """The callback that shows the slider for a method that has a ratio."""
+    return lambda method: {share: gr.update(visible=method not in WITHOUT_RATIO)}
 
 
 class CompareTab:
@@ -71,9 +73,7 @@ class CompareTab:
             asked(self.run, inputs, outputs, **running)
         self.stop_button.click(self.stop, None, None, **QUICK)
         for method, ratio in sides:
-            method.change(
-                lambda name: gr.update(visible=name not in WITHOUT_RATIO), [method], [ratio], **QUICK
-            )
+            method.change(shown_for(ratio), [method], [ratio], **QUICK)
 
     def run(
         self,
@@ -85,9 +85,8 @@ class CompareTab:
         right_ratio: float,
         request: gr.Request,
     ) -> Iterator[Updates]:
-        session, stopped = session_of(request, COMPARISON), threading.Event()
+        asked = self._sessions.begin(session_of(request, COMPARISON))
         sides = [side_of(left, left_ratio), side_of(right, right_ratio)]
-        number = self._sessions.begin(session)
         yield {
             self.result: views.compare.looking(),
             self.go: gr.update(interactive=False),
@@ -95,23 +94,21 @@ class CompareTab:
         }
         ended: Updates = {}
         try:
-            with self._sessions.running(session, number, stopped.set):
-                for found in compare(self._services.conversations, question, collection, sides, stopped):
-                    if self._sessions.is_outdated(session, number):
-                        break
-                    running = len(found.sides) < len(sides)
-                    yield {self.result: views.compare.comparison(found, running)}
+            for found in compare(self._services.conversations, question, collection, sides, asked.stopped):
+                if asked.is_outdated:
+                    break
+                yield {self.result: views.compare.comparison(found, len(found.sides) < len(sides))}
         except Cancelled:
             ended = {self.result: problem("Stopped.", "info")}
         except RagBlendError as error:
             ended = {self.result: problem(str(error))}
         except Exception:
-            yield self._ended(session, number, {})
+            yield self._ended(asked, {})
             raise
-        yield self._ended(session, number, ended)
+        yield self._ended(asked, ended)
 
-    def _ended(self, session: str, number: int, message: Updates) -> Updates:
-        if self._sessions.is_outdated(session, number):
+    def _ended(self, asked: PageRequest, message: Updates) -> Updates:
+        if asked.is_outdated:
             return {self.result: gr.skip()}  # Gradio would repeat the last update
         return message | {self.go: gr.update(interactive=True), self.stop_button: gr.update(visible=False)}
 

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,18 @@ import gradio as gr
 from ragblend.app import samples
 from ragblend.kvstore.errors import RagBlendError, UsageError
 from ragblend.ui import views
-from ragblend.ui.page_context import BARE, EACH, QUICK, PageContext, collection_field, drawn, search_field
+from ragblend.ui.page_context import (
+    BARE,
+    EACH,
+    QUICK,
+    PageContext,
+    Updates,
+    collection_field,
+    drawn,
+    search_field,
+)
 from ragblend.ui.views import problem
 
-Updates = dict[Any, Any]
 PAGE = 50
 JOBS_SHOWN = 100
 OUT_OF_DATE = "out of date"  # instead of a fingerprint: the next tick draws everything again
@@ -78,9 +86,8 @@ class LibraryTab:
     def _connect(self) -> None:
         view, listed = self.view, [self.message, *self.drawn]
         page, each = self._page, QUICK | EACH
-        self.collection.change(self.first_page, view[:3], page, **QUICK)
-        self.search.change(self.first_page, view[:3], page, trigger_mode="always_last", **QUICK)
-        self.state.change(self.first_page, view[:3], page, **QUICK)
+        for chosen in (self.collection, self.search, self.state):
+            chosen.change(self.first_page, view[:3], page, **QUICK)
         self.files.upload(self.upload, [self.files, *view], [*listed, self.files], **each)
         for asked in (self.add.click, self.folder.submit):
             asked(self.add_folder, [self.folder, self.watch, *view], [*listed, self.folder], **each)
@@ -165,19 +172,17 @@ class LibraryTab:
         if act == "retry-document":
             known = self._services.workspaces.of(collection).library.documents_with([str(event.id)])
             return views.library.added(jobs.add([Path(each.path) for each in known.values()], collection))
-        if act == "unwatch":
-            self._services.watching.remove(int(event.id))
-        elif act in ("retry-job", "cancel-job"):
-            (jobs.retry if act == "retry-job" else jobs.cancel)([int(event.id)])
-        else:
-            plain: dict[str, Any] = {
-                "pause": jobs.pause,
-                "resume": jobs.resume,
-                "cancel": jobs.cancel,
-                "retry-all": jobs.retry,
-                "clear": jobs.clear_finished,
-            }
-            plain[act]()
+        doing: dict[str, Callable[[], object]] = {
+            "unwatch": lambda: self._services.watching.remove(int(event.id)),
+            "retry-job": lambda: jobs.retry([int(event.id)]),
+            "cancel-job": lambda: jobs.cancel([int(event.id)]),
+            "pause": jobs.pause,
+            "resume": jobs.resume,
+            "cancel": jobs.cancel,
+            "retry-all": jobs.retry,
+            "clear": jobs.clear_finished,
+        }
+        doing[act]()
         return ""
 
     def first_page(self, collection: str, search: str, state: str) -> Updates:
@@ -185,18 +190,13 @@ class LibraryTab:
 
     def refresh(self, collection: str, search: str, state: str, offset: int) -> Updates:
         """Draw the queue, the folders and the page of documents."""
-        return {
-            **self.progress(),
-            self.watched: views.library.watched(self._services.watching.folders()),
-            **self._listed(collection, search, state, offset),
-        }
-
-    def progress(self) -> Updates:
         jobs = self._services.jobs
         overview, (shown, total) = jobs.overview(), jobs.page(limit=JOBS_SHOWN)
         return {
             self.queue: views.library.queue(overview),
             self.jobs: views.library.jobs(shown, total, overview.finished >= overview.total),
+            self.watched: views.library.watched(self._services.watching.folders()),
+            **self._listed(collection, search, state, offset),
         }
 
     def _listed(self, collection: str, search: str, state: str, offset: int) -> Updates:

@@ -13,11 +13,10 @@ from ragblend.app.settings import Cost, Settings, cost_of, save_settings
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import views
-from ragblend.ui.page_context import EMPTY, QUICK, PageContext, drawn
+from ragblend.ui.page_context import EMPTY, QUEUED, QUICK, PageContext, Updates, drawn
 from ragblend.ui.tab_compare import CHOICES
 from ragblend.ui.views import LABELS, problem
 
-Updates = dict[Any, Any]
 AUTO, MANUAL = "auto", "manual"
 DRAW_EVERY_S = 0.5
 DEVICES = [
@@ -92,20 +91,19 @@ class SettingsTab:
                 # Messages are below the button, so that it does not move away from under the mouse; the result of
                 # saving is separate from the cost of a change, which may arrive late.
                 save = gr.Button("Save", variant="primary", elem_id="rb-save", scale=0)
-                outcome = drawn("rb-saved", acts=False)
-                stop = gr.Button(
+                self.outcome = drawn("rb-saved", acts=False)
+                self._stop = gr.Button(
                     "Stop the download", size="sm", elem_id="rb-stop-download", visible=False, scale=0
                 )
                 self._cost = drawn("rb-cost", acts=False)
                 measure = gr.Button("Measure this device", size="sm", elem_id="rb-measure", scale=0)
-                measured = drawn("rb-measured", acts=False)
+                self._measured = drawn("rb-measured", acts=False)
         fields, priced = list(self._form.values()), [self._form["ratio"], self._meaning, self._cost]
-        save.click(
-            self.save, fields, [outcome, stop, self._cost], concurrency_limit=1, show_progress="hidden"
-        )
-        stop.click(self.stop_download, None, None, **QUICK)
-        measure.click(self.measure, None, [measured], concurrency_limit=1, show_progress="hidden")
-        tab.select(None, None, outcome, js=EMPTY)
+        one_by_one = QUEUED | {"concurrency_limit": 1}
+        save.click(self.save, fields, [self.outcome, self._stop, self._cost], **one_by_one)
+        self._stop.click(self.stop_download, None, None, **QUICK)
+        measure.click(self.measure, None, [self._measured], **one_by_one)
+        tab.select(None, None, self.outcome, js=EMPTY)
         tab.select(self.fill, None, [*fields, self._picker, self._meaning, self._cost], **QUICK)
         tab.select(None, None, theme, js=GET_THEME)
         theme.input(None, theme, theme, js=SET_THEME)
@@ -179,7 +177,7 @@ class SettingsTab:
             return None
         return known.prefill if known is not None else None
 
-    def save(self, *values: Any) -> Iterator[tuple[str, Any, Any]]:
+    def save(self, *values: Any) -> Iterator[Updates]:
         """Save, after downloading a hub model. Settings that do not work are not saved."""
         from ragblend.engine.model.device import pick_device
 
@@ -202,42 +200,39 @@ class SettingsTab:
             workspaces.change(**changes)
             way_back = before if model != before else None
             again = self._read_again() if price.encodes_again else 0
-            outcome, cost = views.settings.saved(again, way_back), ""
+            saved = {self.outcome: views.settings.saved(again, way_back), self._cost: ""}
         except RagBlendError as error:
-            outcome, cost = problem(str(error)), gr.skip()
-        yield outcome, gr.update(visible=False), cost
+            saved = {self.outcome: problem(str(error))}
+        yield saved | {self._stop: gr.update(visible=False)}
 
     def stop_download(self) -> None:
         if self._download is not None:
             self._download.stop()
 
-    def _fetched(self, model: str) -> Iterator[tuple[str, Any, Any]]:
+    def _fetched(self, model: str) -> Iterator[Updates]:
         """Show a download until it ends; closing the page stops it."""
         self._download = now = ModelDownload(model)
         try:
             over = False
             while not over:
-                yield (
-                    views.settings.downloading(model, now.done, now.total, now.seconds_left),
-                    gr.update(visible=True),
-                    gr.skip(),
-                )
+                shown = views.settings.downloading(model, now.done, now.total, now.seconds_left)
+                yield {self.outcome: shown, self._stop: gr.update(visible=True)}
                 over = now.wait(DRAW_EVERY_S)
         finally:
             now.stop()
             self._download = None
 
-    def measure(self) -> Iterator[str]:
+    def measure(self) -> Iterator[Updates]:
         """Measure model and disk, for estimates of full prefill and for `auto`."""
         from ragblend.engine.engine import loaded_here
 
-        yield problem("Measuring for about a minute; questions wait …", "info")
-        workspaces = self._services.workspaces
+        yield {self._measured: problem("Measuring for about a minute; questions wait …", "info")}
+        said = problem("Measured. Answers now show how long full prefill would have taken.", "info")
         try:
-            loaded_here(workspaces.first.engine, "measuring the device").profile()
-            yield problem("Measured. Answers now show how long full prefill would have taken.", "info")
+            loaded_here(self._services.workspaces.first.engine, "measuring the device").profile()
         except RagBlendError as error:
-            yield problem(str(error))
+            said = problem(str(error))
+        yield {self._measured: said}
 
     def _read_again(self) -> int:
         """Queue every document: those whose recipe has changed are ingested again."""

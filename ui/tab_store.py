@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 import gradio as gr
 
@@ -11,10 +10,9 @@ from ragblend.app.progress import silent
 from ragblend.app.settings import save_settings
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import views
-from ragblend.ui.page_context import EMPTY, QUEUED, QUICK, PageContext, drawn
+from ragblend.ui.page_context import EMPTY, QUEUED, QUICK, PageContext, Updates, drawn
 from ragblend.ui.views import problem
 
-Updates = dict[Any, Any]
 GIB = 1 << 30
 MOST_GIB = 500
 
@@ -54,7 +52,7 @@ class StoreTab:
 
     def refresh(self) -> Updates:
         try:
-            store = self._workspace.engine.store
+            store = self._services.workspaces.first.engine.store
             self._context.note_store()
             now = max(1, round(store.stats().budget_bytes / GIB))
             return {
@@ -65,12 +63,9 @@ class StoreTab:
         except RagBlendError as error:
             return {self.message: problem(str(error))}
 
-    @property
-    def _workspace(self) -> Any:
-        return self._services.workspaces.first
-
     def _overview(self) -> str:
-        workspaces, engine, takes = self._services.workspaces, self._workspace.engine, None
+        workspaces, takes = self._services.workspaces, None
+        engine = workspaces.first.engine
         with suppress(RagBlendError):  # without a model, or with one whose KV cannot be stored
             takes = engine.token_bytes
         held = workspaces.count_documents(), workspaces.count_passages()
@@ -78,10 +73,9 @@ class StoreTab:
 
     def set_budget(self, gib: float) -> Updates:
         try:
-            settings = self._services.workspaces.change(store_budget_bytes=int(gib * GIB))
-            save_settings(
-                self._services.workspaces.home.settings, {"store_budget_bytes": settings.store_budget_bytes}
-            )
+            changed = {"store_budget_bytes": int(gib * GIB)}
+            self._services.workspaces.change(**changed)
+            save_settings(self._services.workspaces.home.settings, changed)
             return {self.message: problem("Saved.", "info"), self.overview: self._overview()}
         except RagBlendError as error:
             return {self.message: problem(str(error))}
@@ -89,7 +83,7 @@ class StoreTab:
     def check(self) -> Iterator[Updates]:
         yield {self.message: problem("Reading everything that is stored …", "info")}
         try:
-            found = maintenance.check(self._workspace)
+            found = maintenance.check(self._services.workspaces.first)
             yield {self.message: views.store.findings(found)}
         except RagBlendError as error:
             yield {self.message: problem(str(error))}

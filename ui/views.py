@@ -9,6 +9,7 @@ from base64 import b64encode
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import cache
+from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
@@ -261,19 +262,11 @@ def timeline_of(timeline: Sequence[Sequence[Any]]) -> dict[str, Any]:
     totals = {part: sum(e.duration_ms for e in events if e.part == part) for part in PARTS}
     return {
         "end": max(event.start_ms + event.duration_ms for event in events),
-        "shown": longest(events, MOST_EVENTS),
+        "shown": nlargest(MOST_EVENTS, events, key=lambda event: event.duration_ms),
         "tracks": sorted({event.track for event in events}, key=lambda track: (TRACKS.get(track, 3), track)),
         "sums": "; ".join(f"{part} {milliseconds(total)}" for part, total in totals.items() if total),
         "parts": {event.part for event in events},
     }
-
-
-def longest(events: Sequence[TraceEvent], most: int) -> list[TraceEvent]:
-    """The longest events, in order of time; all of them if there are at most `most`."""
-    if len(events) <= most:
-        return list(events)
-    least = sorted((event.duration_ms for event in events), reverse=True)[most - 1]
-    return [event for event in events if event.duration_ms >= least][:most]
 
 
 def rates(samples: Sequence[tuple[float, int, int]]) -> list[tuple[float, float]]:

@@ -15,7 +15,7 @@ from ragblend.app.extras import check_installed
 
 MIB = 1 << 20
 # Imported by name: the ui package is above the app, and imports run down only.
-PAGE = "ragblend.ui.serving"
+PAGE, PASSWORD = "ragblend.ui.serving", "ragblend.ui.password"
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ def ui(cli: Cli, options: PageOptions) -> int:
     """Serve the page: fill the library, chat about it, and see why it is fast."""
     cli.open().close()  # wrong options are refused before the page is loaded
     check_installed("The page", ("gradio", "nh3"), "ui")
-    serving: Any = import_module(PAGE)
     if options.set_password:
-        return _set_password(cli, serving)
+        return _set_password(cli)
+    serving: Any = import_module(PAGE)
     from ragblend.app.serve.listening import listening
     from ragblend.app.services import AppServices
 
@@ -67,7 +67,7 @@ def ui(cli: Cli, options: PageOptions) -> int:
     return 0
 
 
-def _set_password(cli: Cli, serving: Any) -> int:
+def _set_password(cli: Cli) -> int:
     if sys.stdin.isatty():
         first, second = getpass.getpass("Password of the page: "), getpass.getpass("Repeat it: ")
         if first != second:
@@ -75,6 +75,6 @@ def _set_password(cli: Cli, serving: Any) -> int:
             return 1
     else:
         first = sys.stdin.readline().rstrip("\n")
-    serving.save_password(serving.password_path(cli.create_home().root), first)
+    import_module(PASSWORD).save_password(cli.create_home().root, first)
     cli.result({"ok": True}, "Kept. `ragblend ui --host ADDRESS` asks for it.")
     return 0

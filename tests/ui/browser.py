@@ -17,7 +17,8 @@ import pytest
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # Nothing here is about speed: other work may have the machine.
 WAIT_MS = int(os.environ.get("TEST_WAIT_MS", "120000"))
-PRESSES = 4
+TRIES = 4
+TRY_MS = WAIT_MS / TRIES
 ASKS_MS = 4000  # so long a button waits for the click that confirms
 UPLOADED = "/upload_progress?"  # Gradio asks how far a file is that is there already
 ANSWERS = "#rb-transcript .rb-turn.answer"
@@ -29,18 +30,6 @@ STATES = (
     "Object.fromEntries([...document.querySelectorAll('.rb-documents tbody tr')].map(row => ["
     "row.querySelector('.name').textContent.split('.')[0], row.querySelector('.rb-state').textContent]).sort())"
 )
-# Every answer of the server that is not streamed comes up to so many milliseconds late, each by its own measure, as on
-# a busy machine: TEST_LATE_MS=3000 finds what the page does only where answers come in the order of their questions.
-LATE_MS = int(os.environ.get("TEST_LATE_MS", "0"))
-LATE = """(() => {
-  const now = window.fetch;
-  window.fetch = async (...request) => {
-    const answer = await now(...request);
-    if (String(request[0]?.url ?? request[0]).includes("/queue/")) return answer;
-    await new Promise((go) => setTimeout(go, Math.random() * %d));
-    return answer;
-  };
-})();"""
 
 
 def find_chromium():
@@ -58,6 +47,17 @@ def expect(page, selector: str):
 
     awaited.set_options(timeout=WAIT_MS)
     return awaited(page.locator(selector))
+
+
+def retried(steps: Callable[[], None]) -> bool:
+    """Whether the steps came to their end in one of some tries."""
+    from playwright.sync_api import TimeoutError as NotShown
+
+    for _ in range(TRIES):
+        with contextlib.suppress(NotShown):
+            steps()
+            return True
+    return False
 
 
 def files_below(folder: Path) -> Iterator[Path]:
@@ -152,8 +152,6 @@ class Watched:
     def __init__(self, context, server: Server) -> None:
         self.context, self.page = context, context.new_page()
         self.page.set_default_timeout(WAIT_MS)
-        if LATE_MS:
-            self.page.add_init_script(LATE % LATE_MS)
         self.foreign: list[str] = []
         self.errors: list[str] = []
         self.page.on("request", lambda request: self._note(request.url, server.address))
@@ -197,15 +195,13 @@ class Watched:
     # --- what a user does
 
     def press(self, selector: str, shows: str) -> None:
-        """Click until that is shown: what is drawn meanwhile can move a button between the mouse's down and up."""
-        from playwright.sync_api import TimeoutError as NotShown
+        """Click until that is shown: a busy page may send what was typed in a field after the first click."""
 
-        for _ in range(PRESSES):
-            self.page.click(selector)
-            with contextlib.suppress(NotShown):
-                self.page.wait_for_selector(shows, timeout=WAIT_MS / PRESSES)
-                return
-        raise AssertionError(f"{shows} was not shown for {selector}, but {self.said()}")
+        def steps() -> None:
+            self.page.click(selector, timeout=TRY_MS)
+            self.page.wait_for_selector(shows, timeout=TRY_MS)
+
+        assert retried(steps), f"{shows} was not shown for {selector}, but {self.said()}"
 
     def said(self) -> list[str]:
         """All notes that the page has now."""
@@ -213,37 +209,31 @@ class Watched:
 
     def tab(self, name: str) -> None:
         """A narrow page has some in a menu, into which they go when the tabs are laid out."""
-        from playwright.sync_api import TimeoutError as NotShown
-
-        tabs, each = "#rb-tabs > .tab-wrapper", WAIT_MS / PRESSES
+        tabs = "#rb-tabs > .tab-wrapper"
         tab = f"{tabs} button[role=tab]:has-text('{name}')"
-        for _ in range(PRESSES):
-            with contextlib.suppress(NotShown):
-                if self.page.locator(tab).is_visible():
-                    self.page.click(tab, timeout=each)
-                else:
-                    self.page.click(f"{tabs} .overflow-menu > button", timeout=each)
-                    self.page.click(f"{tabs} .overflow-dropdown button:has-text('{name}')", timeout=each)
-                self.page.wait_for_selector(f"{tab}[aria-selected=true]", timeout=each)
-                break
-        else:
-            raise AssertionError(f"the tab {name} did not open")
+
+        def steps() -> None:
+            if self.page.locator(tab).is_visible():
+                self.page.click(tab, timeout=TRY_MS)
+            else:
+                self.page.click(f"{tabs} .overflow-menu > button", timeout=TRY_MS)
+                self.page.click(f"{tabs} .overflow-dropdown button:has-text('{name}')", timeout=TRY_MS)
+            self.page.wait_for_selector(f"{tab}[aria-selected=true]", timeout=TRY_MS)
+
+        assert retried(steps), f"the tab {name} did not open"
         if name == "Settings":
             # Its fields are filled when it opens: what one types before that is overwritten.
             self.page.wait_for_selector("#rb-ratio-meaning p")
 
     def confirm(self, selector: str, shows: str, asked: str = "") -> None:
         """Click a button that asks whether one means it, and then again, until that is shown."""
-        from playwright.sync_api import TimeoutError as NotShown
 
-        for _ in range(PRESSES):
-            with contextlib.suppress(NotShown):
-                self.page.click(selector, timeout=WAIT_MS / PRESSES)
-                self.page.click(f"{selector}.asking:has-text('{asked}')", timeout=ASKS_MS)
-                self.page.wait_for_selector(shows, timeout=WAIT_MS / PRESSES)
-                return
-        found = self.page.locator(selector).all_inner_texts()
-        raise AssertionError(f"{shows} was not shown for {selector} {found}, but {self.said()}")
+        def steps() -> None:
+            self.page.click(selector, timeout=TRY_MS)
+            self.page.click(f"{selector}.asking:has-text('{asked}')", timeout=ASKS_MS)
+            self.page.wait_for_selector(shows, timeout=TRY_MS)
+
+        assert retried(steps), f"{shows} was not shown for {selector}, but {self.said()}"
 
     def ask(self, question: str) -> None:
         """Type and send with Ctrl-Enter; returns when the answer has ended."""

@@ -38,17 +38,21 @@ def chromium(play, browser_path):
 
 @pytest.fixture
 def open_page(chromium, request):
-    """Opens the page in a browser of its own; afterwards nothing foreign was asked for and nothing failed."""
+    """Opens the page in a browser of its own; afterwards nothing foreign was asked for and nothing failed.
+
+    checked: false where the server ends under it.
+    """
     opened = []
 
-    def open_(on=None, width=1280, height=800, **options):
+    def open_(on=None, width=1280, height=800, checked=True, **options):
         context = chromium.new_context(viewport={"width": width, "height": height}, **options)
-        opened.append(Watched(context, on or request.getfixturevalue("server")))
-        return opened[-1]
+        watched = Watched(context, on or request.getfixturevalue("server"))
+        opened.append(watched.leave if checked else context.close)
+        return watched
 
     yield open_
-    for watched in opened:
-        watched.leave()
+    for close in opened:
+        close()
 
 
 @pytest.fixture

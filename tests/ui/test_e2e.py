@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from browser import ANSWERS, Server, Servers, Watched, expect, files_below
+from browser import ANSWERS, Server, Servers, expect, files_below
 from document_files import write_epub
 from hostile import HUNDRED
 
@@ -241,49 +241,31 @@ def content(path: Path) -> bytes:
         return b""
 
 
-def test_ingest_continues_after_a_kill(start, chromium) -> None:
+def test_ingest_continues_after_a_kill(start, open_page) -> None:
     """Killed in the middle, started again: the queue goes on by itself."""
     running = start(settings=SETTINGS)
-    context = chromium.new_context()
-    first = Watched(context, running)
+    first = open_page(running, checked=False)
     first.page.click("[data-act=samples]")
     first.tab("Library")
     first.page.wait_for_selector(".rb-documents .rb-state.s-done")
     running.kill()
-    context.close()
-    running = start()
-    context = chromium.new_context()
-    try:
-        second = Watched(context, running)
-        second.tab("Library")
-        second.page.wait_for_function(
-            "document.querySelectorAll('.rb-documents .rb-state.s-done').length === 8"
-        )
-        second.tab("Chat")
-        second.ask(QUESTION)
-        second.check()
-    finally:
-        context.close()
+    second = open_page(start())
+    second.tab("Library")
+    second.expect(".rb-documents .rb-state.s-done").to_have_count(8)
+    second.tab("Chat")
+    second.ask(QUESTION)
 
 
-def test_without_a_model_the_page_says_so_and_stays_usable(chromium, tmp_path) -> None:
+def test_without_a_model_the_page_says_so_and_stays_usable(start, open_page, tmp_path) -> None:
     (tmp_path / "none.gguf").write_bytes(b"GGUF")
-    running = Server(tmp_path / "home", "--model", str(tmp_path / "none.gguf"))
-    context = chromium.new_context()
-    try:
-        mine = Watched(context, running)
-        mine.page.wait_for_selector("#rb-banner .rb-note:has-text('none.gguf')")
-        for name in ("Library", "Store", "Settings", "Compare", "Chat"):
-            mine.tab(name)
-        mine.page.click("#rb-mode label:has-text('Chat')")
-        mine.page.fill("#rb-question textarea", "Anything?")
-        mine.page.press("#rb-question textarea", "Control+Enter")
-        mine.page.wait_for_selector("#rb-scroll .rb-note:has-text('none.gguf')")
-        mine.page.wait_for_selector("#rb-send")
-        mine.check()
-    finally:
-        context.close()
-        running.end()
+    mine = open_page(start("--model", str(tmp_path / "none.gguf")))
+    mine.page.wait_for_selector("#rb-banner .rb-note:has-text('none.gguf')")
+    for name in ("Library", "Store", "Settings", "Compare", "Chat"):
+        mine.tab(name)
+    mine.page.click("#rb-mode label:has-text('Chat')")
+    mine.begin("Anything?")
+    mine.page.wait_for_selector("#rb-scroll .rb-note:has-text('none.gguf')")
+    mine.page.wait_for_selector("#rb-send")
 
 
 def reach(page, selector: str, backwards: bool = False) -> None:

@@ -1,28 +1,10 @@
 """An open page while its server is killed and restarted on the same port."""
 
 import pytest
-from browser import ANSWERS, WAIT_MS, expect
+from browser import ANSWERS, expect
 
 ASKED = "What did the harbour master keep?"
 pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture
-def open_plainly(chromium):
-    """A page without the watch that nothing fails: here the server goes away under it."""
-    contexts = []
-
-    def open_(server):
-        contexts.append(chromium.new_context())
-        page = contexts[-1].new_page()
-        page.set_default_timeout(WAIT_MS)
-        page.goto(server.url)
-        page.wait_for_selector("#rb-hello .rb-welcome")
-        return page
-
-    yield open_
-    for context in contexts:
-        context.close()
 
 
 def again(start, running, *options):
@@ -31,13 +13,11 @@ def again(start, running, *options):
     return start("--port", running.address.rpartition(":")[2], *options)
 
 
-def test_page_survives_a_restart_until_the_link_changes(start, open_plainly) -> None:
+def test_page_survives_a_restart_until_the_link_changes(start, open_page) -> None:
     running = start()
-    page = open_plainly(running)
-    page.fill("#rb-question textarea", ASKED)
-    page.press("#rb-question textarea", "Control+Enter")
-    page.wait_for_selector(ANSWERS)
-    page.wait_for_selector("#rb-live .rb-turns", state="detached")
+    mine = open_page(running, checked=False)
+    page = mine.page
+    mine.ask(ASKED)
     page.fill("#rb-question textarea", "Half a question")
     page.evaluate("window.isOld = true")
     second = again(start, running)

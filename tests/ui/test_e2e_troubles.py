@@ -8,17 +8,16 @@ import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import vllm_fake
-from browser import ANSWERS, WAIT_MS, Server, Servers, Watched, files_below
+from browser import ANSWERS, WAIT_MS, Server, Watched, files_below
 from hub_server import serve_hub
 
 from ragblend.engine.engine import Engine
 from ragblend.kvstore.lock import writer_lock
-from ragblend.ui.password import save_password
 
 TUNED = "a3:kernel=3"  # a method with parameters, which is none of those that the page offers
 LONG = "max_new_tokens = 1400\nchunk_tokens = 128\ntop_k = 2\n"
@@ -137,23 +136,8 @@ def test_message_of_a_click_survives_opening_the_tab(quiet, open_page, harbour) 
     page.wait_for_function("!document.querySelector('#rb-store-message').innerText.trim()")
 
 
-def test_a_click_counts_where_its_button_moves_away(quiet, open_page) -> None:
-    """The tab's figures are drawn above it while the mouse's button is down."""
-    mine = open_page(quiet)
-    page, held = mine.page, []
-    page.route("**/gradio_api/run/**", lambda route: held.append(route))
-    mine.tab("Store")
-    page.hover("#rb-check")
-    page.mouse.down()
-    assert not page.locator("#rb-store-overview .rb-cards").count(), "the figures were not held back"
-    page.unroute("**/gradio_api/run/**")
-    page.wait_for_selector("#rb-store-overview .rb-cards")
-    page.mouse.up()
-    page.wait_for_selector("#rb-store-message:has-text('No problems found.')")
-
-
 def test_click_acts_on_the_pressed_button(quiet, open_page) -> None:
-    """A list that is drawn anew under the pointer has other rows in the same buttons."""
+    """A list that is drawn anew under the pointer has other rows in the same buttons, or lies further down."""
     mine = open_page(quiet)
     page = mine.page
     page.wait_for_selector("#rb-hello .rb-welcome")
@@ -166,14 +150,22 @@ def test_click_acts_on_the_pressed_button(quiet, open_page) -> None:
           list.innerHTML = ["1", "2", "3"].map(row).join("");
           document.body.append(list);
           window.ragblend.bind(list, (kind, data) => window.sent.push(data.id));
-          window.rows = (ids) => [...list.children].forEach((each, place) => { each.dataset.id = ids[place] || ""; });
+          window.rows = (ids, top) => {
+            list.style.top = top;
+            [...list.children].forEach((each, place) => { each.dataset.id = ids[place] || ""; });
+          };
         }"""
     )
-    for rows, pressed, expected in ((["2", "3"], 1, ["2"]), (["1", "3"], 1, []), (["1", "2", "3"], 2, ["3"])):
-        page.evaluate("() => { window.sent = []; window.rows(['1', '2', '3']); }")
+    for rows, top, pressed, expected in (
+        (["2", "3"], "0", 1, ["2"]),
+        (["1", "3"], "0", 1, []),
+        (["1", "2", "3"], "0", 2, ["3"]),
+        (["1", "2", "3"], "90px", 2, ["3"]),
+    ):
+        page.evaluate("() => { window.sent = []; window.rows(['1', '2', '3'], '0'); }")
         page.locator("body > div > [data-act=cancel-job]").nth(pressed).hover()
         page.mouse.down()
-        page.evaluate("(ids) => window.rows(ids)", rows)
+        page.evaluate("([ids, top]) => window.rows(ids, top)", [rows, top])
         page.mouse.up()
         page.wait_for_timeout(50)
         assert page.evaluate("() => window.sent") == expected, rows
@@ -242,7 +234,7 @@ def test_settings_and_the_store_over_a_restart(start, open_page, harbour, tiny_f
     )
     page.fill("#rb-chunk input[type=number]", "256")
     page.press("#rb-chunk input[type=number]", "Tab")
-    page.wait_for_selector("#rb-cost:has-text('1 document (1 passage) must be read, cut and embedded again')")
+    page.wait_for_selector("#rb-cost:has-text('1 document (1 passage) must be cut and embedded again')")
     before = mine.changes()
     mine.press("#rb-save", "#rb-saved:has-text('Saved. 1 document queued.')")
     page.fill("#rb-reranker input, #rb-reranker textarea", "/no/such/reranker")
@@ -290,42 +282,26 @@ def test_beyond_loopback_it_wants_a_password(start, chromium, tmp_path, tiny_fol
     )
     assert refused.returncode == 2
     assert "needs a password" in refused.stderr
-    home.mkdir(mode=0o700)
-    save_password(home / "ui-password", "seven grey seals")
+    subprocess.run(
+        [*command, "--set-password", "--home", home], input="seven grey seals\n", text=True, check=True
+    )
     running = start("--host", "0.0.0.0")
-    context = chromium.new_context()
-    try:
-        page = context.new_page()
+    with closing(chromium.new_page()) as page:
         page.set_default_timeout(WAIT_MS)
         assert page.goto(running.address).status == 401
-        page.fill("input[type=password]", "seven grey geese")
-        page.click("button")
-        page.wait_for_selector("[role=alert]:has-text('Wrong password.')")
-        page.fill("input[type=password]", "seven grey seals")
-        page.click("button")
+        for password in ("seven grey geese", "seven grey seals"):
+            page.fill("input[type=password]", password)
+            page.click("button")
+            page.wait_for_selector("[role=alert]:has-text('Wrong password.'), #rb-question textarea")
         page.wait_for_selector("#rb-question textarea")
         assert "token" not in page.url
-    finally:
-        context.close()
-
-
-@pytest.fixture(scope="module")
-def talkatives(new_home):
-    several = Servers(lambda: Server(new_home(LONG)))
-    yield several
-    several.end()
-
-
-@pytest.fixture
-def talkative(talkatives):
-    """A page whose answers do not end soon."""
-    return talkatives.running()
 
 
 def test_a_browser_that_is_killed_in_mid_answer_stops_the_device(
-    talkative, play, open_page, harbour, tmp_path, browser_path
+    start, play, open_page, harbour, tmp_path, browser_path
 ) -> None:
     """No goodbye is sent: the connection breaks, and what had come is kept as stopped."""
+    talkative = start(settings=LONG)
     mine = open_page(talkative)
     read(mine, harbour)
     mine.leave()
@@ -364,19 +340,10 @@ def test_a_browser_that_is_killed_in_mid_answer_stops_the_device(
         page.wait_for_selector(".rb-turn.user")
 
 
-@pytest.fixture
-def afterwards():
-    """What is to be done when the pages are closed."""
-    with ExitStack() as stack:
-        yield stack
-
-
-def test_a_server_that_is_killed_in_mid_answer_leaves_what_was_shown(
-    afterwards, talkative, chromium, open_page, harbour
-) -> None:
+def test_a_server_that_is_killed_in_mid_answer_leaves_what_was_shown(start, open_page, harbour) -> None:
     """Marked as cut off, with a way to ask again; it used to leave the question without a word."""
-    context = chromium.new_context()  # nobody looks at what it complains of when the server is gone
-    mine = Watched(context, talkative)
+    talkative = start(settings=LONG)
+    mine = open_page(talkative, checked=False)
     read(mine, harbour)
     mine.begin(ASKED)
     prose = "document.querySelector('#rb-live .rb-prose')?.textContent ?? ''"
@@ -384,10 +351,7 @@ def test_a_server_that_is_killed_in_mid_answer_leaves_what_was_shown(
     shown = letters(seen.json_value())
     until(lambda: letters(kept(talkative.home)).index(shown))  # half a second later at most
     talkative.kill()
-    context.close()
-    second = Server(talkative.home)
-    afterwards.callback(second.end)
-    mine = open_page(second)
+    mine = open_page(start())
     page = mine.page
     page.click(".rb-chat-open")
     page.wait_for_selector("#rb-transcript .rb-note:has-text('ended while this answer was being written')")

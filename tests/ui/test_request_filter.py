@@ -3,7 +3,6 @@
 import asyncio
 import os
 import threading
-from contextlib import suppress
 
 import httpx
 import pytest
@@ -94,32 +93,11 @@ def page(tmp_path_factory):
         thread.join(60)
 
 
-@pytest.fixture
-def fifo(page):
-    """A pipe in a file's place; afterwards nobody has opened it. Who does would wait for ever: this lets it go."""
-    path, opened, over = page.outside / "pipe", [], threading.Event()
-    os.mkfifo(path)
-
-    def watch():
-        while not over.wait(0.05):
-            with suppress(OSError):  # without a reader there is no writing
-                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
-                opened.append(path)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    yield path
-    over.set()
-    watcher.join()
-    path.unlink()
-    assert not opened
-
-
-def forms(page, fifo):
-    """Twenty ways to name what is no business of the visitor's."""
-    canary, linked = str(page.outside / "canary.txt"), page.folder / "linked.txt"
-    if not linked.is_symlink():
-        linked.symlink_to(canary)
+def forms(page):
+    """Twenty ways to name what is no business of the visitor's. Who opens the pipe never comes back."""
+    canary, linked, pipe = str(page.outside / "canary.txt"), page.folder / "linked.txt", page.outside / "pipe"
+    linked.symlink_to(canary)
+    os.mkfifo(pipe)
     file = {"path": canary, "meta": META}
     foreign = page.upload("foreign.txt", b"of somebody else", headers=page.other)
     steps = f"{page.folder}/../../../../../../../../../..{canary}"
@@ -136,7 +114,7 @@ def forms(page, fifo):
         "steps upwards": {"path": steps, "meta": META},
         "link": {"path": str(linked), "meta": META},
         "stream": {**file, "is_stream": True},
-        "pipe": {"path": str(fifo), "meta": META},
+        "pipe": {"path": str(pipe), "meta": META},
         "device": {"path": "/dev/null", "meta": META},
         "folder": {"path": str(page.outside), "meta": META},
         "no meta": {"path": canary},
@@ -167,8 +145,8 @@ def callable_functions(page):
     return [number for number, function in page.functions.items() if function.fn is not None]
 
 
-def test_no_function_reads_a_file_that_was_not_uploaded(page, fifo) -> None:
-    tried = forms(page, fifo)
+def test_no_function_reads_a_file_that_was_not_uploaded(page) -> None:
+    tried = forms(page)
     assert len(tried) >= 20
     before = page.kept()
     wrong = []
@@ -239,7 +217,7 @@ def test_invalid_call_is_refused_in_one_line(page, name, capfd, caplog) -> None:
 
 
 def test_wrong_numbers_names_and_lengths_are_refused(page) -> None:
-    function, queued = page.number("create"), page.number("send")
+    function, queued, slider = (page.number(name) for name in ("create", "send", "set_budget"))
     good = {"data": ["x"], "fn_index": function, "session_hash": SESSION}
     wrong = [
         *({"fn_index": value} for value in (-1, 10**6, 10**30, "1", 1.0, True, None, [1], {})),
@@ -247,21 +225,16 @@ def test_wrong_numbers_names_and_lengths_are_refused(page) -> None:
         *({"data": value} for value in (None, [], ["x", "y"], {}, "x", 1, [5], [True], [["x"]], [{}])),
         *({"trigger_id": value} for value in ("1", 1.5, True, [1])),
         *({"event_data": value} for value in ("x", [1], {"a": {"b": 1}}, {"a": [1]}, {"a": "x" * 200_000})),
+        *({"fn_index": slider, "data": [value]} for value in ("5", True, [5], {}, "NaN")),
         {"fn_index": queued, "data": ["", None, [], "documents"]},  # through the other way in
     ]
     for change in wrong:
         answer = page.http.post(CALLS[1], json=good | change)
         assert answer.status_code == 422, change
     doubled = f'{{"data": ["x"], "data": [{{"path": "/x"}}], "fn_index": {function}, "session_hash": "abc"}}'
-    assert page.http.post(CALLS[1], content=doubled).status_code == 422
-
-
-def test_numbers_of_a_slider_are_finite_and_no_truth_values(page) -> None:
-    number = page.number("set_budget")
-    for value in ("5", True, [5], {}, "NaN"):
-        assert page.call(number, [value])[0] == 422, value
-    body = b'{"data": [1e999], "fn_index": %d, "session_hash": "abc"}' % number
-    assert page.http.post(CALLS[1], content=body).status_code == 422
+    endless = f'{{"data": [1e999], "fn_index": {slider}, "session_hash": "abc"}}'
+    for body in (doubled, endless):
+        assert page.http.post(CALLS[1], content=body).status_code == 422
 
 
 NOT_NEEDED = [
@@ -283,23 +256,21 @@ def test_routes_that_the_page_does_not_need_are_closed(page) -> None:
         assert page.http.get(other).status_code == 404
 
 
+FORM, FIELD = "multipart/form-data", 'Content-Disposition: form-data; name="files"'
+
+
+def part(header, rest="x\r\n--a--\r\n"):
+    return f"--a\r\n{header}\r\n\r\n{rest}".encode(), f"{FORM}; boundary=a"
+
+
 BAD_UPLOADS = {
     "no form": (b"x", "text/plain"),
-    "no boundary": (b"x", "multipart/form-data"),
-    "another boundary": (b"--a\r\n\r\n--a--", "multipart/form-data; boundary=b"),
-    "a text for a file": (
-        b'--a\r\nContent-Disposition: form-data; name="files"\r\n\r\nx\r\n--a--\r\n',
-        "multipart/form-data; boundary=a",
-    ),
-    "cut off": (
-        b'--a\r\nContent-Disposition: form-data; name="files"; filename="x"\r\n\r\nhalf',
-        "multipart/form-data; boundary=a",
-    ),
-    "a name with steps": (
-        b'--a\r\nContent-Disposition: form-data; name="files"; filename=".."\r\n\r\nx\r\n--a--\r\n',
-        "multipart/form-data; boundary=a",
-    ),
-    "no disposition": (b"--a\r\nX: y\r\n\r\nx\r\n--a--\r\n", "multipart/form-data; boundary=a"),
+    "no boundary": (b"x", FORM),
+    "another boundary": (b"--a\r\n\r\n--a--", f"{FORM}; boundary=b"),
+    "a text for a file": part(FIELD),
+    "cut off": part(f'{FIELD}; filename="x"', "half"),
+    "a name with steps": part(f'{FIELD}; filename=".."'),
+    "no disposition": part("X: y"),
 }
 
 

@@ -32,8 +32,8 @@ class Tab:
 
     def save(self, **changes):
         """What is said."""
-        *_, (said, _, _) = self.tab.save(*(self.shown | changes).values())
-        return said
+        *_, last = self.tab.save(*(self.shown | changes).values())
+        return last[self.tab.outcome]
 
 
 @pytest.fixture
@@ -72,32 +72,18 @@ def test_saving_what_is_shown_changes_nothing(tab) -> None:
     assert tab.workspaces.settings == tab.in_file == before
 
 
-def test_missing_reranker_is_not_saved(tab) -> None:
-    before = tab.workspaces.settings
-    assert "/no/such/reranker" in tab.save(reranker="/no/such/reranker", top_k=3)
-    assert tab.workspaces.settings == before
-    assert (tab.in_file.reranker, tab.in_file.top_k) == (None, before.top_k)
-
-
-def test_missing_device_is_not_saved(tab, monkeypatch) -> None:
+@pytest.mark.parametrize(("field", "missing"), [("reranker", "/no/such/reranker"), ("device", "cuda")])
+def test_what_is_missing_is_not_saved(tab, monkeypatch, field, missing) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     before = tab.workspaces.settings
-    assert "cuda" in tab.save(device="cuda", top_k=3)
+    assert missing in tab.save(top_k=3, **{field: missing})
     assert tab.workspaces.settings == before
-    assert (tab.in_file.device, tab.in_file.top_k) == (before.device, before.top_k)
+    assert (getattr(tab.in_file, field), tab.in_file.top_k) == (getattr(before, field), before.top_k)
 
 
-def test_empty_reranker_field_means_none(tab, reranker) -> None:
-    tab.save(reranker=reranker)
-    assert "Saved" in tab.save(reranker=" ")
-    assert not tab.workspaces.settings.reranker
-    assert not tab.in_file.reranker
-    assert tab.shown["reranker"] == ""
-
-
-def test_the_fastest_device_can_be_chosen_again(tab) -> None:
-    tab.save(device="cpu")
-    assert "Saved" in tab.save(device="")
-    assert not tab.workspaces.settings.device
-    assert not tab.in_file.device
-    assert tab.shown["device"] == ""
+def test_emptied_fields_mean_no_reranker_and_the_fastest_device(tab, reranker) -> None:
+    tab.save(reranker=reranker, device="cpu")
+    assert "Saved" in tab.save(reranker=" ", device="")
+    for settings in (tab.workspaces.settings, tab.in_file):
+        assert not (settings.reranker or settings.device)
+    assert (tab.shown["reranker"], tab.shown["device"]) == ("", "")

@@ -38,58 +38,39 @@ def test_silence_gives_empty_pieces() -> None:
     assert "".join(pieces) == "late"
 
 
-class Turn:
-    def __init__(self):
-        self.stopped = False
-
-    def stop(self):
-        self.stopped = True
-
-
 def test_a_stop_before_the_turn_exists_stops_it_when_it_comes() -> None:
     """Retrieval takes a while: a click in that time must not be lost."""
-    sessions, turn, following = PageSessions(), Turn(), Turn()
-    number = sessions.begin("page")
+    sessions, turn, following = PageSessions(), threading.Event(), threading.Event()
+    asked = sessions.begin("page")
     sessions.stop("page")
-    with sessions.running("page", number, turn.stop):
-        assert turn.stopped
-        assert not sessions.is_outdated("page", number)
-    number = sessions.begin("page")  # the next question is not stopped by it
-    with sessions.running("page", number, following.stop):
-        assert not following.stopped
+    with asked.running(turn.set):
+        assert turn.is_set()
+        assert not asked.is_outdated
+    with sessions.begin("page").running(following.set):
+        assert not following.is_set(), "the next question is not stopped by it"
 
 
 def test_newest_request_owns_the_page() -> None:
-    sessions, left, turn = PageSessions(), Turn(), Turn()
+    sessions, left, turn = PageSessions(), threading.Event(), threading.Event()
     older, newer = sessions.begin("page"), sessions.begin("page")
-    with sessions.running("page", newer, turn.stop), sessions.running("page", older, left.stop):
-        assert (left.stopped, turn.stopped) == (True, False)
-        assert (sessions.is_outdated("page", older), sessions.is_outdated("page", newer)) == (True, False)
-        sessions.stop("page")
-        assert turn.stopped
+    with newer.running(turn.set), older.running(left.set):
+        assert (left.is_set(), turn.is_set()) == (True, False)
+        assert (older.is_outdated, newer.is_outdated) == (True, False)
 
 
 def test_stop_affects_only_the_pages_own_answer() -> None:
-    sessions, turn, late, yours, mine = PageSessions(), Turn(), Turn(), Turn(), Turn()
-    with (
-        sessions.running("yours", sessions.begin("yours"), yours.stop),
-        sessions.running("mine", sessions.begin("mine"), mine.stop),
-    ):
-        sessions.stop("mine")
-        assert (mine.stopped, yours.stopped) == (True, False)
-    assert yours.stopped  # nobody waits for it any more
-    number = sessions.begin("page")
-    with sessions.running("page", number, turn.stop):
-        sessions.show("page", 3)
-        assert sessions.shows("page", 3)
-        sessions.close("page")
-        assert turn.stopped
-        assert not sessions.shows("page", 3)
-    turn.stopped = False
-    sessions.stop("page")
-    assert not turn.stopped
-    with sessions.running("page", number, late.stop):
-        assert late.stopped
+    sessions, yours, mine = PageSessions(), threading.Event(), threading.Event()
+    asked = sessions.begin("mine")
+    with sessions.begin("yours").running(yours.set), asked.running(mine.set):
+        sessions.show("mine", 3)
+        assert sessions.shows("mine", 3)
+        sessions.close("mine")
+        assert not sessions.shows("mine", 3)
+        assert (mine.is_set(), yours.is_set()) == (True, False)
+    assert yours.is_set(), "nobody waits for it any more"
+    mine.clear()
+    asked.stop()
+    assert not mine.is_set(), "it has ended"
 
 
 class Page:

@@ -83,7 +83,29 @@
     if (panel && innerWidth < 1100) setTimeout(() => panel.scrollIntoView({ behavior: "smooth", block: "start" }), 350);
   }
 
-  let editing = null; // the open editor, which a redrawn transcript would remove with its text
+  // Shows a form in place of what an element shows, until it is sent or closed with Escape.
+  function editIn(host, field, label, sent, ...more) {
+    const form = document.createElement("form"), shown = [...host.children];
+    const close = () => { field.onblur = editing = null; form.remove(); shown.forEach((child) => { child.style.display = ""; }); };
+    field.setAttribute("aria-label", label);
+    form.append(field, ...more);
+    form.onsubmit = (event) => {
+      event.preventDefault();
+      const text = field.value.trim();
+      if (text) { close(); sent(text); }
+    };
+    form.onkeydown = (event) => {
+      event.stopPropagation();
+      if (event.key === "Escape") close();
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+    };
+    shown.forEach((child) => { child.style.display = "none"; });
+    host.append(form);
+    field.focus();
+    return { form, close };
+  }
+
+  let editing = null; // the open question, which a redrawn transcript would remove with its text
   function keepEditing() {
     if (!editing || editing.form.isConnected) return;
     const { id, trigger, area } = editing, button = one(`[data-act=edit-open][data-id="${CSS.escape(id)}"]`);
@@ -92,59 +114,25 @@
   }
 
   function openEditor(button, trigger, typed) {
-    const turn = button.closest(".rb-turn"), text = one(".rb-text", turn);
-    const form = document.createElement("form");
-    const area = Object.assign(document.createElement("textarea"), { value: typed ?? text.dataset.raw, rows: 3 });
-    editing = { id: button.dataset.id, trigger, form, area };
-    area.setAttribute("aria-label", "Edit the question");
-    const buttons = document.createElement("div");
+    const turn = button.closest(".rb-turn"), { id } = button.dataset, buttons = document.createElement("div");
+    const area = Object.assign(document.createElement("textarea"), { value: typed ?? one(".rb-text", turn).dataset.raw, rows: 3 });
     const cancel = Object.assign(document.createElement("button"), { type: "button", className: "rb-button outlined", textContent: "Cancel" });
     const save = Object.assign(document.createElement("button"), { type: "submit", className: "rb-button primary", textContent: "Send" });
     buttons.append(cancel, save);
-    form.append(area, buttons);
-    const shown = [...turn.children];
-    shown.forEach((child) => { child.hidden = true; child.style.display = "none"; });
-    const close = () => { editing = null; form.remove(); shown.forEach((child) => { child.hidden = false; child.style.display = ""; }); };
+    const { form, close } = editIn(turn, area, "Edit the question", (text) => trigger("submit", { act: "edit", id, text }), buttons);
     cancel.onclick = close;
-    form.onsubmit = (event) => {
-      event.preventDefault();
-      if (!area.value.trim()) return;
-      const value = area.value;
-      close();
-      trigger("submit", { act: "edit", id: button.dataset.id, text: value });
-    };
-    area.onkeydown = (event) => {
-      if (event.key === "Escape") { event.stopPropagation(); close(); }
-      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.stopPropagation(); form.requestSubmit(); }
-    };
-    turn.append(form);
-    area.focus();
+    editing = { id, trigger, form, area };
   }
 
   function openRename(button, trigger) {
-    const row = button.closest(".rb-chat");
-    const input = Object.assign(document.createElement("input"), { value: button.dataset.text, maxLength: 200 });
-    input.setAttribute("aria-label", "New name");
-    const shown = [...row.children];
-    shown.forEach((child) => { child.style.display = "none"; });
-    let open = true;
-    const close = () => { if (open) { open = false; input.remove(); shown.forEach((child) => { child.style.display = ""; }); } };
+    const { id, text: value } = button.dataset, input = Object.assign(document.createElement("input"), { value, maxLength: 200 });
+    const { close } = editIn(button.closest(".rb-chat"), input, "New name", (text) => trigger("click", { act: "rename", id, text }));
     input.onblur = close;
-    input.onkeydown = (event) => {
-      event.stopPropagation();
-      if (event.key === "Escape") close();
-      if (event.key === "Enter") {
-        const text = input.value.trim();
-        close();
-        if (text) trigger("click", { act: "rename", id: button.dataset.id, text });
-      }
-    };
-    row.append(input);
     input.select();
   }
 
   // --- keys ---------------------------------------------------------------------------------------------------
-  const EDITED = ".rb-turn form, .rb-chat input"; // which Escape closes, and nothing else
+  const EDITED = ".rb-turn form, .rb-chat form"; // which Escape closes, and nothing else
   const box = () => one("#rb-question textarea");
   const visible = (element) => element && element.offsetParent !== null;
 
