@@ -246,7 +246,7 @@ class DocumentSummary(AnswerStream):
         return self.summariser.status
 
     def _final_report(self, result: "Result") -> dict[str, Any]:
-        self._result = result
+        self._report = result.report
         return {"notice": result.report.warning} if result.report.warning else {}
 
     def _with_basis(self, more: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The breakdown of an answer: every token is in one segment with its kind, and the figures are complete."""
 
+from ragblend.app.answering.answer import Answer
 from ragblend.app.answering.breakdown import (
     KINDS,
     NO_PROFILE,
@@ -43,8 +44,8 @@ def report(**changes):
 
 
 def breakdown(**options):
-    where = {"model": "m", "device": "cpu", "dtype": "float32"}
-    return breakdown_of(report(), PROMPT, LABELS, **where, retrieve_ms=3.0, **options)
+    answer = Answer("", "m", "cpu", (), 3.0, report())
+    return breakdown_of(answer, PROMPT, LABELS, "float32", **options)
 
 
 def test_segments_are_the_whole_context_in_order():
