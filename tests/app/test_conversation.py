@@ -129,30 +129,31 @@ def test_several_collections_each_with_its_kv(talks, workspaces, chat, engine, t
     assert [s.score for s in answer.sources] == sorted((s.score for s in answer.sources), reverse=True)
 
 
-def test_nothing_found_is_answered_without_the_model(talks, workspaces, chat, engine):
+@pytest.mark.parametrize("mode", ["documents", "chat"])
+@pytest.mark.parametrize(
+    ("collection", "said"),
+    [
+        ("empty", "Nothing has been ingested in 'empty' yet."),
+        ("default", "Nothing about this was found in 'default'."),
+    ],
+)
+def test_where_nothing_is_found_the_model_is_asked_in_chats_alone(
+    talks, workspaces, chat, engine, mode, collection, said
+):
     workspaces.create("empty")
-    answer = asked(talks, chat, SKY, collections=("empty",))
-    assert "Nothing has been ingested in 'empty'" in answer.text and answer.report["found"] is False
-    assert engine.requests == [] and answer.sources == ()
-
-
-def test_passages_about_other_things_are_not_found(talks, chat, engine):
-    answer = asked(talks, chat, "Photosynthesis?")
-    assert answer.text == "Nothing about this was found in 'default'." and engine.requests == []
-    assert "notice" not in answer.report, "said once"
-    answer = asked(talks, chat, "Photosynthesis?", mode="chat")
-    assert answer.text == "It is blue." and not engine.requests[0][0].chunks
-    assert answer.report["notice"].endswith("The answer is the model's own.")
-    assert texts(engine.requests[0][0]).count("<user>") == 1, "what found nothing is no context"
-
-
-def test_chat_mode_talks_without_passages_too(talks, workspaces, chat, engine):
-    workspaces.create("empty")
-    answer = asked(talks, chat, "Hello!", collections=("empty",), mode="chat")
-    assert answer.text == "It is blue." and "Nothing has been ingested" in answer.report["notice"]
-    assert not engine.requests[0][0].chunks and texts(engine.requests[0][0])[-1] == "Hello!"
+    answer = asked(talks, chat, "Photosynthesis?", collections=(collection,), mode=mode)
+    assert answer.sources == ()
+    if mode == "documents":
+        assert answer.text == said and answer.report["found"] is False and engine.requests == []
+        assert "notice" not in answer.report, "said once"
+    else:
+        assert answer.text == "It is blue." and answer.report["notice"].startswith(said)
+        assert answer.report["notice"].endswith("The answer is the model's own.") == (collection != "empty")
+        assert texts(engine.requests[0][0])[-1] == "Photosynthesis?" and not engine.requests[0][0].chunks
     asked(talks, chat, SKY, mode="chat")
-    assert engine.requests[1][0].chunks and "passages" in texts(engine.requests[1][0])[1]
+    assert engine.requests[-1][0].chunks and "passages" in texts(engine.requests[-1][0])[1]
+    users = texts(engine.requests[-1][0]).count("<user>")
+    assert users == (1 if mode == "documents" else 2), "what found nothing is no context"
 
 
 def test_stop_keeps_the_text_so_far(talks, chats, chat, engine):
