@@ -317,7 +317,10 @@ def test_regenerating_asks_the_same_again(talks, chats, chat, engine):
     with talks.regenerate(chat, AskOptions(top_k=2, temperature=0.7)) as turn:
         list(turn)
     assert [m.text for m in chats.messages(chat)] == [SKY, "It is blue."]
-    assert texts(engine.requests[0][0]) == texts(engine.requests[1][0]) and engine.requests[1][-1] == 0.7
+    assert (
+        texts(engine.requests[0][0]) == texts(engine.requests[1][0])
+        and engine.requests[1][-1].temperature == 0.7
+    )
 
 
 def test_oldest_turns_are_left_out_first_and_stay_out(talks, chat, engine):
