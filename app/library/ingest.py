@@ -272,17 +272,14 @@ class _IngestRun:
 
     def _write_to_index(self, document: str) -> None:
         """Copy a document from the registry to Chroma and the engine's nodes; then delete stale nodes from both."""
-        index, engine, known = self._workspace.index, self._workspace.engine, self._workspace.known_passages
-        stale = self._library.stale(document)
-        index.upsert(*self._library.embeddings_of(document))
-        index.delete(stale)
+        workspace, stale = self._workspace, self._library.stale(document)
+        workspace.index.upsert(*self._library.embeddings_of(document))
+        workspace.index.delete(stale)
         passages = self._library.passages_of(document)
-        texts, nodes = [passage.text for passage in passages], [passage.node_id for passage in passages]
-        known.add([Known(passage.text, passage.node_id) for passage in passages])
-        engine.enter(texts, nodes)  # KV of nodes that are deleted from now on is deleted too
+        register(workspace, passages)  # KV of nodes that are deleted from now on is deleted too
         if stale:
-            known.remove(stale)
-            engine.forget(stale)  # after `enter`, so that KV which old and new nodes share is kept
+            workspace.known_passages.remove(stale)
+            workspace.engine.forget(stale)  # last, so that KV which old and new nodes share is kept
         self.report.passages += len(passages)
 
     def _missing_documents(self, folders: Sequence[Path]) -> list[Document]:
@@ -300,6 +297,13 @@ class _IngestRun:
         settings = self._workspace.settings
         cut = f"{settings.chunk_tokens}/{settings.chunk_overlap}"
         return f"readers {readers.VERSION}, {settings.model}, {cut}, {self._workspace.embedder.name}"
+
+
+def register(workspace: Workspace, passages: Sequence[DocumentPassage]) -> None:
+    """Make passages known to the engine, and to the prompts of frameworks."""
+    workspace.known_passages.add([Known(passage.text, passage.node_id) for passage in passages])
+    if passages:
+        workspace.engine.enter([p.text for p in passages], [p.node_id for p in passages])
 
 
 def _read_facts(path: Path) -> FileFacts:

@@ -7,6 +7,7 @@ from zlib import crc32
 
 import numpy as np
 
+from ragblend.app.answering.conversation import ANY_SCORE, AskOptions, Conversations
 from ragblend.engine.config import DecodeOptions, Report, Timings, TokenCounts
 from ragblend.engine.model.gate import GateVerdict
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt, with_ids
@@ -46,6 +47,12 @@ def make_cross_encoder(folder, texts, labels=1, positions=64):
     )  # fmt: skip
     BertForSequenceClassification(config).save_pretrained(folder)
     return folder
+
+
+def answer_of(workspace, question, **options):
+    """The whole answer from the nearest passages, however far, by whatever engine the workspace has."""
+    options = AskOptions(least_score=ANY_SCORE, **options)
+    return Conversations(workspace.workspaces).answer(question, options).whole()
 
 
 class FakeEmbedder:

@@ -38,11 +38,6 @@ def talks(workspaces, documents):
 
 
 @pytest.fixture
-def engine(workspaces):
-    return workspaces.of("default").engine
-
-
-@pytest.fixture
 def chat(chats):
     return chats.create().id
 

@@ -48,7 +48,8 @@ def talks(workspaces):
 
 
 @pytest.fixture
-def engine(workspaces, talks):
+def engine(talks, workspaces):
+    """After the change of settings, which opens another one."""
     return workspaces.first.engine
 
 

@@ -32,6 +32,13 @@ from ragblend.kvstore.errors import StoreFullError, StoreLockedError
 WORKER = Path(__file__).parent / "ingest_worker.py"
 
 
+@pytest.fixture
+def reopen(open_workspace, documents):
+    """Ingests the documents, and opens the home anew when it is called."""
+    ingest(open_workspace(), [documents])
+    return open_workspace
+
+
 def nodes_of(workspace):
     return {node for ids, _ in workspace.library.embeddings("default") for node in ids}
 
@@ -63,9 +70,8 @@ def test_files_are_ingested(workspace, documents):
     assert {name for stage, _, _, name in seen if stage == "embed"} == {"sky.txt", "bread.md", "boats.txt"}
 
 
-def test_unchanged_files_cost_nothing(open_workspace, documents, monkeypatch):
-    ingest(open_workspace(), [documents])
-    second = open_workspace()
+def test_unchanged_files_cost_nothing(reopen, documents, monkeypatch):
+    second = reopen()
     monkeypatch.setattr(
         "ragblend.app.library.ingest._read_facts", lambda path: pytest.fail("read all the same")
     )
@@ -92,9 +98,8 @@ def test_changed_file_replaces_only_what_changed(open_workspace, documents):
     assert_consistent(second)
 
 
-def test_other_chunk_size_cuts_again(open_workspace, documents):
-    ingest(open_workspace(), [documents])
-    second = open_workspace(chunk_tokens=64)
+def test_other_chunk_size_cuts_again(reopen, documents):
+    second = reopen(chunk_tokens=64)
     assert len(ingest(second, [documents]).updated) == 3
     assert_consistent(second)
 
@@ -137,16 +142,15 @@ def test_bad_files_are_listed_and_stop_nothing(workspace, documents, make):
     assert ingest(workspace, [documents]).added == [str(documents / "empty.txt")]
 
 
-def test_file_that_becomes_unreadable_keeps_its_earlier_version(open_workspace, documents):
-    ingest(open_workspace(), [documents])
+def test_file_that_becomes_unreadable_keeps_its_earlier_version(reopen, documents):
     (documents / "sky.txt").write_bytes(b"\x89PNG\r\n\x1a\n")
-    second = open_workspace()
+    second = reopen()
     report = ingest(second, [documents])
     document = second.library.document("default", str(documents / "sky.txt"))
     assert len(report.failed) == 1 and document.state is DocumentState.FAILED
     assert document.passages == 1 and "earlier version is kept" in document.reason
     (documents / "sky.txt").write_text("The sky over the harbour is blue in the morning.")
-    third = open_workspace()
+    third = reopen()
     assert not ingest(third, [documents]).failed
     assert third.embedder.embedded == [] and third.engine.encoded == []
     assert_consistent(third)
@@ -454,12 +458,11 @@ def test_next_run_resumes_after_a_kill_anywhere(open_workspace, home, documents,
     assert clean.to_json()["unchanged"] == [str(path) for path in sorted(documents.iterdir())]
 
 
-def test_killed_while_replacing_leaves_no_stale_node(open_workspace, home, documents):
-    ingest(open_workspace(), [documents])
+def test_killed_while_replacing_leaves_no_stale_node(reopen, home, documents):
     for path in documents.iterdir():
         path.write_text("Entirely new words stand in this file now.")
     run_worker(home, "SIGKILL", "before-index", documents)
-    second = open_workspace()
+    second = reopen()
     ingest(second, [documents])
     assert len(nodes_of(second)) == 3
     assert_consistent(second)

@@ -12,7 +12,6 @@ import pytest
 from waiting import SOON_S, at_once, idle, until
 
 from ragblend.app.library.documents import DocumentState
-from ragblend.app.library.file_checks import check_file
 from ragblend.app.library.ingest import MANY_FILES, SKETCHED, ingest, ingest_file
 from ragblend.app.library.jobs import JobQueue
 from ragblend.app.library.uploads import safe_name
@@ -21,34 +20,31 @@ from ragblend.kvstore.errors import Cancelled, StoreFullError, StoreLockedError
 from ragblend.kvstore.lock import writer_lock
 
 
-@pytest.fixture
-def engine(workspaces):
-    return workspaces.of("default").engine
-
-
-@pytest.fixture
-def embedder(workspaces):
-    return workspaces.of("default").embedder
-
-
 def finish(jobs):
     jobs.start()
     assert idle(jobs)
 
 
+class Gate(threading.Event):
+    """Holds whoever calls it until it is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.reached = threading.Event()
+
+    def __call__(self, *_):
+        self.reached.set()
+        assert self.wait(SOON_S)
+
+
 def held(jobs, work, *paths):
     """Holds the worker in the middle of `work`, its `on_embed` or `on_encode`, until what this gives is set."""
-    reached, opened = threading.Event(), threading.Event()
-
-    def hold(text):
-        reached.set()
-        assert opened.wait(SOON_S)
-
-    setattr(work, "on_embed" if hasattr(work, "on_embed") else "on_encode", hold)
+    gate = Gate()
+    setattr(work, "on_embed" if hasattr(work, "on_embed") else "on_encode", gate)
     jobs.add(list(paths), "default")
     jobs.start()
-    assert reached.wait(SOON_S)
-    return opened
+    assert gate.reached.wait(SOON_S)
+    return gate
 
 
 def states(jobs):
@@ -216,18 +212,15 @@ def test_kv_is_encoded_when_the_queue_is_empty_and_pauses_with_it(jobs, workspac
 
 
 def test_many_files_are_sketched_and_embedded_in_full_when_none_waits(jobs, workspaces, embedder, tmp_path):
-    for n in range(MANY_FILES + 2):
-        (tmp_path / f"{n:02}.txt").write_text(
-            f"Boat {n} carries herring and salt to quay number{n} of the town."
-        )
-    seen = []
+    files, seen = [tmp_path / f"{n:02}.txt" for n in range(MANY_FILES + 2)], []
+    for n, file in enumerate(files):
+        file.write_text(f"Boat {n} carries herring and salt to quay number{n} of the town.")
     embedder.on_embed = lambda texts: seen.append((jobs.overview().kv, len(texts)))
-    jobs.add([tmp_path / f"{n:02}.txt" for n in range(MANY_FILES + 2)], "default")
+    jobs.add(files, "default")
     finish(jobs)
     assert [kv.phase for kv, _ in seen if kv] == ["embedding"] * 2
     assert seen[-1][0].total == 2 and len(seen) == MANY_FILES + 4
-    workspace = workspaces.of("default")
-    assert not any(d.recipe.endswith(SKETCHED) for d in workspace.library.documents("default"))
+    assert not any(d.recipe.endswith(SKETCHED) for d in workspaces.library.documents("default"))
 
 
 def test_new_file_is_ingested_before_kv_is_encoded(jobs, engine, documents, tmp_path):
@@ -347,22 +340,16 @@ def test_clearing_deletes_cancelled_uploads(jobs, home, workspaces, documents, t
 def test_cancelled_and_cleared_upload_is_a_document_or_deleted(
     jobs, home, workspaces, documents, monkeypatch
 ):
-    reached, opened = threading.Event(), threading.Event()
-
-    def hold(path):
-        reached.set()
-        assert opened.wait(SOON_S)
-        return check_file(path)
-
+    gate = Gate()
     jobs.upload([documents / "sky.txt"], "default")
-    monkeypatch.setattr("ragblend.app.library.ingest.check_file", hold)
+    monkeypatch.setattr("ragblend.app.library.ingest.check_file", gate)
     jobs.start()
-    assert reached.wait(SOON_S)
+    assert gate.reached.wait(SOON_S)
     jobs.cancel()
     clearing = threading.Thread(target=jobs.clear_finished)
     clearing.start()
     until(lambda: workspaces.has_waiting_writer or not clearing.is_alive())
-    opened.set()
+    gate.set()
     clearing.join(SOON_S)
     jobs.end()
     copies = {file.name for file in (home / "originals").rglob("*.*")}
