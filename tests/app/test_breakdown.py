@@ -60,6 +60,7 @@ def test_segments_are_the_whole_context_in_order():
     assert segments[1]["runs"] == [("r", 2), ("c", 1), ("r", 1)]
     assert counts_of(segments[1]) == {"reused": 3, "recomputed": 1, "fresh": 0, "missing": 0}
     assert segments[2]["text"] == "more" and counts_of(segments[3])["missing"] == 3
+    assert (breakdown()["ttft_ms"], breakdown()["retrieve_ms"]) == (11.0, 3.0)
     for kind in KINDS.values():
         assert sum(counts_of(segment)[kind] for segment in segments) == breakdown()["tokens"][kind]
 
@@ -75,7 +76,3 @@ def test_full_prefill_is_an_estimate_until_it_is_measured():
     assert said(breakdown()) == (None, "", NO_PROFILE)
     assert said(breakdown(profile=PROFILE)) == (10 + 12, "estimate", "")
     assert said(breakdown() | full_prefill(99.04, "measured")) == (99.0, "measured", "")
-
-
-def test_retrieval_is_part_of_the_time_to_the_first_token():
-    assert (breakdown()["ttft_ms"], breakdown()["retrieve_ms"]) == (11.0, 3.0)

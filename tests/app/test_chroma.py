@@ -92,21 +92,15 @@ def test_windows_that_come_later_are_found(index):
     assert missed == 0
 
 
-def test_upsert_replaces_and_delete_forgives(index):
+def test_upsert_replaces_and_delete_forgives(index, tmp_path):
     index.upsert(["a", "b"], unit(2))
     index.upsert(["a"], unit(1, seed=5))
     assert index.count() == 2
-    index.delete(["a", "never there"])
-    index.delete([])
-    assert index.node_ids() == {"b"}
-
-
-def test_collections_with_short_names_are_separate(index, tmp_path):
-    other = VectorIndex(tmp_path / "chroma", "x")
-    index.upsert(["a"], unit(1))
-    other.upsert(["b"], unit(1))
-    assert index.node_ids() == {"a"} and other.node_ids() == {"b"}
-    other.close()
+    with closing(VectorIndex(tmp_path / "chroma", "x")) as other:
+        other.upsert(["c"], unit(1))
+        index.delete(["a", "c", "never there"])
+        index.delete([])
+        assert index.node_ids() == {"b"} and other.node_ids() == {"c"}, "collections are separate"
 
 
 def test_wrong_size_is_a_named_error(index):

@@ -98,14 +98,6 @@ def test_follow_up_is_searched_with_the_question_before_it(talks, chat):
     assert "boats.txt" in [source.document for source in answer.sources]
 
 
-def test_conversation_continues_after_a_restart(talks, workspaces, chats, chat, engine):
-    asked(talks, chat, SKY)
-    asked(Conversations(workspaces), chat, BOATS)
-    before, after = (texts(request[0]) for request in engine.requests)
-    assert after[: len(before)] == before
-    assert engine.sessions[0] is not engine.sessions[1]
-
-
 def test_several_collections_each_with_its_kv(talks, workspaces, chat, engine, tmp_path):
     workspaces.create("trains")
     (tmp_path / "train.txt").write_text("The train to the harbour is green and leaves at noon.")
@@ -360,14 +352,6 @@ def test_full_prefill_is_measured_on_the_same_prompt(talks, chats, chat, engine)
         talks.measure_full(chats.messages(chat)[0].id)
 
 
-def test_cited_earlier_passages_are_sources(talks, chat, engine):
-    first = asked(talks, chat, SKY, top_k=1)
-    engine.reply = ("The red boat belongs to Ada [2] under a blue sky [1] [9].",)
-    answer = asked(talks, chat, "Whom does the red boat belong to? It is old.", top_k=1)
-    assert [(s.number, s.earlier) for s in answer.sources] == [(2, False), (1, True)]
-    assert answer.sources[1].text == first.sources[0].text
-
-
 @pytest.mark.parametrize(
     ("question", "options", "error"),
     [
@@ -402,16 +386,6 @@ def test_unsaved_answer_equals_saved_answer(talks, chats, chat, engine):
     assert (answer.text, answer.sources) == (kept.text, kept.sources)
     assert texts(engine.requests[0][0]) == texts(engine.requests[1][0])
     assert engine.sessions[1] is None and len(chats.messages(chat)) == 2 and chats.page()[1] == 1
-
-
-def test_unsaved_earlier_messages_are_context(talks, engine):
-    said = []
-    for question in (SKY, BOATS):
-        turn = talks.answer(question, AskOptions(top_k=1), said)
-        turn.whole()
-        said += [turn.question, turn.message]
-    before, after = (texts(request[0]) for request in engine.requests)
-    assert after[: len(before)] == before and [s.number for s in said[3].sources] == [2]
 
 
 def test_answer_json_matches_the_contract(talks):

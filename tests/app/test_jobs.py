@@ -249,17 +249,6 @@ def test_a_file_that_is_queued_is_not_queued_twice(jobs, documents):
     assert jobs.add([documents], "other").files == 3 and jobs.overview().total == 6
 
 
-def test_file_that_changes_during_ingest_is_ingested_again(jobs, embedder, workspaces, tmp_path):
-    path = long_file(tmp_path, "a.txt")
-    gate = held(jobs, embedder, path)
-    path.write_text("Something else altogether stands in here now.")
-    jobs.add([path], "default")
-    gate.set()
-    assert idle(jobs) and states(jobs) == {"a.txt": "done"}
-    document = workspaces.library.find("default", "a.txt")
-    assert [p.text for p in workspaces.library.passages_of(document.id)] == [path.read_text()]
-
-
 def test_queue_removes_documents_without_files(jobs, workspaces, documents):
     ingest(workspaces.of("default"), [documents])
     (documents / "sky.txt").unlink()
