@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from ragblend.app.library.documents import Document, DocumentPassage
 from ragblend.engine.config import Report
 
 # The engine's timings that are copied to the JSON; retrieval, ttft and total are added here.
@@ -27,6 +28,13 @@ class AnswerSource:
     score: float
     text: str
     earlier: bool = False
+
+    @classmethod
+    def of(
+        cls, document: Document, passage: DocumentPassage, score: float, number: int = 0
+    ) -> "AnswerSource":
+        where = document.id, document.collection, document.name, passage.location
+        return cls(number, passage.node_id, *where, round(score, 4), passage.text)
 
     @property
     def label(self) -> str:

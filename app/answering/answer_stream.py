@@ -4,14 +4,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ragblend.app.answering.answer import Answer, AnswerSource, unsupported_notice
 from ragblend.app.answering.breakdown import breakdown_of
 from ragblend.app.answering.chats import UNFINISHED, ChatMessage, Chats
 from ragblend.app.answering.citations import cite
-from ragblend.app.answering.context import PromptContext, PromptWording
+from ragblend.app.answering.context import PromptContext
 from ragblend.app.database import now
 from ragblend.app.settings import Settings
 from ragblend.engine.config import Report
@@ -32,12 +32,10 @@ class PreparedQuestion:
     """A question with its prompt. context: None if nothing was found; then notice is the answer."""
 
     question: ChatMessage
-    context: PromptContext | None
-    words: PromptWording
-    notice: str | None
-    retrieve_ms: float
     settings: Settings
-    client: str = ""
+    context: PromptContext | None = None
+    notice: str | None = None
+    retrieve_ms: float = 0.0
 
     @property
     def prompt(self) -> Prompt:
@@ -61,21 +59,20 @@ class AnswerStream(Closing):
         self.notice = asked.notice if stream is not None else None
         self._pieces: list[str] = []
         self._stopped = threading.Event()
-        self._result: Result | None = None
-        self._message: ChatMessage | None = None
-        self._saving = threading.Lock()
-        self._partial_message: ChatMessage | None = None
-        self._saved_at_s = 0.0
-        if stream is not None and chats is not None:
+        self._report: Report | None = None
+        self._saving, self._ended, self._saved_at_s = threading.Lock(), False, 0.0
+        report = self._with_basis({UNFINISHED: True})
+        self._message = ChatMessage(
+            UNSAVED, self.question.chat_id, "assistant", "", now(), self.sources, report
+        )
+        if stream is not None:
             with suppress(RagBlendError):  # shown all the same; `_save_final` says why it is not saved
-                report = self._with_basis({UNFINISHED: True})
-                to = self.question
-                self._partial_message = chats.add(to.chat_id, "assistant", "", self.sources, report, to.id)
+                self._message = self._stored(self._message)
 
     @property
     def message(self) -> ChatMessage:
         """The stored answer. Its id is -1 if it could not be stored; its notice then says why."""
-        assert self._message is not None, "the answer has not ended"
+        assert self._ended, "the answer has not ended"
         return self._message
 
     @property
@@ -83,8 +80,9 @@ class AnswerStream(Closing):
         """The answer with what it cost, once it has ended well."""
         settings = self._asked.settings
         ratio = None if isinstance(settings.ratio, str) else settings.ratio
-        report = self._result.report if self._result else Report(settings.method, ratio)
-        notice: str | None = self.message.report.get("notice")
+        return self._answer(self._report or Report(settings.method, ratio), self.message.report.get("notice"))
+
+    def _answer(self, report: Report, notice: str | None) -> Answer:
         model, device = self._engine.model_name, self._engine.device
         return Answer(self.text, model, device, self.sources, self._asked.retrieve_ms, report, notice)
 
@@ -117,7 +115,7 @@ class AnswerStream(Closing):
 
     def close(self) -> None:
         """Stop, wait until the device is free, and save the text so far; after the end it does nothing."""
-        if self._message is not None:
+        if self._ended:
             return
         self._stopped.set()
         if self._stream is not None:
@@ -125,7 +123,7 @@ class AnswerStream(Closing):
         self._save_final({"stopped": True})
 
     def __iter__(self) -> Iterator[str]:
-        if self._message is not None:
+        if self._ended:
             return
         if self._stream is None:
             self._pieces.append(self._asked.notice or "")
@@ -151,27 +149,17 @@ class AnswerStream(Closing):
         self._save_final(report)
 
     def _final_report(self, result: "Result") -> dict[str, Any]:
-        self._result, engine = result, self._engine
+        self._report, engine = result.report, self._engine
         unsupported = unsupported_notice(result.report.unsupported_figures)
         notice = " ".join(text for text in (self.notice, result.report.warning, unsupported) if text) or None
-        return breakdown_of(
-            result.report,
-            result.prompt,
-            {source.node_id: (source.number, source.label) for source in self.all_sources},
-            model=engine.model_name,
-            device=engine.device,
-            dtype=engine.dtype,
-            retrieve_ms=self._asked.retrieve_ms,
-            profile=engine.known_profile,
-            notice=notice,
-        )
+        labels = {source.node_id: (source.number, source.label) for source in self.all_sources}
+        answer = self._answer(result.report, notice)
+        return breakdown_of(answer, result.prompt, labels, engine.dtype, engine.known_profile)
 
     def _with_basis(self, more: dict[str, Any]) -> dict[str, Any]:
-        asked = self._asked
-        basis: dict[str, Any] = {"found": False}
-        if asked.context is not None:
-            basis = {"first_id": asked.context.first_id, "system": asked.words.system}
-            basis["closing"] = asked.words.closing
+        """The report with what the prompt is built from again."""
+        context = self._asked.context
+        basis = {"first_id": context.first_id, **asdict(context.words)} if context else {"found": False}
         return {**basis, **({"notice": self.notice} if self.notice else {}), **more}
 
     def _stored_sources(self) -> tuple[AnswerSource, ...]:
@@ -183,33 +171,32 @@ class AnswerStream(Closing):
     def _save_partial(self) -> None:
         """Save the text so far, if the last save was some time ago."""
         with self._saving:
-            is_due = time.monotonic() >= self._saved_at_s + SAVE_EVERY_S
-            if (
-                self._message is not None
-                or self._partial_message is None
-                or self._chats is None
-                or not is_due
-            ):
+            if self._ended or time.monotonic() < self._saved_at_s + SAVE_EVERY_S:
                 return
             with suppress(RagBlendError):  # the next save may work again; `_save_final` reports if not
-                self._partial_message = self._chats.rewrite(replace(self._partial_message, text=self.text))
+                self._message = self._stored(replace(self._message, text=self.text))
             self._saved_at_s = time.monotonic()
 
     def _save_final(self, report: dict[str, Any]) -> None:
         """Store the finished answer, once. What cannot be stored is shown all the same."""
         with self._saving:
-            if self._message is not None:
+            if self._ended:
                 return
-            chat_id, text, sources = self.question.chat_id, self.text, self._stored_sources()
-            ended = ChatMessage(UNSAVED, chat_id, "assistant", text, now(), sources, self._with_basis(report))
+            sources = self._stored_sources()
+            ended = replace(self._message, text=self.text, sources=sources, report=self._with_basis(report))
             try:
-                if self._chats is not None and self._partial_message is not None:
-                    ended = self._chats.rewrite(replace(ended, id=self._partial_message.id))
-                elif self._chats is not None:
-                    ended = self._chats.add(
-                        chat_id, "assistant", text, sources, ended.report, self.question.id
-                    )
+                ended = self._stored(ended)
             except RagBlendError as error:
                 notice = f"{ended.report.get('notice') or ''} This answer was not saved: {error}".strip()
-                ended = replace(ended, report=ended.report | {"notice": notice})
-            self._message = ended
+                ended = replace(ended, id=UNSAVED, report=ended.report | {"notice": notice})
+            self._message, self._ended = ended, True
+
+    def _stored(self, message: ChatMessage) -> ChatMessage:
+        """Store the message over that of the last save, or as a new one; without `chats` it is not stored."""
+        if self._chats is None:
+            return message
+        if message.id != UNSAVED:
+            return self._chats.rewrite(message)
+        return self._chats.add(
+            message.chat_id, message.role, message.text, message.sources, message.report, self.question.id
+        )

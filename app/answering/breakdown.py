@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import psutil  # type: ignore[import-untyped]
 
-from ragblend.engine.config import Report
+from ragblend.app.answering.answer import Answer
 from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.prompts.segments import Chunk, Prompt
 
@@ -22,34 +22,30 @@ TIMES = ("load_ms", "stall_ms", "prefill_ms", "total_ms", "tokens_per_s")
 
 
 def breakdown_of(
-    report: Report,
+    answer: Answer,
     prompt: Prompt,
     labels: Mapping[str, tuple[int, str]],
-    *,
-    model: str,
-    device: str,
     dtype: str,
-    retrieve_ms: float = 0.0,
     profile: DeviceProfile | None = None,
-    notice: str | None = None,
 ) -> dict[str, Any]:
     """Describe an answer. labels: node id -> number and name of a passage; prompt: the tokenized one that was run.
 
     In the result full_prefill_ms is the time of full prefill, or None with the reason; timeline: the fields of each
     `TraceEvent`.
     """
+    report, device = answer.report, answer.device
     estimate = profile.rows_ms(0, len(prompt.token_ids)) if profile else None
     return {
         "hood": 1,
-        "model": model,
+        "model": answer.model,
         "device": device,
         "dtype": dtype,
         "method": report.method,
         "ratio": report.ratio,
         "segments": segments_of(prompt, report.served, labels),
         "tokens": asdict(report.tokens),
-        "retrieve_ms": round(retrieve_ms, 2),
-        "ttft_ms": round(retrieve_ms + report.timings.ttft_ms, 2),
+        "retrieve_ms": round(answer.retrieve_ms, 2),
+        "ttft_ms": round(answer.ttft_ms, 2),
         **{name: round(getattr(report.timings, name), 2) for name in TIMES},
         **full_prefill(estimate, "" if estimate is None else "estimate"),
         "timeline": [
@@ -61,7 +57,7 @@ def breakdown_of(
         "misses": report.misses,
         "unsupported_figures": list(report.unsupported_figures),
         "read_again_at": report.read_again_at,
-        "notice": notice,
+        "notice": answer.notice,
         "stopped": False,
     }
 

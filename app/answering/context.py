@@ -41,6 +41,14 @@ class PastTurn:
 
 
 @dataclass(frozen=True)
+class PromptWording:
+    """system: the system message; closing: the instruction before the question."""
+
+    system: str
+    closing: str
+
+
+@dataclass(frozen=True)
 class PromptContext:
     """A tokenized prompt that fits the window. sources: the passages found for this question that are in it.
 
@@ -49,18 +57,11 @@ class PromptContext:
     """
 
     prompt: Prompt
+    words: PromptWording
     sources: tuple[AnswerSource, ...]
     all_sources: tuple[AnswerSource, ...]
     first_id: int
     notice: str | None
-
-
-@dataclass(frozen=True)
-class PromptWording:
-    """system: the system message; closing: the instruction before the question."""
-
-    system: str
-    closing: str
 
 
 def wording_for(mode: str, system: str | None, passages: bool) -> PromptWording:
@@ -78,10 +79,14 @@ def past_turns(messages: Sequence[ChatMessage]) -> list[PastTurn]:
         if message.role == "user":
             asked = message
         elif asked is not None and message.text and not {"error", "found"} & message.report.keys():
-            new = [s for s in message.sources if not s.earlier and s.text != DELETED_TEXT]
-            turns.append(PastTurn(asked.id, asked.text, message.text, tuple(new)))
+            turns.append(PastTurn(asked.id, asked.text, message.text, new_sources(message)))
             asked = None
     return turns
+
+
+def new_sources(answer: ChatMessage) -> tuple[AnswerSource, ...]:
+    """The passages that came into the prompt with this answer's question, without deleted ones."""
+    return tuple(s for s in answer.sources if not s.earlier and s.text != DELETED_TEXT)
 
 
 def numbered(
@@ -153,7 +158,9 @@ def fit(
     all_sources |= {source.number: source for source in made.sources}
     first_id = kept[0].id if kept else (turns[-1].id + 1 if turns else 0)
     notice = _left_out_notice(len(turns) - len(kept), len(turns), len(found) - len(best), len(found))
-    return PromptContext(made.prompt, tuple(made.sources), tuple(all_sources.values()), first_id, notice)
+    return PromptContext(
+        made.prompt, words, tuple(made.sources), tuple(all_sources.values()), first_id, notice
+    )
 
 
 def _without_worst(best: Sequence[AnswerSource], made: _Draft, room: int) -> list[AnswerSource]:
@@ -192,8 +199,7 @@ def build(
         )
         messages.append(PromptMessage("assistant", (Literal(turn.answer, verbatim=True),)))
     messages.append(PromptMessage("user", tuple(_user_segments(words, question, sources, seen))))
-    prompt: Prompt = engine.tokenize(engine.chat(messages))
-    return prompt
+    return engine.tokenize(engine.chat(messages))
 
 
 def _user_segments(

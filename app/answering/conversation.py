@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.answer_stream import UNSAVED, AnswerStream, PreparedQuestion
 from ragblend.app.answering.breakdown import full_prefill, has_breakdown
-from ragblend.app.answering.chats import DELETED_TEXT, ChatMessage, Chats
-from ragblend.app.answering.context import PromptWording, build, fit, past_turns, wording_for
+from ragblend.app.answering.chats import ChatMessage, Chats
+from ragblend.app.answering.context import PromptWording, build, fit, new_sources, past_turns, wording_for
 from ragblend.app.answering.digest import DocumentSummariser, DocumentSummary
 from ragblend.app.answering.retrieval import nearest, search_in_stages
 from ragblend.app.database import now, storable
@@ -101,19 +101,20 @@ class Conversations:
         self._check(question, options)
         messages = self._chats.messages(chat_id)
         asked = self._chats.add(chat_id, "user", question.strip())
-        return self._answer_stream(self._stages(asked, messages, options), self._chats)
+        return self._answer_stream(self._stages(asked, messages, options), options.client, self._chats)
 
     def answer(
         self, question: str, options: AskOptions | None = None, earlier: Sequence[ChatMessage] = ()
     ) -> AnswerStream:
         """Answer without storing anything. earlier: the messages before the question. Raises as `ask` does."""
-        return self._answer_stream(self._prepare_unsaved(question, options or AskOptions(), earlier), None)
+        options = options or AskOptions()
+        return self._answer_stream(self._unsaved_stages(question, options, earlier), options.client, None)
 
     def prepare(
         self, question: str, options: AskOptions, earlier: Sequence[ChatMessage] = ()
     ) -> PreparedQuestion:
         """Search, and build a prompt that fits the window. Raises as `ask` does."""
-        *_, asked = self._prepare_unsaved(question, options, earlier)
+        *_, asked = self._unsaved_stages(question, options, earlier)
         return asked
 
     def digest(
@@ -125,9 +126,7 @@ class Conversations:
         if chats is not None and chat_id is not None:
             asked = chats.add(chat_id, "user", request)
         summariser = DocumentSummariser(self._workspaces.of(document.collection), document, show)
-        turn = DocumentSummary(
-            PreparedQuestion(asked, None, PromptWording("", ""), None, 0.0, self.settings), summariser, chats
-        )
+        turn = DocumentSummary(PreparedQuestion(asked, self.settings), summariser, chats)
         self._turns.add(turn)
         return turn
 
@@ -201,7 +200,7 @@ class Conversations:
         if not question.strip():
             raise UsageError("Asking: the question is empty. Write what you want to know.")
 
-    def _prepare_unsaved(
+    def _unsaved_stages(
         self, question: str, options: AskOptions, earlier: Sequence[ChatMessage]
     ) -> Iterator[PreparedQuestion]:
         self._check(question, options)
@@ -227,19 +226,21 @@ class Conversations:
                     collections, alone=options.mode == "chat" and not known
                 )
                 if options.mode == "documents" and not known:
-                    yield PreparedQuestion(asked, None, words, notice, retrieve_ms, settings)
+                    yield PreparedQuestion(asked, settings, None, notice, retrieve_ms)
                     continue
             room = self.engine.context_window - settings.answer_tokens
             context = fit(self.engine, room, words, messages, asked.text, found, options.cancel)
             notices = " ".join(text for text in (notice, context.notice) if text) or None
-            yield PreparedQuestion(asked, context, words, notices, retrieve_ms, settings, options.client)
+            yield PreparedQuestion(asked, settings, context, notices, retrieve_ms)
 
-    def _answer_stream(self, stages: Iterator[PreparedQuestion], chats: Chats | None) -> AnswerStream:
+    def _answer_stream(
+        self, stages: Iterator[PreparedQuestion], client: str, chats: Chats | None
+    ) -> AnswerStream:
         engine, stream = self.engine, None
         asked = next(stages)
         if asked.context is not None:
             session = None if chats is None else self._session(asked.question.chat_id)
-            given: dict[str, Any] = {"session": session, "client": asked.client, **asked.settings.answering}
+            given: dict[str, Any] = {"session": session, "client": client, **asked.settings.answering}
             if asked.settings.reranker and engine.device != "cpu":  # the reranker needs the CPU itself
                 asked, stream = self._stream_in_stages(asked, stages, given)
             else:
@@ -284,13 +285,11 @@ class Conversations:
         for found in search_in_stages(spaces, queries, top_k, options.least_score, options.cancel):
             yield found, notice
 
-    def _prompt_of(self, answer: ChatMessage, messages: Sequence[ChatMessage]) -> Any:
+    def _prompt_of(self, answer: ChatMessage, messages: Sequence[ChatMessage]) -> Prompt:
         """The prompt of a stored answer, built again."""
-        question = messages[-1].text
         turns = [turn for turn in past_turns(messages[:-1]) if turn.id >= answer.report["first_id"]]
         words = PromptWording(answer.report["system"], answer.report["closing"])
-        sources = [s for s in answer.sources if not s.earlier and s.text != DELETED_TEXT]
-        return build(self.engine, words, turns, question, sources)
+        return build(self.engine, words, turns, messages[-1].text, new_sources(answer))
 
     def _session(self, chat_id: int) -> "Session":
         """The conversation's KV in memory; that of the least recently used conversation is dropped."""

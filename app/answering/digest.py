@@ -44,13 +44,17 @@ STATUS: dict[Stage, str] = {"encode": "Reading passage", "digest": "Summarising 
 
 @dataclass
 class DocumentSummariser:
-    """Summarises one document. steps: prompts answered now; kept: prompts answered earlier, whose notes are reused."""
+    """Summarises one document.
+
+    steps: prompts answered now; kept: prompts answered earlier, whose notes are reused; total: prompts known so far.
+    """
 
     workspace: Workspace
     document: Document
     show: OnProgress = silent
     steps: int = 0
     kept: int = 0
+    total: int = 0
     encoded: int = 0
     status: str = "Looking for its passages …"
     _reports: list[Report] = field(default_factory=list)
@@ -73,19 +77,14 @@ class DocumentSummariser:
                 f"Summarising {self.document.name}: it has no passages in the library. Ingest it again."
             )
         self._encode([passage.node_id for passage in passages], cancel)
-        prompts = [self._of_passages(window) for window in self._windows(passages)]
-        total = len(prompts)
+        prompts = self._of_passages(passages)
+        self.total = len(prompts)
         while len(prompts) > 1:
-            texts = []
-            for prompt in prompts:
-                self._tell("digest", self.steps + self.kept, total)
-                texts.append(self._written(prompt, NOTE_TOKENS, cancel))
-            prompts = [self._of_notes(group) for group in self._groups(texts)]
-            total += len(prompts)
-        self._tell("digest", self.steps + self.kept, total)
+            prompts = self._of_notes([self._written(prompt, NOTE_TOKENS, cancel) for prompt in prompts])
+            self.total += len(prompts)
         before_ms = 1e3 * (time.perf_counter() - begun)
         text = self._written(prompts[0], self._summary_tokens, cancel, on_text)
-        self._tell("digest", total, total)
+        self._tell("digest", self.total, self.total)
         return Result(text, (), self._report(before_ms, 1e3 * (time.perf_counter() - begun)), prompts[0])
 
     def nearest(self, text: str) -> tuple[AnswerSource, ...]:
@@ -99,14 +98,10 @@ class DocumentSummariser:
             scores = [float(np.max(rows @ asked)) for rows in embeddings]
             place = int(np.argmax(scores))
             best[place] = max(scores[place], best.get(place, -1.0))
-        found = [(passages[place], best[place]) for place in sorted(best)]
         return tuple(
-            AnswerSource(
-                number, p.node_id, document.id, document.collection, document.name, p.location,
-                round(score, 4), p.text,
-            )
-            for number, (p, score) in enumerate(found, start=1)
-        )  # fmt: skip
+            AnswerSource.of(document, passages[place], best[place], number)
+            for number, place in enumerate(sorted(best), start=1)
+        )
 
     # --- inside
 
@@ -120,44 +115,38 @@ class DocumentSummariser:
             self.encoded += bool(tokens)
             self._tell("encode", done, len(missing))
 
-    def _windows(self, passages: Sequence[DocumentPassage]) -> Iterator[Sequence[DocumentPassage]]:
-        """Windows of `top_k` passages, or fewer if the window is small; each starts with the last passage of the
-        window before, if there is room for another.
+    def _of_passages(self, passages: Sequence[DocumentPassage]) -> list[Prompt]:
+        """A prompt for each window of `top_k` passages, or fewer if the model's window is small.
+
+        Each starts with the last passage of the window before, if there is room for another.
         """
-        lengths = [self.engine.count_tokens(passage.text) + self._around for passage in passages]
-        start = stop = 0
-        while stop < len(passages):
-            stop, tokens = start + 1, lengths[start]
-            while (
-                stop < min(len(passages), start + self.workspace.settings.top_k)
-                and tokens + lengths[stop] <= self._room
-            ):
-                stop, tokens = stop + 1, tokens + lengths[stop]
-            yield passages[start:stop]
-            start = stop - 1 if stop - start > 1 else stop
-
-    def _groups(self, texts: Sequence[str]) -> Iterator[Sequence[str]]:
-        """Groups of as many notes as fit into one prompt. Raises PromptTooLongError if two do not fit."""
-        group, tokens = list[str](), 0
-        for text in texts:
-            length = self.engine.count_tokens(text) + self._around
-            if group and tokens + length > self._room:
-                if len(group) == 1:
-                    raise PromptTooLongError(
-                        f"Summarising {self.document.name}: two notes do not fit into the window of "
-                        f"{self.engine.model_name}. Use a model with a longer one."
-                    )
-                yield group
-                group, tokens = [], 0
-            group, tokens = [*group, text], tokens + length
-        yield group
-
-    def _of_passages(self, window: Sequence[DocumentPassage]) -> Prompt:
         name = self.document.collection
-        return self._prompt([Chunk(p.text, p.node_id, collection=name, entered=True) for p in window])
+        chunks = [Chunk(p.text, p.node_id, collection=name, entered=True) for p in passages]
+        most = self.workspace.settings.top_k
+        windows = self._packed([passage.text for passage in passages], most, overlap=1)
+        return [self._prompt(chunks[start:stop]) for start, stop in windows]
 
-    def _of_notes(self, texts: Sequence[str]) -> Prompt:
-        return self._prompt([Literal(text.strip(), verbatim=True) for text in texts], NOTES, WHOLE)
+    def _of_notes(self, texts: Sequence[str]) -> list[Prompt]:
+        """A prompt for each group of as many notes as fit into one. Raises PromptTooLongError if two do not fit."""
+        notes = [Literal(text.strip(), verbatim=True) for text in texts]
+        groups = list(self._packed(texts, len(texts)))
+        if any(stop - start == 1 for start, stop in groups[:-1]):
+            raise PromptTooLongError(
+                f"Summarising {self.document.name}: two notes do not fit into the window of "
+                f"{self.engine.model_name}. Use a model with a longer one."
+            )
+        return [self._prompt(notes[start:stop], NOTES, WHOLE) for start, stop in groups]
+
+    def _packed(self, texts: Sequence[str], most: int, overlap: int = 0) -> Iterator[tuple[int, int]]:
+        """(start, stop) of runs of at most `most` texts that fit into one prompt; a run has one text at least."""
+        lengths = [self.engine.count_tokens(text) + self._around for text in texts]
+        start = stop = 0
+        while stop < len(texts):
+            stop, tokens = start + 1, lengths[start]
+            while stop < min(len(texts), start + most) and tokens + lengths[stop] <= self._room:
+                stop, tokens = stop + 1, tokens + lengths[stop]
+            yield start, stop
+            start = stop - overlap if stop - start > 1 else stop
 
     def _prompt(self, parts: Sequence[Segment], opening: str = "", closing: str = PASSAGES) -> Prompt:
         segments: list[Segment] = [Literal(opening or OPENING)]
@@ -188,6 +177,7 @@ class DocumentSummariser:
         on_text: Callable[[str], None] = silent,
     ) -> str:
         """The answer to a prompt: the stored note, or a new one, which is stored. Raises Cancelled."""
+        self._tell("digest", self.steps + self.kept, self.total)
         library, settings = self.workspace.library, self.workspace.settings
         options = settings.answering | {"max_new_tokens": most_tokens, "one_sentence": False}
         cache_key = json.dumps([settings.model, options, prompt.token_ids])
@@ -246,7 +236,7 @@ class DocumentSummary(AnswerStream):
         return self.summariser.status
 
     def _final_report(self, result: "Result") -> dict[str, Any]:
-        self._result = result
+        self._report = result.report
         return {"notice": result.report.warning} if result.report.warning else {}
 
     def _with_basis(self, more: dict[str, Any]) -> dict[str, Any]:

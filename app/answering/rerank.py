@@ -116,17 +116,15 @@ class CrossEncoder(Closing):
                 raise ValueError(f"{len(missing)} weights are missing ({missing[0]}, ...)")
             self._model = model.eval().to(device)
             self._scores("Is this read?", ["Yes.", "It is."], turn)  # fails now if it cannot run
-        except ModelError:
-            self._model = None
-            raise
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            self._model = None
-            raise DeviceError(
-                f"there is too little memory on {device} for the reranker in {folder}; name a smaller one, or none "
-                "(`reranker` in the settings)"
-            ) from error
         except Exception as error:  # whatever transformers raises for a damaged file
             self._model = None
+            if isinstance(error, ModelError):
+                raise
+            if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+                raise DeviceError(
+                    f"there is too little memory on {device} for the reranker in {folder}; name a smaller one, or "
+                    "none (`reranker` in the settings)"
+                ) from error
             raise CorruptModelError(
                 f"Loading the reranker in {folder}: it cannot be used ({type(error).__name__}: {error}). Fetch it "
                 "again, name another model, or none (`reranker` in the settings)."

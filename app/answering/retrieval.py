@@ -132,13 +132,10 @@ def _sources(library: Library, scores: Mapping[str, float]) -> dict[str, AnswerS
     passages = library.passages(list(scores))
     documents = library.documents_with([passage.document_id for passage in passages.values()])
     return {
-        node: AnswerSource(
-            0, node, p.document_id, documents[p.document_id].collection, documents[p.document_id].name, p.location,
-            round(scores[node], 4), p.text,
-        )
-        for node, p in passages.items()
-        if p.document_id in documents
-    }  # fmt: skip
+        node: AnswerSource.of(documents[passage.document_id], passage, scores[node])
+        for node, passage in passages.items()
+        if passage.document_id in documents
+    }
 
 
 def without_duplicates(sources: Sequence[AnswerSource]) -> list[AnswerSource]:

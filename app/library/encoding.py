@@ -7,7 +7,7 @@ does this for a home at a time, without the writer lock; passages that are delet
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ragblend.app.progress import Pace, silent
@@ -111,26 +111,20 @@ def _encode(
             "answers come from full prefill."
         )
         return KvReport(count, 0, stopped="model", message=message)
-    left, done, encoded, tokens, pace = missing.tokens, 0, 0, 0, Pace()
+    done, encoded, tokens, pace = 0, 0, 0, Pace()
     stopped: StopReason = ""
-
-    def shown(document: str) -> None:
-        rate, seconds = pace.per_second, pace.seconds_left(left)
-        plan = missing.tokens, missing.nbytes, missing.room_bytes
-        show(KvProgress("encoding", name, done, total, *plan, document, rate, seconds))
-
-    shown(passages[missing.node_ids[0]])
+    plan = missing.tokens, missing.nbytes, missing.room_bytes
+    progress = KvProgress("encoding", name, 0, total, *plan, passages[missing.node_ids[0]])
+    show(progress)
     begun = time.monotonic()
     try:
-        for node_id, new in zip(
-            missing.node_ids,
-            engine.encode_nodes(missing.node_ids, CallbackCancel(is_cancelled)),
-            strict=False,
-        ):
-            done, encoded, tokens, left = done + 1, encoded + bool(new), tokens + new, left - new
+        for new in engine.encode_nodes(missing.node_ids, CallbackCancel(is_cancelled)):
             if new:
                 pace.add(time.monotonic() - begun, new)
-            shown(passages[node_id])
+            document = passages[missing.node_ids[done]]
+            done, encoded, tokens = done + 1, encoded + bool(new), tokens + new
+            rate, left = pace.per_second, pace.seconds_left(missing.tokens - tokens)
+            show(replace(progress, done=done, document=document, tokens_per_s=rate, seconds_left=left))
             begun = time.monotonic()
         stopped = "" if done == total else "budget"
     except (Cancelled, KeyboardInterrupt):

@@ -197,32 +197,35 @@ class _IngestRun:
                 remove_document(self._workspace, document)
 
     def ingest_one(self, path: Path, behind: int = 0) -> None:
-        name = str(path)
-        known = self._library.document(self._collection, name)
+        """Ingest a file if it is new or has changed. A failure is stored with the document, and raised."""
+        known = self._library.document(self._collection, str(path))
+        try:
+            kind = self._ingest(path, known, behind)
+        except DocumentError as error:
+            kept = " Its earlier version is kept and still used." if known and known.passages else ""
+            self._library.fail(self._library.begin(self._collection, str(path)), f"{error}{kept}")
+            raise
+        getattr(self.report, kind).append(str(path))
+
+    def _ingest(self, path: Path, known: Document | None, behind: int) -> str:
+        """Returns the field of the report that the file belongs to."""
         recipe = known.recipe.removesuffix(SKETCHED) if known else ""
         current = known is not None and known.state is DocumentState.DONE and recipe == self._recipe
         if known and current and known.facts.fit(path):
-            self.report.unchanged.append(name)
-            return
-        facts = self._checked_facts(path, name)
+            return "unchanged"
+        facts = _read_facts(path)
         same = known is not None and known.facts.sha256 == facts.sha256 and recipe == self._recipe
         if known and current and same:  # only the time differs: touched, copied back, checked out again
             self._library.set_facts(known.id, facts)
-            self.report.unchanged.append(name)
-            return
+            return "unchanged"
         self._meter.count("parse")
         cut_before = bool(known and same and known.passages)
         document = self._library.begin(self._collection, str(path))
         if not cut_before:
-            try:
-                self._cut_and_embed(path, document, facts, known, behind)
-            except DocumentError as error:
-                self._library.fail(document, _with_earlier(error, known))
-                raise
+            self._cut_and_embed(path, document, facts, known, behind)
         self._write_to_index(document)
         self._library.finish(document)
-        kind = "added" if known is None or not known.passages else "resumed" if cut_before else "updated"
-        getattr(self.report, kind).append(str(path))
+        return "added" if known is None or not known.passages else "resumed" if cut_before else "updated"
 
     def _cut_and_embed(
         self, path: Path, document: str, facts: FileFacts, known: Document | None, behind: int
@@ -269,29 +272,15 @@ class _IngestRun:
 
     def _write_to_index(self, document: str) -> None:
         """Copy a document from the registry to Chroma and the engine's nodes; then delete stale nodes from both."""
-        index, engine, known = self._workspace.index, self._workspace.engine, self._workspace.known_passages
-        stale = self._library.stale(document)
-        index.upsert(*self._library.embeddings_of(document))
-        index.delete(stale)
+        workspace, stale = self._workspace, self._library.stale(document)
+        workspace.index.upsert(*self._library.embeddings_of(document))
+        workspace.index.delete(stale)
         passages = self._library.passages_of(document)
-        texts, nodes = [passage.text for passage in passages], [passage.node_id for passage in passages]
-        known.add([Known(passage.text, passage.node_id) for passage in passages])
-        engine.enter(texts, nodes)  # KV of nodes that are deleted from now on is deleted too
+        register(workspace, passages)  # KV of nodes that are deleted from now on is deleted too
         if stale:
-            known.remove(stale)
-            engine.forget(stale)  # after `enter`, so that KV which old and new nodes share is kept
+            workspace.known_passages.remove(stale)
+            workspace.engine.forget(stale)  # last, so that KV which old and new nodes share is kept
         self.report.passages += len(passages)
-
-    def _checked_facts(self, path: Path, name: str) -> FileFacts:
-        try:
-            check_file(path)  # before hashing: a pipe would never end, a huge file take long
-            return _read_facts(path)
-        except DocumentError as error:
-            known = self._library.document(self._collection, name)
-            self._library.fail(self._library.begin(self._collection, name), _with_earlier(error, known))
-            raise
-        except OSError as error:
-            raise UnreadableDocumentError(f"Reading {path}: {error.strerror}. Check the disk.") from error
 
     def _missing_documents(self, folders: Sequence[Path]) -> list[Document]:
         """Documents with passages in these folders whose file no longer exists."""
@@ -310,10 +299,17 @@ class _IngestRun:
         return f"readers {readers.VERSION}, {settings.model}, {cut}, {self._workspace.embedder.name}"
 
 
+def register(workspace: Workspace, passages: Sequence[DocumentPassage]) -> None:
+    """Make passages known to the engine, and to the prompts of frameworks."""
+    workspace.known_passages.add([Known(passage.text, passage.node_id) for passage in passages])
+    if passages:
+        workspace.engine.enter([p.text for p in passages], [p.node_id for p in passages])
+
+
 def _read_facts(path: Path) -> FileFacts:
-    found = path.stat()  # before the content: a change while hashing makes the next run look again
-    return FileFacts(found.st_size, found.st_mtime_ns, content_digest(path))
-
-
-def _with_earlier(error: DocumentError, known: Document | None) -> str:
-    return f"{error}{' Its earlier version is kept and still used.' if known and known.passages else ''}"
+    check_file(path)  # before hashing: a pipe would never end, a huge file take long
+    try:
+        found = path.stat()  # before the content: a change while hashing makes the next run look again
+        return FileFacts(found.st_size, found.st_mtime_ns, content_digest(path))
+    except OSError as error:
+        raise UnreadableDocumentError(f"Reading {path}: {error.strerror}. Check the disk.") from error

@@ -315,14 +315,12 @@ class JobQueue:
         """Whether the job ended, well or not."""
         self._cancelled_id, self._current = None, job
         try:
-            state, reason = self._ingest_or_remove(job)
-            self.store.finish(job.id, state, reason)
+            self.store.finish(job.id, *self._ingest_or_remove(job))
             return True
-        except Cancelled:
+        except BaseException as error:
             self.store.put_back(job.id)
-            return False
-        except BaseException:
-            self.store.put_back(job.id)
+            if isinstance(error, Cancelled):
+                return False
             raise
         finally:
             self._current = None
@@ -353,15 +351,14 @@ class JobQueue:
         except Exception as error:  # a bug in our code or in a parser must not stop the other files
             log.exception("ingesting %s failed", job.path)
             return "failed", f"Reading {job.path}: {type(error).__name__}: {error}. Please report this."
-        return ("unchanged" if report.unchanged else "done"), report.notice or ""
+        return ("unchanged" if report.unchanged else "done"), ""
 
     def _remove_if_missing(self, job: FileJob) -> JobState:
         """Remove a document whose file does not exist; one whose file exists again stays."""
         document = self.workspaces.library.document(job.collection, job.path)
         if document is None or not is_gone(Path(job.path)):
             return "unchanged"
-        workspace = self.workspaces.of(document.collection)
-        remove_document(workspace, document)
+        remove_document(self.workspaces.of(job.collection), document)
         if not self.store.has_other(job):  # the worker may go on for hours
             erase_removed(self.workspaces.library, self.workspaces.home)
         return "done"

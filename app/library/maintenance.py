@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 from ragblend.app.home import Home
 from ragblend.app.library.documents import Document, content_digest
 from ragblend.app.library.encoding import KvProgress, encode_missing
-from ragblend.app.library.ingest import ingest_file
+from ragblend.app.library.ingest import ingest_file, register
 from ragblend.app.library.registry import LOST, Library
 from ragblend.app.progress import silent
 from ragblend.app.rescue import set_aside_files
 from ragblend.app.workspace import Workspace
-from ragblend.integrations.passages import Passage
 from ragblend.kvstore.errors import LibraryError
 
 if TYPE_CHECKING:
@@ -118,8 +117,8 @@ def repair(
     vectors = sum(each.index.rebuild(library.embeddings(name)) for name, each in spaces.items())
     note("Checking the stored KV ...")
     damaged = len(workspace.store.repair())
-    for each in spaces.values():
-        _register_passages(each)
+    for name, each in spaces.items():
+        register(each, [p for document in library.documents(name) for p in library.passages_of(document.id)])
     note("Encoding passages without KV ...")
     kv = [encode_missing(each, progress, is_cancelled) for each in spaces.values()]
     return RepairReport(
@@ -131,15 +130,6 @@ def repair(
         restored=len(incomplete) - len(lost),
         lost=lost,
     )
-
-
-def _register_passages(workspace: Workspace) -> None:
-    """Register the collection's passages again, for the engine and for frameworks."""
-    library, known = workspace.library, workspace.library.documents(workspace.settings.collection)
-    passages = [p for d in known for p in library.passages_of(d.id)]
-    workspace.known_passages.add([Passage(p.text, p.node_id) for p in passages])
-    if passages:
-        workspace.engine.enter([p.text for p in passages], [p.node_id for p in passages])
 
 
 def _restored(workspace: Workspace, document: Document) -> bool:

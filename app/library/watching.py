@@ -8,7 +8,6 @@ import logging
 import os
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from ragblend.app.extras import check_installed
@@ -22,91 +21,86 @@ QUIET_MS = 800  # a file is ingested once it has not been written to for so long
 RETRY_S = 10.0
 
 
-@dataclass(frozen=True)
-class WatchedFolder:
-    """A folder and its collection. reason: why it is not being watched at the moment, or ""."""
-
-    id: int
-    path: str
-    collection: str
-    reason: str
-
-
 class Watcher:
     """The watched folders of one home; their list is stored with the queue. Thread-safe."""
 
     def __init__(self, jobs: JobQueue, quiet_ms: int = QUIET_MS) -> None:
-        self._jobs, self._store, self._quiet_ms = jobs, jobs.store, quiet_ms
-        self._lock = threading.Lock()
-        self._running: dict[int, _Folder] = {}
-        self._started = False
+        self._jobs, self._quiet_ms = jobs, quiet_ms
+        self._lock, self._started = threading.Lock(), False
+        rows = jobs.store.rows("SELECT id, path, collection FROM watched ORDER BY id")
+        self._folders = {row["id"]: WatchedFolder(*row) for row in rows}
 
-    def add(self, path: Path, collection: str) -> WatchedFolder:
+    def add(self, path: Path, collection: str) -> "WatchedFolder":
         """Watch a folder from now on. Raises UsageError if it is not a folder, or is watched already."""
         folder = absolute(path)
         if not os.path.isdir(folder):
             raise UsageError(f"Watching {folder}: there is no such folder. Check the path.")
         self._jobs.workspaces.of(collection)  # raises SettingsError for an invalid name
-        for other in (each.path for each in self.folders() if each.collection == collection):
-            if folder.is_relative_to(other) or Path(other).is_relative_to(folder):
-                raise UsageError(f"Watching {folder}: {other} is watched for {collection!r} already.")
-        self._store.execute("INSERT INTO watched (path, collection) VALUES (?, ?)", str(folder), collection)
-        if self._started:
-            self._begin()
-        return next(w for w in self.folders() if w.path == str(folder) and w.collection == collection)
+        with self._lock:
+            for other in (each.path for each in self._folders.values() if each.collection == collection):
+                if folder.is_relative_to(other) or Path(other).is_relative_to(folder):
+                    raise UsageError(f"Watching {folder}: {other} is watched for {collection!r} already.")
+            query = "INSERT INTO watched (path, collection) VALUES (?, ?)"
+            key = self._jobs.store.execute(query, str(folder), collection).lastrowid
+            assert key is not None
+            watched = self._folders[key] = WatchedFolder(key, str(folder), collection)
+            if self._started:
+                watched.start(self._jobs, self._quiet_ms)
+        return watched
 
     def remove(self, watched_id: int) -> None:
         """Stop watching that folder; its documents stay."""
-        self._store.execute("DELETE FROM watched WHERE id = ?", watched_id)
+        self._jobs.store.execute("DELETE FROM watched WHERE id = ?", watched_id)
         with self._lock:
-            folder = self._running.pop(watched_id, None)
+            folder = self._folders.pop(watched_id, None)
         if folder is not None:
             folder.end()
 
-    def folders(self) -> list[WatchedFolder]:
+    def folders(self) -> "list[WatchedFolder]":
         """All watched folders, in the order in which they were added."""
-        rows = self._store.rows("SELECT id, path, collection FROM watched ORDER BY id")
-        found = []
-        for row in rows:
-            folder = self._running.get(row["id"])
-            reason = folder.reason if folder else "watching has not started"
-            found.append(WatchedFolder(row["id"], row["path"], row["collection"], reason))
-        return found
+        with self._lock:
+            return list(self._folders.values())
 
     def start(self) -> None:
         """Scan and watch all folders, a thread each. Raises UsageError without the extra `ui`."""
         check_installed("Watched folders", ("watchfiles",), "ui")
-        self._started = True
-        self._begin()
+        with self._lock:
+            self._started = True
+            for folder in self._folders.values():
+                folder.start(self._jobs, self._quiet_ms)
 
     def close(self) -> None:
-        self._started = False
+        """Stop watching for good."""
         with self._lock:
-            folders, self._running = list(self._running.values()), {}
-        for folder in folders:
+            self._started = False
+        for folder in self.folders():
             folder.end()
 
-    def _begin(self) -> None:
-        with self._lock:
-            for row in self._store.rows("SELECT id, path, collection FROM watched"):
-                if row["id"] not in self._running:
-                    folder = _Folder(self._jobs, Path(row["path"]), row["collection"], self._quiet_ms)
-                    self._running[row["id"]] = folder
-                    folder.thread.start()
 
+class WatchedFolder:
+    """A folder and its collection. While it is missing (an unplugged disk, say) its documents stay.
 
-class _Folder:
-    """One watched folder. While it is missing (an unplugged disk, say) its documents stay."""
+    reason: why it is not being watched at the moment, or "".
+    """
 
-    def __init__(self, jobs: JobQueue, path: Path, collection: str, quiet_ms: int) -> None:
+    _jobs: JobQueue
+    _quiet_ms: int
+
+    def __init__(self, id: int, path: str, collection: str, reason: str = "watching has not started") -> None:
+        self.id, self.path, self.collection, self.reason = id, path, collection, reason
+        self._path, self._ending = Path(path), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ragblend-watch", daemon=True)
+
+    def start(self, jobs: JobQueue, quiet_ms: int) -> None:
+        """Scan it, and watch it until `end`. quiet_ms: how long a changed file must be quiet."""
+        self._jobs, self._quiet_ms = jobs, quiet_ms
         self.reason = "it has not been scanned yet"
-        self._jobs, self._path, self._collection, self._quiet_ms = jobs, path, collection, quiet_ms
-        self._ending = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="ragblend-watch", daemon=True)
+        self._thread.start()
 
     def end(self) -> None:
         self._ending.set()
-        self.thread.join()
+        if self._thread.ident is not None:  # it was started
+            self._thread.join()
 
     def _run(self) -> None:
         while not self._ending.is_set():
@@ -148,7 +142,7 @@ class _Folder:
 
     def _scan(self) -> None:
         """Find earlier changes. An empty folder is more likely an unmounted disk than a wish to delete everything."""
-        self._jobs.add([self._path], self._collection)
+        self._jobs.add([self._path], self.collection)
         missing = self._missing_in(self._path)
         if missing and not any(self._path.iterdir()):
             self.reason = (
@@ -156,11 +150,11 @@ class _Folder:
                 "them in the list if you do not need them."
             )
             return
-        self._jobs.remove_missing(missing, self._collection)
+        self._jobs.remove_missing(missing, self.collection)
         self.reason = ""
 
     def _missing_in(self, folder: Path) -> list[Path]:
-        known = self._jobs.workspaces.library.paths_below(self._collection, str(folder))
+        known = self._jobs.workspaces.library.paths_below(self.collection, str(folder))
         return [path for path in map(Path, known) if is_gone(path)]
 
     def _apply_changes(self, paths: Iterable[Path]) -> None:
@@ -170,9 +164,9 @@ class _Folder:
         there = [path for path in mine if os.path.isdir(path) or (is_known(path) and not is_gone(path))]
         gone = [path for path in changed if is_gone(path)]
         if there:
-            self._jobs.add(there, self._collection)
+            self._jobs.add(there, self.collection)
         for path in gone:
-            self._jobs.remove_missing([path, *self._missing_in(path)], self._collection)
+            self._jobs.remove_missing([path, *self._missing_in(path)], self.collection)
 
 
 def _is_hidden(path: Path, root: Path) -> bool:

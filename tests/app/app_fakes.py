@@ -7,7 +7,8 @@ from zlib import crc32
 
 import numpy as np
 
-from ragblend.engine.config import Report, Timings, TokenCounts
+from ragblend.app.answering.conversation import ANY_SCORE, AskOptions, Conversations
+from ragblend.engine.config import DecodeOptions, Report, Timings, TokenCounts
 from ragblend.engine.model.gate import GateVerdict
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt, with_ids
 from ragblend.engine.results import Missing, Result
@@ -46,6 +47,12 @@ def make_cross_encoder(folder, texts, labels=1, positions=64):
     )  # fmt: skip
     BertForSequenceClassification(config).save_pretrained(folder)
     return folder
+
+
+def answer_of(workspace, question, **options):
+    """The whole answer from the nearest passages, however far, by whatever engine the workspace has."""
+    options = AskOptions(least_score=ANY_SCORE, **options)
+    return Conversations(workspace.workspaces).answer(question, options).whole()
 
 
 class FakeEmbedder:
@@ -91,7 +98,6 @@ class FakeEngine:
         self.encoded, self.requests, self.waited = [], [], False
         self.measures_answers = False
         self.sessions, self.prefilled, self.known_profile, self.on_piece = [], [], None, lambda number: None
-        self.penalties = []
         self.on_encode, self.on_prefill = lambda text: None, lambda: None
         self.reply = ("It ", "is ", "blue.")
         self.misses, self.left_out = 0, 0
@@ -174,23 +180,11 @@ class FakeEngine:
             raise Cancelled("stopped")
         return SimpleNamespace(report=Report(method, None, timings=Timings(prefill_ms=1234.5)))
 
-    def stream(
-        self,
-        prompt,
-        method="probe-shift",
-        ratio=0.15,
-        max_new_tokens=256,
-        keep_tokens=None,
-        temperature=0.0,
-        repetition_penalty=1.0,
-        one_sentence=False,
-        session=None,
-        client="",
-    ):
+    def stream(self, prompt, method="probe-shift", ratio=0.15, session=None, client="", **options):
+        """options: as `DecodeOptions` takes them."""
         policy_named(method)
-        self.requests.append((prompt, method, ratio, max_new_tokens, keep_tokens, temperature))
+        self.requests.append((prompt, method, DecodeOptions(**options)))
         self.sessions.append(session)
-        self.penalties.append(repetition_penalty)
         tokens = TokenCounts(prompt=len(prompt.token_ids), reused=5, recomputed=1, fresh=2, generated=3)
         timings = Timings(1.0, 0.5, 0.1, 0.2, 7.0, 1.0, 10.0, 30.0, 99.0)
         chunks = sum(isinstance(segment, Chunk) for segment in prompt.segments)

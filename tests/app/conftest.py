@@ -50,6 +50,16 @@ def workspaces(home, fakes):
 
 
 @pytest.fixture
+def engine(workspaces):
+    return workspaces.first.engine
+
+
+@pytest.fixture
+def embedder(workspaces):
+    return workspaces.embedder
+
+
+@pytest.fixture
 def jobs(workspaces):
     queue = JobQueue(workspaces)
     yield queue

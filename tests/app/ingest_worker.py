@@ -20,23 +20,8 @@ POINTS = {
 CALL = 2  # die in the second document, so that the first one is done
 
 
-def die_while_encoding(number):
-    """In the second passage, after its KV was made and before it is kept."""
-    engine, encoded = Workspace.engine, []
-
-    def dying(text):
-        encoded.append(text)
-        if len(encoded) == CALL:
-            os.kill(os.getpid(), number)
-
-    engine.on_encode = dying
-
-
 def die_at(point, number):
-    owner, name = POINTS.get(point, (None, ""))
-    if point == "while-encoding":
-        die_while_encoding(number)
-        return
+    owner, name = POINTS[point]
     original, calls = getattr(owner, name), []
 
     def dying(*args, **kwargs):

@@ -92,21 +92,15 @@ def test_windows_that_come_later_are_found(index):
     assert missed == 0
 
 
-def test_upsert_replaces_and_delete_forgives(index):
+def test_upsert_replaces_and_delete_forgives(index, tmp_path):
     index.upsert(["a", "b"], unit(2))
     index.upsert(["a"], unit(1, seed=5))
     assert index.count() == 2
-    index.delete(["a", "never there"])
-    index.delete([])
-    assert index.node_ids() == {"b"}
-
-
-def test_collections_with_short_names_are_separate(index, tmp_path):
-    other = VectorIndex(tmp_path / "chroma", "x")
-    index.upsert(["a"], unit(1))
-    other.upsert(["b"], unit(1))
-    assert index.node_ids() == {"a"} and other.node_ids() == {"b"}
-    other.close()
+    with closing(VectorIndex(tmp_path / "chroma", "x")) as other:
+        other.upsert(["c"], unit(1))
+        index.delete(["a", "c", "never there"])
+        index.delete([])
+        assert index.node_ids() == {"b"} and other.node_ids() == {"c"}, "collections are separate"
 
 
 def test_wrong_size_is_a_named_error(index):
@@ -164,11 +158,9 @@ def test_two_threads_may_be_the_first_to_open_it(tmp_path):
 @pytest.mark.parametrize("count", [60, 1300], ids=["all in the log", "in the graph too"])
 def test_deleted_vectors_are_erased(index, tmp_path, count, left):
     """Chroma kept vectors and ids in its log, its graph, free pages and folders that nothing named any more."""
-    names, rows = [f"node-{i:04}-{i * 7919:08x}" for i in range(count)], rows_of(count)
     other = VectorIndex(tmp_path / "chroma", "other")
     other.upsert(["kept"], unit(1, seed=9))
-    index.upsert(names, list(rows[:, None, :]))
-    written = np.concatenate([apart(name, row[None]) for name, row in zip(names, rows, strict=True)])
+    names, rows, written = _fill(index, count)
     bare = count - left
     assert _found_in(index.folder, names[:1], written[:1]) >= {"id", "vector"}, (
         "the search sees what is there"
@@ -184,11 +176,16 @@ def test_deleted_vectors_are_erased(index, tmp_path, count, left):
 
 
 def test_rebuild_erases_old_bytes(index):
-    names, rows = [f"node-{i:04}-{i * 7919:08x}" for i in range(1300)], rows_of(1300)
-    index.upsert(names, list(rows[:, None, :]))
-    written = np.concatenate([apart(name, row[None]) for name, row in zip(names, rows, strict=True)])
+    names, rows, written = _fill(index, 1300)
     index.rebuild([(names[1200:], list(rows[1200:, None, :]))])
     assert _found_in(index.folder, names[:1200], written[:1200]) == set() and index.count() == 100
+
+
+def _fill(index, count):
+    """The names and vectors of so many nodes, and the vectors as they are written."""
+    names, rows = [f"node-{i:04}-{i * 7919:08x}" for i in range(count)], rows_of(count)
+    index.upsert(names, list(rows[:, None, :]))
+    return names, rows, np.concatenate([apart(*node) for node in zip(names, rows[:, None, :], strict=True)])
 
 
 def _found_in(folder, names, rows):

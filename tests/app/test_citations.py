@@ -173,10 +173,7 @@ def sample_sources(open_workspace):
     ingest(workspace, [samples.documents_folder()])
     documents = workspace.library.documents("default")
     passages = [(each, p) for each in documents for p in workspace.library.passages_of(each.id)]
-    return [
-        AnswerSource(n, p.node_id, each.id, "default", each.name, p.location, 0.5, p.text)
-        for n, (each, p) in enumerate(passages, start=1)
-    ]
+    return [AnswerSource.of(*passage, 0.5, number) for number, passage in enumerate(passages, start=1)]
 
 
 @pytest.mark.parametrize("part", ["tuned", "held out"])

@@ -7,11 +7,12 @@ import pytest
 
 from ragblend.app.answering import retrieval
 from ragblend.app.answering.breakdown import has_breakdown
-from ragblend.app.answering.chats import DELETED_TEXT, INTERRUPTED, ChatMessage, Chats
+from ragblend.app.answering.chats import DELETED_TEXT, INTERRUPTED, ChatMessage
 from ragblend.app.answering.conversation import AskOptions, Conversations
 from ragblend.app.answering.retrieval import nearest
 from ragblend.app.database import now
 from ragblend.app.library.ingest import ingest
+from ragblend.app.library.removal import remove_document
 from ragblend.app.services import AppServices
 from ragblend.kvstore.errors import (
     Cancelled,
@@ -34,11 +35,6 @@ def chats(workspaces):
 def talks(workspaces, documents):
     ingest(workspaces.first, [documents])
     return Conversations(workspaces)
-
-
-@pytest.fixture
-def engine(workspaces):
-    return workspaces.of("default").engine
 
 
 @pytest.fixture
@@ -102,21 +98,6 @@ def test_follow_up_is_searched_with_the_question_before_it(talks, chat):
     assert "boats.txt" in [source.document for source in answer.sources]
 
 
-def test_conversations_have_separate_contexts(talks, chats, chat, engine):
-    asked(talks, chat, SKY)
-    asked(talks, chats.create().id, BOATS)
-    assert "It is blue." not in texts(engine.requests[1][0])
-    assert engine.sessions[0] is not engine.sessions[1]
-
-
-def test_conversation_continues_after_a_restart(talks, workspaces, chats, chat, engine):
-    asked(talks, chat, SKY)
-    asked(Conversations(workspaces), chat, BOATS)
-    before, after = (texts(request[0]) for request in engine.requests)
-    assert after[: len(before)] == before
-    assert engine.sessions[0] is not engine.sessions[1]
-
-
 def test_several_collections_each_with_its_kv(talks, workspaces, chat, engine, tmp_path):
     workspaces.create("trains")
     (tmp_path / "train.txt").write_text("The train to the harbour is green and leaves at noon.")
@@ -129,30 +110,31 @@ def test_several_collections_each_with_its_kv(talks, workspaces, chat, engine, t
     assert [s.score for s in answer.sources] == sorted((s.score for s in answer.sources), reverse=True)
 
 
-def test_nothing_found_is_answered_without_the_model(talks, workspaces, chat, engine):
+@pytest.mark.parametrize("mode", ["documents", "chat"])
+@pytest.mark.parametrize(
+    ("collection", "said"),
+    [
+        ("empty", "Nothing has been ingested in 'empty' yet."),
+        ("default", "Nothing about this was found in 'default'."),
+    ],
+)
+def test_where_nothing_is_found_the_model_is_asked_in_chats_alone(
+    talks, workspaces, chat, engine, mode, collection, said
+):
     workspaces.create("empty")
-    answer = asked(talks, chat, SKY, collections=("empty",))
-    assert "Nothing has been ingested in 'empty'" in answer.text and answer.report["found"] is False
-    assert engine.requests == [] and answer.sources == ()
-
-
-def test_passages_about_other_things_are_not_found(talks, chat, engine):
-    answer = asked(talks, chat, "Photosynthesis?")
-    assert answer.text == "Nothing about this was found in 'default'." and engine.requests == []
-    assert "notice" not in answer.report, "said once"
-    answer = asked(talks, chat, "Photosynthesis?", mode="chat")
-    assert answer.text == "It is blue." and not engine.requests[0][0].chunks
-    assert answer.report["notice"].endswith("The answer is the model's own.")
-    assert texts(engine.requests[0][0]).count("<user>") == 1, "what found nothing is no context"
-
-
-def test_chat_mode_talks_without_passages_too(talks, workspaces, chat, engine):
-    workspaces.create("empty")
-    answer = asked(talks, chat, "Hello!", collections=("empty",), mode="chat")
-    assert answer.text == "It is blue." and "Nothing has been ingested" in answer.report["notice"]
-    assert not engine.requests[0][0].chunks and texts(engine.requests[0][0])[-1] == "Hello!"
+    answer = asked(talks, chat, "Photosynthesis?", collections=(collection,), mode=mode)
+    assert answer.sources == ()
+    if mode == "documents":
+        assert answer.text == said and answer.report["found"] is False and engine.requests == []
+        assert "notice" not in answer.report, "said once"
+    else:
+        assert answer.text == "It is blue." and answer.report["notice"].startswith(said)
+        assert answer.report["notice"].endswith("The answer is the model's own.") == (collection != "empty")
+        assert texts(engine.requests[0][0])[-1] == "Photosynthesis?" and not engine.requests[0][0].chunks
     asked(talks, chat, SKY, mode="chat")
-    assert engine.requests[1][0].chunks and "passages" in texts(engine.requests[1][0])[1]
+    assert engine.requests[-1][0].chunks and "passages" in texts(engine.requests[-1][0])[1]
+    users = texts(engine.requests[-1][0]).count("<user>")
+    assert users == (1 if mode == "documents" else 2), "what found nothing is no context"
 
 
 def test_stop_keeps_the_text_so_far(talks, chats, chat, engine):
@@ -184,38 +166,30 @@ def test_error_is_stored_and_raised_and_the_conversation_continues(talks, chats,
     assert SKY not in " ".join(texts(engine.requests[-1][0])), "an answer that failed is no context"
 
 
-def test_an_answer_that_cannot_be_stored_is_shown_and_says_so(talks, chats, chat):
-    turn = talks.ask(chat, SKY)
+def begun(talks, chat, question, top_k=2):
+    """An answer that has given its first piece, and the remaining pieces."""
+    turn = talks.ask(chat, question, AskOptions(top_k=top_k))
     pieces = iter(turn)
     next(pieces)
+    return turn, pieces
+
+
+def test_an_answer_that_cannot_be_stored_is_shown_and_says_so(talks, chats, chat):
+    turn, pieces = begun(talks, chat, SKY)
     chats.delete(chat)
     assert list(pieces) == ["is ", "blue."]
     assert turn.message.id == -1 and turn.message.text == "It is blue."
     assert "was not saved" in turn.message.report["notice"]
 
 
-def cut_off(talks, home, chat, question):
-    """What a kill leaves of an answer after its first piece; gives what was shown of it."""
-    pieces = iter(talks.ask(chat, question, AskOptions(top_k=2)))
-    shown = next(pieces)
-    with Chats(home / "chats.sqlite") as other:  # another connection sees what is on the disk
-        assert [message.role for message in other.messages(chat)][-1:] == ["user"], "it may still be written"
-        assert other.end_unfinished() == 1
-        assert other.end_unfinished() == 0
-    return shown, pieces
-
-
-def test_start_marks_interrupted_answers(talks, chats, home, chat):
-    pieces = iter(talks.ask(chat, SKY, AskOptions(top_k=2)))
-    next(pieces)
-    with AppServices.open(home) as desk:
-        desk.start()
-        assert chats.messages(chat)[1].report["interrupted"] is True
-
-
 def test_kill_during_an_answer_keeps_the_text_shown(talks, chats, home, chat, engine):
     """It used to leave the question without a word."""
-    shown, pieces = cut_off(talks, home, chat, SKY)
+    turn, pieces = begun(talks, chat, SKY)
+    shown = turn.text
+    with AppServices.open(home) as desk:  # another connection sees what is on the disk
+        assert [message.role for message in desk.chats.messages(chat)] == ["user"], "it may still be written"
+        desk.start()
+        assert desk.chats.end_unfinished() == 0
     left = chats.messages(chat)[1]
     assert (left.text, left.report["interrupted"]) == (shown, True)
     assert [source.number for source in left.sources] == [1, 2]
@@ -228,42 +202,40 @@ def test_kill_during_an_answer_keeps_the_text_shown(talks, chats, home, chat, en
     pieces.close()
 
 
-def test_a_document_deleted_while_it_is_cited_is_not_stored_again(talks, chats, chat):
-    turn = talks.ask(chat, SKY, AskOptions(top_k=2))
-    pieces = iter(turn)
-    next(pieces)
-    gone = turn.sources[0]
-    chats.forget_removed(lambda nodes: set(nodes) - {gone.node_id})
-    list(pieces)
-    assert [source.text == DELETED_TEXT for source in chats.messages(chat)[1].sources] == [True, False]
-    assert gone.text not in json.dumps(chats.export_json(chat))
-
-
-def test_a_document_of_an_earlier_turn_that_is_deleted_meanwhile_is_not_stored_again(
-    talks, chats, chat, engine
+@pytest.mark.parametrize(
+    "when", ["while it is cited", "after an earlier turn", "while it is measured", "before"]
+)
+def test_a_deleted_document_is_neither_stored_again_nor_read_again(
+    talks, workspaces, chats, chat, engine, when
 ):
-    gone = asked(talks, chat, SKY).sources[0]
+    def delete():
+        with workspaces.writing():
+            remove_document(workspaces.first, workspaces.library.find("default", "sky.txt"))
+
+    sky = workspaces.library.find("default", "sky.txt")
+    (gone,) = workspaces.library.passages_of(sky.id)
     engine.reply = ("As said ", "[1].")
-    turn = talks.ask(chat, BOATS, AskOptions(top_k=1))
-    pieces = iter(turn)
-    next(pieces)
-    assert gone.text in str(turn.all_sources)
-    chats.forget_removed(lambda nodes: set(nodes) - {gone.node_id})
-    chats._known = lambda nodes: set(nodes) - {gone.node_id}
-    list(pieces)
-    assert [s.number for s in turn.message.sources if s.text == DELETED_TEXT] == [1]
-    assert gone.text not in json.dumps(chats.export_json(chat))
+    if when == "while it is cited":
+        turn, pieces = begun(talks, chat, SKY)
+        delete()
+        list(pieces)
+        assert [source.text == DELETED_TEXT for source in turn.message.sources] == [True, False]
+    else:
+        answer = asked(talks, chat, SKY, top_k=1)
+    if when == "after an earlier turn":
+        turn, pieces = begun(talks, chat, BOATS, top_k=1)
+        assert gone.text in str(turn.all_sources)
+        delete()
+        list(pieces)
+        assert [s.number for s in turn.message.sources if s.text == DELETED_TEXT] == [1]
+    if when == "while it is measured":
+        engine.on_prefill = delete
+        assert talks.measure_full(answer.id)["full_prefill_ms"] == 1234.5
+    if when == "before":
+        delete()
     assert gone.text[:40] not in json.dumps(chats.export_json(chat))
-
-
-def test_a_document_that_is_deleted_while_its_answer_is_measured_is_not_stored_again(
-    talks, chats, chat, engine
-):
-    answer = asked(talks, chat, SKY)
-    gone = answer.sources[0]
-    engine.on_prefill = lambda: chats.forget_removed(lambda nodes: set(nodes) - {gone.node_id})
-    assert talks.measure_full(answer.id)["full_prefill_ms"] == 1234.5
-    assert gone.text not in json.dumps(chats.export_json(chat))
+    asked(talks, chat, BOATS, top_k=1)
+    assert not any("sky" in chunk.text for chunk in engine.requests[-1][0].chunks)
 
 
 def test_answer_to_a_replaced_question_is_not_stored(talks, chats, chat, engine):
@@ -332,7 +304,10 @@ def test_regenerating_asks_the_same_again(talks, chats, chat, engine):
     with talks.regenerate(chat, AskOptions(top_k=2, temperature=0.7)) as turn:
         list(turn)
     assert [m.text for m in chats.messages(chat)] == [SKY, "It is blue."]
-    assert texts(engine.requests[0][0]) == texts(engine.requests[1][0]) and engine.requests[1][-1] == 0.7
+    assert (
+        texts(engine.requests[0][0]) == texts(engine.requests[1][0])
+        and engine.requests[1][-1].temperature == 0.7
+    )
 
 
 def test_oldest_turns_are_left_out_first_and_stay_out(talks, chat, engine):
@@ -377,21 +352,6 @@ def test_full_prefill_is_measured_on_the_same_prompt(talks, chats, chat, engine)
         talks.measure_full(chats.messages(chat)[0].id)
 
 
-def test_cited_earlier_passages_are_sources(talks, chat, engine):
-    first = asked(talks, chat, SKY, top_k=1)
-    engine.reply = ("The red boat belongs to Ada [2] under a blue sky [1] [9].",)
-    answer = asked(talks, chat, "Whom does the red boat belong to? It is old.", top_k=1)
-    assert [(s.number, s.earlier) for s in answer.sources] == [(2, False), (1, True)]
-    assert answer.sources[1].text == first.sources[0].text
-
-
-def test_deleted_documents_are_not_read_again(talks, chats, chat, engine):
-    first = asked(talks, chat, SKY, top_k=1)
-    chats.forget_removed(lambda nodes: set(nodes) - {first.sources[0].node_id})
-    asked(talks, chat, BOATS, top_k=1)
-    assert [chunk.text for chunk in engine.requests[1][0].chunks if "sky" in chunk.text] == []
-
-
 @pytest.mark.parametrize(
     ("question", "options", "error"),
     [
@@ -409,11 +369,12 @@ def test_invalid_questions_are_refused(talks, chat, question, options, error):
         talks.ask(999, SKY)
 
 
-def test_least_recent_conversation_leaves_memory(talks, chats, engine):
+def test_conversations_are_separate_and_the_least_recent_one_leaves_memory(talks, chats, engine):
     ids = [chats.create().id for _ in range(3)]
     for key in [*ids, ids[0]]:
         asked(talks, key, SKY)
-    assert engine.sessions[0] is not engine.sessions[3]
+    assert texts(engine.requests[0][0]) == texts(engine.requests[1][0])
+    assert len(set(map(id, engine.sessions))) == 4
     talks.forget(ids[0])
     asked(talks, ids[0], SKY)
     assert engine.sessions[3] is not engine.sessions[4]
@@ -425,16 +386,6 @@ def test_unsaved_answer_equals_saved_answer(talks, chats, chat, engine):
     assert (answer.text, answer.sources) == (kept.text, kept.sources)
     assert texts(engine.requests[0][0]) == texts(engine.requests[1][0])
     assert engine.sessions[1] is None and len(chats.messages(chat)) == 2 and chats.page()[1] == 1
-
-
-def test_unsaved_earlier_messages_are_context(talks, engine):
-    said = []
-    for question in (SKY, BOATS):
-        turn = talks.answer(question, AskOptions(top_k=1), said)
-        turn.whole()
-        said += [turn.question, turn.message]
-    before, after = (texts(request[0]) for request in engine.requests)
-    assert after[: len(before)] == before and [s.number for s in said[3].sources] == [2]
 
 
 def test_answer_json_matches_the_contract(talks):
@@ -453,20 +404,16 @@ def test_answer_json_matches_the_contract(talks):
     assert nothing.keys() - {"notice"} == value.keys() and nothing["tokens"]["prompt"] == 0
 
 
-def test_exact_search_equals_the_index(talks, workspaces, monkeypatch):
+def test_few_passages_need_no_index_and_a_lost_index_says_what_to_do(talks, workspaces, monkeypatch):
     """A process that asks one question of a small library need not import Chroma."""
-    question = workspaces.first.embedder.embed_question(SKY)
+    index, question = workspaces.first.index, workspaces.first.embedder.embed_question(SKY)
     compared = nearest(workspaces.first, question, 3)
-    monkeypatch.setattr(retrieval, "COMPARED_PASSAGES", 0)
-    indexed = nearest(workspaces.first, question, 3)
-    assert list(compared) == list(indexed) and len(compared) == 3
-    assert list(compared.values()) == pytest.approx(list(indexed.values()), abs=1e-3)
-
-
-def test_lost_index_says_what_to_do(talks, workspaces, monkeypatch):
-    index = workspaces.first.index
-    index.delete(list(index.node_ids()))
-    assert talks.answer(SKY).sources[0].document == "sky.txt", "few passages need no index"
-    monkeypatch.setattr(retrieval, "COMPARED_PASSAGES", 0)
-    with pytest.raises(LibraryError, match="store repair"):
-        talks.answer(SKY)
+    with monkeypatch.context() as many:
+        many.setattr(retrieval, "COMPARED_PASSAGES", 0)
+        indexed = nearest(workspaces.first, question, 3)
+        assert list(compared) == list(indexed) and len(compared) == 3
+        assert list(compared.values()) == pytest.approx(list(indexed.values()), abs=1e-3)
+        index.delete(list(index.node_ids()))
+        with pytest.raises(LibraryError, match="store repair"):
+            talks.answer(SKY)
+    assert talks.answer(SKY).sources[0].document == "sky.txt"

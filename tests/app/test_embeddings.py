@@ -21,6 +21,8 @@ def test_meaning_beats_words(embedder):
     assert rows.shape == (3, 384) and rows.dtype == np.float32
     assert np.linalg.norm(rows, axis=1) == pytest.approx(1, abs=1e-5)
     assert np.argmax(rows @ embedder.embed_question("How does one bake bread?")) == 1
+    assert embedder.embed_passages([]) == []
+    assert embedder.embed_question("Why is the harbour closed? " * 60).shape == (384,), "one vector"
 
 
 def test_vectors_are_those_of_sentence_transformers():
@@ -85,10 +87,6 @@ def test_question_is_not_blocked_by_embedding_a_long_text(embedder):
     assert order == ["question", "long"]
 
 
-def test_a_long_question_is_one_vector(embedder):
-    assert embedder.embed_question("Why is the harbour closed? " * 60).shape == (384,)
-
-
 def test_vectors_of_bfloat16_stand_beside_those_of_float32():
     """A home that moves to another processor is searched with the other ones."""
     texts = ["The captain steers the ship into port.", "Taxes are due in May. " * 40]
@@ -110,7 +108,3 @@ def test_sketch_and_rest_equal_the_whole_embedding():
     assert [len(rows) for rows in sketch] == [-(-count // 3) for count in counts]
     for all_rows, *both in zip(whole, sketch, rest, strict=True):
         np.testing.assert_allclose(joined(*both), all_rows, atol=1e-4)
-
-
-def test_embedding_no_texts(embedder):
-    assert embedder.embed_passages([]) == []

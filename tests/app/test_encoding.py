@@ -8,18 +8,13 @@ import sys
 import time
 
 import pytest
+from app_fakes import answer_of
 
-from ragblend.app.answering.conversation import ANY_SCORE, AskOptions, Conversations
 from ragblend.app.library.maintenance import check
 from ragblend.app.library.removal import remove_document
 from ragblend.app.workspace import Workspace
 
 FILES, SENTENCES, SOON_S = 16, 40, 300.0
-
-
-def asked(workspace, question, **options):
-    talks = Conversations(workspace.workspaces)
-    return talks.answer(question, AskOptions(least_score=ANY_SCORE, **options)).whole()
 
 
 @pytest.fixture
@@ -78,7 +73,7 @@ def test_questions_deletions_and_kills_during_encoding(home, tiny_folder, folder
     await_values(running, home, 3)
     documents = opened.library.documents("default")
     assert {document.state for document in documents} == {"done"} and len(documents) == FILES
-    answer = asked(opened, "How many barrels does ship 7 carry?")
+    answer = answer_of(opened, "How many barrels does ship 7 carry?")
     assert answer.sources and opened.engine.finish_background(60)
     for gone in (documents[0], documents[-1], documents[FILES // 2]):
         (folder / gone.name).unlink()

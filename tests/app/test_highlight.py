@@ -34,11 +34,7 @@ def sources(open_workspace):
         assert not report.failed, report.failed
         document = workspace.library.find("default", str(paths[0]))
         passages = workspace.library.passages_of(document.id)
-        rows = [
-            AnswerSource(n, p.node_id, document.id, "default", document.name, p.location, 0.5, p.text)
-            for n, p in enumerate(passages, start=1)
-        ]
-        return workspace.library, rows
+        return workspace.library, [AnswerSource.of(document, passage, 0.5) for passage in passages]
 
     return of
 

@@ -32,6 +32,13 @@ from ragblend.kvstore.errors import StoreFullError, StoreLockedError
 WORKER = Path(__file__).parent / "ingest_worker.py"
 
 
+@pytest.fixture
+def reopen(open_workspace, documents):
+    """Ingests the documents, and opens the home anew when it is called."""
+    ingest(open_workspace(), [documents])
+    return open_workspace
+
+
 def nodes_of(workspace):
     return {node for ids, _ in workspace.library.embeddings("default") for node in ids}
 
@@ -63,9 +70,8 @@ def test_files_are_ingested(workspace, documents):
     assert {name for stage, _, _, name in seen if stage == "embed"} == {"sky.txt", "bread.md", "boats.txt"}
 
 
-def test_unchanged_files_cost_nothing(open_workspace, documents, monkeypatch):
-    ingest(open_workspace(), [documents])
-    second = open_workspace()
+def test_unchanged_files_cost_nothing(reopen, documents, monkeypatch):
+    second = reopen()
     monkeypatch.setattr(
         "ragblend.app.library.ingest._read_facts", lambda path: pytest.fail("read all the same")
     )
@@ -92,9 +98,8 @@ def test_changed_file_replaces_only_what_changed(open_workspace, documents):
     assert_consistent(second)
 
 
-def test_other_chunk_size_cuts_again(open_workspace, documents):
-    ingest(open_workspace(), [documents])
-    second = open_workspace(chunk_tokens=64)
+def test_other_chunk_size_cuts_again(reopen, documents):
+    second = reopen(chunk_tokens=64)
     assert len(ingest(second, [documents]).updated) == 3
     assert_consistent(second)
 
@@ -112,16 +117,6 @@ def test_unreadable_path_is_not_missing(workspace, documents, monkeypatch):
     monkeypatch.setattr(Path, "stat", refuse)
     report = ingest_paths(workspace, [documents], prune=True)
     assert report.pruned == [] and report.failed.keys() == {str(documents / "sky.txt")}
-
-
-def test_gone_file_is_reported_and_stays(open_workspace, documents):
-    ingest(open_workspace(), [documents])
-    (documents / "sky.txt").unlink()
-    second = open_workspace()
-    report = ingest(second, [documents])
-    assert report.gone == [str(documents / "sky.txt")]
-    assert second.library.document("default", report.gone[0]).state is DocumentState.DONE
-    assert_consistent(second)
 
 
 def test_bad_files_are_listed_and_stop_nothing(workspace, documents, make):
@@ -143,27 +138,19 @@ def test_bad_files_are_listed_and_stop_nothing(workspace, documents, make):
     states = {d.name: d.state for d in workspace.library.documents("default")}
     assert states["locked.pdf"] is DocumentState.FAILED
     assert not {"none.txt", ".hidden.txt"} & states.keys()
+    (documents / "empty.txt").write_text("Now there is something in it.")
+    assert ingest(workspace, [documents]).added == [str(documents / "empty.txt")]
 
 
-def test_failed_file_is_tried_again(open_workspace, documents):
-    (documents / "later.txt").touch()
-    ingest(open_workspace(), [documents])
-    (documents / "later.txt").write_text("Now there is something in it.")
-    second = open_workspace()
-    assert ingest(second, [documents]).added == [str(documents / "later.txt")]
-    assert_consistent(second)
-
-
-def test_file_that_becomes_unreadable_keeps_its_earlier_version(open_workspace, documents):
-    ingest(open_workspace(), [documents])
+def test_file_that_becomes_unreadable_keeps_its_earlier_version(reopen, documents):
     (documents / "sky.txt").write_bytes(b"\x89PNG\r\n\x1a\n")
-    second = open_workspace()
+    second = reopen()
     report = ingest(second, [documents])
     document = second.library.document("default", str(documents / "sky.txt"))
     assert len(report.failed) == 1 and document.state is DocumentState.FAILED
     assert document.passages == 1 and "earlier version is kept" in document.reason
     (documents / "sky.txt").write_text("The sky over the harbour is blue in the morning.")
-    third = open_workspace()
+    third = reopen()
     assert not ingest(third, [documents]).failed
     assert third.embedder.embedded == [] and third.engine.encoded == []
     assert_consistent(third)
@@ -175,6 +162,7 @@ def test_an_odd_path_fails_alone(workspace, documents, monkeypatch):
     (documents / "~$report.docx").write_bytes(b"\x05Ada" + bytes(158))
     odd = ["~$report.docx", "~nosuch/docs", f"{'a' * 300}.txt", os.fsdecode(b"caf\xe9.txt"), "loop.txt"]
     (documents / "loop.txt").symlink_to("loop.txt")
+    (documents / odd[3]).write_text("text")
     report = ingest(workspace, [*map(Path, odd), documents])
     assert len(report.added) == 3
     assert report.failed.keys() == {printable(documents / name) for name in odd}
@@ -214,50 +202,6 @@ def test_a_folder_that_may_not_be_entered_fails_alone(tmp_path):
     assert found.files == (listed / "a.txt", good / "a.txt"), "the first fails when it is read"
     assert dict(found.failed).keys() == {closed, closed / "a.txt"}
     assert all("Permission denied. Check its" in str(error) for _, error in found.failed)
-
-
-def test_name_that_is_not_utf8(workspace, tmp_path):
-    name = os.fsdecode(b"caf\xe9.txt")
-    (tmp_path / name).write_text("text")
-    report = ingest(workspace, [tmp_path / name])
-    assert [kind for kind, _ in report.failed.values()] == ["UnreadableDocumentError"]
-    json.dumps(report.to_json()).encode()
-
-
-def test_full_store_ends_the_run_and_keeps_what_is_done(open_workspace, documents):
-    first = open_workspace()
-
-    def fill_up(text):
-        if "sky" in text:
-            raise StoreFullError("no space left on the disk")
-
-    first.engine.on_encode = fill_up
-    with pytest.raises(StoreFullError):
-        ingest(first, [documents])
-    assert {d.state for d in first.library.documents("default")} == {DocumentState.DONE}, "all can be asked"
-    second = open_workspace()
-    ingest(second, [documents])
-    assert second.embedder.embedded == [], "embeddings are in the registry already"
-    assert_consistent(second)
-
-
-def test_interrupt_keeps_what_is_done_and_the_next_run_resumes(open_workspace, documents, monkeypatch):
-    first, read = open_workspace(), readers.read_document
-
-    def interrupt(path, *rest):
-        if path.name == "bread.md":
-            raise KeyboardInterrupt
-        return read(path, *rest)
-
-    monkeypatch.setattr(readers, "read_document", interrupt)
-    report = ingest(first, [documents])
-    assert report.interrupted and report.added == [str(documents / "boats.txt")]
-    monkeypatch.setattr(readers, "read_document", read)
-    second = open_workspace()
-    report = ingest(second, [documents])
-    assert report.added == [str(documents / "bread.md"), str(documents / "sky.txt")]
-    assert len(report.unchanged) == 1
-    assert_consistent(second)
 
 
 def test_other_writers_get_the_lock_between_two_files(workspace, documents):
@@ -397,36 +341,47 @@ def test_a_changed_file_is_embedded_in_full_at_once(workspace, many):
     vectors_of(workspace)
 
 
-def test_the_budget_ends_encoding_and_evicts_nothing(workspace, documents):
-    ingest_paths(workspace, [documents])
-    workspace.engine.room_bytes = 100
-    report = encode_missing(workspace)
-    assert report.stopped == "budget" and 0 < report.encoded < report.passages
-    assert report.message.startswith(f"budget reached: {report.encoded} of {report.passages} passages")
-    assert len(workspace.engine.stored()) == report.encoded
-
-
-def test_passages_without_kv_are_reported(workspace, documents):
+@pytest.mark.parametrize(
+    ("limits", "stopped", "without_kv", "words"),
+    [
+        ({"room_bytes": 100}, "budget", None, "budget reached: {encoded} of {passages} passages"),
+        ({"left_out": 2}, "", 2, "2 passages are too long for fake"),
+        (
+            {"verdict": GateVerdict(False, (), "no keys")},
+            "model",
+            None,
+            "did not pass the self-test (no keys)",
+        ),
+    ],
+)
+def test_passages_without_kv_are_reported(workspace, documents, limits, stopped, without_kv, words):
     """Passages longer than the model's window: one kept its KV from all behind it, in every run."""
-    ingest_paths(workspace, [documents])
-    workspace.engine.left_out = 2
-    report = encode_missing(workspace)
-    assert report.stopped == "" and report.with_kv == report.passages - 2
-    assert report.message.startswith("2 passages are too long for fake")
-    again = encode_missing(workspace)
-    assert again.with_kv == report.with_kv and again.message == report.message
+    vars(workspace.engine).update(limits)
+    report = ingest(workspace, [documents])
+    kv = report.kv
+    assert len(report.added) == 3 and kv.stopped == stopped and words.format(**vars(kv)) in report.notice
+    assert kv.encoded == len(workspace.engine.stored())
+    assert kv.with_kv == (kv.encoded if without_kv is None else kv.passages - without_kv)
+    assert encode_missing(workspace).message == kv.message, "the same in every run"
 
 
-def test_a_lock_that_is_not_the_encoders_is_no_other_encoder(workspace, documents):
-    """A `store repair` at the same time, say: the run would end as if all were well."""
-    ingest_paths(workspace, [documents])
+@pytest.mark.parametrize("error", [StoreLockedError("a repair runs"), StoreFullError("no space on the disk")])
+def test_a_store_that_cannot_be_written_ends_the_run_and_keeps_what_is_done(open_workspace, documents, error):
+    """A lock that is not the encoder's is no other encoder: the run would end as if all were well."""
+    first = open_workspace()
 
-    def locked(text):
-        raise StoreLockedError("the store is being repaired")
+    def fail(text):
+        if "sky" in text:
+            raise error
 
-    workspace.engine.on_encode = locked
-    with pytest.raises(StoreLockedError, match="repaired"):
-        encode_missing(workspace)
+    first.engine.on_encode = fail
+    with pytest.raises(type(error), match=str(error)):
+        ingest(first, [documents])
+    assert {d.state for d in first.library.documents("default")} == {DocumentState.DONE}, "all can be asked"
+    second = open_workspace()
+    ingest(second, [documents])
+    assert second.embedder.embedded == [], "embeddings are in the registry already"
+    assert_consistent(second)
 
 
 def test_ctrl_c_while_the_model_is_loaded_loses_no_report(workspace, documents, monkeypatch):
@@ -462,21 +417,6 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(workspace, documents
     assert "scratch" not in workspace.library.passages_of(known.id)[0].text
 
 
-def test_others_can_write_and_delete_while_kv_is_encoded(open_workspace, documents):
-    first, second = open_workspace(), open_workspace()
-    ingest_paths(first, [documents])
-
-    def delete(text):
-        if "Ada" in text:
-            with second.workspaces.writing():
-                remove_document(second, second.library.find("default", "boats.txt"))
-
-    first.engine.on_encode = delete
-    encode_missing(first)
-    assert {d.name for d in first.library.documents("default")} == {"sky.txt", "bread.md"}
-    assert first.engine.stored() == nodes_of(first)
-
-
 def test_one_process_encodes_at_a_time(open_workspace, documents):
     first, second = open_workspace(), open_workspace()
     ingest_paths(first, [documents])
@@ -487,30 +427,21 @@ def test_one_process_encodes_at_a_time(open_workspace, documents):
     assert f"Process {os.getpid()}" in reports[0].message and second.engine.encoded == []
 
 
-def test_model_that_failed_the_self_test_is_reported(workspace, documents):
-    workspace.engine.verdict = GateVerdict(False, (), "its keys are not moved")
-    report = ingest(workspace, [documents])
-    assert len(report.added) == 3
-    assert report.kv.stopped == "model" and "its keys are not moved" in report.notice
-
-
-def test_prune_removes_missing_files_only(open_workspace, documents, tmp_path):
-    outside = tmp_path / "outside.txt"
+def test_missing_files_are_reported_and_removed_by_prune_alone(open_workspace, documents, tmp_path):
+    outside, sky = tmp_path / "outside.txt", documents / "sky.txt"
     outside.write_text("This file lies in another folder and goes as well.")
+    (documents / "nowhere.txt").symlink_to(documents / "never-there.txt")
     ingest(open_workspace(), [documents, outside])
-    (documents / "sky.txt").unlink()
+    sky.unlink()
     outside.unlink()
     second = open_workspace()
+    assert ingest(second, [documents]).gone == [str(sky)]
+    assert second.library.document("default", str(sky)).state is DocumentState.DONE
+    assert_consistent(second)
     report = ingest_paths(second, [documents], prune=True)
-    assert (report.pruned, report.gone) == ([str(documents / "sky.txt")], [])
+    assert (report.pruned, report.gone) == ([str(sky)], [])
     assert {d.name for d in second.library.documents("default")} == {"boats.txt", "bread.md", "outside.txt"}
     assert_consistent(second)
-
-
-def test_failed_files_are_not_missing_documents(open_workspace, documents):
-    (documents / "nowhere.txt").symlink_to(documents / "never-there.txt")
-    ingest(open_workspace(), [documents])
-    assert ingest(open_workspace(), [documents]).gone == []
 
 
 @pytest.mark.parametrize("point", ["before-passages", "before-index", "before-entering", "before-done"])
@@ -523,8 +454,18 @@ def test_next_run_resumes_after_a_kill_anywhere(open_workspace, home, documents,
     report = ingest(second, [documents])
     assert not report.failed and len(report.unchanged) == 1
     assert_consistent(second)
-    clean = ingest(open_workspace(), [documents])
+    clean = ingest(second, [documents])
     assert clean.to_json()["unchanged"] == [str(path) for path in sorted(documents.iterdir())]
+
+
+def test_killed_while_replacing_leaves_no_stale_node(reopen, home, documents):
+    for path in documents.iterdir():
+        path.write_text("Entirely new words stand in this file now.")
+    run_worker(home, "SIGKILL", "before-index", documents)
+    second = reopen()
+    ingest(second, [documents])
+    assert len(nodes_of(second)) == 3
+    assert_consistent(second)
 
 
 def test_ctrl_c_in_a_real_process(open_workspace, home, documents):
@@ -533,17 +474,6 @@ def test_ctrl_c_in_a_real_process(open_workspace, home, documents):
     assert json.loads(done.stdout)["interrupted"] is True
     second = open_workspace()
     assert len(ingest(second, [documents]).unchanged) == 1
-    assert_consistent(second)
-
-
-def test_killed_while_replacing_leaves_no_stale_node(open_workspace, home, documents):
-    ingest(open_workspace(), [documents])
-    for path in documents.iterdir():
-        path.write_text("Entirely new words stand in this file now.")
-    run_worker(home, "SIGKILL", "before-index", documents)
-    second = open_workspace()
-    ingest(second, [documents])
-    assert len(nodes_of(second)) == 3
     assert_consistent(second)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ragblend.app.library.ingest import ingest
-from ragblend.app.library.maintenance import check, check_index, check_library, repair
+from ragblend.app.library.maintenance import check, repair
 
 
 @pytest.fixture
@@ -12,27 +12,6 @@ def filled(workspace, documents):
     ingest(workspace, [documents])
     assert check(workspace) == []
     return workspace
-
-
-def test_missing_and_extra_vectors_are_repaired(filled):
-    nodes = sorted(filled.index.node_ids())
-    filled.index.delete(nodes[:2])
-    filled.index.upsert(["nobody"], [np.ones((1, 64), np.float32)])
-    missing, extra = check_index(filled)
-    assert missing.message.startswith("default: 2 passages") and extra.message.startswith(
-        "default: 1 vectors"
-    )
-    repair(filled, lambda text: None)
-    assert check(filled) == [] and sorted(filled.index.node_ids()) == nodes
-
-
-def test_an_index_of_words_that_does_not_fit_is_found_and_mended(filled):
-    with filled.library.transaction() as sql:
-        sql.execute("INSERT INTO words (words) VALUES ('delete-all')")
-    (finding,) = check(filled)
-    assert finding.part == "index" and "words" in finding.message
-    repair(filled, lambda text: None)
-    assert check(filled) == [] and filled.library.by_words(["default"], "rye", 1)
 
 
 def test_repair_makes_the_hashes_of_known_passages_again(filled):
@@ -63,29 +42,35 @@ def test_cancelled_repair_reports_kv_without_loading_a_model(filled):
     assert not engine.weights_loaded
 
 
-def test_check_and_repair_cover_all_collections_without_duplicates(filled, tmp_path):
+@pytest.fixture
+def letters(filled, tmp_path):
+    """Another collection of the same home."""
     (tmp_path / "letter.txt").write_text("Dear Ada, the boat is red.")
-    letters = filled.workspaces.of("letters")
-    ingest(letters, [tmp_path / "letter.txt"])
+    other = filled.workspaces.of("letters")
+    ingest(other, [tmp_path / "letter.txt"])
+    return other
+
+
+def test_check_and_repair_cover_all_collections_without_duplicates(filled, letters):
     truth = [each.index.node_ids() for each in (filled, letters)]
     assert check(filled) == []
     letters.index.delete(sorted(truth[1]))
+    filled.index.upsert(["nobody"], [np.ones((1, 64), np.float32)])
     with filled.library.transaction() as sql:
         sql.execute("INSERT INTO words (words) VALUES ('delete-all')")
-    words, missing = check(filled)
-    assert words.message.startswith("index of words")
+    words, extra, missing = check(filled)
+    assert words.part == "index" and words.message.startswith("index of words")
+    assert extra.message.startswith("default: 1 vectors")
     assert missing.message.startswith("letters: 1 passages") and "--collection letters" in missing.message
-    assert check(filled, "default") == [words]
+    assert check(filled, "default") == [words, extra]
     done = repair(filled, lambda text: None)
     assert (done.vectors, done.passages, done.with_kv) == (5, 5, 5)
     assert check(filled) == [] and [each.index.node_ids() for each in (filled, letters)] == truth
+    assert filled.library.by_words(["default"], "rye", 1)
 
 
-def test_unreadable_index_is_reported_once_and_rebuilt(filled, tmp_path):
+def test_unreadable_index_is_reported_once_and_rebuilt(filled, letters):
     """All collections share Chroma's files."""
-    (tmp_path / "letter.txt").write_text("Dear Ada, the boat is red.")
-    letters = filled.workspaces.of("letters")
-    ingest(letters, [tmp_path / "letter.txt"])
     truth = [each.index.node_ids() for each in (filled, letters)]
     (filled.home.chroma / "chroma.sqlite3").write_bytes(b"rubbish" * 1000)
     assert [finding.part for finding in check(filled)] == ["index"]
@@ -101,17 +86,11 @@ def test_a_damaged_page_of_the_registry_is_named_and_its_documents_are_made_agai
     spoil(filled.library, document)
     again = open_workspace()
     assert document.id in {each.id for each in again.library.incomplete_documents()}
-    (aside,) = [
-        finding
-        for finding in check(again)
-        if "set aside" in finding.message or "damaged-1" in finding.message
-    ]
-    assert check_library(again.home, again.library)
+    (aside,) = [finding for finding in check(again) if "damaged-1" in finding.message]
     repaired = repair(again, lambda text: None)
     assert repaired.restored >= 1 and repaired.lost == ()
     assert check(again) == [aside] and everything(again) == truth
-    aside_file = again.home.library.with_name(f"{again.home.library.name}.damaged-1")
-    aside_file.unlink()
+    again.home.library.with_name(f"{again.home.library.name}.damaged-1").unlink()
     assert check(again) == []
 
 

@@ -7,7 +7,6 @@ from ragblend.app.answering.chats import DELETED_TEXT, Chats
 from ragblend.app.library import erasure
 from ragblend.app.library.ingest import ingest
 from ragblend.app.library.registry import Library
-from ragblend.app.workspace import Workspaces
 
 SECRET = "CANARY the lighthouse keeper hides rubies behind the seventh stair of Harrow tower"
 
@@ -28,10 +27,8 @@ def told(home, workspace, documents, secret):
         chats.add(chat.id, "user", "Where?")
         for first, name in enumerate(("secret.txt", "sky.txt")):
             document = workspace.library.find("default", name)
-            sources = [
-                AnswerSource(10 * first + n, p.node_id, document.id, "default", name, p.location, 0.5, p.text)
-                for n, p in enumerate(workspace.library.passages_of(document.id))
-            ]
+            passages = enumerate(workspace.library.passages_of(document.id))
+            sources = [AnswerSource.of(document, each, 0.5, 10 * first + number) for number, each in passages]
             segments = [{"number": s.number, "text": s.text[:40]} for s in sources]
             chats.add(chat.id, "assistant", "There.", sources, {"segments": segments})
     return workspace
@@ -81,8 +78,7 @@ def test_interrupted_removal_is_finished_by_the_next(cli, told, home, monkeypatc
 
 def test_running_answer_does_not_store_deleted_passages(told, home, cli):
     document = told.library.find("default", "secret.txt")
-    (passage,) = told.library.passages_of(document.id)[:1]
-    found = AnswerSource(9, passage.node_id, document.id, "default", "secret.txt", "", 0.5, passage.text)
+    found = AnswerSource.of(document, told.library.passages_of(document.id)[0], 0.5, 9)
     assert cli("docs", "rm", "secret.txt") == 0
     with Chats(home / "chats.sqlite", told.library.known) as chats:
         assert chats.add(1, "assistant", "Late.", [found]).sources[0].text == DELETED_TEXT
@@ -104,8 +100,3 @@ def read(home):
 def left_of(home, nodes):
     content = read(home)
     return [node for node in nodes if node.encode() in content or bytes.fromhex(node) in content]
-
-
-def test_opened_home_can_be_written(home):
-    with Workspaces.open(home) as opened, opened.writing():
-        pass

@@ -1,13 +1,14 @@
 """The reranker: it orders passages by its own scores, and its failures are named errors."""
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 from app_fakes import make_cross_encoder
 
-from ragblend.app.answering.conversation import ANY_SCORE, AskOptions, Conversations
+from ragblend.app.answering.conversation import ANY_SCORE, Conversations
 from ragblend.app.answering.rerank import BATCH_PAIRS, CrossEncoder
 from ragblend.app.answering.retrieval import DEPTH, search, search_in_stages
 from ragblend.app.library.ingest import ingest
@@ -132,18 +133,7 @@ def test_reranker_orders_the_best_passages(open_workspace, folder, boats, asked)
         sorted((source.text, source.score) for source in search([workspace], [QUESTION], 40, ANY_SCORE))
     )
     assert [source.score for source in last] == [cosines[source.text] for source in last]
-
-
-def test_two_passages_are_reranked(open_workspace, folder, tmp_path):
-    pair, questions = [TEXTS[0], TEXTS[19]], TEXTS[:8]
-    for name, text in zip("ab", pair, strict=True):
-        (tmp_path / f"{name}.txt").write_text(text)
-    workspace = open_workspace(reranker=str(folder))
-    ingest(workspace, [tmp_path / "a.txt", tmp_path / "b.txt"])
-    stages = [list(search_in_stages([workspace], [question], 2, ANY_SCORE)) for question in questions]
-    orders = [[[source.text for source in found] for found in each] for each in stages]
-    assert [each[-1] for each in orders] == [best_first(folder, question, pair) for question in questions]
-    assert any(first != last for first, last in orders)
+    assert search([open_workspace(reranker=str(folder))], [QUESTION], 3, 2.0) == [], "it adds no passage"
 
 
 def test_results_of_both_wordings_alternate(open_workspace, folder, boats, asked):
@@ -159,80 +149,64 @@ def test_results_of_both_wordings_alternate(open_workspace, folder, boats, asked
     assert [source.text for source in found] == list(in_turn)[:2]
 
 
-def test_reranker_adds_no_passages(open_workspace, folder, boats):
-    workspace = open_workspace(reranker=str(folder))
-    ingest(workspace, [boats])
-    assert search([workspace], [QUESTION], 3, 2.0) == []
-    assert (
-        Conversations(workspace.workspaces)
-        .answer("Who?", AskOptions(least_score=2.0))
-        .whole()
-        .text.startswith("Nothing about this was found")
-    )
+def without_head(folder):
+    """As an embedder is."""
+    from transformers import BertModel
+
+    BertModel.from_pretrained(folder).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_labels": 1}))
 
 
-@pytest.fixture
-def damages(tmp_path, folder):
-    """Folders that are none of a cross-encoder, by what is wrong."""
+def with_three_labels(folder):
+    shutil.rmtree(folder)
+    make_cross_encoder(folder, TEXTS, 3)
 
-    def damaged(name):
-        where = tmp_path / name
-        if name in ("three-labels", "embedder"):
-            make_cross_encoder(where, TEXTS, 3 if name == "three-labels" else 1)
-        else:
-            folder.rename(where)
-        if name == "embedder":
-            from transformers import BertModel
 
-            BertModel.from_pretrained(where).save_pretrained(where)
-            config = json.loads((where / "config.json").read_text())
-            (where / "config.json").write_text(json.dumps(config | {"num_labels": 1}))
-        if name == "other-words":
-            from transformers import BertForSequenceClassification
+def with_few_words(folder):
+    from transformers import BertForSequenceClassification
 
-            model = BertForSequenceClassification.from_pretrained(where)
-            model.resize_token_embeddings(5)
-            model.save_pretrained(where)
-        if name == "no-tokenizer":
-            for file in where.glob("tokenizer*"):
-                file.unlink()
-        if name == "cut-off":
-            weights = where / "model.safetensors"
-            weights.write_bytes(weights.read_bytes()[:-5000])
-        if name == "no-json":
-            (where / "config.json").write_text("{")
-        if name == "no-config":
-            (where / "config.json").unlink()
-        return where
+    model = BertForSequenceClassification.from_pretrained(folder)
+    model.resize_token_embeddings(5)
+    model.save_pretrained(folder)
 
-    return damaged
+
+def without_tokenizer(folder):
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def cut_off(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5000])
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "words"),
+    ("damage", "error", "words"),
     [
-        ("three-labels", UnsupportedModelError, "it has 3 labels, and a cross-encoder has one"),
-        ("embedder", CorruptModelError, "weights are missing"),
-        ("other-words", CorruptModelError, "it cannot be used"),
-        ("no-tokenizer", TokenizerMissingError, "copy the tokenizer's files next to the weights"),
-        ("cut-off", CorruptModelError, "Fetch it again"),
-        ("no-json", CorruptModelError, "Fetch it again"),
-        ("no-config", ModelNotFoundError, "no config.json"),
+        (with_three_labels, UnsupportedModelError, "it has 3 labels, and a cross-encoder has one"),
+        (without_head, CorruptModelError, "weights are missing"),
+        (with_few_words, CorruptModelError, "it cannot be used"),
+        (without_tokenizer, TokenizerMissingError, "copy the tokenizer's files next to the weights"),
+        (cut_off, CorruptModelError, "Fetch it again"),
+        (lambda folder: (folder / "config.json").write_text("{"), CorruptModelError, "Fetch it again"),
+        (lambda folder: (folder / "config.json").unlink(), ModelNotFoundError, "no config.json"),
     ],
 )
-def test_other_models_are_refused_as_reranker(open_workspace, boats, damages, folder, name, error, words):
+def test_other_models_are_refused_as_reranker(open_workspace, boats, folder, damage, error, words):
     """And answers come again once there is none, or a whole one at its place."""
-    where = damages(name)
-    workspace = open_workspace(reranker=str(where))
+    damage(folder)
+    workspace = open_workspace(reranker=str(folder))
     ingest(workspace, [boats])
     talks = Conversations(workspace.workspaces)
     with pytest.raises(error, match=words) as caught:
         talks.answer(QUESTION)
-    assert str(where) in str(caught.value) and "eranker" in str(caught.value)
+    assert str(folder) in str(caught.value) and "eranker" in str(caught.value)
     workspace.workspaces.change(reranker="")
     assert talks.answer(QUESTION).whole().sources
-    make_cross_encoder(where.with_name("whole"), [*TEXTS, QUESTION]).rename(where.with_name("moved"))
-    workspace.workspaces.change(reranker=str(where.with_name("moved")))
+    shutil.rmtree(folder)
+    make_cross_encoder(folder, [*TEXTS, QUESTION])
+    workspace.workspaces.change(reranker=str(folder))
     assert talks.answer(QUESTION).whole().sources
 
 

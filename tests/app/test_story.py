@@ -3,9 +3,8 @@
 import threading
 
 import pytest
-from app_fakes import make_cross_encoder
+from app_fakes import answer_of, make_cross_encoder
 
-from ragblend.app.answering.conversation import ANY_SCORE, AskOptions, Conversations
 from ragblend.app.answering.rerank import CrossEncoder
 from ragblend.app.library.ingest import ingest
 from ragblend.app.library.maintenance import check
@@ -23,11 +22,6 @@ BELL = (
     "weighs forty stone. The ringer is paid in herring, one barrel a month, and may keep a goat on the green. "
 )
 QUESTION = "What is the ringer of the bell paid in?"
-
-
-def asked(workspace, question, **options):
-    talks = Conversations(workspace.workspaces)
-    return talks.answer(question, AskOptions(least_score=ANY_SCORE, **options)).whole()
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +49,7 @@ def test_second_run_encodes_nothing(workspace, folder):
 
 
 def test_stored_kv_is_reused_for_the_same_prompt(workspace):
-    fused, full = asked(workspace, QUESTION), asked(workspace, QUESTION, method="full")
+    fused, full = answer_of(workspace, QUESTION), answer_of(workspace, QUESTION, method="full")
     assert fused.sources[0].document == "bell.md"
     assert any("herring" in source.text for source in fused.sources)
     for answer in (fused, full):
@@ -102,8 +96,8 @@ def test_reranker_decides_while_the_device_prefills(workspace, tmp_path, monkeyp
 
     monkeypatch.setattr(speculation, "prefill", counted("ahead"))
     monkeypatch.setattr(engines, "prefill", counted("in place"))
-    expected = asked(opened.first, QUESTION)
-    fused = asked(workspace, QUESTION, top_k=2)
+    expected = answer_of(opened.first, QUESTION)
+    fused = answer_of(workspace, QUESTION, top_k=2)
     assert read == {"ahead": 0, "in place": 2} and expected.sources != fused.sources
 
     class Slow(CrossEncoder):
@@ -121,7 +115,7 @@ def test_reranker_decides_while_the_device_prefills(workspace, tmp_path, monkeyp
     for slow.agrees, want, times in ((False, expected, 2), (True, fused, 1)):
         begun.clear()
         read.update({"ahead": 0, "in place": 0})
-        answer = asked(opened.first, QUESTION)
+        answer = answer_of(opened.first, QUESTION)
         assert (answer.text, answer.sources) == (want.text, want.sources)
         assert read["ahead"] >= 1 and sum(read.values()) == times
 
@@ -135,6 +129,6 @@ def test_failing_reranker_releases_the_device(workspace, monkeypatch):
     monkeypatch.setattr(Engine, "device", "cuda")
     opened = workspace.workspaces.with_settings(workspace.settings.changed({"reranker": "some/one"}))
     with pytest.raises(ModelError, match="damaged"):
-        asked(opened.first, QUESTION)
+        answer_of(opened.first, QUESTION)
     with workspace.engine.runtime.queue.turn():
         assert workspace.engine.runtime.queue.inside == 1

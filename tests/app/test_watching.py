@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -87,12 +88,9 @@ def test_changes_before_watching_are_found(jobs, workspaces, documents):
     first.add(documents, "default")
     (documents / "sky.txt").unlink()
     (documents / "late.txt").write_text("It came while nobody watched.")
-    second = Watcher(jobs, quiet_ms=50)
-    second.start()
-    try:
+    with closing(Watcher(jobs, quiet_ms=50)) as second:
+        second.start()
         until(lambda: names(workspaces).keys() == {"late.txt", "bread.md", "boats.txt"})
-    finally:
-        second.close()
 
 
 def test_an_empty_or_missing_folder_keeps_its_documents(jobs, workspaces, documents, monkeypatch):
@@ -100,19 +98,16 @@ def test_an_empty_or_missing_folder_keeps_its_documents(jobs, workspaces, docume
     jobs.add([documents], "default")
     jobs.start()
     assert idle(jobs)
-    watcher = Watcher(jobs, quiet_ms=50)
-    watcher.add(documents, "default")
-    shutil.rmtree(documents)
-    watcher.start()
-    try:
-        until(lambda: "does not exist" in watcher.folders()[0].reason)
+    with closing(Watcher(jobs, quiet_ms=50)) as watcher:
+        folder = watcher.add(documents, "default")
+        shutil.rmtree(documents)
+        watcher.start()
+        until(lambda: "does not exist" in folder.reason)
         documents.mkdir()
-        until(lambda: "its 3 documents stay" in watcher.folders()[0].reason)
-        assert watcher.folders()[0].reason and len(names(workspaces)) == 3
+        until(lambda: "its 3 documents stay" in folder.reason)
+        assert len(names(workspaces)) == 3
         (documents / "sky.txt").write_text("It is back, and blue.")
         until(lambda: says(workspaces, "It is back"))
-    finally:
-        watcher.close()
 
 
 def test_watched_folders_are_stored_and_checked(watcher, jobs, documents, tmp_path):
