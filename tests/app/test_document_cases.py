@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ragblend.app.library import readers
+from ragblend.app.library.discovery import discover
 from ragblend.app.library.readers import clean, parse
 
 CASES = Path(__file__).parent / "cases"
@@ -311,3 +312,20 @@ def test_pdf_form_values_and_remarks_are_read(tmp_path):
 
 def test_every_format_has_a_reader_and_is_named_once():
     assert len(readers.READERS) == len({suffix.lower() for suffix in readers.READERS}) >= 20
+
+
+def test_temporary_files_beside_documents_are_skipped(tmp_path):
+    documents = ["report.docx", "notes.txt", "Äpfel.pdf"]
+    temporary = [
+        "~$report.docx",
+        ".~lock.report.docx#",
+        "report.docx.tmp",
+        "film.pdf.part",
+        "notes.txt~",
+        "desktop.ini",
+    ]
+    for name in documents + temporary:
+        (tmp_path / name).write_text("x")
+    found = discover([tmp_path])
+    assert sorted(path.name for path in found.files) == sorted(documents)
+    assert not found.failed
