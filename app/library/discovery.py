@@ -18,7 +18,7 @@ TEMPORARY = ("~$*", ".~lock.*", "*.tmp", "*.part", "*.crdownload", "*.swp", "*~"
 
 @dataclass(frozen=True)
 class Discovery:
-    """files in a stable order; skipped: in a folder, but a link, temporary or of no known kind; failed: path and error."""
+    """files in a stable order; skipped: in a folder, but a link, temporary or of no known kind; failed: path, error."""
 
     files: tuple[Path, ...]
     folders: tuple[Path, ...]
