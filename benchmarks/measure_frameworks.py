@@ -136,7 +136,7 @@ def langchain(home: Path, folder: str) -> tuple[list[Row], list[Row]]:
     from ragblend.integrations.langchain import ChatRAGBlend, RAGBlendEmbeddings
 
     documents = [
-        Document("\n\n".join(part.text for part in read_document(path)), metadata={"source": path.name})
+        Document("\n\n".join(part.text for part in read_document(path).parts), metadata={"source": path.name})
         for path in sorted(samples.documents_folder().iterdir())
     ]
     splits = RecursiveCharacterTextSplitter(chunk_size=1000, chunk_overlap=200).split_documents(documents)

@@ -79,7 +79,7 @@ def llama_index() -> Framework:
 def texts() -> dict[str, str]:
     """The sample documents that are plain text, by name."""
     paths = sorted(path for path in samples.documents_folder().iterdir() if path.suffix in (".md", ".html"))
-    return {path.name: "\n\n".join(part.text for part in read_document(path)) for path in paths}
+    return {path.name: "\n\n".join(part.text for part in read_document(path).parts) for path in paths}
 
 
 def main(

@@ -85,7 +85,7 @@ def paragraphs() -> list[str]:
 
     texts = []
     for document, beginning in PASSAGES:
-        parts = read_document(documents_folder() / document)
+        parts = read_document(documents_folder() / document).parts
         paragraphs = [text.strip() for part in parts for text in part.text.split("\n\n")]
         texts += [text for text in paragraphs if text.startswith(beginning)]
     assert len(texts) == len(PASSAGES), texts

@@ -60,7 +60,7 @@ def _located(library: Library, document: Document, source: AnswerSource, place: 
     path = Path(document.path)
     if path.suffix.lower() == ".pdf":
         return _on_pages(document, path, source, place)
-    text = SEPARATOR.join(part.text for part in read_document(path))
+    text = SEPARATOR.join(part.text for part in read_document(path).parts)
     start = _start(text, [p.text for p in _up_to(library, source)], source.text)
     if start is None:
         return None
@@ -100,7 +100,7 @@ def _on_pages(document: Document, path: Path, source: AnswerSource, place: Place
     check_installed("Pages with highlights", ("pypdfium2", "PIL"), "ui")
     check_file(path)
     pages = run_in_sandbox(located_pages, path, source.text, source.location, place)
-    return Highlight(document.name, pages) if pages else None
+    return Highlight(document.name, tuple(map(PageImage.from_json, pages))) if pages else None
 
 
 def _why_not(document: Document) -> str:

@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from ragblend.app.database import storable
@@ -11,10 +12,13 @@ from ragblend.app.home import absolute
 from ragblend.app.library.readers import READERS
 from ragblend.kvstore.errors import DocumentError, DocumentNotFoundError, UnreadableDocumentError
 
+# Lock files of office programs and unfinished downloads, which come and go beside documents.
+TEMPORARY = ("~$*", ".~lock.*", "*.tmp", "*.part", "*.crdownload", "*.swp", "*~", "Thumbs.db", "desktop.ini")
+
 
 @dataclass(frozen=True)
 class Discovery:
-    """files in a stable order; skipped: in a folder, but a link or of no known kind; failed: the path and its error."""
+    """files in a stable order; skipped: in a folder, but a link, temporary or of no known kind; failed: path, error."""
 
     files: tuple[Path, ...]
     folders: tuple[Path, ...]
@@ -83,8 +87,8 @@ def _check_given(path: Path) -> Path:
 
 
 def is_known(path: Path) -> bool:
-    """Whether there is a reader for its suffix."""
-    return path.suffix.lower() in READERS
+    """Whether there is a reader for its suffix, and its name is not one that programs give to temporary files."""
+    return path.suffix.lower() in READERS and not any(fnmatch(path.name, each) for each in TEMPORARY)
 
 
 def _walk_folder(folder: Path, failed: list[tuple[Path, DocumentError]]) -> Iterator[Path]:

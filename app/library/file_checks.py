@@ -1,17 +1,16 @@
-"""Checks a file before a parser sees it: size, rights, type, unpacked size; and decodes text.
+"""Checks a file before a parser sees it: size, rights, type, unpacked size.
 
 Parsers trust their input. Each failed check raises a DocumentError of its own kind.
 """
 
-import codecs
-import re
 import stat
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ragblend.app.library.encodings import HEAD_BYTES, is_binary
 from ragblend.kvstore.errors import (
     DocumentNotFoundError,
     EmptyDocumentError,
@@ -27,7 +26,6 @@ MAX_UNPACKED_BYTES = 512 * MIB
 MAX_UNPACK_RATIO = 250  # honest Office XML shrinks 10 to 60 times
 RATIO_MATTERS_BYTES = 16 * MIB
 MAX_MEMBERS = 20_000
-HEAD_BYTES = 4096
 
 MAGIC = {
     b"%PDF-": "pdf",
@@ -43,12 +41,14 @@ MAGIC = {
     b"\x7fELF": "program",
     b"MZ\x90": "program",
     b"SQLite format 3": "SQLite database",
-    b"{\\rtf": "RTF document",
+    b"{\\rtf": "rtf",
 }
 MARKUP = {".xml", ".xhtml", ".html", ".htm", ".opf"}
-BOMS = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-NO_TEXT = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # not in texts, which may have escape sequences
-KIND_OF = {".pdf": "pdf", ".docx": "docx", ".epub": "epub"}  # every other suffix promises text
+# The types that are not text, by suffix; those that are archives; and what is only in an archive of that type.
+KIND_OF = {f".{kind}": kind for kind in ("pdf", "rtf", "docx", "pptx", "xlsx", "epub", "odt", "odp")}
+ARCHIVES = frozenset(KIND_OF.values()) - {"pdf", "rtf"}
+OFFICE_FOLDERS = {"word/": "docx", "ppt/": "pptx", "xl/": "xlsx"}
+OPENDOCUMENT = {"text": "odt", "presentation": "odp"}
 
 
 def check_file(path: Path) -> str:
@@ -70,11 +70,12 @@ def check_content(path: Path) -> None:
     """Raise DocumentError if the content is not of the type that the name promises."""
     promised = check_file(path)
     found = _kind(path)
-    if promised == "docx" and found == "ole":
+    if promised in OFFICE_FOLDERS.values() and found == "ole":
         raise EncryptedDocumentError(
-            f"Reading {path}: it is an encrypted document, or an old .doc. Save it as .docx without a password."
+            f"Reading {path}: it is an encrypted document, or of an old format. Save it as .{promised} without a "
+            "password."
         )
-    if found == "zip" and promised in {"docx", "epub"}:
+    if found == "zip" and promised in ARCHIVES:
         return  # `open_archive` checks what is in it
     if found == "zip":
         found = "zip archive"
@@ -86,7 +87,7 @@ def check_content(path: Path) -> None:
 
 @contextmanager
 def open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
-    """A docx or epub whose members are safe to read: zipfile unpacks no more of one than the directory says.
+    """An archive whose members are safe to read: zipfile unpacks no more of one than the directory says.
 
     Raises DocumentError for one that needs a password, is something else, or unpacks to far more than its size; damage
     to a member is found when that is read.
@@ -102,46 +103,6 @@ def open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
         raise UnreadableDocumentError(
             f"Reading {path}: its archive is damaged ({error}). Open it in its own program and save it again."
         ) from error
-
-
-def decode(data: bytes, path: Path) -> str:
-    """Decode by byte order mark, or UTF-16's NULs, else as UTF-8, else by charset-normalizer's best guess."""
-    marked = "utf-32" if data.startswith(BOMS[:2]) else "utf-16" if data.startswith(BOMS) else None
-    likely = ("utf-8-sig", marked) if marked else (_utf16_without_mark(data[:HEAD_BYTES]), "utf-8-sig")
-    for encoding in likely:
-        if encoding is not None:
-            try:
-                return data.decode(encoding).replace("\0", "")
-            except UnicodeDecodeError:
-                continue
-    return _guess(data, path)
-
-
-def _utf16_without_mark(head: bytes) -> str | None:
-    """Recognise UTF-16 of Western text: every other byte is NUL, few others are, and no other control characters."""
-    even, odd = head[::2].count(0), head[1::2].count(0)
-    others = len(NO_TEXT.findall(head)) - even - odd
-    if max(even, odd) * 8 < len(head) or max(min(even, odd), others) * 20 > max(even, odd):
-        return None
-    return "utf-16-le" if odd > even else "utf-16-be"
-
-
-def _is_binary(head: bytes) -> bool:
-    """Whether it is not text; a stray NUL is allowed."""
-    if b"\0" not in head or head.startswith(BOMS) or _utf16_without_mark(head):
-        return False
-    return len(NO_TEXT.findall(head)) > max(1, len(head) // 1000)
-
-
-def _guess(data: bytes, path: Path) -> str:
-    from charset_normalizer import from_bytes
-
-    best = from_bytes(data).best()
-    if best is None:
-        raise UnreadableDocumentError(
-            f"Reading {path}: it is not UTF-8, and no other encoding fits it. Save it as UTF-8 text."
-        )
-    return str(best)
 
 
 def _check_regular(path: Path) -> int:
@@ -172,14 +133,25 @@ def _kind(path: Path) -> str:
             return kind
     if b"%PDF-" in head[:1024]:  # the format allows other bytes before its mark
         return "pdf"
-    return "binary file" if _is_binary(head) else "text"
+    return "binary file" if is_binary(head) else "text"
 
 
 def _archive_kind(archive: zipfile.ZipFile) -> str:
     names = archive.NameToInfo
-    if "word/document.xml" in names:
-        return "docx"
-    return "epub" if "META-INF/container.xml" in names else "zip archive"
+    if "META-INF/container.xml" in names:
+        return "epub"
+    if "[Content_Types].xml" in names or "_rels/.rels" in names:
+        return next(
+            (kind for folder, kind in OFFICE_FOLDERS.items() if _has_folder(names, folder)), "zip archive"
+        )
+    if "mimetype" in names:
+        declared = archive.read("mimetype")[:100].decode("ascii", "replace")
+        return OPENDOCUMENT.get(declared.rpartition(".")[2].removesuffix("-template"), "zip archive")
+    return "docx" if "word/document.xml" in names else "zip archive"
+
+
+def _has_folder(names: Iterable[str], folder: str) -> bool:
+    return any(name.lstrip("/").startswith(folder) for name in names)
 
 
 def _mislabelled(path: Path, promised: str, found: str) -> str:

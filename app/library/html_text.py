@@ -1,34 +1,29 @@
-"""Converts HTML and EPUB chapters to sections of plain text, one block per line, tables included.
+"""Converts HTML to sections of plain text, split at headings: a block per line, table rows as `a | b`.
 
-LlamaIndex's HTMLTagReader reads UTF-8 only and joins table cells without a space. EbookLib, which its EpubReader needs,
-is AGPL, and gives chapters in file order without their headings.
+Parsed by lexbor (selectolax) as browsers do (HTML5): omitted and unclosed tags nest as they would on a screen. Other
+formats are converted to HTML by a library of their own, and come here too.
 """
 
-import posixpath
 import re
-import warnings
-import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from urllib.parse import unquote
-from xml.etree.ElementTree import Element
+from typing import Any
 
-from bs4 import BeautifulSoup, Tag, XMLParsedAsHTMLWarning
-from bs4.element import CData, NavigableString, PreformattedString
-
-from ragblend.app.library.file_checks import decode, open_archive
-from ragblend.kvstore.errors import EncryptedDocumentError, UnreadableDocumentError
-
-CONTAINER = "META-INF/container.xml"
-TEXT_TYPES = {"application/xhtml+xml", "text/html"}
-HIDDEN = set("button script style template noscript head svg math iframe object nav".split())  # noqa: SIM905
+HIDDEN = set("button script style template title noscript head iframe object datalist".split())  # noqa: SIM905
 HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
-CELLS = {"td", "th"}
 BLOCKS = HEADINGS | set(
-    """address article aside blockquote br body caption dd details div dl dt fieldset figcaption figure footer form
-    header hr html legend li main ol option p pre section summary table tbody tfoot thead title tr ul""".split()  # noqa: SIM905
+    """address article aside blockquote body caption details div dl fieldset figcaption figure footer form
+    header hr html legend main menu nav ol p section summary table ul""".split()  # noqa: SIM905
 )
+SPACED = {"p", "table", "ul", "ol", "dl", "pre", "blockquote", *HEADINGS}  # an empty line before and after
+BEFORE = {"br": "\n", "tr": "\n", "li": "\n- ", "dt": "\n", "dd": "\n"}
+SUPERSCRIPT = str.maketrans("0123456789+-n", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ")
+SUBSCRIPT = str.maketrans("0123456789+-", "₀₁₂₃₄₅₆₇₈₉₊₋")
+CELLS = {"td", "th"}
+CELL_CHARACTERS = 300  # a longer cell is part of a page's layout, and keeps its paragraphs
+MARKS = {"sup": ("^", SUPERSCRIPT), "sub": ("_", SUBSCRIPT)}
+# MathML elements of several parts, and what stands between these.
+BETWEEN = {"mfrac": "/", "msup": "^", "msub": "_", "mroot": " root ", "mover": "^", "munder": "_"}
+MENU_SHARE = 0.5  # of a page's text; a `nav` that has more is not a menu, but was not closed
 
 
 @dataclass
@@ -40,104 +35,132 @@ class Section:
 
     @property
     def text(self) -> str:
-        lines = (re.sub(r"[ \t\r\f\v]+", " ", line).strip(" |") for line in "".join(self.pieces).split("\n"))
-        return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+        # Lines of `pre` keep their blanks, which are marked until here.
+        text = re.sub(r"[ \t\r\f\v]+", " ", "".join(self.pieces))
+        lines = (line.strip(" |").replace(_BLANK, " ") for line in text.split("\n"))
+        return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
+
+
+_BLANK = "\ue000"  # a blank that counts; private-use characters are removed from documents in any case
 
 
 def html_sections(markup: str) -> list[Section]:
-    """The text of a page, split at its headings, without scripts, styles and navigation."""
-    with warnings.catch_warnings():  # EPUB chapters are XHTML: good enough as HTML
-        warnings.simplefilter("ignore", XMLParsedAsHTMLWarning)
-        soup = BeautifulSoup(markup, "html.parser")
+    """The text that a person sees on the page, split at its headings: no scripts, styles and menus."""
+    from selectolax.lexbor import LexborHTMLParser
+
+    tree = LexborHTMLParser(markup.replace(_BLANK, ""))
     sections = [Section("")]
-    _walk(soup, sections)
+    if tree.root is not None:
+        _walk(tree.root, sections, hides_menus=_menu_share(tree) <= MENU_SHARE)
     return [section for section in sections if section.text]
 
 
-def _walk(root: Tag, sections: list[Section]) -> None:
+def html_title(markup: str) -> str:
+    """The page's title; empty if it has none."""
+    from selectolax.lexbor import LexborHTMLParser
+
+    found = LexborHTMLParser(markup).css_first("title")
+    return " ".join(found.text().split()) if found is not None else ""
+
+
+def _menu_share(tree: Any) -> float:
+    """The share of the page's characters that stand in `nav`."""
+    body = tree.body
+    whole = len(body.text(separator=" ")) if body is not None else 0
+    menus = [menu for menu in tree.css("nav") if not _is_inside(menu, "nav")]
+    return sum(len(menu.text(separator=" ")) for menu in menus) / whole if whole else 0.0
+
+
+def _is_inside(node: Any, tag: str) -> bool:
+    while (node := node.parent) is not None:
+        if node.tag == tag:
+            return True
+    return False
+
+
+def _walk(root: Any, sections: list[Section], hides_menus: bool) -> None:
     """Walk depth first with an explicit stack: a page nested ten thousand deep must not overflow Python's."""
-    stack: list[Tag | NavigableString | str] = [root]
+    stack: list[tuple[Any, bool]] = [(root, False)]  # with whether all of it stands in one line
     while stack:
-        node = stack.pop()
-        if isinstance(node, Tag):
-            _open(node, sections, stack)
-        # A PreformattedString is a comment, a doctype or an instruction.
-        elif isinstance(node, CData) or not isinstance(node, PreformattedString):
-            is_ours = isinstance(node, _Edge)
-            sections[-1].pieces.append(str(node) if is_ours else re.sub(r"\s+", " ", str(node)))
+        node, in_line = stack.pop()
+        if isinstance(node, str):  # ours, kept as it is
+            sections[-1].pieces.append(node)
+        elif node.tag == "-text":
+            sections[-1].pieces.append(re.sub(r"\s+", " ", node.text_content or ""))
+        elif not _is_hidden(node, hides_menus):
+            stack += reversed(_opened(node, sections, in_line))
 
 
-def _open(tag: Tag, sections: list[Section], stack: list[Tag | NavigableString | str]) -> None:
-    if tag.name in HIDDEN or tag.has_attr("hidden"):
-        return
-    if tag.name in HEADINGS:
-        sections.append(Section(" ".join(tag.get_text(" ").split())))
-    before, after = _edges(tag.name)
-    children = [child for child in tag.children if isinstance(child, Tag | NavigableString)]
-    stack.extend([_Edge(after), *reversed(children), _Edge(before)])
+def _is_hidden(node: Any, hides_menus: bool) -> bool:
+    tag = node.tag
+    if tag is None or tag.startswith(("-", "!")) or tag in HIDDEN or (tag == "nav" and hides_menus):
+        return True
+    attributes = node.attributes
+    is_formula_source = tag in {"annotation", "annotation-xml"}
+    return (
+        is_formula_source or "hidden" in attributes or (tag == "input" and attributes.get("type") == "hidden")
+    )
 
 
-def _edges(name: str) -> tuple[str, str]:
-    if name in CELLS:
+def _opened(node: Any, sections: list[Section], in_line: bool) -> list[tuple[Any, bool]]:
+    """What an element consists of, in order, with the line ends around it."""
+    tag = node.tag
+    if tag in HEADINGS and not in_line:
+        sections.append(Section(" ".join(node.text(separator=" ").split())))
+    if (replaced := _replaced(node)) is not None:
+        return [(replaced, in_line)]
+    before, after = _edges(tag)
+    if in_line and (before or after) and tag not in CELLS:
+        before = after = " "
+    in_line |= tag in CELLS and node.css_first("table") is None and len(node.text()) <= CELL_CHARACTERS
+    children = [(child, in_line) for child in _children(node) if child.tag != "-comment"]
+    if tag in BETWEEN:
+        between = (BETWEEN[tag], in_line)
+        children = [part for child in children for part in (between, child)][1:]
+    return [(before, in_line), *children, (after, in_line)]
+
+
+def _children(node: Any) -> list[Any]:
+    found, child = [], node.child
+    while child is not None:
+        found.append(child)
+        child = child.next
+    return found
+
+
+def _replaced(node: Any) -> str | None:
+    """The text of an element that is not the text of its parts; None for any other element."""
+    tag, attributes = node.tag, node.attributes
+    if tag in MARKS:
+        return _mark(tag, node.text().strip())
+    if tag == "pre":
+        return f"\n\n{node.text().strip(chr(10))}\n\n".replace(" ", _BLANK).replace("\t", _BLANK * 4)
+    if tag in {"img", "area"}:
+        return f" {attributes.get('alt') or ''} "
+    if tag == "input":
+        shown = attributes.get("type") not in {"password", "file", "image", "checkbox", "radio"}
+        return f" {attributes.get('value') or ''} " if shown else ""
+    if tag == "select":
+        chosen = node.css_first("option[selected]") or node.css_first("option")
+        return f" {' '.join(chosen.text().split())} " if chosen is not None else ""
+    return None
+
+
+def _mark(tag: str, text: str) -> str:
+    """`m²` or `10⁶`; where there are no such characters, `x^(n+1)` and `x_max`."""
+    sign, table = MARKS[tag]
+    if text and all(ord(letter) in table for letter in text):
+        return text.translate(table)
+    return f"{sign}({text})" if re.search(r"\W", text) else f"{sign}{text}" if text else ""
+
+
+def _edges(tag: str) -> tuple[str, str]:
+    if tag in CELLS:
         return "", " | "
-    if name == "li":
-        return "\n- ", ""
-    if name in {"p", "table", "ul", "ol", *HEADINGS}:
+    if tag in BEFORE:
+        return BEFORE[tag], ""
+    if tag in SPACED:
         return "\n\n", "\n\n"
-    return ("\n", "\n") if name in BLOCKS else ("", "")
-
-
-class _Edge(str):
-    """Line ends and separators that we add: kept as they are, unlike the page's own white space."""
-
-
-def epub_chapters(path: Path) -> Iterator[Section]:
-    """The text of the book by chapter; one that the spine names twice is read once. Raises DocumentError."""
-    with open_archive(path) as archive:
-        names = set(archive.namelist())
-        if "META-INF/encryption.xml" in names and "META-INF/rights.xml" in names:
-            raise EncryptedDocumentError(
-                f"Reading {path}: the book has copy protection, so its text cannot be read."
-            )
-        for name in dict.fromkeys(_spine(archive, path)):
-            if name in names:
-                yield from _chapter(decode(archive.read(name), path))
-
-
-def _chapter(markup: str) -> Iterator[Section]:
-    found = re.search(r"<title[^>]*>(.*?)</title>", markup, re.IGNORECASE | re.DOTALL)
-    title = " ".join(found.group(1).split()) if found else ""
-    for section in html_sections(markup):
-        section.heading = section.heading or title
-        yield section
-
-
-def _spine(archive: zipfile.ZipFile, path: Path) -> list[str]:
-    package = _package_name(archive, path)
-    root = _xml(archive, package)
-    folder = posixpath.dirname(package)
-    items = {item.get("id"): item for item in root.iter() if _local(item) == "item"}
-    order = [items.get(ref.get("idref")) for ref in root.iter() if _local(ref) == "itemref"]
-    return [
-        posixpath.normpath(posixpath.join(folder, unquote(item.get("href", ""))))
-        for item in order
-        if item is not None and item.get("media-type") in TEXT_TYPES
-    ]
-
-
-def _package_name(archive: zipfile.ZipFile, path: Path) -> str:
-    for element in _xml(archive, CONTAINER).iter():
-        if _local(element) == "rootfile" and element.get("full-path"):
-            return str(element.get("full-path"))
-    raise UnreadableDocumentError(f"Reading {path}: the book has no list of chapters. Save it again as EPUB.")
-
-
-def _xml(archive: zipfile.ZipFile, name: str) -> Element:
-    from defusedxml.ElementTree import fromstring  # no entities, so no billion laughs and no outside files
-
-    root: Element = fromstring(archive.read(name))
-    return root
-
-
-def _local(element: Element) -> str:
-    return element.tag.rsplit("}", 1)[-1]
+    if tag in {"label", "textarea", "text"}:  # `text` of a picture (SVG)
+        return " ", " "
+    return ("\n", "\n") if tag in BLOCKS else ("", "")

@@ -239,7 +239,7 @@ class _IngestRun:
         text = readers.read_document(path, self._show_pages)
         if not facts.fit(path):  # it changed while it was read: the next run reads it again
             facts = replace(facts, mtime_ns=-1, sha256="")
-        passages = cut_document(document, text, count, settings.chunk_tokens, settings.chunk_overlap)
+        passages = cut_document(document, text.parts, count, settings.chunk_tokens, settings.chunk_overlap)
         if not passages:
             raise EmptyDocumentError(f"Reading {path}: there is no text in it. Nothing of it was ingested.")
         is_new = not (known and known.passages)  # a changed document has most of its vectors already

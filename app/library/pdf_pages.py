@@ -6,9 +6,10 @@ Text of scanned pages is recognised by RapidOCR (extra `ocr`). Its models are in
 import ctypes
 import io
 import re
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 from ragblend.app.answering.matching import find, fold
-from ragblend.app.library.pdf_reader import open_pdf
+from ragblend.app.library.pdf_reader import opened, page_label
 from ragblend.app.library.sandbox import MIB, OnPage
 
 MAX_WIDTH, MAX_HEIGHT, MAX_SCALE = 1400, 2400, 2.0  # pixels; pixels per point
@@ -53,23 +54,30 @@ class PageImage:
     height: int
     boxes: tuple[Box, ...]
 
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"png": b64encode(self.png).decode("ascii")}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "PageImage":
+        boxes = tuple(Box(**box) for box in value["boxes"])
+        return cls(**value | {"png": b64decode(value["png"]), "boxes": boxes})
+
 
 def located_pages(
     path: Path, text: str, location: str, part: Span | None, _: OnPage
-) -> tuple[PageImage, ...] | None:
-    """The pages that show the text, of those that the location may mean; None if there is none.
+) -> list[dict[str, Any]] | None:
+    """The pages that show the text, of those that the location may mean (`PageImage` as JSON); None if there is none.
 
     part: mark only text[start:stop], on the pages that show that. Runs in the sandbox. Raises DocumentError, and
     whatever pdfium raises for a file that it cannot read.
     """
-    import pypdfium2
-
-    with open_pdf(path) as reader:
-        runs = _page_numbers(list(reader.page_labels), location)
-    with pypdfium2.PdfDocument(path) as document:
-        for numbers in runs:
-            if found := _page_images(document, text, part, [n for n in numbers if n <= len(document)]):
-                return found
+    with opened(path) as (document, _reader):
+        if document is None:
+            return None
+        labels = [page_label(document, number) for number in range(len(document))]
+        for numbers in _page_numbers(labels, location):
+            if found := _page_images(document, text, part, numbers):
+                return [image.as_json() for image in found]
     return None
 
 
@@ -93,7 +101,7 @@ def _page_images(
     if places is None:
         return None
     return tuple(
-        _image(page, number, f"p. {document.get_page_label(number - 1) or number}", spans)
+        _image(page, number, f"p. {page_label(document, number - 1)}", spans)
         for number, page, spans in zip(numbers, pages, places, strict=True)
         if spans
     )

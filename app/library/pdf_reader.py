@@ -1,52 +1,141 @@
-"""Reads the text and label of each page of a PDF with pypdf, which reads the file once."""
+"""Reads the pages of a PDF: text by pdfium, what people filled in and noted by pypdf, which also has its text where
+pdfium finds none. A page that neither can read is named, and the others are kept.
+"""
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ragblend.app.library.sandbox import OnPage
-from ragblend.kvstore.errors import EncryptedDocumentError, OversizedDocumentError, UnreadableDocumentError
+from ragblend.kvstore.errors import (
+    DocumentError,
+    EncryptedDocumentError,
+    OversizedDocumentError,
+    UnreadableDocumentError,
+)
 
 if TYPE_CHECKING:
     from pypdf import PdfReader
 
 MAX_PAGES = 20_000
 MAX_SECONDS = 1800.0  # for the text of all pages; `sandbox` bounds the time of one page
+PRINT_AGAIN = "Open it in a viewer and save or print it to a new PDF."
+WRAPPED = "\ufffe"  # pdfium's mark where a word was divided at a line's end
+REMARKS = {"/Text", "/FreeText", "/Highlight", "/Underline", "/StrikeOut", "/Stamp"}
 
 
-def pdf_pages(path: Path, on_page: OnPage) -> Iterator[tuple[str, str]]:
-    """(label, text) of every page; the text may be empty. Raises DocumentError."""
-    begun = time.monotonic()
-    with open_pdf(path) as reader:
-        labels, count = reader.page_labels, len(reader.pages)
-        for number, label in enumerate(labels):
+def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[str, str]]:
+    """(label, text) of every page; the text may be empty. Raises DocumentError.
+
+    notes: gets a sentence that names the pages that could not be read.
+    """
+    begun, damaged = time.monotonic(), list[str]()
+    with opened(path) as (document, reader):
+        count = len(document) if document is not None else len(reader.pages)
+        for number in range(count):
             on_page(number, count)
             if time.monotonic() - begun > MAX_SECONDS:
                 raise OversizedDocumentError(
                     f"Reading {path}: {number} of its {count} pages took {MAX_SECONDS / 60:.0f} minutes, the limit for "
                     "all of them. Split it into parts."
                 )
-            yield label, reader.pages[number].extract_text()
+            label, text = page_label(document, number), _pdfium_text(document, number)
+            if not text.strip() and reader is not None:
+                try:
+                    text = reader.pages[number].extract_text()
+                except Exception:  # pypdf raises anything for a damaged page
+                    damaged.append(label)
+            yield label, "\n".join([text, *_filled_in(reader, number)])
         on_page(count, count)
+    if damaged and len(damaged) == count:
+        raise UnreadableDocumentError(f"Reading {path}: all of its pages are damaged. {PRINT_AGAIN}")
+    if damaged:
+        notes.append(f"the text of these pages is damaged and was left out: {', '.join(damaged)}")
 
 
 @contextmanager
-def open_pdf(path: Path) -> "Iterator[PdfReader]":
-    """Open a PDF. Raises Encrypted-, Oversized- or UnreadableDocumentError, on opening or while it is read."""
+def opened(path: Path) -> Iterator[tuple[Any, Any]]:
+    """The document as pdfium and as pypdf opened it; None for one of both that could not.
+
+    Raises Encrypted-, Oversized- or UnreadableDocumentError if neither could.
+    """
+    import pypdfium2
+
+    document = reader = None
+    with suppress(pypdfium2.PdfiumError):
+        document = pypdfium2.PdfDocument(path)
+    try:
+        with path.open("rb") as file:
+            try:
+                reader = _by_pypdf(file, path)
+            except DocumentError:
+                if document is None:
+                    raise
+            _check_count(path, len(document) if document is not None else len(reader.pages))
+            yield document, reader
+    finally:
+        if document is not None:
+            document.close()
+
+
+def page_label(document: Any, number: int) -> str:
+    """The document's own label of a page (from 0), or its number from 1."""
+    return (document.get_page_label(number) if document is not None else "") or str(number + 1)
+
+
+def _pdfium_text(document: Any, number: int) -> str:
+    """The page's text; empty if pdfium finds none."""
+    from pypdfium2 import PdfiumError
+
+    if document is None:
+        return ""
+    with suppress(PdfiumError), closing(document[number]) as page, closing(page.get_textpage()) as textpage:
+        return str(textpage.get_text_bounded()).replace(WRAPPED, "")
+    return ""
+
+
+def _filled_in(reader: "PdfReader | None", number: int) -> list[str]:
+    """The values of a page's form fields, as `label: value`, and the remarks on it."""
+    lines: list[str] = []
+    if reader is None:
+        return lines
+    with suppress(Exception):  # of a damaged form nothing is taken
+        for reference in reader.pages[number].get("/Annots") or ():
+            annotation = reference.get_object()
+            kind = annotation.get("/Subtype")
+            if kind == "/Widget" and (value := _inherited(annotation, "/V")) not in (None, "", "/Off"):
+                label = _inherited(annotation, "/TU") or _inherited(annotation, "/T") or "field"
+                lines.append(f"{label}: {str(value).removeprefix('/')}")
+            elif kind in REMARKS and (remark := annotation.get("/Contents")):
+                lines.append(f"Note: {remark}")
+    return lines
+
+
+def _inherited(field: Any, name: str) -> Any:
+    """A form field's entry, or its parent's."""
+    while field is not None:
+        if name in field:
+            return field[name]
+        parent = field.get("/Parent")
+        field = parent.get_object() if parent is not None else None
+    return None
+
+
+def _check_count(path: Path, pages: int) -> None:
+    if pages > MAX_PAGES:
+        raise OversizedDocumentError(f"Reading {path}: it has {pages} pages, {MAX_PAGES} at most. Split it.")
+
+
+def _by_pypdf(file: BinaryIO, path: Path) -> "PdfReader":
     from pypdf import PdfReader
     from pypdf.errors import DependencyError, FileNotDecryptedError, LimitReachedError, PyPdfError
 
     try:
-        with path.open("rb") as file:
-            reader = PdfReader(file)
-            pages = len(reader.pages)  # a PDF whose password is empty opens like any other
-            if pages > MAX_PAGES:
-                raise OversizedDocumentError(
-                    f"Reading {path}: it has {pages} pages, {MAX_PAGES} at most. Split it."
-                )
-            yield reader
+        reader = PdfReader(file)
+        len(reader.pages)  # a PDF whose password is empty opens like any other
+        return reader
     except FileNotDecryptedError as error:
         raise EncryptedDocumentError(
             f"Reading {path}: it needs a password. Save it without one, for example with "
@@ -58,10 +147,9 @@ def open_pdf(path: Path) -> "Iterator[PdfReader]":
         ) from error
     except LimitReachedError as error:
         raise OversizedDocumentError(
-            f"Reading {path}: a part of the PDF is suspiciously large ({error}). Open it in a viewer and print it to a "
-            "new PDF."
+            f"Reading {path}: a part of the PDF is suspiciously large ({error}). {PRINT_AGAIN}"
         ) from error
     except (PyPdfError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UnreadableDocumentError(
-            f"Reading {path}: the PDF is damaged ({error}). Open it in a viewer and save or print it to a new PDF."
+            f"Reading {path}: the PDF is damaged ({error}). {PRINT_AGAIN}"
         ) from error

@@ -6,6 +6,7 @@ idle for a while, or when its caller has ended. A call that takes too much memor
 """
 
 import atexit
+import json
 import logging
 import os
 import queue
@@ -15,16 +16,25 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
 from ragblend.app.posix import disable_core_dumps, limit_allocations
 from ragblend.app.progress import silent
-from ragblend.kvstore.errors import DocumentError, OversizedDocumentError, UnreadableDocumentError
+from ragblend.kvstore.errors import (
+    DocumentError,
+    DocumentNotFoundError,
+    EmptyDocumentError,
+    EncryptedDocumentError,
+    OversizedDocumentError,
+    UnreadableDocumentError,
+)
 
 MIB = 1024**2
 MEMORY_BYTES = 1024 * MIB  # what a call may allocate beyond the process's own memory: enforced on Linux
@@ -34,33 +44,53 @@ IDLE_S = 60.0
 IDLE_EXIT, MEMORY_EXIT = 75, 76  # exit codes: idle or grown; out of memory
 # A process that has grown over this is not used again; text recognition alone takes 500 MiB.
 KEPT_BYTES = 768 * MIB
+MAX_REPLY_BYTES = 512 * MIB
+ERRORS = {
+    error.__name__: error
+    for error in (
+        EmptyDocumentError,
+        EncryptedDocumentError,
+        OversizedDocumentError,
+        UnreadableDocumentError,
+        DocumentNotFoundError,
+    )
+}
 OnPage = Callable[[int, int], None]
-T = TypeVar("T")
 
 
 def run_in_sandbox(
-    work: Callable[..., T],
+    work: Callable[..., Any],
     path: Path,
-    *arguments: object,
+    *arguments: Any,
     on_page: OnPage = silent,
     memory_bytes: int = MEMORY_BYTES,
     silent_s: float = SILENT_S,
-) -> T:
-    """Run work(path, *arguments, on_page) in another process and return its result; all of it is pickled.
+) -> Any:
+    """Run work(path, *arguments, on_page), a module's function, in another process and return its result, a JSON value.
 
+    Nothing that comes from that process is unpickled: a parser that a file took over must not reach this one.
     on_page(done, total) is called here several times a second ((0, 0): not known yet); if it raises, the work is
     cancelled. Raises the work's DocumentError, OversizedDocumentError where a limit is exceeded, and
     UnreadableDocumentError for any other failure, a crash included.
     """
     reply = None
+    request = _Request(work.__module__, work.__qualname__, str(path), arguments, memory_bytes)
     while reply is None:
         with _idle_lock:
             process = _idle.pop() if _idle else _Process()
-        reply = process.reply((work, path, arguments, memory_bytes), on_page, silent_s)
-    if isinstance(reply, DocumentError):
-        raise reply
-    result: T = reply[0]
-    return result
+        reply = process.reply(request, on_page, silent_s)
+    if (error := reply.get("error")) is not None:
+        raise ERRORS.get(error, UnreadableDocumentError)(str(reply["message"]))
+    return reply["result"]
+
+
+@dataclass(frozen=True)
+class _Request:
+    module: str
+    function: str
+    path: str
+    arguments: Sequence[Any]
+    memory_bytes: int
 
 
 class _Process:
@@ -81,37 +111,38 @@ class _Process:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
             )
 
-    def reply(self, request: Any, on_page: OnPage, silent_s: float) -> Any:
-        """(result,), or the DocumentError that it ended in; None if a new process should be used instead:
-        one that has served before may have exited or been killed while it was idle.
+    def reply(self, request: _Request, on_page: OnPage, silent_s: float) -> Any:
+        """`result`, or `error` and `message`; None if a new process should be used instead: one that has served before
+        may have exited or been killed while it was idle.
         """
         served, self._has_served = self._has_served, True
         try:
-            self._connection.send(request)
+            self._connection.send_bytes(json.dumps(asdict(request)).encode())
             reply = self._wait_for_reply(request, on_page, silent_s)
         except (EOFError, ConnectionError):
             self.end()
-            return None if served else _crash_error(request, self._process.returncode)
+            if served:
+                return None
+            raise _crash_error(request, self._process.returncode) from None
         except BaseException:  # the caller cancels
             self.end()
             raise
         _keep_for_next_call(self)
         return reply
 
-    def _wait_for_reply(self, request: Any, on_page: OnPage, silent_s: float) -> Any:
-        _, path, _, memory_bytes = request
-        page, heard = (0, 0), time.monotonic()
-        limit = _resident_bytes(self._process.pid) + memory_bytes
+    def _wait_for_reply(self, request: _Request, on_page: OnPage, silent_s: float) -> Any:
+        path, page, heard = Path(request.path), (0, 0), time.monotonic()
+        limit = _resident_bytes(self._process.pid) + request.memory_bytes
         while True:
             if self._connection.poll(BEAT_S):
-                page, reply = self._connection.recv()
-                if reply is not None:
+                reply = json.loads(self._connection.recv_bytes(MAX_REPLY_BYTES))
+                if "page" not in reply:
                     return reply
-                heard = time.monotonic()
+                page, heard = (int(reply["page"][0]), int(reply["page"][1])), time.monotonic()
             elif time.monotonic() - heard > silent_s:
                 raise _timeout_error(path, page, silent_s)
             if _resident_bytes(self._process.pid) > limit:
-                raise _too_much_memory(path, memory_bytes)
+                raise _too_much_memory(path, request.memory_bytes)
             on_page(*page)
 
     def end(self) -> None:
@@ -145,10 +176,10 @@ def _end_idle() -> None:
 os.register_at_fork(after_in_child=_idle.clear)  # they belong to the parent
 
 
-def _crash_error(request: Any, code: int) -> DocumentError:
-    _, path, _, memory_bytes = request
+def _crash_error(request: _Request, code: int) -> DocumentError:
+    path = Path(request.path)
     if code == MEMORY_EXIT:
-        return _too_much_memory(path, memory_bytes)
+        return _too_much_memory(path, request.memory_bytes)
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return UnreadableDocumentError(
         f"Reading {path}: the parser crashed ({how}). Open it in its own program and save it again."
@@ -179,49 +210,50 @@ def serve_requests(descriptor: int) -> None:
     disable_core_dumps()
     warnings.simplefilter("ignore")  # parsers warn of oddities in files; real errors are raised
     logging.disable()
-    connection, requests = Connection(descriptor), queue.Queue[Any]()
+    connection, requests = Connection(descriptor), queue.Queue[_Request]()
     threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
     try:
         while _resident_bytes() < KEPT_BYTES:
-            connection.send(_answer(connection, *requests.get(timeout=IDLE_S)))
+            _send(connection, _answer(connection, requests.get(timeout=IDLE_S)))
     except (queue.Empty, OSError):
         pass
     os._exit(IDLE_EXIT)
 
 
-def _receive(connection: Connection, requests: "queue.Queue[Any]") -> None:
+def _receive(connection: Connection, requests: "queue.Queue[_Request]") -> None:
     """Receive in a thread, so that the work ends when the caller does."""
     try:
         while True:
-            requests.put(connection.recv())
+            requests.put(_Request(**json.loads(connection.recv_bytes())))
     finally:
         os._exit(1)
 
 
-def _answer(
-    connection: Connection,
-    work: Callable[..., Any],
-    path: Path,
-    arguments: tuple[Any, ...],
-    memory_bytes: int,
-) -> tuple[tuple[int, int], Any]:
-    def on_page(done: int, total: int) -> None:
-        connection.send(((done, total), None))
+def _send(connection: Connection, reply: dict[str, Any]) -> None:
+    connection.send_bytes(json.dumps(reply).encode())
 
+
+def _answer(connection: Connection, request: _Request) -> dict[str, Any]:
+    def on_page(done: int, total: int) -> None:
+        _send(connection, {"page": (done, total)})
+
+    path = Path(request.path)
     try:
         # Stops allocations that are faster than the caller's checks. Twice the limit, because Python that reaches it in
         # small steps may lose its own errors and hang.
-        limit_allocations(2 * memory_bytes)
-        return (0, 0), (work(path, *arguments, on_page),)
+        limit_allocations(2 * request.memory_bytes)
+        work = getattr(import_module(request.module), request.function)
+        return {"result": work(path, *request.arguments, on_page)}
     except DocumentError as error:
-        return (0, 0), error
+        return {"error": type(error).__name__, "message": str(error)}
     except MemoryError:
         os._exit(MEMORY_EXIT)  # there may be no memory for a message
     except Exception as error:  # parsers of hostile formats raise anything
-        return (0, 0), UnreadableDocumentError(
+        message = (
             f"Reading {path}: it cannot be read as {path.suffix.lower()} ({type(error).__name__}: {error}). "
             "Open it in its own program and save it again."
         )
+        return {"error": UnreadableDocumentError.__name__, "message": message}
 
 
 def _resident_bytes(process_id: int | None = None) -> int:

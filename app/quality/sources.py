@@ -139,7 +139,7 @@ def sample_documents() -> list[tuple[str, str]]:
     from ragblend.app.library.readers import read_document
 
     paths: list[Path] = sorted(samples.documents_folder().iterdir())
-    return [(path.name, "\n\n".join(part.text for part in read_document(path))) for path in paths]
+    return [(path.name, "\n\n".join(part.text for part in read_document(path).parts)) for path in paths]
 
 
 def pack_passages(text: str) -> list[str]:

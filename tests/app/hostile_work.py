@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 
 def crash(path, on_page):
@@ -26,7 +27,7 @@ def swallow(path, on_page):
 
 def spin(path, started, on_page):
     """Never to be asked; says which process it is."""
-    started.write_text(str(os.getpid()))
+    Path(started).write_text(str(os.getpid()))
     while True:
         pass
 

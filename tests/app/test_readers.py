@@ -18,7 +18,7 @@ from ragblend.kvstore.errors import (
 
 
 def text_of(path):
-    return "\n".join(part.text for part in read_document(path))
+    return "\n".join(part.text for part in read_document(path).parts)
 
 
 def test_plain_text_in_any_encoding(tmp_path):
@@ -39,7 +39,7 @@ def test_markdown_keeps_its_text_and_names_headings(tmp_path):
     path = tmp_path / "a.md"
     second = "## Two ##\n\n```\n# no heading\n```\n| a | b |\n"
     path.write_text(f"before\n\n# One\n\nfirst <b>x</b> & a < b\n\n{second}")
-    parts = read_document(path)
+    parts = read_document(path).parts
     assert [part.location for part in parts] == ["", "One", "Two"]
     assert "first <b>x</b> & a < b" in parts[1].text
     assert "# no heading" in parts[2].text and "| a | b |" in parts[2].text
@@ -53,7 +53,7 @@ def test_html_keeps_words_apart_and_drops_hidden_parts(tmp_path):
         "<script>alert(1)</script></p><table><tr><th>Day</th><th>Hour</th></tr><tr><td>Mon</td><td>9</td></tr></table>"
         "<ul><li>one</li><li>two <b>bold</b></li></ul><h2>Rules</h2><!-- note --><p>None.</p></body></html>"
     )
-    parts = read_document(path)
+    parts = read_document(path).parts
     assert [part.location for part in parts] == ["Tides", "Rules"]
     lines = parts[0].text.split("\n")
     for line in ("High", "water", "Mon | 9", "- one", "- two bold"):
@@ -64,7 +64,7 @@ def test_html_keeps_words_apart_and_drops_hidden_parts(tmp_path):
 
 def test_pdf_keeps_page_numbers(tmp_path, make):
     path = make["pdf"](tmp_path / "a.pdf", ["first page", "", "third page"])
-    assert [(part.location, part.text) for part in read_document(path)] == [
+    assert [(part.location, part.text) for part in read_document(path).parts] == [
         ("p. 1", "first page"),
         ("p. 3", "third page"),
     ]
@@ -80,7 +80,7 @@ def test_epub_follows_the_spine_and_names_chapters(tmp_path, make):
     path = make["epub"](tmp_path / "a.epub", chapters)
     with zipfile.ZipFile(path, "a") as archive:  # the manifest's names are URLs
         archive.writestr("OEBPS/z z.xhtml", archive.read("OEBPS/z%20z.xhtml"))
-    assert [(part.location, part.text) for part in read_document(path)] == [
+    assert [(part.location, part.text) for part in read_document(path).parts] == [
         ("Start", "first chapter"),
         ("End", "End\n\nlast"),
     ]
@@ -89,7 +89,7 @@ def test_epub_follows_the_spine_and_names_chapters(tmp_path, make):
 def test_csv_rows_carry_their_column_names(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text('name;year;note\nAda;1815;"two\nlines"\nshort\nlong;1;2;3\n;;\n')
-    assert [(part.location, part.text) for part in read_document(path)] == [
+    assert [(part.location, part.text) for part in read_document(path).parts] == [
         ("row 2", "name: Ada\nyear: 1815\nnote: two lines"),
         ("row 3", "name: short"),
         ("row 4", "name: long\nyear: 1\nnote: 2\ncolumn 4: 3"),
@@ -161,7 +161,7 @@ def scan(tmp_path):
 
 def test_a_scan_is_read(scan):
     pages = []
-    parts = read_document(scan, lambda *numbers: numbers in pages or pages.append(numbers))
+    parts = read_document(scan, lambda *numbers: numbers in pages or pages.append(numbers)).parts
     assert [part.location for part in parts] == ["p. 1", "p. 2"]
     written = "The harbour master kept two ledgers.\nOne of them was for ships that never came."
     assert [part.text for part in parts] == [written, "Printed as text."]
@@ -310,7 +310,7 @@ def test_no_encoding_fits(tmp_path, monkeypatch):
 @pytest.mark.parametrize("limit", ["MAX_CHARACTERS", "MAX_PARTS"])
 def test_the_text_of_one_document_is_bounded(tmp_path, monkeypatch, limit):
     (tmp_path / "a.csv").write_text("number\n" + "1\n" * 20)
-    assert len(parse(tmp_path / "a.csv")) == 20
+    assert len(parse(tmp_path / "a.csv")["parts"]) == 20
     monkeypatch.setattr(readers, limit, 19)
     fails_with(OversizedDocumentError, tmp_path / "a.csv", "limits for one document", "Split", read=parse)
 

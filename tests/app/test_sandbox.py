@@ -59,7 +59,7 @@ def test_caller_can_cancel_at_any_time(tmp_path):
             raise Cancelled("left")
 
     with pytest.raises(Cancelled):
-        run_in_sandbox(hostile_work.spin, PATH, tmp_path / "started", on_page=leave)
+        run_in_sandbox(hostile_work.spin, PATH, str(tmp_path / "started"), on_page=leave)
     assert not is_alive((tmp_path / "started").read_text())
 
 
@@ -78,7 +78,7 @@ def test_killed_idle_subprocess_is_replaced():
 def test_subprocess_ends_with_its_caller(tmp_path):
     code = (
         "import sys, hostile_work; from pathlib import Path; from ragblend.app.library.sandbox import run_in_sandbox\n"
-        "run_in_sandbox(hostile_work.spin, Path('a'), Path(sys.argv[1]))"
+        "run_in_sandbox(hostile_work.spin, Path('a'), sys.argv[1])"
     )
     started = tmp_path / "started"
     caller = subprocess.Popen([sys.executable, "-c", code, started], env=os.environ | PYTHONPATH)

@@ -1,0 +1,150 @@
+"""Reads further formats, each by a library: slides, OpenDocument, RTF, notebooks, reST, Org, LaTeX, mail."""
+
+import json
+import re
+from collections.abc import Iterator
+from email.message import EmailMessage
+from pathlib import Path
+from typing import Any
+
+from ragblend.app.library.file_checks import open_archive
+from ragblend.app.library.html_text import Section, html_sections
+
+Part = tuple[str, str]  # text, location
+
+
+def pptx_slides(path: Path) -> Iterator[Part]:
+    """Each slide's texts, tables and notes."""
+    from pptx import Presentation
+
+    with open_archive(path):
+        slides = Presentation(str(path)).slides
+    for number, slide in enumerate(slides, start=1):
+        lines = [line for shape in slide.shapes for line in _shape_lines(shape)]
+        if slide.has_notes_slide and slide.notes_slide.notes_text_frame is not None:
+            notes = slide.notes_slide.notes_text_frame.text.strip()
+            lines += [f"Notes: {notes}"] if notes else []
+        yield "\n".join(lines), f"slide {number}"
+
+
+def _shape_lines(shape: Any) -> Iterator[str]:
+    if hasattr(shape, "shapes"):  # a group
+        for part in shape.shapes:
+            yield from _shape_lines(part)
+    elif shape.has_text_frame:
+        yield shape.text_frame.text
+    elif getattr(shape, "has_table", False):
+        yield from (" | ".join(cell.text for cell in row.cells) for row in shape.table.rows)
+
+
+def opendocument_sections(path: Path) -> list[Section]:
+    """ODT and ODP: paragraphs, lists and table rows, split at headings."""
+    from odf import opendocument, teletype
+    from odf.namespaces import TABLENS, TEXTNS
+
+    with open_archive(path):
+        document = opendocument.load(str(path))
+    sections = [Section("")]
+    stack = [document.body]
+    while stack:
+        node = stack.pop()
+        name = getattr(node, "qname", None)
+        if name == (TEXTNS, "h"):
+            sections.append(Section(teletype.extractText(node).strip()))
+        if name in {(TEXTNS, "h"), (TEXTNS, "p")}:
+            sections[-1].pieces.append(f"\n{teletype.extractText(node)}\n")
+        elif name == (TABLENS, "table-row"):
+            cells = (teletype.extractText(cell).strip() for cell in node.childNodes)
+            sections[-1].pieces.append("\n" + " | ".join(cells))
+        elif name not in {(TEXTNS, "tracked-changes"), (TEXTNS, "sequence-decls")}:  # deleted text
+            stack.extend(reversed(node.childNodes))
+    return [section for section in sections if section.text]
+
+
+def rtf_text(text: str) -> str:
+    """The text of a rich text document."""
+    from striprtf.striprtf import rtf_to_text
+
+    return str(rtf_to_text(text, errors="replace"))
+
+
+def rst_sections(text: str) -> list[Section]:
+    """reStructuredText, without what would read other files or run."""
+    from docutils.core import publish_parts
+
+    settings = {
+        "file_insertion_enabled": False,
+        "raw_enabled": False,
+        "report_level": 5,
+        "halt_level": 5,
+        "initial_header_level": 1,
+        "doctitle_xform": False,
+    }
+    return html_sections(publish_parts(text, writer="html5", settings_overrides=settings)["html_body"])
+
+
+def org_sections(text: str) -> list[Section]:
+    """Org: a section per heading, tables and lists as they are written."""
+    import orgparse
+
+    root = orgparse.loads(text)
+    sections = []
+    for node in root:
+        heading = "" if node is root else node.get_heading(format="plain")
+        sections.append(Section(heading, [f"{heading}\n\n{node.get_body(format='plain')}"]))
+    return [section for section in sections if section.text]
+
+
+def latex_text(text: str) -> str:
+    """LaTeX without its commands; formulas stay as they are written."""
+    from pylatexenc.latex2text import LatexNodes2Text
+
+    body = re.search(r"\\begin\{document\}(.*)\\end\{document\}", text, re.DOTALL)
+    found: str = LatexNodes2Text(math_mode="verbatim").latex_to_text(body.group(1) if body else text)
+    return found
+
+
+def notebook_text(text: str) -> str:
+    """A Jupyter notebook as Markdown: texts, code and the text of its outputs."""
+    cells = json.loads(text).get("cells", [])
+    return "\n\n".join(block for cell in cells for block in _cell_blocks(cell))
+
+
+def _cell_blocks(cell: dict[str, Any]) -> Iterator[str]:
+    source = _joined(cell.get("source"))
+    if cell.get("cell_type") != "code":
+        yield source
+        return
+    yield f"```\n{source}\n```"
+    for output in cell.get("outputs", []):
+        shown = _joined(output.get("text") or output.get("data", {}).get("text/plain"))
+        if shown.strip():
+            yield f"```\n{shown}\n```"
+
+
+def _joined(lines: Any) -> str:
+    return "".join(lines) if isinstance(lines, list) else str(lines or "")
+
+
+def mail_parts(path: Path) -> Iterator[Part]:
+    """Each message of an .eml or .mbox: who, when, what about, its text; attachments are named only."""
+    import mailbox
+    from email import message_from_bytes, policy
+
+    if path.suffix.lower() == ".mbox":
+        for number, message in enumerate(mailbox.mbox(path, create=False), start=1):
+            whole = message_from_bytes(message.as_bytes(), policy=policy.default)
+            yield _message_text(whole), f"message {number}"
+    else:
+        yield _message_text(message_from_bytes(path.read_bytes(), policy=policy.default)), ""
+
+
+def _message_text(message: EmailMessage) -> str:
+    heads = [f"{name}: {message[name]}" for name in ("From", "To", "Cc", "Date", "Subject") if message[name]]
+    body = message.get_body(("plain", "html"))
+    text = str(body.get_content()) if body is not None else ""
+    if body is not None and body.get_content_type() == "text/html":
+        text = "\n\n".join(section.text for section in html_sections(text))
+    names = [name for part in message.iter_attachments() if (name := part.get_filename())]
+    attached = [f"Attachments: {', '.join(names)}"] if names else []
+    return "\n".join([*heads, *attached, "", text])

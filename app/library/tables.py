@@ -1,0 +1,97 @@
+"""Reads tables: CSV (RFC 4180 first, then clevercsv's guess of the dialect) and XLSX (openpyxl), a part per row."""
+
+import csv
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ragblend.app.library.file_checks import MAX_TEXT_BYTES, open_archive
+
+SNIFF_CHARACTERS = 16_384
+DELIMITERS = ",;\t|"
+NOT_USED = "\x1f"
+Row = tuple[str, str]  # its text as lines of "column: value", and its location
+
+
+def csv_rows(text: str) -> Iterator[Row]:
+    """One for each row with values; the header is row 1. A first line `sep=;` names the delimiter, as in Excel."""
+    csv.field_size_limit(MAX_TEXT_BYTES)  # for the whole process; the default is 131,072
+    first, _, rest = text.partition("\n")
+    if first.strip().lower().startswith("sep=") and len(first.strip()) == len("sep=;"):
+        rows = csv.reader(io.StringIO(rest, newline=""), delimiter=first.strip()[-1])
+    elif not any(delimiter in first for delimiter in DELIMITERS):
+        rows = csv.reader(io.StringIO(text, newline=""), delimiter=NOT_USED)  # a single column
+    else:
+        rows = csv.reader(io.StringIO(text, newline=""), _dialect(text))
+    yield from table_rows(rows)
+
+
+def table_rows(rows: Iterable[Sequence[str]], place: str = "") -> Iterator[Row]:
+    """Each row with its header's names; place: before the location, such as a sheet's name."""
+    header: list[str] = []
+    last, empty = 1, True
+    for number, row in enumerate(rows, start=1):
+        if not any(value.strip() for value in row):
+            continue
+        if not header:
+            header, last = [" ".join(name.split()) for name in row], number
+        else:
+            empty = False
+            yield _row_text(header, row), f"{place}row {number}"
+    if empty and header:  # the table is only a header, or a list of one line
+        yield ", ".join(name for name in header if name), f"{place}row {last}"
+
+
+def xlsx_rows(path: Path) -> Iterator[Row]:
+    """The rows of all sheets, with the values that formulas had when the file was saved."""
+    from openpyxl import load_workbook
+
+    with open_archive(path):
+        workbook = load_workbook(path, read_only=True, data_only=True, keep_links=False)
+    try:
+        for sheet in workbook.worksheets:
+            place = f"{sheet.title}, " if len(workbook.worksheets) > 1 else ""
+            yield from table_rows(
+                ([_cell_text(value) for value in row] for row in sheet.iter_rows(values_only=True)), place
+            )
+    finally:
+        workbook.close()
+
+
+def _cell_text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    text = str(value)
+    return text.removesuffix(" 00:00:00")  # a date without a time
+
+
+def _dialect(text: str) -> type[csv.Dialect] | csv.Dialect:
+    """RFC 4180 if all rows have the same number of columns by it, else the dialect with the most regular columns."""
+    if _is_regular(text, csv.excel):
+        return csv.excel
+    from clevercsv import Detector
+
+    found = Detector().detect(text[:SNIFF_CHARACTERS], delimiters=list(DELIMITERS))
+    if found is None or not found.delimiter:
+        return csv.excel
+    guessed = found.to_csv_dialect()
+    # Quotes are doubled in nearly every file, but the beginning that was looked at may have none.
+    guessed.quotechar, guessed.quoting, guessed.doublequote = '"', csv.QUOTE_MINIMAL, True
+    return guessed
+
+
+def _is_regular(text: str, dialect: type[csv.Dialect]) -> bool:
+    try:
+        widths = {len(row) for row in csv.reader(io.StringIO(text, newline=""), dialect, strict=True) if row}
+    except csv.Error:
+        return False
+    return len(widths) == 1 and widths != {1}
+
+
+def _row_text(header: Sequence[str], row: Sequence[str]) -> str:
+    names = [*header, *(f"column {n}" for n in range(len(header) + 1, len(row) + 1))]
+    pairs = ((name, " ".join(value.split())) for name, value in zip(names, row, strict=False))
+    return "\n".join(f"{name}: {value}" if name else value for name, value in pairs if value)

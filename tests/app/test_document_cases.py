@@ -1,0 +1,331 @@
+"""Small files that were read wrongly once, each standing for a kind of fault; and more of each kind."""
+
+import zipfile
+from email.message import EmailMessage
+from pathlib import Path
+
+import pytest
+
+from ragblend.app.library import readers
+from ragblend.app.library.discovery import discover
+from ragblend.app.library.readers import clean, parse
+
+CASES = Path(__file__).parent / "cases"
+
+
+def text_of(path):
+    return "\n".join(text for text, _ in parse(path)["parts"])
+
+
+def notes_of(path):
+    return " ".join(parse(path)["notes"])
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "unwanted"),
+    [
+        (
+            "syllabus.html",
+            ["The midterm examination is held on 17 October in room B-12.", "2 | Whale song"],
+            [],
+        ),
+        ("nohead.html", ["The slipway key hangs behind the blue door."], ["Boat club"]),
+        ("unclosednav.html", ["The slipway key hangs behind the blue door."], []),
+        (
+            "pre.html",
+            [
+                "    if a:\n        return a + b",
+                "10⁶ m²",
+                "note³",
+                "x₁ = 2",
+                "E = mc^2",
+                "Chart: 42 boats in 1999",
+                "Typed 77",
+                "Area text 88",
+                "Opt B",
+                "label in svg",
+            ],
+            ["Opt A", "106"],
+        ),
+        ("online.docx", ["The deposit is 400 crowns."], []),
+        ("strict.docx", ["The deposit is 400 crowns."], []),
+        ("notes.docx", ["The deposit is refunded.", "Only within 30 days of departure."], ["↑"]),
+        ("math.docx", ["The area is "], ["The area is ."]),
+        ("badpage.pdf", ["The key hangs behind the blue door.", "The meeting starts at six."], []),
+        ("de_mixed.txt", ["Der Schlüssel für das Bootshaus", "12 €"], ["Ã"]),
+        ("late_quote.csv", ['note: He said "tighten the valve, then wait", so I did\nowner: Bo Berg'], []),
+    ],
+)
+def test_case_is_read_as_people_see_it(name, wanted, unwanted):
+    text = text_of(CASES / name)
+    assert all(each in text for each in wanted), text[-2000:]
+    assert not any(each in text for each in unwanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "once"),
+    [("move.docx", "Rent is due on the 1st."), ("box.docx", "Boxed warning 7.")],
+)
+def test_moved_and_boxed_text_stands_once(name, once):
+    assert text_of(CASES / name).count(once) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("badpage.pdf", "damaged and was left out: 2"),
+        ("de_mixed.txt", "not UTF-8"),
+        ("zh_cut.txt", "not UTF-8"),
+    ],
+)
+def test_what_was_replaced_or_left_out_is_said(name, word):
+    assert word in notes_of(CASES / name)
+
+
+def test_cut_chinese_text_is_kept():
+    data = (CASES / "zh_cut.txt").read_bytes()
+    assert text_of(CASES / "zh_cut.txt")[:200] == clean(data.decode("utf-8", "ignore"))[:200]
+
+
+@pytest.mark.parametrize(
+    ("html", "wanted", "unwanted"),
+    [
+        ("<p>one<p>two", ["one\n\ntwo"], []),
+        ("<body><title>Late</title>words", ["words"], ["Late"]),
+        ("<nav><a href=x>Menu</a></nav><p>" + "text " * 20, ["text"], ["Menu"]),
+        ("<table><tr><td>a<td>b<tr><td>c<td>d</table>", ["a | b\nc | d"], []),
+        (
+            "<p>a<template><b>x</b></template><script>y</script><!-- z --><p hidden>q",
+            ["a"],
+            ["x", "y", "z", "q"],
+        ),
+        ("<ul><li>one<li>two</ul>", ["- one\n- two"], []),
+        ("<pre>a\n\tb</pre>", ["a\n    b"], []),
+        ("H<sub>2</sub>O x<sup>n+1</sup> y<sub>max</sub>", ["H₂O", "xⁿ⁺¹", "y_max"], []),
+        ("<math><mfrac><mi>a</mi><mi>b</mi></mfrac></math>", ["a/b"], []),
+        ("<input type=password value=secret><input value=shown>", ["shown"], ["secret"]),
+        ("<dl><dt>term<dd>meaning</dl>", ["term\nmeaning"], []),
+    ],
+)
+def test_html_as_a_browser_shows_it(tmp_path, html, wanted, unwanted):
+    (tmp_path / "a.html").write_text(html)
+    text = text_of(tmp_path / "a.html")
+    assert all(each in text for each in wanted), text
+    assert not any(each in text for each in unwanted), text
+
+
+def test_html_in_its_declared_encoding(tmp_path):
+    (tmp_path / "a.html").write_bytes("<meta charset=koi8-r><p>Ключ висит у двери".encode("koi8-r"))
+    assert text_of(tmp_path / "a.html") == "Ключ висит у двери"
+
+
+WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+MATH = "http://schemas.openxmlformats.org/officeDocument/2006/math"
+OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
+COMPATIBLE = "http://schemas.openxmlformats.org/markup-compatibility/2006"
+
+
+def docx(path, body, **parts):
+    """A DOCX with this body; parts: other members, by the name of their relationship's type."""
+    relations = "".join(
+        f'<Relationship Id="r{n}" Type="{OFFICE}/{kind}" Target="{name}"/>'
+        for n, (kind, (name, _)) in enumerate(parts.items())
+    )
+    package = "http://schemas.openxmlformats.org/package/2006/relationships"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(
+            "_rels/.rels",
+            f'<Relationships xmlns="{package}"><Relationship Id="a" Type="{OFFICE}/officeDocument" '
+            'Target="word/document.xml"/></Relationships>',
+        )
+        archive.writestr(
+            "word/_rels/document.xml.rels", f'<Relationships xmlns="{package}">{relations}</Relationships>'
+        )
+        archive.writestr(
+            "word/document.xml",
+            f'<w:document xmlns:w="{WORD}" xmlns:m="{MATH}" xmlns:r="{OFFICE}" xmlns:mc="{COMPATIBLE}"><w:body>{body}'
+            "</w:body></w:document>",
+        )
+        for name, content in parts.values():
+            archive.writestr(f"word/{name}", content)
+    return path
+
+
+def run(text):
+    return f"<w:r><w:t>{text}</w:t></w:r>"
+
+
+def paragraph(text):
+    return f"<w:p>{run(text)}</w:p>"
+
+
+FRACTION = (
+    "<m:oMath><m:f><m:num><m:r><m:t>a+b</m:t></m:r></m:num>"
+    "<m:den><m:r><m:t>2</m:t></m:r></m:den></m:f></m:oMath>"
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        (f"<w:p>{run('Half is ')}{FRACTION}{run('.')}</w:p>", "Half is (a+b)/2."),
+        (
+            "<w:p><w:del><w:r><w:delText>old</w:delText></w:r></w:del><w:ins>"
+            + run("new")
+            + "</w:ins></w:p>",
+            "new",
+        ),
+        (
+            f"<w:tbl><w:tr><w:tc>{paragraph('a')}</w:tc><w:tc>{paragraph('b')}</w:tc></w:tr></w:tbl>",
+            "a | b",
+        ),
+        (f"<w:sdt><w:sdtContent>{paragraph('controlled')}</w:sdtContent></w:sdt>", "controlled"),
+        (
+            f"<mc:AlternateContent><mc:Choice Requires='x'>{paragraph('chosen')}</mc:Choice></mc:AlternateContent>",
+            "chosen",
+        ),
+    ],
+)
+def test_word_document(tmp_path, body, wanted):
+    assert " ".join(text_of(docx(tmp_path / "a.docx", body)).split()) == wanted
+
+
+def test_word_headers_footers_and_embedded_html(tmp_path):
+    header = f'<w:hdr xmlns:w="{WORD}">{paragraph("Letterhead")}</w:hdr>'
+    footer = f'<w:ftr xmlns:w="{WORD}">{paragraph("Page foot")}</w:ftr>'
+    body = paragraph("Body.") + '<w:altChunk r:id="r2"/>' + paragraph("End.")
+    path = docx(
+        tmp_path / "a.docx",
+        body,
+        header=("header1.xml", header),
+        footer=("footer1.xml", footer),
+        aFChunk=("chunk.html", "<p>From <b>HTML</b>.</p>"),
+    )
+    assert text_of(path).split("\n\n") == ["Letterhead", "Body.", "From HTML.", "End.", "Page foot"]
+
+
+@pytest.mark.parametrize(
+    ("content", "row"),
+    [
+        ('a,b\n1,"x ""y"", z"\n', 'a: 1\nb: x "y", z'),
+        ("sep=;\na;b\n1;2,5\n", "a: 1\nb: 2,5"),
+        ("a;b;c\n1,5;2,5;x\n2,5;3,5;y\n", "a: 1,5\nb: 2,5\nc: x"),
+        ("a\tb\nx, y\tz\n", "a: x, y\nb: z"),
+        ("a|b\n1|2\n", "a: 1\nb: 2"),
+        ("title\nonly one, with commas\n", "title: only one, with commas"),
+    ],
+)
+def test_csv_of_any_dialect(tmp_path, content, row):
+    (tmp_path / "a.csv").write_text(content)
+    assert parse(tmp_path / "a.csv")["parts"][0][0] == row
+
+
+def test_workbook(tmp_path):
+    from openpyxl import Workbook
+
+    workbook = Workbook()
+    workbook.active.append(["name", "price"])
+    workbook.active.append(["pump", 12.0])
+    workbook.create_sheet("Other").append(["single"])
+    workbook.save(tmp_path / "a.xlsx")
+    assert parse(tmp_path / "a.xlsx")["parts"] == [
+        ("name: pump\nprice: 12", "Sheet, row 2"),
+        ("single", "Other, row 1"),
+    ]
+
+
+def test_slides(tmp_path):
+    from pptx import Presentation
+
+    presentation = Presentation()
+    slide = presentation.slides.add_slide(presentation.slide_layouts[1])
+    slide.shapes.title.text = "Harbour"
+    slide.placeholders[1].text = "Depth 4 m"
+    slide.notes_slide.notes_text_frame.text = "Ask the master."
+    presentation.save(tmp_path / "a.pptx")
+    assert parse(tmp_path / "a.pptx")["parts"] == [("Harbour\nDepth 4 m\nNotes: Ask the master.", "slide 1")]
+
+
+def test_opendocument(tmp_path):
+    from odf import text
+    from odf.opendocument import OpenDocumentText
+
+    document = OpenDocumentText()
+    for element in (text.H(outlinelevel=1, text="Tides"), text.P(text="High at nine.")):
+        document.text.addElement(element)
+    document.save(tmp_path / "a.odt")
+    assert parse(tmp_path / "a.odt")["parts"] == [("Tides\n\nHigh at nine.", "Tides")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "wanted"),
+    [
+        ("a.rtf", r"{\rtf1\ansi The d\'e9p\'f4t is \b open\b0.}", "The dépôt is open."),
+        ("a.rst", "Tides\n=====\n\nHigh at *nine*.\n\n.. include:: /etc/passwd\n", "Tides\n\nHigh at nine."),
+        ("a.org", "* Tides\nHigh at nine.\n", "Tides\n\nHigh at nine."),
+        (
+            "a.tex",
+            "\\documentclass{x}\\begin{document}High at \\emph{nine}: $x^2$.\\end{document}",
+            "High at nine: $x^2$.",
+        ),
+        (
+            "a.ipynb",
+            '{"cells": [{"cell_type": "markdown", "source": ["# Tides"]}, {"cell_type": "code", "source": "1 + 1", '
+            '"outputs": [{"data": {"text/plain": "2"}}]}]}',
+            "# Tides\n\n```\n1 + 1\n```\n\n```\n2\n```",
+        ),
+    ],
+)
+def test_further_formats(tmp_path, name, content, wanted):
+    (tmp_path / name).write_text(content)
+    assert text_of(tmp_path / name) == wanted
+
+
+def test_mail(tmp_path):
+    message = EmailMessage()
+    message["From"], message["Subject"] = "Ada <ada@example.org>", "Schlüssel"
+    message.set_content("It hangs behind the door.")
+    message.add_attachment(b"x", maintype="application", subtype="pdf", filename="plan.pdf")
+    (tmp_path / "a.eml").write_bytes(message.as_bytes())
+    assert text_of(tmp_path / "a.eml").split("\n") == [
+        "From: Ada <ada@example.org>",
+        "Subject: Schlüssel",
+        "Attachments: plan.pdf",
+        "",
+        "It hangs behind the door.",
+    ]
+
+
+def test_pdf_form_values_and_remarks_are_read(tmp_path):
+    from pypdf import PdfReader, PdfWriter
+    from reportlab.pdfgen.canvas import Canvas
+
+    canvas = Canvas(str(tmp_path / "form.pdf"))
+    canvas.drawString(40, 700, "Name of the boat")
+    canvas.acroForm.textfield(name="boat", tooltip="Boat", value="Seagull", x=200, y=690)
+    canvas.save()
+    writer = PdfWriter(clone_from=PdfReader(tmp_path / "form.pdf"))
+    writer.write(tmp_path / "a.pdf")
+    text = text_of(tmp_path / "a.pdf")
+    assert "Name of the boat" in text and "Boat: Seagull" in text
+
+
+def test_every_format_has_a_reader_and_is_named_once():
+    assert len(readers.READERS) == len({suffix.lower() for suffix in readers.READERS}) >= 20
+
+
+def test_temporary_files_beside_documents_are_skipped(tmp_path):
+    documents = ["report.docx", "notes.txt", "Äpfel.pdf"]
+    temporary = [
+        "~$report.docx",
+        ".~lock.report.docx#",
+        "report.docx.tmp",
+        "film.pdf.part",
+        "notes.txt~",
+        "desktop.ini",
+    ]
+    for name in documents + temporary:
+        (tmp_path / name).write_text("x")
+    found = discover([tmp_path])
+    assert sorted(path.name for path in found.files) == sorted(documents)
+    assert not found.failed
