@@ -7,15 +7,15 @@ answer is full prefill's.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
 from ragblend.engine.prompts.figure_rows import text_of_token
-from ragblend.engine.prompts.passage_match import matching_passages, with_passage_alone
+from ragblend.engine.prompts.passage_match import matching_passage, with_passage_alone
 from ragblend.engine.prompts.segments import Prompt
 
 View = Callable[[Sequence[int]], Tensor]  # logits (vocab,) after these tokens of the answer
@@ -41,11 +41,10 @@ class UncertaintyCheck:
     prompt: Prompt
     sure: float
     view_of: Callable[[Prompt], View] | None = None
-    _opened: dict[int, View] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def needs_full_prefill(self, token: int, logits: Tensor, before: Sequence[int]) -> bool:
         """Whether this token, after the answer's tokens `before` it, is of a figure or begins a name, the model is not
-        sure of it, and no passage alone confirms it.
+        sure of it, and the passage alone does not confirm it.
 
         logits (vocab,): the model's own. Its probability is compared with those of likely tokens of the same kind only:
         a choice between a figure and a word says nothing about the figure. Citation numbers are no figures.
@@ -55,9 +54,7 @@ class UncertaintyCheck:
             return False
         if max(self._shares(logits, kind).values(), default=1.0) >= self.sure:
             return False
-        return not any(
-            self._shares(view(before), kind).get(token, 0.0) >= CONFIRMED for view in self._views()
-        )
+        return self._view is None or self._shares(self._view(before), kind).get(token, 0.0) < CONFIRMED
 
     def _counts(self, token: int, kind: str, before: Sequence[int]) -> bool:
         """Whether it is a figure but not a citation's, or a name that neither begins a sentence nor was asked for."""
@@ -75,17 +72,16 @@ class UncertaintyCheck:
         total = sum(alike.values())
         return {i: p / total for i, p in alike.items()} if total else {}
 
-    def _views(self) -> Iterator[View]:
-        """Views of the passages that match the question, each opened when it is first needed."""
-        if self.view_of is None or not self.prompt.chunks:
-            return
-        for number in matching_passages(self.prompt):
-            if number not in self._opened:
-                alone = with_passage_alone(self.prompt, number)
-                if len(alone.token_ids) > LARGEST_VIEW * len(self.prompt.token_ids):
-                    continue
-                self._opened[number] = self.view_of(alone)
-            yield self._opened[number]
+    @cached_property
+    def _view(self) -> View | None:
+        """With the passage that matches the question best alone; opened when it is first needed."""
+        number = matching_passage(self.prompt)
+        if self.view_of is None or number is None:
+            return None
+        alone = with_passage_alone(self.prompt, number)
+        if len(alone.token_ids) > LARGEST_VIEW * len(self.prompt.token_ids):
+            return None
+        return self.view_of(alone)
 
     def _kind(self, token: int) -> str:
         """`figure` for a token with digits, `name` for one that begins a capitalised word, else the empty string."""

@@ -1,4 +1,4 @@
-"""Finds the passages of a prompt that have the question's words, and the prompt with one of them alone."""
+"""Finds the passage of a prompt that has the question's words, and the prompt with that passage alone."""
 
 import math
 from collections import Counter
@@ -8,19 +8,18 @@ from ragblend.engine.prompts.segments import Chunk, Prompt
 
 # BM25's usual constants (Robertson and Zaragoza, 2009, §3.2).
 SATURATION, LENGTH_WEIGHT = 1.2, 0.75
-NEXT_BEST = 0.8  # of the best score: the second passage matches the question nearly as well
 SEPARATOR_TOKENS = 16  # a literal of up to so many tokens between two passages only separates them
 
 
-def matching_passages(prompt: Prompt) -> list[int]:
-    """The number of the passage that matches the question best, then the second if it does nearly as well.
+def matching_passage(prompt: Prompt) -> int | None:
+    """The number of the passage that matches the question best, by BM25 over token ids, which knows no language.
 
-    By BM25 over token ids, which needs no knowledge of the language. None if no passage has a word of the question.
+    None if no passage has a word of the question.
     """
     question = prompt.token_ids[prompt.places[-1][1] :] if prompt.chunks else ()
     scores = _bm25(question, [chunk.token_ids or () for chunk in prompt.chunks])
-    best = sorted(range(len(scores)), key=lambda number: -scores[number])[:2]
-    return [number for number in best if scores[number] and scores[number] >= NEXT_BEST * scores[best[0]]]
+    best = max(range(len(scores)), key=scores.__getitem__, default=None)
+    return best if best is not None and scores[best] else None
 
 
 def with_passage_alone(prompt: Prompt, number: int) -> Prompt:
