@@ -22,6 +22,7 @@ View = Callable[[Sequence[int]], Tensor]  # logits (vocab,) after these tokens o
 NEAR_TOKENS = 12
 LIKELY = 20  # the most likely tokens that are compared
 CONFIRMED = 0.1  # the share from which a passage alone confirms a token
+SURE_WITHOUT_VIEW = 0.8  # what counts as confident where no passage can be asked
 # Reading a passage alone must save most of a full prefill; else that is done at once.
 LARGEST_VIEW = 0.5
 _ENDS_SENTENCE = re.compile(r"[.!?…:\n]\W*$")
@@ -34,7 +35,7 @@ class UncertaintyCheck:
     """Decides whether the next token needs a full prefill. sure: the share from which the model counts as confident.
 
     prompt: names in its question, after the last chunk, are never uncertain. view_of(prompt): a view of the prompt with
-    one passage alone; None: there is none, and what is uncertain is not confirmed.
+    one passage alone; None: there is none.
     """
 
     tokenizer: Any
@@ -52,9 +53,12 @@ class UncertaintyCheck:
         kind = self._kind(token)
         if not kind or not self._counts(token, kind, before):
             return False
-        if max(self._shares(logits, kind).values(), default=1.0) >= self.sure:
+        confidence = max(self._shares(logits, kind).values(), default=1.0)
+        if confidence >= self.sure:
             return False
-        return self._view is None or self._shares(self._view(before), kind).get(token, 0.0) < CONFIRMED
+        if self._view is None:
+            return confidence < SURE_WITHOUT_VIEW
+        return self._shares(self._view(before), kind).get(token, 0.0) < CONFIRMED
 
     def _counts(self, token: int, kind: str, before: Sequence[int]) -> bool:
         """Whether it is a figure but not a citation's, or a name that neither begins a sentence nor was asked for."""
