@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ragblend.engine.prompts.segments import Chunk, Prompt
 
-# BM25's usual constants (Robertson and Zaragoza, 2009, §3.2).
-SATURATION, LENGTH_WEIGHT = 1.2, 0.75
+# BM25 (Robertson and Zaragoza, 2009, §3.2). Passages are about equally long, so their length says little.
+SATURATION, LENGTH_WEIGHT = 1.2, 0.4
 SEPARATOR_TOKENS = 16  # a literal of up to so many tokens between two passages only separates them
 
 
