@@ -19,12 +19,12 @@ from ragblend.engine.loader import LostChunk, loader_of
 from ragblend.engine.nodes import TokenIds
 from ragblend.engine.plan import Kind, Plan, Span, make_plan
 from ragblend.engine.prompts.paths import computed_in, path_of
-from ragblend.engine.prompts.segments import Chunk
+from ragblend.engine.prompts.segments import Chunk, Prompt
 from ragblend.engine.request import Request, keys_of
 from ragblend.engine.results import Computed, Prefilled
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.scheduling.queue import DeviceTurn
-from ragblend.engine.selection import ATTENTION_FREE, Policy
+from ragblend.engine.selection import ATTENTION_FREE, METHODS, Policy
 from ragblend.engine.trace import Recorder, Trace
 from ragblend.kvstore.codec import Part, Source
 from ragblend.kvstore.errors import without_frames
@@ -73,7 +73,11 @@ def prefill(
     report = replace(report, warning=warning, timings=timings)
     computed = _computed(runtime, request, plan, fusion.cache)
     sure = request.policy.sure if _is_approximate(plan, spent) else 0.0
-    return Prefilled(request.prompt, logits, fusion.cache, report, computed, arrived, sure)
+
+    def read_alone(prompt: Prompt, turn: DeviceTurn) -> Prefilled:
+        return prefill(runtime, replace(request, prompt=prompt, policy=METHODS["reuse"], session=None), turn)
+
+    return Prefilled(request.prompt, logits, fusion.cache, report, computed, arrived, sure, read_alone)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 from ragblend.engine.config import Report
 from ragblend.engine.prompts.segments import Chunk, Prompt
 from ragblend.engine.scheduling.background import end_at_exit
+from ragblend.engine.scheduling.queue import DeviceTurn
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.errors import Cancelled, without_frames
 from ragblend.kvstore.files import Closing
@@ -61,7 +62,8 @@ class Prefilled:
 
     cache: transformers' kind of cache; None for a model that cannot be fused. computed: KV that may be stored in the
     knowledge tree. arrived: values that were read from a shared store, to be stored here. sure: the policy's, if stored
-    KV was used that other text changes; else 0.
+    KV was used that other text changes; else 0. read_alone(prompt, turn): the same request with another prompt, reusing
+    all that is stored.
     """
 
     prompt: Prompt
@@ -71,6 +73,7 @@ class Prefilled:
     computed: Sequence[Computed] = ()
     arrived: Mapping[ChunkKey, Blob] = field(default_factory=dict)
     sure: float = 0.0
+    read_alone: Callable[[Prompt, DeviceTurn], "Prefilled"] | None = None
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from ragblend.engine.cache import ROOM_STEP, Append, FusedCache
 from ragblend.engine.config import DecodeOptions, Report
 from ragblend.engine.decoding.constrained import Constraint
 from ragblend.engine.decoding.eviction import evict
+from ragblend.engine.decoding.passage_view import PassageView
 from ragblend.engine.decoding.prompt_lookup import PromptLookup
 from ragblend.engine.decoding.sampling import LogprobRecorder, logits_processors
 from ragblend.engine.decoding.text import TextStream, decode_text
-from ragblend.engine.decoding.uncertainty import UncertaintyCheck
+from ragblend.engine.decoding.uncertainty import UncertaintyCheck, View
 from ragblend.engine.model.decoder import constant_rope_tokens
 from ragblend.engine.model.load import end_ids
 from ragblend.engine.prompts.figures import figures_in, unsupported_figures
@@ -121,11 +122,7 @@ def _decode_fused(
     sequence = torch.tensor([[*prompt, *[0] * max_new_tokens]], device=prefilled.logits.device)
     ids, implementation = list[int](), None
     lookup, guesses, rows = PromptLookup(0, ()), list[int](), prefilled.logits[None]
-    uncertainty = (
-        UncertaintyCheck(runtime.tokenizing.tokenizer, prefilled.prompt, prefilled.sure)
-        if prefilled.sure
-        else None
-    )
+    uncertainty = _uncertainty_check(runtime, prefilled, turn) if prefilled.sure else None
     read_again_at: int | None = None
     cache.truncate()
     while True:
@@ -159,6 +156,15 @@ def _decode_fused(
             (cache, rows), guesses = _full_prefill(runtime, prompt, ids, turn), []
         else:
             rows = turn.share(implementation, (cache, [token, *guesses]))
+
+
+def _uncertainty_check(runtime: Runtime, prefilled: Prefilled, turn: DeviceTurn) -> UncertaintyCheck:
+    def view_of(prompt: Prompt) -> View:
+        assert prefilled.read_alone is not None
+        return PassageView(runtime, prefilled.read_alone(prompt, turn)).logits
+
+    given = runtime.tokenizing.tokenizer, prefilled.prompt, prefilled.sure
+    return UncertaintyCheck(*given, None if prefilled.read_alone is None else view_of)
 
 
 def _full_prefill(

@@ -1,12 +1,13 @@
-"""Detects uncertain figures and names, before which the answer switches to a full prefill.
+"""Detects figures and names that reused KV may have got wrong, before which the answer switches to a full prefill.
 
-If reused KV leads to another figure than full prefill, the model is hardly ever confident of it (docs/methods.md). So
-before such a token the answer continues from a full prefill, at most once: time to first token stays, and the rest of
-the answer is full prefill's.
+If the model is not sure of a figure, it is asked once more with only the passage that the question is about: what is
+stored for that one is exact there, and no other passage misleads (docs/methods.md). Where that view does not confirm
+the figure, the answer continues from a full prefill, at most once: time to first token stays, and the rest of the
+answer is full prefill's.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,10 +15,16 @@ from typing import Any
 from torch import Tensor
 
 from ragblend.engine.prompts.figure_rows import text_of_token
+from ragblend.engine.prompts.passage_match import matching_passage, with_passage_alone
 from ragblend.engine.prompts.segments import Prompt
 
+View = Callable[[Sequence[int]], Tensor]  # logits (vocab,) after these tokens of the answer
 NEAR_TOKENS = 12
 LIKELY = 20  # the most likely tokens that are compared
+CONFIRMED = 0.1  # the share from which a passage alone confirms a token
+SURE_WITHOUT_VIEW = 0.8  # what counts as confident where no passage can be asked
+# Reading a passage alone must save most of a full prefill; else that is done at once.
+LARGEST_VIEW = 0.5
 _ENDS_SENTENCE = re.compile(r"[.!?…:\n]\W*$")
 _IN_CITATION = re.compile(r"\[[\d\s,;]*$")
 _QUOTES = "\"'([{«„“”’‚"
@@ -27,32 +34,58 @@ _QUOTES = "\"'([{«„“”’‚"
 class UncertaintyCheck:
     """Decides whether the next token needs a full prefill. sure: the share from which the model counts as confident.
 
-    prompt: names in its question, after the last chunk, are never uncertain.
+    prompt: names in its question, after the last chunk, are never uncertain. view_of(prompt): a view of the prompt with
+    one passage alone; None: there is none.
     """
 
     tokenizer: Any
     prompt: Prompt
     sure: float
+    view_of: Callable[[Prompt], View] | None = None
 
     def needs_full_prefill(self, token: int, logits: Tensor, before: Sequence[int]) -> bool:
-        """Whether this token, after the answer's tokens `before` it, is of a figure or begins a name, and is uncertain.
+        """Whether this token, after the answer's tokens `before` it, is of a figure or begins a name, the model is not
+        sure of it, and the passage alone does not confirm it.
 
         logits (vocab,): the model's own. Its probability is compared with those of likely tokens of the same kind only:
         a choice between a figure and a word says nothing about the figure. Citation numbers are no figures.
         """
         kind = self._kind(token)
-        if not kind:
+        if not kind or not self._counts(token, kind, before):
             return False
-        likely, ids = logits.float().softmax(-1).topk(min(LIKELY, logits.numel()))
-        alike = [p for p, i in zip(likely.tolist(), ids.tolist(), strict=True) if self._kind(i) == kind]
-        if alike and alike[0] >= self.sure * sum(alike):
+        confidence = max(self._shares(logits, kind).values(), default=1.0)
+        if confidence >= self.sure:
             return False
+        if self._view is None:
+            return confidence < SURE_WITHOUT_VIEW
+        return self._shares(self._view(before), kind).get(token, 0.0) < CONFIRMED
+
+    def _counts(self, token: int, kind: str, before: Sequence[int]) -> bool:
+        """Whether it is a figure but not a citation's, or a name that neither begins a sentence nor was asked for."""
         context = self.tokenizer.decode(list(before)[-NEAR_TOKENS:])
         if kind == "figure":
             return _IN_CITATION.search(context) is None
         begins_sentence = not context.strip() or _ENDS_SENTENCE.search(context) is not None
         text = self.tokenizer.decode([token]).strip().casefold()
         return not begins_sentence and not any(word.startswith(text) for word in self._question_words)
+
+    def _shares(self, logits: Tensor, kind: str) -> dict[int, float]:
+        """The probabilities of the likely tokens of this kind, as shares of their sum."""
+        likely, ids = logits.float().softmax(-1).topk(min(LIKELY, logits.numel()))
+        alike = {i: p for p, i in zip(likely.tolist(), ids.tolist(), strict=True) if self._kind(i) == kind}
+        total = sum(alike.values())
+        return {i: p / total for i, p in alike.items()} if total else {}
+
+    @cached_property
+    def _view(self) -> View | None:
+        """With the passage that matches the question best alone; opened when it is first needed."""
+        number = matching_passage(self.prompt)
+        if self.view_of is None or number is None:
+            return None
+        alone = with_passage_alone(self.prompt, number)
+        if len(alone.token_ids) > LARGEST_VIEW * len(self.prompt.token_ids):
+            return None
+        return self.view_of(alone)
 
     def _kind(self, token: int) -> str:
         """`figure` for a token with digits, `name` for one that begins a capitalised word, else the empty string."""

@@ -28,8 +28,8 @@ from ragblend.engine.selection.shift import Delta, KernelShift, LayerChange
 from ragblend.engine.selection.static import Beginnings, Static, random_rows
 from ragblend.kvstore.errors import UsageError
 
-# Below this probability of a figure or name the answer continues from a full prefill (docs/methods.md).
-MIN_CONFIDENCE = 0.8
+# Below this probability of a figure or name the passage alone must confirm it (docs/methods.md).
+MIN_CONFIDENCE = 0.98
 _TABLE: dict[str, Policy] = {
     # Baselines and controls.
     "full": Static(every_row, lambda span: False, fixed_ratio=1.0),

@@ -7,7 +7,9 @@ import torch
 from benches import make_prompt, make_text
 
 from ragblend import Chunk, Literal, Prompt
+from ragblend.engine.decoding.passage_view import PassageView
 from ragblend.engine.decoding.uncertainty import UncertaintyCheck
+from ragblend.engine.prompts.passage_match import matching_passage, with_passage_alone
 from ragblend.engine.prompts.session import Session
 from ragblend.engine.selection import METHODS
 
@@ -85,6 +87,78 @@ def probabilities(**given):
     for word, p in given.items():
         found[IDS[word]] = p
     return found.log()
+
+
+ELSEWHERE = Chunk("other", token_ids=(IDS[" is"], IDS[" metres"], IDS["."]) * 9)
+FERRY = Chunk("ferry", token_ids=(IDS[" Orbeck"], IDS[" Ferry"], IDS[" carries"], IDS[" 41"]))
+
+
+@pytest.mark.parametrize(
+    ("alone", "confidence", "wanted"),
+    [
+        ({" 41": 0.3, " 339": 0.7}, 0.5, False),  # its passage confirms it
+        ({" 41": 0.05, " 339": 0.95}, 0.5, True),
+        ({" 41": 0.05, " 339": 0.95}, 0.9, True),  # confident, and wrong
+        ({" 41": 0.05, " 339": 0.95}, 0.99, False),
+    ],
+)
+def test_passage_alone_confirms_a_figure(alone, confidence, wanted):
+    asked = []
+
+    def view_of(prompt):
+        asked.append([segment.text for segment in prompt.chunks])
+        return lambda answer: probabilities(**alone)
+
+    prompt = Prompt([ELSEWHERE, Literal("", (IDS["."],)), FERRY, ELSEWHERE, Literal("", ASKED)])
+    check = UncertaintyCheck(WORDS, prompt, 0.98, view_of)
+    logits = probabilities(**{" 41": confidence, " 339": 1 - confidence})
+    for _ in range(2):
+        assert check.needs_full_prefill(IDS[" 41"], logits, [IDS[" carries"]]) is wanted
+    assert asked == ([["ferry"]] if confidence < 0.98 else []), "opened once, and only where it is needed"
+
+
+def test_passage_alone_is_not_read_where_that_is_most_of_the_prompt():
+    prompt = Prompt([FERRY, Literal("", ASKED)])
+    check = UncertaintyCheck(WORDS, prompt, 0.98, lambda prompt: pytest.fail("read"))
+    for confidence, wanted in ((0.7, True), (0.9, False)):
+        logits = probabilities(**{" 41": confidence, " 339": 1 - confidence})
+        assert check.needs_full_prefill(IDS[" 41"], logits, [IDS[" carries"]]) is wanted
+
+
+@pytest.mark.parametrize(
+    ("question", "wanted"), [(ASKED, 1), ((IDS[" metres"],), 0), ((IDS[" Felix"],), None)]
+)
+def test_matching_passage(question, wanted):
+    prompt = Prompt([Literal("", (1,)), ELSEWHERE, Literal("", (2,)), FERRY, Literal("", question)])
+    assert matching_passage(prompt) == wanted
+    if wanted is not None:
+        alone = with_passage_alone(prompt, wanted)
+        assert alone.chunks == [prompt.chunks[wanted]]
+        assert alone.token_ids == (1, *prompt.chunks[wanted].token_ids, *question)
+
+
+def test_earlier_turns_of_a_conversation_stay_beside_the_passage_alone():
+    turn = Literal("", tuple(range(10)) * 2)
+    prompt = Prompt([Literal("", (1,)), ELSEWHERE, turn, FERRY, Literal("", ASKED)])
+    assert with_passage_alone(prompt, 1).segments == (prompt.segments[0], turn, FERRY, prompt.segments[-1])
+
+
+def test_view_of_a_passage_alone_is_exact(fresh):
+    """What is stored for a passage is right where it directly follows the instructions."""
+    engine = fresh.engine
+    engine.encode(TEXTS)
+    begin = Literal("", engine.runtime.canonical_prefix)
+    prompt = engine.tokenize(Prompt([begin, *make_prompt(TEXTS, prefix="").segments]))
+    prefilled = engine.prefill(prompt, method="probe-shift")
+    alone = with_passage_alone(prompt, 1)
+    with engine.runtime.queue.turn() as turn:
+        view = PassageView(engine.runtime, prefilled.read_alone(alone, turn))
+        found = [view.logits(answer) for answer in ((), (5,), (5, 6, 7))]
+        assert prefilled.read_alone(alone, turn).report.tokens.reused == len(alone.chunks[0].token_ids)
+    for answer, logits in zip(((), (5,), (5, 6, 7)), found, strict=True):
+        ids = torch.tensor([[*alone.token_ids, *answer]])
+        wanted = engine.runtime.loaded.model(ids).logits[0, -1]
+        assert (logits - wanted).abs().max() < 1e-4
 
 
 class Unsure(UncertaintyCheck):
