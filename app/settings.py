@@ -144,6 +144,11 @@ class Settings:
         return replace(self, **_checked(given, "what was asked for"))
 
 
+# Settings that a process has once, for all the commands that it runs.
+PROCESS_SETTINGS = (
+    "model", "device", "dtype", "store_policy", "kv_codec", "remote", "store_budget_bytes", "memory_budget_bytes",
+    "device_budget_bytes",
+)  # fmt: skip
 DEVICE = re.compile(r"(cpu|cuda|mps)(:[0-9]+)?")
 DTYPES = ("float32", "bfloat16", "float16")
 COLLECTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")

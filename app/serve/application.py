@@ -6,7 +6,7 @@
 
 import base64
 import logging
-from collections.abc import Sequence
+import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -24,21 +24,13 @@ from ragblend.app.serve.bodies import EmbeddingBody
 from ragblend.app.serve.errors import ApiError, api_error, json_response
 from ragblend.app.serve.front import LimitedBody, TooLarge, TooSlow, too_large
 from ragblend.app.serve.keys import Authenticator, Client
-from ragblend.app.serve.metrics import MEDIA_TYPE, Labels
-from ragblend.app.serve.service import (
-    ClientGone,
-    Limits,
-    Service,
-    client_of,
-    service_of,
-    stoppable,
-    until_gone,
-)
+from ragblend.app.serve.metrics import MEDIA_TYPE
+from ragblend.app.serve.service import ClientGone, Limits, Service, client_of, service_of, until_gone
 from ragblend.app.services import AppServices
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.integrations.embeddings import DIMENSIONS, Embeddings
 from ragblend.integrations.threads import in_thread
-from ragblend.kvstore.errors import Cancelled, RagBlendError
+from ragblend.kvstore.errors import RagBlendError
 
 log = logging.getLogger("ragblend")
 router = APIRouter()
@@ -175,27 +167,22 @@ async def metrics(request: Request) -> Response:
     service = service_of(request)
     if not client_of(request).is_owner:
         raise ApiError(403, "Metrics need the owner's key.", "not_owner")
-    text = await in_thread(lambda: service.metrics.text(_gauges(service), _store_counts(service)))
-    return PlainTextResponse(text, media_type=MEDIA_TYPE)
+    return PlainTextResponse(await in_thread(lambda: _metrics_text(service)), media_type=MEDIA_TYPE)
 
 
-def _gauges(service: Service) -> dict[str, float]:
-    overview = service.desk.jobs.overview()
-    return {
+def _metrics_text(service: Service) -> str:
+    overview, store = service.desk.jobs.overview(), service.desk.workspaces.first.engine.store
+    gauges = {
         "requests_inside": service.admission.inside,
         "files_waiting": overview.total - overview.finished,
-        "uptime_seconds": service.uptime_s,
+        "uptime_seconds": time.monotonic() - service.begun_s,
     }
-
-
-def _store_counts(service: Service) -> Sequence[tuple[str, Labels, float]]:
-    """Hits, misses and evictions of this process, by tier."""
-    store = service.desk.workspaces.first.engine.store
-    return [
+    of_this_process = [
         (f"store_{what}_total", (("tier", tier),), getattr(counts, what))
         for tier, counts in store.counts_by_tier().items()
         for what in ("hits", "misses", "evictions")
     ]
+    return service.metrics.text(gauges, of_this_process)
 
 
 @router.get("/v1/models")
@@ -234,11 +221,7 @@ async def embed(request: Request, body: EmbeddingBody) -> Response:
         return embedder.embed_means(texts, stopped), embedder.count_tokens(texts, stopped)
 
     with service.admission.enter(client_of(request)):
-        try:
-            embedding = stoppable(work, service.allowed_s(None))
-            vectors, count = await until_gone(request.receive, embedding)
-        except Cancelled as error:
-            raise service.timeout_error(None) from error
+        vectors, count = await until_gone(request.receive, service.run(work, None))
     data = [
         {"object": "embedding", "index": number, "embedding": _vector(vector, body.encoding_format)}
         for number, vector in enumerate(vectors)

@@ -4,11 +4,11 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastapi import APIRouter
@@ -18,14 +18,13 @@ from starlette.responses import Response
 from ragblend.app.serve.bodies import ChatBody, CompletionBody, Options
 from ragblend.app.serve.errors import json_response
 from ragblend.app.serve.keys import Client
-from ragblend.app.serve.service import Service, client_of, service_of, stoppable, streamed, until_gone, whole
+from ragblend.app.serve.service import Service, client_of, service_of, streamed, until_gone, whole
 from ragblend.engine.prompts.segments import Prompt
 from ragblend.engine.prompts.tools import ParsedAnswer
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.integrations.backend import kv_statistics, logprobs
 from ragblend.integrations.calls import AnswerTimeout, Call
 from ragblend.integrations.threads import in_thread
-from ragblend.kvstore.errors import Cancelled
 
 if TYPE_CHECKING:
     from ragblend.engine.results import Result
@@ -134,34 +133,25 @@ async def _answers(
 ) -> AsyncGenerator[Piece, None]:
     """Yield each choice's pieces, then the completed choice; one by one, as the device runs one prompt at a time."""
     arrived, is_first = time.monotonic(), True
-    with service.admission.enter(client), _timeout_as_api_error(service, body.timeout):
-        seconds = service.allowed_s(body.timeout)
-        try:
-            found = await stoppable(choices, seconds)
-        except Cancelled as error:
-            raise service.timeout_error(body.timeout) from error
-        for choice in found:
-            left = seconds - (time.monotonic() - arrived)
+    deadline = arrived + service.allowed_s(body.timeout)
+    with service.admission.enter(client):
+        for choice in await service.run(choices, body.timeout):
+            left = max(deadline - time.monotonic(), 0.001)
             session = service.sessions.of(client.digest, choice.prompt.token_ids)
-            call = replace(choice.call, timeout=max(left, 0.001), session=session, client=client.name)
-            async with aclosing(call.astream(choice.prompt)) as items:
-                async for item in items:
-                    if is_first:
-                        service.metrics.observe("ttft_seconds", time.monotonic() - arrived)
-                    is_first = False
-                    if isinstance(item, str):
-                        yield choice, item
-                    else:
-                        service.count(item.report)
-                        yield choice, await in_thread(partial(CompletedChoice.of, choice, item))
-
-
-@contextmanager
-def _timeout_as_api_error(service: Service, timeout: float | None) -> Iterator[None]:
-    try:
-        yield
-    except AnswerTimeout as error:
-        raise service.timeout_error(timeout) from error
+            call = replace(choice.call, timeout=left, session=session, client=client.name)
+            try:
+                async with aclosing(call.astream(choice.prompt)) as items:
+                    async for item in items:
+                        if is_first:
+                            service.metrics.observe("ttft_seconds", time.monotonic() - arrived)
+                        is_first = False
+                        if isinstance(item, str):
+                            yield choice, item
+                        else:
+                            service.count(item.report)
+                            yield choice, await in_thread(partial(CompletedChoice.of, choice, item))
+            except AnswerTimeout as error:
+                raise service.timeout_error(body.timeout) from error
 
 
 def _choices(
@@ -174,17 +164,15 @@ def _choices(
     if not options.keys() & {"max_tokens", "max_completion_tokens"}:
         defaults["max_tokens"] = settings.max_new_tokens or DEFAULT_TOKENS
     call = Call.of(service.backend(client), (), body.learn_from_prompts, defaults, options)
-    calls = [_with_seed_of(call, number) for number in range(body.n or 1)]
-    pairs = [(number, each, prompt) for number, prompt in enumerate(prompts_of(call)) for each in calls]
+    calls, seed = [call] * (body.n or 1), call.arguments.get("seed")
+    if seed is not None:  # each choice has its own
+        calls = [replace(call, arguments=call.arguments | {"seed": seed + n}) for n, _ in enumerate(calls)]
+    index = count()
     return [
-        RequestedChoice(index, number, each, prompt) for index, (number, each, prompt) in enumerate(pairs)
+        RequestedChoice(next(index), number, each, prompt)
+        for number, prompt in enumerate(prompts_of(call))
+        for each in calls
     ]
-
-
-def _with_seed_of(call: Call, number: int) -> Call:
-    """The call of choice `number`: if there is a seed, each choice has its own."""
-    seed = call.arguments.get("seed")
-    return call if seed is None else replace(call, arguments=call.arguments | {"seed": seed + number})
 
 
 class EndpointFormat(Protocol):

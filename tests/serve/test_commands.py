@@ -18,6 +18,7 @@ from waiting import until
 from ragblend import __version__
 from ragblend.app import remote
 from ragblend.app.cli.main import main
+from ragblend.app.posix import listen_in
 from ragblend.app.remote import NAME, Line, connected
 from ragblend.app.serve.commands import CommandListener, RemoteTerminal
 from ragblend.app.services import AppServices
@@ -243,12 +244,7 @@ def request(**more):
 @contextmanager
 def stranger(folder, greeting=b"", answer=lambda connection: None):
     """Something that listens where a server would. Gives what it was sent before it answers."""
-    got, path = [], folder / NAME
-    listener = socket.socket(socket.AF_UNIX)
-    with remote.folder_of(folder) as opened:
-        listener.bind(remote.address(folder, opened))
-    path.chmod(0o600)
-    listener.listen()
+    got, path, listener = [], folder / NAME, listen_in(folder, NAME)
 
     def serve():
         while True:
