@@ -1,6 +1,5 @@
 """What the app uses of the operating system and only POSIX has: limits, signals, and sockets that are files."""
 
-import ctypes
 import os
 import resource
 import signal
@@ -41,6 +40,8 @@ def raise_open_file_limit(wanted: int) -> None:
 
 def limit_malloc_arenas() -> None:
     """Have glibc share heaps between threads: else each of dozens grows to the most that its thread ever used."""
+    import ctypes
+
     with suppress(AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, ARENAS)
 

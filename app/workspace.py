@@ -100,7 +100,7 @@ class Workspaces(Closing):
             "chats", lambda: Chats(self.home.chats, lambda nodes: self.library.known(nodes))
         )
 
-    @property
+    @cached_property
     def embedder(self) -> MiniLMEmbedder:
         return self._shared.embedder
 

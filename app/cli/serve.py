@@ -29,7 +29,7 @@ class ServerOptions:
     )
 
 
-def serve(cli: Cli, options: ServerOptions) -> int:
+def serve(cli: Cli, options: ServerOptions) -> None:
     """Serve OpenAI's API: chat, completions, embeddings, and the library with its documents."""
     cli.open().close()  # wrong options are refused before anything is loaded
     check_installed("The server", ("fastapi", "python_multipart", "uvicorn"), "serve")
@@ -60,7 +60,6 @@ def serve(cli: Cli, options: ServerOptions) -> int:
             limits = Limits(options.max_requests, answer_s=options.timeout, hang_s=options.hang)
             with contextlib.suppress(KeyboardInterrupt):  # the usual way to stop it
                 run(desk, address, at, known, ready, limits, options.max_upload_mib * MIB)
-    return 0
 
 
 def list_keys(cli: Cli, context: typer.Context) -> None:

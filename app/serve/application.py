@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ragblend.app.serve import chat, library, responses
 from ragblend.app.serve.bodies import EmbeddingBody
 from ragblend.app.serve.errors import ApiError, api_error, json_response
-from ragblend.app.serve.front import LimitedBody, TooLarge, TooSlow, too_large
+from ragblend.app.serve.front import LimitedBody
 from ragblend.app.serve.keys import Authenticator, Client
 from ragblend.app.serve.metrics import MEDIA_TYPE
 from ragblend.app.serve.service import ClientGone, Limits, Service, client_of, service_of, until_gone
@@ -85,28 +85,21 @@ class AccessMiddleware:
         )
 
         async def respond(message: Message) -> None:
-            if not status and message["type"] == "http.response.start" and (body.exceeded or body.late):
-                return  # an answer to an incomplete body is not sent
             if message["type"] == "http.response.start":
                 status.append(message["status"])
                 more = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
                 known = {name for name, _ in message["headers"]}
                 message["headers"] = [*message["headers"], *(pair for pair in more if pair[0] not in known)]
-            if status:
-                await send(message)
+            await send(message)
 
         inner = dict(scope)  # routing stores the route in it
         try:
             inner["client_of_key"] = client = self._authenticator.client(scope)
             with self._admit_upload(scope, client):
                 await self._app(inner, body, respond)
-        except (TooLarge, TooSlow, ClientGone):
-            pass
         except Exception as error:  # not logged as it is: its message may quote the request
             if not status:
                 await api_error(error, self.service.shown).response(scope, receive, respond)
-        if not status:
-            await self._incomplete(body).response(scope, receive, send)
         route = getattr(inner.get("route"), "path", "other")
         status_text = str(status[0] if status else 499)
         self.service.metrics.count("requests_total", route=route, status=status_text)
@@ -119,14 +112,6 @@ class AccessMiddleware:
         is_upload = scope["method"] == "POST" and scope["path"] == library.UPLOAD_PATH
         return self.service.admission.enter(client) if is_upload else nullcontext()
 
-    def _incomplete(self, body: LimitedBody) -> ApiError:
-        """The error of a request that was not answered: its body is incomplete, or its client is gone."""
-        if body.late:
-            return ApiError(408, "The request did not arrive in time.", "timeout")
-        if body.exceeded:
-            return ApiError(*too_large(body.limit), "too_large")
-        return ApiError(499, "The client disconnected.", "gone")
-
 
 async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
@@ -138,11 +123,12 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own errors: unknown paths and methods, malformed forms."""
+    """Starlette's own errors: unknown paths and methods, malformed forms; and bodies that are too large or late."""
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, OSError):  # writing an upload to disk failed
         return api_error(error.__cause__).response
-    response = ApiError(error.status_code, str(error.detail), "refused").response
+    code = getattr(error, "code", "refused")
+    response = ApiError(error.status_code, str(error.detail), code).response
     response.headers.update(error.headers or {})
     return response
 

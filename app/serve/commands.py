@@ -41,7 +41,7 @@ class CommandListener(Closing):
     def __init__(self, desk: AppServices) -> None:
         self._desk, self._root = desk, desk.workspaces.home.root
         self._closing = threading.Event()
-        self._lock, self._running = threading.Lock(), dict["RemoteTerminal", threading.Thread]()
+        self._running: dict[RemoteTerminal, threading.Thread] = {}
         self._socket = listen_in(self._root, NAME)
         self._thread = threading.Thread(target=self._accept, name="ragblend-commands", daemon=True)
         self._thread.start()
@@ -55,8 +55,7 @@ class CommandListener(Closing):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._thread.join()
-        with self._lock:
-            running = dict(self._running)
+        running = dict(self._running)
         for terminal in running:
             terminal.shut_down()
         for thread in running.values():
@@ -84,14 +83,12 @@ class CommandListener(Closing):
                 return
             line.wait(None)
             terminal = RemoteTerminal(line, request)
-            with self._lock:
-                self._running[terminal] = threading.current_thread()
+            self._running[terminal] = threading.current_thread()
             threading.Thread(target=terminal.listen, daemon=True).start()
             try:
                 line.send(**self._run(request, terminal))
             finally:
-                with self._lock:
-                    del self._running[terminal]
+                del self._running[terminal]
 
     def _run(self, request: dict[str, Any], terminal: "RemoteTerminal") -> dict[str, Any]:
         """Run the command; the message that ends it at the other end."""
@@ -102,7 +99,9 @@ class CommandListener(Closing):
             message = str(error)
             if terminal.is_shutting_down:
                 message += " The process that has the home open is ending."
-            return {"failed": [_error_name(error), message]}
+            # The nearest class that the other end knows.
+            known = (kind for kind in type(error).__mro__ if kind.__module__ == RagBlendError.__module__)
+            return {"failed": [next(known).__name__, message]}
         except Exception as error:
             log.exception("the command %s failed", request.get("command"))
             message = (
@@ -112,11 +111,6 @@ class CommandListener(Closing):
             return {"failed": ["LibraryError", message]}
         except BaseException:  # KeyboardInterrupt, alone or in an event loop's exception group
             return {"failed": ["Cancelled", "Interrupted."]}
-
-
-def _error_name(error: RagBlendError) -> str:
-    """The nearest error class that the other end knows."""
-    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == RagBlendError.__module__)
 
 
 class RemoteTerminal(Terminal):

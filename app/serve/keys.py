@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -96,14 +95,23 @@ class Keys:
             self._seen = None
             known = dict(self._read())
             yield known
-            self._write(known)
+            rows = [
+                {"sha256": digest, "name": client.name, "collections": client.collections}
+                for digest, client in known.items()
+            ]
+            replace_durably(self.path, json.dumps({"keys": rows}, indent=1))
 
     def _read(self) -> dict[str, Client]:
         try:
             found = self.path.stat()
             seen = found.st_mtime_ns, found.st_ino
             if seen != self._seen:
-                self._clients = _parsed(json.loads(self.path.read_text(encoding="utf-8")))
+                rows = json.loads(self.path.read_text(encoding="utf-8"))["keys"]
+                clients = [
+                    Client(str(row["name"]), tuple(map(str, row["collections"])), str(row["sha256"]))
+                    for row in rows
+                ]
+                self._clients = {client.digest: client for client in clients}
                 self._seen = seen
         except FileNotFoundError:
             self._seen, self._clients = None, {}
@@ -112,13 +120,6 @@ class Keys:
                 f"Reading the keys in {self.path}: {error}. Remove the file and make new keys."
             ) from error
         return self._clients
-
-    def _write(self, clients: dict[str, Client]) -> None:
-        values = [
-            {"sha256": digest, "name": client.name, "collections": client.collections}
-            for digest, client in clients.items()
-        ]
-        replace_durably(self.path, json.dumps({"keys": values}, indent=1))
 
 
 @dataclass(frozen=True)
@@ -145,14 +146,6 @@ class Authenticator:
             "An API key is needed: `Authorization: Bearer KEY`; `ragblend keys add` makes one.",
             "invalid_api_key",
         )
-
-
-def _parsed(value: Any) -> dict[str, Client]:
-    clients = (
-        Client(str(each["name"]), tuple(map(str, each["collections"])), str(each["sha256"]))
-        for each in value["keys"]
-    )
-    return {client.digest: client for client in clients}
 
 
 def _digest(key: str) -> str:

@@ -1,5 +1,6 @@
 """`/v1/rag/ask` and `/v1/documents`: questions about the library, and its documents, as on the page."""
 
+import asyncio
 import re
 import shutil
 import tempfile
@@ -94,10 +95,8 @@ async def _answer(
             raise service.timeout_error(body.timeout)
         return turn.answer
 
-    timer = threading.Timer(seconds, stop)
-    timer.daemon = True
     with service.admission.enter(client):
-        timer.start()
+        timer = asyncio.get_running_loop().call_later(seconds, stop)
         try:
             async with aclosing(iterate_in_thread(work, stop)) as items:
                 async for item in items:
