@@ -25,7 +25,7 @@ from ragblend.app.serve.errors import ApiError, api_error, json_response
 from ragblend.app.serve.front import LimitedBody
 from ragblend.app.serve.keys import Authenticator, Client
 from ragblend.app.serve.metrics import MEDIA_TYPE
-from ragblend.app.serve.service import ClientGone, Limits, Service, client_of, service_of, until_gone
+from ragblend.app.serve.service import Limits, Service, client_of, service_of, until_gone
 from ragblend.app.services import AppServices
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.integrations.embeddings import DIMENSIONS, Embeddings
@@ -61,7 +61,7 @@ def build(
         app.include_router(each)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
-    for kind in (ApiError, RagBlendError, ClientGone, Exception):
+    for kind in (ApiError, RagBlendError, Exception):
         app.add_exception_handler(kind, partial(_other_error, service))
     return AccessMiddleware(app, service, authenticator)
 
@@ -134,8 +134,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _other_error(service: Service, request: Request, error: Exception) -> Response:
-    if isinstance(error, ClientGone):
-        return Response(status_code=499)
     return api_error(error, service.shown).response
 
 

@@ -12,6 +12,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -193,8 +194,8 @@ def client_of(request: Request) -> Client:
     return found
 
 
-class ClientGone(Exception):
-    """The client has disconnected."""
+class ClientGone(HTTPException):
+    """The client has disconnected, so that nobody reads the response."""
 
 
 async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
@@ -203,7 +204,7 @@ async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise ClientGone(499, "The client disconnected.")
         return task.result()
     finally:
         gone.cancel()
