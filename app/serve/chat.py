@@ -106,7 +106,7 @@ async def respond(
     request: Request,
     body: Options,
     prompts_of: Callable[[Call], list[Prompt]],
-    format_of: Callable[[str], "AnswerFormat"],
+    format_of: Callable[[str], "EndpointFormat"],
 ) -> Response:
     """Answer the prompts that prompts_of makes, whole or streamed. format_of: of the model's name."""
     service = service_of(request)
@@ -174,7 +174,7 @@ def _choices(
     ]
 
 
-class AnswerFormat(ABC):
+class EndpointFormat(ABC):
     """How one of OpenAI's APIs writes answers, whole and streamed."""
 
     @abstractmethod
@@ -203,7 +203,7 @@ class AnswerFormat(ABC):
             yield event
 
 
-class CompletionFormat(AnswerFormat):
+class CompletionFormat(EndpointFormat):
     """What `/v1/chat/completions` and `/v1/completions` have in common."""
 
     kind, chunk_kind, prefix = "", "", ""

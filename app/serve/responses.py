@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragblend.app.serve.bodies import ResponsesBody
-from ragblend.app.serve.chat import AnswerFormat, CompletedChoice, respond, usage_and_kv
+from ragblend.app.serve.chat import EndpointFormat, CompletedChoice, respond, usage_and_kv
 
 router = APIRouter(prefix="/v1")
 Json = dict[str, Any]
@@ -27,7 +27,7 @@ async def responses(request: Request, body: ResponsesBody) -> Response:
     return await respond(request, chat, lambda call: [call.chat_prompt(turns)], partial(ResponseFormat, body))
 
 
-class ResponseFormat(AnswerFormat):
+class ResponseFormat(EndpointFormat):
     """`/v1/responses`: one message, then its function calls."""
 
     def __init__(self, body: ResponsesBody, model: str) -> None:
