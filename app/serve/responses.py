@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragblend.app.serve.bodies import ResponsesBody
-from ragblend.app.serve.chat import EndpointFormat, CompletedChoice, respond, usage_and_kv
+from ragblend.app.serve.chat import CompletedChoice, EndpointFormat, respond, usage_and_kv
 
 router = APIRouter(prefix="/v1")
 Json = dict[str, Any]
