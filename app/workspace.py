@@ -73,7 +73,8 @@ class Workspaces(Closing):
 
     def __init__(self, home: Home, settings: Settings, owner: "Workspaces | None" = None) -> None:
         self.home, self.settings = home, settings
-        self._shared, self._is_owner = owner._shared if owner else _SharedState(), owner is None
+        self._is_owner = owner is None
+        self._shared: _SharedState = owner._shared if owner else _SharedState()
         self._lock, self._files = self._shared.lock, self._shared.files
         self._open: dict[str, Workspace] = {}
         self.reranking = self._shared.reranking

@@ -44,13 +44,11 @@ OWNER = Client("owner")
 
 
 class Keys:
-    """The keys of one home. Changes by other processes take effect with the next request."""
+    """The keys of one home, read anew for each request: other processes may change them."""
 
     def __init__(self, root: Path) -> None:
         self.path = root / FILE_NAME
-        self._seen: tuple[int, int] | None = None
         self._is_used = False
-        self._clients: dict[str, Client] = {}
 
     def add(self, client: Client) -> str:
         """Make and return a key; it cannot be read again. Raises UsageError for a name that is taken, SettingsError."""
@@ -92,8 +90,7 @@ class Keys:
     def _changing(self) -> Iterator[dict[str, Client]]:
         """The present keys, for the block to change; they are written after it. Other processes wait meanwhile."""
         with WriterLock(self.path.with_suffix(".lock"), LOCK_TIMEOUT_S) as lock, lock.hold():
-            self._seen = None
-            known = dict(self._read())
+            known = self._read()
             yield known
             rows = [
                 {"sha256": digest, "name": client.name, "collections": client.collections}
@@ -103,23 +100,18 @@ class Keys:
 
     def _read(self) -> dict[str, Client]:
         try:
-            found = self.path.stat()
-            seen = found.st_mtime_ns, found.st_ino
-            if seen != self._seen:
-                rows = json.loads(self.path.read_text(encoding="utf-8"))["keys"]
-                clients = [
-                    Client(str(row["name"]), tuple(map(str, row["collections"])), str(row["sha256"]))
-                    for row in rows
-                ]
-                self._clients = {client.digest: client for client in clients}
-                self._seen = seen
+            rows = json.loads(self.path.read_text(encoding="utf-8"))["keys"]
+            clients = [
+                Client(str(row["name"]), tuple(map(str, row["collections"])), str(row["sha256"]))
+                for row in rows
+            ]
         except FileNotFoundError:
-            self._seen, self._clients = None, {}
+            return {}
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise SettingsError(
                 f"Reading the keys in {self.path}: {error}. Remove the file and make new keys."
             ) from error
-        return self._clients
+        return {client.digest: client for client in clients}
 
 
 @dataclass(frozen=True)
