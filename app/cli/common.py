@@ -103,7 +103,7 @@ class CommandHost:
     folder, environment: where the command was typed, and with which variables.
     """
 
-    desk: "AppServices"
+    services: "AppServices"
     folder: Path
     environment: Mapping[str, str]
 
@@ -111,7 +111,7 @@ class CommandHost:
         """As `Workspace.open`. Raises UsageError if a setting of the whole process would have to differ."""
         from ragblend.app.settings import PROCESS_SETTINGS, Settings
 
-        spaces = self.desk.workspaces
+        spaces = self.services.workspaces
         wanted = Settings.load(spaces.home.settings, self.environment, overrides)
         here = {name: getattr(spaces.settings, name) for name in PROCESS_SETTINGS}
         for name, value in here.items():
@@ -132,7 +132,7 @@ class CommandHost:
         if name in ("device", "dtype") and value is None:
             from ragblend.engine.model.device import pick_device, pick_dtype
 
-            device = pick_device(self.desk.settings.device)
+            device = pick_device(self.services.settings.device)
             return str(pick_device(None)) if name == "device" else pick_dtype(device, None)
         return value
 
@@ -194,15 +194,15 @@ class Cli:
         return workspace
 
     @contextlib.contextmanager
-    def desk(self) -> "Iterator[AppServices]":
+    def services(self) -> "Iterator[AppServices]":
         """The services over the home: the host's, or those of this process, closed after the block."""
         if self.host is not None:
-            yield self.host.desk
+            yield self.host.services
             return
         from ragblend.app.services import AppServices
 
-        with AppServices.open(self.home, **self.overrides) as desk:
-            yield desk
+        with AppServices.open(self.home, **self.overrides) as services:
+            yield services
 
     def result(self, value: dict[str, Any], text: str) -> None:
         """Print the command's result: the object with --json, else the text."""

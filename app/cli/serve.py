@@ -39,8 +39,8 @@ def serve(cli: Cli, options: ServerOptions) -> None:
     from ragblend.app.serve.service import Limits
     from ragblend.app.services import AppServices
 
-    with AppServices.open(cli.home, **cli.overrides) as desk:
-        known = Keys(desk.workspaces.home.root)
+    with AppServices.open(cli.home, **cli.overrides) as services:
+        known = Keys(services.workspaces.home.root)
         check_reach(options.host, options.allow_host, known)
         with listening(options.host, options.port, options.allow_host) as (address, at):
             is_open = address.is_private and not known.clients()
@@ -59,7 +59,7 @@ def serve(cli: Cli, options: ServerOptions) -> None:
 
             limits = Limits(options.max_requests, answer_s=options.timeout, hang_s=options.hang)
             with contextlib.suppress(KeyboardInterrupt):  # the usual way to stop it
-                run(desk, address, at, known, ready, limits, options.max_upload_mib * MIB)
+                run(services, address, at, known, ready, limits, options.max_upload_mib * MIB)
 
 
 def list_keys(cli: Cli, context: typer.Context) -> None:

@@ -49,14 +49,14 @@ STATUSES = {
 
 
 def build(
-    desk: AppServices, authenticator: Authenticator, limits: Limits | None = None
+    services: AppServices, authenticator: Authenticator, limits: Limits | None = None
 ) -> "AccessMiddleware":
     """The server's ASGI application over these services."""
     errors: dict[int | str, dict[str, Any]] = {
         status: {"description": text} for status, text in STATUSES.items()
     }
     app = FastAPI(title="RAGBlend", docs_url=None, redoc_url=None, responses=errors)
-    app.state.service = service = Service(desk, limits)
+    app.state.service = service = Service(services, limits)
     for each in (router, chat.router, responses.router, library.router):
         app.include_router(each)
     app.add_exception_handler(RequestValidationError, _validation_error)
@@ -155,7 +155,7 @@ async def metrics(request: Request) -> Response:
 
 
 def _metrics_text(service: Service) -> str:
-    overview, store = service.desk.jobs.overview(), service.desk.workspaces.first.engine.store
+    overview, store = service.app.jobs.overview(), service.app.workspaces.first.engine.store
     gauges = {
         "requests_inside": service.admission.inside,
         "files_waiting": overview.total - overview.finished,
@@ -173,7 +173,7 @@ def _metrics_text(service: Service) -> str:
 async def models(request: Request) -> Response:
     """List the model that answers and the one that embeds."""
     service = service_of(request)
-    names = (service.model, service.desk.workspaces.embedder.name)
+    names = (service.model, service.app.workspaces.embedder.name)
     return json_response({"object": "list", "data": [_model(service, name) for name in names]})
 
 
@@ -181,7 +181,7 @@ async def models(request: Request) -> Response:
 async def model(request: Request, name: str) -> Response:
     """Describe one model."""
     service = service_of(request)
-    if name != service.desk.workspaces.embedder.name:
+    if name != service.app.workspaces.embedder.name:
         service.check_model(name)
     return json_response(_model(service, name))
 
@@ -194,7 +194,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 async def embed(request: Request, body: EmbeddingBody) -> Response:
     """Embed texts; each vector has length 1."""
     service, texts = service_of(request), [body.input] if isinstance(body.input, str) else body.input
-    embedder = service.desk.workspaces.embedder
+    embedder = service.app.workspaces.embedder
     if body.model != embedder.name:
         message = f"There is no model {body.model!r:.100}; the embedding model is {embedder.name!r}."
         raise ApiError(404, message, "model_not_found", "model")

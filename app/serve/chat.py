@@ -156,7 +156,7 @@ async def _answers(
 def _choices(
     service: Service, client: Client, body: Options, prompts_of: Callable[[Call], list[Prompt]]
 ) -> list[RequestedChoice]:
-    settings, options = service.desk.settings, body.options()
+    settings, options = service.app.settings, body.options()
     defaults: dict[str, Any] = {"method": settings.method, "ratio": settings.ratio}
     if options.get("method") is not None:
         del defaults["ratio"]  # it belongs to the settings' method

@@ -38,8 +38,8 @@ class CommandListener(Closing):
     Only for the process that holds the home's page lock.
     """
 
-    def __init__(self, desk: AppServices) -> None:
-        self._desk, self._root = desk, desk.workspaces.home.root
+    def __init__(self, services: AppServices) -> None:
+        self._services, self._root = services, services.workspaces.home.root
         self._closing = threading.Event()
         self._running: dict[RemoteTerminal, threading.Thread] = {}
         self._socket = listen_in(self._root, NAME)
@@ -93,7 +93,7 @@ class CommandListener(Closing):
     def _run(self, request: dict[str, Any], terminal: "RemoteTerminal") -> dict[str, Any]:
         """Run the command; the message that ends it at the other end."""
         try:
-            host = CommandHost(self._desk, Path(request["folder"]), dict(request["environment"]))
+            host = CommandHost(self._services, Path(request["folder"]), dict(request["environment"]))
             return {"end": run_forwarded(request["command"], request["arguments"], terminal, host)}
         except RagBlendError as error:
             message = str(error)

@@ -82,7 +82,7 @@ def check_reach(host: str, names: Iterable[str] | None, keys: Keys) -> None:
 
 
 def serve(
-    desk: AppServices,
+    services: AppServices,
     address: Address,
     at: socket.socket,
     keys: Keys,
@@ -95,17 +95,17 @@ def serve(
     from ragblend.app.serve.library import UPLOAD_PATH
 
     limit_malloc_arenas()
-    root = desk.workspaces.home.root
+    root = services.workspaces.home.root
     rules = Rules(address, UPLOAD_PATH, max_upload_bytes)
-    with owning(desk, "ragblend serve"), files_inside(root / "serve"):
-        front = build(desk, Authenticator(rules, keys, not address.is_private), limits)
+    with owning(services, "ragblend serve"), files_inside(root / "serve"):
+        front = build(services, Authenticator(rules, keys, not address.is_private), limits)
 
         def ready() -> None:
-            desk.start()
-            front.service.startup.begin(desk)
+            services.start()
+            front.service.startup.begin(services)
             on_ready()
 
-        workspace = desk.workspaces.first
+        workspace = services.workspaces.first
         stop_watchdog = watch(lambda: workspace.queues, front.service.limits.hang_s)
         try:
             UvicornServer(front, ready, GRACE_S).run([at])
@@ -114,13 +114,13 @@ def serve(
 
 
 @contextmanager
-def owning(desk: AppServices, command: str) -> Iterator[None]:
+def owning(services: AppServices, command: str) -> Iterator[None]:
     """Make this the one process that has the home open: it runs the ingest queue and this user's forwarded commands.
 
     If it cannot listen for commands, they run in their own processes. SIGTERM ends it as Ctrl-C does. Raises
     StoreLockedError if another process has the home open.
     """
-    root = desk.workspaces.home.root
+    root = services.workspaces.home.root
     with ExitStack() as held:
         try:
             held.enter_context(writer_lock(root / LOCK, command))
@@ -132,7 +132,7 @@ def owning(desk: AppServices, command: str) -> Iterator[None]:
                 "which it answers."
             ) from None
         try:
-            held.enter_context(CommandListener(desk))
+            held.enter_context(CommandListener(services))
         except OSError as error:
             log.warning(
                 "commands run in their own processes: listening in the home %s failed: %s", root, error

@@ -87,28 +87,28 @@ class Admission:
 class Service:
     """The state of one server, shared by its routes."""
 
-    def __init__(self, desk: AppServices, limits: Limits | None = None) -> None:
-        self.desk, self.limits = desk, limits or Limits()
+    def __init__(self, services: AppServices, limits: Limits | None = None) -> None:
+        self.app, self.limits = services, limits or Limits()
         self.startup, self.metrics, self.sessions = ModelStartup(), Metrics(), SessionCache()
         self.admission, self._long_text = Admission(self.limits), threading.Lock()
-        self.home = str(desk.workspaces.home.root)
+        self.home = str(services.workspaces.home.root)
         self.begun, self.begun_s = int(time.time()), time.monotonic()  # the wall clock may be set
 
     @property
     def model(self) -> str:
         """The model's name for clients, never its path."""
-        named = self.desk.settings.model
+        named = self.app.settings.model
         return BUNDLED if named == "default" else Path(named).stem if Path(named).exists() else named
 
     def shown(self, text: str) -> str:
         """The text without paths of this machine."""
-        named = self.desk.settings.model
+        named = self.app.settings.model
         text = text.replace(self.home, "HOME")
         return text.replace(named, self.model) if Path(named).is_absolute() else text
 
     def check_model(self, name: str) -> None:
         """Raise ApiError (404) for another model."""
-        if name not in (self.model, self.desk.settings.model):
+        if name not in (self.model, self.app.settings.model):
             raise ApiError(
                 404, f"There is no model {name!r:.100}; there is {self.model!r}.", "model_not_found", "model"
             )
@@ -118,10 +118,10 @@ class Service:
 
         Also if it was removed: passages learned from the request would be visible to a later key of that name.
         """
-        existing = self.desk.workspaces.names()
+        existing = self.app.workspaces.names()
         allowed = existing if client.is_owner else [each for each in client.collections if each in existing]
         if name is None:
-            name = next(iter(client.collections), self.desk.settings.collection)
+            name = next(iter(client.collections), self.app.settings.collection)
         if name not in allowed:
             raise ApiError(
                 404, f"There is no collection {name!r:.100}.", "collection_not_found", "collection"
@@ -178,8 +178,8 @@ class Service:
 
     def backend(self, client: Client) -> Backend:
         """The engine and the passages of that client. Imports torch, so not for an event loop."""
-        settings, collection = self.desk.settings, self.collection(client)
-        _ = self.desk.workspaces.of(collection).engine  # opens it with the settings' budgets
+        settings, collection = self.app.settings, self.collection(client)
+        _ = self.app.workspaces.of(collection).engine  # opens it with the settings' budgets
         where = settings.device, settings.dtype, settings.vllm
         return Backend(settings.model, self.home, collection, *where)
 

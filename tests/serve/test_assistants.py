@@ -37,9 +37,9 @@ def home(request, home_of, tiny_folder, tmp_path_factory):
     if request.param == "alone":
         yield home
         return
-    with AppServices.open(home) as desk, CommandListener(desk):
+    with AppServices.open(home) as services, CommandListener(services):
         yield home
-        desk.workspaces.first.engine.close()
+        services.workspaces.first.engine.close()
 
 
 @contextmanager

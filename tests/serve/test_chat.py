@@ -15,7 +15,7 @@ from ragblend.integrations.threads import NAME
 
 def test_answers_equal_the_engines(served) -> None:
     answer = served.chat("Who built it?", method="full").json()
-    own = Backend(str(served.service.desk.settings.model), served.service.home, "ada", "cpu", "float32")
+    own = Backend(str(served.service.app.settings.model), served.service.home, "ada", "cpu", "float32")
     prompt = own.chat_prompt([ChatTurn("user", ("Who built it?",))])
     expected = own.engine.generate(prompt, method="full", max_new_tokens=6)
     [choice] = answer["choices"]
@@ -123,7 +123,7 @@ def test_repeated_text_is_learnt_for_one_key_only(served) -> None:
 
 def test_a_later_key_of_the_same_name_inherits_nothing(served) -> None:
     """Removing key and collection left what prompts taught, on the disk and in memory, and the session."""
-    desk, runtime = served.service.desk, served.engine.runtime
+    services, runtime = served.service.app, served.engine.runtime
 
     def asked(*passages):
         [kv] = served.chat("\n\n".join([*passages, "Who kept the ledgers?"]), "cleo").json()["kv"]
@@ -134,36 +134,36 @@ def test_a_later_key_of_the_same_name_inherits_nothing(served) -> None:
         served.add_key("cleo")
         first, second = asked(LEDGER, LIGHT), asked(LIGHT, LEDGER)
         assert (first["chunks"], first["reused"], second["hits"]) == ([], 0, 0)
-        workspace = desk.workspaces.of("cleo")
+        workspace = services.workspaces.of("cleo")
         workspace.engine.encode(["Nobody looks for this in prompts."], ["entered"])
         stored = runtime.nodes.keys("cleo")
         assert len(stored) == 3 and all(map(runtime.store.contains, stored))
         served.known.remove("cleo")
-        assert desk.remove_collection("cleo")[1] > 0
+        assert services.remove_collection("cleo")[1] > 0
         assert not runtime.nodes.keys("cleo") and not any(map(runtime.store.contains, stored))
         assert len(workspace.known_passages) == 0
 
 
 def test_requests_after_a_collections_removal_leave_nothing_for_a_later_key(served) -> None:
     """The key still held: what it asked then, and what waited to be encoded for it, the next key of that name found."""
-    desk, runtime, begun = served.service.desk, served.engine.runtime, threading.Event()
+    services, runtime, begun = served.service.app, served.engine.runtime, threading.Event()
     served.add_key("dora")
     served.engine.finish_background()
     runtime.background.add(lambda: begun.wait(SOON_S))
     for passages in ((LEDGER, LIGHT), (LIGHT, LEDGER), (LEDGER, LIGHT)):
         assert served.chat("\n\n".join([*passages, "Who kept the ledgers?"]), "dora").status_code == 200
-    desk.remove_collection("dora")
+    services.remove_collection("dora")
     begun.set()
     assert served.engine.finish_background(SOON_S) and not runtime.nodes.keys("dora")
     assert served.chat(LEDGER, "dora").status_code == 404
     served.known.remove("dora")
-    Backend(desk.settings.model, served.service.home, "dora", "cpu", "float32").engine.encode(
+    Backend(services.settings.model, served.service.home, "dora", "cpu", "float32").engine.encode(
         [LEDGER], ["late"]
     )
     served.add_key("dora")
     assert served.chat(LEDGER, "dora").json()["kv"][0]["reused"] == 0 and not runtime.nodes.keys("dora")
     served.known.remove("dora")
-    desk.remove_collection("dora")
+    services.remove_collection("dora")
 
 
 def test_each_conversation_of_a_key_has_a_session_of_its_own(served) -> None:

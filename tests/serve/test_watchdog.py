@@ -101,11 +101,11 @@ def test_a_hanging_embedder_or_reranker_ends_the_process(
     texts = ["The ferry leaves at seven.", "The ferry is painted blue."]
     with serving(home_of(), tiny_folder) as served, served.client("owner-key") as client:
         reranker = make_cross_encoder(tmp_path / "reranker", texts)
-        served.service.desk.workspaces.change(reranker=str(reranker))
+        served.service.app.workspaces.change(reranker=str(reranker))
         files = [("file", (f"{number}.txt", text)) for number, text in enumerate(texts)]
         assert client.post("/v1/documents", files=files).json()["queued"] == 2
         until(lambda: [d["state"] for d in client.get("/v1/documents").json()["data"]] == ["done"] * 2)
-        workspace = served.service.desk.workspaces.first
+        workspace = served.service.app.workspaces.first
         question = {"question": "When does the ferry leave?", "max_tokens": 2}
         assert client.post("/v1/rag/ask", json=question).status_code == 200
         until(lambda: not any(queue.still_s for queue in workspace.queues))
