@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -80,23 +81,21 @@ class AccessMiddleware:
             await send({"type": "websocket.close", "code": 1008})
             return
         status: list[int] = []
-        body = LimitedBody(
-            receive, self._authenticator.rules.limit(scope["path"]), self.service.limits.body_s
-        )
+        largest, slowest_s = self._authenticator.rules.limit(scope["path"]), self.service.limits.body_s
 
         async def respond(message: Message) -> None:
             if message["type"] == "http.response.start":
                 status.append(message["status"])
-                more = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
-                known = {name for name, _ in message["headers"]}
-                message["headers"] = [*message["headers"], *(pair for pair in more if pair[0] not in known)]
+                headers = MutableHeaders(scope=message)
+                headers.setdefault("x-content-type-options", "nosniff")
+                headers.setdefault("cache-control", "no-store")
             await send(message)
 
         inner = dict(scope)  # routing stores the route in it
         try:
             inner["client_of_key"] = client = self._authenticator.client(scope)
             with self._admit_upload(scope, client):
-                await self._app(inner, body, respond)
+                await self._app(inner, LimitedBody(receive, largest, slowest_s), respond)
         except Exception as error:  # not logged as it is: its message may quote the request
             if not status:
                 await api_error(error, self.service.shown).response(scope, receive, respond)
