@@ -27,7 +27,7 @@ def _has_idle_core_per_thread(load: Path) -> bool:
 
     try:
         running = int(load.read_text().split()[3].partition("/")[0])
-        cores = len(os.sched_getaffinity(0))
+        cores = len(psutil.Process().cpu_affinity())
         threads = int(os.environ.get("OMP_NUM_THREADS") or psutil.cpu_count(logical=False) or cores)
     except (OSError, ValueError, IndexError, AttributeError):
         return False

@@ -1,8 +1,20 @@
-"""Operating-system calls of the app that exist on POSIX only: limits of a process."""
+"""What the app uses of the operating system and only POSIX has: limits, signals, and sockets that are files."""
 
+import os
 import resource
+import signal
+import socket
+import stat
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
+
+from ragblend.kvstore.files import FILE_MODE
+
+M_ARENA_MAX, ARENAS = -8, 2  # M_ARENA_MAX is of glibc's malloc.h
 
 
 def disable_core_dumps() -> None:
@@ -15,3 +27,98 @@ def limit_allocations(more_bytes: int) -> None:
     if used := getattr(psutil.Process().memory_info(), "data", 0):
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (used + more_bytes, hard))
+
+
+def raise_open_file_limit(wanted: int) -> None:
+    """Allow so many open files, or as many as the system allows without being root."""
+    with suppress(OSError, ValueError):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def limit_malloc_arenas() -> None:
+    """Have glibc share heaps between threads: else each of dozens grows to the most that its thread ever used."""
+    import ctypes
+
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, ARENAS)
+
+
+@contextmanager
+def on_signal(number: int, handle: Callable[..., None]) -> Iterator[None]:
+    """Call handle() for this signal within the block."""
+    before = signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def listen_in(folder: Path, name: str) -> socket.socket:
+    """Listen at a socket in this folder, for this user only. Raises OSError."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        with _opened(folder) as at:
+            with suppress(FileNotFoundError):  # left by a killed process
+                os.unlink(name, dir_fd=at)
+            listener.bind(_address(folder, at, name))
+            os.chmod(name, FILE_MODE, dir_fd=at)
+            listener.listen(64)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def connect_in(folder: Path, name: str, timeout_s: float) -> socket.socket:
+    """Connect to a socket in this folder. Raises TimeoutError, and OSError if others could have replaced it."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        with _opened(folder) as at:
+            found = os.stat(name, dir_fd=at, follow_symlinks=False)
+            if not (stat.S_ISSOCK(found.st_mode) and _is_private(found) and _is_private(os.fstat(at))):
+                raise PermissionError
+            connection.settimeout(timeout_s)
+            connection.connect(_address(folder, at, name))
+        if not is_same_user(connection):
+            raise PermissionError
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def is_same_user(connection: socket.socket) -> bool:
+    """Whether this user is at the other end. Only Linux says so; elsewhere the folder's mode must be enough."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(user == os.geteuid())
+
+
+def limit_sending(connection: socket.socket, seconds: int) -> None:
+    """Let sending fail if the other end reads nothing for so long."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """A descriptor of the folder: it stays the same folder if the path is renamed or replaced. Raises OSError."""
+    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield at
+    finally:
+        os.close(at)
+
+
+def _address(folder: Path, at: int, name: str) -> str:
+    """Of a socket in the opened folder, through /proc if there is one: an address has at most 107 bytes."""
+    through = f"/proc/self/fd/{at}"
+    return f"{through}/{name}" if os.path.isdir(through) else str(folder / name)
+
+
+def _is_private(found: os.stat_result) -> bool:
+    """Whether it is this user's, and nobody else may change it."""
+    return found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077

@@ -1,9 +1,8 @@
-"""Commands that run in the process which has the home open (`ragblend serve`): finding it, and what goes over the line.
+"""Forwards a command to the process that has the home open (`ragblend serve`), and prints what it says.
 
-It listens at a Unix socket in the home. The folder says who may come, and the kernel who answers, so there is no port
-that another program could take and no token that it could be sent. A command sends what it was given, as JSON in
-lines; `serve/commands.py` runs it there, and what it says is printed here. No model, no index and no web client is
-imported for that.
+That process listens at a Unix socket in the home. The folder's mode decides who may connect, and the kernel says who
+answers, so there is no port that another program could take, and no token. The command's arguments are sent as JSON in
+lines; `serve/commands.py` runs it there. No model, index or web client is imported here.
 """
 
 import io
@@ -11,17 +10,16 @@ import json
 import os
 import signal
 import socket
-import stat
-import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from ragblend import __version__
 from ragblend.app.home import absolute
+from ragblend.app.posix import connect_in, on_signal
 from ragblend.kvstore import errors
 from ragblend.kvstore.errors import LibraryError, RagBlendError
 from ragblend.kvstore.files import Closing
@@ -30,38 +28,39 @@ from ragblend.kvstore.places import SECRETS
 NAME = "commands.sock"
 MOST_BYTES = 16 << 20  # of one line
 GREETING_S = 10.0
-LEAVING_S = 10.0  # after Ctrl-C, until the command is given up here; there it is ended in any case
+LEAVING_S = 10.0  # after Ctrl-C, until this process ends; the other one ends the command in any case
 SHOWN = ("TERM", "NO_COLOR", "COLORTERM")  # what decides how progress is drawn
-_AGAIN = "End it, and start it again."
+AGAIN = "End it, and start it again."
 
 
 class Line(Closing):
-    """JSON objects over a connected socket, a line each. Safe for several senders and one receiver."""
+    """JSON objects over a connected socket, one per line. Safe for several senders and one receiver."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self._lines = connection, connection.makefile("rb")
         self._sending = threading.RLock()
 
     def send(self, **value: Any) -> None:
-        """Raises OSError where nobody listens."""
+        """Paths are sent as absolute ones, because the other process is in another folder. Raises OSError."""
         with self._sending:
-            self._socket.sendall(json.dumps(value).encode("ascii") + b"\n")
+            text = json.dumps(value, default=lambda path: {"path": str(absolute(path))})
+            self._socket.sendall(text.encode("ascii") + b"\n")
 
     def receive(self) -> dict[str, Any] | None:
-        """The next one; None at the end, and for what is no object. Raises OSError."""
+        """The next object; None at the end, and for anything else. Raises OSError."""
         text = self._lines.readline(MOST_BYTES)
         try:
-            found = json.loads(text) if text.endswith(b"\n") else None
-        except ValueError:
+            found = json.loads(text, object_hook=_with_paths) if text.endswith(b"\n") else None
+        except (ValueError, TypeError):
             return None
         return found if isinstance(found, dict) else None
 
     def wait(self, seconds: float | None) -> None:
-        """How long to wait for the next one from now on."""
+        """Set the timeout of sending and receiving."""
         self._socket.settimeout(seconds)
 
     def cut(self) -> None:
-        """Both ends come to its end; whoever waits for a line has None."""
+        """End the connection for both ends; a waiting `receive` returns None."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -71,84 +70,44 @@ class Line(Closing):
         self._socket.close()
 
 
-@contextmanager
-def folder_of(root: Path) -> Iterator[int]:
-    """A descriptor of the home, which stays the same folder whatever becomes of its name. Raises OSError."""
-    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield folder
-    finally:
-        os.close(folder)
-
-
-def address(root: Path, folder: int) -> str:
-    """Of the socket. Addresses have 107 bytes at most, which the path of a home may be longer than."""
-    through = f"/proc/self/fd/{folder}"
-    return f"{through}/{NAME}" if os.path.isdir(through) else str(root / NAME)
-
-
-def is_same_user(connection: socket.socket) -> bool:
-    """Whether who is at the other end is this user, as the kernel says; where it does not, the folder's mode must."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return True
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return bool(user == os.geteuid())
+def _with_paths(value: dict[str, Any]) -> Any:
+    return Path(value["path"]) if value.keys() == {"path"} else value
 
 
 def connected(root: Path) -> Line | None:
-    """A line to the process that has this home open, if it is this user's. Raises LibraryError where it is silent."""
-    connection = socket.socket(socket.AF_UNIX)
+    """A line to the process of this user that has the home open; None if there is none. Raises LibraryError."""
     try:
-        with folder_of(root) as folder:
-            if not _is_private(os.fstat(folder), stat.S_ISDIR):
-                raise PermissionError
-            if not _is_private(os.stat(NAME, dir_fd=folder, follow_symlinks=False), stat.S_ISSOCK):
-                raise PermissionError
-            connection.settimeout(GREETING_S)
-            connection.connect(address(root, folder))
-        if not is_same_user(connection):
-            raise PermissionError
+        return Line(connect_in(root, NAME, GREETING_S))
     except TimeoutError:
-        connection.close()
         raise _silent(root) from None
-    except OSError:  # nothing there, what a kill has left, somebody else's
-        connection.close()
+    except OSError:  # nothing is there, or what a kill has left, or it is somebody else's
         return None
-    return Line(connection)
-
-
-def _is_private(found: os.stat_result, kind: Callable[[int], bool]) -> bool:
-    """Whether it is of that kind, ours, and nobody else's to change."""
-    return kind(found.st_mode) and found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077
 
 
 def _silent(root: Path) -> LibraryError:
     return LibraryError(
-        f"The process that has the home {root} open does not answer. Look at its terminal; {_AGAIN.lower()}"
+        f"The process that has the home {root} open does not answer. Look at its terminal; {AGAIN.lower()}"
     )
 
 
 def run(line: Line, root: Path, command: str, arguments: Mapping[str, Any], out: TextIO) -> int:
-    """Have a command run over there, and print what it says; its exit code. Raises what it raises.
+    """Run a command in the other process and print what it says; returns its exit code, and raises its errors.
 
-    KeyboardInterrupt where it does not end after Ctrl-C; a second one is not waited for.
+    KeyboardInterrupt if it does not end after Ctrl-C, and at once after a second Ctrl-C.
     """
     pid = _greeted(line, root)
     shown = {name: os.environ[name] for name in SHOWN if name in os.environ}
     with suppress(OSError):
         shown["COLUMNS"] = str(os.get_terminal_size(sys.stderr.fileno()).columns)
-    told = {
-        name: text
-        for name, text in os.environ.items()
-        if name.startswith("RAGBLEND_") and name not in SECRETS
-    }
+    named = {name for name in os.environ if name.startswith("RAGBLEND_")} - {*SECRETS}
+    environment = {name: os.environ[name] for name in named}
     try:
         line.send(
-            command=command, arguments=packed(arguments), folder=os.getcwd(), environment=told, shown=shown,
+            command=command, arguments=arguments, folder=os.getcwd(), environment=environment, shown=shown,
             is_terminal=sys.stderr.isatty(),
         )  # fmt: skip
         line.wait(None)
-        with _interrupts(line):
+        with _forwarded_interrupts(line):
             return _followed(line, out)
     except TimeoutError:
         raise _silent(root) from None
@@ -162,35 +121,36 @@ def run(line: Line, root: Path, command: str, arguments: Mapping[str, Any], out:
 
 
 def _greeted(line: Line, root: Path) -> int:
-    """The other one's process id. Raises LibraryError where it is not this version of RAGBlend."""
+    """The other process's id. Raises LibraryError if it is not this version of RAGBlend."""
+    found: dict[str, Any] = {}
     try:
-        found = line.receive() or {}
+        found = line.receive() or found
     except TimeoutError:
         raise _silent(root) from None
     except OSError:
-        found = {}
+        pass
     version, pid = found.get("ragblend"), found.get("pid")
     if version is None or not isinstance(pid, int):
         raise LibraryError(f"What answers at {root / NAME} is not RAGBlend. Remove that file.")
     if version != __version__:
         raise LibraryError(
-            f"Process {pid} has the home {root} open: it is RAGBlend {version}, and this is {__version__}. {_AGAIN}"
+            f"Process {pid} has the home {root} open: it is RAGBlend {version}, and this is {__version__}. {AGAIN}"
         )
     return pid
 
 
 def _followed(line: Line, out: TextIO) -> int:
-    said = _Said(line)
+    lines = _InputLines(line)
     while (found := line.receive()) is not None:
         if "out" in found:
             out.write(found["out"])
             out.flush()
         elif "err" in found:
-            with suppress(BrokenPipeError):  # who reads no notes may still read the result
+            with suppress(BrokenPipeError):  # the result may still be read
                 sys.stderr.write(found["err"])
                 sys.stderr.flush()
         elif "read" in found:
-            said.next()
+            lines.send_next()
         elif "failed" in found:
             kind, message = found["failed"]
             named = getattr(errors, kind, LibraryError)
@@ -198,91 +158,60 @@ def _followed(line: Line, out: TextIO) -> int:
             raise named(message)
         else:
             return int(found["end"])
-    raise ConnectionResetError("the line was cut")
+    raise ConnectionResetError("the connection was closed")
 
 
-class _Said:
-    """Standard input, a line when it is asked for. Whoever waits for one does not keep the process from ending."""
+class _InputLines:
+    """Sends standard input line by line, each when it is asked for, in a thread that does not delay the exit."""
 
     def __init__(self, line: Line) -> None:
-        self._line, self._rest, self._is_reading = line, b"", False
+        self._line, self._is_reading = line, False
+        self._lines: Any = io.BytesIO()
+        with suppress(AttributeError, OSError, ValueError):
+            # Not `sys.stdin` itself: the interpreter would wait for its lock at exit.
+            self._lines = io.BufferedReader(io.FileIO(sys.stdin.fileno(), closefd=False))
 
-    def next(self) -> None:
-        if not self._is_reading:  # else the one that comes is the answer
+    def send_next(self) -> None:
+        if not self._is_reading:  # else the line that comes is the answer
             self._is_reading = True
             threading.Thread(target=self._send, daemon=True).start()
 
     def _send(self) -> None:
-        text = self._read().decode("utf-8", "surrogateescape")
+        text = b""
+        with suppress(OSError):
+            text = self._lines.readline()
         self._is_reading = False
         with suppress(OSError):
-            self._line.send(said=text)
-
-    def _read(self) -> bytes:
-        """Past Python's own buffer, whose lock would be held while the interpreter ends."""
-        try:
-            descriptor = sys.stdin.fileno()
-        except (AttributeError, io.UnsupportedOperation, ValueError):
-            return b""
-        while b"\n" not in self._rest:
-            try:
-                more = os.read(descriptor, 1 << 16)
-            except OSError:
-                more = b""
-            if not more:
-                found, self._rest = self._rest, b""
-                return found
-            self._rest += more
-        found, newline, self._rest = self._rest.partition(b"\n")
-        return found + newline
+            self._line.send(said=text.decode("utf-8", "surrogateescape"))
 
 
 @contextmanager
-def _interrupts(line: Line) -> Iterator[None]:
-    """Ctrl-C is handed on, and the command has some seconds to end; their end, or a second one, ends it here.
+def _forwarded_interrupts(line: Line) -> Iterator[None]:
+    """Forward Ctrl-C, and give the command LEAVING_S to end; after that, or a second Ctrl-C, raise KeyboardInterrupt.
 
-    The socket stays without a timeout: one that it is given while it is read from makes Python read on for ever, deaf
-    to signals.
+    The socket has no timeout: if one is set while it is read from, Python reads on for ever, deaf to signals.
     """
-    asked, giving_up = False, threading.Timer(LEAVING_S, line.cut)
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored in a background process
+        yield
+        return
+    is_interrupted, giving_up = False, threading.Timer(LEAVING_S, line.cut)
     giving_up.daemon = True
 
-    def hand_on(*_: Any) -> None:
-        nonlocal asked
-        if asked:
+    def forward(*_: Any) -> None:
+        nonlocal is_interrupted
+        if is_interrupted:
             raise KeyboardInterrupt
-        asked = True
+        is_interrupted = True
         giving_up.start()
         with suppress(OSError):
             line.send(interrupt=True)
 
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # the shell has it ignored, say
-        yield
-        return
-    signal.signal(signal.SIGINT, hand_on)
     try:
-        yield
+        with on_signal(signal.SIGINT, forward):
+            yield
     except ConnectionResetError:
-        if asked:
+        if is_interrupted:
             raise KeyboardInterrupt from None
         raise
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         giving_up.cancel()
-
-
-def packed(value: Any) -> Any:
-    """Arguments as JSON; paths are absolute, as the other process is in another folder."""
-    if isinstance(value, Path):
-        return {"path": str(absolute(value))}
-    if isinstance(value, Mapping):
-        return {name: packed(part) for name, part in value.items()}
-    return [packed(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def unpacked(value: Any) -> Any:
-    if isinstance(value, dict):
-        if value.keys() == {"path"}:
-            return Path(value["path"])
-        return {name: unpacked(part) for name, part in value.items()}
-    return [unpacked(part) for part in value] if isinstance(value, list) else value

@@ -8,6 +8,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -93,12 +94,11 @@ class Settings:
     vllm: str | None = None
 
     def __post_init__(self) -> None:
-        for name, (holds, expected) in RULES.items():
-            if not holds(getattr(self, name)):
-                raise SettingsError(_outside(name, getattr(self, name), expected))
-        if not 0 <= self.chunk_overlap < self.chunk_tokens:
-            expected = f"fewer tokens than chunk_tokens ({self.chunk_tokens})"
-            raise SettingsError(_outside("chunk_overlap", self.chunk_overlap, expected))
+        fewer = f"fewer tokens than chunk_tokens ({self.chunk_tokens})"
+        overlap: Rule = (lambda tokens: 0 <= tokens < self.chunk_tokens, fewer)
+        for name, (holds, expected) in {**RULES, "chunk_overlap": overlap}.items():
+            if not holds(value := getattr(self, name)):
+                raise SettingsError(f"The setting {name} is {value!r}, but must be {expected}.")
 
     @property
     def answering(self) -> dict[str, Any]:
@@ -144,6 +144,11 @@ class Settings:
         return replace(self, **_checked(given, "what was asked for"))
 
 
+# Settings that a process has once, for all the commands that it runs.
+PROCESS_SETTINGS = (
+    "model", "device", "dtype", "store_policy", "kv_codec", "remote", "store_budget_bytes", "memory_budget_bytes",
+    "device_budget_bytes",
+)  # fmt: skip
 DEVICE = re.compile(r"(cpu|cuda|mps)(:[0-9]+)?")
 DTYPES = ("float32", "bfloat16", "float16")
 COLLECTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
@@ -225,75 +230,49 @@ def _from_file(path: Path) -> dict[str, Any]:
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     found = {key.removeprefix(PREFIX): text for key, text in environment.items() if key.startswith(PREFIX)}
     texts = {key.lower(): text for key, text in found.items() if key not in NOT_SETTINGS}
-    source = f"the environment ({PREFIX}*)"
-    _refuse_unknown(texts, source)
-    return _checked({key: _parsed(key, text, source) for key, text in texts.items()}, source)
+    return _checked(texts, f"the environment ({PREFIX}*)", are_texts=True)
 
 
-def _parsed(key: str, text: str, source: str) -> Any:
-    try:
-        return text if text in WORDS.get(key, ()) else TYPES[key](text)
-    except ValueError as error:
-        raise SettingsError(_wrong_type(key, text, source)) from error
+def _checked(values: Mapping[str, Any], source: str, are_texts: bool = False) -> dict[str, Any]:
+    """The values, each of its setting's type. are_texts: as in an environment. Raises SettingsError."""
+    for key in (each for each in values if each not in TYPES):
+        nearest = get_close_matches(key, TYPES, n=1, cutoff=0.0)[0]
+        raise SettingsError(
+            f"Reading the settings in {source}: unknown key {key!r}. The nearest setting is {nearest!r}; "
+            f"known settings are {', '.join(TYPES)}."
+        )
+    return {key: _typed(key, value, source, are_texts) for key, value in values.items()}
 
 
-def _checked(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    _refuse_unknown(values, source)
-    return {key: _typed(key, value, source) for key, value in values.items()}
-
-
-def _typed(key: str, value: Any, source: str) -> Any:
-    kind = TYPES[key]
+def _typed(key: str, value: Any, source: str, is_text: bool) -> Any:
+    kind, typed = TYPES[key], value
     if value in WORDS.get(key, ()):
         return value
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
-        raise SettingsError(_wrong_type(key, value, source))
-    return value
-
-
-def _refuse_unknown(values: Mapping[str, Any], source: str) -> None:
-    for key in values:
-        if key not in TYPES:
-            nearest = get_close_matches(key, TYPES, n=1, cutoff=0.0)[0]
-            raise SettingsError(
-                f"Reading the settings in {source}: unknown key {key!r}. The nearest setting is {nearest!r}; "
-                f"known settings are {', '.join(TYPES)}."
-            )
-
-
-def _wrong_type(key: str, value: object, source: str) -> str:
-    kinds = {int: "a whole number", float: "a number", str: "a text in quotes"}
-    return f"Reading the settings in {source}: {key} is {value!r}, but must be {kinds[TYPES[key]]}."
-
-
-def _outside(key: str, value: object, expected: str) -> str:
-    return f"The setting {key} is {value!r}, but must be {expected}."
+    if is_text or (kind is float and type(value) is int):
+        with suppress(ValueError):
+            typed = kind(value)
+    if type(typed) is not kind or (isinstance(typed, float) and not math.isfinite(typed)):
+        expected = {int: "a whole number", float: "a number", str: "a text in quotes"}[kind]
+        raise SettingsError(f"Reading the settings in {source}: {key} is {value!r}, but must be {expected}.")
+    return typed
 
 
 def save_settings(path: Path, changes: Mapping[str, Any]) -> None:
-    """Write changes to the file (None removes a setting). Raises SettingsError before anything is written."""
+    """Write changes to the file (None removes a setting); everything else in it, comments too, stays.
+
+    Raises SettingsError before anything is written.
+    """
+    import tomlkit
+
     before = Settings.load(path, environment={})
     before.changed(changes)
     try:
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        replace_durably(path, with_changes(text, changes))
+        document = tomlkit.parse(path.read_text(encoding="utf-8") if path.exists() else "")
+        for key, value in changes.items():
+            document.pop(key, None) if value is None else document.update({key: value})
+        replace_durably(path, tomlkit.dumps(document))
     except OSError as error:
         raise SettingsError(f"Writing the settings to {path}: {error.strerror}. Check the disk.") from error
-
-
-def with_changes(text: str, changes: Mapping[str, Any]) -> str:
-    """The file's text with these values changed and everything else, comments too, left as it is."""
-    import tomlkit
-
-    document = tomlkit.parse(text)
-    for key, value in changes.items():
-        if value is None:
-            document.pop(key, None)
-        else:
-            document[key] = value
-    return tomlkit.dumps(document)
 
 
 # Another model needs other KV and, since chunks are counted in its tokens, other passages.

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -36,20 +36,48 @@ ENGINE_SETTINGS = (
 )  # fmt: skip
 
 
+class _SharedState:
+    """What all views of a home have in common (`Workspaces.with_settings`).
+
+    files: open ones, by kind and collection; waiting: the threads that wait to write, and whether each is patient;
+    reranking: one queue for all rerankers, because a command may name another than the settings do.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.files = threading.RLock(), dict[tuple[str, str], Any]()
+        self.waiting = list[bool]()
+        self.lock_mark: str | None = None
+        self.embedder, self.reranking = MiniLMEmbedder(), DeviceQueue()
+        self._next_writer, self._writer = threading.Lock(), threading.Lock()
+
+    @contextmanager
+    def write_turn(self, patient: bool) -> Iterator[None]:
+        """Let one thread write. Two locks, so that a writer which yields cannot overtake the thread that waits."""
+        self.waiting.append(patient)
+        try:
+            with self._next_writer:
+                self._writer.acquire()
+        finally:
+            self.waiting.remove(patient)
+        try:
+            yield
+        finally:
+            self._writer.release()
+
+
 class Workspaces(Closing):
     """The collections of one home, a `Workspace` each. Safe for threads.
 
     settings: the current ones; the collection that they name is the default one.
     """
 
-    def __init__(self, home: Home, settings: Settings) -> None:
+    def __init__(self, home: Home, settings: Settings, owner: "Workspaces | None" = None) -> None:
         self.home, self.settings = home, settings
-        self._lock = threading.RLock()
+        self._is_owner = owner is None
+        self._shared: _SharedState = owner._shared if owner else _SharedState()
+        self._lock, self._files = self._shared.lock, self._shared.files
         self._open: dict[str, Workspace] = {}
-        self._files: dict[tuple[str, str], Any] = {}  # open files, by kind and collection
-        self._writers, self._waiting, self._urgent = DeviceQueue(), 0, 0
-        self.reranking = DeviceQueue()  # one for all rerankers: a command may name another than the settings
-        self._lock_mark: str | None = None
+        self.reranking = self._shared.reranking
 
     @classmethod
     def open(cls, home: Path | str | None = None, **overrides: Any) -> "Workspaces":
@@ -75,7 +103,7 @@ class Workspaces(Closing):
 
     @cached_property
     def embedder(self) -> MiniLMEmbedder:
-        return MiniLMEmbedder()
+        return self._shared.embedder
 
     def of(self, collection: str) -> "Workspace":
         """The workspace of that collection. Raises SettingsError for an invalid name."""
@@ -137,12 +165,12 @@ class Workspaces(Closing):
     @property
     def has_waiting_writer(self) -> bool:
         """Whether a thread waits to write: a long writer then yields to it."""
-        return self._waiting > 0
+        return bool(self._shared.waiting)
 
     @property
     def has_urgent_writer(self) -> bool:
         """Whether one of the waiting writers is not patient: for it the current file is interrupted."""
-        return self._urgent > 0
+        return False in self._shared.waiting
 
     @contextmanager
     def writing(self, patient: bool = False) -> Iterator[None]:
@@ -151,31 +179,19 @@ class Workspaces(Closing):
         patient: the caller has yielded to others before. Not reentrant. Raises StoreLockedError, which names the
         process that holds the lock, and LibraryError.
         """
-        with ExitStack() as held:
-            with self._counted_as_waiting(patient):
-                held.enter_context(self._writers.turn())
-            with writer_lock(self.home.lock) as hold:
-                if hold.before != self._lock_mark:  # another process wrote: Chroma's memory may be outdated
-                    self.close_indexes()
-                self._lock_mark = hold.mark
+        shared = self._shared
+        with shared.write_turn(patient), writer_lock(self.home.lock) as hold:
+            if hold.before != shared.lock_mark:  # another process wrote: Chroma's memory may be outdated
+                self.close_indexes()
+            shared.lock_mark = hold.mark
+            try:
+                yield
+            finally:
                 try:
-                    yield
+                    erasure.erase_removed(self.library, self.home)
                 finally:
-                    try:
-                        erasure.erase_removed(self.library, self.home)
-                    finally:
-                        if self.home.chroma.exists():
-                            make_private(self.home.chroma)  # Chroma creates files that everybody may read
-
-    @contextmanager
-    def _counted_as_waiting(self, patient: bool) -> Iterator[None]:
-        with self._lock:
-            self._waiting, self._urgent = self._waiting + 1, self._urgent + (not patient)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._waiting, self._urgent = self._waiting - 1, self._urgent - (not patient)
+                    if self.home.chroma.exists():
+                        make_private(self.home.chroma)  # Chroma creates files that everybody may read
 
     def close_indexes(self) -> None:
         """Close all vector indexes; the next search opens them again from the files."""
@@ -185,54 +201,18 @@ class Workspaces(Closing):
 
     def with_settings(self, settings: Settings) -> "Workspaces":
         """The same collections and open files under other settings, for one command. Closing it closes nothing."""
-        return _SharedView(self, settings)
+        return Workspaces(self.home, settings, self)
 
     def close(self) -> None:
         """Close all files. Engines stay open: they are shared in a process."""
-        self._close(lambda *_: True)
+        if self._is_owner:
+            self._close(lambda *_: True)
 
     def _close(self, wanted: Callable[[str, str], bool]) -> None:
         """Close some files, by kind and collection; they are opened again when needed."""
         with self._lock:
             for key in [key for key in self._files if wanted(*key)]:
                 self._files.pop(key).close()
-
-
-class _SharedView(Workspaces):
-    """Same files, other settings: everything that is shared is forwarded to the owner."""
-
-    def __init__(self, owner: Workspaces, settings: Settings) -> None:
-        super().__init__(owner.home, settings)
-        self._owner, self.reranking = owner, owner.reranking
-
-    @property
-    def embedder(self) -> MiniLMEmbedder:
-        return self._owner.embedder
-
-    def open_once(self, kind: str, open_: Callable[[], T], collection: str = "") -> T:
-        return self._owner.open_once(kind, open_, collection)
-
-    def forget(self, name: str) -> None:
-        self._owner.forget(name)
-
-    def close_indexes(self) -> None:
-        self._owner.close_indexes()
-
-    @property
-    def has_waiting_writer(self) -> bool:
-        return self._owner.has_waiting_writer
-
-    @property
-    def has_urgent_writer(self) -> bool:
-        return self._owner.has_urgent_writer
-
-    @contextmanager
-    def writing(self, patient: bool = False) -> Iterator[None]:
-        with self._owner.writing(patient):
-            yield
-
-    def close(self) -> None:
-        pass
 
 
 class Workspace(Closing):

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TextIO, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
 
 import typer
 
 from ragblend.app import remote
 from ragblend.app.home import Home
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
-from ragblend.kvstore.errors import Cancelled
+from ragblend.kvstore.errors import Cancelled, UsageError
 
 if TYPE_CHECKING:
     from ragblend.app.services import AppServices
@@ -96,15 +96,45 @@ class Terminal:
         return contextlib.nullcontext()
 
 
-class CommandHost(Protocol):
-    """The process that has the home open, as seen by a command that was forwarded to it."""
+@dataclass(frozen=True)
+class CommandHost:
+    """The process that has the home open, lending it to a command that was forwarded to it.
 
-    desk: "AppServices"
+    folder, environment: where the command was typed, and with which variables.
+    """
+
+    services: "AppServices"
     folder: Path
+    environment: Mapping[str, str]
 
     def workspace(self, overrides: dict[str, Any]) -> "Workspace":
-        """A workspace with these settings. Raises UsageError for settings that this process cannot have."""
-        ...
+        """As `Workspace.open`. Raises UsageError if a setting of the whole process would have to differ."""
+        from ragblend.app.settings import PROCESS_SETTINGS, Settings
+
+        spaces = self.services.workspaces
+        wanted = Settings.load(spaces.home.settings, self.environment, overrides)
+        here = {name: getattr(spaces.settings, name) for name in PROCESS_SETTINGS}
+        for name, value in here.items():
+            asked = getattr(wanted, name)
+            if self._normal(name, asked, self.folder) != self._normal(name, value, Path.cwd()):
+                has, asks = ("left to the default" if each is None else repr(each) for each in (value, asked))
+                raise UsageError(
+                    f"Process {os.getpid()} has the home {spaces.home.root} open, with {name} {has}; this command asks "
+                    f"for {asks}. Leave that out, or end the process and run this again."
+                )
+        return spaces.with_settings(wanted.changed(here)).first
+
+    def _normal(self, name: str, value: Any, folder: Path) -> Any:
+        """A form in which equal settings compare equal: absolute paths, the default device by its name."""
+        if name == "model" and value != "default":
+            path = os.path.join(folder, os.path.expanduser(value))
+            return os.path.realpath(path) if os.path.exists(path) else value
+        if name in ("device", "dtype") and value is None:
+            from ragblend.engine.model.device import pick_device, pick_dtype
+
+            device = pick_device(self.services.settings.device)
+            return str(pick_device(None)) if name == "device" else pick_dtype(device, None)
+        return value
 
 
 @dataclass(frozen=True)
@@ -164,15 +194,15 @@ class Cli:
         return workspace
 
     @contextlib.contextmanager
-    def desk(self) -> "Iterator[AppServices]":
+    def services(self) -> "Iterator[AppServices]":
         """The services over the home: the host's, or those of this process, closed after the block."""
         if self.host is not None:
-            yield self.host.desk
+            yield self.host.services
             return
         from ragblend.app.services import AppServices
 
-        with AppServices.open(self.home, **self.overrides) as desk:
-            yield desk
+        with AppServices.open(self.home, **self.overrides) as services:
+            yield services
 
     def result(self, value: dict[str, Any], text: str) -> None:
         """Print the command's result: the object with --json, else the text."""

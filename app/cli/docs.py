@@ -122,8 +122,8 @@ def remove_collection(
 ) -> None:
     """Remove a collection: its documents, passages, vectors and KV. The files themselves stay."""
     cli.open_collection(name).close()
-    with cli.desk() as desk:
-        removed, freed = desk.remove_collection(name)
+    with cli.services() as services:
+        removed, freed = services.remove_collection(name)
     value = {"collection": name, "removed": [one.__dict__ for one in removed], "bytes_freed": freed}
     cli.result(value, f"removed {name}: {plural(len(removed), 'document')}, {size(freed)} freed")
 

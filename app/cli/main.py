@@ -15,6 +15,7 @@ import typer
 
 from ragblend.app.cli.common import command
 from ragblend.app.openmp import set_thread_spinning
+from ragblend.app.posix import raise_open_file_limit
 from ragblend.kvstore.errors import Cancelled, RagBlendError, UsageError
 
 DONE, FAILED, WRONG_USAGE = 0, 1, 2
@@ -105,7 +106,7 @@ def main(arguments: Sequence[str] | None = None, commands: typer.Typer = app, na
 def _process_limits() -> Iterator[None]:
     """Set what belongs to the process: OpenMP's waiting, open files, encodings, file modes, garbage collection."""
     set_thread_spinning()
-    _raise_open_file_limit()
+    raise_open_file_limit(OPEN_FILES)
     _accept_any_text()
     umask, thresholds = os.umask(PRIVATE_UMASK), gc.get_threshold()
     gc.set_threshold(*GC_WHILE_IMPORTING)
@@ -116,17 +117,6 @@ def _process_limits() -> Iterator[None]:
         gc.callbacks.remove(_collect_oftener)
         gc.set_threshold(*thresholds)
         os.umask(umask)
-
-
-def _raise_open_file_limit() -> None:
-    """Allow OPEN_FILES open files, or as many as the system allows without being root."""
-    with suppress(ImportError, OSError, ValueError):  # Windows has no such limit
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-        if soft != resource.RLIM_INFINITY and soft < wanted:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _accept_any_text() -> None:
@@ -163,7 +153,8 @@ def _flush() -> None:
         try:
             stream.flush()
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _print_json_error(given: list[str], kind: str, message: str) -> None:

@@ -29,7 +29,7 @@ class ServerOptions:
     )
 
 
-def serve(cli: Cli, options: ServerOptions) -> int:
+def serve(cli: Cli, options: ServerOptions) -> None:
     """Serve OpenAI's API: chat, completions, embeddings, and the library with its documents."""
     cli.open().close()  # wrong options are refused before anything is loaded
     check_installed("The server", ("fastapi", "python_multipart", "uvicorn"), "serve")
@@ -39,8 +39,8 @@ def serve(cli: Cli, options: ServerOptions) -> int:
     from ragblend.app.serve.service import Limits
     from ragblend.app.services import AppServices
 
-    with AppServices.open(cli.home, **cli.overrides) as desk:
-        known = Keys(desk.workspaces.home.root)
+    with AppServices.open(cli.home, **cli.overrides) as services:
+        known = Keys(services.workspaces.home.root)
         check_reach(options.host, options.allow_host, known)
         with listening(options.host, options.port, options.allow_host) as (address, at):
             is_open = address.is_private and not known.clients()
@@ -59,8 +59,7 @@ def serve(cli: Cli, options: ServerOptions) -> int:
 
             limits = Limits(options.max_requests, answer_s=options.timeout, hang_s=options.hang)
             with contextlib.suppress(KeyboardInterrupt):  # the usual way to stop it
-                run(desk, address, at, known, ready, limits, options.max_upload_mib * MIB)
-    return 0
+                run(services, address, at, known, ready, limits, options.max_upload_mib * MIB)
 
 
 def list_keys(cli: Cli, context: typer.Context) -> None:

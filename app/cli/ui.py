@@ -46,14 +46,14 @@ def ui(cli: Cli, options: PageOptions) -> int:
     from ragblend.app.services import AppServices
 
     with (
-        AppServices.open(cli.home, **cli.overrides) as desk,
+        AppServices.open(cli.home, **cli.overrides) as services,
         listening(options.host, options.port, options.allow_host, serving.PORTS_TRIED) as (address, at),
     ):
-        entrance = serving.open_login(desk.workspaces.home.root, address, options.new_link)
+        entrance = serving.open_login(services.workspaces.home.root, address, options.new_link)
         link = f"{address.url}?token={entrance.token}"
 
         def ready(folder: Path) -> None:
-            desk.start()
+            services.start()
             cli.result({"url": link, "port": address.port}, f"RAGBlend is at {link}")
             cli.note("Keep that link to yourself. Ctrl-C ends the page.")
             if not address.is_loopback:
@@ -63,7 +63,7 @@ def ui(cli: Cli, options: PageOptions) -> int:
                 threading.Thread(target=webbrowser.open, args=(landing,), daemon=True).start()
 
         with contextlib.suppress(KeyboardInterrupt):  # the usual way to stop it
-            serving.serve(desk, address, at, entrance, ready, options.max_upload_mib * MIB)
+            serving.serve(services, address, at, entrance, ready, options.max_upload_mib * MIB)
     return 0
 
 

@@ -6,7 +6,7 @@
 
 import base64
 import logging
-from collections.abc import Sequence
+import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -22,23 +23,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ragblend.app.serve import chat, library, responses
 from ragblend.app.serve.bodies import EmbeddingBody
 from ragblend.app.serve.errors import ApiError, api_error, json_response
-from ragblend.app.serve.front import LimitedBody, TooLarge, TooSlow, too_large
+from ragblend.app.serve.front import LimitedBody
 from ragblend.app.serve.keys import Authenticator, Client
-from ragblend.app.serve.metrics import MEDIA_TYPE, Labels
-from ragblend.app.serve.service import (
-    ClientGone,
-    Limits,
-    Service,
-    client_of,
-    service_of,
-    stoppable,
-    until_gone,
-)
+from ragblend.app.serve.metrics import MEDIA_TYPE
+from ragblend.app.serve.service import Limits, Service, client_of, service_of, until_gone
 from ragblend.app.services import AppServices
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.integrations.embeddings import DIMENSIONS, Embeddings
 from ragblend.integrations.threads import in_thread
-from ragblend.kvstore.errors import Cancelled, RagBlendError
+from ragblend.kvstore.errors import RagBlendError
 
 log = logging.getLogger("ragblend")
 router = APIRouter()
@@ -57,19 +50,19 @@ STATUSES = {
 
 
 def build(
-    desk: AppServices, authenticator: Authenticator, limits: Limits | None = None
+    services: AppServices, authenticator: Authenticator, limits: Limits | None = None
 ) -> "AccessMiddleware":
     """The server's ASGI application over these services."""
     errors: dict[int | str, dict[str, Any]] = {
         status: {"description": text} for status, text in STATUSES.items()
     }
     app = FastAPI(title="RAGBlend", docs_url=None, redoc_url=None, responses=errors)
-    app.state.service = service = Service(desk, limits)
+    app.state.service = service = Service(services, limits)
     for each in (router, chat.router, responses.router, library.router):
         app.include_router(each)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
-    for kind in (ApiError, RagBlendError, ClientGone, Exception):
+    for kind in (ApiError, RagBlendError, Exception):
         app.add_exception_handler(kind, partial(_other_error, service))
     return AccessMiddleware(app, service, authenticator)
 
@@ -88,33 +81,24 @@ class AccessMiddleware:
             await send({"type": "websocket.close", "code": 1008})
             return
         status: list[int] = []
-        body = LimitedBody(
-            receive, self._authenticator.rules.limit(scope["path"]), self.service.limits.body_s
-        )
+        largest, slowest_s = self._authenticator.rules.limit(scope["path"]), self.service.limits.body_s
 
         async def respond(message: Message) -> None:
-            if not status and message["type"] == "http.response.start" and (body.exceeded or body.late):
-                return  # an answer to an incomplete body is not sent
             if message["type"] == "http.response.start":
                 status.append(message["status"])
-                more = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
-                known = {name for name, _ in message["headers"]}
-                message["headers"] = [*message["headers"], *(pair for pair in more if pair[0] not in known)]
-            if status:
-                await send(message)
+                headers = MutableHeaders(scope=message)
+                headers.setdefault("x-content-type-options", "nosniff")
+                headers.setdefault("cache-control", "no-store")
+            await send(message)
 
         inner = dict(scope)  # routing stores the route in it
         try:
             inner["client_of_key"] = client = self._authenticator.client(scope)
             with self._admit_upload(scope, client):
-                await self._app(inner, body, respond)
-        except (TooLarge, TooSlow, ClientGone):
-            pass
+                await self._app(inner, LimitedBody(receive, largest, slowest_s), respond)
         except Exception as error:  # not logged as it is: its message may quote the request
             if not status:
                 await api_error(error, self.service.shown).response(scope, receive, respond)
-        if not status:
-            await self._incomplete(body).response(scope, receive, send)
         route = getattr(inner.get("route"), "path", "other")
         status_text = str(status[0] if status else 499)
         self.service.metrics.count("requests_total", route=route, status=status_text)
@@ -127,14 +111,6 @@ class AccessMiddleware:
         is_upload = scope["method"] == "POST" and scope["path"] == library.UPLOAD_PATH
         return self.service.admission.enter(client) if is_upload else nullcontext()
 
-    def _incomplete(self, body: LimitedBody) -> ApiError:
-        """The error of a request that was not answered: its body is incomplete, or its client is gone."""
-        if body.late:
-            return ApiError(408, "The request did not arrive in time.", "timeout")
-        if body.exceeded:
-            return ApiError(*too_large(body.limit), "too_large")
-        return ApiError(499, "The client disconnected.", "gone")
-
 
 async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
@@ -146,18 +122,17 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own errors: unknown paths and methods, malformed forms."""
+    """Starlette's own errors: unknown paths and methods, malformed forms; and bodies that are too large or late."""
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, OSError):  # writing an upload to disk failed
         return api_error(error.__cause__).response
-    response = ApiError(error.status_code, str(error.detail), "refused").response
+    code = getattr(error, "code", "refused")
+    response = ApiError(error.status_code, str(error.detail), code).response
     response.headers.update(error.headers or {})
     return response
 
 
 async def _other_error(service: Service, request: Request, error: Exception) -> Response:
-    if isinstance(error, ClientGone):
-        return Response(status_code=499)
     return api_error(error, service.shown).response
 
 
@@ -175,34 +150,29 @@ async def metrics(request: Request) -> Response:
     service = service_of(request)
     if not client_of(request).is_owner:
         raise ApiError(403, "Metrics need the owner's key.", "not_owner")
-    text = await in_thread(lambda: service.metrics.text(_gauges(service), _store_counts(service)))
-    return PlainTextResponse(text, media_type=MEDIA_TYPE)
+    return PlainTextResponse(await in_thread(lambda: _metrics_text(service)), media_type=MEDIA_TYPE)
 
 
-def _gauges(service: Service) -> dict[str, float]:
-    overview = service.desk.jobs.overview()
-    return {
+def _metrics_text(service: Service) -> str:
+    overview, store = service.app.jobs.overview(), service.app.workspaces.first.engine.store
+    gauges = {
         "requests_inside": service.admission.inside,
         "files_waiting": overview.total - overview.finished,
-        "uptime_seconds": service.uptime_s,
+        "uptime_seconds": time.monotonic() - service.begun_s,
     }
-
-
-def _store_counts(service: Service) -> Sequence[tuple[str, Labels, float]]:
-    """Hits, misses and evictions of this process, by tier."""
-    store = service.desk.workspaces.first.engine.store
-    return [
+    of_this_process = [
         (f"store_{what}_total", (("tier", tier),), getattr(counts, what))
         for tier, counts in store.counts_by_tier().items()
         for what in ("hits", "misses", "evictions")
     ]
+    return service.metrics.text(gauges, of_this_process)
 
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
     """List the model that answers and the one that embeds."""
     service = service_of(request)
-    names = (service.model, service.desk.workspaces.embedder.name)
+    names = (service.model, service.app.workspaces.embedder.name)
     return json_response({"object": "list", "data": [_model(service, name) for name in names]})
 
 
@@ -210,7 +180,7 @@ async def models(request: Request) -> Response:
 async def model(request: Request, name: str) -> Response:
     """Describe one model."""
     service = service_of(request)
-    if name != service.desk.workspaces.embedder.name:
+    if name != service.app.workspaces.embedder.name:
         service.check_model(name)
     return json_response(_model(service, name))
 
@@ -223,7 +193,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 async def embed(request: Request, body: EmbeddingBody) -> Response:
     """Embed texts; each vector has length 1."""
     service, texts = service_of(request), [body.input] if isinstance(body.input, str) else body.input
-    embedder = service.desk.workspaces.embedder
+    embedder = service.app.workspaces.embedder
     if body.model != embedder.name:
         message = f"There is no model {body.model!r:.100}; the embedding model is {embedder.name!r}."
         raise ApiError(404, message, "model_not_found", "model")
@@ -234,11 +204,7 @@ async def embed(request: Request, body: EmbeddingBody) -> Response:
         return embedder.embed_means(texts, stopped), embedder.count_tokens(texts, stopped)
 
     with service.admission.enter(client_of(request)):
-        try:
-            embedding = stoppable(work, service.allowed_s(None))
-            vectors, count = await until_gone(request.receive, embedding)
-        except Cancelled as error:
-            raise service.timeout_error(None) from error
+        vectors, count = await until_gone(request.receive, service.run(work, None))
     data = [
         {"object": "embedding", "index": number, "embedding": _vector(vector, body.encoding_format)}
         for number, vector in enumerate(vectors)

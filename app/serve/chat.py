@@ -4,12 +4,12 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import accumulate, count
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -18,14 +18,13 @@ from starlette.responses import Response
 from ragblend.app.serve.bodies import ChatBody, CompletionBody, Options
 from ragblend.app.serve.errors import json_response
 from ragblend.app.serve.keys import Client
-from ragblend.app.serve.service import Service, client_of, service_of, stoppable, streamed, until_gone, whole
+from ragblend.app.serve.service import Service, client_of, service_of, streamed, until_gone, whole
 from ragblend.engine.prompts.segments import Prompt
 from ragblend.engine.prompts.tools import ParsedAnswer
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.integrations.backend import kv_statistics, logprobs
 from ragblend.integrations.calls import AnswerTimeout, Call
 from ragblend.integrations.threads import in_thread
-from ragblend.kvstore.errors import Cancelled
 
 if TYPE_CHECKING:
     from ragblend.engine.results import Result
@@ -91,17 +90,15 @@ Piece = tuple[RequestedChoice, str | CompletedChoice]
 async def chat(request: Request, body: ChatBody) -> Response:
     """Answer a conversation; known passages of the client's collection are found in it by their text."""
     turns = body.turns()
-    return await respond(
-        request, body, lambda call: [call.chat_prompt(turns)], ChatFormat(service_of(request).model)
-    )
+    return await respond(request, body, lambda call: [call.chat_prompt(turns)], partial(ChatFormat, body))
 
 
 @router.post("/completions")
 async def complete(request: Request, body: CompletionBody) -> Response:
     """Continue a text without a chat template; control tokens in it are read as such."""
-    answer_format = TextFormat(service_of(request).model)
+    prompts = body.prompts
     return await respond(
-        request, body, lambda call: [call.text_prompt(text) for text in body.prompts], answer_format
+        request, body, lambda call: [call.text_prompt(text) for text in prompts], partial(TextFormat, body)
     )
 
 
@@ -109,11 +106,12 @@ async def respond(
     request: Request,
     body: Options,
     prompts_of: Callable[[Call], list[Prompt]],
-    answer_format: "EndpointFormat",
+    format_of: Callable[[str], "EndpointFormat"],
 ) -> Response:
-    """Answer the prompts that prompts_of makes, whole or streamed."""
+    """Answer the prompts that prompts_of makes, whole or streamed. format_of: of the model's name."""
     service = service_of(request)
     service.check_model(body.model)
+    answer_format = format_of(service.model)
     client, raw_body = client_of(request), await request.body()
 
     def work(stopped: Cancel) -> list[RequestedChoice]:
@@ -122,7 +120,7 @@ async def respond(
 
     pieces = _answers(service, client, body, work)
     if body.stream:
-        return await streamed(request, answer_format.chunks(pieces, body.includes_usage))
+        return await streamed(request, answer_format.stream(pieces))
     found = await until_gone(request.receive, whole(pieces))
     return json_response(
         answer_format.whole([each for _, each in found if isinstance(each, CompletedChoice)])
@@ -134,101 +132,99 @@ async def _answers(
 ) -> AsyncGenerator[Piece, None]:
     """Yield each choice's pieces, then the completed choice; one by one, as the device runs one prompt at a time."""
     arrived, is_first = time.monotonic(), True
-    with service.admission.enter(client), _timeout_as_api_error(service, body.timeout):
-        seconds = service.allowed_s(body.timeout)
-        try:
-            found = await stoppable(choices, seconds)
-        except Cancelled as error:
-            raise service.timeout_error(body.timeout) from error
-        for choice in found:
-            left = seconds - (time.monotonic() - arrived)
+    deadline = arrived + service.allowed_s(body.timeout)
+    with service.admission.enter(client):
+        for choice in await service.run(choices, body.timeout):
+            left = max(deadline - time.monotonic(), 0.001)
             session = service.sessions.of(client.digest, choice.prompt.token_ids)
-            call = replace(choice.call, timeout=max(left, 0.001), session=session, client=client.name)
-            async with aclosing(call.astream(choice.prompt)) as items:
-                async for item in items:
-                    if is_first:
-                        service.metrics.observe("ttft_seconds", time.monotonic() - arrived)
-                    is_first = False
-                    if isinstance(item, str):
-                        yield choice, item
-                    else:
-                        service.count(item.report)
-                        yield choice, await in_thread(partial(CompletedChoice.of, choice, item))
-
-
-@contextmanager
-def _timeout_as_api_error(service: Service, timeout: float | None) -> Iterator[None]:
-    try:
-        yield
-    except AnswerTimeout as error:
-        raise service.timeout_error(timeout) from error
+            call = replace(choice.call, timeout=left, session=session, client=client.name)
+            try:
+                async with aclosing(call.astream(choice.prompt)) as items:
+                    async for item in items:
+                        if is_first:
+                            service.metrics.observe("ttft_seconds", time.monotonic() - arrived)
+                        is_first = False
+                        if isinstance(item, str):
+                            yield choice, item
+                        else:
+                            service.count(item.report)
+                            yield choice, await in_thread(partial(CompletedChoice.of, choice, item))
+            except AnswerTimeout as error:
+                raise service.timeout_error(body.timeout) from error
 
 
 def _choices(
     service: Service, client: Client, body: Options, prompts_of: Callable[[Call], list[Prompt]]
 ) -> list[RequestedChoice]:
-    settings, options = service.desk.settings, body.options()
+    settings, options = service.app.settings, body.options()
     defaults: dict[str, Any] = {"method": settings.method, "ratio": settings.ratio}
     if options.get("method") is not None:
         del defaults["ratio"]  # it belongs to the settings' method
     if not options.keys() & {"max_tokens", "max_completion_tokens"}:
         defaults["max_tokens"] = settings.max_new_tokens or DEFAULT_TOKENS
     call = Call.of(service.backend(client), (), body.learn_from_prompts, defaults, options)
-    calls = [_with_seed_of(call, number) for number in range(body.n or 1)]
-    pairs = [(number, each, prompt) for number, prompt in enumerate(prompts_of(call)) for each in calls]
+    calls, seed = [call] * (body.n or 1), call.arguments.get("seed")
+    if seed is not None:  # each choice has its own
+        calls = [replace(call, arguments=call.arguments | {"seed": seed + n}) for n, _ in enumerate(calls)]
+    index = count()
     return [
-        RequestedChoice(index, number, each, prompt) for index, (number, each, prompt) in enumerate(pairs)
+        RequestedChoice(next(index), number, each, prompt)
+        for number, prompt in enumerate(prompts_of(call))
+        for each in calls
     ]
 
 
-def _with_seed_of(call: Call, number: int) -> Call:
-    """The call of choice `number`: if there is a seed, each choice has its own."""
-    seed = call.arguments.get("seed")
-    return call if seed is None else replace(call, arguments=call.arguments | {"seed": seed + number})
-
-
-class EndpointFormat(Protocol):
+class EndpointFormat(ABC):
     """How one of OpenAI's APIs writes answers, whole and streamed."""
 
+    @abstractmethod
     def whole(self, chosen: Sequence[CompletedChoice]) -> dict[str, Any]:
         """The body of a whole answer."""
-        ...
 
-    def chunks(
-        self, pieces: AsyncGenerator[Piece, None], includes_usage: bool
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of a streamed answer."""
-        ...
+    @abstractmethod
+    def events(self, index: int, piece: str | CompletedChoice, is_first: bool) -> Iterable[dict[str, Any]]:
+        """The events of one piece of a streamed choice; the completed choice is its last piece."""
+
+    def last_events(self, chosen: Sequence[CompletedChoice]) -> Iterable[dict[str, Any]]:
+        """The events after all choices."""
+        return ()
+
+    async def stream(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[dict[str, Any], None]:
+        """All events."""
+        chosen, begun = list[CompletedChoice](), set[int]()
+        async with aclosing(pieces):
+            async for choice, piece in pieces:
+                for event in self.events(choice.index, piece, choice.index not in begun):
+                    yield event
+                begun.add(choice.index)
+                if isinstance(piece, CompletedChoice):
+                    chosen.append(piece)
+        for event in self.last_events(chosen):
+            yield event
 
 
-class CompletionFormat(ABC):
+class CompletionFormat(EndpointFormat):
     """What `/v1/chat/completions` and `/v1/completions` have in common."""
 
     kind, chunk_kind, prefix = "", "", ""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, body: Options, model: str) -> None:
         answer_id = f"{self.prefix}-{uuid.uuid4().hex[:24]}"
         self._head = {"id": answer_id, "created": int(time.time()), "model": model}
+        self._chunk, self._includes_usage = {**self._head, "object": self.chunk_kind}, body.includes_usage
 
     def whole(self, chosen: Sequence[CompletedChoice]) -> dict[str, Any]:
         head = {**self._head, "object": self.kind}
         return {**head, "choices": [self.choice(each) for each in chosen], **usage_and_kv(chosen)}
 
-    async def chunks(
-        self, pieces: AsyncGenerator[Piece, None], includes_usage: bool
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        chosen, head = list[CompletedChoice](), {**self._head, "object": self.chunk_kind}
-        usage_yet = {"usage": None} if includes_usage else {}
-        begun: set[int] = set()
-        async with aclosing(pieces):
-            async for choice, piece in pieces:
-                if isinstance(piece, CompletedChoice):
-                    chosen.append(piece)
-                for value in self.deltas(choice.index, piece, is_first=choice.index not in begun):
-                    yield {**head, "choices": [value], **usage_yet}
-                begun.add(choice.index)
-        if includes_usage:
-            yield {**head, "choices": [], **usage_and_kv(chosen)}
+    def events(self, index: int, piece: str | CompletedChoice, is_first: bool) -> Iterable[dict[str, Any]]:
+        usage_yet = {"usage": None} if self._includes_usage else {}
+        for value in self.deltas(index, piece, is_first):
+            yield {**self._chunk, "choices": [value], **usage_yet}
+
+    def last_events(self, chosen: Sequence[CompletedChoice]) -> Iterable[dict[str, Any]]:
+        if self._includes_usage:
+            yield {**self._chunk, "choices": [], **usage_and_kv(chosen)}
 
     @abstractmethod
     def choice(self, chosen: CompletedChoice) -> dict[str, Any]:
@@ -236,7 +232,7 @@ class CompletionFormat(ABC):
 
     @abstractmethod
     def deltas(self, index: int, piece: str | CompletedChoice, is_first: bool) -> list[dict[str, Any]]:
-        """The events of one piece of a streamed choice; the completed choice is the last piece."""
+        """The choices in the events of one piece."""
 
 
 class ChatFormat(CompletionFormat):

@@ -8,7 +8,6 @@ import io
 import logging
 import os
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from ragblend import __version__
-from ragblend.app.cli.common import Terminal, run_forwarded
-from ragblend.app.remote import NAME, Line, address, folder_of, is_same_user, unpacked
+from ragblend.app.cli.common import CommandHost, Terminal, run_forwarded
+from ragblend.app.posix import is_same_user, limit_sending, listen_in
+from ragblend.app.remote import NAME, Line
 from ragblend.app.services import AppServices
-from ragblend.app.settings import TYPES, Settings
-from ragblend.app.workspace import Workspace
-from ragblend.kvstore.errors import RagBlendError, UsageError
-from ragblend.kvstore.files import FILE_MODE, Closing
+from ragblend.kvstore.errors import RagBlendError
+from ragblend.kvstore.files import Closing
 
 log = logging.getLogger("ragblend")
 REQUEST_TIMEOUT_S = 10.0
@@ -32,9 +30,6 @@ RETRY_S = 0.1  # after a connection that could not be accepted, for example for 
 SEND_TIMEOUT_S = (
     60  # a terminal that reads nothing for so long (a suspended one) is dropped: it would block writers
 )
-# Settings that a process has once, for all commands.
-SIZES = tuple(name for name in TYPES if name.endswith("_budget_bytes"))
-PROCESS_SETTINGS = ("model", "device", "dtype", "store_policy", "kv_codec", "remote", *SIZES)
 
 
 class CommandListener(Closing):
@@ -43,21 +38,11 @@ class CommandListener(Closing):
     Only for the process that holds the home's page lock.
     """
 
-    def __init__(self, desk: AppServices) -> None:
-        self._desk, self._root = desk, desk.workspaces.home.root
+    def __init__(self, services: AppServices) -> None:
+        self._services, self._root = services, services.workspaces.home.root
         self._closing = threading.Event()
-        self._lock, self._running = threading.Lock(), dict["RemoteTerminal", threading.Thread]()
-        self._socket = socket.socket(socket.AF_UNIX)
-        try:
-            with folder_of(self._root) as folder:
-                with suppress(FileNotFoundError):  # left by a killed process
-                    os.unlink(NAME, dir_fd=folder)
-                self._socket.bind(address(self._root, folder))
-                os.chmod(NAME, FILE_MODE, dir_fd=folder)
-                self._socket.listen(64)
-        except OSError:
-            self._socket.close()
-            raise
+        self._running: dict[RemoteTerminal, threading.Thread] = {}
+        self._socket = listen_in(self._root, NAME)
         self._thread = threading.Thread(target=self._accept, name="ragblend-commands", daemon=True)
         self._thread.start()
 
@@ -70,8 +55,7 @@ class CommandListener(Closing):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._thread.join()
-        with self._lock:
-            running = dict(self._running)
+        running = dict(self._running)
         for terminal in running:
             terminal.shut_down()
         for thread in running.values():
@@ -85,9 +69,7 @@ class CommandListener(Closing):
                 self._closing.wait(RETRY_S)
                 continue
             if is_same_user(connection):
-                connection.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0)
-                )
+                limit_sending(connection, SEND_TIMEOUT_S)
                 threading.Thread(target=self._serve, args=(Line(connection),), daemon=True).start()
             else:
                 connection.close()
@@ -101,25 +83,25 @@ class CommandListener(Closing):
                 return
             line.wait(None)
             terminal = RemoteTerminal(line, request)
-            with self._lock:
-                self._running[terminal] = threading.current_thread()
+            self._running[terminal] = threading.current_thread()
             threading.Thread(target=terminal.listen, daemon=True).start()
             try:
                 line.send(**self._run(request, terminal))
             finally:
-                with self._lock:
-                    del self._running[terminal]
+                del self._running[terminal]
 
     def _run(self, request: dict[str, Any], terminal: "RemoteTerminal") -> dict[str, Any]:
         """Run the command; the message that ends it at the other end."""
         try:
-            arguments, host = unpacked(request["arguments"]), DeskHost(self._desk, request)
-            return {"end": run_forwarded(request["command"], arguments, terminal, host)}
+            host = CommandHost(self._services, Path(request["folder"]), dict(request["environment"]))
+            return {"end": run_forwarded(request["command"], request["arguments"], terminal, host)}
         except RagBlendError as error:
             message = str(error)
             if terminal.is_shutting_down:
                 message += " The process that has the home open is ending."
-            return {"failed": [_error_name(error), message]}
+            # The nearest class that the other end knows.
+            known = (kind for kind in type(error).__mro__ if kind.__module__ == RagBlendError.__module__)
+            return {"failed": [next(known).__name__, message]}
         except Exception as error:
             log.exception("the command %s failed", request.get("command"))
             message = (
@@ -129,49 +111,6 @@ class CommandListener(Closing):
             return {"failed": ["LibraryError", message]}
         except BaseException:  # KeyboardInterrupt, alone or in an event loop's exception group
             return {"failed": ["Cancelled", "Interrupted."]}
-
-
-def _error_name(error: RagBlendError) -> str:
-    """The nearest error class that the other end knows."""
-    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == RagBlendError.__module__)
-
-
-class DeskHost:
-    """Lends this process's open home to one forwarded command, with the command's own settings (a `CommandHost`)."""
-
-    def __init__(self, desk: AppServices, request: dict[str, Any]) -> None:
-        self.desk, self._environment = desk, dict(request["environment"])
-        self.folder = Path(request["folder"])
-
-    def workspace(self, overrides: dict[str, Any]) -> Workspace:
-        """As `Workspace.open`. Raises UsageError if a setting of the whole process would have to differ."""
-        spaces = self.desk.workspaces
-        wanted = Settings.load(spaces.home.settings, self._environment, overrides)
-        here = {name: getattr(spaces.settings, name) for name in PROCESS_SETTINGS}
-        for name in PROCESS_SETTINGS:
-            if self._normal(name, getattr(wanted, name)) != self._normal(name, here[name], Path.cwd()):
-                has, asks = _shown(here[name]), _shown(getattr(wanted, name))
-                raise UsageError(
-                    f"Process {os.getpid()} has the home {spaces.home.root} open, with {name} {has}; this command asks "
-                    f"for {asks}. Leave that out, or end the process and run this again."
-                )
-        return spaces.with_settings(wanted.changed(here)).first
-
-    def _normal(self, name: str, value: Any, folder: Path | None = None) -> Any:
-        """A form in which equal settings compare equal: absolute paths, the default device by its name."""
-        if name == "model" and value != "default":
-            path = os.path.join(folder or self.folder, os.path.expanduser(value))
-            return os.path.realpath(path) if os.path.exists(path) else value
-        if name in ("device", "dtype") and value is None:
-            from ragblend.engine.model.device import pick_device, pick_dtype
-
-            device = pick_device(self.desk.settings.device)
-            return str(pick_device(None)) if name == "device" else pick_dtype(device, None)
-        return value
-
-
-def _shown(value: Any) -> str:
-    return "left to the default" if value is None else repr(value)
 
 
 class RemoteTerminal(Terminal):
@@ -213,9 +152,8 @@ class RemoteTerminal(Terminal):
     def _interrupt(self) -> None:
         with self._changed:
             self._is_interrupted = True
-            stops = list(self._stops)
             self._changed.notify_all()
-        for stop in stops:
+        for stop in list(self._stops):
             stop()
 
     # --- called by the command
@@ -240,16 +178,13 @@ class RemoteTerminal(Terminal):
 
     @contextmanager
     def stopping(self, stop: Callable[[], None]) -> Iterator[None]:
-        with self._changed:
-            self._stops.append(stop)
-            is_late = self._is_interrupted
-        if is_late:
+        self._stops.append(stop)
+        if self._is_interrupted:  # before it was in the list
             stop()
         try:
             yield
         finally:
-            with self._changed:
-                self._stops.remove(stop)
+            self._stops.remove(stop)
         self.check()
 
     def send(self, kind: str, text: str) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope
 
 Refusal = tuple[int, str]  # a status and a sentence
@@ -74,12 +75,16 @@ class Rules:
         return self.max_upload_bytes + OVERHEAD_BYTES if path == self.upload_path else self.max_body_bytes
 
 
-class TooLarge(Exception):
-    """A body exceeded its limit while it was read."""
+class TooLarge(HTTPException):
+    """A body exceeded its limit while it was read. As an HTTPException, FastAPI passes it on as it is."""
+
+    code = "too_large"
 
 
-class TooSlow(Exception):
+class TooSlow(HTTPException):
     """A body did not arrive in time."""
+
+    code = "timeout"
 
 
 class LimitedBody:
@@ -89,7 +94,6 @@ class LimitedBody:
         self._receive, self.limit, self._seen = receive, limit, 0
         self._deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
         self._is_whole = False
-        self.late = False
 
     @property
     def exceeded(self) -> bool:
@@ -100,12 +104,11 @@ class LimitedBody:
             async with asyncio.timeout_at(None if self._is_whole else self._deadline):
                 message = await self._receive()
         except TimeoutError:
-            self.late = True
-            raise TooSlow from None
+            raise TooSlow(408, "The request did not arrive in time.") from None
         self._seen += len(message.get("body", b""))
         self._is_whole = self._is_whole or not message.get("more_body", False)
         if self.exceeded:
-            raise TooLarge
+            raise TooLarge(*too_large(self.limit))
         return message
 
 

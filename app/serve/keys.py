@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -45,13 +44,11 @@ OWNER = Client("owner")
 
 
 class Keys:
-    """The keys of one home. Changes by other processes take effect with the next request."""
+    """The keys of one home, read anew for each request: other processes may change them."""
 
     def __init__(self, root: Path) -> None:
         self.path = root / FILE_NAME
-        self._seen: tuple[int, int] | None = None
         self._is_used = False
-        self._clients: dict[str, Client] = {}
 
     def add(self, client: Client) -> str:
         """Make and return a key; it cannot be read again. Raises UsageError for a name that is taken, SettingsError."""
@@ -93,32 +90,28 @@ class Keys:
     def _changing(self) -> Iterator[dict[str, Client]]:
         """The present keys, for the block to change; they are written after it. Other processes wait meanwhile."""
         with WriterLock(self.path.with_suffix(".lock"), LOCK_TIMEOUT_S) as lock, lock.hold():
-            self._seen = None
-            known = dict(self._read())
+            known = self._read()
             yield known
-            self._write(known)
+            rows = [
+                {"sha256": digest, "name": client.name, "collections": client.collections}
+                for digest, client in known.items()
+            ]
+            replace_durably(self.path, json.dumps({"keys": rows}, indent=1))
 
     def _read(self) -> dict[str, Client]:
         try:
-            found = self.path.stat()
-            seen = found.st_mtime_ns, found.st_ino
-            if seen != self._seen:
-                self._clients = _parsed(json.loads(self.path.read_text(encoding="utf-8")))
-                self._seen = seen
+            rows = json.loads(self.path.read_text(encoding="utf-8"))["keys"]
+            clients = [
+                Client(str(row["name"]), tuple(map(str, row["collections"])), str(row["sha256"]))
+                for row in rows
+            ]
         except FileNotFoundError:
-            self._seen, self._clients = None, {}
+            return {}
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise SettingsError(
                 f"Reading the keys in {self.path}: {error}. Remove the file and make new keys."
             ) from error
-        return self._clients
-
-    def _write(self, clients: dict[str, Client]) -> None:
-        values = [
-            {"sha256": digest, "name": client.name, "collections": client.collections}
-            for digest, client in clients.items()
-        ]
-        replace_durably(self.path, json.dumps({"keys": values}, indent=1))
+        return {client.digest: client for client in clients}
 
 
 @dataclass(frozen=True)
@@ -145,14 +138,6 @@ class Authenticator:
             "An API key is needed: `Authorization: Bearer KEY`; `ragblend keys add` makes one.",
             "invalid_api_key",
         )
-
-
-def _parsed(value: Any) -> dict[str, Client]:
-    clients = (
-        Client(str(each["name"]), tuple(map(str, each["collections"])), str(each["sha256"]))
-        for each in value["keys"]
-    )
-    return {client.digest: client for client in clients}
 
 
 def _digest(key: str) -> str:

@@ -1,5 +1,6 @@
 """`/v1/rag/ask` and `/v1/documents`: questions about the library, and its documents, as on the page."""
 
+import asyncio
 import re
 import shutil
 import tempfile
@@ -57,7 +58,7 @@ async def ask(request: Request, body: AskBody) -> Response:
 
     def begin(cancel: Cancel) -> AnswerStream:
         with service.tokenizing(raw_body, cancel):
-            return service.desk.conversations.answer(body.question, replace(options, cancel=cancel), earlier)
+            return service.app.conversations.answer(body.question, replace(options, cancel=cancel), earlier)
 
     pieces = _answer(service, client, body, begin)
     if body.stream:
@@ -94,10 +95,8 @@ async def _answer(
             raise service.timeout_error(body.timeout)
         return turn.answer
 
-    timer = threading.Timer(seconds, stop)
-    timer.daemon = True
     with service.admission.enter(client):
-        timer.start()
+        timer = asyncio.get_running_loop().call_later(seconds, stop)
         try:
             async with aclosing(iterate_in_thread(work, stop)) as items:
                 async for item in items:
@@ -143,7 +142,7 @@ def _queue_files(
                 shutil.copyfileobj(each.file, copy)
             paths.append(place)
         service.collection(client, name)  # raises if it was removed meanwhile
-        added = service.desk.jobs.upload(paths, name)
+        added = service.app.jobs.upload(paths, name)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     places = re.compile(re.escape(str(folder)) + r"/\d+/")
@@ -174,7 +173,7 @@ class Listing:
 
         def listed() -> dict[str, Any]:
             name = service.collection(client, self.collection)
-            data, total = page(service.desk, name)
+            data, total = page(service.app, name)
             return {"object": "list", "collection": name, "total": total, "data": data}
 
         with service.admission.enter(client):
@@ -185,8 +184,8 @@ class Listing:
 async def documents(asked: Annotated[Listing, Depends()]) -> Response:
     """List the documents of a collection, by name."""
 
-    def page(desk: AppServices, name: str) -> tuple[list[dict[str, Any]], int]:
-        found = desk.workspaces.library.page(name, asked.search, None, asked.offset, asked.limit)
+    def page(services: AppServices, name: str) -> tuple[list[dict[str, Any]], int]:
+        found = services.workspaces.library.page(name, asked.search, None, asked.offset, asked.limit)
         return [_shown("document", each, "passages", "updated_at") for each in found.documents], found.total
 
     return await asked.of(page)
@@ -196,8 +195,8 @@ async def documents(asked: Annotated[Listing, Depends()]) -> Response:
 async def jobs(asked: Annotated[Listing, Depends()]) -> Response:
     """List ingest jobs: running ones, then waiting ones, then finished ones."""
 
-    def page(desk: AppServices, name: str) -> tuple[list[dict[str, Any]], int]:
-        found, total = desk.jobs.page(None, asked.search, asked.offset, asked.limit, name)
+    def page(services: AppServices, name: str) -> tuple[list[dict[str, Any]], int]:
+        found, total = services.jobs.page(None, asked.search, asked.offset, asked.limit, name)
         more = ("kind", "added_at", "finished_at", "done", "total")
         return [_shown("job", job, *more) for job in found], total
 
@@ -210,9 +209,9 @@ async def remove(request: Request, document_id: str) -> Response:
     service, client = service_of(request), client_of(request)
 
     def removed() -> int:
-        found = service.desk.workspaces.library.documents_with([document_id]).get(document_id)
+        found = service.app.workspaces.library.documents_with([document_id]).get(document_id)
         mine = client.is_owner or (found is not None and found.collection in client.collections)
-        gone = service.desk.jobs.remove([document_id], found.collection) if found is not None and mine else []
+        gone = service.app.jobs.remove([document_id], found.collection) if found is not None and mine else []
         if not gone:
             raise ApiError(404, "There is no such document.", "document_not_found", "document_id")
         return sum(each.bytes_freed for each in gone)

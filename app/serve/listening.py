@@ -1,6 +1,5 @@
 """Listening sockets and uvicorn, for the page and the server, and what the process needs to be the home's owner."""
 
-import ctypes
 import gc
 import logging
 import shutil
@@ -8,13 +7,14 @@ import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from ragblend.app.posix import limit_malloc_arenas, on_signal
 from ragblend.app.serve.commands import CommandListener
 from ragblend.app.serve.front import MIB, Address, Rules
 from ragblend.app.serve.keys import Authenticator, Keys
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ragblend")
 LOCK = "ui-page.lock"  # a second process would resume the files that the first one is ingesting
-M_ARENA_MAX, ARENAS = -8, 2  # M_ARENA_MAX is of glibc's malloc.h
 GC_THRESHOLDS = (700, 10, 10)  # Python's own
 GRACE_S = 30  # for running requests when the server stops
 
@@ -83,7 +82,7 @@ def check_reach(host: str, names: Iterable[str] | None, keys: Keys) -> None:
 
 
 def serve(
-    desk: AppServices,
+    services: AppServices,
     address: Address,
     at: socket.socket,
     keys: Keys,
@@ -95,18 +94,18 @@ def serve(
     from ragblend.app.serve.application import build
     from ragblend.app.serve.library import UPLOAD_PATH
 
-    _limit_malloc_arenas()
-    root = desk.workspaces.home.root
+    limit_malloc_arenas()
+    root = services.workspaces.home.root
     rules = Rules(address, UPLOAD_PATH, max_upload_bytes)
-    with owning(desk, "ragblend serve"), files_inside(root / "serve"):
-        front = build(desk, Authenticator(rules, keys, not address.is_private), limits)
+    with owning(services, "ragblend serve"), files_inside(root / "serve"):
+        front = build(services, Authenticator(rules, keys, not address.is_private), limits)
 
         def ready() -> None:
-            desk.start()
-            front.service.startup.begin(desk)
+            services.start()
+            front.service.startup.begin(services)
             on_ready()
 
-        workspace = desk.workspaces.first
+        workspace = services.workspaces.first
         stop_watchdog = watch(lambda: workspace.queues, front.service.limits.hang_s)
         try:
             UvicornServer(front, ready, GRACE_S).run([at])
@@ -115,13 +114,13 @@ def serve(
 
 
 @contextmanager
-def owning(desk: AppServices, command: str) -> Iterator[None]:
+def owning(services: AppServices, command: str) -> Iterator[None]:
     """Make this the one process that has the home open: it runs the ingest queue and this user's forwarded commands.
 
     If it cannot listen for commands, they run in their own processes. SIGTERM ends it as Ctrl-C does. Raises
     StoreLockedError if another process has the home open.
     """
-    root = desk.workspaces.home.root
+    root = services.workspaces.home.root
     with ExitStack() as held:
         try:
             held.enter_context(writer_lock(root / LOCK, command))
@@ -133,7 +132,7 @@ def owning(desk: AppServices, command: str) -> Iterator[None]:
                 "which it answers."
             ) from None
         try:
-            held.enter_context(CommandListener(desk))
+            held.enter_context(CommandListener(services))
         except OSError as error:
             log.warning(
                 "commands run in their own processes: listening in the home %s failed: %s", root, error
@@ -142,14 +141,8 @@ def owning(desk: AppServices, command: str) -> Iterator[None]:
         # cycle that holds its KV. Imported modules are not searched.
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
-        held.enter_context(_interrupted_by_sigterm())
+        held.enter_context(on_signal(signal.SIGTERM, _interrupt))
         yield
-
-
-def _limit_malloc_arenas() -> None:
-    """Have glibc share heaps between threads: else each of dozens grows to the most that its thread ever used."""
-    with suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(M_ARENA_MAX, ARENAS)
 
 
 @contextmanager
@@ -165,15 +158,6 @@ def files_inside(folder: Path) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into KeyboardInterrupt: uvicorn raises it again, which would end the process with open files."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _interrupt(*_: Any) -> None:
+    """For SIGTERM: uvicorn raises the signal again, which would end the process with open files."""
+    raise KeyboardInterrupt

@@ -2,8 +2,8 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -12,8 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragblend.app.serve.bodies import ResponsesBody
-from ragblend.app.serve.chat import CompletedChoice, Piece, respond, usage_and_kv
-from ragblend.app.serve.service import service_of
+from ragblend.app.serve.chat import CompletedChoice, EndpointFormat, respond, usage_and_kv
 
 router = APIRouter(prefix="/v1")
 Json = dict[str, Any]
@@ -25,14 +24,14 @@ async def responses(request: Request, body: ResponsesBody) -> Response:
     """Answer as `/v1/chat/completions` does, as items. Function calls work; OpenAI's built-in tools do not."""
     chat = body.chat()
     turns = chat.turns()
-    answer_format = ResponseFormat(service_of(request).model, body)
-    return await respond(request, chat, lambda call: [call.chat_prompt(turns)], answer_format)
+    return await respond(request, chat, lambda call: [call.chat_prompt(turns)], partial(ResponseFormat, body))
 
 
-class ResponseFormat:
-    """An `EndpointFormat` for `/v1/responses`: one message, then its function calls."""
+class ResponseFormat(EndpointFormat):
+    """`/v1/responses`: one message, then its function calls."""
 
-    def __init__(self, model: str, body: ResponsesBody) -> None:
+    def __init__(self, body: ResponsesBody, model: str) -> None:
+        self._text = ""
         self._message_id, self._number = f"msg_{uuid.uuid4().hex[:24]}", count()
         self._place: Json = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
         self._basis: Json = {
@@ -66,34 +65,32 @@ class ResponseFormat:
         }
         return {**self._basis, **ended, **_usage(chosen)}
 
-    async def chunks(
-        self, pieces: AsyncGenerator[Piece, None], includes_usage: bool
-    ) -> AsyncGenerator[Json, None]:
-        begun = {**self._basis, "status": STARTED, "error": None, "incomplete_details": None, "output": []}
-        texts: list[str] = []
-        async with aclosing(pieces):
-            async for _, piece in pieces:
-                # The first events wait for the first piece (an answer without text has one too), in case of an error.
-                if not texts:
-                    yield self._event("response.created", response=begun)
-                    yield self._event("response.in_progress", response=begun)
-                    yield self._item_event("added", 0, self._message(None))
-                    yield self._event("response.content_part.added", **self._place, part=_part(""))
-                    texts.append("")
-                if isinstance(piece, str):
-                    texts.append(piece)
-                    yield self._text_event("delta", delta=piece, logprobs=[])
-                    continue
-                text = "".join(texts)
-                yield self._text_event("done", text=text, logprobs=[])
-                yield self._event("response.content_part.done", **self._place, part=_part(text))
-                message, *calls = self._items(piece)
-                yield self._item_event("done", 0, message)
-                for number, item in enumerate(calls, start=1):
-                    for event in self._call_events(number, item):
-                        yield event
-                whole = self.whole([piece])
-                yield self._event(f"response.{whole['status']}", response=whole)
+    def events(self, index: int, piece: str | CompletedChoice, is_first: bool) -> Iterator[Json]:
+        # The first events wait for the first piece (an answer without text has one too), in case of an error.
+        if is_first:
+            begun = {
+                **self._basis,
+                "status": STARTED,
+                "error": None,
+                "incomplete_details": None,
+                "output": [],
+            }
+            yield self._event("response.created", response=begun)
+            yield self._event("response.in_progress", response=begun)
+            yield self._item_event("added", 0, self._message(None))
+            yield self._event("response.content_part.added", **self._place, part=_part(""))
+        if isinstance(piece, str):
+            self._text += piece
+            yield self._text_event("delta", delta=piece, logprobs=[])
+            return
+        yield self._text_event("done", text=self._text, logprobs=[])
+        yield self._event("response.content_part.done", **self._place, part=_part(self._text))
+        message, *calls = self._items(piece)
+        yield self._item_event("done", 0, message)
+        for number, item in enumerate(calls, start=1):
+            yield from self._call_events(number, item)
+        whole = self.whole([piece])
+        yield self._event(f"response.{whole['status']}", response=whole)
 
     def _event(self, kind: str, **more: Any) -> Json:
         return {"type": kind, "sequence_number": next(self._number), **more}

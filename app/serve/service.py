@@ -5,16 +5,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager, nullcontext, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from ragblend.app.serve.errors import ApiError, api_error, encoded
 from ragblend.app.serve.keys import Client
@@ -24,9 +25,10 @@ from ragblend.app.services import AppServices, ModelStartup
 from ragblend.app.settings import BUNDLED
 from ragblend.engine.config import Report
 from ragblend.engine.prompts.tokenizing import LONG_CHARACTERS
-from ragblend.engine.scheduling.queue import Cancel, DeviceQueue
+from ragblend.engine.scheduling.queue import POLL_S, Cancel
 from ragblend.integrations.backend import Backend
 from ragblend.integrations.threads import in_thread
+from ragblend.kvstore.errors import Cancelled
 
 T = TypeVar("T")
 SEND_TIMEOUT_S = 60.0  # a client that does not read an event for so long is disconnected
@@ -85,32 +87,28 @@ class Admission:
 class Service:
     """The state of one server, shared by its routes."""
 
-    def __init__(self, desk: AppServices, limits: Limits | None = None) -> None:
-        self.desk, self.limits = desk, limits or Limits()
+    def __init__(self, services: AppServices, limits: Limits | None = None) -> None:
+        self.app, self.limits = services, limits or Limits()
         self.startup, self.metrics, self.sessions = ModelStartup(), Metrics(), SessionCache()
-        self.admission, self._long_texts = Admission(self.limits), DeviceQueue()
-        self.home = str(desk.workspaces.home.root)
-        self.begun, self._begun_s = int(time.time()), time.monotonic()
-
-    @property
-    def uptime_s(self) -> float:
-        return time.monotonic() - self._begun_s  # the wall clock may be set
+        self.admission, self._long_text = Admission(self.limits), threading.Lock()
+        self.home = str(services.workspaces.home.root)
+        self.begun, self.begun_s = int(time.time()), time.monotonic()  # the wall clock may be set
 
     @property
     def model(self) -> str:
         """The model's name for clients, never its path."""
-        named = self.desk.settings.model
+        named = self.app.settings.model
         return BUNDLED if named == "default" else Path(named).stem if Path(named).exists() else named
 
     def shown(self, text: str) -> str:
         """The text without paths of this machine."""
-        named = self.desk.settings.model
+        named = self.app.settings.model
         text = text.replace(self.home, "HOME")
         return text.replace(named, self.model) if Path(named).is_absolute() else text
 
     def check_model(self, name: str) -> None:
         """Raise ApiError (404) for another model."""
-        if name not in (self.model, self.desk.settings.model):
+        if name not in (self.model, self.app.settings.model):
             raise ApiError(
                 404, f"There is no model {name!r:.100}; there is {self.model!r}.", "model_not_found", "model"
             )
@@ -120,10 +118,10 @@ class Service:
 
         Also if it was removed: passages learned from the request would be visible to a later key of that name.
         """
-        existing = self.desk.workspaces.names()
+        existing = self.app.workspaces.names()
         allowed = existing if client.is_owner else [each for each in client.collections if each in existing]
         if name is None:
-            name = next(iter(client.collections), self.desk.settings.collection)
+            name = next(iter(client.collections), self.app.settings.collection)
         if name not in allowed:
             raise ApiError(
                 404, f"There is no collection {name!r:.100}.", "collection_not_found", "collection"
@@ -143,11 +141,34 @@ class Service:
         status = 408 if timeout is not None and timeout <= self.limits.answer_s else 504
         return ApiError(status, message, "timeout", is_final=True)
 
+    async def run(self, work: Callable[[Cancel], T], timeout: float | None) -> T:
+        """Run work in a thread, and cancel it after the allowed time, or if this is cancelled. Raises ApiError."""
+        stopped = threading.Event()
+        task = asyncio.ensure_future(in_thread(partial(work, stopped)))
+        try:
+            await asyncio.wait((task,), timeout=self.allowed_s(timeout))
+        finally:
+            stopped.set()
+            with suppress(Exception):
+                await task
+        try:
+            return task.result()
+        except Cancelled as error:
+            raise self.timeout_error(timeout) from error
+
     @contextmanager
     def tokenizing(self, body: bytes, stopped: Cancel) -> Iterator[None]:
         """Tokenize long requests one at a time, to limit memory. Raises Cancelled if stopped while it waits."""
-        with self._long_texts.turn(stopped) if len(body) > LONG_CHARACTERS else nullcontext():
+        if len(body) <= LONG_CHARACTERS:
             yield
+            return
+        while not self._long_text.acquire(timeout=POLL_S):
+            if stopped.is_set():
+                raise Cancelled("the request was cancelled while it waited to be tokenized")
+        try:
+            yield
+        finally:
+            self._long_text.release()
 
     def count(self, report: Report) -> None:
         """Count an answer's tokens."""
@@ -157,8 +178,8 @@ class Service:
 
     def backend(self, client: Client) -> Backend:
         """The engine and the passages of that client. Imports torch, so not for an event loop."""
-        settings, collection = self.desk.settings, self.collection(client)
-        _ = self.desk.workspaces.of(collection).engine  # opens it with the settings' budgets
+        settings, collection = self.app.settings, self.collection(client)
+        _ = self.app.workspaces.of(collection).engine  # opens it with the settings' budgets
         where = settings.device, settings.dtype, settings.vllm
         return Backend(settings.model, self.home, collection, *where)
 
@@ -173,12 +194,8 @@ def client_of(request: Request) -> Client:
     return found
 
 
-class ClientGone(Exception):
-    """The client has disconnected."""
-
-
-class ClientStalled(Exception):
-    """The client does not read its events."""
+class ClientGone(HTTPException):
+    """The client has disconnected, so that nobody reads the response."""
 
 
 async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
@@ -187,7 +204,7 @@ async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise ClientGone(499, "The client disconnected.")
         return task.result()
     finally:
         gone.cancel()
@@ -197,25 +214,12 @@ async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
                 await task
 
 
-async def stoppable(work: Callable[[threading.Event], T], seconds: float) -> T:
-    """Run work in a thread. The event passed to it is set after `seconds` or if this is cancelled; then it must end."""
-    stopped = threading.Event()
-    task = asyncio.ensure_future(in_thread(partial(work, stopped)))
-    try:
-        await asyncio.wait((task,), timeout=seconds)
-    finally:
-        stopped.set()
-        with suppress(Exception):
-            await task
-    return task.result()
-
-
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-class Events(Response):
+class Events(StreamingResponse):
     """Server-sent events: a `data:` line for each value, then [DONE]; an error is the last event, as OpenAI's is.
 
     Values with a `type` have it as `event:` name too, and end without [DONE]. The first value is given, so that an
@@ -227,47 +231,42 @@ class Events(Response):
     def __init__(
         self, first: object, rest: AsyncGenerator[object, None], shown: Callable[[str], str]
     ) -> None:
-        super().__init__(None, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._first, self._rest, self._shown = first, rest, shown
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        super().__init__(_event_lines(first, rest, shown), headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(ClientGone, ClientStalled):
-            await until_gone(receive, self._send_all(send))
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await send(message)
 
-    async def _send_all(self, send: Send) -> None:
-        async def event(data: bytes, more: bool = True, name: str = "") -> None:
-            line = f"event: {name}\n".encode() if name else b""
-            body = line + b"data: " + data + b"\n\n"
-            try:
-                async with asyncio.timeout(SEND_TIMEOUT_S):
-                    await send({"type": "http.response.body", "body": body, "more_body": more})
-            except TimeoutError:
-                raise ClientStalled from None
+        lines: Any = self.body_iterator
+        async with aclosing(lines):
+            with suppress(ClientGone, TimeoutError):  # it has disconnected, or does not read
+                await until_gone(receive, self.stream_response(send_in_time))
 
-        async def send_value(value: object) -> bool:
-            kind = value.get("type", "") if isinstance(value, dict) else ""
-            await event(encoded(value), name=kind)
-            return bool(kind)
 
-        async with aclosing(self._rest) as rest:
-            await send(
-                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-            )
-            is_named = False
-            try:
-                is_named = await send_value(self._first)
-                async for value in rest:
-                    await send_value(value)
-            except (ClientGone, ClientStalled, asyncio.CancelledError):
-                raise
-            except Exception as error:
-                await event(encoded(api_error(error, self._shown).to_json()), more=False)
-            else:
-                if is_named:
-                    await send({"type": "http.response.body", "body": b""})
-                else:
-                    await event(b"[DONE]", more=False)
+async def _event_lines(
+    first: object, rest: AsyncGenerator[object, None], shown: Callable[[str], str]
+) -> AsyncGenerator[bytes, None]:
+    async with aclosing(rest):
+        try:
+            yield _event(first)
+            async for value in rest:
+                yield _event(value)
+        except Exception as error:
+            yield _event(api_error(error, shown).to_json())
+        else:
+            if not _event_name(first):
+                yield b"data: [DONE]\n\n"
+
+
+def _event(value: object) -> bytes:
+    name = _event_name(value)
+    return (f"event: {name}\n" if name else "").encode() + b"data: " + encoded(value) + b"\n\n"
+
+
+def _event_name(value: object) -> str:
+    return str(value.get("type", "")) if isinstance(value, dict) else ""
 
 
 async def streamed(request: Request, values: AsyncGenerator[object, None]) -> Response:

@@ -55,30 +55,16 @@ def test_home_that_is_a_file(tmp_path):
         Home(tmp_path / "file").create()
 
 
-@pytest.fixture
-def holder(tmp_path):
-    """Another process that holds the lock."""
+def test_a_second_writer_is_told_who_holds_the_lock_and_a_killed_one_blocks_nobody(tmp_path):
     lock = tmp_path / "writer.lock"
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "held\n"
-    yield process, lock
-    process.kill()
-    process.wait()
-    process.stdout.close()
-
-
-def test_second_writer_is_told_who_holds_the_lock(holder):
-    process, lock = holder
-    with pytest.raises(StoreLockedError) as caught, writer_lock(lock):
-        pytest.fail("two writers at once")
+    command = [sys.executable, "-c", HOLDER, str(lock)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(StoreLockedError) as caught, writer_lock(lock):
+            pytest.fail("two writers at once")
+        process.kill()
     assert f"process {process.pid}" in str(caught.value) and "ragblend ingest letters" in str(caught.value)
     assert stat.S_IMODE(lock.stat().st_mode) == 0o600
-
-
-def test_killed_holder_blocks_nobody(holder):
-    process, lock = holder
-    process.kill()
-    process.wait()
     with writer_lock(lock, "next"):
         assert read_holder(lock) == json.loads(lock.read_text())
         assert read_holder(lock)["pid"] == os.getpid()

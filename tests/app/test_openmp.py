@@ -7,53 +7,33 @@ import pytest
 from ragblend.app.openmp import SPINS, set_thread_spinning
 
 NAMES = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
-
-
-@pytest.fixture
-def cores(monkeypatch):
-    for name in NAMES:
-        monkeypatch.setenv(name, "")  # so that what is set below is undone
-        monkeypatch.delenv(name)
-    count = len(os.sched_getaffinity(0))
-    monkeypatch.setenv("OMP_NUM_THREADS", str(count))
-    return count
+CORES = len(os.sched_getaffinity(0))
+IDLE, ONE_BUSY = "0.10 0.10 0.10 1/200 42", "0.10 0.10 0.10 2/200 42"
 
 
 @pytest.mark.parametrize(
-    ("load", "spins"),
-    [("0.10 0.10 0.10 1/200 42", SPINS), ("0.10 0.10 0.10 2/200 42", None), ("no numbers", None), ("", None)],
-)
-def test_threads_spin_on_idle_cores(tmp_path, cores, load, spins):
-    (tmp_path / "loadavg").write_text(load)
+    ("load", "given", "policy", "spins"),
+    [
+        pytest.param(IDLE, {}, "PASSIVE", SPINS, id="idle"),
+        pytest.param(ONE_BUSY, {}, "PASSIVE", None, id="a core is busy"),
+        pytest.param(
+            ONE_BUSY, {"OMP_NUM_THREADS": str(CORES - 1)}, "PASSIVE", SPINS, id="fewer threads",
+            marks=pytest.mark.skipif(CORES < 2, reason="one core"),
+        ),
+        pytest.param(IDLE, {"OMP_NUM_THREADS": "1,1"}, "PASSIVE", None, id="thread counts by level"),
+        pytest.param("no numbers", {}, "PASSIVE", None, id="no numbers"),
+        pytest.param("", {}, "PASSIVE", None, id="empty"),
+        pytest.param(None, {}, "PASSIVE", None, id="unknown"),
+        pytest.param(IDLE, {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", None, id="the user's"),
+    ],
+)  # fmt: skip
+def test_threads_spin_if_there_are_idle_cores(tmp_path, monkeypatch, load, given, policy, spins):
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # so that what is set below is undone
+        monkeypatch.delenv(name)
+    for name, value in {"OMP_NUM_THREADS": str(CORES), **given}.items():
+        monkeypatch.setenv(name, value)
+    if load is not None:
+        (tmp_path / "loadavg").write_text(load)
     set_thread_spinning(tmp_path / "loadavg")
-    assert [os.environ.get(name) for name in NAMES] == ["PASSIVE", spins]
-
-
-def test_threads_spin_if_a_core_is_idle(tmp_path, cores, monkeypatch):
-    if cores < 2:
-        pytest.skip("one core")
-    monkeypatch.setenv("OMP_NUM_THREADS", str(cores - 1))
-    (tmp_path / "loadavg").write_text("0.10 0.10 0.10 2/200 42")
-    set_thread_spinning(tmp_path / "loadavg")
-    assert os.environ["GOMP_SPINCOUNT"] == SPINS
-
-
-@pytest.mark.parametrize("load", ["", "0 0 0 1/2 3"])
-def test_users_environment_is_kept(tmp_path, cores, monkeypatch, load):
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    (tmp_path / "loadavg").write_text(load)
-    set_thread_spinning(tmp_path / "loadavg")
-    assert [os.environ.get(name) for name in NAMES] == ["ACTIVE", None]
-
-
-def test_threads_sleep_if_the_load_is_unknown(tmp_path, cores):
-    set_thread_spinning(tmp_path / "none")
-    assert [os.environ.get(name) for name in NAMES] == ["PASSIVE", None]
-
-
-def test_thread_counts_by_level_are_accepted(tmp_path, cores, monkeypatch):
-    """OpenMP takes a list, one for each level of nesting; a command must begin all the same."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1,1")
-    (tmp_path / "loadavg").write_text("0.10 0.10 0.10 1/200 42")
-    set_thread_spinning(tmp_path / "loadavg")
-    assert [os.environ.get(name) for name in NAMES] == ["PASSIVE", None]
+    assert [os.environ.get(name) for name in NAMES] == [policy, spins]

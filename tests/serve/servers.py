@@ -39,12 +39,12 @@ class Served:
 
     def add_key(self, name):
         """A key with a collection of its own."""
-        self.service.desk.workspaces.create(name)
+        self.service.app.workspaces.create(name)
         self.keys[name] = self.known.add(Client(name, (name,)))
 
     @property
     def engine(self):
-        return self.service.desk.workspaces.of("ada").engine
+        return self.service.app.workspaces.of("ada").engine
 
     def chat(self, text="Who built the lighthouse?", name="ada", **options):
         body = {"model": self.service.model, "messages": [{"role": "user", "content": text}], "max_tokens": 6}
@@ -77,12 +77,12 @@ class Served:
 
 @contextmanager
 def serving(home, model, limits=None):
-    desk = AppServices.open(home, model=str(model), device="cpu", dtype="float32", chunk_tokens=64)
-    known = Keys(desk.workspaces.home.root)
-    with desk, listening("127.0.0.1", 0) as (address, at):
+    services = AppServices.open(home, model=str(model), device="cpu", dtype="float32", chunk_tokens=64)
+    known = Keys(services.workspaces.home.root)
+    with services, listening("127.0.0.1", 0) as (address, at):
         port = address.port
         rules = Rules(address, UPLOAD_PATH)
-        front = build(desk, Authenticator(rules, known, needs_key=False), limits)
+        front = build(services, Authenticator(rules, known, needs_key=False), limits)
         ready = threading.Event()
         server = UvicornServer(front, ready.set, grace_s=5)
         thread = threading.Thread(target=server.run, args=([at],))
@@ -93,12 +93,12 @@ def serving(home, model, limits=None):
             served.keys["owner-key"] = known.add(Client("chief"))
             for name in ("ada", "bob"):
                 served.add_key(name)
-            desk.start()
+            services.start()
             yield served
         finally:
             server.should_exit = True
             thread.join(SOON_S)
-            desk.workspaces.of("ada").engine.close()
+            services.workspaces.of("ada").engine.close()
     assert not thread.is_alive()
 
 

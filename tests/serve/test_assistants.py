@@ -22,6 +22,8 @@ from ragblend.app.services import AppServices
 
 LIGHT = "The lighthouse of Skarholm was built in 1888 by Marta Lind. "
 FERRY = "The ferry Marigold leaves the pier at seven and takes forty minutes. "
+MCP = ("-m", "ragblend.app.cli.main", "mcp")
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("RAGBLEND_")}
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -35,18 +37,16 @@ def home(request, home_of, tiny_folder, tmp_path_factory):
     if request.param == "alone":
         yield home
         return
-    with AppServices.open(home) as desk, CommandListener(desk):
+    with AppServices.open(home) as services, CommandListener(services):
         yield home
-        desk.workspaces.first.engine.close()
+        services.workspaces.first.engine.close()
 
 
 @contextmanager
 def listening(home):
     """The command with --http; gives its URL."""
-    words = ["mcp", "--http", "--port", "0", "--json", "--home", str(home)]
-    command = [sys.executable, "-m", "ragblend.app.cli.main", *words]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAGBLEND_")}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    words = [*MCP, "--http", "--port", "0", "--json", "--home", str(home)]
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     try:
         yield json.loads(process.stdout.readline())["url"]
         process.send_signal(signal.SIGINT)
@@ -64,12 +64,7 @@ async def asked(at, calls):
 
 def told(home, *calls):
     """What each call (tool, arguments) gave, and the tools that there are: one process, one conversation."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAGBLEND_")}
-    command = StdioServerParameters(
-        command=sys.executable,
-        args=["-m", "ragblend.app.cli.main", "mcp", "--home", str(home)],
-        env=environment,
-    )
+    command = StdioServerParameters(command=sys.executable, args=[*MCP, "--home", str(home)], env=ENVIRONMENT)
     return asyncio.run(asked(command, calls))
 
 

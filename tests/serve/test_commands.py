@@ -18,6 +18,7 @@ from waiting import until
 from ragblend import __version__
 from ragblend.app import remote
 from ragblend.app.cli.main import main
+from ragblend.app.posix import listen_in
 from ragblend.app.remote import NAME, Line, connected
 from ragblend.app.serve.commands import CommandListener, RemoteTerminal
 from ragblend.app.services import AppServices
@@ -44,9 +45,9 @@ def home(home_of, tiny_folder, tmp_path_factory):
 @contextmanager
 def owned(home):
     """The home, open in this process as a server has it open; who opens it a second time meanwhile fails."""
-    with AppServices.open(home) as desk, CommandListener(desk), pytest.MonkeyPatch.context() as patch:
+    with AppServices.open(home) as services, CommandListener(services), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Workspaces, "open", None)
-        yield desk
+        yield services
 
 
 @pytest.fixture
@@ -68,28 +69,24 @@ def told(home, capsys):
 
 
 def test_a_forwarded_question_has_the_same_output(home, told) -> None:
-    alone = (
-        told("ask", QUESTION),
-        told("ask", " ", code=2),
-        told("ask", QUESTION, "--collection", "no", code=2),
-    )
+    def asked():
+        refused = told("ask", " ", code=2), told("ask", QUESTION, "--collection", "no", code=2)
+        return told("ask", QUESTION), *refused
+
+    alone = asked()
     with owned(home):
-        sent = (
-            told("ask", QUESTION),
-            told("ask", " ", code=2),
-            told("ask", QUESTION, "--collection", "no", code=2),
-        )
+        sent = asked()
     assert sent == alone
     assert sent[0][0]["answer"] and sent[0][0]["tokens"]["generated"] == 4
 
 
 def test_options_hold_for_one_command_only(home, told, monkeypatch) -> None:
-    with owned(home) as desk:
-        before = desk.settings
+    with owned(home) as services:
+        before = services.settings
         assert told("ask", QUESTION, "--max-new-tokens", "2", "--method", "full")[0]["method"] == "full"
         monkeypatch.setenv("RAGBLEND_MAX_NEW_TOKENS", "3")
         assert told("ask", QUESTION)[0]["tokens"]["generated"] == 3
-        assert desk.settings == before
+        assert services.settings == before
 
 
 def test_settings_that_the_host_cannot_have_are_refused(home, told, monkeypatch) -> None:
@@ -110,13 +107,13 @@ def test_settings_that_the_host_cannot_have_are_refused(home, told, monkeypatch)
 def test_documents_are_ingested_and_removed_by_the_host(home, told, tmp_path, monkeypatch) -> None:
     (tmp_path / "ferry.txt").write_text(FERRY)
     monkeypatch.chdir(tmp_path)
-    with owned(home) as desk:
+    with owned(home) as services:
         assert told("ingest", "ferry.txt")[0]["added"] == [str(tmp_path / "ferry.txt")]
         assert told("ingest", "~$report.docx", code=1)[0]["failed"][0]["path"] == str(
             tmp_path / "~$report.docx"
         )
         assert told("ingest", "none.txt", code=1)[0]["failed"][0]["type"] == "DocumentNotFoundError"
-        assert desk.workspaces.library.find("default", "ferry.txt").passages == 1
+        assert services.workspaces.library.find("default", "ferry.txt").passages == 1
         assert told("ask", "When does the ferry leave?")[0]["sources"][0]["document"] == "ferry.txt"
         assert [each["path"] for each in told("docs", "rm", "ferry.txt")[0]["removed"]] == [
             str(tmp_path / "ferry.txt")
@@ -124,7 +121,7 @@ def test_documents_are_ingested_and_removed_by_the_host(home, told, tmp_path, mo
         assert told("ask", "When does the ferry leave?")[0]["sources"][0]["document"] == "lighthouse.md"
         told("ingest", "ferry.txt", "--collection", "boats")
         told("collections", "rm", "boats")
-        assert desk.workspaces.names() == ["default"]
+        assert services.workspaces.names() == ["default"]
 
 
 def test_relative_paths_are_those_of_the_callers_folder(home, tmp_path, monkeypatch) -> None:
@@ -159,15 +156,15 @@ def test_a_removed_collection_is_no_longer_watched(home, told, tmp_path) -> None
     """A change in its folder brought it back: only the list had forgotten the folder."""
     pytest.importorskip("watchfiles")
     (tmp_path / "ferry.txt").write_text(FERRY)
-    with owned(home) as desk:
+    with owned(home) as services:
         told("ingest", tmp_path / "ferry.txt", "--collection", "boats")
-        desk.watching.start()
-        desk.watching.add(tmp_path, "boats")
-        kept = desk.watching.add(tmp_path, "others")
+        services.watching.start()
+        services.watching.add(tmp_path, "boats")
+        kept = services.watching.add(tmp_path, "others")
         told("collections", "rm", "boats")
-        assert [each.id for each in desk.watching.folders()] == [kept.id]
+        assert [each.id for each in services.watching.folders()] == [kept.id]
         assert [t.name for t in threading.enumerate()].count("ragblend-watch") == 1
-        desk.watching.remove(kept.id)
+        services.watching.remove(kept.id)
 
 
 def as_process(home, *arguments, leaving_s=remote.LEAVING_S, **more):
@@ -181,29 +178,21 @@ def as_process(home, *arguments, leaving_s=remote.LEAVING_S, **more):
     return subprocess.Popen(command, text=True, **pipes, **more)
 
 
-def test_a_forwarded_chat_is_saved_by_the_host(home) -> None:
-    with owned(home) as desk:
-        process = as_process(home, "chat", "--json")
-        out, notes = process.communicate(f"{QUESTION}\nAnd when?\n\n", timeout=120)
+def test_a_forwarded_chat_is_saved_by_the_host(home, told) -> None:
+    """Half a pair of surrogates is what Python makes of bytes that are not UTF-8; no tokenizer takes one."""
+    with owned(home) as services:
+        assert told("ask", f"{QUESTION} \udce9")[0]["answer"]
+        process = as_process(home, "chat", "--json", encoding="utf-8", errors="surrogateescape")
+        out, notes = process.communicate(f"{QUESTION}\nAnd when? \udce9\n\n", timeout=120)
         assert process.returncode == 0, notes
         answers = [json.loads(line) for line in out.splitlines()]
         assert len(answers) == 2 and notes.count("\n> ") == 3 and "Kept." in notes
-        said = desk.chats.messages(answers[0]["chat"])
-        assert [each.text for each in said if each.role == "user"] == [QUESTION, "And when?"]
-
-
-def test_forwarded_text_may_be_invalid_utf8(home, told) -> None:
-    """Half a pair of surrogates is what Python makes of such bytes; no tokenizer takes one."""
-    with owned(home) as desk:
-        assert told("ask", f"{QUESTION} \udce9")[0]["answer"]
-        process = as_process(home, "chat", "--json", encoding="utf-8", errors="surrogateescape")
-        out, notes = process.communicate(f"{QUESTION} \udce9\n\n", timeout=120)
-        assert process.returncode == 0, notes
-        assert desk.chats.messages(json.loads(out)["chat"])[0].text == f"{QUESTION} ?"
+        said = services.chats.messages(answers[0]["chat"])
+        assert [each.text for each in said if each.role == "user"] == [QUESTION, "And when? ?"]
 
 
 def test_ctrl_c_cancels_the_answer_in_the_host(home) -> None:
-    with owned(home) as desk:
+    with owned(home) as services:
         process = as_process(home, "ask", QUESTION, "--max-new-tokens", "1800")
         assert process.stdout.read(1), process.communicate()
         process.send_signal(signal.SIGINT)
@@ -211,7 +200,7 @@ def test_ctrl_c_cancels_the_answer_in_the_host(home) -> None:
         assert process.returncode == 1 and notes.endswith(
             "Interrupted: the answer ends here, before its end.\n"
         )
-        with desk.workspaces.first.engine.runtime.queue.turn():
+        with services.workspaces.first.engine.runtime.queue.turn():
             pass
 
 
@@ -229,26 +218,14 @@ def test_forwarding_a_command_imports_nothing_heavy(home) -> None:
 
 
 def request(**more):
-    given = {
-        "command": "ask",
-        "arguments": {},
-        "folder": "/",
-        "environment": {},
-        "shown": {},
-        "is_terminal": False,
-    }
-    return given | more
+    empty = {name: {} for name in ("arguments", "environment", "shown")}
+    return {"command": "ask", "folder": "/", "is_terminal": False} | empty | more
 
 
 @contextmanager
 def stranger(folder, greeting=b"", answer=lambda connection: None):
     """Something that listens where a server would. Gives what it was sent before it answers."""
-    got, path = [], folder / NAME
-    listener = socket.socket(socket.AF_UNIX)
-    with remote.folder_of(folder) as opened:
-        listener.bind(remote.address(folder, opened))
-    path.chmod(0o600)
-    listener.listen()
+    got, path, listener = [], folder / NAME, listen_in(folder, NAME)
 
     def serve():
         while True:
@@ -452,8 +429,8 @@ def test_disconnect_or_shutdown_cancels_command() -> None:
 
 
 def test_closing_the_host_ends_commands_and_removes_the_socket(home) -> None:
-    with AppServices.open(home) as desk:
-        commands = CommandListener(desk)
+    with AppServices.open(home) as services:
+        commands = CommandListener(services)
         process = as_process(home, "chat")
         until(lambda: process.stderr.read(1) == ">")
         begun = time.monotonic()

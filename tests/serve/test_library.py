@@ -82,7 +82,7 @@ def test_keys_do_not_see_each_others_documents(served, ada, document) -> None:
 def test_library_passages_are_recognised_in_any_prompt(served, document) -> None:
     """A chat program that did the retrieval itself gets the stored KV all the same."""
     text = TRAMWAY.decode()
-    until(lambda: served.engine.finish_background() and served.service.desk.jobs.overview().is_idle)
+    until(lambda: served.engine.finish_background() and served.service.app.jobs.overview().is_idle)
     answer = served.chat(f"{text}\n\n{QUESTION}").json()
     assert (
         answer["kv"][0]["hits"] == document["passages"]
@@ -142,18 +142,18 @@ def test_upload_errors_show_no_paths(served, ada, monkeypatch) -> None:
 
 def test_an_upload_does_not_recreate_a_removed_collection(served, monkeypatch) -> None:
     """It was removed while the file was copied."""
-    desk, copied = served.service.desk, shutil.copyfileobj
+    services, copied = served.service.app, shutil.copyfileobj
     served.add_key("emil")
 
     def removed_meanwhile(*given):
-        desk.remove_collection("emil")
+        services.remove_collection("emil")
         return copied(*given)
 
     monkeypatch.setattr(shutil, "copyfileobj", removed_meanwhile)
     with served.client("emil") as emil:
         assert emil.post("/v1/documents", files={"file": ("a.txt", TRAMWAY)}).status_code == 404
     served.known.remove("emil")
-    assert "emil" not in desk.workspaces.names() and desk.jobs.overview().total == 0
+    assert "emil" not in services.workspaces.names() and services.jobs.overview().total == 0
 
 
 def test_an_upload_is_admitted_before_its_body_is_read(served, ada, monkeypatch) -> None:
@@ -180,7 +180,7 @@ def test_embeddings_equal_the_apps(served, ada) -> None:
     told = {"model": "all-MiniLM-L6-v2", "input": ["A tram.", "A lighthouse by the sea."]}
     plain = ada.post("/v1/embeddings", json=told).json()
     packed = ada.post("/v1/embeddings", json=told | {"encoding_format": "base64"}).json()
-    expected = served.service.desk.workspaces.embedder.embed_means(told["input"])
+    expected = served.service.app.workspaces.embedder.embed_means(told["input"])
     for one, other, vector in zip(plain["data"], packed["data"], expected, strict=True):
         assert np.allclose(one["embedding"], vector)
         assert np.array_equal(np.frombuffer(base64.b64decode(other["embedding"]), "<f4"), vector)
@@ -190,7 +190,7 @@ def test_embeddings_equal_the_apps(served, ada) -> None:
 @pytest.fixture
 def embedding(served, monkeypatch):
     """What is sent for a text of minutes, an event when it is begun, and what each such call ended with."""
-    embedder = served.service.desk.workspaces.embedder
+    embedder = served.service.app.workspaces.embedder
     embed, begun, ended = embedder.embed_means, threading.Event(), []
 
     def watched(texts, *more):
@@ -221,7 +221,7 @@ def test_disconnecting_cancels_an_embedding_and_a_timeout_a_waiting_question(
 
 def test_a_cancelled_question_is_counted_until_its_search_ends(served, document, monkeypatch) -> None:
     """Who asked and left again and again had as many searches going as he liked."""
-    conversations, going, goes_on = served.service.desk.conversations, threading.Event(), threading.Event()
+    conversations, going, goes_on = served.service.app.conversations, threading.Event(), threading.Event()
     answer, cancels = conversations.answer, []
 
     def slow(*given):

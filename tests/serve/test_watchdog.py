@@ -28,17 +28,17 @@ main(sys.argv[1:])
 
 
 @contextmanager
-def hanging(monkeypatch, kind):
-    """Each call of that kind of model, until the end; an event when the first one is made."""
-    begun, comes_back = threading.Event(), threading.Event()
+def hanging(monkeypatch, model):
+    """Each call of that model, or kind of model, until the end; an event when the first one is made."""
+    begun, comes_back, forward = threading.Event(), threading.Event(), model.forward
 
-    def hang(*_, **__):
+    def hang(*given, **named):
         begun.set()
         assert comes_back.wait(SOON_S)
-        raise RuntimeError("it came back")
+        return forward(*given, **named)
 
     with monkeypatch.context() as patched:
-        patched.setattr(kind, "forward", hang)
+        patched.setattr(model, "forward", hang)
         try:
             yield begun
         finally:
@@ -57,45 +57,30 @@ def watching(queues, limit_s=LIMIT_S):
 
 
 @pytest.mark.parametrize("what", ["an answer", "a passage", "what is measured after it"])
-def test_a_hanging_device_ends_the_process(home_of, tiny_folder, what) -> None:
+def test_a_hanging_device_ends_the_process(home_of, tiny_folder, monkeypatch, what) -> None:
     with serving(home_of(), tiny_folder) as served:
         served.chat()
         assert served.engine.finish_background(SOON_S)
         runtime = served.engine.runtime
-        hanging, comes_back, ended = threading.Event(), threading.Event(), []
-        over = threading.Event()
 
         def measure(_):
             runtime.choice.needs_measurement = True
             runtime.choose_steps()
 
-        begun = {
+        work = {
             "an answer": served.chat,
             "a passage": lambda text: served.engine.encode([text]),
             "what is measured after it": measure,
         }
-
-        def hang(*_):
-            hanging.set()
-            assert comes_back.wait(SOON_S)
-
-        def end(status):
-            ended.append(status)
-            over.set()
-
-        hook = runtime.loaded.model.model.layers[1].register_forward_pre_hook(hang)
-        stopped = watch(lambda: [runtime.queue], LIMIT_S, end)
-        try:
-            assert runtime.queue.still_s == 0, "nobody has the device"
-            asked = threading.Thread(target=begun[what], args=("Is it there?",))
+        asked = threading.Thread(target=work[what], args=("Is it there?",))
+        assert runtime.queue.still_s == 0, "nobody has the device"
+        with hanging(monkeypatch, runtime.loaded.model.model.layers[1]) as begun:
             asked.start()
-            assert hanging.wait(SOON_S) and over.wait(SOON_S)
-            assert ended == [EX_TEMPFAIL]
-        finally:
-            stopped.set()
-            hook.remove()
-            comes_back.set()
-            asked.join(SOON_S)
+            assert begun.wait(SOON_S)
+            with watching(lambda: [runtime.queue]) as ended:
+                until(lambda: ended)
+        asked.join(SOON_S)
+        assert ended == [EX_TEMPFAIL]
 
 
 def test_loading_a_model_is_not_a_hang(home_of, tiny_folder) -> None:
@@ -116,23 +101,22 @@ def test_a_hanging_embedder_or_reranker_ends_the_process(
     texts = ["The ferry leaves at seven.", "The ferry is painted blue."]
     with serving(home_of(), tiny_folder) as served, served.client("owner-key") as client:
         reranker = make_cross_encoder(tmp_path / "reranker", texts)
-        served.service.desk.workspaces.change(reranker=str(reranker))
+        served.service.app.workspaces.change(reranker=str(reranker))
         files = [("file", (f"{number}.txt", text)) for number, text in enumerate(texts)]
         assert client.post("/v1/documents", files=files).json()["queued"] == 2
         until(lambda: [d["state"] for d in client.get("/v1/documents").json()["data"]] == ["done"] * 2)
-        workspace = served.service.desk.workspaces.first
+        workspace = served.service.app.workspaces.first
         question = {"question": "When does the ferry leave?", "max_tokens": 2}
-        with watching(lambda: workspace.queues) as ended:
-            assert client.post("/v1/rag/ask", json=question).status_code == 200
-            until(lambda: not any(queue.still_s for queue in workspace.queues))
-            assert not ended, "nothing hangs"
-            kind = BertModel if what == "the embedder" else BertForSequenceClassification
-            asked = threading.Thread(target=client.post, args=("/v1/rag/ask",), kwargs={"json": question})
-            with hanging(monkeypatch, kind) as begun:
-                asked.start()
-                assert begun.wait(SOON_S)
+        assert client.post("/v1/rag/ask", json=question).status_code == 200
+        until(lambda: not any(queue.still_s for queue in workspace.queues))
+        kind = BertModel if what == "the embedder" else BertForSequenceClassification
+        asked = threading.Thread(target=client.post, args=("/v1/rag/ask",), kwargs={"json": question})
+        with hanging(monkeypatch, kind) as begun:
+            asked.start()
+            assert begun.wait(SOON_S)
+            with watching(lambda: workspace.queues) as ended:
                 until(lambda: ended)
-            asked.join(SOON_S)
+        asked.join(SOON_S)
         assert ended == [EX_TEMPFAIL]
 
 
