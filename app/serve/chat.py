@@ -23,7 +23,7 @@ from ragblend.engine.prompts.segments import Prompt
 from ragblend.engine.prompts.tools import ParsedAnswer
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.integrations.backend import kv_statistics, logprobs
-from ragblend.integrations.calls import AnswerTimeout, Call
+from ragblend.integrations.calls import AnswerTimeout, Call, PreparedCall
 from ragblend.integrations.threads import in_thread
 from ragblend.kvstore.errors import Cancelled
 
@@ -144,7 +144,8 @@ async def _answers(
             left = seconds - (time.monotonic() - arrived)
             session = service.sessions.of(client.digest, choice.prompt.token_ids)
             call = replace(choice.call, timeout=max(left, 0.001), session=session, client=client.name)
-            async with aclosing(call.astream(choice.prompt)) as items:
+            prepared = PreparedCall(call, lambda prompt=choice.prompt: prompt)
+            async with aclosing(await prepared.astream()) as items:
                 async for item in items:
                     if is_first:
                         service.metrics.observe("ttft_seconds", time.monotonic() - arrived)

@@ -1,7 +1,7 @@
 """RAGBlendLLM: LangChain's text model on RAGBlend's engine. The prompt goes in as it is, without a chat template."""
 
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, closing
+from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,23 +51,19 @@ class RAGBlendLLM(LangChainParameters, BaseLLM):
 
     def _result(self, prepared: PreparedCall, run_manager: Any) -> "Result":
         """The whole answer; with `streaming`, each piece is reported as it comes, as `BaseLLM` expects."""
-        if not self.streaming or run_manager is None:
-            return prepared.generate()
-        with closing(prepared.stream()) as items:
-            for item in items:
-                if not isinstance(item, str):
-                    return item
-                run_manager.on_llm_new_token(item, chunk=_chunk(item, prepared.call))
-        raise AssertionError("the result is the last item of a stream that ends")
+
+        def report(piece: str) -> None:
+            run_manager.on_llm_new_token(piece, chunk=GenerationChunk(text=piece))
+
+        return prepared.generate(report if self.streaming and run_manager is not None else None)
 
     async def _aresult(self, prepared: PreparedCall, run_manager: Any) -> "Result":
-        if not self.streaming or run_manager is None:
-            return await prepared.agenerate()
         async with aclosing(await prepared.astream()) as items:
             async for item in items:
                 if not isinstance(item, str):
                     return item
-                await run_manager.on_llm_new_token(item, chunk=_chunk(item, prepared.call))
+                if self.streaming and run_manager is not None:
+                    await run_manager.on_llm_new_token(item, chunk=GenerationChunk(text=item))
         raise AssertionError("the result is the last item of a stream that ends")
 
     def _stream(
