@@ -4,10 +4,8 @@ Every method goes the same way: the request becomes a `PreparedCall` (how to mak
 backend runs it, and a `Respond` function makes LlamaIndex's response of the answer.
 """
 
-import difflib
 import json
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import aclosing, closing
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -64,7 +62,7 @@ from ragblend.integrations.llama_index.prediction import StructuredPrediction
 from ragblend.integrations.llama_index.streams import aclose_with_outer, close_with_outer, tracked
 from ragblend.integrations.parameters import PER_CALL, ModelParameters
 from ragblend.integrations.passages import Passage
-from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:  # torch comes with it
     from ragblend.engine.prompts.tools import ParsedAnswer
@@ -113,9 +111,8 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
     def _handle_unknown(cls, given: dict[str, Any], unknown: dict[str, Any]) -> dict[str, Any]:
         """Raise UsageError with the nearest known name."""
         name, *_ = unknown
-        near = difflib.get_close_matches(name, cls.model_fields, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(cls.model_fields))}"
-        raise UsageError(f"{cls.__name__} has no parameter {name!r}; {hint}")
+        hint = did_you_mean(name, cls.model_fields) or f"; there are {', '.join(sorted(cls.model_fields))}"
+        raise UsageError(f"{cls.__name__} has no parameter {name!r}{hint}")
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> "RAGBlendLLM":
         """LlamaIndex copies components at will, callbacks and all."""
@@ -347,36 +344,27 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
 
     def _stream(self, prepared: PreparedCall, respond: Respond[Response]) -> Generator[Response, None, None]:
         """The device starts at once; wrong arguments raise here."""
-        return tracked(self._responses(prepared.stream(), prepared.call, respond))
-
-    def _responses(
-        self, items: "Generator[str | Result, None, None]", call: Call, respond: Respond[Response]
-    ) -> Generator[Response, None, None]:
-        text = ""
-        with closing(items):
-            for item in items:
-                if isinstance(item, str):
-                    text += item
-                    yield respond(text, item, None)
-                else:
-                    yield self._whole(item, call, respond, "")
+        items, response = tracked(prepared.stream()), self._responding(prepared.call, respond)
+        return (response(item) for item in items)
 
     async def _astream(
         self, prepared: PreparedCall, respond: Respond[Response]
     ) -> AsyncGenerator[Response, None]:
-        return tracked(self._aresponses(await prepared.astream(), prepared.call, respond))
+        items, response = tracked(await prepared.astream()), self._responding(prepared.call, respond)
+        return (response(item) async for item in items)
 
-    async def _aresponses(
-        self, items: "AsyncGenerator[str | Result, None]", call: Call, respond: Respond[Response]
-    ) -> AsyncGenerator[Response, None]:
+    def _responding(self, call: Call, respond: Respond[Response]) -> "Callable[[str | Result], Response]":
+        """Makes responses of a stream's items, one after the other."""
         text = ""
-        async with aclosing(items):
-            async for item in items:
-                if isinstance(item, str):
-                    text += item
-                    yield respond(text, item, None)
-                else:
-                    yield self._whole(item, call, respond, "")
+
+        def response(item: "str | Result") -> Response:
+            nonlocal text
+            if not isinstance(item, str):
+                return self._whole(item, call, respond, "")
+            text += item
+            return respond(text, item, None)
+
+        return response
 
     def _whole(self, result: "Result", call: Call, respond: Respond[Response], delta: str | None) -> Response:
         raw: Raw = {"usage": usage(result.report), "kv": kv_statistics(result)}

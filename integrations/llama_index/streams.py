@@ -6,7 +6,8 @@ traceback and so our generator, and the device would go on to the last token. He
 knows the inner one: a context variable takes it past the decorator, for as long as the call that makes it.
 """
 
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -29,12 +30,8 @@ def close_with_outer(method: Method) -> Method:
 
     @wraps(method)
     def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, None, None]:
-        streams: list[Any] = []
-        token = _inner.set(streams)
-        try:
+        with _tracking() as streams:
             return _closing(method(*args, **kwargs), streams)
-        finally:
-            _inner.reset(token)
 
     return cast(Method, wrapper)
 
@@ -44,14 +41,20 @@ def aclose_with_outer(method: Method) -> Method:
 
     @wraps(method)
     async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        streams: list[Any] = []
-        token = _inner.set(streams)
-        try:
+        with _tracking() as streams:
             return _aclosing(await method(*args, **kwargs), streams)
-        finally:
-            _inner.reset(token)
 
     return cast(Method, wrapper)
+
+
+@contextmanager
+def _tracking() -> Iterator[list[Any]]:
+    streams: list[Any] = []
+    token = _inner.set(streams)
+    try:
+        yield streams
+    finally:
+        _inner.reset(token)
 
 
 def _closing(outer: Generator[Any, None, None], streams: list[Any]) -> Generator[Any, None, None]:
