@@ -1,23 +1,16 @@
-"""Turns the engine's results into LangChain's: usage, response metadata, and streams of chunks."""
+"""Turns the engine's results into LangChain's: usage and response metadata."""
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing, closing
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from langchain_core.outputs import ChatGenerationChunk, GenerationChunk
 
 from ragblend.integrations.backend import kv_statistics, logprobs, usage
-from ragblend.integrations.calls import Call, PreparedCall
-from ragblend.integrations.langchain.parameters import PROVIDER
+from ragblend.integrations.calls import Call
 
 if TYPE_CHECKING:
     from ragblend.engine.results import Result
 
-Stop = list[str] | None
-Chunk = TypeVar("Chunk", ChatGenerationChunk, GenerationChunk)
-# Of a piece of text, or of the whole result at the end.
-ChunkOf = Callable[["str | Result", Call], Chunk]
+PROVIDER = "ragblend"
 
 
 def usage_metadata(result: "Result") -> UsageMetadata:
@@ -43,25 +36,3 @@ def response_metadata(result: "Result", call: Call) -> dict[str, Any]:
         "ratio": result.report.ratio,
         "kv": kv_statistics(result),
     }
-
-
-def stream_chunks(prepared: PreparedCall, chunk_of: ChunkOf[Chunk], run_manager: Any) -> Iterator[Chunk]:
-    """Chunks as they come, each reported once: `BaseChatModel.stream` passes no run manager and reports itself."""
-    with closing(prepared.stream()) as items:
-        for item in items:
-            chunk = chunk_of(item, prepared.call)
-            if run_manager is not None:
-                run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-            yield chunk
-
-
-async def astream_chunks(
-    prepared: PreparedCall, chunk_of: ChunkOf[Chunk], run_manager: Any
-) -> AsyncIterator[Chunk]:
-    """The same in an event loop."""
-    async with aclosing(await prepared.astream()) as items:
-        async for item in items:
-            chunk = chunk_of(item, prepared.call)
-            if run_manager is not None:
-                await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-            yield chunk

@@ -1,6 +1,6 @@
 """ChatRAGBlend: LangChain's chat model on RAGBlend's engine. Start here."""
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.language_models import BaseChatModel
@@ -11,16 +11,10 @@ from langchain_core.runnables import Runnable
 
 from ragblend.integrations.backend import ChatTurn
 from ragblend.integrations.calls import Call, PreparedCall
-from ragblend.integrations.langchain.answers import (
-    Stop,
-    astream_chunks,
-    response_metadata,
-    stream_chunks,
-    usage_metadata,
-)
+from ragblend.integrations.langchain.answers import response_metadata, usage_metadata
 from ragblend.integrations.langchain.errors import langchain_errors
 from ragblend.integrations.langchain.messages import artifact_passages, turns_of
-from ragblend.integrations.langchain.parameters import LangChainParameters
+from ragblend.integrations.langchain.parameters import LangChainParameters, Stop
 from ragblend.integrations.langchain.tools import (
     openai_tools,
     response_format,
@@ -36,7 +30,7 @@ if TYPE_CHECKING:
     from ragblend.engine.results import Result
 
 
-class ChatRAGBlend(LangChainParameters, BaseChatModel):
+class ChatRAGBlend(LangChainParameters, BaseChatModel):  # type: ignore[misc]  # `_stream` names its first argument otherwise
     """A chat model that has read your documents before they are asked about.
 
     It replaces any other chat model. Documents are found in a prompt by the ids of its content blocks, by
@@ -145,37 +139,27 @@ class ChatRAGBlend(LangChainParameters, BaseChatModel):
         prepared = self._prepare(messages, stop, kwargs)
         return _chat_result(await prepared.agenerate(), prepared.call)
 
-    def _stream(
-        self, messages: list[BaseMessage], stop: Stop = None, run_manager: Any = None, **kwargs: Any
-    ) -> Iterator[ChatGenerationChunk]:
-        return stream_chunks(self._prepare(messages, stop, kwargs), _chunk, run_manager)
-
-    def _astream(
-        self, messages: list[BaseMessage], stop: Stop = None, run_manager: Any = None, **kwargs: Any
-    ) -> AsyncIterator[ChatGenerationChunk]:
-        return astream_chunks(self._prepare(messages, stop, kwargs), _chunk, run_manager)
-
     def _prepare(
-        self, messages: Sequence[BaseMessage], stop: Stop, arguments: Mapping[str, Any]
+        self, asked: Sequence[BaseMessage], stop: Stop, arguments: Mapping[str, Any]
     ) -> PreparedCall:
         call = self._call_with(stop, arguments)
         return PreparedCall(
-            call, lambda: call.chat_prompt(turns_of(messages), artifact_passages(messages)), langchain_errors
+            call, lambda: call.chat_prompt(turns_of(asked), artifact_passages(asked)), langchain_errors
         )
+
+    @staticmethod
+    def _chunk(item: "str | Result", call: Call) -> ChatGenerationChunk:
+        if isinstance(item, str):
+            return ChatGenerationChunk(message=AIMessageChunk(content=item))
+        calls = tool_call_chunk_fields(call.parse(item))
+        message = AIMessageChunk(content="", chunk_position="last", **calls, **_metadata(item, call))
+        return ChatGenerationChunk(message=message)
 
 
 def _chat_result(result: "Result", call: Call) -> ChatResult:
     said = call.parse(result)
     message = AIMessage(said.text, **tool_call_fields(said), **_metadata(result, call))
     return ChatResult(generations=[ChatGeneration(message=message)])
-
-
-def _chunk(item: "str | Result", call: Call) -> ChatGenerationChunk:
-    if isinstance(item, str):
-        return ChatGenerationChunk(message=AIMessageChunk(content=item))
-    calls = tool_call_chunk_fields(call.parse(item))
-    message = AIMessageChunk(content="", chunk_position="last", **calls, **_metadata(item, call))
-    return ChatGenerationChunk(message=message)
 
 
 def _metadata(result: "Result", call: Call) -> dict[str, Any]:
