@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from llama_helpers import METHODS, STORIES, call
+from llama_helpers import STORIES
 from llama_index.core import SummaryIndex
 from llama_index.core.base.llms.types import CachePoint, ChatMessage, TextBlock, ThinkingBlock
 from llama_index.core.bridge.pydantic import ValidationError
@@ -11,7 +11,6 @@ from llama_index.core.llms.mock import MockLLM
 from llama_index.core.response_synthesizers import get_response_synthesizer
 
 from ragblend.integrations.llama_index import (
-    ContextWindowError,
     RAGBlendLLM,
     RAGBlendSynthesizer,
     encode_index,
@@ -36,23 +35,6 @@ def test_wrong_parameters_are_refused_when_they_are_given(options, word):
         RAGBlendLLM(**options)
 
 
-WRONG = [
-    ({"temprature": 1}, "did you mean 'temperature'"),
-    ({"temperature": -1}, "temperature must be 0"),
-    ({"method": "reuze"}, "did you mean 'reuse'"),
-    ({"ratio": "much"}, "ratio"),
-    ({"passages": [7]}, "passages"),
-    ({"nodes": 7}, "nodes"),
-]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_unknown_and_invalid_options_of_a_call_are_refused(llm, method):
-    for wrong, word in WRONG:
-        with pytest.raises(ValueError, match=word):
-            call(llm, method, "Hello?", **wrong)
-
-
 def test_text_blocks_are_joined_and_hints_left_out():
     blocks = [
         ThinkingBlock(content="hm"),
@@ -62,15 +44,6 @@ def test_text_blocks_are_joined_and_hints_left_out():
     ]
     message = ChatMessage(role="assistant", blocks=blocks)
     assert text_of(message) == message.content == "one\ntwo"
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_prompt_over_the_window_is_a_value_error_with_advice(llm, method):
-    with pytest.raises(ValueError, match="similarity_top_k") as raised:
-        call(llm, method, "word " * 3000)
-    assert isinstance(raised.value, ContextWindowError)
-    assert isinstance(raised.value, PromptTooLongError)
-    assert "2047" in str(raised.value)
 
 
 @pytest.mark.parametrize("mode", ["refine", "tree_summarize"])

@@ -1,16 +1,9 @@
 """LlamaIndex's events and callbacks: each is fired once a call, and retrieved nodes are registered by them."""
 
-import copy
-import gc
-
 import pytest
-from llama_helpers import METHODS, STORIES, HashEmbedding, call, recording, story_nodes, text_of
-from llama_index.core import VectorStoreIndex
-from llama_index.core.base.base_retriever import dispatcher
+from llama_helpers import METHODS, STORIES, call, recording, text_of
 from llama_index.core.callbacks import CallbackManager, CBEventType, EventPayload, LlamaDebugHandler
 from llama_index.core.prompts import PromptTemplate
-
-from ragblend.integrations.llama_index.listener import LIVE_MODELS, RetrievalListener
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -50,41 +43,3 @@ def test_predict_fires_once_and_keeps_named_passages_out_of_the_prompt(llm):
     asked = [[m.content for m in end.messages] for end in recorder.ends]
     assert asked == [[f"{STORIES[0]}\nWho?"], ["The harbour\nWho?"]]
     assert [len(kv["chunks"]) for kv in recorder.kv] == [1, 0]
-
-
-@pytest.fixture
-def index():
-    return VectorStoreIndex(story_nodes(), embed_model=HashEmbedding())
-
-
-def test_retrieved_nodes_are_registered_by_swapping_the_llm_alone(llm, index):
-    engine = index.as_query_engine(llm=llm, similarity_top_k=3)
-    with recording() as recorder:
-        engine.query("Who kept two ledgers?")
-        llm.backend.engine.finish_background()
-        engine.query("Who sang on the way to the fish market?")
-    first, second = recorder.kv
-    assert sorted(first["chunks"]) == sorted(second["chunks"]) == ["node-0", "node-1", "node-2"]
-    assert (first["misses"], second["misses"], second["hits"]) == (3, 0, 3)
-
-
-def test_one_listener_serves_all_living_llms(make_llm, tmp_path, index):
-    one, other = make_llm(), make_llm(home=str(tmp_path / "other"))
-    listeners = [h for h in dispatcher.root.event_handlers if isinstance(h, RetrievalListener)]
-    assert len(listeners) == 1
-    index.as_retriever(similarity_top_k=2).retrieve("Who kept two ledgers?")
-    assert (len(one.backend.registry), len(other.backend.registry)) == (4, 4)
-    kept = copy.deepcopy(one)
-    assert len(LIVE_MODELS.models) == 3
-    del kept
-    gc.collect()
-    assert len(LIVE_MODELS.models) == 2
-
-
-def test_a_registry_that_fails_does_not_end_the_retrieval(llm, index, monkeypatch, caplog):
-    def fail(*_):
-        raise OSError("no room")
-
-    monkeypatch.setattr(type(llm.backend.registry), "add", fail)
-    assert index.as_retriever().retrieve("Who?")
-    assert "could not be registered" in caplog.text

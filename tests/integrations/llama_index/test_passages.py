@@ -252,15 +252,6 @@ def test_forgetting_a_node_keeps_nodes_whose_ids_begin_with_its_own(passive):
     assert len(passive.backend.registry) == 3
 
 
-def test_half_a_passage_and_a_forgotten_one_are_not_found(passive):
-    encode_nodes(NODES, passive, show_progress=False)
-    text = passage_of(NODES[0]).text
-    kv = passive.chat(user(f"{text[: len(text) // 2]}\n\n{passage_of(NODES[1]).text}")).raw["kv"]
-    assert (kv["chunks"], kv["hits"]) == (["node-1"], 1)
-    assert passive.forget(["node-0"]) > 0
-    assert asked(passive, NODES)["chunks"] == ["node-1", "node-2"]
-
-
 def test_an_index_that_another_model_encoded_is_encoded_again(make_llm, other_folder):
     """One home, two models: both find the texts, each has its own KV."""
     index = vector_index()
