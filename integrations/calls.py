@@ -19,7 +19,7 @@ from ragblend.kvstore.errors import Cancelled, UsageError
 if TYPE_CHECKING:
     from ragblend.engine.prompts.segments import Prompt
     from ragblend.engine.prompts.session import Session
-    from ragblend.engine.prompts.tools import ParsedAnswer, TextBeforeCalls
+    from ragblend.engine.prompts.tools import ParsedAnswer
     from ragblend.engine.results import Result, Stream
 
 log = logging.getLogger("ragblend")
@@ -249,44 +249,36 @@ class PreparedCall:
     def _pieces(self, stream: "Stream") -> Generator["str | Result", None, None]:
         # A finished answer is still delivered after the time limit.
         with self.errors(), _time_limit(self.call.timeout, stream.stop), closing(stream):
-            visible = _VisibleText(self.call)
+            visible = _visible_text(self.call)
             for piece in stream:
-                yield from visible.of(piece)
+                if shown := visible(piece):
+                    yield shown
             result = stream.result
             self.call.warn_if_cut_off(result)
-            yield from visible.of(result)
+            if shown := visible(result):
+                yield shown
             yield result
 
     async def _apieces(self, prompt: "Prompt") -> AsyncGenerator["str | Result", None]:
-        cancel, visible = Event(), _VisibleText(self.call)
+        cancel, visible = Event(), _visible_text(self.call)
         work = partial(self._generate, prompt, cancel)
         with self.errors():
             async with aclosing(iterate_in_thread(work, cancel.set)) as items:
                 async for item in items:
-                    for piece in visible.of(item):
-                        yield piece
+                    if shown := visible(item):
+                        yield shown
                     if not isinstance(item, str):
                         yield item
 
 
-class _VisibleText:
-    """The text of a call's stream that is shown: tool calls come with the result."""
+def _visible_text(call: Call) -> "Callable[[str | Result], str]":
+    """Gives what can be shown with each item of a stream: tool calls come with the result."""
+    from ragblend.engine.prompts.tools import TextBeforeCalls
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._words: TextBeforeCalls | None = None
-
-    def of(self, item: "str | Result") -> Iterator[str]:
-        """What can be shown with this piece; with the result, what is still to be shown."""
-        from ragblend.engine.prompts.tools import TextBeforeCalls
-
-        if not self._call.answer_format.tools:
-            yield from [item] if isinstance(item, str) else []
-            return
-        words = self._words = self._words or TextBeforeCalls(self._call.backend.engine.call_format)
-        piece = words.feed(item) if isinstance(item, str) else words.finish(self._call.parse(item).text)
-        if piece:
-            yield piece
+    if not call.answer_format.tools:
+        return lambda item: item if isinstance(item, str) else ""
+    words = TextBeforeCalls(call.backend.engine.call_format)
+    return lambda item: words.feed(item) if isinstance(item, str) else words.finish(call.parse(item).text)
 
 
 @contextmanager

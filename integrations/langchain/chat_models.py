@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 from langchain_core.language_models import BaseChatModel
 from langchain_core.language_models.model_profile import ModelProfile
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 
-from ragblend.integrations.backend import ChatTurn
+from ragblend.integrations.backend import ChatTurn, usage
 from ragblend.integrations.calls import Call, PreparedCall
-from ragblend.integrations.langchain.answers import response_metadata, usage_metadata
 from ragblend.integrations.langchain.errors import langchain_errors
 from ragblend.integrations.langchain.messages import artifact_passages, turns_of
-from ragblend.integrations.langchain.parameters import LangChainParameters, Stop
+from ragblend.integrations.langchain.parameters import LangChainParameters, Stop, response_metadata
 from ragblend.integrations.langchain.tools import (
     openai_tools,
     response_format,
@@ -163,4 +163,12 @@ def _chat_result(result: "Result", call: Call) -> ChatResult:
 
 
 def _metadata(result: "Result", call: Call) -> dict[str, Any]:
-    return {"usage_metadata": usage_metadata(result), "response_metadata": response_metadata(result, call)}
+    """Token counts, of which those reused from the store are `cache_read`, and how the answer was made."""
+    counts = usage(result.report)
+    used = UsageMetadata(
+        input_tokens=counts["prompt_tokens"],
+        output_tokens=counts["completion_tokens"],
+        total_tokens=counts["total_tokens"],
+        input_token_details=InputTokenDetails(cache_read=result.report.tokens.reused),
+    )
+    return {"usage_metadata": used, "response_metadata": response_metadata(result, call)}

@@ -10,9 +10,8 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
 from ragblend.integrations.backend import usage
 from ragblend.integrations.calls import Call, PreparedCall
-from ragblend.integrations.langchain.answers import response_metadata
 from ragblend.integrations.langchain.errors import langchain_errors
-from ragblend.integrations.langchain.parameters import LangChainParameters, Stop
+from ragblend.integrations.langchain.parameters import LangChainParameters, Stop, response_metadata
 
 if TYPE_CHECKING:
     from ragblend.engine.results import Result

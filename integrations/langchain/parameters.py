@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from langchain_core.language_models.base import LangSmithParams
 from pydantic import Field
 
+from ragblend.integrations.backend import kv_statistics, logprobs
 from ragblend.integrations.calls import Call, PreparedCall, resolve_aliases
-from ragblend.integrations.langchain.answers import PROVIDER
 from ragblend.integrations.langchain.documents import passages_of
 from ragblend.integrations.langchain.errors import langchain_errors
 from ragblend.integrations.langchain.listener import LIVE_MODELS
@@ -20,6 +20,7 @@ from ragblend.integrations.parameters import PER_CALL, ModelParameters
 if TYPE_CHECKING:
     from ragblend.engine.results import Result
 
+PROVIDER = "ragblend"
 Stop = list[str] | None
 FRAMEWORKS_OWN = ("stream", "strict")  # LangChain's own switches, which it passes on to the model
 
@@ -141,3 +142,17 @@ class LangChainParameters(ModelParameters):
         if stop or self.stop:
             params["ls_stop"] = stop or self.stop
         return params
+
+
+def response_metadata(result: "Result", call: Call) -> dict[str, Any]:
+    """How the answer was made. LangChain adds up the numbers in it, so only one chunk of a stream may carry it."""
+    tokens = logprobs(result, call.backend.engine.tokenizer)
+    return {
+        **({} if tokens is None else {"logprobs": {"content": tokens}}),
+        "model_name": call.backend.engine.model_name,
+        "model_provider": PROVIDER,
+        "finish_reason": "stop" if result.stopped else "length",
+        "method": result.report.method,
+        "ratio": result.report.ratio,
+        "kv": kv_statistics(result),
+    }

@@ -6,8 +6,7 @@ traceback and so our generator, and the device would go on to the last token. He
 knows the inner one: a context variable takes it past the decorator, for as long as the call that makes it.
 """
 
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -30,8 +29,12 @@ def close_with_outer(method: Method) -> Method:
 
     @wraps(method)
     def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, None, None]:
-        with _tracking() as streams:
+        streams: list[Any] = []
+        token = _inner.set(streams)
+        try:
             return _closing(method(*args, **kwargs), streams)
+        finally:
+            _inner.reset(token)
 
     return cast(Method, wrapper)
 
@@ -41,20 +44,14 @@ def aclose_with_outer(method: Method) -> Method:
 
     @wraps(method)
     async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        with _tracking() as streams:
+        streams: list[Any] = []
+        token = _inner.set(streams)
+        try:
             return _aclosing(await method(*args, **kwargs), streams)
+        finally:
+            _inner.reset(token)
 
     return cast(Method, wrapper)
-
-
-@contextmanager
-def _tracking() -> Iterator[list[Any]]:
-    streams: list[Any] = []
-    token = _inner.set(streams)
-    try:
-        yield streams
-    finally:
-        _inner.reset(token)
 
 
 def _closing(outer: Generator[Any, None, None], streams: list[Any]) -> Generator[Any, None, None]:

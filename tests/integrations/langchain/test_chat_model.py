@@ -275,6 +275,3 @@ def test_parts_of_a_conversation_are_counted_for_trimming_and_memories(make_tiny
         memory = ConversationTokenBufferMemory(llm=model, max_token_limit=20, return_messages=True)
     memory.save_context({"input": "hello"}, {"output": "word " * 300})
     assert memory.buffer == []
-
-
-# --- stopping

@@ -1,4 +1,4 @@
-"""RAGBlendRetriever around stores and retrievers, documents of stock retrievers, and encode_documents."""
+"""RAGBlendRetriever around stores and retrievers, and documents that cannot be encoded."""
 
 import asyncio
 
@@ -109,7 +109,8 @@ def test_wrong_arguments_are_refused(make_tiny, store):
         RAGBlendRetriever(llm=model, vectorstore=store).invoke(QUESTION, k=0)
 
 
-# --- one changed line: stock retrievers
-
-
-# --- encoding ahead
+def test_documents_without_text_are_left_out_and_other_things_refused(make_tiny, documents):
+    model = make_tiny()
+    assert encode_documents([*documents, Document("  ")], model, show_progress=False) == 3
+    with pytest.raises(ValueError, match="not int"):
+        encode_documents([7], model, show_progress=False)

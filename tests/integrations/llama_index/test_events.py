@@ -1,9 +1,13 @@
-"""LlamaIndex's events and callbacks: each is fired once a call, and retrieved nodes are registered by them."""
+"""LlamaIndex's events and callbacks: each is fired once a call; and streams that are closed or dropped under them."""
+
+import asyncio
 
 import pytest
-from llama_helpers import METHODS, STORIES, call, recording, text_of
+from llama_helpers import METHODS, STORIES, call, recording, story_nodes, text_of, user
 from llama_index.core.callbacks import CallbackManager, CBEventType, EventPayload, LlamaDebugHandler
 from llama_index.core.prompts import PromptTemplate
+from llama_index.core.response_synthesizers import get_response_synthesizer
+from llama_index.core.schema import NodeWithScore
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -43,3 +47,39 @@ def test_predict_fires_once_and_keeps_named_passages_out_of_the_prompt(llm):
     asked = [[m.content for m in end.messages] for end in recorder.ends]
     assert asked == [[f"{STORIES[0]}\nWho?"], ["The harbour\nWho?"]]
     assert [len(kv["chunks"]) for kv in recorder.kv] == [1, 0]
+
+
+# --- streams that are left
+
+
+@pytest.fixture
+def forwards(llm, passes):
+    llm.chat(user("Hello?"))
+    return passes(llm.backend)
+
+
+def test_closing_a_stream_that_a_handler_keeps_stops_the_device(llm, forwards, stopped):
+    """A handler that keeps the exception of a closed stream keeps its traceback, and so the stream's generators."""
+    llm.callback_manager = CallbackManager([LlamaDebugHandler(print_trace_on_end=False)])
+    stream = llm.stream_chat(user("Who?"), max_new_tokens=1800)
+    next(stream)
+    stream.close()
+    assert stopped(llm.backend, forwards)
+
+    async def close():
+        stream = await llm.astream_chat(user("Who?"), max_new_tokens=1800)
+        await anext(stream)
+        await stream.aclose()
+
+    forwards.clear()
+    asyncio.run(close())
+    assert stopped(llm.backend, forwards)
+
+
+def test_dropping_a_query_engines_stream_stops_the_device(llm, forwards, stopped):
+    synthesizer = get_response_synthesizer(llm, streaming=True)
+    llm.max_new_tokens = 1000
+    response = synthesizer.synthesize("Who?", [NodeWithScore(node=node) for node in story_nodes()])
+    next(iter(response.response_gen))
+    del response
+    assert stopped(llm.backend, forwards) and len(forwards) < 900
