@@ -223,14 +223,14 @@ class PreparedCall:
 
     async def agenerate(self) -> "Result":
         """Cancelling the task stops the device within one layer, and waits for that."""
-        *_, result = [item async for item in await self.astream()]
+        *_, result = [item async for item in await self.astream(waits=True)]
         assert not isinstance(result, str), "the result is the last item"
         return result
 
-    async def astream(self) -> AsyncGenerator["str | Result", None]:
-        """Makes the prompt; the device starts when the first item is asked for."""
+    async def astream(self, waits: bool = False) -> AsyncGenerator["str | Result", None]:
+        """Makes the prompt; the device starts when the first item is asked for. waits: closing waits until it stops."""
         with self.errors():
-            return self._apieces(await in_thread(self.make_prompt))
+            return self._apieces(await in_thread(self.make_prompt), waits)
 
     def _generate(self, prompt: "Prompt", cancel: Event, on_text: Callable[[str], None] | None) -> "Result":
         call = self.call
@@ -259,16 +259,19 @@ class PreparedCall:
                 yield shown
             yield result
 
-    async def _apieces(self, prompt: "Prompt") -> AsyncGenerator["str | Result", None]:
+    async def _apieces(self, prompt: "Prompt", waits: bool) -> AsyncGenerator["str | Result", None]:
         cancel, visible = Event(), _visible_text(self.call)
         work = partial(self._generate, prompt, cancel)
-        with self.errors():
-            async with aclosing(iterate_in_thread(work, cancel.set)) as items:
-                async for item in items:
-                    if shown := visible(item):
-                        yield shown
-                    if not isinstance(item, str):
-                        yield item
+        try:
+            with self.errors():
+                async with aclosing(iterate_in_thread(work, cancel.set if waits else None)) as items:
+                    async for item in items:
+                        if shown := visible(item):
+                            yield shown
+                        if not isinstance(item, str):
+                            yield item
+        finally:
+            cancel.set()
 
 
 def _visible_text(call: Call) -> "Callable[[str | Result], str]":

@@ -52,13 +52,12 @@ class RAGBlendLLM(LangChainParameters, BaseLLM):  # type: ignore[misc]  # `_stre
         return prepared.generate(report if self.streaming and run_manager is not None else None)
 
     async def _aresult(self, prepared: PreparedCall, run_manager: Any) -> "Result":
-        async with aclosing(await prepared.astream()) as items:
+        async with aclosing(await prepared.astream(waits=True)) as items:
             async for item in items:
-                if not isinstance(item, str):
-                    return item
-                if self.streaming and run_manager is not None:
+                if isinstance(item, str) and self.streaming and run_manager is not None:
                     await run_manager.on_llm_new_token(item, chunk=GenerationChunk(text=item))
-        raise AssertionError("the result is the last item of a stream that ends")
+        assert not isinstance(item, str), "the result is the last item"
+        return item
 
     def _prepare(self, asked: str, stop: Stop, arguments: Mapping[str, Any]) -> PreparedCall:
         return _prepared(self._call_with(stop, arguments), asked)

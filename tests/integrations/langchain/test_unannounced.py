@@ -34,13 +34,6 @@ def test_nothing_is_learned_when_switched_off_and_with_full_prefill(make_tiny, s
     assert not len(model.backend.registry)
 
 
-def test_documents_that_were_changed_before_the_prompt_are_warned_about(make_tiny, store, caplog) -> None:
-    model = make_tiny()
-    found = store.as_retriever().invoke(QUESTIONS[0])
-    model.invoke("\n".join(each.page_content.upper() for each in found))
-    assert "passages were retrieved, and none of them is in this prompt unchanged" in caplog.text
-
-
 def test_the_text_model_learns_no_text_with_control_tokens(place, store) -> None:
     """They act as such in a bare text; in a passage they would be plain text."""
     model = RAGBlendLLM(**place, max_tokens=4)

@@ -1,9 +1,6 @@
 """Bad input: errors as LlamaIndex expects them, with advice."""
 
-import logging
-
 import pytest
-from llama_helpers import STORIES
 from llama_index.core import SummaryIndex
 from llama_index.core.base.llms.types import CachePoint, ChatMessage, TextBlock, ThinkingBlock
 from llama_index.core.bridge.pydantic import ValidationError
@@ -55,17 +52,6 @@ def test_a_synthesizer_raises_it_instead_of_an_empty_response(llm, mode):
         synthesizer = get_response_synthesizer(llm, response_mode=mode, prompt_helper=helper, **options)
         with pytest.raises(PromptTooLongError, match="configure"):
             synthesizer.get_response("Who?", ["word " * 3000])
-
-
-def test_prompts_without_passages_work_and_are_warned_about_once(make_llm, caplog):
-    """Where nothing is registered by itself; other reasons are in test_calls.py."""
-    caplog.set_level(logging.WARNING, "ragblend")
-    llm = make_llm(learn_from_prompts=False)
-    answers = [llm.complete(f"Who kept the ledgers? {STORIES[0] * 4}") for _ in range(3)]
-    assert all(answer.text for answer in answers)
-    assert answers[0].raw["kv"]["chunks"] == []
-    [said] = [record.message for record in caplog.records if "read in full" in record.message]
-    assert "encode_index" in said
 
 
 def test_the_synthesizer_refuses_other_llms_and_modes_without_passages(llm):

@@ -325,28 +325,17 @@ def test_errors_of_the_server_have_their_own_classes(opened, status, error, said
     after(engine, server)
 
 
-def test_the_api_key_comes_from_the_environment(opened, monkeypatch):
+def test_the_api_key_comes_from_the_environment_and_is_never_shown(opened, monkeypatch):
+    """An invalid one was a traceback with the key in it."""
     engine, server = opened
     server.key = "right"
-    monkeypatch.setenv("VLLM_API_KEY", "wrong")
-    with pytest.raises(ModelServerError, match="VLLM_API_KEY") as raised:
-        engine.generate(ASKED)
-    assert "wrong" not in str(raised.value)
-    monkeypatch.setenv("VLLM_API_KEY", "right")
-    assert engine.generate(ASKED).token_ids == (7, 8, 9)
-
-
-def test_an_invalid_api_key_is_refused_and_not_shown(opened, monkeypatch):
-    """It was a traceback with the key in it."""
-    engine, server = opened
-    server.key = "right"
+    for wrong in ("wrong", "wro\nng", "wrong\u2026", "wro\xf1g"):
+        monkeypatch.setenv("VLLM_API_KEY", wrong)
+        with pytest.raises(ModelServerError, match="VLLM_API_KEY") as raised:
+            engine.generate(ASKED)
+        assert "wro" not in "".join(traceback.format_exception(raised.value))
     monkeypatch.setenv("VLLM_API_KEY", " right\n")
     assert engine.generate(ASKED).token_ids == (7, 8, 9)
-    for wrong in ("sec\nret", "secret\u2026", "s\xe9cret"):
-        monkeypatch.setenv("VLLM_API_KEY", wrong)
-        with pytest.raises(ModelServerError, match=r"^(?!.*(sec|cret)).*VLLM_API_KEY") as raised:
-            engine.generate(ASKED)
-        assert "cret" not in "".join(traceback.format_exception(raised.value))
 
 
 def test_an_invalid_address_is_named(opened):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_helpers import QUESTION, STORED, counted, listening_on, passage
+from vllm_helpers import QUESTION, STORED, asked, counted, listening_on, passage
 
 from ragblend.engine import config
 from ragblend.engine.decoding.grammar import Grammar, json_grammar
@@ -25,10 +25,6 @@ def engines(listening):
     theirs.finish_background()
     theirs.close()
     ours.close()
-
-
-def asked(engine, texts, question=QUESTION):
-    return engine.chat_prompt(None, [Chunk(text) for text in texts], question)
 
 
 @pytest.mark.parametrize("how", [{}, {"method": "epic", "ratio": 0.3}, {"method": "full"}], ids=str)
