@@ -44,6 +44,9 @@ class RequestedChoice:
     call: Call
     prompt: Prompt
 
+    def make_prompt(self) -> Prompt:
+        return self.prompt
+
 
 @dataclass(frozen=True)
 class CompletedChoice:
@@ -144,7 +147,7 @@ async def _answers(
             left = seconds - (time.monotonic() - arrived)
             session = service.sessions.of(client.digest, choice.prompt.token_ids)
             call = replace(choice.call, timeout=max(left, 0.001), session=session, client=client.name)
-            prepared = PreparedCall(call, lambda prompt=choice.prompt: prompt)
+            prepared = PreparedCall(call, choice.make_prompt)
             async with aclosing(await prepared.astream()) as items:
                 async for item in items:
                     if is_first:

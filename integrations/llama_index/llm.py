@@ -6,6 +6,7 @@ backend runs it, and a `Respond` function makes LlamaIndex's response of the ans
 
 import json
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -59,7 +60,7 @@ from ragblend.integrations.llama_index.nodes import (
     passages_of,
 )
 from ragblend.integrations.llama_index.prediction import StructuredPrediction
-from ragblend.integrations.llama_index.streams import aclose_with_outer, close_with_outer, tracked
+from ragblend.integrations.llama_index.streams import closing_with
 from ragblend.integrations.parameters import PER_CALL, ModelParameters
 from ragblend.integrations.passages import Passage
 from ragblend.kvstore.errors import UsageError, did_you_mean
@@ -192,8 +193,7 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         return self._answer(self._prepare_chat(messages, kwargs), _chat_response)
 
-    @close_with_outer
-    @llm_chat_callback()
+    @closing_with(llm_chat_callback())
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         return self._stream(self._prepare_chat(messages, kwargs), _chat_response)
 
@@ -201,8 +201,7 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         return await self._aanswer(self._prepare_chat(messages, kwargs), _chat_response)
 
-    @aclose_with_outer
-    @llm_chat_callback()
+    @closing_with(llm_chat_callback())
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         return await self._astream(self._prepare_chat(messages, kwargs), _chat_response)
 
@@ -252,8 +251,7 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         return self._answer(self._prepare_completion(prompt, formatted, kwargs), _completion)
 
-    @close_with_outer
-    @llm_completion_callback()
+    @closing_with(llm_completion_callback())
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         return self._stream(self._prepare_completion(prompt, formatted, kwargs), _completion)
 
@@ -261,8 +259,7 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         return await self._aanswer(self._prepare_completion(prompt, formatted, kwargs), _completion)
 
-    @aclose_with_outer
-    @llm_completion_callback()
+    @closing_with(llm_completion_callback())
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
@@ -344,14 +341,13 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
 
     def _stream(self, prepared: PreparedCall, respond: Respond[Response]) -> Generator[Response, None, None]:
         """The device starts at once; wrong arguments raise here."""
-        items, response = tracked(prepared.stream()), self._responding(prepared.call, respond)
-        return (response(item) for item in items)
+        response = self._responding(prepared.call, respond)
+        return (response(item) for item in prepared.stream())
 
     async def _astream(
         self, prepared: PreparedCall, respond: Respond[Response]
     ) -> AsyncGenerator[Response, None]:
-        items, response = tracked(await prepared.astream()), self._responding(prepared.call, respond)
-        return (response(item) async for item in items)
+        return _responses(self._responding(prepared.call, respond), await prepared.astream())
 
     def _responding(self, call: Call, respond: Respond[Response]) -> "Callable[[str | Result], Response]":
         """Makes responses of a stream's items, one after the other."""
@@ -374,6 +370,14 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
         tokens = logprobs(result, self.backend.engine.tokenizer)
         log_probs = None if tokens is None else [_log_probs(token) for token in tokens]
         return respond(said.text, delta, AnswerDetails(raw, said, log_probs))
+
+
+async def _responses(
+    response: "Callable[[str | Result], Response]", items: "AsyncGenerator[str | Result, None]"
+) -> AsyncGenerator[Response, None]:
+    async with aclosing(items):
+        async for item in items:
+            yield response(item)
 
 
 def _pop_passages(prompt: BasePromptTemplate, prompt_args: dict[str, Any]) -> tuple[Passage, ...]:
