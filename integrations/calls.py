@@ -1,11 +1,10 @@
 """One request to a model, whichever framework makes it: its options, and the four ways to get the answer."""
 
-import asyncio
 import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, aclosing, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Event, Timer
@@ -20,7 +19,7 @@ from ragblend.kvstore.errors import Cancelled, UsageError
 if TYPE_CHECKING:
     from ragblend.engine.prompts.segments import Prompt
     from ragblend.engine.prompts.session import Session
-    from ragblend.engine.prompts.tools import ParsedAnswer, TextBeforeCalls
+    from ragblend.engine.prompts.tools import ParsedAnswer
     from ragblend.engine.results import Result, Stream
 
 log = logging.getLogger("ragblend")
@@ -169,38 +168,6 @@ class Call:
             log.warning("a prompt is read in full (collection %r): %s", collection, REASONS[reason])
         return prompt
 
-    def generate(self, prompt: "Prompt") -> "Result":
-        return self._generate(prompt, Event())
-
-    def stream(self, prompt: "Prompt") -> Generator["str | Result", None, None]:
-        """The pieces of text, then the result. Starts at once; closing it stops the device within one layer."""
-        return self._pieces(self.backend.engine.stream(prompt, session=self.session, **self._options()))
-
-    async def agenerate(self, prompt: "Prompt") -> "Result":
-        """In a thread of its own; cancelling the task stops the device within one layer, and waits for that."""
-        cancel = Event()
-        work = asyncio.ensure_future(in_thread(partial(self._generate, prompt, cancel)))
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            cancel.set()
-            with suppress(Cancelled):
-                await work
-            raise
-
-    async def astream(self, prompt: "Prompt") -> AsyncGenerator["str | Result", None]:
-        """Like `stream`, in an event loop; starts when its first item is asked for."""
-        cancel, visible = Event(), _VisibleText(self)
-        try:
-            async with aclosing(iterate_in_thread(partial(self._generate, prompt, cancel))) as items:
-                async for item in items:
-                    for piece in visible.of(item):
-                        yield piece
-                    if not isinstance(item, str):
-                        yield item
-        finally:
-            cancel.set()
-
     def parse(self, result: "Result") -> "ParsedAnswer":
         """The answer's text, and the tool calls in it."""
         from ragblend.engine.prompts.tools import ParsedAnswer, parse_answer
@@ -209,37 +176,12 @@ class Call:
             return ParsedAnswer(result.text)
         return parse_answer(result.text, self.backend.engine.call_format, self.answer_format.tools)
 
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
+        """The arguments of the engine's `generate` and `stream`."""
         grammar = self.answer_format.grammar(self.backend.engine)
-        return self.arguments if grammar is None else self.arguments | {"grammar": grammar}
+        return self.arguments | {"session": self.session} | ({} if grammar is None else {"grammar": grammar})
 
-    def _generate(
-        self, prompt: "Prompt", cancel: Event, on_text: Callable[[str], None] | None = None
-    ) -> "Result":
-        with _time_limit(self.timeout, cancel.set) as deadline:
-            result = self.backend.engine.generate(
-                prompt,
-                cancel=cancel,
-                on_text=on_text,
-                session=self.session,
-                client=self.client,
-                deadline=deadline,
-                **self._options(),
-            )
-            self._warn_if_cut_off(result)
-            return result
-
-    def _pieces(self, stream: "Stream") -> Generator["str | Result", None, None]:
-        with _time_limit(self.timeout, stream.stop), closing(stream):  # a finished answer is still delivered
-            visible = _VisibleText(self)
-            for piece in stream:
-                yield from visible.of(piece)
-            result = stream.result
-            self._warn_if_cut_off(result)
-            yield from visible.of(result)
-            yield result
-
-    def _warn_if_cut_off(self, result: "Result") -> None:
+    def warn_if_cut_off(self, result: "Result") -> None:
         if result.stopped:
             return
         answer, limit = self.parse(result), len(result.token_ids)
@@ -267,55 +209,79 @@ class PreparedCall:
 
     call: Call
     make_prompt: "Callable[[], Prompt]"
-    errors: Callable[[], AbstractContextManager[None]]
+    errors: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def generate(self) -> "Result":
+    def generate(self, on_text: Callable[[str], None] | None = None) -> "Result":
+        """on_text: called with each piece as it comes."""
         with self.errors():
-            return self.call.generate(self.make_prompt())
-
-    async def agenerate(self) -> "Result":
-        with self.errors():
-            return await self.call.agenerate(await asyncio.to_thread(self.make_prompt))
+            return self._generate(self.make_prompt(), Event(), on_text)
 
     def stream(self) -> Generator["str | Result", None, None]:
-        """Starts at once; closing it, or dropping it, stops the device."""
+        """The pieces of text, then the result. Starts at once; closing or dropping it stops the device in a layer."""
         with self.errors():
-            return self._items(self.call.stream(self.make_prompt()))
+            return self._pieces(self.call.backend.engine.stream(self.make_prompt(), **self.call.options()))
 
-    def _items(self, items: Generator["str | Result", None, None]) -> Generator["str | Result", None, None]:
-        with self.errors(), closing(items):
-            yield from items
+    async def agenerate(self) -> "Result":
+        """Cancelling the task stops the device within one layer, and waits for that."""
+        *_, result = [item async for item in await self.astream(waits=True)]
+        assert not isinstance(result, str), "the result is the last item"
+        return result
 
-    async def astream(self) -> AsyncGenerator["str | Result", None]:
-        """Makes the prompt; the device starts when the first item is asked for."""
+    async def astream(self, waits: bool = False) -> AsyncGenerator["str | Result", None]:
+        """Makes the prompt; the device starts when the first item is asked for. waits: closing waits until it stops."""
         with self.errors():
-            return self._aitems(await asyncio.to_thread(self.make_prompt))
+            return self._apieces(await in_thread(self.make_prompt), waits)
 
-    async def _aitems(self, prompt: "Prompt") -> AsyncGenerator["str | Result", None]:
-        with self.errors():
-            async with aclosing(self.call.astream(prompt)) as items:
-                async for item in items:
-                    yield item
+    def _generate(self, prompt: "Prompt", cancel: Event, on_text: Callable[[str], None] | None) -> "Result":
+        call = self.call
+        with _time_limit(call.timeout, cancel.set) as deadline:
+            result = call.backend.engine.generate(
+                prompt,
+                cancel=cancel,
+                on_text=on_text,
+                client=call.client,
+                deadline=deadline,
+                **call.options(),
+            )
+            call.warn_if_cut_off(result)
+            return result
+
+    def _pieces(self, stream: "Stream") -> Generator["str | Result", None, None]:
+        # A finished answer is still delivered after the time limit.
+        with self.errors(), _time_limit(self.call.timeout, stream.stop), closing(stream):
+            visible = _visible_text(self.call)
+            for piece in stream:
+                if shown := visible(piece):
+                    yield shown
+            result = stream.result
+            self.call.warn_if_cut_off(result)
+            if shown := visible(result):
+                yield shown
+            yield result
+
+    async def _apieces(self, prompt: "Prompt", waits: bool) -> AsyncGenerator["str | Result", None]:
+        cancel, visible = Event(), _visible_text(self.call)
+        work = partial(self._generate, prompt, cancel)
+        try:
+            with self.errors():
+                async with aclosing(iterate_in_thread(work, cancel.set if waits else None)) as items:
+                    async for item in items:
+                        if shown := visible(item):
+                            yield shown
+                        if not isinstance(item, str):
+                            yield item
+        finally:
+            cancel.set()
 
 
-class _VisibleText:
-    """The text of a call's stream that is shown: tool calls come with the result."""
+def _visible_text(call: Call) -> "Callable[[str | Result], str]":
+    """Gives what can be shown with each item of a stream: tool calls come with the result."""
+    from ragblend.engine.prompts.tools import TextBeforeCalls
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._words: TextBeforeCalls | None = None
-
-    def of(self, item: "str | Result") -> Iterator[str]:
-        """What can be shown with this piece; with the result, what is still to be shown."""
-        from ragblend.engine.prompts.tools import TextBeforeCalls
-
-        if not self._call.answer_format.tools:
-            yield from [item] if isinstance(item, str) else []
-            return
-        words = self._words = self._words or TextBeforeCalls(self._call.backend.engine.call_format)
-        piece = words.feed(item) if isinstance(item, str) else words.finish(self._call.parse(item).text)
-        if piece:
-            yield piece
+    if not call.answer_format.tools:
+        return lambda item: item if isinstance(item, str) else ""
+    words = TextBeforeCalls(call.backend.engine.call_format)
+    return lambda item: words.feed(item) if isinstance(item, str) else words.finish(call.parse(item).text)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Fixtures: a tiny random Llama with its own tokenizer on the real engine, and a few questions."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -66,15 +67,16 @@ def questions(data_file):
 @pytest.fixture
 def asked(monkeypatch):
     """Every (prompt, options) that a framework's adapter has the engine answer; the answers stay the engine's."""
-    from ragblend.integrations.calls import Call
+    from ragblend.integrations.calls import PreparedCall
 
-    found, generate = [], Call.generate
+    found, generate = [], PreparedCall.generate
 
-    def listening(self, prompt):
-        found.append((prompt, self.arguments))
-        return generate(self, prompt)
+    def listening(self, on_text=None):
+        prompt = self.make_prompt()
+        found.append((prompt, self.call.arguments))
+        return generate(replace(self, make_prompt=lambda: prompt), on_text)
 
-    monkeypatch.setattr(Call, "generate", listening)
+    monkeypatch.setattr(PreparedCall, "generate", listening)
     return found
 
 

@@ -1,5 +1,7 @@
 """What both frameworks' programs are held to."""
 
+from collections import Counter
+
 from benchmarks.matrix import results_of, served, watched
 
 
@@ -16,3 +18,19 @@ def assert_half_is_reused(program, llm, library, questions):
     for result in results:
         if not result.report.misses:
             assert engine.generate(result.prompt, max_new_tokens=8).token_ids == result.token_ids
+
+
+def assert_all_is_reused(engine, answers, texts, **options):
+    """Each of the texts is in the prompts of these answers, as a passage with KV wherever it is in one.
+
+    And the answers are the engine's own to the same token ids. Returns the results.
+    """
+    results = results_of(answers)
+    for result in results:
+        prompt = "".join(segment.text for segment in result.prompt.segments)
+        there = Counter({text: prompt.count(text) for text in texts})
+        assert Counter(chunk.text for chunk in result.prompt.chunks) == +there
+        assert (result.report.hits, result.report.misses) == (there.total(), 0)
+        assert engine.generate(result.prompt, **options).token_ids == result.token_ids
+    assert {chunk.text for result in results for chunk in result.prompt.chunks} == set(texts)
+    return results

@@ -23,7 +23,7 @@ from ragblend.engine.prompts.segments import Prompt
 from ragblend.engine.prompts.tools import ParsedAnswer
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.integrations.backend import kv_statistics, logprobs
-from ragblend.integrations.calls import AnswerTimeout, Call
+from ragblend.integrations.calls import AnswerTimeout, Call, PreparedCall
 from ragblend.integrations.threads import in_thread
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ class RequestedChoice:
     prompt_number: int
     call: Call
     prompt: Prompt
+
+    def make_prompt(self) -> Prompt:
+        return self.prompt
 
 
 @dataclass(frozen=True)
@@ -138,8 +141,9 @@ async def _answers(
             left = max(deadline - time.monotonic(), 0.001)
             session = service.sessions.of(client.digest, choice.prompt.token_ids)
             call = replace(choice.call, timeout=left, session=session, client=client.name)
+            prepared = PreparedCall(call, choice.make_prompt)
             try:
-                async with aclosing(call.astream(choice.prompt)) as items:
+                async with aclosing(await prepared.astream()) as items:
                     async for item in items:
                         if is_first:
                             service.metrics.observe("ttft_seconds", time.monotonic() - arrived)

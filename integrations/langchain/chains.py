@@ -1,7 +1,6 @@
 """A stuff chain whose documents reach the model by id: LangChain's own, with content blocks instead of text."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from langchain_core.documents import Document
@@ -9,7 +8,7 @@ from langchain_core.language_models import LanguageModelLike
 from langchain_core.messages import BaseMessage
 from langchain_core.output_parsers import BaseOutputParser, StrOutputParser
 from langchain_core.prompt_values import ChatPromptValue, PromptValue
-from langchain_core.prompts import BasePromptTemplate, PromptTemplate, aformat_document, format_document
+from langchain_core.prompts import BasePromptTemplate, PromptTemplate, format_document
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
 
 from ragblend.integrations.backend import placeholders, split_at_placeholders
@@ -41,32 +40,18 @@ def create_ragblend_stuff_documents_chain(
             f"Received prompt with input variables: {prompt.input_variables}"
         )
     each = document_prompt or DEFAULT_DOCUMENT_PROMPT
-    filler = _TemplateFiller(prompt, each, document_separator, document_variable_name)
-    fill = RunnableLambda(filler.fill, afunc=filler.afill, name="format_inputs")
-    return (fill | llm | (output_parser or StrOutputParser())).with_config(run_name="stuff_documents_chain")
 
+    def fill(inputs: dict[str, Any], config: RunnableConfig) -> PromptValue:
+        """Fill the template in with placeholders, and put blocks where these came out."""
+        documents = inputs[document_variable_name]
+        marked = document_separator.join(placeholders(len(documents)))
+        texts = [format_document(document, each) for document in documents]
+        return _with_blocks(
+            prompt.invoke({**inputs, document_variable_name: marked}, config), documents, texts
+        )
 
-@dataclass(frozen=True)
-class _TemplateFiller:
-    """Fills the template in with placeholders, and puts blocks where the placeholders came out."""
-
-    prompt: BasePromptTemplate[Any]
-    document_prompt: BasePromptTemplate[str]
-    separator: str
-    name: str
-
-    def fill(self, inputs: dict[str, Any], config: RunnableConfig) -> PromptValue:
-        documents = inputs[self.name]
-        texts = [format_document(document, self.document_prompt) for document in documents]
-        return _with_blocks(self.prompt.invoke(self._marked(inputs), config), documents, texts)
-
-    async def afill(self, inputs: dict[str, Any], config: RunnableConfig) -> PromptValue:
-        documents = inputs[self.name]
-        texts = [await aformat_document(document, self.document_prompt) for document in documents]
-        return _with_blocks(await self.prompt.ainvoke(self._marked(inputs), config), documents, texts)
-
-    def _marked(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        return {**inputs, self.name: self.separator.join(placeholders(len(inputs[self.name])))}
+    filled = RunnableLambda(fill, name="format_inputs")
+    return (filled | llm | (output_parser or StrOutputParser())).with_config(run_name="stuff_documents_chain")
 
 
 def _with_blocks(value: PromptValue, documents: Sequence[Document], texts: Sequence[str]) -> PromptValue:

@@ -1,26 +1,20 @@
 """ChatRAGBlend: LangChain's chat model on RAGBlend's engine. Start here."""
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.language_models import BaseChatModel
 from langchain_core.language_models.model_profile import ModelProfile
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 
-from ragblend.integrations.backend import ChatTurn
+from ragblend.integrations.backend import ChatTurn, usage
 from ragblend.integrations.calls import Call, PreparedCall
-from ragblend.integrations.langchain.answers import (
-    Stop,
-    astream_chunks,
-    response_metadata,
-    stream_chunks,
-    usage_metadata,
-)
 from ragblend.integrations.langchain.errors import langchain_errors
 from ragblend.integrations.langchain.messages import artifact_passages, turns_of
-from ragblend.integrations.langchain.parameters import LangChainParameters
+from ragblend.integrations.langchain.parameters import LangChainParameters, Stop, response_metadata
 from ragblend.integrations.langchain.tools import (
     openai_tools,
     response_format,
@@ -36,7 +30,7 @@ if TYPE_CHECKING:
     from ragblend.engine.results import Result
 
 
-class ChatRAGBlend(LangChainParameters, BaseChatModel):
+class ChatRAGBlend(LangChainParameters, BaseChatModel):  # type: ignore[misc]  # `_stream` names its first argument otherwise
     """A chat model that has read your documents before they are asked about.
 
     It replaces any other chat model. Documents are found in a prompt by the ids of its content blocks, by
@@ -145,23 +139,21 @@ class ChatRAGBlend(LangChainParameters, BaseChatModel):
         prepared = self._prepare(messages, stop, kwargs)
         return _chat_result(await prepared.agenerate(), prepared.call)
 
-    def _stream(
-        self, messages: list[BaseMessage], stop: Stop = None, run_manager: Any = None, **kwargs: Any
-    ) -> Iterator[ChatGenerationChunk]:
-        return stream_chunks(self._prepare(messages, stop, kwargs), _chunk, run_manager)
-
-    def _astream(
-        self, messages: list[BaseMessage], stop: Stop = None, run_manager: Any = None, **kwargs: Any
-    ) -> AsyncIterator[ChatGenerationChunk]:
-        return astream_chunks(self._prepare(messages, stop, kwargs), _chunk, run_manager)
-
     def _prepare(
-        self, messages: Sequence[BaseMessage], stop: Stop, arguments: Mapping[str, Any]
+        self, asked: Sequence[BaseMessage], stop: Stop, arguments: Mapping[str, Any]
     ) -> PreparedCall:
         call = self._call_with(stop, arguments)
         return PreparedCall(
-            call, lambda: call.chat_prompt(turns_of(messages), artifact_passages(messages)), langchain_errors
+            call, lambda: call.chat_prompt(turns_of(asked), artifact_passages(asked)), langchain_errors
         )
+
+    @staticmethod
+    def _chunk(item: "str | Result", call: Call) -> ChatGenerationChunk:
+        if isinstance(item, str):
+            return ChatGenerationChunk(message=AIMessageChunk(content=item))
+        calls = tool_call_chunk_fields(call.parse(item))
+        message = AIMessageChunk(content="", chunk_position="last", **calls, **_metadata(item, call))
+        return ChatGenerationChunk(message=message)
 
 
 def _chat_result(result: "Result", call: Call) -> ChatResult:
@@ -170,13 +162,13 @@ def _chat_result(result: "Result", call: Call) -> ChatResult:
     return ChatResult(generations=[ChatGeneration(message=message)])
 
 
-def _chunk(item: "str | Result", call: Call) -> ChatGenerationChunk:
-    if isinstance(item, str):
-        return ChatGenerationChunk(message=AIMessageChunk(content=item))
-    calls = tool_call_chunk_fields(call.parse(item))
-    message = AIMessageChunk(content="", chunk_position="last", **calls, **_metadata(item, call))
-    return ChatGenerationChunk(message=message)
-
-
 def _metadata(result: "Result", call: Call) -> dict[str, Any]:
-    return {"usage_metadata": usage_metadata(result), "response_metadata": response_metadata(result, call)}
+    """Token counts, of which those reused from the store are `cache_read`, and how the answer was made."""
+    counts = usage(result.report)
+    used = UsageMetadata(
+        input_tokens=counts["prompt_tokens"],
+        output_tokens=counts["completion_tokens"],
+        total_tokens=counts["total_tokens"],
+        input_token_details=InputTokenDetails(cache_read=result.report.tokens.reused),
+    )
+    return {"usage_metadata": used, "response_metadata": response_metadata(result, call)}

@@ -1,7 +1,7 @@
 """RAGBlendLLM: LangChain's text model on RAGBlend's engine. The prompt goes in as it is, without a chat template."""
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, closing
+from collections.abc import Mapping
+from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,20 +10,14 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
 from ragblend.integrations.backend import usage
 from ragblend.integrations.calls import Call, PreparedCall
-from ragblend.integrations.langchain.answers import (
-    Stop,
-    astream_chunks,
-    response_metadata,
-    stream_chunks,
-)
 from ragblend.integrations.langchain.errors import langchain_errors
-from ragblend.integrations.langchain.parameters import LangChainParameters
+from ragblend.integrations.langchain.parameters import LangChainParameters, Stop, response_metadata
 
 if TYPE_CHECKING:
     from ragblend.engine.results import Result
 
 
-class RAGBlendLLM(LangChainParameters, BaseLLM):
+class RAGBlendLLM(LangChainParameters, BaseLLM):  # type: ignore[misc]  # `_stream` names its first argument otherwise
     """A text model that has read your documents before they are asked about.
 
     Documents are found in a prompt by their text, and by `passages=` in the call. For models that were trained to
@@ -51,34 +45,28 @@ class RAGBlendLLM(LangChainParameters, BaseLLM):
 
     def _result(self, prepared: PreparedCall, run_manager: Any) -> "Result":
         """The whole answer; with `streaming`, each piece is reported as it comes, as `BaseLLM` expects."""
-        if not self.streaming or run_manager is None:
-            return prepared.generate()
-        with closing(prepared.stream()) as items:
-            for item in items:
-                if not isinstance(item, str):
-                    return item
-                run_manager.on_llm_new_token(item, chunk=_chunk(item, prepared.call))
-        raise AssertionError("the result is the last item of a stream that ends")
+
+        def report(piece: str) -> None:
+            run_manager.on_llm_new_token(piece, chunk=GenerationChunk(text=piece))
+
+        return prepared.generate(report if self.streaming and run_manager is not None else None)
 
     async def _aresult(self, prepared: PreparedCall, run_manager: Any) -> "Result":
-        if not self.streaming or run_manager is None:
-            return await prepared.agenerate()
-        async with aclosing(await prepared.astream()) as items:
+        async with aclosing(await prepared.astream(waits=True)) as items:
             async for item in items:
-                if not isinstance(item, str):
-                    return item
-                await run_manager.on_llm_new_token(item, chunk=_chunk(item, prepared.call))
-        raise AssertionError("the result is the last item of a stream that ends")
+                if isinstance(item, str) and self.streaming and run_manager is not None:
+                    await run_manager.on_llm_new_token(item, chunk=GenerationChunk(text=item))
+        assert not isinstance(item, str), "the result is the last item"
+        return item
 
-    def _stream(
-        self, prompt: str, stop: Stop = None, run_manager: Any = None, **kwargs: Any
-    ) -> Iterator[GenerationChunk]:
-        return stream_chunks(_prepared(self._call_with(stop, kwargs), prompt), _chunk, run_manager)
+    def _prepare(self, asked: str, stop: Stop, arguments: Mapping[str, Any]) -> PreparedCall:
+        return _prepared(self._call_with(stop, arguments), asked)
 
-    def _astream(
-        self, prompt: str, stop: Stop = None, run_manager: Any = None, **kwargs: Any
-    ) -> AsyncIterator[GenerationChunk]:
-        return astream_chunks(_prepared(self._call_with(stop, kwargs), prompt), _chunk, run_manager)
+    @staticmethod
+    def _chunk(item: "str | Result", call: Call) -> GenerationChunk:
+        if isinstance(item, str):
+            return GenerationChunk(text=item)
+        return GenerationChunk(text="", generation_info=response_metadata(item, call))
 
 
 def _prepared(call: Call, prompt: str) -> PreparedCall:
@@ -92,9 +80,3 @@ def _llm_result(results: "list[Result]", call: Call) -> LLMResult:
         generations=[[Generation(text=r.text, generation_info=response_metadata(r, call))] for r in results],
         llm_output={"token_usage": total, "model_name": call.backend.engine.model_name},
     )
-
-
-def _chunk(item: "str | Result", call: Call) -> GenerationChunk:
-    if isinstance(item, str):
-        return GenerationChunk(text=item)
-    return GenerationChunk(text="", generation_info=response_metadata(item, call))

@@ -1,20 +1,27 @@
 """The parameters of both LangChain models, and how they reach the engine and LangChain."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from langchain_core.language_models.base import LangSmithParams
 from pydantic import Field
 
-from ragblend.integrations.calls import Call, resolve_aliases
+from ragblend.integrations.backend import kv_statistics, logprobs
+from ragblend.integrations.calls import Call, PreparedCall, resolve_aliases
 from ragblend.integrations.langchain.documents import passages_of
 from ragblend.integrations.langchain.errors import langchain_errors
 from ragblend.integrations.langchain.listener import LIVE_MODELS
 from ragblend.integrations.langchain.tools import openai_tools, response_format_schema
 from ragblend.integrations.parameters import PER_CALL, ModelParameters
 
+if TYPE_CHECKING:
+    from ragblend.engine.results import Result
+
 PROVIDER = "ragblend"
+Stop = list[str] | None
 FRAMEWORKS_OWN = ("stream", "strict")  # LangChain's own switches, which it passes on to the model
 
 
@@ -67,6 +74,37 @@ class LangChainParameters(ModelParameters):
         called = self if model is None else self.model_copy(update={"model": model})
         return called._call(passages, self.model_kwargs, given)
 
+    @abstractmethod
+    def _prepare(self, asked: Any, stop: Stop, arguments: Mapping[str, Any]) -> PreparedCall:
+        """asked: the messages of a chat model, the prompt of a text model."""
+
+    @staticmethod
+    @abstractmethod
+    def _chunk(item: "str | Result", call: Call) -> Any:
+        """The chunk of a stream for a piece of text, or for the whole result at the end."""
+
+    def _stream(self, asked: Any, stop: Stop = None, run_manager: Any = None, **kwargs: Any) -> Iterator[Any]:
+        """Chunks as they come, each reported once: `BaseChatModel.stream` passes no run manager and reports itself."""
+        prepared = self._prepare(asked, stop, kwargs)
+        with closing(prepared.stream()) as items:
+            for item in items:
+                chunk = self._chunk(item, prepared.call)
+                if run_manager is not None:
+                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    async def _astream(
+        self, asked: Any, stop: Stop = None, run_manager: Any = None, **kwargs: Any
+    ) -> AsyncIterator[Any]:
+        """The same in an event loop."""
+        prepared = self._prepare(asked, stop, kwargs)
+        async with aclosing(await prepared.astream()) as items:
+            async for item in items:
+                chunk = self._chunk(item, prepared.call)
+                if run_manager is not None:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
     def forget(self, ids: Sequence[str]) -> int:
         """Forget deleted documents: they are no longer found, and their KV is deleted. Returns the bytes freed."""
         with langchain_errors():
@@ -104,3 +142,17 @@ class LangChainParameters(ModelParameters):
         if stop or self.stop:
             params["ls_stop"] = stop or self.stop
         return params
+
+
+def response_metadata(result: "Result", call: Call) -> dict[str, Any]:
+    """How the answer was made. LangChain adds up the numbers in it, so only one chunk of a stream may carry it."""
+    tokens = logprobs(result, call.backend.engine.tokenizer)
+    return {
+        **({} if tokens is None else {"logprobs": {"content": tokens}}),
+        "model_name": call.backend.engine.model_name,
+        "model_provider": PROVIDER,
+        "finish_reason": "stop" if result.stopped else "length",
+        "method": result.report.method,
+        "ratio": result.report.ratio,
+        "kv": kv_statistics(result),
+    }

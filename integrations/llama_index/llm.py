@@ -4,10 +4,9 @@ Every method goes the same way: the request becomes a `PreparedCall` (how to mak
 backend runs it, and a `Respond` function makes LlamaIndex's response of the answer.
 """
 
-import difflib
 import json
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -61,10 +60,10 @@ from ragblend.integrations.llama_index.nodes import (
     passages_of,
 )
 from ragblend.integrations.llama_index.prediction import StructuredPrediction
-from ragblend.integrations.llama_index.streams import aclose_with_outer, close_with_outer, tracked
+from ragblend.integrations.llama_index.streams import closing_with
 from ragblend.integrations.parameters import PER_CALL, ModelParameters
 from ragblend.integrations.passages import Passage
-from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:  # torch comes with it
     from ragblend.engine.prompts.tools import ParsedAnswer
@@ -113,9 +112,8 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
     def _handle_unknown(cls, given: dict[str, Any], unknown: dict[str, Any]) -> dict[str, Any]:
         """Raise UsageError with the nearest known name."""
         name, *_ = unknown
-        near = difflib.get_close_matches(name, cls.model_fields, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(cls.model_fields))}"
-        raise UsageError(f"{cls.__name__} has no parameter {name!r}; {hint}")
+        hint = did_you_mean(name, cls.model_fields) or f"; there are {', '.join(sorted(cls.model_fields))}"
+        raise UsageError(f"{cls.__name__} has no parameter {name!r}{hint}")
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> "RAGBlendLLM":
         """LlamaIndex copies components at will, callbacks and all."""
@@ -195,8 +193,7 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         return self._answer(self._prepare_chat(messages, kwargs), _chat_response)
 
-    @close_with_outer
-    @llm_chat_callback()
+    @closing_with(llm_chat_callback())
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         return self._stream(self._prepare_chat(messages, kwargs), _chat_response)
 
@@ -204,8 +201,7 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         return await self._aanswer(self._prepare_chat(messages, kwargs), _chat_response)
 
-    @aclose_with_outer
-    @llm_chat_callback()
+    @closing_with(llm_chat_callback())
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         return await self._astream(self._prepare_chat(messages, kwargs), _chat_response)
 
@@ -255,8 +251,7 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         return self._answer(self._prepare_completion(prompt, formatted, kwargs), _completion)
 
-    @close_with_outer
-    @llm_completion_callback()
+    @closing_with(llm_completion_callback())
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         return self._stream(self._prepare_completion(prompt, formatted, kwargs), _completion)
 
@@ -264,8 +259,7 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         return await self._aanswer(self._prepare_completion(prompt, formatted, kwargs), _completion)
 
-    @aclose_with_outer
-    @llm_completion_callback()
+    @closing_with(llm_completion_callback())
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
@@ -347,36 +341,26 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
 
     def _stream(self, prepared: PreparedCall, respond: Respond[Response]) -> Generator[Response, None, None]:
         """The device starts at once; wrong arguments raise here."""
-        return tracked(self._responses(prepared.stream(), prepared.call, respond))
-
-    def _responses(
-        self, items: "Generator[str | Result, None, None]", call: Call, respond: Respond[Response]
-    ) -> Generator[Response, None, None]:
-        text = ""
-        with closing(items):
-            for item in items:
-                if isinstance(item, str):
-                    text += item
-                    yield respond(text, item, None)
-                else:
-                    yield self._whole(item, call, respond, "")
+        response = self._responding(prepared.call, respond)
+        return (response(item) for item in prepared.stream())
 
     async def _astream(
         self, prepared: PreparedCall, respond: Respond[Response]
     ) -> AsyncGenerator[Response, None]:
-        return tracked(self._aresponses(await prepared.astream(), prepared.call, respond))
+        return _responses(self._responding(prepared.call, respond), await prepared.astream())
 
-    async def _aresponses(
-        self, items: "AsyncGenerator[str | Result, None]", call: Call, respond: Respond[Response]
-    ) -> AsyncGenerator[Response, None]:
+    def _responding(self, call: Call, respond: Respond[Response]) -> "Callable[[str | Result], Response]":
+        """Makes responses of a stream's items, one after the other."""
         text = ""
-        async with aclosing(items):
-            async for item in items:
-                if isinstance(item, str):
-                    text += item
-                    yield respond(text, item, None)
-                else:
-                    yield self._whole(item, call, respond, "")
+
+        def response(item: "str | Result") -> Response:
+            nonlocal text
+            if not isinstance(item, str):
+                return self._whole(item, call, respond, "")
+            text += item
+            return respond(text, item, None)
+
+        return response
 
     def _whole(self, result: "Result", call: Call, respond: Respond[Response], delta: str | None) -> Response:
         raw: Raw = {"usage": usage(result.report), "kv": kv_statistics(result)}
@@ -386,6 +370,14 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
         tokens = logprobs(result, self.backend.engine.tokenizer)
         log_probs = None if tokens is None else [_log_probs(token) for token in tokens]
         return respond(said.text, delta, AnswerDetails(raw, said, log_probs))
+
+
+async def _responses(
+    response: "Callable[[str | Result], Response]", items: "AsyncGenerator[str | Result, None]"
+) -> AsyncGenerator[Response, None]:
+    async with aclosing(items):
+        async for item in items:
+            yield response(item)
 
 
 def _pop_passages(prompt: BasePromptTemplate, prompt_args: dict[str, Any]) -> tuple[Passage, ...]:

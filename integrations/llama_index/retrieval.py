@@ -32,12 +32,6 @@ class RegisterNodes(BaseNodePostprocessor):
         self.llm.remember(nodes)
         return nodes
 
-    async def _apostprocess_nodes(
-        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
-    ) -> list[NodeWithScore]:
-        await asyncio.to_thread(self.llm.remember, nodes)
-        return nodes
-
 
 class PrefetchingRetriever(BaseRetriever):
     """Wraps any retriever, and loads the stored KV of what it finds while the prompt is being made."""

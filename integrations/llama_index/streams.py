@@ -2,56 +2,47 @@
 
 LlamaIndex's callback decorators wrap our generator in one of theirs, and never close ours: it ends when it is garbage
 collected. A callback handler that keeps how a closed stream ended (`LlamaDebugHandler` does) keeps the exception, its
-traceback and so our generator, and the device would go on to the last token. Hence a third generator around both, which
-knows the inner one: a context variable takes it past the decorator, for as long as the call that makes it.
+traceback and so our generator, and the device would go on to the last token. Hence a third generator around both.
 """
 
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextvars import ContextVar
 from functools import wraps
+from inspect import iscoroutinefunction
 from typing import Any, TypeVar, cast
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-Stream = TypeVar("Stream", bound=Generator[Any, None, None] | AsyncGenerator[Any, None])
-_inner: ContextVar[list[Any] | None] = ContextVar("ragblend_inner_streams", default=None)
 
 
-def tracked(stream: Stream) -> Stream:
-    """The stream, made known to the decorated method that is being called."""
-    streams = _inner.get()
-    if streams is not None:
-        streams.append(stream)
-    return stream
+def closing_with(callback: Callable[..., Any]) -> Callable[[Method], Method]:
+    """LlamaIndex's callback decorator, for a method that returns a generator, or a coroutine of an asynchronous one.
 
+    Closing the generator that it makes also closes the method's own.
+    """
 
-def close_with_outer(method: Method) -> Method:
-    """Decorate a method that returns a generator: closing that also closes the streams `tracked` in the call."""
+    def decorate(method: Method) -> Method:
+        @wraps(method)
+        def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, None, None]:
+            streams: list[Any] = []
 
-    @wraps(method)
-    def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, None, None]:
-        streams: list[Any] = []
-        token = _inner.set(streams)
-        try:
-            return _closing(method(*args, **kwargs), streams)
-        finally:
-            _inner.reset(token)
+            def kept(*given: Any, **more: Any) -> Any:
+                streams.append(method(*given, **more))
+                return streams[0]
 
-    return cast(Method, wrapper)
+            return _closing(callback(kept)(*args, **kwargs), streams)
 
+        @wraps(method)
+        async def awaited(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+            streams: list[Any] = []
 
-def aclose_with_outer(method: Method) -> Method:
-    """The same for a coroutine that returns an asynchronous generator."""
+            async def kept(*given: Any, **more: Any) -> Any:
+                streams.append(await method(*given, **more))
+                return streams[0]
 
-    @wraps(method)
-    async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        streams: list[Any] = []
-        token = _inner.set(streams)
-        try:
-            return _aclosing(await method(*args, **kwargs), streams)
-        finally:
-            _inner.reset(token)
+            return _aclosing(await callback(kept)(*args, **kwargs), streams)
 
-    return cast(Method, wrapper)
+        return cast(Method, awaited if iscoroutinefunction(method) else wrapper)
+
+    return decorate
 
 
 def _closing(outer: Generator[Any, None, None], streams: list[Any]) -> Generator[Any, None, None]:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -32,15 +31,9 @@ from ragblend.kvstore.errors import Cancelled, ModelServerError, UsageError
 from ragblend.kvstore.keys import ChunkKey
 
 
-@dataclass(frozen=True)
-class DeadlineCancel:
-    """Set once another cancel token is, or the deadline, of `time.monotonic`, has passed."""
-
-    cancel: Cancel | None
-    deadline: float
-
-    def is_set(self) -> bool:
-        return (self.cancel is not None and self.cancel.is_set()) or time.monotonic() >= self.deadline
+def cancel_by(cancel: Cancel | None, deadline: float) -> Cancel:
+    """Set once that cancel token is, or the deadline, of `time.monotonic`, has passed."""
+    return CallbackCancel(lambda: (cancel is not None and cancel.is_set()) or time.monotonic() >= deadline)
 
 
 class ServerNodeEncoder(NodeEncoder):
@@ -90,7 +83,7 @@ class ServerNodeEncoder(NodeEncoder):
             "kv_transfer_params": options,
         }
         try:
-            answer = runtime.server.post("/v1/completions", body, cancel, session_of_passages([passage]))
+            answer = runtime.server.fetch("/v1/completions", body, cancel, session_of_passages([passage]))
         finally:  # the server may have stored it in any case
             is_deleted = node_id is not None and self._delete_if_orphaned(node_id, key)
         report = (answer.get("kv_transfer_params") or {}).get("ragblend") or {}
@@ -183,7 +176,7 @@ class VllmEngine(EngineBase):
         cancel: Cancel | None = None,
     ) -> Request:
         """client and session have no effect: vLLM schedules, and its prefix cache holds conversations."""
-        self.runtime.ensure_connected(DeadlineCancel(cancel, deadline))
+        self.runtime.ensure_connected(cancel_by(cancel, deadline))
         return super()._request(prompt, method, ratio, options, session, client, deadline, cancel)
 
     def _answering(
@@ -202,7 +195,7 @@ class VllmEngine(EngineBase):
     def _answer(
         self, request: Request, options: DecodeOptions, on_text: OnText | None, cancel: Cancel | None
     ) -> Result:
-        runtime, not_begun = self.runtime, DeadlineCancel(cancel, request.deadline)
+        runtime, not_begun = self.runtime, cancel_by(cancel, request.deadline)
         if not_begun.is_set():
             raise Cancelled("the answer was cancelled before it began")
         try:

@@ -27,23 +27,20 @@ class Completions:
         self.url = url
         self._parts = urlsplit(url)
 
-    def get(self, path: str, cancel: Cancel | None = None) -> Any:
-        """The JSON at that path, which must come at once."""
-        return self._whole("GET", path, None, cancel, CONNECT_S)
-
-    def post(
+    def fetch(
         self,
         path: str,
-        body: dict[str, Any],
+        body: dict[str, Any] | None = None,
         cancel: Cancel | None = None,
         session: str | None = None,
         silence_s: float = SILENCE_S,
     ) -> Any:
-        """The JSON answer. Raises as `stream` does.
+        """The JSON at that path, or the answer to a body that is posted there. Raises as `stream` does.
 
         session: a router in front of several servers sends requests of one session to one server.
         """
-        return self._whole("POST", path, body, cancel, silence_s, session)
+        with closing(self._answer(path, body, cancel, session, silence_s)) as lines:
+            return self._json(b"".join(lines))
 
     def stream(
         self, body: dict[str, Any], cancel: Cancel | None = None, session: str | None = None
@@ -53,7 +50,7 @@ class Completions:
         Raises Cancelled, PromptTooLongError, and UsageError for what the server refuses.
         """
         streamed = body | {"stream": True}
-        with closing(self._answer("POST", "/v1/completions", streamed, cancel, SILENCE_S, session)) as lines:
+        with closing(self._answer("/v1/completions", streamed, cancel, session, SILENCE_S)) as lines:
             for line in lines:
                 said = line.removeprefix(b"data: ").strip()
                 if said == b"[DONE]":
@@ -61,18 +58,6 @@ class Completions:
                 if line.startswith(b"data: "):
                     yield self._event(said)
         raise self._disconnected(begun=True)
-
-    def _whole(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None,
-        cancel: Cancel | None,
-        silence_s: float,
-        session: str | None = None,
-    ) -> Any:
-        with closing(self._answer(method, path, body, cancel, silence_s, session)) as lines:
-            return self._json(b"".join(lines))
 
     def _event(self, said: bytes) -> dict[str, Any]:
         """Raises the error of an event: the status of a stream is sent before the request is checked."""
@@ -92,12 +77,11 @@ class Completions:
 
     def _answer(
         self,
-        method: str,
         path: str,
         body: dict[str, Any] | None,
         cancel: Cancel | None,
-        silence_s: float,
         session: str | None,
+        silence_s: float,
     ) -> Generator[bytes]:
         """The lines of the answer. Errors of the connection become ModelServerErrors."""
         connection, begun = self._connection(), False
@@ -108,9 +92,8 @@ class Completions:
             connection.connect()
             connection.sock.settimeout(silence_s)
             with _disconnecting(connection.sock, cancel):
-                connection.request(
-                    method, self._parts.path + path, None if body is None else json.dumps(body), headers
-                )
+                method, sent = ("GET", None) if body is None else ("POST", json.dumps(body))
+                connection.request(method, self._parts.path + path, sent, headers)
                 with connection.getresponse() as response:
                     if response.status != 200:
                         raise self._refused(response.status, response.read(100_000))

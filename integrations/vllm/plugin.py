@@ -5,6 +5,7 @@ tracked just before its connector is made. Both are forgotten when they are gone
 """
 
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -29,37 +30,30 @@ def register() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    _track_workers(WorkerWrapperBase)
-    _track_pauses(Scheduler)
+    _before(WorkerWrapperBase, "initialize_from_config", _track_worker)
+    _before(Scheduler, "set_pause_state", _track_pause)
 
 
-def _track_workers(wrapper: Any) -> None:
-    original = wrapper.initialize_from_config
-    if getattr(original, "tracks_workers", False):
+def _before(owner: Any, name: str, track: Callable[..., None]) -> None:
+    """Have a method call `track` with its own arguments first; once, however often this is called."""
+    original = getattr(owner, name)
+    if getattr(original, "is_tracked", False):
         return
 
-    def initialize_from_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _workers.add(self.worker)
-        return original(self, *args, **kwargs)
+    def tracked(*args: Any, **kwargs: Any) -> Any:
+        track(*args, **kwargs)
+        return original(*args, **kwargs)
 
-    initialize_from_config.tracks_workers = True  # type: ignore[attr-defined]
-    wrapper.initialize_from_config = initialize_from_config
+    tracked.is_tracked = True  # type: ignore[attr-defined]
+    setattr(owner, name, tracked)
 
 
-def _track_pauses(scheduler: Any) -> None:
-    original = scheduler.set_pause_state
-    if getattr(original, "tracks_pauses", False):
-        return
+def _track_worker(wrapper: Any, *_: Any, **__: Any) -> None:
+    _workers.add(wrapper.worker)
 
-    def set_pause_state(self: Any, pause_state: Any) -> None:
-        original(self, pause_state)
-        if self.pause_state:
-            _paused.add(self)
-        else:
-            _paused.discard(self)
 
-    set_pause_state.tracks_pauses = True  # type: ignore[attr-defined]
-    scheduler.set_pause_state = set_pause_state
+def _track_pause(scheduler: Any, pause_state: Any) -> None:
+    (_paused.add if pause_state else _paused.discard)(scheduler)
 
 
 def is_paused() -> bool:

@@ -15,7 +15,7 @@ from ragblend.engine.model.checkpoints import DEFAULT, find_model
 from ragblend.engine.model.gate import TEXT, GateVerdict
 from ragblend.engine.runtime_base import RuntimeBase, log
 from ragblend.engine.scheduling.queue import POLL_S, Cancel
-from ragblend.integrations.vllm.completions import SILENCE_S, Completions
+from ragblend.integrations.vllm.completions import CONNECT_S, SILENCE_S, Completions
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import Cancelled, ModelServerError, UnsupportedModelError
 from ragblend.kvstore.fingerprint import ModelFingerprint
@@ -79,7 +79,7 @@ class ServerRuntime(RuntimeBase):
         return found
 
     def _introduction(self, cancel: Cancel | None) -> ServerInfo:
-        card = self._card(self.server.get("/v1/models", cancel))
+        card = self._card(self.server.fetch("/v1/models", None, cancel, silence_s=CONNECT_S))
         self._check_tokenizer(card["id"], cancel)
         found = ServerInfo(str(card["id"]), int(card["max_model_len"]))
         told = self.report_of(found.name, "", cancel, silence_s=INTRODUCTION_S)
@@ -100,7 +100,7 @@ class ServerRuntime(RuntimeBase):
     ) -> dict[str, Any] | None:
         """The connector's report on itself and on the request with that label; None if there is no connector."""
         body = {"model": name, "prompt": [0], "max_tokens": 1, "kv_transfer_params": {"report": label}}
-        said = self.server.post("/v1/completions", body, cancel, session, silence_s)
+        said = self.server.fetch("/v1/completions", body, cancel, session, silence_s)
         found: dict[str, Any] | None = (said.get("kv_transfer_params") or {}).get("ragblend")
         return found
 
@@ -151,7 +151,7 @@ class ServerRuntime(RuntimeBase):
 
     def _check_tokenizer(self, name: str, cancel: Cancel | None) -> None:
         body = {"model": name, "prompt": TEXT, "add_special_tokens": False}
-        said = self.server.post("/tokenize", body, cancel, silence_s=INTRODUCTION_S)
+        said = self.server.fetch("/tokenize", body, cancel, silence_s=INTRODUCTION_S)
         if said["tokens"] != self.tokenizing.literal_ids(TEXT):
             raise ModelServerError(
                 f"the tokenizer of {name} at {self.server.url} is another than that of {self.config.model} here: token "

@@ -177,13 +177,11 @@ class ConnectorWorker:
     def _count(self, prompt: PromptToFuse, report: Report, fused_s: float, write_s: float) -> None:
         """Report, count and log a fused prompt."""
         tokens = report.tokens
+        counts = {name: getattr(tokens, name) for name in ("prompt", "reused", "recomputed", "missing")}
         details: dict[str, Any] = {
             "method": report.method,
             "ratio": report.ratio,
-            "prompt_tokens": tokens.prompt,
-            "reused_tokens": tokens.reused,
-            "recomputed_tokens": tokens.recomputed,
-            "missing_tokens": tokens.missing,
+            **{f"{name}_tokens": count for name, count in counts.items()},
             "hits": report.hits,
             "misses": report.misses,
             "recomputed_fraction": round(report.recomputed_fraction, 4),
@@ -198,10 +196,7 @@ class ConnectorWorker:
         self._report(prompt, details)
         self._stats.add(
             requests=1,
-            tokens_prompt=tokens.prompt,
-            tokens_reused=tokens.reused,
-            tokens_recomputed=tokens.recomputed,
-            tokens_missing=tokens.missing,
+            **{f"tokens_{name}": count for name, count in counts.items()},
             fused_seconds=fused_s,
             load_seconds=report.timings.load_ms / 1e3,
             write_seconds=write_s,

@@ -10,7 +10,7 @@ import tiny_models
 
 from ragblend.engine.results import Result
 from ragblend.integrations.backend import Backend, ChatTurn, placeholders, split_at_placeholders
-from ragblend.integrations.calls import Call
+from ragblend.integrations.calls import Call, PreparedCall
 from ragblend.integrations.passages import Passage
 
 MANY = 16
@@ -28,35 +28,37 @@ def backend(place):
     return made
 
 
-@pytest.fixture
-def prompts(backend):
-    return [backend.chat_prompt([ChatTurn("user", (story.text, " How many?"))]) for story in STORIES]
+def prepared(backend, story, **options):
+    """A call that asks about that story."""
+    call, turns = Call.of(backend, (), True, options), [ChatTurn("user", (story.text, " How many?"))]
+    return PreparedCall(call, lambda: call.chat_prompt(turns))
 
 
 @pytest.fixture
 def short(backend):
-    return Call.of(backend, (), True, {"max_new_tokens": 6})
+    """A short answer about each story."""
+    return [prepared(backend, story, max_new_tokens=6) for story in STORIES]
 
 
-async def collect(call, prompt):
-    *pieces, result = [item async for item in call.astream(prompt)]
+async def collect(prepared):
+    *pieces, result = [item async for item in await prepared.astream()]
     assert isinstance(result, Result)
     assert "".join(pieces) == result.text
     return result
 
 
-WAYS = {"astream": collect, "agenerate": Call.agenerate}
+WAYS = {"astream": collect, "agenerate": PreparedCall.agenerate}
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_many_requests_wait_for_the_device_without_blocking_other_threads(backend, short, prompts, way):
+def test_many_requests_wait_for_the_device_without_blocking_other_threads(backend, short, way):
     """With threads of the loop's default pool, here of one, the first that waited blocked all others."""
-    expected = [short.generate(prompt).text for prompt in prompts]
+    expected = [each.generate().text for each in short]
 
     async def ask_all():
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         with backend.engine.runtime.queue.turn():
-            tasks = [asyncio.create_task(WAYS[way](short, prompt)) for prompt in prompts]
+            tasks = [asyncio.create_task(WAYS[way](each)) for each in short]
             while backend.engine.runtime.queue.inside <= MANY:
                 await asyncio.sleep(0)
             free = await asyncio.wait_for(asyncio.to_thread(lambda: "free"), TIMEOUT_S)
@@ -112,11 +114,11 @@ def is_free(backend):
 
 
 @pytest.mark.parametrize(("way", "layer"), [("astream", 0), ("agenerate", 2)])
-def test_cancelling_a_task_stops_the_device_within_a_layer(backend, short, prompts, hold, way, layer):
+def test_cancelling_a_task_stops_the_device_within_a_layer(backend, short, hold, way, layer):
     device = hold(layer)
 
     async def cancel():
-        task = asyncio.create_task(WAYS[way](short, prompts[0]))
+        task = asyncio.create_task(WAYS[way](short[0]))
         await device.until_started()
         task.cancel()
         for _ in range(20):  # as far as the task comes without the device
@@ -130,10 +132,10 @@ def test_cancelling_a_task_stops_the_device_within_a_layer(backend, short, promp
     assert len(device.after) == 0
 
 
-def test_closing_a_stream_stops_the_device_within_a_token(backend, prompts, hold):
+def test_closing_a_stream_stops_the_device_within_a_token(backend, hold):
     async def close():
-        endless = Call.of(backend, (), True, {"max_new_tokens": 1000})
-        async with aclosing(endless.astream(prompts[0])) as items:
+        endless = prepared(backend, STORIES[0], max_new_tokens=1000)
+        async with aclosing(await endless.astream()) as items:
             assert await anext(items)
             device = hold(-1)  # the head, which is called for every token
             await device.until_started()
@@ -144,11 +146,11 @@ def test_closing_a_stream_stops_the_device_within_a_token(backend, prompts, hold
     assert len(asyncio.run(close()).after) < tiny_models.LAYERS
 
 
-def test_a_request_that_is_cancelled_in_the_queue_leaves_it(backend, short, prompts):
+def test_a_request_that_is_cancelled_in_the_queue_leaves_it(backend, short):
     async def cancel():
         queue = backend.engine.runtime.queue
         with queue.turn():
-            task = asyncio.create_task(collect(short, prompts[0]))
+            task = asyncio.create_task(collect(short[0]))
             while queue.inside < 2:
                 await asyncio.sleep(0)
             task.cancel()
@@ -161,23 +163,24 @@ def test_a_request_that_is_cancelled_in_the_queue_leaves_it(backend, short, prom
     assert is_free(backend)
 
 
-def test_errors_of_a_stream_are_raised_where_it_is_read(short, prompts, monkeypatch):
-    monkeypatch.setitem(short.arguments, "temperature", -1)
+async def test_errors_of_a_stream_are_raised_where_it_is_read(short, monkeypatch):
+    monkeypatch.setitem(short[0].call.arguments, "temperature", -1)
+    items = await short[0].astream()
     with pytest.raises(ValueError, match="temperature must be 0"):
-        asyncio.run(anext(short.astream(prompts[0])))
+        await anext(items)
 
 
-def test_an_error_in_on_text_ends_the_answer_and_frees_the_device(backend, short, prompts):
+def test_an_error_in_on_text_ends_the_answer_and_frees_the_device(backend, short):
     """A closed loop raises one there: the device must not go on for nobody, and the next request must get it."""
-    expected = short.generate(prompts[0]).text
+    expected = short[0].generate().text
 
     def refuse(piece):
         raise ConnectionError("nobody listens")
 
     with pytest.raises(ConnectionError):
-        backend.engine.generate(prompts[0], max_new_tokens=6, on_text=refuse)
+        backend.engine.generate(short[0].make_prompt(), max_new_tokens=6, on_text=refuse)
     assert is_free(backend)
-    assert short.generate(prompts[0]).text == expected
+    assert short[0].generate().text == expected
 
 
 def test_adapters_command_line_and_page_share_one_engine(place):

@@ -247,17 +247,6 @@ def test_an_unusable_file_is_a_named_error_but_fails_no_question(registry, spoil
     assert "no passages are looked for" in caplog.text
 
 
-def test_passages_are_added_all_or_none(registry):
-    registry.add([Passage(HARBOUR, "h")])
-    with closing(sqlite3.connect(registry.path)) as sql:
-        sql.execute(
-            "CREATE TRIGGER no BEFORE INSERT ON Passages WHEN new.node_id = X'63' BEGIN SELECT RAISE(ABORT, 'no'); END"
-        )
-    with pytest.raises(StoreError):  # the old text of "h" is deleted by then
-        registry.add([Passage(CRANE, "h"), Passage(CRANE, "c")])
-    assert names(registry.find(HARBOUR + CRANE)) == ["h"]
-
-
 def test_threads_add_find_and_remove_at_once(registry):
     def work(name):
         for n in range(15):

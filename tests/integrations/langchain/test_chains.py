@@ -11,8 +11,9 @@ pytest.importorskip("langchain", reason="langchain (the dev extra) is not instal
 pytest.importorskip("langchain_classic", reason="langchain-classic (the dev extra) is not installed")
 
 from chains import CHAT_CHAINS, TEXT_CHAINS
-from watching import Watcher, engine_answer
+from programs import assert_all_is_reused
 
+from benchmarks.matrix import watched
 from ragblend.integrations.langchain import ChatRAGBlend, RAGBlendLLM, encode_documents
 
 pytestmark = [
@@ -35,14 +36,8 @@ def retriever(store):
     return store.as_retriever(search_kwargs={"k": 3})
 
 
-def assert_answers_are_the_engines(watcher: Watcher, model, documents) -> None:
-    assert watcher.share() == (3, 3, 3)
-    answered = [seen for seen in watcher.calls if seen.kv]
-    assert answered
-    for seen in answered:
-        expected = engine_answer(model.backend.engine, seen.asked, documents, max_new_tokens=8)
-        assert seen.text == expected.text
-        assert seen.kv["chunks"] == [chunk.node_id for chunk in expected.prompt.chunks]
+def text_of(answer) -> str:
+    return answer if isinstance(answer, str) else answer.get("answer", "")
 
 
 @pytest.mark.parametrize(
@@ -52,44 +47,40 @@ def assert_answers_are_the_engines(watcher: Watcher, model, documents) -> None:
     + [(RAGBlendLLM, name) for name in TEXT_CHAINS if "reduce" not in name],
     indirect=["model"],
 )
-def test_a_stock_chain_reuses_its_documents(model, name, retriever, documents, watcher):
+def test_a_stock_chain_reuses_its_documents(model, name, retriever, documents):
     """In a task for the text model, and for every other chain of the chat model."""
-    chains, config = CHAT_CHAINS if isinstance(model, ChatRAGBlend) else TEXT_CHAINS, {"callbacks": [watcher]}
+    chains = CHAT_CHAINS if isinstance(model, ChatRAGBlend) else TEXT_CHAINS
     chain = chains[name](model, retriever)
-    if chains is TEXT_CHAINS or list(chains).index(name) % 2:
-        asyncio.run(chain.ainvoke(QUESTION, config))
-    else:
-        chain.invoke(QUESTION, config)
-    assert len(watcher.retrieved) == 3
-    assert_answers_are_the_engines(watcher, model, documents)
+    with watched() as answers:
+        if chains is TEXT_CHAINS or list(chains).index(name) % 2:
+            asyncio.run(chain.ainvoke(QUESTION))
+        else:
+            chain.invoke(QUESTION)
+    texts = [document.page_content for document in documents]
+    assert_all_is_reused(model.backend.engine, answers, texts, max_new_tokens=8)
 
 
 @pytest.mark.parametrize("name", ["LCEL", "create_retrieval_chain, ours inside"])
 @pytest.mark.parametrize("model", [ChatRAGBlend], indirect=True)
-def test_sync_async_and_streams_agree(model, name, retriever, watcher):
-    chain, config = CHAT_CHAINS[name](model, retriever), {"callbacks": [watcher]}
+def test_sync_async_and_streams_agree(model, name, retriever):
+    chain = CHAT_CHAINS[name](model, retriever)
 
     async def ways():
-        whole = await chain.ainvoke(QUESTION, config)
-        return whole, [piece async for piece in chain.astream(QUESTION, config)]
+        whole = await chain.ainvoke(QUESTION)
+        return whole, [piece async for piece in chain.astream(QUESTION)]
 
-    def text(answer) -> str:
-        return answer if isinstance(answer, str) else answer.get("answer", "")
-
-    whole, (awaited, astreamed) = text(chain.invoke(QUESTION, config)), asyncio.run(ways())
-    streamed = [text(part) for part in chain.stream(QUESTION, config)]
-    assert text(awaited) == "".join(streamed) == "".join(map(text, astreamed)) == whole != ""
+    whole, (awaited, astreamed) = text_of(chain.invoke(QUESTION)), asyncio.run(ways())
+    streamed = list(map(text_of, chain.stream(QUESTION)))
+    assert text_of(awaited) == "".join(streamed) == "".join(map(text_of, astreamed)) == whole != ""
     assert len([piece for piece in streamed if piece]) > 1
-    assert [seen.kv["hits"] for seen in watcher.calls] == [3] * 4
 
 
 @pytest.mark.parametrize("model", [ChatRAGBlend], indirect=True)
-def test_a_chains_events_carry_pieces_documents_and_statistics(model, retriever, documents, watcher):
+def test_a_chains_events_carry_pieces_documents_and_statistics(model, retriever, documents):
     chain = CHAT_CHAINS["create_retrieval_chain"](model, retriever)
 
     async def collect():
-        stream = chain.astream_events(QUESTION, {"callbacks": [watcher]}, version="v2")
-        return [event async for event in stream]
+        return [event async for event in chain.astream_events(QUESTION, version="v2")]
 
     events = asyncio.run(collect())
     pieces = [event["data"]["chunk"] for event in events if event["event"] == "on_chat_model_stream"]
@@ -101,4 +92,3 @@ def test_a_chains_events_carry_pieces_documents_and_statistics(model, retriever,
     assert {document.id for document in found} == {document.id for document in documents}
     assert ended.response_metadata["kv"]["hits"] == 3
     assert ended.usage_metadata["input_token_details"]["cache_read"] > 0
-    assert_answers_are_the_engines(watcher, model, documents)

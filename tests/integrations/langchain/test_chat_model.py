@@ -11,8 +11,6 @@ from langchain_core.documents import Document
 from langchain_core.exceptions import (
     ContextOverflowError,
     ModelInvalidRequestError,
-    ModelNotFoundError,
-    ModelTimeoutError,
 )
 from langchain_core.load import dumps
 from langchain_core.messages import (
@@ -27,7 +25,7 @@ from langchain_core.messages.content import create_text_block
 from langchain_core.runnables import ConfigurableField
 from pydantic import ValidationError
 from waiting import SOON_S
-from watching import Watcher, engine_answer
+from watching import Watcher
 
 from ragblend.integrations.langchain import ChatRAGBlend, encode_documents
 from ragblend.integrations.langchain.messages import turns_of
@@ -62,44 +60,6 @@ def blocks(documents, question=QUESTION):
     for document in documents:
         content += [{"type": "text", "text": document.page_content, "id": document.id}, "\n\n"]
     return [HumanMessage([*content, {"type": "text", "text": question}])]
-
-
-def test_constructing_opens_nothing(tmp_path):
-    model = ChatRAGBlend(model="nobody/has-this", home=tmp_path / "home")
-    assert not (tmp_path / "home").exists()
-    with pytest.raises(ModelNotFoundError):
-        model.invoke("hello")
-
-
-def test_the_answer_is_the_engines_own(tiny, documents):
-    encode_documents(documents, tiny, show_progress=False)
-    answer = tiny.invoke(blocks(documents))
-    expected = engine_answer(tiny.backend.engine, blocks(documents), documents, max_new_tokens=8)
-    assert answer.text == expected.text
-    assert chunks_of(answer) == [chunk.node_id for chunk in expected.prompt.chunks]
-    assert kv_of(answer)["hits"] == 3
-    assert answer.usage_metadata["input_tokens"] == len(expected.prompt.token_ids)
-    assert answer.usage_metadata["output_tokens"] == len(expected.token_ids)
-    assert answer.usage_metadata["input_token_details"]["cache_read"] == expected.report.tokens.reused > 0
-
-
-def test_all_ways_to_call_give_the_same(tiny, documents):
-    encode_documents(documents, tiny, show_progress=False)
-    asked = blocks(documents)
-    whole = tiny.invoke(asked)
-    for way in ("stream", "astream"):
-        chunks = ask(tiny, way, asked)
-        assert len(chunks) > 3
-        assert "".join(chunk.text for chunk in chunks) == whole.text
-        assert [bool(chunk.response_metadata.get("kv")) for chunk in chunks].count(True) == 1
-        assert chunks_of(chunks[-1]) == chunks_of(whole)
-        assert chunks[-1].usage_metadata == whole.usage_metadata
-        assert all(chunk.usage_metadata is None for chunk in chunks[:-1])
-        assert sum(chunks[1:], chunks[0]).usage_metadata == whole.usage_metadata
-    generated = [generation.text for [generation] in tiny.generate([asked, asked]).generations]
-    batches = tiny.batch([asked, asked]), asyncio.run(tiny.abatch([asked, asked]))
-    texts = [answer.text for answers in (*batches, [ask(tiny, "ainvoke", asked)]) for answer in answers]
-    assert generated + texts == [whole.text] * 7
 
 
 @pytest.mark.filterwarnings("ignore:.*version='v3'.*:langchain_core._api.LangChainBetaWarning")
@@ -165,16 +125,6 @@ def test_an_edited_document_is_a_miss_and_replaces_the_old_one(make_tiny, docume
     assert chunks_of(model.invoke(f"{documents[1].page_content} {QUESTION}")) == []
 
 
-def test_forgotten_documents_are_no_longer_found_and_their_kv_is_deleted(make_tiny, documents):
-    model = make_tiny(register_retrieved=False, learn_from_prompts=False)
-    encode_documents(documents, model, show_progress=False)
-    text = "\n\n".join(document.page_content for document in documents)
-    assert chunks_of(model.invoke(text)) == ["tides", "bell", "lamp"]
-    assert model.forget(["bell"]) > 0
-    kv = kv_of(model.invoke(text))
-    assert (kv["chunks"], kv["hits"]) == (["tides", "lamp"], 2)
-
-
 def test_messages_become_turns_with_the_templates_roles(tiny):
     messages = [
         SystemMessage("be brief"),
@@ -238,13 +188,6 @@ def test_unknown_arguments_go_to_model_kwargs_where_the_engine_checks_them(tiny_
         ChatRAGBlend(**tiny_options).invoke("hello", temprature=0.5)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_timeout_ends_the_answer(tiny, way):
-    tiny.invoke("hello", timeout=60)  # loading takes its own time
-    with pytest.raises(ModelTimeoutError, match="within timeout="):
-        ask(tiny, way, "hello", max_tokens=1900, timeout=0.3)
-
-
 def test_a_finished_answer_is_delivered_to_a_slow_reader(tiny):
     """The time was up while the reader held a piece: the finished rest was thrown away, with a TimedOut."""
     whole = tiny.invoke("hello")
@@ -261,19 +204,6 @@ def test_a_finished_answer_is_delivered_to_a_slow_reader(tiny):
 
 
 # --- bad input
-
-
-WRONG = [("temperature", -1), ("max_tokens", 3.5), ("ratio", 1.5), ("ratio", "much"), ("timeout", "long")]
-WRONG += [("passages", [7]), ("method", "cachblend")]
-
-
-@pytest.mark.parametrize(("name", "value"), WRONG, ids=str)
-def test_invalid_options_of_a_call_are_refused(tiny, name, value):
-    """They came out as TypeErrors of torch, or, a timeout that is no number, as a trace in a thread and no limit."""
-    for way in WAYS:
-        with pytest.raises(ModelInvalidRequestError) as raised:
-            ask(tiny, way, "hello", **{name: value})
-        assert isinstance(raised.value, UsageError | ValueError)
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
@@ -345,17 +275,3 @@ def test_parts_of_a_conversation_are_counted_for_trimming_and_memories(make_tiny
         memory = ConversationTokenBufferMemory(llm=model, max_token_limit=20, return_messages=True)
     memory.save_context({"input": "hello"}, {"output": "word " * 300})
     assert memory.buffer == []
-
-
-# --- stopping
-
-
-@pytest.mark.parametrize("leave", [lambda stream: stream.close(), lambda stream: None], ids=["close", "drop"])
-def test_closing_or_dropping_a_stream_stops_the_device(tiny, passes, stopped, leave):
-    tiny.invoke("hello")
-    forwards = passes(tiny.backend)
-    stream = tiny.stream("hello", max_tokens=1900)
-    assert next(stream) is not None
-    leave(stream)
-    del stream
-    assert stopped(tiny.backend, forwards)

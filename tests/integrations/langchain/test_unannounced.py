@@ -1,15 +1,11 @@
 """Passages that no retriever announces: which models register them (`test_programs.py` shows the reuse)."""
 
-import copy
-import pickle
 from typing import Any
 
-import pytest
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda
 
 from ragblend.integrations.langchain import RAGBlendLLM
-from ragblend.integrations.langchain.listener import LIVE_MODELS
 
 QUESTIONS = ("What is the ringer paid in?", "Who keeps the tide table?", "What does the lamp burn?")
 PROMPT = ChatPromptTemplate.from_messages(
@@ -36,32 +32,6 @@ def test_nothing_is_learned_when_switched_off_and_with_full_prefill(make_tiny, s
         ask = as_chain(model, store)
         assert not any(kv(ask(question))["chunks"] for question in QUESTIONS)
     assert not len(model.backend.registry)
-
-
-@pytest.mark.parametrize(
-    "copied",
-    [
-        lambda model: pickle.loads(pickle.dumps(model)),
-        copy.copy,
-        copy.deepcopy,
-        lambda model: model.model_copy(update={"collection": "other"}),
-    ],
-    ids=["pickled", "copied", "deep", "model_copy"],
-)
-def test_a_copy_registers_what_retrievers_find(make_tiny, store, copied) -> None:
-    """Pydantic does not validate copies, so they were not tracked; a worker process has nothing else."""
-    model = copied(make_tiny())
-    LIVE_MODELS.models.clear()
-    model = copied(model)
-    store.as_retriever().invoke(QUESTIONS[0])
-    assert list(LIVE_MODELS.models.values()) == [model] and len(model.backend.registry)
-
-
-def test_documents_that_were_changed_before_the_prompt_are_warned_about(make_tiny, store, caplog) -> None:
-    model = make_tiny()
-    found = store.as_retriever().invoke(QUESTIONS[0])
-    model.invoke("\n".join(each.page_content.upper() for each in found))
-    assert "passages were retrieved, and none of them is in this prompt unchanged" in caplog.text
 
 
 def test_the_text_model_learns_no_text_with_control_tokens(place, store) -> None:

@@ -1,9 +1,6 @@
 """Bad input: errors as LlamaIndex expects them, with advice."""
 
-import logging
-
 import pytest
-from llama_helpers import METHODS, STORIES, call
 from llama_index.core import SummaryIndex
 from llama_index.core.base.llms.types import CachePoint, ChatMessage, TextBlock, ThinkingBlock
 from llama_index.core.bridge.pydantic import ValidationError
@@ -11,7 +8,6 @@ from llama_index.core.llms.mock import MockLLM
 from llama_index.core.response_synthesizers import get_response_synthesizer
 
 from ragblend.integrations.llama_index import (
-    ContextWindowError,
     RAGBlendLLM,
     RAGBlendSynthesizer,
     encode_index,
@@ -25,8 +21,8 @@ from ragblend.kvstore.errors import PromptTooLongError
     [
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"context_window": 0}, "context_window"),
-        ({"temprature": 1}, "did you mean '?temperature"),
-        ({"device_map": "auto"}, "did you mean device"),
+        ({"temprature": 1}, "did you mean 'temperature"),
+        ({"device_map": "auto"}, "did you mean 'device"),
         ({"generate_kwargs": {"num_beams": 4}}, "num_beams"),
         ({"model": "a", "model_name": "b"}, "mean the same"),
     ],
@@ -34,23 +30,6 @@ from ragblend.kvstore.errors import PromptTooLongError
 def test_wrong_parameters_are_refused_when_they_are_given(options, word):
     with pytest.raises(ValidationError, match=word):
         RAGBlendLLM(**options)
-
-
-WRONG = [
-    ({"temprature": 1}, "did you mean 'temperature'"),
-    ({"temperature": -1}, "temperature must be 0"),
-    ({"method": "reuze"}, "did you mean 'reuse'"),
-    ({"ratio": "much"}, "ratio"),
-    ({"passages": [7]}, "passages"),
-    ({"nodes": 7}, "nodes"),
-]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_unknown_and_invalid_options_of_a_call_are_refused(llm, method):
-    for wrong, word in WRONG:
-        with pytest.raises(ValueError, match=word):
-            call(llm, method, "Hello?", **wrong)
 
 
 def test_text_blocks_are_joined_and_hints_left_out():
@@ -64,15 +43,6 @@ def test_text_blocks_are_joined_and_hints_left_out():
     assert text_of(message) == message.content == "one\ntwo"
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_prompt_over_the_window_is_a_value_error_with_advice(llm, method):
-    with pytest.raises(ValueError, match="similarity_top_k") as raised:
-        call(llm, method, "word " * 3000)
-    assert isinstance(raised.value, ContextWindowError)
-    assert isinstance(raised.value, PromptTooLongError)
-    assert "2047" in str(raised.value)
-
-
 @pytest.mark.parametrize("mode", ["refine", "tree_summarize"])
 def test_a_synthesizer_raises_it_instead_of_an_empty_response(llm, mode):
     """`Refine` takes every ValueError of the LLM for a badly formed answer, logs it and says "Empty Response"."""
@@ -82,17 +52,6 @@ def test_a_synthesizer_raises_it_instead_of_an_empty_response(llm, mode):
         synthesizer = get_response_synthesizer(llm, response_mode=mode, prompt_helper=helper, **options)
         with pytest.raises(PromptTooLongError, match="configure"):
             synthesizer.get_response("Who?", ["word " * 3000])
-
-
-def test_prompts_without_passages_work_and_are_warned_about_once(make_llm, caplog):
-    """Where nothing is registered by itself; other reasons are in test_calls.py."""
-    caplog.set_level(logging.WARNING, "ragblend")
-    llm = make_llm(learn_from_prompts=False)
-    answers = [llm.complete(f"Who kept the ledgers? {STORIES[0] * 4}") for _ in range(3)]
-    assert all(answer.text for answer in answers)
-    assert answers[0].raw["kv"]["chunks"] == []
-    [said] = [record.message for record in caplog.records if "read in full" in record.message]
-    assert "encode_index" in said
 
 
 def test_the_synthesizer_refuses_other_llms_and_modes_without_passages(llm):

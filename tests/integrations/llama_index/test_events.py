@@ -1,16 +1,13 @@
-"""LlamaIndex's events and callbacks: each is fired once a call, and retrieved nodes are registered by them."""
+"""LlamaIndex's events and callbacks: each is fired once a call; and streams that are closed or dropped under them."""
 
-import copy
-import gc
+import asyncio
 
 import pytest
-from llama_helpers import METHODS, STORIES, HashEmbedding, call, recording, story_nodes, text_of
-from llama_index.core import VectorStoreIndex
-from llama_index.core.base.base_retriever import dispatcher
+from llama_helpers import METHODS, STORIES, call, recording, story_nodes, text_of, user
 from llama_index.core.callbacks import CallbackManager, CBEventType, EventPayload, LlamaDebugHandler
 from llama_index.core.prompts import PromptTemplate
-
-from ragblend.integrations.llama_index.listener import LIVE_MODELS, RetrievalListener
+from llama_index.core.response_synthesizers import get_response_synthesizer
+from llama_index.core.schema import NodeWithScore
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -52,39 +49,37 @@ def test_predict_fires_once_and_keeps_named_passages_out_of_the_prompt(llm):
     assert [len(kv["chunks"]) for kv in recorder.kv] == [1, 0]
 
 
+# --- streams that are left
+
+
 @pytest.fixture
-def index():
-    return VectorStoreIndex(story_nodes(), embed_model=HashEmbedding())
+def forwards(llm, passes):
+    llm.chat(user("Hello?"))
+    return passes(llm.backend)
 
 
-def test_retrieved_nodes_are_registered_by_swapping_the_llm_alone(llm, index):
-    engine = index.as_query_engine(llm=llm, similarity_top_k=3)
-    with recording() as recorder:
-        engine.query("Who kept two ledgers?")
-        llm.backend.engine.finish_background()
-        engine.query("Who sang on the way to the fish market?")
-    first, second = recorder.kv
-    assert sorted(first["chunks"]) == sorted(second["chunks"]) == ["node-0", "node-1", "node-2"]
-    assert (first["misses"], second["misses"], second["hits"]) == (3, 0, 3)
+def test_closing_a_stream_that_a_handler_keeps_stops_the_device(llm, forwards, stopped):
+    """A handler that keeps the exception of a closed stream keeps its traceback, and so the stream's generators."""
+    llm.callback_manager = CallbackManager([LlamaDebugHandler(print_trace_on_end=False)])
+    stream = llm.stream_chat(user("Who?"), max_new_tokens=1800)
+    next(stream)
+    stream.close()
+    assert stopped(llm.backend, forwards)
+
+    async def close():
+        stream = await llm.astream_chat(user("Who?"), max_new_tokens=1800)
+        await anext(stream)
+        await stream.aclose()
+
+    forwards.clear()
+    asyncio.run(close())
+    assert stopped(llm.backend, forwards)
 
 
-def test_one_listener_serves_all_living_llms(make_llm, tmp_path, index):
-    one, other = make_llm(), make_llm(home=str(tmp_path / "other"))
-    listeners = [h for h in dispatcher.root.event_handlers if isinstance(h, RetrievalListener)]
-    assert len(listeners) == 1
-    index.as_retriever(similarity_top_k=2).retrieve("Who kept two ledgers?")
-    assert (len(one.backend.registry), len(other.backend.registry)) == (4, 4)
-    kept = copy.deepcopy(one)
-    assert len(LIVE_MODELS.models) == 3
-    del kept
-    gc.collect()
-    assert len(LIVE_MODELS.models) == 2
-
-
-def test_a_registry_that_fails_does_not_end_the_retrieval(llm, index, monkeypatch, caplog):
-    def fail(*_):
-        raise OSError("no room")
-
-    monkeypatch.setattr(type(llm.backend.registry), "add", fail)
-    assert index.as_retriever().retrieve("Who?")
-    assert "could not be registered" in caplog.text
+def test_dropping_a_query_engines_stream_stops_the_device(llm, forwards, stopped):
+    synthesizer = get_response_synthesizer(llm, streaming=True)
+    llm.max_new_tokens = 1000
+    response = synthesizer.synthesize("Who?", [NodeWithScore(node=node) for node in story_nodes()])
+    next(iter(response.response_gen))
+    del response
+    assert stopped(llm.backend, forwards) and len(forwards) < 900

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from llama_helpers import METHODS, STORIES, call, text_of, user
+from llama_helpers import STORIES, user
 from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import TextNode
@@ -20,38 +20,7 @@ def text(words):
     return Literal(words, verbatim=True)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_gives_the_engines_own_answer(llm, method):
-    engine = llm.backend.engine
-    expected = engine.generate(engine.chat([Message("user", (text(QUESTION),))]), max_new_tokens=8)
-    responses = call(llm, method, QUESTION)
-    assert text_of(responses[-1]) == expected.text
-    assert responses[-1].raw["usage"] == {
-        "prompt_tokens": expected.report.tokens.prompt,
-        "completion_tokens": 8,
-        "total_tokens": expected.report.tokens.prompt + 8,
-    }
-    assert llm.last_stats == responses[-1].raw
-    if "stream" in method:
-        assert len(responses) > 2
-        so_far = ""
-        for response in responses:
-            so_far += response.delta
-            assert text_of(response) == so_far
-        assert [r.raw is None for r in responses] == [True] * (len(responses) - 1) + [False]
-
-
 # --- what it is
-
-
-def test_constructing_loads_nothing(tmp_path):
-    """Not even a wrong model is noticed, no folder is made, and neither tokenizer nor engine is opened."""
-    given = {"context_window": 500, "is_chat_model": False}
-    llm = RAGBlendLLM(model=str(tmp_path / "none"), home=str(tmp_path / "home"), **given)
-    assert llm.to_dict()
-    assert (llm.metadata.context_window, llm.metadata.is_chat_model) == (500, False)
-    assert llm.to_payload()["model_name"] == llm.model
-    assert not (tmp_path / "home").exists()
 
 
 def test_metadata_is_the_models_own_and_loads_no_weights(llm):
@@ -82,16 +51,6 @@ def test_it_is_saved_as_json_and_restored(make_llm):
     assert saved["class_name"] == "RAGBlendLLM" == llm.class_name()
     assert RAGBlendLLM.from_dict(saved).to_dict() == llm.to_dict()
     assert len(json.dumps(saved)) < 1000  # no weights, no engine
-
-
-def test_options_of_one_call_reach_the_engine(llm):
-    assert call(llm, "complete", QUESTION, max_tokens=3)[0].raw["usage"]["completion_tokens"] == 3
-    assert call(llm, "chat", QUESTION, method="full")[0].raw["kv"]["method"] == "full"
-    whole = text_of(call(llm, "complete", QUESTION)[0])
-    cut = text_of(call(llm, "complete", QUESTION, stop=[whole[3]])[0])
-    assert cut == whole[: whole.index(whole[3])]
-    seeded = [text_of(call(llm, "complete", QUESTION, temperature=2.0, seed=s)[0]) for s in (1, 1, 2)]
-    assert seeded[0] == seeded[1] != seeded[2]
 
 
 # --- prompts

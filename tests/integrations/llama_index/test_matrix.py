@@ -6,7 +6,7 @@ import asyncio
 
 import chromadb
 import pytest
-from llama_helpers import STORIES, HashEmbedding, recording, story_nodes
+from llama_helpers import HashEmbedding, story_nodes
 from llama_index.core import StorageContext, VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.chat_engine import SimpleChatEngine
@@ -14,9 +14,9 @@ from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.vector_stores.chroma import ChromaVectorStore
+from programs import assert_all_is_reused
 
-from ragblend import Chunk, Literal
-from ragblend.engine.prompts.segments import Message
+from benchmarks.matrix import results_of, watched
 from ragblend.integrations.llama_index import RAGBlendLLM, RAGBlendSynthesizer, encode_index
 from ragblend.integrations.llama_index.nodes import passage_of
 
@@ -25,9 +25,7 @@ HISTORY = [ChatMessage(role="user", content="Hello."), ChatMessage(role="assista
 MODES = ["compact", "refine", "tree_summarize", "accumulate", "simple_summarize"]
 STYLES = ["sync", "stream", "async", "async stream"]
 TOKENS = 6
-IDS = {node.node_id for node in story_nodes()}
-TEXTS = {passage_of(node).text: node.node_id for node in story_nodes()}
-assert len(TEXTS) == len(STORIES) == 3
+TEXTS = [passage_of(node).text for node in story_nodes()]
 
 
 @pytest.fixture(scope="module")
@@ -54,32 +52,6 @@ def index(llm, tmp_path_factory):
     assert encode_index(made, llm, show_progress=False) == 3
     yield made
     client.close()
-
-
-@pytest.fixture(scope="module")
-def own_answer():
-    """The engine's own answer to the prompt of an event, in which chunks are found here by `str.find`."""
-    known = {}
-
-    def answer(engine, event):
-        asked = event.messages if hasattr(event, "messages") else [ChatMessage(event.prompt)]
-        said = [Message(m.role.value, tuple(segments(m.content))) for m in asked]
-        prompt = engine.tokenize(engine.chat(said))
-        if (engine, prompt.token_ids) not in known:
-            known[engine, prompt.token_ids] = engine.generate(prompt, max_new_tokens=TOKENS)
-        return known[engine, prompt.token_ids]
-
-    return answer
-
-
-def segments(text):
-    places = sorted((text.find(passage), passage) for passage in TEXTS if passage in text)
-    at = 0
-    for place, passage in places:
-        yield Literal(text[at:place], verbatim=True)
-        yield Chunk(passage)
-        at = place + len(passage)
-    yield Literal(text[at:], verbatim=True)
 
 
 def query(engine, style):
@@ -136,28 +108,18 @@ CELLS = [
 ]
 
 
+def assert_all_reused(llm, answers):
+    return assert_all_is_reused(llm.backend.engine, answers, TEXTS, max_new_tokens=TOKENS)
+
+
 @pytest.mark.parametrize(("kind", "mode", "style"), CELLS)
-def test_query_engines_reuse_every_passage(llm, index, own_answer, kind, mode, style):
-    with recording() as recorder:
+def test_query_engines_reuse_every_passage(llm, index, kind, mode, style):
+    with watched() as answers:
         text, sources = query(query_engine(kind, index, llm, mode, "stream" in style), style)
-    assert {source.node.node_id for source in sources} == IDS
-    assert len(recorder.ends) == (3 if mode in {"refine", "accumulate"} else 1)
-    assert text.strip()
-    assert recorder.ends[-1].response.message.content in text
-    assert_all_reused(llm, recorder, own_answer)
-
-
-def assert_all_reused(llm, recorder, own_answer):
-    """Every retrieved passage was found, had its KV, and the answers are the engine's own."""
-    assert {node for kv in recorder.kv for node in kv["chunks"]} == IDS
-    assert [kv["misses"] for kv in recorder.kv] == [0] * len(recorder.kv)
-    assert [kv["hits"] for kv in recorder.kv] == [len(kv["chunks"]) for kv in recorder.kv]
-    for event in recorder.ends:
-        own = own_answer(llm.backend.engine, event)
-        text = event.response.text if hasattr(event.response, "text") else event.response.message.content
-        # The chat engines' writers of histories strip the message they were given.
-        assert text.strip() == own.text.strip()
-        assert event.response.raw["kv"]["reused"] == own.report.tokens.reused
+    results = assert_all_reused(llm, answers)
+    assert len({source.node.node_id for source in sources}) == 3
+    assert len(results) == (3 if mode in {"refine", "accumulate"} else 1)
+    assert text.strip() and results[-1].text.strip() in text
 
 
 def memory():
@@ -181,30 +143,29 @@ def chat(engine, style):
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize(("mode", "calls"), [("condense_plus_context", 2), ("context", 1)])
-def test_chat_engines_reuse_every_passage(llm, index, own_answer, mode, calls, style):
+def test_chat_engines_reuse_every_passage(llm, index, mode, calls, style):
     engine = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=3, memory=memory())
-    with recording() as recorder:
+    with watched() as answers:
         text = chat(engine, style)
-    assert len(recorder.ends) == calls
-    assert text.strip() == recorder.ends[-1].response.message.content.strip()
-    assert_all_reused(llm, recorder, own_answer)
+    results = assert_all_reused(llm, answers)
+    assert len(results) == calls and text.strip() == results[-1].text.strip()
 
 
 @pytest.mark.parametrize("style", ["sync", "async stream"])
-def test_a_chat_without_retrieval_reuses_pasted_passages(llm, index, own_answer, style):
-    with recording() as recorder:
+def test_a_chat_without_retrieval_reuses_pasted_passages(llm, index, style):
+    with watched() as answers:
         text = chat(SimpleChatEngine.from_defaults(llm=llm, memory=memory()), style)
-    [event] = recorder.ends
-    assert event.response.raw["kv"]["chunks"] == []
-    assert text.strip() == own_answer(llm.backend.engine, event).text.strip()
-    with recording() as recorder:
+    [result] = results_of(answers)
+    assert result.prompt.chunks == [] and text.strip() == result.text.strip()
+    with watched() as answers:
         SimpleChatEngine.from_defaults(llm=llm, memory=memory()).chat("\n\n".join([*TEXTS, QUESTION]))
-    assert_all_reused(llm, recorder, own_answer)
+    assert_all_reused(llm, answers)
 
 
 def test_the_stock_simple_summarize_shows_the_model_a_list(llm, index):
     """LlamaIndex's #22392: escaped newlines, so no node is found with its metadata. Once fixed, drop our mode."""
-    with recording() as recorder:
+    with watched() as answers:
         query(query_engine("index.as_query_engine", index, llm, "simple_summarize", False), "sync")
-    assert not IDS & set(recorder.kv[0]["chunks"])
-    assert "\\n\\n" in recorder.ends[0].messages[-1].content
+    [result] = results_of(answers)
+    assert not any(chunk.text in TEXTS for chunk in result.prompt.chunks)
+    assert "\\n\\n" in "".join(segment.text for segment in result.prompt.segments)

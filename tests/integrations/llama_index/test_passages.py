@@ -25,7 +25,6 @@ from ragblend.integrations.llama_index import (
     RAGBlendSynthesizer,
     RegisterNodes,
     encode_index,
-    encode_nodes,
 )
 from ragblend.integrations.llama_index.ingest import nodes_of
 from ragblend.integrations.llama_index.nodes import ALTERNATIVE, passage_of, passages_of
@@ -128,14 +127,8 @@ async def test_the_synthesizer_gives_objects_of_a_class(make_llm, mode):
 # --- registered on the way
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_the_postprocessor_registers_what_it_is_given(passive, is_async):
-    postprocessor = RegisterNodes(llm=passive)
-    if is_async:
-        nodes = asyncio.run(postprocessor.apostprocess_nodes(SCORED, query_str=QUESTION))
-    else:
-        nodes = postprocessor.postprocess_nodes(SCORED, query_str=QUESTION)
-    assert nodes == SCORED
+def test_the_postprocessor_registers_what_it_is_given(passive):
+    assert RegisterNodes(llm=passive).postprocess_nodes(SCORED, query_str=QUESTION) == SCORED
     assert len(passive.backend.registry) == 6  # with metadata and without
     assert asked(passive, NODES[1:2])["chunks"] == ["node-1"]
 
@@ -180,16 +173,6 @@ def test_registering_known_nodes_again_writes_nothing(passive):
 
 
 # --- encoded ahead
-
-
-def test_encode_index_takes_the_nodes_of_a_docstore(passive, capsys):
-    index = SummaryIndex(NODES)
-    assert encode_index(index, passive) == 3
-    assert "Encoding passages" in capsys.readouterr().err
-    kv = asked(passive, NODES[:1])
-    assert (kv["hits"], kv["misses"]) == (1, 0)
-    assert encode_index(index, passive, show_progress=False) == 3
-    assert "Encoding" not in capsys.readouterr().err
 
 
 def test_nodes_that_were_deleted_from_an_index_are_not_encoded_again(passive):
@@ -252,15 +235,6 @@ def test_forgetting_a_node_keeps_nodes_whose_ids_begin_with_its_own(passive):
     assert len(passive.backend.registry) == 3
 
 
-def test_half_a_passage_and_a_forgotten_one_are_not_found(passive):
-    encode_nodes(NODES, passive, show_progress=False)
-    text = passage_of(NODES[0]).text
-    kv = passive.chat(user(f"{text[: len(text) // 2]}\n\n{passage_of(NODES[1]).text}")).raw["kv"]
-    assert (kv["chunks"], kv["hits"]) == (["node-1"], 1)
-    assert passive.forget(["node-0"]) > 0
-    assert asked(passive, NODES)["chunks"] == ["node-1", "node-2"]
-
-
 def test_an_index_that_another_model_encoded_is_encoded_again(make_llm, other_folder):
     """One home, two models: both find the texts, each has its own KV."""
     index = vector_index()
@@ -275,18 +249,3 @@ def test_an_index_that_another_model_encoded_is_encoded_again(make_llm, other_fo
     assert (other.last_stats["kv"]["hits"], other.last_stats["kv"]["misses"]) == (3, 0)
     plain = make_llm(model=str(other_folder), method="full")
     assert str(index.as_query_engine(llm=plain, similarity_top_k=3).query(QUESTION)) == answer
-
-
-def test_kv_of_another_splitters_nodes_is_not_used(passive):
-    """They overlap in text, but none is the same."""
-    document = Document(text=" ".join(STORIES), id_="doc")
-    old, new = (
-        SentenceSplitter(chunk_size=size, chunk_overlap=0).get_nodes_from_documents([document])
-        for size in (100, 60)
-    )
-    new = [node for node in new if passage_of(node).text not in texts_of(old)]
-    assert len(new) > 2
-    encode_nodes(old, passive, show_progress=False)
-    assert asked(passive, new, "\n---\n")["chunks"] == []
-    kv = asked(passive, new, "\n---\n", nodes=new)
-    assert (kv["chunks"], kv["hits"], kv["misses"]) == ([node.node_id for node in new], 0, len(new))

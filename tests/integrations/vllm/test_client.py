@@ -164,16 +164,16 @@ def test_closing_does_not_wait_for_the_server(opened, monkeypatch):
     engine, _ = opened
     engine.generate(make_prompt(TEXTS[:1]))
     engine.finish_background()
-    begun, post = threading.Event(), engine.runtime.server.post
+    begun, fetch = threading.Event(), engine.runtime.server.fetch
 
     def silent(path, body, cancel, *more):
         if "encode" not in body["kv_transfer_params"]:
-            return post(path, body, cancel, *more)
+            return fetch(path, body, cancel, *more)
         begun.set()
         until(cancel.is_set)
         raise Cancelled("it was cancelled")
 
-    monkeypatch.setattr(engine.runtime.server, "post", silent)
+    monkeypatch.setattr(engine.runtime.server, "fetch", silent)
     engine.generate(make_prompt(TEXTS[1:2]))
     assert begun.wait(60)
     engine.close()
@@ -196,14 +196,14 @@ def test_kv_of_a_node_that_is_deleted_while_the_server_encodes_it_is_deleted(ope
     engine, _ = opened
     engine.enter(TEXTS[:1], ["a"])
     assert engine.gate.passed
-    deleted, post = [], engine.runtime.server.post
+    deleted, fetch = [], engine.runtime.server.fetch
 
     def late(*given):
         engine.forget(["a"])
-        return post(*given)
+        return fetch(*given)
 
     monkeypatch.setattr(engine.runtime.store, "delete", lambda keys, still: deleted.extend(keys) or 0)
-    monkeypatch.setattr(engine.runtime.server, "post", late)
+    monkeypatch.setattr(engine.runtime.server, "fetch", late)
     assert list(engine.encode_nodes(["a"])) == [0]
     assert len(deleted) == 2, "by who deleted it, and when it was there"
 
@@ -325,34 +325,23 @@ def test_errors_of_the_server_have_their_own_classes(opened, status, error, said
     after(engine, server)
 
 
-def test_the_api_key_comes_from_the_environment(opened, monkeypatch):
+def test_the_api_key_comes_from_the_environment_and_is_never_shown(opened, monkeypatch):
+    """An invalid one was a traceback with the key in it."""
     engine, server = opened
     server.key = "right"
-    monkeypatch.setenv("VLLM_API_KEY", "wrong")
-    with pytest.raises(ModelServerError, match="VLLM_API_KEY") as raised:
-        engine.generate(ASKED)
-    assert "wrong" not in str(raised.value)
-    monkeypatch.setenv("VLLM_API_KEY", "right")
-    assert engine.generate(ASKED).token_ids == (7, 8, 9)
-
-
-def test_an_invalid_api_key_is_refused_and_not_shown(opened, monkeypatch):
-    """It was a traceback with the key in it."""
-    engine, server = opened
-    server.key = "right"
+    for wrong in ("wrong", "wro\nng", "wrong\u2026", "wro\xf1g"):
+        monkeypatch.setenv("VLLM_API_KEY", wrong)
+        with pytest.raises(ModelServerError, match="VLLM_API_KEY") as raised:
+            engine.generate(ASKED)
+        assert "wro" not in "".join(traceback.format_exception(raised.value))
     monkeypatch.setenv("VLLM_API_KEY", " right\n")
     assert engine.generate(ASKED).token_ids == (7, 8, 9)
-    for wrong in ("sec\nret", "secret\u2026", "s\xe9cret"):
-        monkeypatch.setenv("VLLM_API_KEY", wrong)
-        with pytest.raises(ModelServerError, match=r"^(?!.*(sec|cret)).*VLLM_API_KEY") as raised:
-            engine.generate(ASKED)
-        assert "cret" not in "".join(traceback.format_exception(raised.value))
 
 
 def test_an_invalid_address_is_named(opened):
     for url in ("http://gpu..local:8000", f"{opened[1].url}/\xe4"):
         with pytest.raises(ModelServerError, match="is that its address"):
-            Completions(url).get("/v1/models")
+            Completions(url).fetch("/v1/models")
 
 
 def test_a_server_that_dies_during_an_answer_is_named(opened):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_helpers import QUESTION, STORED, counted, listening_on, passage
+from vllm_helpers import QUESTION, STORED, asked, counted, listening_on, passage
 
 from ragblend.engine import config
 from ragblend.engine.decoding.grammar import Grammar, json_grammar
@@ -25,10 +25,6 @@ def engines(listening):
     theirs.finish_background()
     theirs.close()
     ours.close()
-
-
-def asked(engine, texts, question=QUESTION):
-    return engine.chat_prompt(None, [Chunk(text) for text in texts], question)
 
 
 @pytest.mark.parametrize("how", [{}, {"method": "epic", "ratio": 0.3}, {"method": "full"}], ids=str)
@@ -118,12 +114,6 @@ def test_what_the_server_refuses_is_reported(engines):
 # --- the frameworks
 
 
-def where(listening) -> dict[str, str]:
-    """The arguments of a framework's model that is in the server."""
-    place = {"model": str(listening.folder), "home": str(listening.home)}
-    return place | {"backend": "vllm", "url": listening.url}
-
-
 def test_the_examples_of_the_frameworks_page_run_on_vllm(has_vllm, tmp_path, with_smollm2, monkeypatch):
     """All of them, unchanged but for `backend="vllm"`, whose default url is that of `vllm serve`."""
     home = with_smollm2(tmp_path / "home")
@@ -142,46 +132,6 @@ def test_the_examples_of_the_frameworks_page_run_on_vllm(has_vllm, tmp_path, wit
         assert name in namespace
     llm: Any = namespace["llm"]
     assert llm.backend.engine.device == f"vLLM at {made.url}", "nothing of it was loaded here"
-
-
-def test_langchain_reuses_documents(listening):
-    from langchain_core.messages import HumanMessage
-
-    from ragblend.integrations.langchain import ChatRAGBlend
-
-    llm = ChatRAGBlend(**where(listening), max_tokens=8)
-    texts = [passage(n) for n in (70, 71, 72)]
-
-    def message(order):
-        blocks = [{"type": "text", "text": texts[n], "id": f"lc{n}"} for n in order]
-        return [HumanMessage([*blocks, "\n\nWho kept the ledgers?"])]
-
-    first = llm.invoke(message([0, 1, 2]))
-    assert first.response_metadata["kv"]["misses"] == 3
-    assert llm.backend.engine.finish_background(120)
-    assert list(llm.stream(message([2, 0, 1])))
-    second = llm.invoke(message([1, 2, 0]))
-    assert second.response_metadata["kv"]["hits"] == 3 and second.response_metadata["kv"]["reused"] > 100
-    assert second.usage_metadata["input_token_details"]["cache_read"] > 100
-    assert second.text
-
-
-def test_llama_index_reuses_nodes(listening):
-    from llama_index.core import VectorStoreIndex
-    from llama_index.core.schema import TextNode
-
-    from ragblend.integrations.llama_index import RAGBlendEmbedding, RAGBlendLLM
-
-    llm = RAGBlendLLM(**where(listening), max_new_tokens=8)
-    nodes = [TextNode(text=passage(n), id_=f"li{n}") for n in (80, 81)]
-    index = VectorStoreIndex(nodes, embed_model=RAGBlendEmbedding())
-    engine = index.as_query_engine(llm=llm, similarity_top_k=2)
-    assert str(engine.query("Who kept the ledgers?")) and llm.last_stats["kv"]["misses"] == 2
-    assert llm.backend.engine.finish_background(120)
-    streamed = index.as_query_engine(llm=llm, similarity_top_k=2, streaming=True)
-    assert "".join(streamed.query("Where were both ledgers?").response_gen)
-    kv = llm.last_stats["kv"]
-    assert kv["hits"] == 2 and sorted(kv["chunks"]) == ["li80", "li81"]
 
 
 def test_openai_clients_reuse_passages_that_are_in_their_prompts(listening):

@@ -5,10 +5,9 @@ import itertools
 
 import pytest
 import tiny_models
-from vllm_helpers import QUESTION, SHAPE, STORED, flip_byte, kv_files, listening_on, passage, post, until
+from vllm_helpers import SHAPE, STORED, asked, flip_byte, kv_files, listening_on, passage, post, until
 
 from ragblend.engine.engine import Engine
-from ragblend.engine.prompts.segments import Chunk
 
 
 @pytest.fixture(scope="module", params=[2, 1], ids=["a key head each", "one key head for both"])
@@ -26,10 +25,6 @@ def engines(request, has_vllm, tmp_path_factory):
         yield theirs, ours
         theirs.close()
     ours.close()
-
-
-def asked(engine, texts, question=QUESTION):
-    return engine.chat_prompt(None, [Chunk(text) for text in texts], question)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,11 @@ def passage(seed: int, words: int = 60) -> str:
 STORED = [passage(number) for number in range(5)]
 
 
+def asked(engine: Any, texts: list[str], question: str = QUESTION) -> Prompt:
+    """A prompt of passages."""
+    return engine.chat_prompt(None, [Chunk(text) for text in texts], question)
+
+
 def transfer_config(home: Path, **extra: Any) -> dict[str, Any]:
     extra = {"home": str(home)} | extra
     return {"kv_connector": "RAGBlendConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
@@ -79,8 +84,8 @@ class Server:
     engine: Engine
 
     def prompt(self, texts: list[str], question: str = QUESTION) -> Prompt:
-        """A prompt of passages."""
-        return self.engine.tokenize(self.engine.chat_prompt(None, [Chunk(text) for text in texts], question))
+        """A prompt of passages, with its token ids."""
+        return self.engine.tokenize(asked(self.engine, texts, question))
 
     def ids(self, texts: list[str], question: str = QUESTION) -> list[int]:
         """The same as token ids."""
