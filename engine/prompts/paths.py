@@ -110,11 +110,8 @@ def compute_next_node(runtime: Runtime, prompt: Prompt, collection: str) -> None
         if runtime.codec is not RAW or store.times_asked(node.key) < ASKED_AGAIN:
             return
 
-    def should_stop() -> bool:
-        return runtime.background.should_stop(Priority.PREPARE)
-
     def compute() -> ChunkKV:
-        cancel = CallbackCancel(should_stop)
+        cancel = CallbackCancel(lambda: runtime.background.should_stop(Priority.PREPARE))
         with runtime.queue.turn(cancel, background=True, claim=background_claim()) as turn:
             if runtime.loaded_now is None:
                 raise Cancelled("the model was closed")
@@ -124,7 +121,7 @@ def compute_next_node(runtime: Runtime, prompt: Prompt, collection: str) -> None
                     encoder.extend_prefix(whole(source))
             if encoder.start != node.start:
                 raise Cancelled("the parent of the node was deleted")
-            kv = encoder.encode(node.token_ids, CallbackCancel(lambda: turn.is_wanted() or should_stop()))
+            kv = encoder.encode(node.token_ids, CallbackCancel(turn.is_wanted))
             return replace(kv, parent=node.parent)
 
     with suppress(CorruptBlobError, StoreFullError):  # it is tried again when it is asked for again
