@@ -10,7 +10,7 @@ import torch
 
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.encode import ChunkEncoder
-from ragblend.engine.nodes import Nodes
+from ragblend.engine.node_encoder import LocalNodeEncoder
 from ragblend.engine.plan import Span
 from ragblend.engine.prompts.segments import Chunk, Prompt
 from ragblend.engine.results import Computed
@@ -81,7 +81,9 @@ def store_computed(runtime: Runtime, collection: str, computed: Sequence[Compute
         if runtime.codec is not RAW or runtime.background.stopping or is_root_elsewhere or not is_wanted:
             return
         try:
-            if not Nodes(runtime, salt).keep_for(each.chunk, node.key, partial(_copied, runtime, each)):
+            if not LocalNodeEncoder(runtime, salt).keep_for(
+                each.chunk, node.key, partial(_copied, runtime, each)
+            ):
                 return
         except StoreFullError:
             return
@@ -125,4 +127,4 @@ def compute_next_node(runtime: Runtime, prompt: Prompt, collection: str) -> None
             return replace(kv, parent=node.parent)
 
     with suppress(CorruptBlobError, StoreFullError):  # it is tried again when it is asked for again
-        Nodes(runtime, chunk.collection or collection).keep_for(chunk, node.key, compute)
+        LocalNodeEncoder(runtime, chunk.collection or collection).keep_for(chunk, node.key, compute)
