@@ -24,7 +24,7 @@ from ragblend.engine.model.load import LoadedModel
 from ragblend.engine.prompts.session import Session
 from ragblend.engine.runtime_base import RuntimeBase, log, once
 from ragblend.engine.scheduling.background import Priority
-from ragblend.engine.scheduling.queue import CallbackCancel, Cancel, DeviceQueue, background_claim
+from ragblend.engine.scheduling.queue import CallbackCancel, Cancel, DeviceQueue
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.fingerprint import ModelFingerprint
 from ragblend.kvstore.memory import MemoryTier
@@ -186,7 +186,7 @@ class Runtime(RuntimeBase):
         again.
         """
         cancel = CallbackCancel(lambda: self.background.should_stop(Priority.MEASURE))
-        with self.queue.turn(cancel, background=True, claim=background_claim()) as turn:
+        with self.queue.turn(cancel, background=True) as turn:
             choice: DecodeSelector | None = vars(self).get("choice")
             if choice is not None and choice.needs_measurement:
                 choice.measure(self.tokenizing.passage_ids(TEXT), turn.is_wanted)

@@ -16,7 +16,7 @@ from ragblend.engine.prompts.segments import Chunk, Prompt
 from ragblend.engine.results import Computed
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.scheduling.background import Priority
-from ragblend.engine.scheduling.queue import CallbackCancel, background_claim
+from ragblend.engine.scheduling.queue import CallbackCancel
 from ragblend.kvstore.blob import file_nbytes
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.codec import RAW
@@ -114,7 +114,7 @@ def compute_next_node(runtime: Runtime, prompt: Prompt, collection: str) -> None
 
     def compute() -> ChunkKV:
         cancel = CallbackCancel(lambda: runtime.background.should_stop(Priority.PREPARE))
-        with runtime.queue.turn(cancel, background=True, claim=background_claim()) as turn:
+        with runtime.queue.turn(cancel, background=True) as turn:
             if runtime.loaded_now is None:
                 raise Cancelled("the model was closed")
             encoder = ChunkEncoder(runtime.decoder, prompt.prefix_ids)

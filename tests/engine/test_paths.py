@@ -19,11 +19,6 @@ TEXTS = [make_text(seed, words=8 + 5 * (seed % 4)) for seed in range(7)]
 CHAIN = TEXTS[:3]
 
 
-@pytest.fixture
-def fresh(fresh_bench_for):
-    return fresh_bench_for()
-
-
 def read(bench, prompt, method="exact", **options):
     """The prompt, read, with what it leaves to do done."""
     prefilled = bench.engine.prefill(prompt, method=method, **options)
