@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import typer
 
@@ -44,9 +45,9 @@ def quality(
 ) -> None:
     """Compare methods, modes (MODE+METHOD) and oracles with full prefill, on questions of any format."""
     from benchmarks.shift_variants import VARIANT
-    from ragblend.engine.selection import registered
+    from ragblend.engine.selection import METHODS
 
-    with registered(VARIANT):
+    with patch.dict(METHODS, {VARIANT.name: VARIANT}):
         names, others = parse(request.methods, request.ratios, request.compare or [])
         if generate or form:
             made = request.output / "questions.json"
