@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from ragblend.engine.model.attention import rounded_up
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import Cancelled
 
 GROW_TOKENS = 128
-ROOM_STEP = 256
 
 
 class FusedLayer(DynamicLayer):
@@ -31,7 +31,7 @@ class FusedLayer(DynamicLayer):
     def __init__(self, geometry: Geometry, tokens: int, room: int, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtype, self.device = geometry.torch_dtype, device
-        shape = (1, geometry.kv_heads, _capacity(tokens + room) if room else tokens)
+        shape = (1, geometry.kv_heads, rounded_up(tokens + room) if room else tokens)
         with torch.inference_mode(
             False
         ):  # a caller's: the loader's threads, which are in none, write to them
@@ -216,12 +216,6 @@ def _grown(held: Tensor, tokens: int) -> Tensor:
 
 def _with_room(like: Tensor, tokens: int) -> Tensor:
     """A buffer for these tokens, which the caller writes; the capacity after them is zeroed."""
-    buffer = like.new_empty((*like.shape[:2], _capacity(tokens + GROW_TOKENS), like.shape[3]))
+    buffer = like.new_empty((*like.shape[:2], rounded_up(tokens + GROW_TOKENS), like.shape[3]))
     buffer[:, :, tokens:].zero_()
     return buffer
-
-
-def _capacity(tokens: int) -> int:
-    """Rounded up to an eighth of the power of two below it."""
-    step = max(ROOM_STEP, 1 << max(0, tokens.bit_length() - 4))
-    return -(-tokens // step) * step

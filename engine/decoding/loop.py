@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragblend.engine.cache import ROOM_STEP, Append, FusedCache
+from ragblend.engine.cache import Append, FusedCache
 from ragblend.engine.config import DecodeOptions, Report
 from ragblend.engine.decoding.constrained import Constraint
 from ragblend.engine.decoding.eviction import evict
@@ -16,6 +16,7 @@ from ragblend.engine.decoding.prompt_lookup import PromptLookup
 from ragblend.engine.decoding.sampling import LogprobRecorder, logits_processors
 from ragblend.engine.decoding.text import TextStream, decode_text
 from ragblend.engine.decoding.uncertainty import UncertaintyCheck
+from ragblend.engine.model.attention import ROOM_STEP
 from ragblend.engine.model.decoder import constant_rope_tokens
 from ragblend.engine.model.load import end_ids
 from ragblend.engine.prompts.figures import figures_in, unsupported_figures

@@ -9,6 +9,7 @@ Results of each method: docs/methods.md. To add one, write its file and a row he
 """
 
 from dataclasses import replace
+from importlib.metadata import entry_points
 
 from ragblend.engine.selection import by_attention, policy_names
 from ragblend.engine.selection.after_layer import AfterLayer, key_deviation, value_deviation
@@ -24,6 +25,7 @@ from ragblend.engine.selection.base import (
 from ragblend.engine.selection.by_attention import Anchors, AveragePool, ByAttention
 from ragblend.engine.selection.shift import Delta, KernelShift, LayerChange
 from ragblend.engine.selection.static import Beginnings, Static, random_rows
+from ragblend.kvstore.errors import UsageError, did_you_mean
 
 # Below this probability of a figure or name the answer continues from a full prefill (docs/methods.md).
 MIN_CONFIDENCE = 0.8
@@ -100,10 +102,13 @@ def policy_named(method: str | Policy) -> Policy:
     name = method.partition(":")[0]
     policy = METHODS.get(name) or policy_names.policy_from_package(name)
     if policy is None:
-        raise policy_names.unknown_method(name, method_names())
+        known = method_names()
+        raise UsageError(
+            f"method {name!r} is unknown; there are {', '.join(known)}{did_you_mean(name, known)}"
+        )
     return policy_names.with_parameters(policy, method) if ":" in method else policy
 
 
 def method_names() -> list[str]:
-    """All names that `policy_named` knows: ours, and those of other packages."""
-    return list(dict.fromkeys([*METHODS, *policy_names.entry_point_names()]))
+    """All names that `policy_named` knows: ours, and those of other packages, none of which is imported."""
+    return list(dict.fromkeys([*METHODS, *sorted(entry_points(group=policy_names.GROUP).names)]))
