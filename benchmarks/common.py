@@ -126,7 +126,6 @@ def texts(engine: "Engine", count: int, tokens: int, first: int = 0) -> list[str
 
 def packed_loop(engine: "Engine") -> "tuple[DirectDecode, PackedWeights]":
     """Our loop over that model's layers, by packed weights; nothing else is chosen for its answers any more."""
-    from ragblend.engine.decoding.direct import DirectDecode
     from ragblend.engine.decoding.implementations import candidate_for
     from ragblend.engine.decoding.packed_weights import pack_weights
     from ragblend.engine.model.decoder import TransformersDecoder
@@ -138,9 +137,7 @@ def packed_loop(engine: "Engine") -> "tuple[DirectDecode, PackedWeights]":
         raise SystemExit("this model's layers are none that the loop knows")
     assert isinstance(runtime.decoder, TransformersDecoder)
     pack_weights(runtime.decoder, packed, allows_rounding=runtime.has_quantized_weights)
-    implementation = candidate.make(runtime.decoder, packed)
-    assert isinstance(implementation, DirectDecode)
-    return implementation, packed
+    return candidate(runtime.decoder, packed), packed
 
 
 def in_turns(ways: Mapping[K, Callable[[], T]], rounds: int, warm: int = 0) -> dict[K, list[T]]:

@@ -11,6 +11,7 @@ and copies full prefill's KV at the rows that METHOD selects; `variant` is `prob
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 from benchmarks.common import product_app, run_product_app
 from benchmarks.questions import Form, Generate, write_questions
@@ -45,9 +46,9 @@ def quality(
 ) -> None:
     """Compare methods, modes (MODE+METHOD) and oracles with full prefill, on questions of any format."""
     from benchmarks.shift_variants import VARIANT
-    from ragblend.engine.selection import registered
+    from ragblend.engine.selection import METHODS
 
-    with registered(VARIANT):
+    with patch.dict(METHODS, {VARIANT.name: VARIANT}):
         names, others = parse(request.methods, request.ratios, request.compare or [])
         if generate or form:
             made = request.output / "questions.json"

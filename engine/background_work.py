@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 
 from ragblend.engine.node_encoder import LocalNodeEncoder
-from ragblend.engine.nodes import Nodes
 from ragblend.engine.prompts.paths import compute_next_node, path_of, store_computed
 from ragblend.engine.request import Request, keys_of
 from ragblend.engine.results import Prefilled
@@ -53,7 +52,7 @@ def _store_arrived(runtime: Runtime, request: Request, arrived: Mapping[ChunkKey
     try:
         for chunk, _, key in keys_of(runtime, request):
             if key in arrived:
-                nodes = Nodes(runtime, request.collection_of(chunk))
+                nodes = LocalNodeEncoder(runtime, request.collection_of(chunk))
                 nodes.keep_for(chunk, key, partial(arrived.__getitem__, key))
     except StoreFullError as error:
         log.warning("KV from the shared store is not stored here: %s", error)

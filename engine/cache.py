@@ -1,19 +1,20 @@
 """FusedCache: the KV of one whole prompt, partly stored, partly new, as the cache that transformers' layers update."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from ragblend.engine.model.attention import rounded_up
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import Cancelled
 
 GROW_TOKENS = 128
-ROOM_STEP = 256
 
 
 class FusedLayer(DynamicLayer):
@@ -30,7 +31,7 @@ class FusedLayer(DynamicLayer):
     def __init__(self, geometry: Geometry, tokens: int, room: int, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtype, self.device = geometry.torch_dtype, device
-        shape = (1, geometry.kv_heads, _capacity(tokens + room) if room else tokens)
+        shape = (1, geometry.kv_heads, rounded_up(tokens + room) if room else tokens)
         with torch.inference_mode(
             False
         ):  # a caller's: the loader's threads, which are in none, write to them
@@ -99,18 +100,6 @@ class NewKV(LayerStopped):
         self.keys, self.values = keys, values
 
 
-class LayerSource(Protocol):
-    """Loads stored KV into the cache (`loader.LayerLoader`)."""
-
-    def wait(self, layer: int) -> None: ...
-
-
-class LayerCorrection(Protocol):
-    """Corrects stored KV in the cache from what was recomputed (`correction.Correction`)."""
-
-    def apply(self, layer: int, new_keys: Tensor, new_values: Tensor) -> None: ...
-
-
 @dataclass(frozen=True)
 class Append:
     """New tokens go to the end. cancel: asked in each layer; Cancelled is raised if it is set."""
@@ -122,14 +111,15 @@ class Append:
 class Scatter:
     """New rows are written over the stored ones.
 
-    rows (R,): their positions; None: they are all rows. loader: awaited first; correction: applied to the stored KV
-    then; peek: nothing is written, and the layer ends with `NewKV`; stop: how much of the prompt the rows may see, None
-    for all; seen (S,): positions of the keys that they are given, None for all.
+    rows (R,): their positions; None: they are all rows. load(layer): called first, it waits for the stored KV;
+    correct(layer, new keys, new values): called then, it changes the stored KV; peek: nothing is written, and the
+    layer ends with `NewKV`; stop: how much of the prompt the rows may see, None for all; seen (S,): positions of the
+    keys that they are given, None for all.
     """
 
     rows: Tensor | None = None
-    loader: LayerSource | None = None
-    correction: LayerCorrection | None = None
+    load: Callable[[int], None] | None = None
+    correct: Callable[[int, Tensor, Tensor], None] | None = None
     peek: bool = False
     stop: int | None = None
     seen: Tensor | None = None
@@ -163,12 +153,12 @@ class FusedCache(DynamicCache):
             if step.cancel is not None and step.cancel.is_set():
                 raise Cancelled("the pass was cancelled between two layers")
             return held.update(key_states, value_states)
-        if step.loader is not None:
-            step.loader.wait(layer_idx)
+        if step.load is not None:
+            step.load(layer_idx)
         if step.peek:
             raise NewKV(key_states[0], value_states[0])
-        if step.correction is not None:
-            step.correction.apply(layer_idx, key_states[0], value_states[0])
+        if step.correct is not None:
+            step.correct(layer_idx, key_states[0], value_states[0])
         held.set_length(step.stop or self.prompt_tokens)
         if step.rows is None:  # every row is overwritten
             held.keys.copy_(key_states)
@@ -226,12 +216,6 @@ def _grown(held: Tensor, tokens: int) -> Tensor:
 
 def _with_room(like: Tensor, tokens: int) -> Tensor:
     """A buffer for these tokens, which the caller writes; the capacity after them is zeroed."""
-    buffer = like.new_empty((*like.shape[:2], _capacity(tokens + GROW_TOKENS), like.shape[3]))
+    buffer = like.new_empty((*like.shape[:2], rounded_up(tokens + GROW_TOKENS), like.shape[3]))
     buffer[:, :, tokens:].zero_()
     return buffer
-
-
-def _capacity(tokens: int) -> int:
-    """Rounded up to an eighth of the power of two below it."""
-    step = max(ROOM_STEP, 1 << max(0, tokens.bit_length() - 4))
-    return -(-tokens // step) * step

@@ -14,14 +14,16 @@ from ragblend.engine.model.decoder import BLOCK_ROWS, Decoder
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.kvstore.chunks import ChunkKV
 
+ROOM_TOKENS = 1024  # for a chunk; the cache grows for a longer one
+
 
 class ChunkEncoder:
     """Encodes chunks after one prefix, which is computed once. It does not keep the model from being freed."""
 
-    def __init__(self, decoder: Decoder, prefix_ids: Sequence[int], room_tokens: int = 1024) -> None:
+    def __init__(self, decoder: Decoder, prefix_ids: Sequence[int]) -> None:
         self._decoder = weakref.ref(decoder)
         self.start = len(prefix_ids)
-        self._cache = FusedCache(decoder.geometry, self.start, room_tokens, decoder.device)
+        self._cache = FusedCache(decoder.geometry, self.start, ROOM_TOKENS, decoder.device)
         if prefix_ids:
             self._append(prefix_ids)
 

@@ -1,7 +1,7 @@
 """Engine: one model on one device, with the KV of the chunks that it has encoded. Start here.
 
 The main path: `Engine.stream` -> `_answer` -> `prefill` (find, plan, decide, report) -> `Fusion.prefill` (layers) ->
-policy. `EngineBase` makes requests of what the caller passes.
+policy. `EngineInterface` makes requests of what the caller passes.
 """
 
 import time
@@ -25,8 +25,7 @@ from ragblend.engine.config import (
 )
 from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.decoding.loop import continue_logits, decode_answer
-from ragblend.engine.engine_base import NO_PROMPT, EngineBase
-from ragblend.engine.interface import EngineInterface
+from ragblend.engine.interface import NO_PROMPT, EngineInterface
 from ragblend.engine.model.decoder import kv_geometry
 from ragblend.engine.node_encoder import LocalNodeEncoder
 from ragblend.engine.nodes import Progress
@@ -47,7 +46,7 @@ from ragblend.kvstore.errors import UnsupportedModelError, UsageError
 BACKENDS = {"vllm": ("ragblend.integrations.vllm.client", "VllmEngine")}
 
 
-class Engine(EngineBase):
+class Engine(EngineInterface):
     """Encodes chunks, and answers prompts made of them. Safe for threads: requests queue for the device.
 
     Nothing is loaded before it is needed. Use `Engine.open`, which shares one engine per (model, home) in a process.
@@ -106,29 +105,18 @@ class Engine(EngineBase):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that the KV of one token takes on the disk, with this device's dtype and this codec.
-
-        Raises UnsupportedModelError if KV cannot be stored.
-        """
         geometry = kv_geometry(self.runtime.model_config, self.dtype)
         return geometry.layers * self.runtime.codec.layer_nbytes(geometry, 1)
 
     @property
     def queues(self) -> tuple[DeviceQueue, ...]:
-        """The queues for the devices of this process, for a watchdog."""
         return (self.runtime.queue,)
 
     @property
     def measures_answers(self) -> bool:
-        """Whether, since the last answer, it is being measured how answers of this model are computed fastest."""
         return self.runtime.gate.passed and self.runtime.choice.needs_measurement
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
-        """In the background, load the model if it is not loaded, and read the chunks' KV ahead.
-
-        For when it is known what will be asked about, but not yet what: chunks of the last retrieval, say.
-        """
-
         def tokenized() -> Sequence[Chunk]:
             return self.tokenize(Prompt(chunks)).chunks
 
@@ -142,10 +130,6 @@ class Engine(EngineBase):
         seed: int = 0,
         cancel: Cancel | None = None,
     ) -> Prefilled:
-        """Read the prompt. ratio: a share, or `auto` for what loading hides, but at least the default.
-
-        Raises PromptTooLongError, UsageError, Cancelled, DeviceError.
-        """
         request = self._request(prompt, method, ratio, DecodeOptions(max_new_tokens=64, seed=seed))
 
         def work(_: OnText | None, cancel: Cancel | None) -> Prefilled:

@@ -4,6 +4,9 @@ Every method runs through `Fusion`; `full` is the policy that keeps every row. A
 the stored KV, to collect what they attend to (a probe, design section 5), in the same loop.
 """
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -12,9 +15,10 @@ from torch import Tensor
 
 from ragblend.engine.cache import Append, FusedCache, LayerStopped, NewKV, Scatter
 from ragblend.engine.correction import Correction
-from ragblend.engine.loader import LayerLoader
+from ragblend.engine.loader import LayerLoader, loader_of
 from ragblend.engine.model.attention import AttentionCollector, CollectAttention
 from ragblend.engine.model.decoder import BLOCK_ROWS, Decoder, RowBlock
+from ragblend.engine.model.device import TransferStream
 from ragblend.engine.plan import Kind, Plan
 from ragblend.engine.scheduling.queue import DeviceTurn
 from ragblend.engine.selection.base import COLLECTED_ROWS, Attention, Evidence, Policy, ProbeResult
@@ -43,14 +47,14 @@ class Spent:
 class ActiveRows:
     """The rows (R,) being computed, hidden (1, R, hidden), and the blocks in which they pass a layer.
 
-    stored: how many are of stored tokens; correction: of the rows that are not computed.
+    stored: how many are of stored tokens; correct: changes the KV of the rows that are not computed.
     """
 
     rows: Tensor
     hidden: Tensor
     blocks: list[RowBlock]
     stored: int
-    correction: Correction | None = None
+    correct: Callable[[int, Tensor, Tensor], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -173,8 +177,8 @@ class Fusion:
             for number, part in enumerate(parts)
         ]
         stored = int((plan.kinds[rows] > Kind.MISSING).sum())
-        correction = Correction(decoder, plan, self.policy, self.cache, rows) if corrects else None
-        return ActiveRows(rows, hidden, blocks, stored, correction)
+        correct = Correction(decoder, plan, self.policy, self.cache, rows).apply if corrects else None
+        return ActiveRows(rows, hidden, blocks, stored, correct)
 
     def _in_pieces(self, rows: Tensor, hidden: Tensor) -> ActiveRows:
         """Blocks that end with a chunk, or with the prompt, and see nothing after them.
@@ -213,7 +217,7 @@ class Fusion:
 
     def _step(self, work: ActiveRows, block: RowBlock, peek: bool = False) -> Scatter:
         rows = block.rows if block.rows.numel() < self.plan.tokens else None
-        return Scatter(rows, self.loader, work.correction, peek, block.total_tokens, block.seen)
+        return Scatter(rows, self.loader.wait, work.correct, peek, block.total_tokens, block.seen)
 
     def _narrowed(self, work: ActiveRows, keep: Tensor) -> ActiveRows:
         """Only the rows `keep`, ascending positions among the current ones."""
@@ -230,7 +234,7 @@ class Fusion:
         return self._work(rows, torch.cat([settled.hidden, work.hidden], dim=1))
 
     def _probe(self) -> tuple[ProbeResult | None, Settled]:
-        """ShiftContext the fresh rows that the policy asks for, up to the last layer whose attention it collects."""
+        """Run the fresh rows that the policy asks for, up to the last layer whose attention it collects."""
         policy, plan, spent = self.policy, self.plan, self.spent
         rows = policy.probe_rows(plan)
         if rows is None:
@@ -297,6 +301,27 @@ class Fusion:
             return replace(work, hidden=self._through(layer, work, collect))
         except LayerStopped:
             return work
+
+
+@contextmanager
+def fusing(
+    decoder: Decoder,
+    plan: Plan,
+    policy: Policy,
+    transfers: TransferStream,
+    pool: ThreadPoolExecutor,
+    recorder: Recorder,
+    room_tokens: int = 0,
+    turn: DeviceTurn | None = None,
+) -> Iterator[Fusion]:
+    """The layer loop with a new cache, and a loader that stops at the end of the block."""
+    cache = FusedCache(decoder.geometry, plan.tokens, room_tokens, decoder.device)
+    given = cache, decoder, transfers, pool, recorder, policy.moves_keys
+    loader = loader_of(transfers)(policy.spans(plan), *given)
+    try:
+        yield Fusion(decoder, plan, policy, cache, loader, recorder, turn)
+    finally:
+        loader.finish()
 
 
 def _block_sizes(rows: int, collected: int) -> list[int]:

@@ -1,81 +1,248 @@
 """The interface of an engine: what the app and the integrations call, wherever the model runs.
 
-`Engine` implements it with a model that is loaded in this process, and the client of a vLLM server
-(`integrations/vllm/client.py`) with a model that a server has. Their docstrings say what each method does.
+Text, tokens, nodes, their KV on disk and requests are the same everywhere. Where a prompt is computed is up to the two
+subclasses: `Engine`, with a model that is loaded in this process, and the client of a vLLM server
+(`integrations/vllm/client.py`).
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
-from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
+from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO, DecodeOptions, EngineConfig
 from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.model.gate import GateVerdict
-from ragblend.engine.nodes import Progress
-from ragblend.engine.prompts.segments import Chunk, Message, Prompt
+from ragblend.engine.nodes import NodeEncoder, Progress
+from ragblend.engine.prompts.chat import chat
+from ragblend.engine.prompts.segments import Chunk, Literal, Message, Prompt
 from ragblend.engine.prompts.session import Session
 from ragblend.engine.prompts.tools import CallFormat, Tool
+from ragblend.engine.request import Request
 from ragblend.engine.results import EncodeReport, Missing, OnText, Prefilled, Result, Stream
+from ragblend.engine.runtime_base import RuntimeBase
 from ragblend.engine.scheduling.queue import Cancel, DeviceQueue
-from ragblend.engine.selection import Policy
+from ragblend.engine.selection import Policy, policy_named
+from ragblend.kvstore.errors import Cancelled, UsageError
 from ragblend.kvstore.store import KVStore
 
+_engines: dict[tuple[RuntimeBase, str], Any] = {}
+_opening = threading.Lock()
+MAX_ROOM_TOKENS = (
+    256  # of an answer for which memory is reserved when the prompt is read; more is added later
+)
+NO_PROMPT = "no prompt came; yield one at least, the last one being answered"
 
-class EngineInterface(Protocol):
-    """Encodes chunks, and answers prompts made of them. Safe for threads."""
+
+class EngineInterface(ABC):
+    """Encodes chunks, and answers prompts made of them. Safe for threads.
+
+    Nothing is loaded before it is needed. runtime: shared with the engines of other collections.
+    """
+
+    runtime_type: ClassVar[type[RuntimeBase]]
+    runtime: RuntimeBase
+    _nodes: NodeEncoder
+
+    def __init__(self, config: EngineConfig, runtime: RuntimeBase) -> None:
+        self.config, self.home, self.runtime = config, runtime.home, runtime
+
+    @classmethod
+    def shared(cls, config: EngineConfig, home: Path) -> Self:
+        """The process's engine for that model, home and collection."""
+        with _opening:
+            runtime = cls.runtime_type.shared(config, home)
+            key = runtime, config.collection
+            if key not in _engines:
+                _engines[key] = cls(config, runtime)
+            found: Self = _engines[key]
+            return found
+
+    # --- the model
 
     @property
-    def model_name(self) -> str: ...
+    def model_name(self) -> str:
+        return self.runtime.model_name
+
     @property
-    def device(self) -> str: ...
+    @abstractmethod
+    def device(self) -> str:
+        """Where the model is."""
+
     @property
+    @abstractmethod
     def dtype(self) -> str: ...
-    @property
-    def token_bytes(self) -> int: ...
-    @property
-    def tokenizer(self) -> Any: ...
-    @property
-    def call_format(self) -> CallFormat: ...
-    @property
-    def context_window(self) -> int: ...
-    @property
-    def store(self) -> KVStore: ...
-    @property
-    def gate(self) -> GateVerdict: ...
-    @property
-    def needs_conversion(self) -> bool: ...
-    @property
-    def known_profile(self) -> DeviceProfile | None: ...
-    @property
-    def measures_answers(self) -> bool: ...
-    @property
-    def queues(self) -> tuple[DeviceQueue, ...]: ...
 
-    def count_tokens(self, text: str) -> int: ...
-    def check_text(self, characters: int) -> None: ...
-    def control_tokens(self, text: str) -> list[int]: ...
+    @property
+    @abstractmethod
+    def token_bytes(self) -> int:
+        """Bytes that the KV of one token takes on the disk. Raises UnsupportedModelError if KV cannot be stored."""
+
+    @property
+    @abstractmethod
+    def queues(self) -> tuple[DeviceQueue, ...]:
+        """The queues for the devices of this process, for a watchdog."""
+
+    @property
+    @abstractmethod
+    def measures_answers(self) -> bool:
+        """Whether, since the last answer, it is being measured how answers of this model are computed fastest."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer; loading it does not load the weights."""
+        return self.runtime.tokenizing.tokenizer
+
+    @property
+    def call_format(self) -> CallFormat:
+        """How this model calls tools. Raises UnsupportedModelError, with the reason, if it calls none."""
+        return self.runtime.call_format
+
+    @property
+    def context_window(self) -> int:
+        """Tokens of prompt and answer together that the model was made for."""
+        return self.runtime.context_window
+
+    @property
+    def store(self) -> KVStore:
+        return self.runtime.store
+
+    @property
+    def kv_codec(self) -> str:
+        """How new KV is packed: a row of `kvstore.codec.CODECS`."""
+        return self.runtime.codec.name
+
+    @property
+    def gate(self) -> GateVerdict:
+        """Whether this model's KV may be fused."""
+        return self.runtime.judged()
+
+    @property
+    def needs_conversion(self) -> bool:
+        """Whether the first use of the model converts it, which takes a minute."""
+        return self.runtime.needs_conversion
+
+    @property
+    def known_profile(self) -> DeviceProfile | None:
+        """What was measured of the model on this device; None if nothing was."""
+        return self.runtime.profile
+
+    # --- chunks
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a passage."""
+        return len(self.runtime.tokenizing.passage_ids(text))
+
+    def check_text(self, characters: int) -> None:
+        """Raises PromptTooLongError for a text so long that it cannot fit the window, without tokenizing it."""
+        self.runtime.check_text(characters)
+
+    def control_tokens(self, text: str) -> list[int]:
+        """Ids of the control tokens that the text spells out, in order: a message must not hold them.
+
+        Raises PromptTooLongError.
+        """
+        self.check_text(len(text))
+        return self.runtime.tokenizing.controls(text)
+
     def encode(
         self,
         texts: Sequence[str],
         node_ids: Sequence[str] | None = None,
         progress: Progress | None = None,
         prefix: str | None = None,
-    ) -> EncodeReport: ...
-    def enter(self, texts: Sequence[str], node_ids: Sequence[str]) -> None: ...
-    def missing(self, node_ids: Sequence[str]) -> Missing: ...
-    def encode_nodes(self, node_ids: Sequence[str], cancel: Cancel | None = None) -> Iterator[int]: ...
-    def forget(self, node_ids: Sequence[str]) -> int: ...
-    def forget_all(self) -> int: ...
-    def prefetch(self, chunks: Sequence[Chunk]) -> None: ...
-    def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt: ...
+    ) -> EncodeReport:
+        """Store the KV of each passage after the canonical prefix, or after the given one; stored ones are skipped.
+
+        node_ids: a name for each text, by which `Chunk(node_id=...)` finds it; progress(done, total) is called after
+        each chunk. It may be interrupted between chunks: what is done stays. Raises StoreFullError.
+        """
+        if node_ids is not None and len(node_ids) != len(texts):
+            raise UsageError(f"{len(texts)} texts came with {len(node_ids)} node ids; each needs one")
+        tokenizing = self.runtime.tokenizing
+        ids = [tuple(tokenizing.passage_ids(text)) for text in texts]
+        before = self.runtime.canonical_prefix
+        if prefix is not None:
+            before = tokenizing.prompt(Prompt([Literal(prefix)]), {}).token_ids
+        for passage in ids:
+            self.runtime.check_length(len(before) + len(passage), "a passage behind its prefix")
+        keys = self._nodes.keys_of(ids, before)
+        if node_ids is not None:  # before there is any KV: if it is interrupted, `forget` still finds them
+            self._nodes.enter(node_ids, ids, keys)
+        tokens, encoded = self._nodes.encode(ids, keys, before, progress, node_ids)
+        return EncodeReport(encoded, len(texts) - encoded, tokens, tuple(keys))
+
+    def enter(self, texts: Sequence[str], node_ids: Sequence[str]) -> None:
+        """Name passages by node ids, for prompts and `encode_nodes`. It needs only the tokenizer."""
+        ids = [tuple(self.runtime.tokenizing.passage_ids(text)) for text in texts]
+        self._nodes.enter(node_ids, ids, [None] * len(ids))
+
+    def missing(self, node_ids: Sequence[str]) -> Missing:
+        """Which of these nodes have no KV yet. It loads no weights, but converts a GGUF."""
+        return self._nodes.missing(node_ids)
+
+    def encode_nodes(self, node_ids: Sequence[str], cancel: Cancel | None = None) -> Iterator[int]:
+        """Encode entered nodes while no question needs the model; yields the tokens encoded of each.
+
+        Nodes that were deleted, or have KV, give 0. Nothing is evicted: it ends early when the budget is used up.
+        Raises Cancelled between two layers, and StoreFullError.
+        """
+        return self._nodes.encode_missing(node_ids, cancel)
+
+    def forget(self, node_ids: Sequence[str]) -> int:
+        """Delete nodes and the KV that no other node shares. Returns the bytes freed."""
+        return self._nodes.forget(node_ids)
+
+    def forget_all(self) -> int:
+        """Delete this collection's nodes, their KV, and the texts that are looked for in prompts. Bytes freed."""
+        return self._nodes.forget_all()
+
+    # --- prompts
+
+    def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
+        """Any messages in the model's chat template; chunks may stand anywhere in them. Raises PromptError.
+
+        tools: what the model may call, which it is shown. Raises UnsupportedModelError if it calls none.
+        """
+        if tools:
+            assert self.call_format
+        return chat(self.tokenizer, messages, tools)
+
     def chat_prompt(
         self,
         system: str | None,
         passages: Sequence[Chunk],
         question: str,
         history: Sequence[tuple[str, str]] = (),
-    ) -> Prompt: ...
-    def tokenize(self, prompt: Prompt) -> Prompt: ...
+    ) -> Prompt:
+        """The model's chat template: passages first, the question last.
+
+        system: None for the engine's own words, "" for none; history: (question, answer) pairs, oldest first.
+        """
+        return self.runtime.tokenizing.chat_prompt(system, list(passages), question, list(history))
+
+    def tokenize(self, prompt: Prompt) -> Prompt:
+        """The same prompt with token ids in every segment. Raises UnknownChunkError for a node never encoded here, and
+        PromptTooLongError for text that cannot fit the window; passages of a library are as short as they were cut.
+        """
+        if prompt.is_tokenized:
+            return prompt
+        given = (each for each in prompt.segments if isinstance(each, Literal) or not each.entered)
+        self.check_text(sum(len(each.text or "") for each in given if each.token_ids is None))
+        return self.runtime.tokenizing.prompt(prompt, self._nodes.find(prompt.chunks))
+
+    # --- answers
+
+    @abstractmethod
+    def prefetch(self, chunks: Sequence[Chunk]) -> None:
+        """In the background, load the model if it is not loaded, and read the chunks' KV ahead.
+
+        For when it is known what will be asked about, but not yet what: chunks of the last retrieval, say.
+        """
+
+    @abstractmethod
     def prefill(
         self,
         prompt: Prompt,
@@ -83,7 +250,12 @@ class EngineInterface(Protocol):
         ratio: float | str = DEFAULT_RATIO,
         seed: int = 0,
         cancel: Cancel | None = None,
-    ) -> Prefilled: ...
+    ) -> Prefilled:
+        """Read the prompt. ratio: a share, or `auto` for what loading hides, but at least the default.
+
+        Raises PromptTooLongError, UsageError, Cancelled, DeviceError.
+        """
+
     def generate(
         self,
         prompt: Prompt,
@@ -95,7 +267,17 @@ class EngineInterface(Protocol):
         client: str = "",
         deadline: float = math.inf,
         **options: Any,
-    ) -> Result: ...
+    ) -> Result:
+        """Answer the prompt. options are those of `DecodeOptions`. Raises as `prefill` does.
+
+        on_text is called with each piece of text as it comes; an error that it raises ends the answer. session: as in
+        `stream`. client: clients share the device's time fairly; deadline: of `time.monotonic`; an answer that has not
+        begun by then is cancelled.
+        """
+        chosen = DecodeOptions.of(options)
+        request = self._request(prompt, method, ratio, chosen, session, client, deadline, cancel)
+        return self._answering(request, chosen)(on_text, cancel)
+
     def stream(
         self,
         prompt: Prompt,
@@ -104,7 +286,16 @@ class EngineInterface(Protocol):
         session: Session | None = None,
         client: str = "",
         **options: Any,
-    ) -> Stream: ...
+    ) -> Stream:
+        """Answer the prompt, piece by piece. Wrong arguments raise here, later errors in the iteration.
+
+        session: the prompt's beginning that it holds is not read again, and it holds this prompt and answer next.
+        client: as in `generate`.
+        """
+        chosen = DecodeOptions.of(options)
+        request = self._request(prompt, method, ratio, chosen, session, client)
+        return Stream(self._answering(request, chosen))
+
     def stream_staged(
         self,
         prompts: Iterable[Prompt],
@@ -113,6 +304,64 @@ class EngineInterface(Protocol):
         session: Session | None = None,
         client: str = "",
         **options: Any,
-    ) -> Stream: ...
-    def finish_background(self, timeout_s: float | None = None) -> bool: ...
-    def close(self) -> None: ...
+    ) -> Stream:
+        """Answer the last of the prompts, which come as retrieval finds more; earlier ones may be read ahead.
+
+        For retrieval that takes as long as reading the prompt (RAGCache, §5.3). The answer is that of `stream` on the
+        last prompt. prompts: iterated in the stream's thread. Raises as `stream` does, all of it in the iteration, and
+        what `prompts` raises.
+        """
+        chosen = DecodeOptions.of(options)
+
+        def answer(on_text: OnText, cancel: Cancel) -> Result:
+            def requests() -> Iterator[Request]:
+                for prompt in prompts:
+                    if cancel.is_set():
+                        raise Cancelled("the request was cancelled while passages were looked for")
+                    yield self._request(prompt, method, ratio, chosen, session, client, cancel=cancel)
+
+            return self._answer_last(requests(), chosen, on_text, cancel)
+
+        return Stream(answer)
+
+    def finish_background(self, timeout_s: float | None = None) -> bool:
+        """Wait until missing chunks are encoded and everything is measured; False if that took too long."""
+        return self.runtime.background.finish(timeout_s)
+
+    def close(self) -> None:
+        """Stop background work and free model and store, for all collections; the next use loads them again."""
+        self.runtime.close()
+
+    @abstractmethod
+    def _answering(
+        self, request: Request, options: DecodeOptions
+    ) -> Callable[[OnText | None, Cancel | None], Result]:
+        """Computes the answer: called with (on_text, cancel)."""
+
+    @abstractmethod
+    def _answer_last(
+        self, requests: Iterator[Request], options: DecodeOptions, on_text: OnText, cancel: Cancel
+    ) -> Result:
+        """The answer to the last request. Raises UsageError if there is none."""
+
+    def _request(
+        self,
+        prompt: Prompt,
+        method: str | Policy,
+        ratio: float | str,
+        options: DecodeOptions,
+        session: Session | None = None,
+        client: str = "",
+        deadline: float = math.inf,
+        cancel: Cancel | None = None,
+    ) -> Request:
+        """cancel: for an engine that must first ask a server what it is."""
+        policy = policy_named(method)
+        share = None if ratio == "auto" else policy.check_ratio(ratio)
+        tokenized = self.tokenize(prompt)
+        if not tokenized.token_ids:
+            raise UsageError("the prompt is empty; give it at least one token")
+        self.runtime.check_length(len(tokenized.token_ids), "the prompt")
+        seed, room_tokens = options.seed or 0, min(options.max_new_tokens, MAX_ROOM_TOKENS)
+        given = self.config.collection, seed, room_tokens, session, client, deadline
+        return Request(tokenized, policy, share, *given)

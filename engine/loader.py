@@ -56,7 +56,7 @@ class LayerLoader:
         self._done: set[int] = set()
         for layer in range(cache.geometry.layers):
             for span in self._spans:
-                _reader(span).expect(layer)
+                span.source.expect(layer)
         self._begin()
 
     def _begin(self) -> None:
@@ -99,7 +99,7 @@ class LayerLoader:
         with self._recorder.part("load", layer, number):
             keys, values = self._cache.span(layer, span.start, span.stop)
             try:
-                _reader(span).read_layer(layer, keys, values)
+                span.source.read_layer(layer, keys, values)
             except (CorruptBlobError, RemoteError) as error:
                 raise LostChunk(span, error) from error
 
@@ -111,7 +111,7 @@ class StagedLoader(LayerLoader):
     """
 
     def _begin(self) -> None:
-        self._from_files = [each for each in enumerate(self._spans) if not _reader(each[1]).in_memory]
+        self._from_files = [each for each in enumerate(self._spans) if not each[1].source.in_memory]
         self._placement = _RawPlacement(self._spans, self._cache, self._decoder.device)
         moved = [span for span in self._spans if self._moves_keys and span.delta]
         self._rotation = _Rotation(moved, self._decoder) if moved else None
@@ -144,7 +144,7 @@ class StagedLoader(LayerLoader):
         layer = len(self._deliveries)
         reads = iter([read.result() for read in self._reads[layer]])
         fills = [
-            self._filled(number, span, layer) if _reader(span).in_memory else next(reads)
+            self._filled(number, span, layer) if span.source.in_memory else next(reads)
             for number, span in enumerate(self._spans)
         ]
         self._deliveries.append(self._transfers.deliver(partial(self._copied, layer, fills)))
@@ -168,13 +168,13 @@ class StagedLoader(LayerLoader):
 
     def _filled(self, number: int, span: Span, layer: int) -> Fill:
         if number in self._placement.rooms:
-            return partial(_reader(span).read_packed, layer, self._placement.rooms[number])
+            return partial(span.source.read_packed, layer, self._placement.rooms[number])
         keys, values = self._cache.span(layer, span.start, span.stop)
-        return partial(_reader(span).read_layer, layer, keys, values)
+        return partial(span.source.read_layer, layer, keys, values)
 
     def _read(self, number: int, span: Span, layer: int) -> Fill:
         """In a thread: read one chunk's layer into memory; returns what then fills its rows on the device."""
-        reader, staging = _reader(span), self._transfers.staging
+        reader, staging = span.source, self._transfers.staging
         keys, values = self._cache.span(layer, span.start, span.stop)
         with self._recorder.part("load", layer, number):
             try:
@@ -206,7 +206,7 @@ class _RawPlacement:
     def __init__(self, spans: Sequence[Span], cache: FusedCache, device: torch.device) -> None:
         g, self._cache = cache.geometry, cache
         numbered = enumerate(spans if g.key_size == g.value_size else ())
-        found = {number: span for number, span in numbered if _is_raw(_reader(span))}
+        found = {number: span for number, span in numbered if _is_raw(span.source)}
         self._parts = [
             torch.empty(2, g.kv_heads, span.length, g.key_size, dtype=g.torch_dtype, device=device)
             for span in found.values()
@@ -256,8 +256,3 @@ def loader_of(transfers: TransferStream) -> type[LayerLoader]:
 def _is_raw(reader: Source) -> bool:
     """Whether its keys and values are stored unpacked, one after the other."""
     return reader.codec is RAW and not isinstance(reader, Part | HeldChunk)
-
-
-def _reader(span: Span) -> Source:
-    assert span.reader is not None
-    return span.reader

@@ -27,8 +27,22 @@ TokenIds = tuple[int, ...]
 Progress = Callable[[int, int], None]
 
 
-class Nodes:
-    """The nodes of one collection. KV is that encoded after the canonical prefix, unless something else is said."""
+@dataclass(frozen=True)
+class UnencodedNode:
+    """A node without KV. nbytes: of the KV that it will have; fits: whether the store's budget has room for it."""
+
+    node_id: str
+    passage: TokenIds
+    key: ChunkKey
+    nbytes: int
+    fits: bool
+
+
+class NodeEncoder(ABC):
+    """The nodes of one collection and what encodes them: the model that is loaded here, or a server's.
+
+    KV is that encoded after the canonical prefix, unless something else is said.
+    """
 
     def __init__(self, runtime: RuntimeBase, collection: str) -> None:
         self._runtime, self._collection = runtime, collection
@@ -122,7 +136,7 @@ class Nodes:
                 "`ragblend store gc`; at most for its time-to-live.", error, len(owed),
             )  # fmt: skip
             again = partial(runtime.background.add, self._delete_shared, priority=Priority.STORE)
-            store.remote.when_back(again, Nodes._delete_shared)
+            store.remote.when_back(again, NodeEncoder._delete_shared)
         else:
             with runtime.store_lock:
                 runtime.nodes.deleted(owed)
@@ -209,21 +223,6 @@ class Nodes:
         with self._runtime.store_lock:
             return self._runtime.store.contains(key)
 
-
-@dataclass(frozen=True)
-class UnencodedNode:
-    """A node without KV. nbytes: of the KV that it will have; fits: whether the store's budget has room for it."""
-
-    node_id: str
-    passage: TokenIds
-    key: ChunkKey
-    nbytes: int
-    fits: bool
-
-
-class NodeEncoder(Nodes, ABC):
-    """The nodes of a collection and what encodes them: the model that is loaded here, or a server's."""
-
     def encode(
         self,
         passages: Sequence[TokenIds],
@@ -246,7 +245,7 @@ class NodeEncoder(Nodes, ABC):
                 progress(number, len(passages))
         return tokens, encoded
 
-    def _to_encode(self, node_id: str, taken_bytes: int = 0) -> "UnencodedNode | None":
+    def _to_encode(self, node_id: str, taken_bytes: int = 0) -> UnencodedNode | None:
         """None for a node that was deleted or has KV. Raises PromptTooLongError.
 
         taken_bytes: of the store's budget, for KV that is not written yet.

@@ -38,10 +38,15 @@ class Span:
         return self.start + self.length
 
     @property
+    def source(self) -> Source:
+        """Its stored KV, which it must have."""
+        assert self.reader is not None
+        return self.reader
+
+    @property
     def delta(self) -> int:
         """New minus old position of every token."""
-        assert self.reader is not None
-        return self.start - self.reader.start
+        return self.start - self.source.start
 
 
 @dataclass(frozen=True)

@@ -5,23 +5,22 @@ The main path is `prefill` -> `Fusion.prefill`, the layer loop.
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
 
-from ragblend.engine.cache import FusedCache
 from ragblend.engine.config import DEFAULT_RATIO, Report, Timings, TokenCounts
 from ragblend.engine.controller import Decision, Workload, decide, ttft_ms
-from ragblend.engine.fusion import Fusion, Spent
-from ragblend.engine.loader import LostChunk, loader_of
+from ragblend.engine.fusion import Fusion, Spent, fusing
+from ragblend.engine.loader import LostChunk
 from ragblend.engine.nodes import TokenIds
 from ragblend.engine.plan import Kind, Plan, Span, make_plan
 from ragblend.engine.prompts.paths import computed_in, path_of
 from ragblend.engine.prompts.segments import Chunk, Prompt
 from ragblend.engine.request import Request, keys_of
-from ragblend.engine.results import Computed, Prefilled
+from ragblend.engine.results import Prefilled
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.scheduling.queue import DeviceTurn
 from ragblend.engine.selection import ATTENTION_FREE, METHODS, Policy
@@ -57,7 +56,8 @@ def prefill(
             plan, decision = _decided(runtime, request, _find(runtime, request, readers, shared))
         while True:
             try:
-                with _fusion(runtime, request, plan, recorder, turn) as fusion:
+                given = plan, request.policy, runtime.transfers, runtime.readers, recorder
+                with fusing(runtime.decoder, *given, request.room_tokens, turn) as fusion:
                     logits, spent = fusion.prefill()
                 break
             except LostChunk as lost:  # it counts as missing, and the request begins again
@@ -68,31 +68,17 @@ def prefill(
         arrived = {key: blob for key, reader in shared.items() if (blob := reader.blob) is not None}
     runtime.transfers.synchronize()
     prefill_ms = (time.perf_counter() - begun) * 1e3
-    report = _report(request, plan, decision, spent, recorder.finish())
-    timings = replace(report.timings, prefill_ms=prefill_ms, ttft_ms=prefill_ms)
-    report = replace(report, warning=warning, timings=timings)
-    computed = _computed(runtime, request, plan, fusion.cache)
-    sure = request.policy.sure if _is_approximate(plan, spent) else 0.0
+    report = _report(request, plan, decision, spent, recorder.finish(), prefill_ms, warning)
+    # What a session holds was fused before.
+    is_approximate = spent.recomputed < plan.candidate_tokens or any(span.held for span in plan.spans)
+    sure = request.policy.sure if is_approximate else 0.0
+    path = path_of(runtime, request.prompt, request.collection) if request.policy.exact else []
+    computed = computed_in(fusion.cache, path, plan.spans)  # exactly: it may be stored in the knowledge tree
 
     def read_alone(prompt: Prompt, turn: DeviceTurn) -> Prefilled:
         return prefill(runtime, replace(request, prompt=prompt, policy=METHODS["reuse"], session=None), turn)
 
     return Prefilled(request.prompt, logits, fusion.cache, report, computed, arrived, sure, read_alone)
-
-
-@contextmanager
-def _fusion(
-    runtime: Runtime, request: Request, plan: Plan, recorder: Recorder, turn: DeviceTurn | None
-) -> Iterator[Fusion]:
-    """The layer loop with a new cache, and a loader that stops at the end of the block."""
-    decoder, policy, transfers = runtime.decoder, request.policy, runtime.transfers
-    cache = FusedCache(decoder.geometry, plan.tokens, request.room_tokens, decoder.device)
-    given = cache, decoder, transfers, runtime.readers, recorder, policy.moves_keys
-    loader = loader_of(transfers)(policy.spans(plan), *given)
-    try:
-        yield Fusion(decoder, plan, policy, cache, loader, recorder, turn)
-    finally:
-        loader.finish()
 
 
 def _supported(runtime: Runtime, request: Request) -> tuple[Request, str | None]:
@@ -104,18 +90,6 @@ def _supported(runtime: Runtime, request: Request) -> tuple[Request, str | None]
         f"{name} collects attention, which this model's layers do not show; "
         f"the prompt is served by {ATTENTION_FREE.name}: chunks' first tokens and an even sample, the rest shifted"
     )
-
-
-def _computed(runtime: Runtime, request: Request, plan: Plan, cache: FusedCache) -> list[Computed]:
-    """KV that may be stored in the knowledge tree: it was computed exactly."""
-    if not request.policy.exact:
-        return []
-    return computed_in(cache, path_of(runtime, request.prompt, request.collection), plan.spans)
-
-
-def _is_approximate(plan: Plan, spent: Spent) -> bool:
-    """Whether KV was reused that other text changes. What a session holds was fused before."""
-    return spent.recomputed < plan.candidate_tokens or any(span.held for span in plan.spans)
 
 
 def _shared(runtime: Runtime, request: Request, readers: ExitStack) -> SharedReaders:
@@ -224,8 +198,8 @@ def _work(policy: Policy, plan: Plan) -> Workload:
     """What is loaded for the plan, and computed at a ratio."""
     loaded: dict[str, int] = {}
     for span in policy.spans(plan):
-        assert span.reader is not None
-        loaded[span.reader.tier] = loaded.get(span.reader.tier, 0) + held_nbytes(span.reader)
+        tier = span.source.tier
+        loaded[tier] = loaded.get(tier, 0) + held_nbytes(span.source)
     return Workload(plan.tokens, plan.layers, loaded, lambda ratio: policy.passes(plan.at(ratio)))
 
 
@@ -233,8 +207,7 @@ def _in_time(plan: Plan, remote: Remote) -> Plan:
     """The plan without remote KV that would not arrive before the timeout, at the throughput measured last."""
     nbytes, late = 0, list[Span]()
     for span in _remote_spans(plan):
-        assert span.reader is not None
-        its_bytes = held_nbytes(span.reader)
+        its_bytes = held_nbytes(span.source)
         if remote.fits(nbytes + its_bytes):
             nbytes += its_bytes
         else:
@@ -267,7 +240,15 @@ def _unfused(
     return Prefilled(request.prompt, logits, None, report)
 
 
-def _report(request: Request, plan: Plan, decision: Decision, spent: Spent, trace: Trace) -> Report:
+def _report(
+    request: Request,
+    plan: Plan,
+    decision: Decision,
+    spent: Spent,
+    trace: Trace,
+    prefill_ms: float,
+    warning: str | None,
+) -> Report:
     """What was done. Rows of fresh tokens that are computed twice to choose count as recomputed."""
     found = [span.reader is not None for span in plan.spans if not span.held]
     recomputed = (
@@ -281,16 +262,16 @@ def _report(request: Request, plan: Plan, decision: Decision, spent: Spent, trac
         missing=plan.missing_tokens,
     )
     parts = {f"{part}_ms": trace.total_ms(part) for part in ("load", "stall", "move", "select", "probe")}
+    ratio = _share(recomputed, plan.stored_tokens - plan.held_tokens)
     return Report(
         request.policy.name,
-        _share(recomputed, plan.stored_tokens - plan.held_tokens)
-        if request.policy.fixed_ratio is None
-        else None,
+        ratio if request.policy.fixed_ratio is None else None,
         counts,
         _share(recomputed, plan.stored_tokens),
-        Timings(**parts),
+        Timings(**parts, prefill_ms=prefill_ms, ttft_ms=prefill_ms),
         hits=sum(found),
         misses=len(found) - sum(found),
+        warning=warning,
         decision=decision,
         trace=trace,
         probe_rows=spent.probe_rows,

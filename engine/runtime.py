@@ -1,10 +1,8 @@
 """Runtime: one model on one device and in one home, each part made on first use and shared by all engines."""
 
 import gc
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,8 @@ from ragblend.engine.model.load import LoadedModel
 from ragblend.engine.prompts.session import Session
 from ragblend.engine.runtime_base import RuntimeBase, log, once
 from ragblend.engine.scheduling.background import Priority
-from ragblend.engine.scheduling.queue import CallbackCancel, Cancel, DeviceQueue, background_claim
-from ragblend.kvstore.errors import Cancelled, UsageError
+from ragblend.engine.scheduling.queue import CallbackCancel, Cancel, DeviceQueue
+from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.fingerprint import ModelFingerprint
 from ragblend.kvstore.memory import MemoryTier
 
@@ -182,25 +180,16 @@ class Runtime(RuntimeBase):
         return model.was_quantized(self.config.model, self.loaded.model.num_parameters())
 
     def choose_steps(self) -> None:
-        """In the background, measure which decode implementation is fastest.
+        """In the background, measure which decode implementation is fastest, unless the model was closed meanwhile.
 
-        Raises Cancelled if the model is closed, KV is to be stored, or the device is never idle.
+        Raises Cancelled if a request comes, KV is to be stored, or the device is never idle: the next answer queues it
+        again.
         """
-        ids, claim = self.tokenizing.passage_ids(TEXT), background_claim()
-
-        def should_stop() -> bool:
-            return self.background.should_stop(Priority.MEASURE)
-
-        cancel = CallbackCancel(should_stop)
-        while not should_stop() and time.monotonic() < claim.deadline:
-            with suppress(Cancelled), self.queue.turn(cancel, background=True, claim=claim) as turn:
-                choice: DecodeSelector | None = vars(self).get(
-                    "choice"
-                )  # None: the model was closed meanwhile
-                if choice is not None and choice.needs_measurement:
-                    choice.measure(ids, lambda: turn.is_wanted() or should_stop())
-                return
-        raise Cancelled("there was no pause in which to measure")
+        cancel = CallbackCancel(lambda: self.background.should_stop(Priority.MEASURE))
+        with self.queue.turn(cancel, background=True) as turn:
+            choice: DecodeSelector | None = vars(self).get("choice")
+            if choice is not None and choice.needs_measurement:
+                choice.measure(self.tokenizing.passage_ids(TEXT), turn.is_wanted)
 
     def _tiers(self) -> list[MemoryTier]:
         memory, device = self._budgets.get("memory"), self._budgets.get("device")

@@ -69,21 +69,11 @@ class TransformersDecode:
         return [self.run(*read) for read in reads]
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A row of IMPLEMENTATIONS. make(decoder, packed weights): only for a decoder that it supports."""
-
-    supports: Callable[[Decoder], bool]
-    make: Callable[[Any, PackedWeights], DecodeImplementation]
+# Each is made with (decoder, packed weights), for a decoder that it supports.
+IMPLEMENTATIONS = (CudaGraphDecode, DirectDecode)
 
 
-IMPLEMENTATIONS = (
-    Candidate(CudaGraphDecode.supports, CudaGraphDecode),
-    Candidate(DirectDecode.supports, DirectDecode),
-)
-
-
-def candidate_for(decoder: Decoder) -> Candidate | None:
+def candidate_for(decoder: Decoder) -> type[DirectDecode] | None:
     """The first row of the table that supports this decoder."""
     return next((candidate for candidate in IMPLEMENTATIONS if candidate.supports(decoder)), None)
 
@@ -172,7 +162,7 @@ class DecodeSelector:
         if self._candidate is not None:
             self._load(self._candidate)
 
-    def _load(self, candidate: Candidate) -> None:
+    def _load(self, candidate: type[DirectDecode]) -> None:
         """Take up what an earlier process measured."""
         with suppress(
             OSError, ValueError, TypeError, LookupError, SafetensorError, MemoryError, RuntimeError
@@ -181,7 +171,7 @@ class DecodeSelector:
             comparison = DecodeComparison(saved["divergence"], tuple(saved["ratios"]))
             if comparison.accepts:
                 packed = load_packed(self._weights_file, saved["checksum"]) if self._saves_weights else {}
-                self.current = candidate.make(self._decoder, packed)
+                self.current = candidate(self._decoder, packed)
             self._ratios, self.needs_measurement = comparison.ratios, not comparison.is_settled
 
     def measure(self, token_ids: Sequence[int], cancelled: CancelCheck) -> None:
@@ -190,7 +180,7 @@ class DecodeSelector:
         self.needs_measurement = False  # an error here would come back after every answer
         try:
             pack_weights(self._decoder, self._packed, self._allows_rounding, cancelled)
-            implementation = self._candidate.make(self._decoder, self._packed)
+            implementation = self._candidate(self._decoder, self._packed)
             measured = compare_implementations(self._decoder, implementation, token_ids, cancelled)
         except Cancelled:
             self.needs_measurement = True

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragblend.engine.cache import ROOM_STEP, Append, FusedCache
+from ragblend.engine.cache import Append, FusedCache
 from ragblend.engine.config import DecodeOptions, Report
 from ragblend.engine.decoding.constrained import Constraint
 from ragblend.engine.decoding.eviction import evict
@@ -17,6 +17,7 @@ from ragblend.engine.decoding.prompt_lookup import PromptLookup
 from ragblend.engine.decoding.sampling import LogprobRecorder, logits_processors
 from ragblend.engine.decoding.text import TextStream, decode_text
 from ragblend.engine.decoding.uncertainty import UncertaintyCheck, View
+from ragblend.engine.model.attention import ROOM_STEP
 from ragblend.engine.model.decoder import constant_rope_tokens
 from ragblend.engine.model.load import end_ids
 from ragblend.engine.prompts.figures import figures_in, unsupported_figures
@@ -26,8 +27,6 @@ from ragblend.engine.runtime import Runtime
 from ragblend.engine.scheduling.background import Priority
 from ragblend.engine.scheduling.queue import CallbackCancel, Cancel, DeviceTurn
 from ragblend.kvstore.errors import Cancelled, UnsupportedModelError
-
-OnToken = Callable[[int], None]
 
 
 def decode_answer(
@@ -43,81 +42,103 @@ def decode_answer(
 
     Raises Cancelled if `cancel` is set.
     """
-    model, tokenizer = runtime.loaded.model, runtime.tokenizing.tokenizer
-    prompt, cache = prefilled.prompt, prefilled.cache
-    room = max(1, runtime.context_window - len(prompt.token_ids))
+    room = max(1, runtime.context_window - len(prefilled.prompt.token_ids))
     options = replace(options, max_new_tokens=min(options.max_new_tokens, room))
-    clock = AnswerTimer(time.perf_counter() if begun is None else begun)
-    stream = TextStream(tokenizer, options.stop, options.one_sentence)
-    recorder = None if options.logprobs is None else LogprobRecorder(options.logprobs)
-    constraint = None
-    if options.grammar is not None:
-        tokens = runtime.token_grammars
-        constraint = Constraint(options.grammar, tokens, len(prompt.token_ids), options.max_new_tokens)
-    reads_text = on_text is not None or options.stop or options.one_sentence
-
-    def on_token(token_id: int) -> None:
-        is_first = clock.first is None
-        clock.tick()
-        if recorder is not None:
-            recorder.record(token_id)
-        if reads_text and (piece := stream.feed(token_id)) and on_text is not None:
-            on_text(piece)
-        if is_first and options.keep_tokens is not None and options.max_new_tokens > 1:
-            if cache is None:
-                raise UnsupportedModelError(
-                    "keep_tokens needs fused KV, which this model does not have; leave it out"
-                )
-            evict(runtime.decoder, prompt, cache, options.keep_tokens)
-
-    def should_stop() -> bool:
-        return stream.stopped or (cancel is not None and cancel.is_set())
-
     if options.keep_tokens is not None:  # nothing would be evicted from a full prefill's cache
         prefilled = replace(prefilled, sure=0.0)
-    processors = logits_processors(options, len(prompt.token_ids), model.device, constraint, recorder)
-    given = prefilled, options.max_new_tokens, processors, on_token, should_stop, turn
-    read_again_at = None
-    if cache is not None:
-        ids, read_again_at = _decode_fused(runtime, *given)
-    else:
-        ids = _decode_by_transformers(model, tokenizer, *given)
-    if cancel is not None and cancel.is_set():
-        raise Cancelled(f"the answer was cancelled after {len(ids)} tokens")
-    if on_text is not None and (piece := stream.finish()):
-        on_text(piece)
-    report = clock.report(prefilled.report, len(ids))
-    if cache is not None:
-        report = replace(report, evicted_tokens=cache.evicted_tokens, read_again_at=read_again_at)
-        if runtime.choice.needs_measurement:
-            runtime.background.add(runtime.choose_steps, priority=Priority.MEASURE)
-    # An answer ends early only by its end token or our own criterion.
-    ended = ids[-1] in end_ids(model)
-    stopped = stream.stopped or len(ids) < options.max_new_tokens or ended
-    if constraint is not None and constraint.was_closed:  # the grammar ended it, not the model
-        stopped = False
-    text = decode_text(tokenizer, ids, options.stop, options.one_sentence)
-    logprobs = None if recorder is None else tuple(recorder.tokens[: len(ids) - ended])
-    report = replace(report, unsupported_figures=figures_not_in_prompt(text, prompt, tokenizer))
-    return Result(text, tuple(ids), report, prompt, stopped, logprobs)
+    clock = AnswerTimer(time.perf_counter() if begun is None else begun)
+    answer = _Answer(runtime, prefilled, options, turn, on_text, cancel, clock)
+    if prefilled.cache is None:
+        return answer.result(_decode_by_transformers(answer))
+    ids, read_again_at = _decode_fused(answer)
+    if runtime.choice.needs_measurement:
+        runtime.background.add(runtime.choose_steps, priority=Priority.MEASURE)
+    return answer.result(ids, evicted_tokens=prefilled.cache.evicted_tokens, read_again_at=read_again_at)
 
 
-def _decode_fused(
-    runtime: Runtime,
-    prefilled: Prefilled,
-    max_new_tokens: int,
-    processors: Any,
-    on_token: OnToken,
-    should_stop: Callable[[], bool],
-    turn: DeviceTurn,
-) -> tuple[list[int], int | None]:
+class _Answer:
+    """An answer in progress: what becomes of each token, when it ends, and its result."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        prefilled: Prefilled,
+        options: DecodeOptions,
+        turn: DeviceTurn,
+        on_text: OnText | None,
+        cancel: Cancel | None,
+        clock: "AnswerTimer",
+    ) -> None:
+        self.runtime, self.prefilled, self.options, self.turn = runtime, prefilled, options, turn
+        self.model, self.tokenizer = runtime.loaded.model, runtime.tokenizing.tokenizer
+        self._on_text, self._cancel, self._clock = on_text, cancel, clock
+        self._stream = TextStream(self.tokenizer, options.stop, options.one_sentence)
+        self._reads_text = on_text is not None or options.stop or options.one_sentence
+        self._recorder = None if options.logprobs is None else LogprobRecorder(options.logprobs)
+        tokens = len(prefilled.prompt.token_ids)
+        self._constraint: Constraint | None = None
+        if options.grammar is not None:
+            grammars = runtime.token_grammars
+            self._constraint = Constraint(options.grammar, grammars, tokens, options.max_new_tokens)
+        self.processors = logits_processors(
+            options, tokens, self.model.device, self._constraint, self._recorder
+        )
+
+    def add(self, token_id: int) -> None:
+        """The next token was chosen."""
+        is_first = self._clock.first is None
+        self._clock.tick()
+        if self._recorder is not None:
+            self._recorder.record(token_id)
+        if self._reads_text and (piece := self._stream.feed(token_id)) and self._on_text is not None:
+            self._on_text(piece)
+        if is_first and self.options.max_new_tokens > 1:
+            self._evict()
+
+    def _evict(self) -> None:
+        keep_tokens, cache = self.options.keep_tokens, self.prefilled.cache
+        if keep_tokens is None:
+            return
+        if cache is None:
+            raise UnsupportedModelError(
+                "keep_tokens needs fused KV, which this model does not have; leave it out"
+            )
+        evict(self.runtime.decoder, self.prefilled.prompt, cache, keep_tokens)
+
+    def should_stop(self) -> bool:
+        return self._stream.stopped or (self._cancel is not None and self._cancel.is_set())
+
+    def result(self, ids: Sequence[int], **reported: Any) -> Result:
+        """The answer of these tokens. reported: what the report says beside times. Raises Cancelled."""
+        if self._cancel is not None and self._cancel.is_set():
+            raise Cancelled(f"the answer was cancelled after {len(ids)} tokens")
+        if self._on_text is not None and (piece := self._stream.finish()):
+            self._on_text(piece)
+        report, prompt = self._clock.report(self.prefilled.report, len(ids)), self.prefilled.prompt
+        text = decode_text(self.tokenizer, ids, self.options.stop, self.options.one_sentence)
+        unsupported = figures_not_in_prompt(text, prompt, self.tokenizer)
+        ended = ids[-1] in end_ids(self.model)
+        logprobs = None if self._recorder is None else tuple(self._recorder.tokens[: len(ids) - ended])
+        report = replace(report, unsupported_figures=unsupported, **reported)
+        return Result(text, tuple(ids), report, prompt, self._stopped(ids, ended), logprobs)
+
+    def _stopped(self, ids: Sequence[int], ended: bool) -> bool:
+        """An answer ends early only by its end token or our own criterion, unless the grammar ended it."""
+        if self._constraint is not None and self._constraint.was_closed:
+            return False
+        return self._stream.stopped or len(ids) < self.options.max_new_tokens or ended
+
+
+def _decode_fused(answer: _Answer) -> tuple[list[int], int | None]:
     """Ids of the generated tokens, with the end token; and after how many of them all was prefilled in full, if it was.
 
     The cache grows by the tokens that are fed back. An uncertain figure (`UncertaintyCheck`) causes a full prefill of
     prompt and answer, once, into another cache, from which the answer continues. So does a token beyond the length up
     to which RoPE's frequencies are constant, as in transformers' own `generate`: old keys were rotated by others.
     """
-    prompt, cache, ends = prefilled.prompt.token_ids, prefilled.cache, set(end_ids(runtime.loaded.model))
+    runtime, prefilled, turn, processors = answer.runtime, answer.prefilled, answer.turn, answer.processors
+    max_new_tokens = answer.options.max_new_tokens
+    prompt, cache, ends = prefilled.prompt.token_ids, prefilled.cache, set(end_ids(answer.model))
     regime = constant_rope_tokens(runtime.model_config)
     sequence = torch.tensor([[*prompt, *[0] * max_new_tokens]], device=prefilled.logits.device)
     ids, implementation = list[int](), None
@@ -138,8 +159,8 @@ def _decode_fused(
             sequence[0, end] = token
             ids.append(token)
             lookup.add(token)
-            on_token(token)
-            is_last = token in ends or len(ids) == max_new_tokens or should_stop()
+            answer.add(token)
+            is_last = token in ends or len(ids) == max_new_tokens or answer.should_stop()
             if is_last or guesses[number : number + 1] != [token]:
                 break
         if guesses:
@@ -189,34 +210,26 @@ def _full_prefill(
     return cache, logits[0].float()
 
 
-def _decode_by_transformers(
-    model: Any,
-    tokenizer: Any,
-    prefilled: Prefilled,
-    max_new_tokens: int,
-    processors: Any,
-    on_token: OnToken,
-    should_stop: Callable[[], bool],
-    turn: DeviceTurn,
-) -> list[int]:
+def _decode_by_transformers(answer: _Answer) -> list[int]:
     """Ids of the generated tokens of a model that is not fused, by transformers' `generate`, which prefills too."""
     from transformers import StoppingCriteriaList
 
     # transformers' own `stop_strings` compares vocabulary entries, and misses parts of characters.
     def stops(input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        if not (is_over := should_stop()):
-            turn.between_tokens()
+        if not (is_over := answer.should_stop()):
+            answer.turn.between_tokens()
         return torch.full((input_ids.shape[0],), is_over, dtype=torch.bool, device=input_ids.device)
 
-    ids = torch.tensor([prefilled.prompt.token_ids], device=model.device)
+    model = answer.model
+    ids = torch.tensor([answer.prefilled.prompt.token_ids], device=model.device)
     with torch.inference_mode():
         out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            streamer=_Streamer(on_token),
+            streamer=_Streamer(answer.add),
             stopping_criteria=StoppingCriteriaList([stops]),
-            logits_processor=processors,
-            **_generate_arguments(model, tokenizer, max_new_tokens),
+            logits_processor=answer.processors,
+            **_generate_arguments(model, answer.tokenizer, answer.options.max_new_tokens),
         )
     return [int(i) for i in out[0, ids.shape[1] :]]
 
@@ -262,7 +275,7 @@ def _generate_arguments(model: Any, tokenizer: Any, max_new_tokens: int) -> dict
 class _Streamer:
     """The streamer that `generate` calls with the prompt first, then with each token."""
 
-    def __init__(self, on_token: OnToken) -> None:
+    def __init__(self, on_token: Callable[[int], None]) -> None:
         self._on_token = on_token
         self._prompt_seen = False
 

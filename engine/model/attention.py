@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 NAME, EAGER = "ragblend", "ragblend_eager"
+ROOM_STEP = 256
 TILE_ROWS = 64  # the fastest of 32, 64, 128 and 256, by the kernel and by products
 WASTED_SCORES = 8192  # masked scores that cost as much as one more tile's calls
 WASTED_PRODUCTS = 12288  # the same for products, where a tile has its own shape
@@ -89,7 +90,7 @@ def tiles(rows: Tensor, window: int | None, dtype: torch.dtype, absent: Tensor |
         tile = rows[start:end]
         first, least, stop = 0, int(tile[0]) + 1, int(tile[-1]) + 1
         if rounds:
-            stop = min(_rounded_up(stop), int(rows[-1]) + 1)
+            stop = min(rounded_up(stop), int(rows[-1]) + 1)
         if window is not None:
             first = max(0, least - window)
         ragged = masked_from(first, least, stop, window, absent)
@@ -106,10 +107,10 @@ def masked_from(first: int, least: int, stop: int, window: int | None, absent: T
     return least if absent is None and stop - first <= (window or stop) else first
 
 
-def _rounded_up(keys: int) -> int:
+def rounded_up(tokens: int) -> int:
     """Rounded to an eighth of the power of two below: oneDNN compiles each shape, a megabyte and a millisecond."""
-    step = max(256, 1 << max(0, keys.bit_length() - 4))
-    return -(-keys // step) * step
+    step = max(ROOM_STEP, 1 << max(0, tokens.bit_length() - 4))
+    return -(-tokens // step) * step
 
 
 def _cuts(positions: list[int], most_wasted: int) -> list[tuple[int, int]]:

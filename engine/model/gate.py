@@ -23,8 +23,7 @@ from torch import Tensor
 from ragblend.engine.cache import FusedCache, NewKV, Scatter
 from ragblend.engine.config import DEFAULT_METHOD
 from ragblend.engine.encode import ChunkEncoder
-from ragblend.engine.fusion import Fusion
-from ragblend.engine.loader import loader_of
+from ragblend.engine.fusion import fusing
 from ragblend.engine.model.attention import CollectAttention
 from ragblend.engine.model.decoder import Decoder, RowBlock
 from ragblend.engine.model.device import transfer_stream
@@ -218,14 +217,13 @@ class _SelfTest:
         ids += self.suffix
         tokens = torch.tensor(ids, device=decoder.device)
         plan = make_plan(tokens, tuple(placed), decoder.geometry.layers, 0.3, decoder.attention_share)
-        cache = FusedCache(decoder.geometry, len(ids), 0, decoder.device)
-        with ThreadPoolExecutor(1) as pool:
-            transfers = transfer_stream(decoder.device)
-            recorder = Recorder(transfers)
-            spans = policy.spans(plan)
-            loader = loader_of(transfers)(spans, cache, decoder, transfers, pool, recorder, policy.moves_keys)
-            logits, _ = Fusion(decoder, plan, policy, cache, loader, recorder).prefill()
-        return logits, cache
+        transfers = transfer_stream(decoder.device)
+        with (
+            ThreadPoolExecutor(1) as pool,
+            fusing(decoder, plan, policy, transfers, pool, Recorder(transfers)) as fusion,
+        ):
+            logits, _ = fusion.prefill()
+        return logits, fusion.cache
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -10,13 +10,13 @@ import torch
 
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.encode import ChunkEncoder
-from ragblend.engine.nodes import Nodes
+from ragblend.engine.node_encoder import LocalNodeEncoder
 from ragblend.engine.plan import Span
 from ragblend.engine.prompts.segments import Chunk, Prompt
 from ragblend.engine.results import Computed
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.scheduling.background import Priority
-from ragblend.engine.scheduling.queue import CallbackCancel, background_claim
+from ragblend.engine.scheduling.queue import CallbackCancel
 from ragblend.kvstore.blob import file_nbytes
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.codec import RAW
@@ -81,7 +81,9 @@ def store_computed(runtime: Runtime, collection: str, computed: Sequence[Compute
         if runtime.codec is not RAW or runtime.background.stopping or is_root_elsewhere or not is_wanted:
             return
         try:
-            if not Nodes(runtime, salt).keep_for(each.chunk, node.key, partial(_copied, runtime, each)):
+            if not LocalNodeEncoder(runtime, salt).keep_for(
+                each.chunk, node.key, partial(_copied, runtime, each)
+            ):
                 return
         except StoreFullError:
             return
@@ -110,12 +112,9 @@ def compute_next_node(runtime: Runtime, prompt: Prompt, collection: str) -> None
         if runtime.codec is not RAW or store.times_asked(node.key) < ASKED_AGAIN:
             return
 
-    def should_stop() -> bool:
-        return runtime.background.should_stop(Priority.PREPARE)
-
     def compute() -> ChunkKV:
-        cancel = CallbackCancel(should_stop)
-        with runtime.queue.turn(cancel, background=True, claim=background_claim()) as turn:
+        cancel = CallbackCancel(lambda: runtime.background.should_stop(Priority.PREPARE))
+        with runtime.queue.turn(cancel, background=True) as turn:
             if runtime.loaded_now is None:
                 raise Cancelled("the model was closed")
             encoder = ChunkEncoder(runtime.decoder, prompt.prefix_ids)
@@ -124,8 +123,8 @@ def compute_next_node(runtime: Runtime, prompt: Prompt, collection: str) -> None
                     encoder.extend_prefix(whole(source))
             if encoder.start != node.start:
                 raise Cancelled("the parent of the node was deleted")
-            kv = encoder.encode(node.token_ids, CallbackCancel(lambda: turn.is_wanted() or should_stop()))
+            kv = encoder.encode(node.token_ids, CallbackCancel(turn.is_wanted))
             return replace(kv, parent=node.parent)
 
     with suppress(CorruptBlobError, StoreFullError):  # it is tried again when it is asked for again
-        Nodes(runtime, chunk.collection or collection).keep_for(chunk, node.key, compute)
+        LocalNodeEncoder(runtime, chunk.collection or collection).keep_for(chunk, node.key, compute)

@@ -93,7 +93,7 @@ class DeviceQueue:
 
     Requests that share it (`Claim.shares`) take turns; all others hold it alone, first come, first served. Background
     work begins when no request came for PAUSE_S, and asks `has_waiting` whether one came since; it gets Cancelled if
-    there is no pause before its claim's deadline.
+    there is no pause before its claim's deadline, or for PATIENCE_S if it has no claim.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class DeviceQueue:
         """
         with self._lock:
             if background:
-                self._wait_for_pause(claim.deadline if claim else math.inf, cancel)
+                self._wait_for_pause(claim.deadline if claim else time.monotonic() + PATIENCE_S, cancel)
             ticket = self.order.add(claim or Claim())
             self._calls[ticket] = threading.Condition(self._lock)
             try:
@@ -218,7 +218,7 @@ class DeviceQueue:
                 raise Cancelled("the device was never idle")
             until = deadline if self._calls else min(deadline, self._left_at + PAUSE_S)
             until = until if cancel is None else min(until, now + POLL_S)
-            self._changed.wait(None if until == math.inf else max(0.0, until - now))
+            self._changed.wait(max(0.0, until - now))
             if self._calls and cancel is not None and cancel.is_set():
                 raise Cancelled("the work was cancelled while it waited for a pause")
 
@@ -254,8 +254,3 @@ class DeviceQueue:
         del self._calls[ticket]
         self._assign_next()
         self._changed.notify_all()
-
-
-def background_claim() -> Claim:
-    """Of background work, which is given up if there is no pause within PATIENCE_S."""
-    return Claim(deadline=time.monotonic() + PATIENCE_S)

@@ -8,9 +8,8 @@
 Results of each method: docs/methods.md. To add one, write its file and a row here: docs/add-a-policy.md.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import entry_points
 
 from ragblend.engine.selection import by_attention, policy_names
 from ragblend.engine.selection.after_layer import AfterLayer, key_deviation, value_deviation
@@ -26,7 +25,7 @@ from ragblend.engine.selection.base import (
 from ragblend.engine.selection.by_attention import Anchors, AveragePool, ByAttention
 from ragblend.engine.selection.shift import Delta, KernelShift, LayerChange
 from ragblend.engine.selection.static import Beginnings, Static, random_rows
-from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.errors import UsageError, did_you_mean
 
 # Below this probability of a figure or name the passage alone must confirm it (docs/methods.md).
 MIN_CONFIDENCE = 0.98
@@ -75,7 +74,6 @@ ATTENTION_FREE: Policy = ByAttention(
 )  # fmt: skip
 CONTROLS = ("naive", "random", "recompute")  # for comparisons in benches only
 WITHOUT_RATIO = frozenset(name for name, policy in METHODS.items() if policy.fixed_ratio is not None)
-_added: dict[str, Policy] = {}
 
 __all__ = [
     "ATTENTION_FREE",
@@ -94,7 +92,6 @@ __all__ = [
     "Static",
     "method_names",
     "policy_named",
-    "registered",
 ]
 
 
@@ -103,24 +100,15 @@ def policy_named(method: str | Policy) -> Policy:
     if isinstance(method, Policy):
         return method
     name = method.partition(":")[0]
-    policy = METHODS.get(name) or _added.get(name) or policy_names.policy_from_package(name)
+    policy = METHODS.get(name) or policy_names.policy_from_package(name)
     if policy is None:
-        raise policy_names.unknown_method(name, method_names())
+        known = method_names()
+        raise UsageError(
+            f"method {name!r} is unknown; there are {', '.join(known)}{did_you_mean(name, known)}"
+        )
     return policy_names.with_parameters(policy, method) if ":" in method else policy
 
 
 def method_names() -> list[str]:
-    """All names that `policy_named` knows: ours, registered ones, and those of other packages."""
-    return list(dict.fromkeys([*METHODS, *_added, *policy_names.entry_point_names()]))
-
-
-@contextmanager
-def registered(policy: Policy) -> Iterator[None]:
-    """Register a policy under its name for the duration of the block. Raises UsageError if the name is not new."""
-    if not policy.name or policy.name in METHODS or policy.name in _added:
-        raise UsageError(f"a policy cannot be added under the name {policy.name!r}: it must be a new one")
-    _added[policy.name] = policy
-    try:
-        yield
-    finally:
-        del _added[policy.name]
+    """All names that `policy_named` knows: ours, and those of other packages, none of which is imported."""
+    return list(dict.fromkeys([*METHODS, *sorted(entry_points(group=policy_names.GROUP).names)]))

@@ -4,7 +4,6 @@ A package adds a policy by an entry point, `every-nth = "its.module:POLICY"` in 
 imported when that name is used, and cannot replace one of ours.
 """
 
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from importlib.metadata import entry_points
 from typing import Any
@@ -13,11 +12,6 @@ from ragblend.engine.selection.base import NOT_PARAMETERS, Policy
 from ragblend.kvstore.errors import UsageError, did_you_mean
 
 GROUP = "ragblend.policies"
-
-
-def entry_point_names() -> list[str]:
-    """Names of other packages' policies; imports none of them."""
-    return sorted(entry_points(group=GROUP).names)
 
 
 def policy_from_package(name: str) -> Policy | None:
@@ -39,11 +33,6 @@ def policy_from_package(name: str) -> Policy | None:
             f"the method {name!r} of the package {package} cannot be used: {type(error).__name__}: {error}; "
             "repair or remove that package"
         ) from error
-
-
-def unknown_method(name: str, known: Sequence[str]) -> UsageError:
-    """The error for an unknown method: lists the known ones and suggests the nearest."""
-    return UsageError(f"method {name!r} is unknown; there are {', '.join(known)}{did_you_mean(name, known)}")
 
 
 def with_parameters(policy: Policy, method: str) -> Policy:

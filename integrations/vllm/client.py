@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO, DecodeOptions, EngineConfig
-from ragblend.engine.engine_base import NO_PROMPT, EngineBase
-from ragblend.engine.interface import EngineInterface
+from ragblend.engine.interface import NO_PROMPT, EngineInterface
 from ragblend.engine.nodes import NodeEncoder, TokenIds
 from ragblend.engine.prompts.segments import Chunk, Prompt
 from ragblend.engine.prompts.session import Session
@@ -106,7 +105,7 @@ class ServerNodeEncoder(NodeEncoder):
         return True
 
 
-class VllmEngine(EngineBase):
+class VllmEngine(EngineInterface):
     """Encodes chunks and answers prompts on a vLLM server, which answers many at once."""
 
     runtime_type: ClassVar[type[ServerRuntime]] = ServerRuntime
@@ -127,7 +126,6 @@ class VllmEngine(EngineBase):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that the KV of one token takes on the disk. Raises UnsupportedModelError if KV cannot be stored."""
         geometry = self.runtime.fingerprint.geometry
         return geometry.layers * self.runtime.codec.layer_nbytes(geometry, 1)
 
@@ -210,7 +208,3 @@ class VllmEngine(EngineBase):
                 if chunk.token_ids:
                     ServerNodeEncoder(runtime, request.collection_of(chunk)).queue_encoding(chunk)
         return result
-
-
-if TYPE_CHECKING:
-    _implements: type[EngineInterface] = VllmEngine

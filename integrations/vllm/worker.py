@@ -15,7 +15,7 @@ from ragblend.engine.background_work import queue_storing_arrived
 from ragblend.engine.config import Report
 from ragblend.engine.encode import ChunkEncoder
 from ragblend.engine.model.gate import TEXT
-from ragblend.engine.nodes import Nodes
+from ragblend.engine.node_encoder import LocalNodeEncoder
 from ragblend.engine.prefill import prefill
 from ragblend.engine.request import Request, keys_of
 from ragblend.engine.selection import policy_named
@@ -222,7 +222,7 @@ class ConnectorWorker:
         try:
             runtime.check_length(len(prefix) + len(passage), "a passage behind its prefix")
             key = runtime.key_of(prefix, passage, collection)
-            nodes = Nodes(runtime, collection)
+            nodes = LocalNodeEncoder(runtime, collection)
             if not nodes.claim(node_id, passage, key) or runtime.store.contains(key):
                 return
             if is_idle and nodes.fetched(key, passage, prefix, node_id):

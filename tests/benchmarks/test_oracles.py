@@ -6,7 +6,6 @@ import torch
 from benchmarks.oracles import Transplant
 from benchmarks.quality import parse
 from ragblend import Chunk
-from ragblend.engine.selection import policy_named, registered
 from ragblend.kvstore.errors import UsageError
 from ragblend.measuring import quality
 from ragblend.measuring.data import Question
@@ -69,11 +68,3 @@ def test_transplant_is_measured_beside_methods(engine, tmp_path):
 def test_unsupported_transplants_are_refused(method, said):
     with pytest.raises(UsageError, match=said):
         parse(method, "0.3", [])
-
-
-def test_added_methods_need_a_new_name():
-    with registered(Transplant()):
-        assert policy_named("transplant").name == "transplant"
-        for name in ("", "reuse", "transplant"):
-            with pytest.raises(UsageError, match="a new one"), registered(Transplant(name=name)):
-                pass

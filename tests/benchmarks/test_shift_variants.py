@@ -1,11 +1,13 @@
 """`variant` is `probe-shift` with parts changed: each parameter changes only its part."""
 
+from unittest.mock import patch
+
 import pytest
 from bench_fixtures import some_text
 
 from benchmarks.shift_variants import VARIANT
 from ragblend.engine.prompts.segments import Chunk
-from ragblend.engine.selection import policy_named, registered
+from ragblend.engine.selection import METHODS, policy_named
 from ragblend.kvstore.errors import UsageError
 
 TEXTS = [some_text(seed, 120) + f" It has {seed}41 seats." for seed in range(3)]
@@ -21,7 +23,7 @@ def logits(engine):
 
 def changed(**parameters):
     said = ",".join(f"{name}={value}" for name, value in parameters.items())
-    with registered(VARIANT):
+    with patch.dict(METHODS, {VARIANT.name: VARIANT}):
         return policy_named(f"variant:{said}")
 
 

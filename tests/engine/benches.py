@@ -10,6 +10,7 @@ import tiny_models
 import torch
 
 from ragblend import Chunk, Engine, Literal, Prompt
+from ragblend.engine.selection.shift import LayerChange
 
 PREFIX = "Passages: read them all.\n\n"
 SUFFIX = "\n\nQuestion: who kept the ledgers, and where were they?"
@@ -121,3 +122,15 @@ def assert_grammar_changes_nothing(engine, prompts, grammar):
     assert readable, "every answer holds bytes that are no text, which no grammar allows"
     for each in readable:
         assert engine.generate(each.prompt, max_new_tokens=4, grammar=grammar).token_ids == each.token_ids
+
+
+def of_stored(keys, values, run, *changes, layer=0):
+    """A layer's change for `KernelShift`, over stored keys and values that are not rotated."""
+    return LayerChange(layer, run, *changes, stored=lambda at: (keys[:, at], values[:, at]), unrotated=None)
+
+
+class Unread:
+    """A reader that is only asked where its chunk began."""
+
+    def __init__(self, start: int = 10) -> None:
+        self.start = start

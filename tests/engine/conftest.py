@@ -99,3 +99,20 @@ def stored_for(bench_for, request):
 def fresh(fresh_bench_for):
     """A llama on an empty home."""
     return fresh_bench_for("llama")
+
+
+@pytest.fixture
+def watch_layers(monkeypatch):
+    """watch_layers(bench, seen): seen(layer, hidden, block, cache, ...) is called before each layer of that model."""
+
+    def watch(bench, seen):
+        decoder = bench.engine.runtime.decoder
+        run_layer = decoder.run_layer
+
+        def watched(*given):
+            seen(*given)
+            return run_layer(*given)
+
+        monkeypatch.setattr(decoder, "run_layer", watched)
+
+    return watch

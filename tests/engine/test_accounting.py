@@ -37,21 +37,6 @@ def test_stored_bytes_are_unchanged_after_100_generations(fresh):
     assert engine.store.check() == []
 
 
-def computed_layer_rows(bench, monkeypatch):
-    """A dict that counts rows through layers (`run`) and rows whose KV alone was computed (`peek`)."""
-    decoder = bench.engine.runtime.decoder
-    counted = {"run": 0, "peek": 0}
-    run_layer = decoder.run_layer
-
-    def counting(layer, hidden, block, cache, *collect):
-        kind = "peek" if cache.step.peek else "run"
-        counted[kind] += hidden.shape[1]
-        return run_layer(layer, hidden, block, cache, *collect)
-
-    monkeypatch.setattr(decoder, "run_layer", counting)
-    return counted
-
-
 @pytest.mark.parametrize(
     ("method", "ratio"),
     [
@@ -63,12 +48,17 @@ def computed_layer_rows(bench, monkeypatch):
         *((method, 0.6) for method in SELECTING if method not in ("cacheblend-gradual", "probe-shift")),
     ],
 )
-def test_the_recomputed_fraction_is_what_was_computed(llama, monkeypatch, method, ratio):
+def test_the_recomputed_fraction_is_what_was_computed(llama, watch_layers, method, ratio):
     """Counted at the layers themselves; and it is the ratio asked for, where the selection leaves room for that."""
     llama.engine.encode(TEXTS)
     prompt = make_prompt(TEXTS)
     llama.engine.prefill(prompt)  # the gate has been run
-    counted = computed_layer_rows(llama, monkeypatch)
+    counted = {"run": 0, "peek": 0}  # rows through layers, and rows whose KV alone was computed
+
+    def count(layer, hidden, block, cache, *collect):
+        counted["peek" if cache.step.peek else "run"] += hidden.shape[1]
+
+    watch_layers(llama, count)
     report = llama.engine.prefill(prompt, method=method, ratio=ratio).report
     layers, tokens = llama.engine.runtime.decoder.geometry.layers, report.tokens
     stored, share = tokens.reused + tokens.recomputed, llama.engine.runtime.decoder.attention_share

@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import threading
+from contextlib import contextmanager
 
 import pytest
 from benches import make_prompt, make_text, watch_lock
@@ -344,53 +345,54 @@ def test_asking_about_the_model_waits_for_no_answer(fresh):
         assert answered.wait(60)
 
 
+@contextmanager
+def answering(engine, token):
+    """An answer is under way, and is never done; token() is called after each of its tokens."""
+    done = threading.Event()
+
+    def answer() -> None:
+        with engine.runtime.queue.turn(claim=Claim(shares=True)) as turn:
+            while not done.is_set():
+                token()
+                turn.between_tokens()
+
+    other = threading.Thread(target=answer, daemon=True)
+    other.start()
+    try:
+        yield
+    finally:
+        done.set()
+        other.join(60)
+
+
 def test_on_a_busy_device_a_passage_is_encoded_in_turn_and_once(fresh, monkeypatch):
     """Each question left it to be done again, in a pause that never came."""
-    engine, asked, done = fresh.engine, make_prompt(TEXTS[:1]), threading.Event()
+    engine, asked = fresh.engine, make_prompt(TEXTS[:1])
     begun, encode, encoded = threading.Event(), LocalNodeEncoder.encode_later, []
     monkeypatch.setattr("ragblend.engine.nodes.PATIENCE_S", 0.0)
     monkeypatch.setattr(LocalNodeEncoder, "encode_later", lambda *given: (encoded.append(1), encode(*given)))
     engine.runtime.background.add(lambda: begun.wait(60))  # until all have asked
 
-    def answer() -> None:
-        with engine.runtime.queue.turn(claim=Claim(shares=True)) as turn:
-            begun.set()
-            while not done.is_set():
-                turn.between_tokens()
-
     for _ in range(3):
         engine.prefill(asked, method="reuse")
-    other = threading.Thread(target=answer, daemon=True)
-    other.start()
-    try:
+    with answering(engine, begun.set):
         assert engine.finish_background(60) and len(encoded) == 1
-    finally:
-        done.set()
-        other.join(60)
     assert engine.prefill(asked, method="reuse").report.misses == 0
 
 
 def test_answers_go_on_while_a_framework_encodes(fresh, monkeypatch):
     """It took the device alone for each passage: before the first it waited for all answers, and then they for it."""
-    engine, begun, done, tokens = fresh.engine, threading.Event(), threading.Event(), [0]
+    engine, begun, tokens = fresh.engine, threading.Event(), [0]
     engine.encode(TEXTS[:1])
     monkeypatch.setattr("ragblend.engine.scheduling.queue.SLICE_S", 0.0)
 
-    def answer() -> None:
-        with engine.runtime.queue.turn(claim=Claim(shares=True)) as turn:
-            while not done.is_set():
-                begun.set()
-                turn.between_tokens()
-                tokens[0] += engine.runtime.queue.inside > 1
+    def token() -> None:
+        begun.set()
+        tokens[0] += engine.runtime.queue.inside > 1
 
-    other = threading.Thread(target=answer, daemon=True)
-    other.start()
     encoding = threading.Thread(target=engine.encode, args=(TEXTS[1:2],), daemon=True)
-    try:
+    with answering(engine, token):
         assert begun.wait(60)
         encoding.start()
         encoding.join(60)
         assert not encoding.is_alive() and tokens[0] >= engine.runtime.decoder.geometry.layers
-    finally:
-        done.set()
-        other.join(60)

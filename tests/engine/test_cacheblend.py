@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from benches import make_prompt, make_text
+from benches import Unread, make_prompt, make_text
 
 from ragblend.engine.plan import Span, make_plan
 from ragblend.engine.selection import AfterLayer, policy_named
@@ -78,14 +78,8 @@ def test_gradual_filtering_drops_the_least_deviating_rows_in_each_layer(llama, n
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
 
 
-class Stored:
-    """A reader that is only asked where its chunk began."""
-
-    start = 10
-
-
 def plan_of(ratio):
-    return make_plan(torch.arange(120), (Span(10, 50, Stored()), Span(60, 50, Stored())), 10, ratio, 0.25)
+    return make_plan(torch.arange(120), (Span(10, 50, Unread()), Span(60, 50, Unread())), 10, ratio, 0.25)
 
 
 def course(method, ratio=0.4):

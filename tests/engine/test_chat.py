@@ -5,7 +5,7 @@ import copy
 import pytest
 from benches import make_text
 
-from ragblend import Chunk, Engine, Literal, Prompt
+from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.prompts.chat import chat
 from ragblend.engine.prompts.segments import Message
 from ragblend.engine.prompts.tokenizing import PromptTokenizer
@@ -151,15 +151,13 @@ def test_literals_of_a_prompt_may_contain_control_tokens(llama):
     assert not specials(engine, Prompt([Literal(f"a{end}", verbatim=True)]))
 
 
-def test_collections_share_only_the_weights(model_folder, tmp_path):
+def test_collections_share_only_the_weights(fresh_bench_for, tmp_path):
     """Two collections once meant the model in memory twice."""
-    folder, home = str(model_folder("llama")), tmp_path / "home"
-    options = {"home": home, "device": "cpu", "dtype": "float32"}
-    one, two = (Engine.open(folder, collection=name, **options) for name in ("one", "two"))
-    assert one is not two
-    assert (
-        Engine.open(folder, home=home, dtype="float32", collection="one") is one
-    )  # the device that None means
+    one, two, device_of_none = (
+        fresh_bench_for(home=tmp_path / "home", collection=name, device=device).engine
+        for name, device in (("one", "cpu"), ("two", "cpu"), ("one", None))
+    )
+    assert one is not two and one is device_of_none
     text = make_text(1)
     (first,) = one.encode([text], node_ids=["n"]).keys
     (second,) = two.encode([text]).keys
@@ -171,21 +169,17 @@ def test_collections_share_only_the_weights(model_folder, tmp_path):
     one.forget(["n"])
     assert one.prefill(prompt, method="reuse").report.misses == 1
     assert two.prefill(prompt, method="reuse").report.hits == 1
-    one.close()
 
 
-def test_a_later_store_budget_replaces_the_earlier_one(model_folder, tmp_path):
-    folder, home = str(model_folder("llama")), tmp_path / "home"
-    engine = Engine.open(folder, home=home, device="cpu", dtype="float32")
+def test_a_later_store_budget_replaces_the_earlier_one(fresh, fresh_bench_for):
+    engine = fresh.engine
     engine.encode([make_text(1)])
     before = engine.store.stats()
     assert before.budget_bytes > before.bytes  # a share of what is free
-    again = Engine.open(folder, home=home, device="cpu", dtype="float32", store_budget_bytes=before.bytes)
-    assert again is engine
+    assert fresh_bench_for(home=engine.home, store_budget_bytes=before.bytes).engine is engine
     assert engine.store.stats().budget_bytes == before.bytes
     engine.encode([make_text(2)])
     assert engine.store.stats().bytes <= before.bytes
-    engine.close()
 
 
 def test_prefetch_loads_the_model_and_reads_chunks_ahead(fresh, monkeypatch):

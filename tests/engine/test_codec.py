@@ -13,13 +13,10 @@ TEXTS = [make_text(seed) for seed in range(3)]
 
 
 @pytest.fixture
-def packed(model_folder, tmp_path):
-    engine = Engine.open(
-        str(model_folder("llama")), home=tmp_path, device="cpu", dtype="float32", kv_codec="int8"
-    )
+def packed(fresh_bench_for):
+    engine = fresh_bench_for(kv_codec="int8").engine
     engine.encode(TEXTS)
-    yield engine
-    engine.close()
+    return engine
 
 
 def test_logits_are_near_those_of_unpacked_kv(packed, fresh):
@@ -47,10 +44,8 @@ def _staged(like):
     return torch.empty(like.shape, dtype=like.dtype)
 
 
-def test_what_is_stored_is_read_whatever_the_codec_is_now(packed, monkeypatch):
-    again = Engine.open(
-        str(packed.config.model), home=packed.home, device="cpu", dtype="float32", kv_codec="raw"
-    )
+def test_what_is_stored_is_read_whatever_the_codec_is_now(packed, fresh_bench_for, monkeypatch):
+    again = fresh_bench_for(home=packed.home, kv_codec="raw").engine
     assert again is packed
     report = again.encode([*TEXTS, make_text(9)])
     assert (report.encoded, report.skipped) == (1, len(TEXTS))

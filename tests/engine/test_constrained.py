@@ -24,31 +24,65 @@ PERSON = {
     },
     "required": ["name", "age", "kind", "tags", "more"],
 }
-TREE = {
-    "$defs": {
-        "node": {
-            "type": "object",
-            "properties": {
-                "value": {"type": "string"},
-                "children": {"type": "array", "items": {"$ref": "#/$defs/node"}},
-            },
-            "required": ["value", "children"],
-        }
-    },
-    "$ref": "#/$defs/node",
-}  # fmt: skip
-NUMBERS = {"type": "array", "items": {"type": "number"}, "minItems": 3}
+TEXT, NUMBER, WHOLE, TRUTH = {"type": "string"}, {"type": "number"}, {"type": "integer"}, {"type": "boolean"}
+
+
+def thing(**properties):
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def several(items, **limits):
+    return {"type": "array", "items": items, **limits}
+
+
+def choice(*values):
+    return {"enum": list(values)}
+
+
+NODE = thing(value=TEXT, children=several({"$ref": "#/$defs/node"}))
+SCHEMAS = {
+    "bounds of all kinds": PERSON,
+    "numbers": several(NUMBER, minItems=3),
+    "person": thing(name=TEXT, age=WHOLE, email=TEXT),
+    "optional": {"type": "object", "properties": {"name": TEXT, "nickname": TEXT, "age": WHOLE}},
+    "choice": thing(colour=choice("red", "green", "blue"), sure=TRUTH),
+    "list of texts": thing(items=several(TEXT)),
+    "list of things": thing(people=several(thing(name=TEXT, age=WHOLE), minItems=1, maxItems=3)),
+    "nested": thing(place=thing(city=TEXT, at=thing(lat=NUMBER, lon=NUMBER)), open=TRUTH),
+    "nullable": thing(name=TEXT, partner={"anyOf": [TEXT, {"type": "null"}]}),
+    "either": {"anyOf": [thing(answer=TEXT), thing(error=TEXT, code=WHOLE)]},
+    "bounds": thing(
+        score={"type": "integer", "minimum": 1, "maximum": 10}, share={"type": "number", "minimum": 0}
+    ),
+    "short text": thing(title={"type": "string", "maxLength": 20}, body={"type": "string", "minLength": 5}),
+    "date": thing(day={"type": "string", "format": "date"}, at={"type": "string", "format": "date-time"}),
+    "pattern": thing(number={"type": "string", "pattern": "^[0-9]{3}-[0-9]{4}$"}, code=TEXT),
+    "tree": {"$ref": "#/$defs/node", "$defs": {"node": NODE}},
+    "map": {"type": "object", "additionalProperties": WHOLE},
+    "pair": {"type": "array", "prefixItems": [TEXT, WHOLE], "minItems": 2, "items": False},
+    "constant": thing(kind={"const": "fact"}, text=TEXT),
+    "tagged": {"oneOf": [thing(kind={"const": "cat"}, lives=WHOLE), thing(kind={"const": "dog"}, name=TEXT)]},
+    "any object": {"type": "object"},
+    "bare list": several(choice("a", "b", "c"), minItems=2, maxItems=5),
+    "many keys": thing(**{f"key_{number}": TRUTH for number in range(6)}),
+}
 PROMPT = Prompt([Literal(make_text(5))])
 
 
+HARD = ("bounds of all kinds", "numbers", "tree", "any object")
+HOT, LONGER = {"temperature": 2.0, "seed": 3}, {"max_new_tokens": 130}
+
+
 @pytest.mark.parametrize(
-    "schema", [PERSON, TREE, NUMBERS, {"type": "object"}], ids=["person", "tree", "numbers", "any"]
+    ("name", "options"),
+    [*((name, {}) for name in SCHEMAS), *((name, options) for name in HARD for options in (HOT, LONGER))],
+    ids=str,
 )
-@pytest.mark.parametrize("options", [{}, {"temperature": 2.0, "seed": 3}, {"max_new_tokens": 130}], ids=str)
-def test_answers_follow_the_json_schema(llama, schema, options):
+def test_answers_follow_the_json_schema(llama, name, options):
     """Its answer would go on for ever: near the last token it is led to an end."""
-    result = llama.engine.generate(PROMPT, grammar=json_grammar(schema), **{"max_new_tokens": 90} | options)
-    jsonschema.validate(json.loads(result.text), schema)
+    grammar = json_grammar(SCHEMAS[name])
+    result = llama.engine.generate(PROMPT, grammar=grammar, **{"max_new_tokens": 90} | options)
+    jsonschema.validate(json.loads(result.text), SCHEMAS[name], format_checker=jsonschema.FormatChecker())
     assert len(result.token_ids) <= 130
 
 

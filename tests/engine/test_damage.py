@@ -9,7 +9,7 @@ import pytest
 import torch
 from benches import largest_error, make_prompt, make_text
 
-from ragblend.engine import prefill as prefill_module
+from ragblend.engine import fusion
 from ragblend.engine.cache import FusedCache
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.layout import value_files
@@ -169,7 +169,7 @@ def test_the_cache_of_a_restarted_prefill_is_freed(fresh, monkeypatch):
             super().__init__(*given)
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr(prefill_module, "FusedCache", Watched)
+    monkeypatch.setattr(fusion, "FusedCache", Watched)
     for key in keys[:2]:
         spoil(fresh.engine.store, key, flip(0.6))
     gc.disable()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benches import chat
+from benches import Unread, chat
 
 from ragblend.engine.plan import Span, make_plan
 from ragblend.engine.prompts.figure_rows import FigureFinder, FigureRows
@@ -128,10 +128,6 @@ def test_an_empty_prompt_has_no_figures():
     assert rows.is_figure.numel() == rows.lines.numel() == 0
 
 
-class Stored:
-    start = 0
-
-
 @pytest.mark.parametrize(
     ("best", "rows"),
     [(10, [2, 3, 6, 7, 8]), (4, [2, 3]), (3, [2, 3]), (1, [])],
@@ -142,7 +138,7 @@ def test_whole_figures_are_selected_best_lines_first(best, rows):
     lines = torch.tensor([1, 1, 1, 1, 2, 2, 2, 2, 2, 3])
     scores = torch.tensor([0.4, 0.1, 0.0, 0.0, 0.1, 0.0, 0.2, 0.2, 0.2, 0.9])
     plan = make_plan(
-        torch.arange(10), (Span(0, 9, Stored()),), 4, 0.5, 0.2, figures=FigureRows(is_figure, lines)
+        torch.arange(10), (Span(0, 9, Unread()),), 4, 0.5, 0.2, figures=FigureRows(is_figure, lines)
     )
     assert whole_figures(plan, scores, 2.0, best).tolist() == rows
     assert whole_figures(replace(plan, figures=None), scores, 2.0, best).tolist() == []

@@ -32,12 +32,6 @@ def test_attention_is_not_flat(bench):
         assert float(rows.amax(dim=-1).mean()) > 5 / min(rows.shape[-1], 64)
 
 
-def test_supported_models_pass_the_gate(bench):
-    verdict = bench.engine.gate
-    assert verdict.passed, verdict.reason
-    assert len(verdict.checks) >= 4
-
-
 @pytest.mark.parametrize(("kind", "method"), pairs(("full", "recompute", "prefix"), always=("recompute",)))
 def test_computing_every_row_equals_the_model(stored_for, kind, method):
     stored = stored_for(kind)

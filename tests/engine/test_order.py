@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections import OrderedDict
 
 import pytest
 
@@ -195,47 +194,3 @@ def test_whatever_comes_and_goes_the_promises_are_kept(seed):
         if order.begin(now) is None:
             break
     assert all(ticket.claim.deadline <= now for ticket in order.waiting), served
-
-
-def simulated(order, requests, held_chunks):
-    """Times to first token where what was used last is cached; a token computed costs 1, one loaded 0.05."""
-    cache, now, waiting, times = OrderedDict(), 0.0, {}, []
-    requests = list(requests)
-    while requests or waiting:
-        while requests and (requests[0][0] <= now or not waiting):
-            at, chunks = requests.pop(0)
-            now = max(now, at)
-            waiting[object()] = at, chunks
-        if order:
-            ranked = RequestOrder(window=32)
-            tickets = {
-                ranked.add(
-                    asks(
-                        chunks={c: 100 for c in chunks if c in cache},
-                        new=20 + sum(100 for c in chunks if c not in cache),
-                    )
-                ): key
-                for key, (_, chunks) in waiting.items()
-            }
-            chosen = tickets[ranked.begin(now)]
-        else:
-            chosen = next(iter(waiting))
-        at, chunks = waiting.pop(chosen)
-        now += 20 + sum(5 if c in cache else 100 for c in chunks)
-        times.append(now - at)
-        for c in chunks:
-            cache[c] = cache.pop(c, None)
-        while len(cache) > held_chunks:
-            cache.popitem(last=False)
-    return sum(times) / len(times)
-
-
-def test_a_saturated_queue_is_served_sooner_in_that_order():
-    """The issue's measure is 1.2 on the real engine; this is the order's own worth, on a made-up trace."""
-    draw, at, requests = random.Random(5), 0.0, []
-    for _ in range(600):
-        at += draw.expovariate(1 / 190)
-        topic = min(int(draw.paretovariate(0.7)), 40)
-        requests.append((at, [f"{topic}-{draw.randrange(6)}" for _ in range(3)]))
-    first_come, ordered = (simulated(order, requests, 24) for order in (False, True))
-    assert first_come / ordered > 1.2

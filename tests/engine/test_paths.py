@@ -7,7 +7,7 @@ import pytest
 import torch
 from benches import PREFIX, chat, largest_error, make_prompt, make_text
 
-from ragblend import Chunk, Engine, Literal, Prompt
+from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.prompts.paths import JOINT_TOKENS
 from ragblend.engine.prompts.session import Session
 from ragblend.engine.scheduling import queue as scheduler
@@ -17,11 +17,6 @@ from ragblend.kvstore.keys import ChunkKey
 
 TEXTS = [make_text(seed, words=8 + 5 * (seed % 4)) for seed in range(7)]
 CHAIN = TEXTS[:3]
-
-
-@pytest.fixture
-def fresh(fresh_bench_for):
-    return fresh_bench_for()
 
 
 def read(bench, prompt, method="exact", **options):
@@ -211,11 +206,9 @@ def test_on_a_busy_device_one_context_waits_to_be_stored(fresh):
 # --- whose it is
 
 
-def test_two_collections_share_no_node(fresh):
+def test_two_collections_share_no_node(fresh, fresh_bench_for):
     """Their salts are in every key of a path: neither learns by the clock what the other has asked."""
-    other = Engine.open(
-        str(fresh.folder), home=fresh.engine.home, device="cpu", dtype="float32", collection="bob"
-    )
+    other = fresh_bench_for(home=fresh.engine.home, collection="bob").engine
     prompt = chat(fresh, CHAIN)
     read(fresh, prompt)
     assert other.prefill(prompt, method="exact").report.hits == 0

@@ -95,23 +95,16 @@ def test_scores_follow_the_papers_equations(stored_for, seen, kind, name):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "granite", "phi3"])
-def test_qcfuses_question_sees_only_the_anchors(stored_for, seen, monkeypatch, kind):
+def test_qcfuses_question_sees_only_the_anchors(stored_for, seen, watch_layers, kind):
     """In layers that are scored, too: as transformers sees it where nothing else is in its cache (whose windows go by
     place in it, not by position: of those the scores above tell).
     """
     stored = stored_for(kind)
     prompt = stored.engine.tokenize(Prompt([*(Chunk(text) for text in TEXTS), Literal(SUFFIX)]))
     start = prompt.places[-1][1]
-    decoder, before = stored.engine.runtime.decoder, {}
-    run_layer = decoder.run_layer
-
-    def recorded(layer, hidden, *more):
-        before.setdefault(layer, hidden[0])
-        return run_layer(layer, hidden, *more)
-
-    with monkeypatch.context() as watching:
-        watching.setattr(decoder, "run_layer", recorded)
-        stored.engine.prefill(prompt, method="qcfuse:digest_ratio=0.4", ratio=0.7)
+    before = {}
+    watch_layers(stored, lambda layer, hidden, *more: before.setdefault(layer, hidden[0]))
+    stored.engine.prefill(prompt, method="qcfuse:digest_ratio=0.4", ratio=0.7)
     (_, plan, _) = seen[-1]
     rows = [row for row in range(start) if not plan.candidates[row]]
     for begin, end in prompt.places:
@@ -180,13 +173,10 @@ def test_the_best_scored_rows_are_selected(stored_for, seen, kind, name):
     assert report.probe_rows == fresh_rows(plan).numel()
 
 
-def test_a_probe_stops_after_its_last_scored_layer(stored, monkeypatch):
+def test_a_probe_stops_after_its_last_scored_layer(stored, watch_layers):
     """A3 looks at layer 1 only; what comes after is not computed for it."""
-    decoder, layers = stored.engine.runtime.decoder, []
-    run_layer = decoder.run_layer
-    monkeypatch.setattr(
-        decoder, "run_layer", lambda layer, *args: layers.append(layer) or run_layer(layer, *args)
-    )
+    layers = []
+    watch_layers(stored, lambda layer, *more: layers.append(layer))
     stored.engine.prefill(make_prompt(TEXTS), method="a3", ratio=0.6)
     assert layers == [0, 1, 0, 1, 2, 3]
 
@@ -198,21 +188,18 @@ def test_a_probe_stops_after_its_last_scored_layer(stored, monkeypatch):
         ("a3", [True] * 2, [False, True, True, True]),  # the last layer was left half way
     ],
 )
-def test_rows_before_the_first_reused_chunk_are_computed_once(bench, monkeypatch, name, first, later):
+def test_rows_before_the_first_reused_chunk_are_computed_once(bench, watch_layers, name, first, later):
     """The words before the first chunk that is not exact go on after the probe where it left them."""
     bench.engine.encode(TEXTS)
-    decoder, begins = bench.engine.runtime.decoder, []
-    prompt = bench.engine.tokenize(make_prompt(TEXTS))
+    begins, prompt = [], bench.engine.tokenize(make_prompt(TEXTS))
     bench.engine.prefill(prompt)  # the gate has been run
     start = prompt.places[0][0]
-    run_layer = decoder.run_layer
 
-    def recorded(layer, hidden, block, *args):
+    def record(layer, hidden, block, *more):
         begins.append(set(range(start)) <= set(block.rows.tolist()))
         assert begins[-1] or int(block.rows[0]) >= start
-        return run_layer(layer, hidden, block, *args)
 
-    monkeypatch.setattr(decoder, "run_layer", recorded)
+    watch_layers(bench, record)
     probed = bench.engine.prefill(prompt, method=name, ratio=0.6)
     assert begins == first + later
     bench.assert_exact(probed.cache, prompt, 0, start)
@@ -238,16 +225,9 @@ def test_missing_chunks_are_left_out_of_the_probe(fresh, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", ["probe", "a3"])
-def test_a_probe_can_be_cancelled_between_layers(stored, monkeypatch, name):
-    decoder, cancel, layers = stored.engine.runtime.decoder, threading.Event(), []
-    run_layer = decoder.run_layer
-
-    def cancelling(layer, *args):
-        layers.append(layer)
-        cancel.set()
-        return run_layer(layer, *args)
-
-    monkeypatch.setattr(decoder, "run_layer", cancelling)
+def test_a_probe_can_be_cancelled_between_layers(stored, watch_layers, name):
+    cancel, layers = threading.Event(), []
+    watch_layers(stored, lambda layer, *more: (layers.append(layer), cancel.set()))
     with pytest.raises(Cancelled):
         stored.engine.prefill(make_prompt(TEXTS), method=name, ratio=0.5, cancel=cancel)
     assert layers == [0]
@@ -279,9 +259,6 @@ def test_only_the_end_of_a_long_question_is_collected(stored, monkeypatch):
     prompt = make_prompt(TEXTS, suffix="\n\nQuestion: " + make_text(50, words=12))
     stored.engine.prefill(prompt, method="probe", ratio=0.9)
     assert shown == [8, 8, 8]  # layers 1 to 3
-    for rows in (5, 16, 17, 23, 24, 25, 40):
-        sizes = fusion._block_sizes(rows, min(8, rows))
-        assert sum(sizes) == rows and sizes[-1] >= min(8, rows)
 
 
 def evenly(rows, count):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from benches import make_prompt, make_text
+from benches import Unread, make_prompt, make_text
 
 from ragblend.engine.plan import Kind, Span, make_plan
 from ragblend.engine.selection import METHODS, Evidence, Static
@@ -12,22 +12,13 @@ from ragblend.kvstore.errors import UsageError
 TOKENS, LAYERS = 120, 10
 
 
-class Stored:
-    """A reader that is only asked where its chunk began."""
-
-    start = 10
-
-    def read_layer(self, layer, keys, values):
-        raise AssertionError("nothing is loaded here")
-
-
 def plan_of(ratio=0.3, layers=LAYERS, share=0.25, seed=0):
     """10 literal, 20 exact, 30 reusable, 20 missing, 30 reusable, 10 literal tokens."""
     spans = (
-        Span(10, 20, Stored(), exact=True),
-        Span(30, 30, Stored()),
+        Span(10, 20, Unread(), exact=True),
+        Span(30, 30, Unread()),
         Span(60, 20, None),
-        Span(80, 30, Stored()),
+        Span(80, 30, Unread()),
     )
     return make_plan(torch.arange(TOKENS), spans, layers, ratio, share, seed)
 
@@ -63,7 +54,7 @@ def test_a_plan_classifies_every_token():
 
 
 def test_the_last_token_is_always_fresh():
-    plan = make_plan(torch.arange(20), (Span(5, 15, Stored()),), 2, 0.3, 0.2)
+    plan = make_plan(torch.arange(20), (Span(5, 15, Unread()),), 2, 0.3, 0.2)
     assert plan.kinds[-1] == Kind.FRESH
     assert (plan.candidate_tokens, plan.always_tokens) == (14, 6)
 

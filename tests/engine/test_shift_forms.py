@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from benches import largest_error, make_prompt, make_text
+from benches import largest_error, make_prompt, make_text, of_stored
 
 from ragblend.engine.selection import METHODS, shift
-from ragblend.engine.selection.shift import KernelShift, LayerChange, ShiftContext
+from ragblend.engine.selection.shift import KernelShift, ShiftContext
 
 TEXTS = [make_text(seed, words=20) for seed in range(4)]
 
@@ -154,10 +154,7 @@ def test_with_many_recomputed_rows_three_layers_share_similarity(monkeypatch, fe
         """compared: by that layer's stored rows, in a run of its own."""
         keys, values, _ = layers[layer if compared is None else compared]
         changes = layers[layer][2]
-        change = LayerChange(
-            layer, run, *changes, stored=lambda at: (keys[:, at], values[:, at]), unrotated=None
-        )
-        [delta] = KernelShift().deltas(change)
+        [delta] = KernelShift().deltas(of_stored(keys, values, run, *changes, layer=layer))
         return torch.cat([delta.keys, delta.values])
 
     def new_run():
@@ -182,10 +179,8 @@ def test_outliers_stay_similar_to_each_other_in_bfloat16(seed):
     changes = torch.randn(2, 2, len(rows), 16)
 
     def shifted(dtype):
-        keys, values = stored.to(dtype)
         run = ShiftContext(rows, [(0, 400)], dtype)
-        change = LayerChange(0, run, *changes, stored=lambda at: (keys[:, at], values[:, at]), unrotated=None)
-        [delta] = KernelShift().deltas(change)
+        [delta] = KernelShift().deltas(of_stored(*stored.to(dtype), run, *changes))
         return delta.keys[:, 21].double()
 
     exact = shifted(torch.float32)

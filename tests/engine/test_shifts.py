@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benches import chat, largest_error, make_prompt, make_text
+from benches import chat, largest_error, make_prompt, make_text, of_stored
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.selection import METHODS, Delta, KernelShift, Policy
-from ragblend.engine.selection.shift import LayerChange, ShiftContext
+from ragblend.engine.selection.shift import ShiftContext
 
 TEXTS = [make_text(seed, words=20) for seed in range(4)]
 
@@ -70,10 +70,6 @@ def made_up_change(key_size=8, value_size=8, dtype=torch.float32):
     ]
     changes = [part[:, rows] * 0.3 + 0.5 for part in mixed]
     return of_stored(*stored, ShiftContext(rows, [(5, 65), (65, 105)], dtype), *changes)
-
-
-def of_stored(keys, values, run, *changes):
-    return LayerChange(0, run, *changes, stored=lambda at: (keys[:, at], values[:, at]), unrotated=None)
 
 
 def delta_of(change):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 from benches import reference_pair
@@ -13,9 +14,11 @@ from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.engine.decoding.direct import DirectDecode
 from ragblend.engine.decoding.eightbit import EightBit
 from ragblend.engine.decoding.fourbit import FourBit
+from ragblend.engine.decoding.grammar import json_grammar
 from ragblend.engine.decoding.implementations import compare_implementations
 from ragblend.engine.decoding.packed_weights import pack_weights
 from ragblend.engine.model import convert
+from ragblend.engine.prompts.segments import Message
 from ragblend.kvstore.layout import value_files
 
 PASSAGES = [
@@ -109,6 +112,14 @@ def test_full_prefill_answers_as_transformers(engine, prompt, reference):
     assert result.token_ids[0] == int(reference[0][-1].argmax())
     assert len(result.text) > 20
     assert result.text == "".join(engine.stream(prompt, method="full", max_new_tokens=24))
+
+
+@pytest.mark.parametrize("question", ["Repeat the letter a for ever.", "Do not answer in JSON."])
+def test_answers_are_held_to_a_schema(engine, question):
+    schema = {"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "integer"}}}
+    asked = engine.chat([Message("user", (Literal(question),))])
+    said = engine.generate(asked, max_new_tokens=64, grammar=json_grammar(schema | {"required": ["a", "n"]}))
+    jsonschema.validate(json.loads(said.text), schema | {"required": ["a", "n"]})
 
 
 def test_its_weights_are_packed_in_four_bits_with_the_same_logits(engine, prompt):

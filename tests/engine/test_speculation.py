@@ -56,6 +56,13 @@ class Reads:
         monkeypatch.setattr(speculation, "prefill", ahead)
         monkeypatch.setattr(engine_module, "prefill", in_place)
 
+    def counted_from_here(self, bench, prompt, **options):
+        """What that prompt is answered, before anything is read ahead."""
+        want = expected(bench, prompt, **options)
+        bench.engine.finish_background()
+        self.in_place = 0
+        return want
+
 
 @pytest.fixture
 def reads(monkeypatch):
@@ -73,9 +80,7 @@ def expected(bench, prompt, **options):
 
 @pytest.mark.parametrize("method", ["probe-shift", "exact", "full"])
 def test_a_prompt_that_stays_the_same_is_read_ahead(fresh, reads, method):
-    want = expected(fresh, RIGHT, method=method)
-    fresh.engine.finish_background()
-    reads.in_place = 0
+    want = reads.counted_from_here(fresh, RIGHT, method=method)
 
     def prompts():
         yield RIGHT
@@ -87,9 +92,7 @@ def test_a_prompt_that_stays_the_same_is_read_ahead(fresh, reads, method):
 
 
 def test_a_prefill_in_progress_of_the_final_prompt_is_waited_for(fresh, reads):
-    want = expected(fresh, RIGHT)
-    fresh.engine.finish_background()
-    reads.in_place, reads.holds = 0, True
+    want, reads.holds = reads.counted_from_here(fresh, RIGHT), True
 
     def prompts():
         yield RIGHT
@@ -118,9 +121,7 @@ def test_cancelling_does_not_wait_for_the_prefill_in_progress(fresh, reads):
 @pytest.mark.parametrize("last", [RIGHT, make_prompt(TEXTS[:3], suffix="Another question?")])
 def test_a_changed_prompt_is_dropped_between_two_layers(fresh, reads, last):
     """The same passages with other words are another prompt."""
-    want = expected(fresh, last)
-    fresh.engine.finish_background()
-    reads.holds = True
+    want, reads.holds = reads.counted_from_here(fresh, last), True
 
     def prompts():
         yield WRONG if last is RIGHT else RIGHT
@@ -132,9 +133,7 @@ def test_a_changed_prompt_is_dropped_between_two_layers(fresh, reads, last):
 
 
 def test_nothing_is_read_ahead_on_a_busy_device(fresh, reads):
-    want = expected(fresh, RIGHT)
-    fresh.engine.finish_background()
-    reads.in_place, has_it, let_go = 0, threading.Event(), threading.Event()
+    want, has_it, let_go = reads.counted_from_here(fresh, RIGHT), threading.Event(), threading.Event()
 
     def busy():
         with fresh.engine.runtime.queue.turn():
@@ -155,9 +154,8 @@ def test_nothing_is_read_ahead_on_a_busy_device(fresh, reads):
 
 
 def test_another_request_gets_the_device_after_a_layer(fresh, reads):
-    want = expected(fresh, RIGHT)
-    fresh.engine.finish_background()
-    reads.holds, served = True, []
+    want, served = reads.counted_from_here(fresh, RIGHT), []
+    reads.holds = True
     other = threading.Thread(target=lambda: served.append(expected(fresh, WRONG)))
 
     def prompts():

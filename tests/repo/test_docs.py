@@ -207,7 +207,7 @@ def test_the_path_of_a_question_names_functions_that_are_there() -> None:
     text = (REPO / "docs" / "how-it-works.md").read_text(encoding="utf-8")
     steps = re.findall(r"`(\w[\w/]+)\.py:([\w.]+)`", text)
     assert len(steps) <= 22, "12 hops of a question, and 10 of a document"
-    assert {name for _, name in steps} >= {"EngineBase.stream", "Fusion.prefill", "KVStore.put"}
+    assert {name for _, name in steps} >= {"EngineInterface.stream", "Fusion.prefill", "KVStore.put"}
     for module, name in steps:
         found = importlib.import_module(f"ragblend.{module.replace('/', '.')}")
         for part in name.split("."):
