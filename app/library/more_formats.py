@@ -39,8 +39,8 @@ def _shape_lines(shape: Any) -> Iterator[str]:
 
 def opendocument_sections(path: Path) -> list[Section]:
     """ODT and ODP: paragraphs, lists and table rows, split at headings."""
-    from odf import opendocument, teletype
-    from odf.namespaces import TABLENS, TEXTNS
+    from odf import opendocument, teletype  # type: ignore[import-untyped]
+    from odf.namespaces import TABLENS, TEXTNS  # type: ignore[import-untyped]
 
     with open_archive(path):
         document = opendocument.load(str(path))
@@ -63,14 +63,14 @@ def opendocument_sections(path: Path) -> list[Section]:
 
 def rtf_text(text: str) -> str:
     """The text of a rich text document."""
-    from striprtf.striprtf import rtf_to_text
+    from striprtf.striprtf import rtf_to_text  # type: ignore[import-untyped]
 
     return str(rtf_to_text(text, errors="replace"))
 
 
 def rst_sections(text: str) -> list[Section]:
     """reStructuredText, without what would read other files or run."""
-    from docutils.core import publish_parts
+    from docutils.core import publish_parts  # type: ignore[import-untyped]
 
     settings = {
         "file_insertion_enabled": False,
@@ -97,7 +97,7 @@ def org_sections(text: str) -> list[Section]:
 
 def latex_text(text: str) -> str:
     """LaTeX without its commands; formulas stay as they are written."""
-    from pylatexenc.latex2text import LatexNodes2Text
+    from pylatexenc.latex2text import LatexNodes2Text  # type: ignore[import-untyped]
 
     body = re.search(r"\\begin\{document\}(.*)\\end\{document\}", text, re.DOTALL)
     found: str = LatexNodes2Text(math_mode="verbatim").latex_to_text(body.group(1) if body else text)

@@ -63,7 +63,8 @@ def opened(path: Path) -> Iterator[tuple[Any, Any]]:
     """
     import pypdfium2
 
-    document = reader = None
+    document: Any = None
+    reader: Any = None
     with suppress(pypdfium2.PdfiumError):
         document = pypdfium2.PdfDocument(path)
     try:

@@ -45,7 +45,7 @@ def table_rows(rows: Iterable[Sequence[str]], place: str = "") -> Iterator[Row]:
 
 def xlsx_rows(path: Path) -> Iterator[Row]:
     """The rows of all sheets, with the values that formulas had when the file was saved."""
-    from openpyxl import load_workbook
+    from openpyxl import load_workbook  # type: ignore[import-untyped]
 
     with open_archive(path):
         workbook = load_workbook(path, read_only=True, data_only=True, keep_links=False)

@@ -30,8 +30,8 @@ TAG = re.compile(r"<[^>]+>")
 
 def docx_sections(path: Path) -> list[Section]:
     """The text of a DOCX by heading. Raises DocumentError."""
-    import mammoth
-    from mammoth.images import img_element
+    import mammoth  # type: ignore[import-untyped]
+    from mammoth.images import img_element  # type: ignore[import-untyped]
 
     with open_archive(path) as archive:
         prepared = _prepared(archive, path)
