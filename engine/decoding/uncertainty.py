@@ -21,7 +21,7 @@ from ragblend.engine.prompts.segments import Prompt
 View = Callable[[Sequence[int]], Tensor]  # logits (vocab,) after these tokens of the answer
 NEAR_TOKENS = 12
 LIKELY = 20  # the most likely tokens that are compared
-CONFIRMED = 0.1  # the share from which a passage alone confirms a token
+CONFIRMED = 0.3  # the share from which a passage alone confirms a token
 SURE_WITHOUT_VIEW = 0.8  # what counts as confident where no passage can be asked
 # Reading a passage alone must save most of a full prefill; else that is done at once.
 LARGEST_VIEW = 0.5
