@@ -46,9 +46,7 @@ _BLANK = "\ue000"  # a blank that counts; private-use characters are removed fro
 
 def html_sections(markup: str) -> list[Section]:
     """The text that a person sees on the page, split at its headings: no scripts, styles and menus."""
-    from selectolax.lexbor import LexborHTMLParser
-
-    tree = LexborHTMLParser(markup.replace(_BLANK, ""))
+    tree = _parsed(markup.replace(_BLANK, ""))
     sections = [Section("")]
     if tree.root is not None:
         _walk(tree.root, sections, hides_menus=_menu_share(tree) <= MENU_SHARE)
@@ -57,10 +55,17 @@ def html_sections(markup: str) -> list[Section]:
 
 def html_title(markup: str) -> str:
     """The page's title; empty if it has none."""
-    from selectolax.lexbor import LexborHTMLParser
-
-    found = LexborHTMLParser(markup).css_first("title")
+    found = _parsed(markup).css_first("title")
     return " ".join(found.text().split()) if found is not None else ""
+
+
+def _parsed(markup: str) -> Any:
+    from selectolax.lexbor import LexborHTMLParser, SelectolaxError
+
+    try:
+        return LexborHTMLParser(markup)
+    except SelectolaxError as error:  # lexbor fails only where it gets no memory
+        raise MemoryError from error
 
 
 def _menu_share(tree: Any) -> float:

@@ -8,7 +8,7 @@ import io
 import re
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -107,19 +107,26 @@ def _page_images(
     )
 
 
-def page_pictures(path: Path, numbers: Sequence[int], scale: float) -> "Iterator[NDArray[np.uint8]]":
+def page_pictures(path: Path, numbers: Sequence[int], scale: float) -> "Iterator[NDArray[np.uint8] | None]":
     """Pages (from 1) as (height, width, 3), at `scale` pixels per point, or fewer where the picture would be huge.
 
-    Raises whatever pdfium raises for a file that it cannot read.
+    None for a page that pdfium cannot read.
     """
-    import pypdfium2
+    from pypdfium2 import PdfiumError
 
-    with pypdfium2.PdfDocument(path) as document:
+    with opened(path) as (document, _reader):
         for number in numbers:
-            page = document[number - 1]
-            pixels = min(scale, MAX_PICTURE / max(page.get_size()))
-            yield page.render(scale=pixels).to_numpy()[..., :3].copy()
-            page.close()
+            picture = None
+            with suppress(PdfiumError):
+                picture = _picture(document[number - 1], scale) if document is not None else None
+            yield picture
+
+
+def _picture(page: Any, scale: float) -> "NDArray[np.uint8]":
+    with closing(page):
+        pixels = min(scale, MAX_PICTURE / max(page.get_size()))
+        picture: NDArray[np.uint8] = page.render(scale=pixels).to_numpy()[..., :3].copy()
+        return picture
 
 
 def _find_on(pages: Sequence[Any], text: str, part: Span | None) -> list[list[tuple[int, int]]] | None:
@@ -194,7 +201,7 @@ def recognised(path: Path, numbers: Sequence[int], on_page: OnPage) -> list[tupl
     texts = []
     for done, picture in enumerate(page_pictures(path, numbers, OCR_SCALE)):
         on_page(done, len(numbers))
-        texts.append("\n".join(_engine()(picture).txts or ()))
+        texts.append("" if picture is None else "\n".join(_engine()(picture).txts or ()))
     on_page(len(numbers), len(numbers))
     return list(zip(numbers, texts, strict=True))
 

@@ -31,6 +31,8 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
 
     notes: gets a sentence that names the pages that could not be read.
     """
+    from pypdf.errors import LimitReachedError
+
     begun, damaged = time.monotonic(), list[str]()
     with opened(path) as (document, reader):
         count = len(document) if document is not None else len(reader.pages)
@@ -42,12 +44,16 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
                     "all of them. Split it into parts."
                 )
             label, text = page_label(document, number), _pdfium_text(document, number)
-            if not text.strip() and reader is not None:
+            if not text and reader is not None:
                 try:
-                    text = reader.pages[number].extract_text()
+                    text = reader.pages[number].extract_text() or text
+                except LimitReachedError as error:
+                    raise _too_large(path, error) from error
                 except Exception:  # pypdf raises anything for a damaged page
-                    damaged.append(label)
-            yield label, "\n".join([text, *_filled_in(reader, number)])
+                    text = None
+            if text is None:
+                damaged.append(label)
+            yield label, "\n".join([text or "", *_filled_in(reader, number)])
         on_page(count, count)
     if damaged and len(damaged) == count:
         raise UnreadableDocumentError(f"Reading {path}: all of its pages are damaged. {PRINT_AGAIN}")
@@ -86,15 +92,15 @@ def page_label(document: Any, number: int) -> str:
     return (document.get_page_label(number) if document is not None else "") or str(number + 1)
 
 
-def _pdfium_text(document: Any, number: int) -> str:
-    """The page's text; empty if pdfium finds none."""
+def _pdfium_text(document: Any, number: int) -> str | None:
+    """The page's text, which may be empty; None if pdfium cannot read the page."""
     from pypdfium2 import PdfiumError
 
     if document is None:
-        return ""
+        return None
     with suppress(PdfiumError), closing(document[number]) as page, closing(page.get_textpage()) as textpage:
-        return str(textpage.get_text_bounded()).replace(WRAPPED, "")
-    return ""
+        return str(textpage.get_text_bounded()).replace(WRAPPED, "").strip()
+    return None
 
 
 def _filled_in(reader: "PdfReader | None", number: int) -> list[str]:
@@ -147,10 +153,14 @@ def _by_pypdf(file: BinaryIO, path: Path) -> "PdfReader":
             f"Reading {path}: it is encrypted with AES, which needs one more package: `pip install cryptography`."
         ) from error
     except LimitReachedError as error:
-        raise OversizedDocumentError(
-            f"Reading {path}: a part of the PDF is suspiciously large ({error}). {PRINT_AGAIN}"
-        ) from error
+        raise _too_large(path, error) from error
     except (PyPdfError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UnreadableDocumentError(
             f"Reading {path}: the PDF is damaged ({error}). {PRINT_AGAIN}"
         ) from error
+
+
+def _too_large(path: Path, error: Exception) -> OversizedDocumentError:
+    return OversizedDocumentError(
+        f"Reading {path}: a part of the PDF is suspiciously large ({error}). {PRINT_AGAIN}"
+    )

@@ -78,7 +78,7 @@ def test_modes_leave_no_registered_passages(engine, questions, monkeypatch) -> N
     answer(engine, mode_of("refine"), questions[0], 1)
     assert len(registry) == 0
     monkeypatch.setattr(
-        calls_module.Call, "generate", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+        calls_module.PreparedCall, "generate", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     with pytest.raises(KeyboardInterrupt):
         answer(engine, mode_of("refine"), questions[0], 1)
