@@ -205,7 +205,7 @@ def test_hub_model_is_downloaded(start, open_page, harbour, tiny_folder, tmp_pat
         page.fill("#rb-model input, #rb-model textarea", "anna/tiny")
         mine.press("#rb-save", "#rb-saved:has-text('Downloading anna/tiny')")
         page.click("#rb-stop-download")
-        mine.expect("#rb-saved").to_contain_text("was stopped; what has come is kept")
+        mine.expect("#rb-saved").to_contain_text("was stopped; what has arrived is kept")
         page.wait_for_selector("#rb-stop-download", state="hidden")
         assert "anna/tiny" not in (running.home / "settings.toml").read_text()
         hub.go_on.set()
