@@ -25,6 +25,13 @@ from ragblend.kvstore.sqlite import (
 
 BATCH_ROWS = 500
 WORD = re.compile(r"[^\W_]+")
+# Scripts without blanks between words.
+UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai and Lao, Burmese, Khmer
+    "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Japanese, Chinese
+)
+RUN = re.compile(rf"[{UNSPACED}]+|(?:(?![{UNSPACED}])[^\W_])+")
+IS_UNSPACED = re.compile(rf"[{UNSPACED}]")
 READ_ONLY = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR)
 
 
@@ -163,7 +170,16 @@ def words_of(collection: str, text: str) -> list[str]:
     Digits and consonants before a word change nothing for FTS5's stemmer.
     """
     mark = int.from_bytes(hashlib.blake2b(collection.encode(), digest_size=6).digest())
-    return [f"x{mark}{word}" for word in WORD.findall(unicodedata.normalize("NFKC", text))]
+    return [
+        f"x{mark}{word}" for run in RUN.findall(unicodedata.normalize("NFKC", text)) for word in _words(run)
+    ]
+
+
+def _words(run: str) -> list[str]:
+    """The run, or if its script has no blanks between words, each two neighbours in it."""
+    if len(run) < 2 or not IS_UNSPACED.match(run):
+        return [run]
+    return [run[at : at + 2] for at in range(len(run) - 1)]
 
 
 def _worded(collection: str, text: bytes) -> str:

@@ -189,6 +189,32 @@ def test_repeated_word_of_a_question_counts_once(library):
     assert next(iter(library.by_words(["default"], "Elm, elm or ELM at the sluice?", 9))) == nodes[0]
 
 
+@pytest.mark.parametrize(
+    ("texts", "question", "wanted"),
+    [
+        (
+            ["码头的钥匙挂在蓝色的门后面。", "会议七点在厨房开始。", "苹果和油由约尔格带来。"],
+            "船库的钥匙在哪里？",
+            0,
+        ),
+        (
+            [
+                "鍵は青いドアの後ろに掛かっています。",
+                "会議は七時に台所で始まります。",
+                "費用は年に千円です。",
+            ],
+            "会議はいつ始まりますか",
+            1,
+        ),
+        (["กุญแจแขวนอยู่หลังประตูสีน้ำเงิน", "การประชุมเริ่มเจ็ดโมงในครัว", "ค่าธรรมเนียมปีละพันบาท"], "ค่าธรรมเนียมเท่าไร", 2),
+        (["ＡＢＣの価格は五円", "会議は七時", "鍵は青い"], "abcの値段", 0),  # full-width letters
+    ],
+)
+def test_scripts_without_blanks_are_found_by_their_words(library, texts, question, wanted):
+    _, nodes = fill(library, "/a", texts)
+    assert next(iter(library.by_words(["default"], question, 3))) == nodes[wanted]
+
+
 def test_passages_with_the_code_come_first(library):
     _, nodes = fill(library, "/a", ["4711 b c d", "red boat e f", "red boat g h", *"ijklmn"])
     assert dict(library.by_words(["default"], "red boat 4711", 1)) == {nodes[0]: True}
