@@ -8,11 +8,10 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
-from xml.etree.ElementTree import Element
 
 from ragblend.app.library.encodings import decode
-from ragblend.app.library.file_checks import open_archive
-from ragblend.app.library.html_text import Section, html_sections, html_title
+from ragblend.app.library.file_checks import archive_xml, local_name, open_archive
+from ragblend.app.library.html_text import Section, html_sections
 from ragblend.kvstore.errors import EncryptedDocumentError, UnreadableDocumentError
 
 CONTAINER = "META-INF/container.xml"
@@ -29,22 +28,15 @@ def epub_chapters(path: Path) -> Iterator[Section]:
             )
         for name in dict.fromkeys(_spine(archive, path)):
             if name in names:
-                yield from _chapter(decode(archive.read(name), path))
-
-
-def _chapter(markup: str) -> Iterator[Section]:
-    title = html_title(markup)
-    for section in html_sections(markup):
-        section.heading = section.heading or title
-        yield section
+                yield from html_sections(decode(archive.read(name), path), is_titled=True)
 
 
 def _spine(archive: zipfile.ZipFile, path: Path) -> list[str]:
     package = _package_name(archive, path)
-    root = _xml(archive, package)
+    root = archive_xml(archive, package)
     folder = posixpath.dirname(package)
-    items = {item.get("id"): item for item in root.iter() if _local(item) == "item"}
-    order = [items.get(ref.get("idref")) for ref in root.iter() if _local(ref) == "itemref"]
+    items = {item.get("id"): item for item in root.iter() if local_name(item) == "item"}
+    order = [items.get(ref.get("idref")) for ref in root.iter() if local_name(ref) == "itemref"]
     return [
         posixpath.normpath(posixpath.join(folder, unquote(item.get("href", ""))))
         for item in order
@@ -53,18 +45,7 @@ def _spine(archive: zipfile.ZipFile, path: Path) -> list[str]:
 
 
 def _package_name(archive: zipfile.ZipFile, path: Path) -> str:
-    for element in _xml(archive, CONTAINER).iter():
-        if _local(element) == "rootfile" and element.get("full-path"):
+    for element in archive_xml(archive, CONTAINER).iter():
+        if local_name(element) == "rootfile" and element.get("full-path"):
             return str(element.get("full-path"))
     raise UnreadableDocumentError(f"Reading {path}: the book has no list of chapters. Save it again as EPUB.")
-
-
-def _xml(archive: zipfile.ZipFile, name: str) -> Element:
-    from defusedxml.ElementTree import fromstring  # no entities, so no billion laughs and no outside files
-
-    root: Element = fromstring(archive.read(name))
-    return root
-
-
-def _local(element: Element) -> str:
-    return element.tag.rsplit("}", 1)[-1]

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from xml.etree.ElementTree import Element
 
 from ragblend.app.library.encodings import HEAD_BYTES, is_binary
 from ragblend.kvstore.errors import (
@@ -83,6 +84,19 @@ def check_content(path: Path) -> None:
             found = _archive_kind(archive)
     if found != promised:
         raise UnreadableDocumentError(_mislabelled(path, promised, found))
+
+
+def archive_xml(archive: zipfile.ZipFile, name: str) -> Element:
+    """A member of an archive as XML. Raises whatever the parser raises."""
+    from defusedxml.ElementTree import fromstring  # no entities, so no billion laughs and no outside files
+
+    root: Element = fromstring(archive.read(name))
+    return root
+
+
+def local_name(element: Element) -> str:
+    """An element's name without its namespace."""
+    return str(element.tag).rsplit("}", 1)[-1]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ SUBSCRIPT = str.maketrans("0123456789+-", "₀₁₂₃₄₅₆₇₈₉₊₋"
 CELLS = {"td", "th"}
 CELL_CHARACTERS = 300  # a longer cell is part of a page's layout, and keeps its paragraphs
 MARKS = {"sup": ("^", SUPERSCRIPT), "sub": ("_", SUBSCRIPT)}
-# MathML elements of several parts, and what stands between these.
+# Separators between the arguments of MathML elements.
 BETWEEN = {"mfrac": "/", "msup": "^", "msub": "_", "mroot": " root ", "mover": "^", "munder": "_"}
 MENU_SHARE = 0.5  # of a page's text; a `nav` that has more is not a menu, but was not closed
 
@@ -44,19 +44,20 @@ class Section:
 _BLANK = "\ue000"  # a blank that counts; private-use characters are removed from documents in any case
 
 
-def html_sections(markup: str) -> list[Section]:
-    """The text that a person sees on the page, split at its headings: no scripts, styles and menus."""
+def html_sections(markup: str, is_titled: bool = False) -> list[Section]:
+    """The text that a person sees on the page, split at its headings: no scripts, styles and menus.
+
+    is_titled: sections without a heading get the page's title.
+    """
     tree = _parsed(markup.replace(_BLANK, ""))
     sections = [Section("")]
     if tree.root is not None:
         _walk(tree.root, sections, hides_menus=_menu_share(tree) <= MENU_SHARE)
+    title = tree.css_first("title") if is_titled else None
+    if title is not None:
+        for section in sections:
+            section.heading = section.heading or " ".join(title.text().split())
     return [section for section in sections if section.text]
-
-
-def html_title(markup: str) -> str:
-    """The page's title; empty if it has none."""
-    found = _parsed(markup).css_first("title")
-    return " ".join(found.text().split()) if found is not None else ""
 
 
 def _parsed(markup: str) -> Any:

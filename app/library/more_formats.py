@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from email.message import EmailMessage
 from pathlib import Path
 from typing import Any
@@ -132,9 +133,12 @@ def mail_parts(path: Path) -> Iterator[Part]:
     from email import message_from_bytes, policy
 
     if path.suffix.lower() == ".mbox":
-        for number, message in enumerate(mailbox.mbox(path, create=False), start=1):
-            whole = message_from_bytes(message.as_bytes(), policy=policy.default)
-            yield _message_text(whole), f"message {number}"
+        with closing(mailbox.mbox(path, create=False)) as box:
+            for number, key in enumerate(box.keys(), start=1):
+                yield (
+                    _message_text(message_from_bytes(box.get_bytes(key), policy=policy.default)),
+                    f"message {number}",
+                )
     else:
         yield _message_text(message_from_bytes(path.read_bytes(), policy=policy.default)), ""
 

@@ -1,5 +1,5 @@
 """Reads the pages of a PDF: text by pdfium, what people filled in and noted by pypdf, which also has its text where
-pdfium finds none. A page that neither can read is named, and the others are kept.
+pdfium finds none. Pages that neither can read are named; the rest is kept.
 """
 
 import time

@@ -11,12 +11,12 @@ from pathlib import Path
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from ragblend.app.library.encodings import decode
-from ragblend.app.library.file_checks import open_archive
+from ragblend.app.library.file_checks import archive_xml, local_name, open_archive
 from ragblend.app.library.html_text import Section, html_sections
 from ragblend.kvstore.errors import UnreadableDocumentError
 
 COMPATIBILITY = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
-# Office Math elements of several arguments, and what stands between these.
+# Separators between the arguments of Office Math elements.
 BETWEEN = {"f": "/", "sSup": "^", "sSub": "_", "func": " ", "limLow": " ", "limUpp": " "}
 ENDS_OF = {"rad": ("√(", ")"), "d": ("(", ")"), "m": ("[", "]")}
 REFERENCE = re.compile(r'<sup><a href="#((?:footnote|endnote|comment)-[^"]+)"[^>]*>\[[^\]]*\]</a></sup>')
@@ -60,14 +60,14 @@ def _notes_in_place(html: str) -> str:
 def _prepared(archive: zipfile.ZipFile, path: Path) -> io.BytesIO:
     """A copy of the package without pictures, whose parts have only what mammoth reads."""
     names = [name for name in archive.namelist() if name.lower().endswith((".xml", ".rels"))]
-    parts = {name: _parsed(archive.read(name), path) for name in names if name.endswith(".xml")}
-    bodies = [(name, root) for name, root in parts.items() if (_body(root)) is not None]
+    parts = {name: archive_xml(archive, name) for name in names if name.endswith(".xml")}
+    bodies = [(name, root) for name, root in parts.items() if _body(root) is not None]
     for root in parts.values():
         _write_formulas(root)
         _take_alternatives(root)
+    edges = [part for part in parts.values() if local_name(part) in {"hdr", "ftr"}]
     for name, root in bodies:
         _read_chunks(archive, name, root, path)
-        edges = [part for part in parts.values() if _local(part) in {"hdr", "ftr"}]
         _add_edges(root, edges)
     copy = io.BytesIO()
     with zipfile.ZipFile(copy, "w") as prepared:
@@ -77,25 +77,14 @@ def _prepared(archive: zipfile.ZipFile, path: Path) -> io.BytesIO:
     return copy
 
 
-def _parsed(xml: bytes, path: Path) -> Element:
-    from defusedxml.ElementTree import fromstring  # no entities, so no billion laughs and no outside files
-
-    root: Element = fromstring(xml)
-    return root
-
-
-def _local(element: Element) -> str:
-    return str(element.tag).rsplit("}", 1)[-1]
-
-
 def _namespace(element: Element) -> str:
     return str(element.tag).rpartition("}")[0] + "}"
 
 
 def _body(root: Element) -> Element | None:
-    if _local(root) != "document":
+    if local_name(root) != "document":
         return None
-    return next((child for child in root if _local(child) == "body"), None)
+    return next((child for child in root if local_name(child) == "body"), None)
 
 
 def _add_edges(root: Element, edges: Iterable[Element]) -> None:
@@ -103,7 +92,7 @@ def _add_edges(root: Element, edges: Iterable[Element]) -> None:
     body = _body(root)
     assert body is not None
     for part in edges:
-        if _local(part) == "hdr":
+        if local_name(part) == "hdr":
             body[:0] = list(part)
         else:
             body.extend(part)
@@ -114,7 +103,7 @@ def _write_formulas(root: Element) -> None:
     word = _namespace(root)
     for parent in list(root.iter()):
         for at, child in enumerate(list(parent)):
-            if _local(child) in {"oMath", "oMathPara"} and "math" in _namespace(child).lower():
+            if local_name(child) in {"oMath", "oMathPara"} and "math" in _namespace(child).lower():
                 run = Element(f"{word}r")
                 SubElement(run, f"{word}t").text = _formula(child)
                 parent[at] = run
@@ -122,10 +111,10 @@ def _write_formulas(root: Element) -> None:
 
 def _formula(element: Element) -> str:
     """Office Math as one line: `(a+b)/c`, `x^2`, `√(2)`."""
-    name = _local(element)
+    name = local_name(element)
     if name == "t":
         return element.text or ""
-    parts = [text for child in element if not _local(child).endswith("Pr") and (text := _formula(child))]
+    parts = [text for child in element if not local_name(child).endswith("Pr") and (text := _formula(child))]
     if name in BETWEEN and len(parts) > 1:
         return BETWEEN[name].join(f"({part})" if re.search(r"[-+*/ ]", part) else part for part in parts)
     before, after = ENDS_OF.get(name, ("", ""))
@@ -148,9 +137,9 @@ def _read_chunks(archive: zipfile.ZipFile, name: str, root: Element, path: Path)
     body = _body(root)
     assert body is not None
     word = _namespace(root)
-    targets = _targets(archive, name, path)
+    targets = _targets(archive, name)
     for at, child in reversed(list(enumerate(body))):
-        if _local(child) != "altChunk":
+        if local_name(child) != "altChunk":
             continue
         target = next((targets[value] for value in child.attrib.values() if value in targets), "")
         body[at : at + 1] = [
@@ -167,13 +156,13 @@ def _chunk_lines(archive: zipfile.ZipFile, target: str, path: Path) -> Iterator[
     yield from text.split("\n")
 
 
-def _targets(archive: zipfile.ZipFile, name: str, path: Path) -> dict[str, str]:
+def _targets(archive: zipfile.ZipFile, name: str) -> dict[str, str]:
     """The package's parts by the ids under which this part refers to them."""
     folder, _, file = name.rpartition("/")
     relations = f"{folder}/_rels/{file}.rels"
     if relations not in archive.namelist():
         return {}
-    root = _parsed(archive.read(relations), path)
+    root = archive_xml(archive, relations)
     return {
         str(item.get("Id")): (target.lstrip("/") if target.startswith("/") else f"{folder}/{target}")
         for item in root

@@ -182,7 +182,7 @@ def _decode_fused(answer: _Answer) -> tuple[list[int], int | None]:
 def _uncertainty_check(runtime: Runtime, prefilled: Prefilled, turn: DeviceTurn) -> UncertaintyCheck:
     def view_of(prompt: Prompt) -> View:
         assert prefilled.read_alone is not None
-        return PassageView(runtime, prefilled.read_alone(prompt, turn)).logits
+        return PassageView(runtime.decoder, prefilled.read_alone(prompt, turn)).logits
 
     given = runtime.tokenizing.tokenizer, prefilled.prompt, prefilled.sure
     return UncertaintyCheck(*given, None if prefilled.read_alone is None else view_of)

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ragblend.engine.model.decoder import Decoder
 from ragblend.engine.results import Prefilled
-from ragblend.engine.runtime import Runtime
 
 
 class PassageView:
     """Next-token logits after the prompt with one passage and the answer so far, as far as they were asked for."""
 
-    def __init__(self, runtime: Runtime, prefilled: Prefilled) -> None:
-        self._runtime = runtime
+    def __init__(self, decoder: Decoder, prefilled: Prefilled) -> None:
+        self._decoder = decoder
         self._cache = prefilled.cache
         self._logits = prefilled.logits
         self._seen_tokens = 0
@@ -23,8 +23,7 @@ class PassageView:
         """(vocab,) float32, after these tokens, which begin with those of the call before."""
         pending = answer[self._seen_tokens :]
         if pending:
-            decoder = self._runtime.decoder
-            ids = torch.tensor([pending], device=decoder.device)
-            out = decoder.model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+            ids = torch.tensor([pending], device=self._decoder.device)
+            out = self._decoder.model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
             self._logits, self._seen_tokens = out.logits[0, -1].float(), len(answer)
         return self._logits

@@ -296,6 +296,15 @@ def test_mail(tmp_path):
     ]
 
 
+def test_mailbox(tmp_path):
+    messages = [f"From a@example.org Mon Jan  5 10:00:00 2026\nSubject: {n}\n\nText {n}.\n\n" for n in (1, 2)]
+    (tmp_path / "a.mbox").write_text("".join(messages))
+    assert parse(tmp_path / "a.mbox")["parts"] == [
+        ("Subject: 1\n\nText 1.", "message 1"),
+        ("Subject: 2\n\nText 2.", "message 2"),
+    ]
+
+
 def test_pdf_form_values_and_remarks_are_read(tmp_path):
     from pypdf import PdfReader, PdfWriter
     from reportlab.pdfgen.canvas import Canvas

@@ -152,7 +152,7 @@ def test_view_of_a_passage_alone_is_exact(fresh):
     prefilled = engine.prefill(prompt, method="probe-shift")
     alone = with_passage_alone(prompt, 1)
     with engine.runtime.queue.turn() as turn:
-        view = PassageView(engine.runtime, prefilled.read_alone(alone, turn))
+        view = PassageView(engine.runtime.decoder, prefilled.read_alone(alone, turn))
         found = [view.logits(answer) for answer in ((), (5,), (5, 6, 7))]
         assert prefilled.read_alone(alone, turn).report.tokens.reused == len(alone.chunks[0].token_ids)
     for answer, logits in zip(((), (5,), (5, 6, 7)), found, strict=True):
