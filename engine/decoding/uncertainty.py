@@ -25,6 +25,7 @@ CONFIRMED = 0.3  # the share from which a passage alone confirms a token
 SURE_WITHOUT_VIEW = 0.8  # what counts as confident where no passage can be asked
 # Reading a passage alone must save most of a full prefill; else that is done at once.
 LARGEST_VIEW = 0.5
+NUMBER_ENDS = -1  # stands for all tokens without a digit, after one with a digit
 _ENDS_SENTENCE = re.compile(r"[.!?…:\n]\W*$")
 _IN_CITATION = re.compile(r"\[[\d\s,;]*$")
 _QUOTES = "\"'([{«„“”’‚"
@@ -44,21 +45,25 @@ class UncertaintyCheck:
     view_of: Callable[[Prompt], View] | None = None
 
     def needs_full_prefill(self, token: int, logits: Tensor, before: Sequence[int]) -> bool:
-        """Whether this token, after the answer's tokens `before` it, is of a figure or begins a name, the model is not
-        sure of it, and the passage alone does not confirm it.
+        """Whether this token, after the answer's tokens `before` it, is of a figure, ends one or begins a name, the
+        model is not sure of it, and the passage alone does not confirm it.
 
         logits (vocab,): the model's own. Its probability is compared with those of likely tokens of the same kind only:
-        a choice between a figure and a word says nothing about the figure. Citation numbers are no figures.
+        a choice between a figure and a word says nothing about the figure. But after a digit the model chooses between
+        further digits and the end of the number, whatever follows it. Citation numbers are no figures.
         """
         kind = self._kind(token)
+        in_number = kind != "name" and self._ends_with_digit(before)
+        kind = "figure" if in_number else kind
         if not kind or not self._counts(token, kind, before):
             return False
-        confidence = max(self._shares(logits, kind).values(), default=1.0)
+        confidence = max(self._shares(logits, kind, in_number).values(), default=1.0)
         if confidence >= self.sure:
             return False
         if self._view is None:
             return confidence < SURE_WITHOUT_VIEW
-        return self._shares(self._view(before), kind).get(token, 0.0) < CONFIRMED
+        chosen = token if self._kind(token) == kind else NUMBER_ENDS
+        return self._shares(self._view(before), kind, in_number).get(chosen, 0.0) < CONFIRMED
 
     def _counts(self, token: int, kind: str, before: Sequence[int]) -> bool:
         """Whether it is a figure but not a citation's, or a name that neither begins a sentence nor was asked for."""
@@ -69,12 +74,23 @@ class UncertaintyCheck:
         text = self.tokenizer.decode([token]).strip().casefold()
         return not begins_sentence and not any(word.startswith(text) for word in self._question_words)
 
-    def _shares(self, logits: Tensor, kind: str) -> dict[int, float]:
-        """The probabilities of the likely tokens of this kind, as shares of their sum."""
+    def _shares(self, logits: Tensor, kind: str, in_number: bool) -> dict[int, float]:
+        """The probabilities of the likely tokens of this kind, as shares of their sum.
+
+        in_number: all other tokens count as well, together.
+        """
         likely, ids = logits.float().softmax(-1).topk(min(LIKELY, logits.numel()))
-        alike = {i: p for p, i in zip(likely.tolist(), ids.tolist(), strict=True) if self._kind(i) == kind}
+        alike: dict[int, float] = {}
+        for p, token in zip(likely.tolist(), ids.tolist(), strict=True):
+            if self._kind(token) == kind:
+                alike[token] = p
+            elif in_number:
+                alike[NUMBER_ENDS] = alike.get(NUMBER_ENDS, 0.0) + p
         total = sum(alike.values())
-        return {i: p / total for i, p in alike.items()} if total else {}
+        return {token: p / total for token, p in alike.items()} if total else {}
+
+    def _ends_with_digit(self, tokens: Sequence[int]) -> bool:
+        return bool(tokens) and text_of_token(self.tokenizer, tokens[-1])[0][-1:].isdigit()
 
     @cached_property
     def _view(self) -> View | None:

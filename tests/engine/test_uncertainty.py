@@ -81,6 +81,31 @@ def test_choosing_between_a_figure_and_a_word_is_not_uncertain():
     assert look.needs_full_prefill(IDS[" 41"], probabilities(**{" 41": 0.5, " is": 0.2, " 339": 0.3}), [])
 
 
+@pytest.mark.parametrize(
+    ("before", "token", "given", "wanted"),
+    [
+        ([" 41"], "4", {"4": 0.6, " metres": 0.4}, True),  # 41 or 414 metres?
+        ([" 41"], " metres", {" metres": 0.4, "4": 0.6}, True),
+        ([" 41"], " metres", {" metres": 0.3, ".": 0.3, " is": 0.39, "4": 0.01}, False),  # it ends, somehow
+        ([" is"], " metres", {" metres": 0.4, "4": 0.6}, False),
+        (["[", "2"], "]", {"]": 0.6, "4": 0.4}, False),  # a citation
+    ],
+)  # fmt: skip
+def test_within_a_number_its_end_is_a_choice_too(before, token, given, wanted):
+    check = UncertaintyCheck(WORDS, Prompt([Literal("", ASKED)]), 0.7)
+    found = check.needs_full_prefill(IDS[token], probabilities(**given), [IDS[each] for each in before])
+    assert found is wanted
+
+
+@pytest.mark.parametrize(("ends", "wanted"), [(0.9, False), (0.01, True)])
+def test_passage_alone_confirms_the_end_of_a_number(ends, wanted):
+    prompt = Prompt([ELSEWHERE, FERRY, ELSEWHERE, Literal("", ASKED)])
+    alone = probabilities(**{".": ends, "4": 1 - ends})
+    check = UncertaintyCheck(WORDS, prompt, 0.98, lambda prompt: lambda answer: alone)
+    given = probabilities(**{" metres": 0.6, "4": 0.4})
+    assert check.needs_full_prefill(IDS[" metres"], given, [IDS[" 41"]]) is wanted
+
+
 def probabilities(**given):
     """Logits of the words with these probabilities."""
     found = torch.full((len(WORDS.words),), 1e-9)
