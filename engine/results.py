@@ -49,9 +49,10 @@ class Missing:
 
 @dataclass(frozen=True)
 class Computed:
-    """The KV of a node of the knowledge tree. passage: on the first level, the key of the passage alone after its prefix.
+    """The KV of a node of the knowledge tree.
 
-    layers: keys and values (H, T, D) of each, views of the cache in which they were computed; rope: of a layer.
+    passage: on the first level, the key of the passage alone after its prefix. layers: keys and values (H, T, D) of each, views of the
+    cache in which they were computed; rope: of a layer.
     """
 
     node: Node

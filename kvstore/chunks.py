@@ -52,8 +52,8 @@ class ChunkKV:
 
     token_ids: T ids; start: position of the first token when encoded (the encoding prefix's length);
     keys, values: L contiguous tensors each, (H, T, D), of the geometry's dtype, on the CPU. parent: the node of the
-    knowledge tree right behind which it was computed, exactly; None: alone behind its prefix. unrotated_keys(layer): the
-    layer's keys rotated back to position 0 each, float32, for a codec that packs them so; None: such a codec is not used.
+    knowledge tree right behind which it was computed, exactly; None: alone behind its prefix. unrotated_keys(layer):
+    the layer's keys rotated back to position 0 each, float32, for a codec that packs them so; None: it is not used.
     """
 
     token_ids: tuple[int, ...]

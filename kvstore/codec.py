@@ -7,7 +7,6 @@ bytes cross to an accelerator as well.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ragblend.kvstore import int4, int8
@@ -22,8 +21,8 @@ class Codec:
 
     layer_nbytes(geometry, tokens): of one packed layer. pack(keys, values): (H, T, D) tensors to contiguous CPU
     tensors, whose bytes in order are the layer; None for numbers that it cannot hold. unpack(packed, geometry, keys,
-    values): fill keys and values, on the device that `packed` (layer_nbytes,) uint8 is on. unrotated: the keys are those
-    of position 0 each (`ChunkKV.unrotated_keys`).
+    values): fill keys and values, on the device that `packed` (layer_nbytes,) uint8 is on. unrotated: the keys are
+    those of position 0 each (`ChunkKV.unrotated_keys`).
     """
 
     name: str

@@ -6,8 +6,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 
-import torch
-
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.encode import ChunkEncoder, copied_kv
 from ragblend.engine.model.decoder import Decoder
