@@ -46,7 +46,7 @@ ANSWER_STYLES = {
 }
 BUNDLED = "smollm2-135m-instruct"  # what the name `default` stands for
 SEARCHES = ("hybrid", "vectors")
-KV_CODECS = ("raw", "int8")  # `kvstore.codec.CODECS`, whose module needs torch
+KV_CODECS = ("raw", "int8", "int4")  # `kvstore.codec.CODECS`, whose module needs torch
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class Settings:
     store_budget_bytes limits the KV on disk (None: a quarter of the free space), memory_budget_bytes and
     device_budget_bytes the copies in host memory and on an accelerator (None: a quarter and a tenth of what is free
     before an accelerator, 0 on the CPU); store_policy is the eviction policy of all tiers; remote is the URL of a
-    store that machines share. kv_codec `int8` halves the bytes of what is stored from then on, at a small loss.
+    store that machines share. kv_codec `int8` and `int4` take a half and a third of the bytes of what is stored from
+    then on, at a small loss.
     search `hybrid` finds passages by meaning and by words, `vectors` by meaning alone; reranker: the hub id or the
     folder of a cross-encoder that ranks the best of them (None or "": none).
     ratio may be `auto`: what loading hides on this device, 0.15 at least (`ragblend doctor --profile` measures it).

@@ -5,16 +5,41 @@ prefix that it will follow, the first chunk of a prompt is exact (design: encodi
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from ragblend.engine.cache import Append, FusedCache
 from ragblend.engine.model.decoder import BLOCK_ROWS, Decoder
+from ragblend.engine.model.rope import Rope, unrotated
 from ragblend.engine.scheduling.queue import Cancel
-from ragblend.kvstore.chunks import ChunkKV
+from ragblend.kvstore.chunks import ChunkKV, Geometry
 
 ROOM_TOKENS = 1024  # for a chunk; the cache grows for a longer one
+
+
+def copied_kv(
+    token_ids: tuple[int, ...],
+    start: int,
+    geometry: Geometry,
+    layers: Iterable[tuple[Tensor, Tensor]],
+    rope: Callable[[int], Rope],
+) -> ChunkKV:
+    """KV in tensors of its own on the CPU. layers: keys and values (H, T, D) of each, on any device."""
+    keys, values = (
+        [tensor.to("cpu", copy=True).contiguous() for tensor in tensors]
+        for tensors in zip(*layers, strict=True)
+    )
+    ropes = [rope(layer) for layer in range(geometry.layers)]
+    return ChunkKV(
+        token_ids,
+        start,
+        geometry,
+        keys,
+        values,
+        unrotated_keys=lambda layer: unrotated(keys[layer], start, ropes[layer]),
+    )
 
 
 class ChunkEncoder:
@@ -53,13 +78,7 @@ class ChunkEncoder:
         self._append(token_ids)
         stop, geometry = self.start + len(token_ids), self.decoder.geometry
         layers = [self._cache.span(layer, self.start, stop) for layer in range(geometry.layers)]
-        return ChunkKV(
-            token_ids=tuple(token_ids),
-            start=self.start,
-            geometry=geometry,
-            keys=[keys.to("cpu", copy=True).contiguous() for keys, _ in layers],
-            values=[values.to("cpu", copy=True).contiguous() for _, values in layers],
-        )
+        return copied_kv(tuple(token_ids), self.start, geometry, layers, self.decoder.rope)
 
     @torch.inference_mode()
     def _append(self, token_ids: Sequence[int]) -> None:

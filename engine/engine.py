@@ -106,7 +106,7 @@ class Engine(EngineInterface):
     @property
     def token_bytes(self) -> int:
         geometry = kv_geometry(self.runtime.model_config, self.dtype)
-        return geometry.layers * self.runtime.codec.layer_nbytes(geometry, 1)
+        return round(self.runtime.codec.token_nbytes(geometry))
 
     @property
     def queues(self) -> tuple[DeviceQueue, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.model.decoder import Decoder
 from ragblend.engine.model.device import TransferStream
-from ragblend.engine.model.rope import UNROTATED, move_keys_, rotate_
+from ragblend.engine.model.rope import UNROTATED, angles, rotate_
 from ragblend.engine.plan import Span
 from ragblend.engine.trace import Recorder
 from ragblend.kvstore.codec import RAW, Part, Source
@@ -51,7 +51,12 @@ class LayerLoader:
     ) -> None:
         self._spans = list(spans)
         self._cache, self._decoder, self._transfers = cache, decoder, transfers
-        self._pool, self._recorder, self._moves_keys = pool, recorder, moves_keys
+        self._pool, self._recorder = pool, recorder
+        rotations = [span.rotation(moves_keys) for span in self._spans]
+        self._moved = [
+            (span, by) for span, by in zip(self._spans, rotations, strict=True) if _is_rotation(by)
+        ]
+        self._angles: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         self._reads: dict[int, list[Future[Any]]] = {}
         self._done: set[int] = set()
         for layer in range(cache.geometry.layers):
@@ -75,9 +80,16 @@ class LayerLoader:
             for read in self._reads[layer]:
                 read.result()
         with self._recorder.part("move", layer):
-            for span in self._spans if self._moves_keys else ():
+            for span, by in self._moved:
                 keys, _ = self._cache.span(layer, span.start, span.stop)
-                move_keys_(keys, span.delta, self._decoder.rope(layer))
+                rotate_(keys, *self._angles_of(span, by, layer), self._decoder.rope(layer))
+
+    def _angles_of(self, span: Span, by: int | Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of that rotation in layers of that type, (T, R/2) or (R/2,)."""
+        kind = self._decoder.layer_types[layer]
+        if (span.start, kind) not in self._angles:
+            self._angles[span.start, kind] = angles(by, self._decoder.ropes[kind])
+        return self._angles[span.start, kind]
 
     def pace(self) -> None:
         """Between two layers: keep the host from running far ahead of the device."""
@@ -113,8 +125,7 @@ class StagedLoader(LayerLoader):
     def _begin(self) -> None:
         self._from_files = [each for each in enumerate(self._spans) if not each[1].source.in_memory]
         self._placement = _RawPlacement(self._spans, self._cache, self._decoder.device)
-        moved = [span for span in self._spans if self._moves_keys and span.delta]
-        self._rotation = _Rotation(moved, self._decoder) if moved else None
+        self._rotation = _Rotation(self._moved, self._decoder) if self._moved else None
         self._deliveries: list[Any] = []  # of the layers whose copies are queued
         self._fills: list[Fill] = []
         self._next = 0  # the next layer to wait for
@@ -231,13 +242,12 @@ class _RawPlacement:
 class _Rotation:
     """Rotates the keys of several spans at once: a call for each span would take as long as its copy."""
 
-    def __init__(self, spans: Sequence[Span], decoder: Decoder) -> None:
+    def __init__(self, moved: Sequence[tuple[Span, int | Tensor]], decoder: Decoder) -> None:
         self._decoder = decoder
-        places = torch.cat([torch.arange(span.start, span.stop) for span in spans])
-        deltas = torch.cat([torch.full((span.length,), float(span.delta)) for span in spans])
+        places = torch.cat([torch.arange(span.start, span.stop) for span, _ in moved])
+        deltas = torch.cat([torch.as_tensor(by).float().expand(span.length) for span, by in moved])
         self._rows, deltas = places.to(decoder.device), deltas.to(decoder.device)
-        angles = {kind: deltas[:, None] * inv_freq for kind, inv_freq in decoder.ropes.items()}
-        self._angles = {kind: (each.cos(), each.sin()) for kind, each in angles.items()}
+        self._angles = {kind: angles(deltas, inv_freq) for kind, inv_freq in decoder.ropes.items()}
 
     def rotate(self, layer: int, keys: Tensor) -> None:
         """Rotate these rows of a layer's buffer (H, capacity, D)."""
@@ -246,6 +256,10 @@ class _Rotation:
             moved = keys.index_select(1, self._rows)
             rotate_(moved, *self._angles[self._decoder.layer_types[layer]], rope)
             keys.index_copy_(1, self._rows, moved)
+
+
+def _is_rotation(by: int | Tensor) -> bool:
+    return isinstance(by, Tensor) or by != 0
 
 
 def loader_of(transfers: TransferStream) -> type[LayerLoader]:

@@ -43,10 +43,15 @@ class Span:
         assert self.reader is not None
         return self.reader
 
-    @property
-    def delta(self) -> int:
-        """New minus old position of every token."""
-        return self.start - self.source.start
+    def rotation(self, moves_keys: bool = True) -> int | Tensor:
+        """How far the keys that are read must be rotated, in tokens: one number, or (T,) on the CPU.
+
+        moves_keys: else they stay where they were encoded.
+        """
+        start = self.start if moves_keys else self.source.start
+        if self.source.unrotated:
+            return torch.arange(start, start + self.length)
+        return start - self.source.start
 
 
 @dataclass(frozen=True)

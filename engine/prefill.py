@@ -73,7 +73,9 @@ def prefill(
     is_approximate = spent.recomputed < plan.candidate_tokens or any(span.held for span in plan.spans)
     sure = request.policy.sure if is_approximate else 0.0
     path = path_of(runtime, request.prompt, request.collection) if request.policy.exact else []
-    computed = computed_in(fusion.cache, path, plan.spans)  # exactly: it may be stored in the knowledge tree
+    computed = computed_in(
+        runtime.decoder, fusion.cache, path, plan.spans
+    )  # exactly: it may be stored in the knowledge tree
 
     def read_alone(prompt: Prompt, turn: DeviceTurn) -> Prefilled:
         return prefill(runtime, replace(request, prompt=prompt, policy=METHODS["reuse"], session=None), turn)
@@ -142,12 +144,14 @@ def _chunk_span(
     readers: ExitStack,
     shared: SharedReaders,
 ) -> Span:
-    """A chunk in the prompt. It is exact if the tokens before it are those that it was encoded after."""
+    """A chunk in the prompt. It is exact if the tokens before it are those that it was encoded after, and if no codec
+    has rounded it.
+    """
     prompt, tokens = request.prompt, len(chunk.token_ids or ())
     reader, prefix = _open(runtime, prompt.prefix_ids, chunk, request.collection_of(chunk), shared)
     if reader is None:
         return Span(offset, tokens, None)
-    exact = prefix + chunk.encoded_ids[: chunk.skipped] == prompt.token_ids[:offset]
+    exact = reader.is_exact and prefix + chunk.encoded_ids[: chunk.skipped] == prompt.token_ids[:offset]
     if chunk.whole is not None:
         reader = Part(reader, chunk.skipped, tokens)
     readers.enter_context(reader)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ragblend.engine.config import Report
+from ragblend.engine.model.rope import Rope
 from ragblend.engine.prompts.segments import Chunk, Prompt
 from ragblend.engine.scheduling.background import end_at_exit
 from ragblend.engine.scheduling.queue import DeviceTurn
@@ -48,12 +49,17 @@ class Missing:
 
 @dataclass(frozen=True)
 class Computed:
-    """The KV of a node of the knowledge tree, as views (H, T, D) of the cache in which it was computed, L of each."""
+    """The KV of a node of the knowledge tree.
+
+    passage: on the first level, the key of the passage alone after its prefix. layers: keys and values (H, T, D) of each, views of the
+    cache in which they were computed; rope: of a layer.
+    """
 
     node: Node
     chunk: Chunk
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
+    passage: ChunkKey | None
+    layers: Sequence[tuple[Tensor, Tensor]]
+    rope: Callable[[int], Rope]
 
 
 @dataclass

@@ -176,9 +176,13 @@ class Blob:
         A raw layer is not copied. KV that the codec cannot hold is written raw.
         """
         tokens, layers = len(chunk.token_ids), list[tuple[Tensor, ...]]()
+        if codec.unrotated and chunk.unrotated_keys is None:
+            return cls.of(key, chunk)
         if not tokens or chunk.start < 0:
             raise UsageError(f"cannot store a chunk of {tokens} tokens from position {chunk.start}")
-        for keys, values in zip(chunk.keys, chunk.values, strict=True):
+        for layer, (keys, values) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
+            if codec.unrotated and chunk.unrotated_keys is not None:
+                keys = chunk.unrotated_keys(layer)
             packed = codec.pack(keys, values)
             if packed is None:
                 return cls.of(key, chunk)

@@ -3,7 +3,7 @@
 Layout letters, used everywhere: `L` layers, `H` KV heads, `T` tokens, `D` head size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,8 @@ class ChunkKV:
 
     token_ids: T ids; start: position of the first token when encoded (the encoding prefix's length);
     keys, values: L contiguous tensors each, (H, T, D), of the geometry's dtype, on the CPU. parent: the node of the
-    knowledge tree right behind which it was computed, exactly; None: alone behind its prefix.
+    knowledge tree right behind which it was computed, exactly; None: alone behind its prefix. unrotated_keys(layer):
+    the layer's keys rotated back to position 0 each, float32, for a codec that packs them so; None: it is not used.
     """
 
     token_ids: tuple[int, ...]
@@ -61,6 +62,7 @@ class ChunkKV:
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     parent: ChunkKey | None = None
+    unrotated_keys: Callable[[int], Tensor] | None = None
 
     def __post_init__(self) -> None:
         g, tokens = self.geometry, len(self.token_ids)

@@ -1,4 +1,4 @@
-"""How one layer's KV becomes bytes: as it is, or eight bits a number; and what is asked of any stored value.
+"""How one layer's KV becomes bytes: as it is, or in fewer bits a number; and what is asked of any stored value.
 
 A codec is a table row. What it packs is one run of bytes a layer, which can be unpacked on any device, so that fewer
 bytes cross to an accelerator as well.
@@ -7,14 +7,12 @@ bytes cross to an accelerator as well.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from ragblend.kvstore import int4, int8
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.files import Closing
-
-LEVELS = 255  # of an unsigned byte, less one
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,8 @@ class Codec:
 
     layer_nbytes(geometry, tokens): of one packed layer. pack(keys, values): (H, T, D) tensors to contiguous CPU
     tensors, whose bytes in order are the layer; None for numbers that it cannot hold. unpack(packed, geometry, keys,
-    values): fill keys and values, on the device that `packed` (layer_nbytes,) uint8 is on.
+    values): fill keys and values, on the device that `packed` (layer_nbytes,) uint8 is on. unrotated: the keys are
+    those of position 0 each (`ChunkKV.unrotated_keys`).
     """
 
     name: str
@@ -31,6 +30,11 @@ class Codec:
     layer_nbytes: Callable[[Geometry, int], int]
     pack: Callable[[Tensor, Tensor], tuple[Tensor, ...] | None]
     unpack: Callable[[Tensor, Geometry, Tensor, Tensor], None]
+    unrotated: bool = False
+
+    def token_nbytes(self, geometry: Geometry) -> float:
+        """Bytes of one token in all layers, in a passage of 512: what tokens share is shared by that many."""
+        return geometry.layers * self.layer_nbytes(geometry, 512) / 512
 
 
 class Source(Closing):
@@ -48,6 +52,16 @@ class Source(Closing):
 
     def expect(self, layer: int) -> None:
         """That layer will be read: what is far away may come ahead."""
+
+    @property
+    def unrotated(self) -> bool:
+        """Whether `read_layer` gives keys of position 0 each, not of their own."""
+        return self.codec.unrotated
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is what was computed, to the bit."""
+        return self.codec is RAW
 
     @property
     def is_lost(self) -> bool:
@@ -95,6 +109,14 @@ class Part(Source):
         self._source.expect(layer)
 
     @property
+    def unrotated(self) -> bool:
+        return self._source.unrotated
+
+    @property
+    def is_exact(self) -> bool:
+        return self._source.is_exact
+
+    @property
     def is_lost(self) -> bool:
         return self._source.is_lost
 
@@ -112,64 +134,12 @@ def _unpack_raw(packed: Tensor, geometry: Geometry, keys: Tensor, values: Tensor
         out.copy_(part.view(geometry.torch_dtype).view(out.shape), non_blocking=True)
 
 
-def _int8_parts(geometry: Geometry, tokens: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Bytes and shape of: keys' least and step, values' least and step (float16), keys' and values' codes."""
-    heads, key_size, value_size = geometry.kv_heads, geometry.key_size, geometry.value_size
-    by_channel, by_token = (heads, 1, key_size), (heads, tokens, 1)
-    scales = [(2 * heads * size, shape) for size, shape in ((key_size, by_channel), (tokens, by_token))]
-    codes = [(heads * tokens * size, (heads, tokens, size)) for size in (key_size, value_size)]
-    return [scales[0], scales[0], scales[1], scales[1], *codes]
-
-
-def _pack_int8(keys: Tensor, values: Tensor) -> tuple[Tensor, ...] | None:
-    key_parts, value_parts = _quantised(keys, dim=1), _quantised(values, dim=2)
-    scales = (*key_parts[:2], *value_parts[:2])
-    if not all(bool(scale.isfinite().all()) for scale in scales):  # beyond float16, or not numbers
-        return None
-    return (*scales, key_parts[2], value_parts[2])
-
-
-def _quantised(tensor: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Least and step along `dim` (float16), and the codes (uint8); number = least + step * code."""
-    numbers = tensor.detach().cpu().float()
-    infinity = torch.tensor(torch.inf, dtype=torch.float16)
-    # Rounded outwards: what lies beyond the first or the last code would be cut off.
-    least = torch.nextafter(numbers.amin(dim, keepdim=True).half(), -infinity)
-    step = (numbers.amax(dim, keepdim=True) - least.float()).div_(LEVELS)
-    step = torch.nextafter(step.half(), infinity)
-    codes = (numbers - least.float()).div_(step.float()).round_().clamp_(0, LEVELS)
-    return least, step, codes.to(torch.uint8)
-
-
-def _unpack_int8(packed: Tensor, geometry: Geometry, keys: Tensor, values: Tensor) -> None:
-    parts = _int8_parts(geometry, keys.shape[1])
-    pieces = packed.split([nbytes for nbytes, _ in parts])
-    shaped = [piece.view(torch.float16) for piece in pieces[:4]] + list(pieces[4:])
-    key_least, key_step, value_least, value_step, key_codes, value_codes = (
-        piece.view(shape) for piece, (_, shape) in zip(shaped, parts, strict=True)
-    )
-    _restore(keys, key_codes, key_least, key_step)
-    _restore(values, value_codes, value_least, value_step)
-
-
-def _restore(out: Tensor, codes: Tensor, least: Tensor, step: Tensor) -> None:
-    # In float32, cast once: half the precision of bfloat16's would be lost otherwise.
-    out.copy_(torch.addcmul(least.float(), codes.float(), step.float()))
-
-
 CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (
         Codec("raw", 0, lambda geometry, tokens: tokens * geometry.layer_token_bytes, _pack_raw, _unpack_raw),
-        # Asymmetric; keys a scale a channel, whose outliers are in few channels, values a scale a token: KIVI (ICML'24,
-        # arXiv 2402.02750), section 3, there with 2 bits and groups.
-        Codec(
-            "int8",
-            1,
-            lambda *shape: sum(nbytes for nbytes, _ in _int8_parts(*shape)),
-            _pack_int8,
-            _unpack_int8,
-        ),
+        Codec("int8", 1, int8.layer_nbytes, int8.pack, int8.unpack),
+        Codec("int4", 2, int4.layer_nbytes, int4.pack, int4.unpack, unrotated=True),
     )
 }
 RAW = CODECS["raw"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from ragblend.kvstore.chunks import Geometry
-from ragblend.kvstore.codec import RAW, Source
+from ragblend.kvstore.codec import Source
 from ragblend.kvstore.keys import ChunkKey
 
 
@@ -43,7 +43,7 @@ def match(open_chunk: Callable[..., Source | None], path: Sequence[Node], geomet
     the path.
     """
     opened = [open_chunk(n.key, n.token_ids, geometry, n.start, n.parent) for n in path]
-    found = list(takewhile(lambda source: source is not None and source.codec is RAW, opened))
+    found = list(takewhile(lambda source: source is not None and source.is_exact, opened))
     for source in opened[len(found) :]:
         if source is not None:
             source.close()

@@ -4,7 +4,7 @@ Scores depend only on the difference of positions, so a key encoded at position 
 p + delta. Source: CacheBlend (EuroSys'25), footnote 3 and appendix A; trig and products in float32 are ours.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,12 +48,25 @@ def move_keys_(keys: Tensor, delta_tokens: int | Tensor, rope: Rope) -> None:
     if isinstance(delta_tokens, int):
         if delta_tokens == 0:
             return
-        angle = rope.inv_freq * delta_tokens  # (R/2,)
     else:
         # cos(0) = 1 and sin(0) = 0 exactly, so rows with delta 0 are unchanged (except -0.0, which compares equal).
         assert delta_tokens.numel() == keys.shape[-2], "one delta for each token"
-        angle = delta_tokens[:, None].to(rope.inv_freq) * rope.inv_freq  # (T, R/2)
-    rotate_(keys, angle.cos(), angle.sin(), rope)
+    rotate_(keys, *angles(delta_tokens, rope.inv_freq), rope)
+
+
+def angles(delta_tokens: int | Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of a rotation by one number of tokens, (R/2,), or by one for each of T tokens, (T, R/2)."""
+    if isinstance(delta_tokens, Tensor):
+        angle = delta_tokens[:, None].to(inv_freq) * inv_freq
+    else:
+        angle = inv_freq * delta_tokens
+    return angle.cos(), angle.sin()
+
+
+def unrotated(keys: Tensor, start: int, rope: Rope) -> Tensor:
+    """Keys (..., T, D) of the positions from start on, rotated back to position 0 each: float32."""
+    rope = replace(rope, inv_freq=rope.inv_freq.to(keys.device))
+    return move_keys(keys.float(), -torch.arange(start, start + keys.shape[-2]), rope)
 
 
 def rotate_(keys: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> None:

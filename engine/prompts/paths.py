@@ -6,10 +6,9 @@ from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 
-import torch
-
 from ragblend.engine.cache import FusedCache
-from ragblend.engine.encode import ChunkEncoder
+from ragblend.engine.encode import ChunkEncoder, copied_kv
+from ragblend.engine.model.decoder import Decoder
 from ragblend.engine.node_encoder import LocalNodeEncoder
 from ragblend.engine.plan import Span
 from ragblend.engine.prompts.segments import Chunk, Prompt
@@ -22,6 +21,7 @@ from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.codec import RAW
 from ragblend.kvstore.errors import Cancelled, CorruptBlobError, StoreFullError
 from ragblend.kvstore.fingerprint import node_key
+from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.memory import whole
 from ragblend.kvstore.tree import Node, match
 
@@ -41,6 +41,8 @@ def path_of(runtime: Runtime, prompt: Prompt, collection: str) -> list[tuple[Nod
         ids, salt = everything[start:stop], chunk.collection or collection
         if parent is None:
             key = runtime.key_of(prompt.prefix_ids, ids, salt)
+            if runtime.codec is not RAW:  # an unpacked copy, below the passage itself
+                key, parent = node_key(key, salt, ids), key
         else:
             key = node_key(parent, salt, ids)
         path.append((Node(key, ids, start, parent), chunk))
@@ -49,7 +51,7 @@ def path_of(runtime: Runtime, prompt: Prompt, collection: str) -> list[tuple[Nod
 
 
 def computed_in(
-    cache: FusedCache, path: Sequence[tuple[Node, Chunk]], spans: Sequence[Span]
+    decoder: Decoder, cache: FusedCache, path: Sequence[tuple[Node, Chunk]], spans: Sequence[Span]
 ) -> list[Computed]:
     """The nodes of the path that an exact policy computed: those that were not loaded."""
     read = {span.stop for span in spans if span.reader is not None}
@@ -57,45 +59,49 @@ def computed_in(
     for node, chunk in path:
         if node.stop not in read:
             views = [cache.span(layer, node.start, node.stop) for layer in layers]
-            found.append(Computed(node, chunk, *map(list, zip(*views, strict=True))))
+            passage = (node.parent or node.key) if node is path[0][0] else None
+            found.append(Computed(node, chunk, passage, views, decoder.rope))
     return found
 
 
 def store_computed(runtime: Runtime, collection: str, computed: Sequence[Computed]) -> None:
     """Store computed nodes in the tree, the first first, without the device: it may never be idle.
 
-    Nodes for which others would be evicted are stored only if they were asked for before. The first level of the tree
-    is KV encoded alone after the canonical prefix: another prefix may hold a user's own words, so there are paths after
-    it only if passages were encoded after it on purpose.
+    The first level of the tree is KV encoded alone after the canonical prefix: another prefix may hold a user's own
+    words, so there are paths after it only if passages were encoded after it on purpose.
     """
-    geometry, store = runtime.fingerprint.geometry, runtime.store
     for each in computed:
-        node, salt = each.node, each.chunk.collection or collection
-        alone = runtime.key_of(runtime.canonical_prefix, node.token_ids, salt)
-        with runtime.store_lock:
-            if store.contains(node.key):
-                continue
-            has_room = file_nbytes(geometry, len(node.token_ids), RAW) <= store.room_bytes
-            is_wanted = has_room or store.times_asked(node.key) >= ASKED_AGAIN
-        is_root_elsewhere = node.parent is None and node.key != alone
-        if runtime.codec is not RAW or runtime.background.stopping or is_root_elsewhere or not is_wanted:
-            return
-        try:
-            if not LocalNodeEncoder(runtime, salt).keep_for(
-                each.chunk, node.key, partial(_copied, runtime, each)
-            ):
+        node, salt, passage = each.node, each.chunk.collection or collection, each.passage
+        is_elsewhere = passage not in (None, runtime.key_of(runtime.canonical_prefix, node.token_ids, salt))
+        keys = [(node.key, node.parent)]
+        if passage is not None and node.parent == passage:
+            keys.insert(0, (passage, None))
+        for key, parent in keys:
+            with runtime.store_lock:
+                if runtime.store.contains(key):
+                    continue
+                is_worth_it = _is_worth_storing(runtime, node, key, parent)
+            if runtime.background.stopping or is_elsewhere or not is_worth_it:
                 return
-        except StoreFullError:
-            return
+            nodes = LocalNodeEncoder(runtime, salt)
+            try:
+                if not nodes.keep_for(each.chunk, key, partial(_copied, runtime, each, parent)):
+                    return
+            except StoreFullError:
+                return
 
 
-def _copied(runtime: Runtime, each: Computed) -> ChunkKV:
-    keys, values = (
-        [layer.clone(memory_format=torch.contiguous_format).cpu() for layer in layers]
-        for layers in (each.keys, each.values)
-    )
+def _is_worth_storing(runtime: Runtime, node: Node, key: ChunkKey, parent: ChunkKey | None) -> bool:
+    """Whether it was asked for before; or there is room, and it is no unpacked KV beside a codec that packs."""
+    if runtime.store.times_asked(key) >= ASKED_AGAIN:
+        return True
+    nbytes = file_nbytes(runtime.fingerprint.geometry, len(node.token_ids), runtime.codec)
+    return (runtime.codec is RAW or parent is None) and nbytes <= runtime.store.room_bytes
+
+
+def _copied(runtime: Runtime, each: Computed, parent: ChunkKey | None) -> ChunkKV:
     node, geometry = each.node, runtime.fingerprint.geometry
-    return ChunkKV(node.token_ids, node.start, geometry, keys, values, node.parent)
+    return replace(copied_kv(node.token_ids, node.start, geometry, each.layers, each.rope), parent=parent)
 
 
 def compute_next_node(runtime: Runtime, prompt: Prompt, collection: str) -> None:
@@ -106,10 +112,12 @@ def compute_next_node(runtime: Runtime, prompt: Prompt, collection: str) -> None
     path, store = path_of(runtime, prompt, collection), runtime.store
     with runtime.store_lock:
         stored = list(takewhile(lambda place: store.contains(place[0].key), path))
-        if not stored or len(stored) == len(path):
+        if len(stored) == len(path):
             return
         node, chunk = path[len(stored)]
-        if runtime.codec is not RAW or store.times_asked(node.key) < ASKED_AGAIN:
+        if node.parent is None or not store.contains(node.parent):
+            return
+        if store.times_asked(node.key) < ASKED_AGAIN:
             return
 
     def compute() -> ChunkKV:

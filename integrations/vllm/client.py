@@ -126,8 +126,7 @@ class VllmEngine(EngineInterface):
 
     @property
     def token_bytes(self) -> int:
-        geometry = self.runtime.fingerprint.geometry
-        return geometry.layers * self.runtime.codec.layer_nbytes(geometry, 1)
+        return round(self.runtime.codec.token_nbytes(self.runtime.fingerprint.geometry))
 
     @property
     def queues(self) -> tuple[DeviceQueue, ...]:

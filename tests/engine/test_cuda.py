@@ -66,7 +66,7 @@ def test_cuda_gives_the_cpus_logits(on_cuda, kind, monkeypatch):
     assert largest_error(logits(cuda, "recompute"), logits(cuda, "full")) < CLOSE
 
 
-@pytest.mark.parametrize("codec", ["raw", "int8"])
+@pytest.mark.parametrize("codec", ["raw", "int8", "int4"])
 def test_kv_from_every_tier_gives_the_same_logits(on_cuda, codec):
     engine = on_cuda(kv_codec=codec, memory_budget_bytes=1 << 28, device_budget_bytes=1 << 28)
     told, tiers = [], []
