@@ -51,8 +51,8 @@ class Missing:
 class Computed:
     """The KV of a node of the knowledge tree.
 
-    passage: on the first level, the key of the passage alone after its prefix. layers: keys and values (H, T, D) of each, views of the
-    cache in which they were computed; rope: of a layer.
+    passage: on the first level, the key of the passage alone after its prefix. layers: keys and values (H, T, D) of
+    each, views of the cache in which they were computed; rope: of a layer.
     """
 
     node: Node
