@@ -81,9 +81,8 @@ def main(
 ) -> None:
     """Draw the results of one run of the bench."""
     found = read_json(results / "quality.json")
-    title = (
-        f"{found['environment']['model']}: figures kept of those full prefill gives, coloured by KL at them"
-    )
+    model = Path(found["environment"]["model"]).name
+    title = f"{model}: figures kept of those full prefill gives, coloured by KL at them"
     draw(title, panels(found["tasks"])).savefig(out, dpi=100, metadata={"Software": None})
 
 

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.engine.prompts.figures import contains
+from ragblend.engine.prompts.passage_match import matching_passage
 from ragblend.kvstore.errors import UsageError
 from ragblend.measuring import metrics
 from ragblend.measuring.data import Question
@@ -46,6 +48,33 @@ def test_each_figure_is_in_one_passage_with_similar_ones_in_others(questions):
             kind = re.sub(r"[^\W\d]+", r"\\w+", re.sub(r"\d+", "0", re.escape(figure))).replace("0", r"\d+")
             alike.append(any(re.search(kind, each) for each in others))
     assert sum(alike) > 0.85 * len(alike)
+
+
+def test_the_passage_that_matches_the_question_best_is_the_one_with_the_answer(smollm2_home):
+    """The second look reads only that one (docs/methods.md)."""
+    engine = Engine.open(home=smollm2_home)
+    tokenizer = engine.tokenizer
+    engine.close()
+    of_one = [each for each in figure_questions(sets=15, seed=1) if answering(each)]
+    found = [matching_passage(prompt_of(tokenizer, each)) in answering(each) for each in of_one]
+    assert len(found) > 200 and sum(found) >= 0.98 * len(found)
+
+
+def answering(question):
+    """The passages that have all figures of the answer."""
+    return [
+        number
+        for number, passage in enumerate(question.passages)
+        if all(contains(passage, figure) for figure in question.required)
+    ]
+
+
+def prompt_of(tokenizer, question):
+    def ids(text):
+        return tuple(tokenizer(text)["input_ids"])
+
+    passages = [Chunk(passage, token_ids=ids(passage)) for passage in question.passages]
+    return Prompt([*passages, Literal("", ids(f" {question.text} Answer in one short sentence."))])
 
 
 FEW = ("--figures", "--passages", "2", "--max-new-tokens", "4")
