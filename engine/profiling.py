@@ -27,7 +27,7 @@ from ragblend.kvstore.blob import ChunkReader
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.codec import Source
 from ragblend.kvstore.keys import ChunkKey
-from ragblend.kvstore.memory import HeldChunk, held_copy
+from ragblend.kvstore.memory import held_copy
 from ragblend.kvstore.policy import PrefillProfile
 from ragblend.kvstore.store import KVStore
 
@@ -84,9 +84,10 @@ def measure(runtime: Runtime, progress: Callable[[int, int], None] | None = None
     )
     count = max(1, min(CHUNKS, (runtime.context_window - MOVED_TOKENS) // CHUNK_TOKENS))
     chunk, tiers = _random_chunk(decoder), []
+    nbytes = count * decoder.geometry.layers * runtime.codec.layer_nbytes(decoder.geometry, CHUNK_TOKENS)
     for name, opened in _tiers(runtime, chunk, count):
         load_ms = median(lambda: _load_ms(runtime, count, opened))  # noqa: B023
-        tiers.append(Tier(name, count * chunk.nbytes / load_ms * 1e3))
+        tiers.append(Tier(name, nbytes / load_ms * 1e3))
     return DeviceProfile(grid.about, grid, tuple(tiers), overlaps=runtime.transfers.staged)
 
 
@@ -97,17 +98,18 @@ def _axes(window: int) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def _tiers(runtime: Runtime, chunk: ChunkKV, count: int) -> Iterator[tuple[str, Opened]]:
-    """Every tier, the fastest first, and what opens one of its chunks."""
+    """Every tier, the fastest first, and what opens one of its chunks: packed as what is stored from now on."""
     device, store = runtime.device, runtime.store
-    held = held_copy(HeldChunk.of(chunk), "memory", torch.device("cpu"), pinned=device.type == "cuda")
-    if runtime.transfers.staged:
-        on_device = held_copy(held, "device", runtime.transfers.device, pinned=False)
-        yield "device", lambda _: on_device
-    yield "memory", lambda _: held
     keys = [ChunkKey(f"{number:064x}") for number in range(count)]  # of no real chunk
     try:
         for key in keys:
-            store.put(key, chunk, shared=False)
+            store.put(key, chunk, runtime.codec, shared=False)
+        with _cold(store, keys[0], chunk) as stored:
+            held = held_copy(stored, "memory", torch.device("cpu"), pinned=device.type == "cuda")
+        if runtime.transfers.staged:
+            on_device = held_copy(held, "device", runtime.transfers.device, pinned=False)
+            yield "device", lambda _: on_device
+        yield "memory", lambda _: held
         yield "disk", lambda number: _cold(store, keys[number], chunk)
     finally:
         store.delete(keys)
@@ -156,7 +158,8 @@ def _random_chunk(decoder: Decoder) -> ChunkKV:
     keys, values = (
         [torch.randn(shape).to(geometry.torch_dtype) for _ in range(geometry.layers)] for shape in shapes
     )
-    return ChunkKV(tuple(range(CHUNK_TOKENS)), 0, geometry, keys, values)
+    tokens = tuple(range(CHUNK_TOKENS))
+    return ChunkKV(tokens, 0, geometry, keys, values, unrotated_keys=lambda layer: keys[layer].float())
 
 
 def _cold(store: KVStore, key: ChunkKey, chunk: ChunkKV) -> ChunkReader:

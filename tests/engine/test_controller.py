@@ -8,7 +8,7 @@ from benches import PREFIX, make_prompt, make_text
 from test_device import StagedTransfers
 
 from ragblend import Engine
-from ragblend.engine import controller, prefill
+from ragblend.engine import controller, prefill, profiling
 from ragblend.engine.config import EngineConfig
 from ragblend.engine.controller import (
     DeviceProfile,
@@ -23,6 +23,7 @@ from ragblend.engine.controller import (
 )
 from ragblend.engine.runtime import Runtime
 from ragblend.kvstore.errors import StoreError, UsageError
+from ragblend.kvstore.memory import held_nbytes
 from ragblend.kvstore.policy import PrefillProfile
 
 LAYERS = 20
@@ -203,6 +204,20 @@ def test_every_tier_of_a_staged_device_is_measured_through_its_stream(fresh, mon
     assert [tier.name for tier in measured.tiers] == ["device", "memory", "disk"]
     assert len(transfers.delivered) >= 3 * fresh.engine.runtime.decoder.geometry.layers
     assert not list(fresh.engine.store.keys())
+
+
+@pytest.mark.parametrize("codec", ["raw", "int4"])
+def test_tiers_are_measured_in_the_bytes_that_are_loaded(fresh_bench_for, monkeypatch, codec):
+    engine, loaded = fresh_bench_for(kv_codec=codec).engine, []
+
+    def in_a_second(runtime, count, opened):
+        with opened(0) as source:
+            loaded.append(count * held_nbytes(source))
+        return 1000.0
+
+    monkeypatch.setattr(profiling, "_load_ms", in_a_second)
+    assert engine.gate.passed
+    assert [tier.bytes_per_s for tier in engine.profile().tiers] == loaded
 
 
 GRID = PrefillProfile.of(
