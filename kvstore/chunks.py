@@ -1,7 +1,4 @@
-"""What a chunk's KV is.
-
-Layout letters, used everywhere: `L` layers, `H` KV heads, `T` tokens, `D` head size.
-"""
+"""A chunk's KV and its shape. Letters used everywhere: `L` layers, `H` KV heads, `T` tokens, `D` head size."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,9 +47,9 @@ class Geometry:
 class ChunkKV:
     """One chunk's KV as it is stored: keys already rotated to where the chunk was encoded.
 
-    token_ids: T ids; start: position of the first token when encoded (the encoding prefix's length);
-    keys, values: L contiguous tensors each, (H, T, D), of the geometry's dtype, on the CPU. parent: the node of the
-    knowledge tree right behind which it was computed, exactly; None: alone behind its prefix.
+    token_ids: T ids; start: position of the first token when encoded (the encoding prefix's length); keys, values: L
+    contiguous tensors each, (H, T, D), of the geometry's dtype, on the CPU. parent: the node of the knowledge tree
+    directly after which it was computed; None: it was encoded alone after its prefix.
     """
 
     token_ids: tuple[int, ...]

@@ -1,7 +1,6 @@
-"""How one layer's KV becomes bytes: as it is, or eight bits a number; and what is asked of any stored value.
-
-A codec is a table row. What it packs is one run of bytes a layer, which can be unpacked on any device, so that fewer
-bytes cross to an accelerator as well.
+"""Encodes one layer's KV as bytes: raw, or eight bits per number; and `Source`, the interface of stored values. A codec
+is a table row. It packs a layer into one run of bytes, which can be unpacked on any device, so that fewer bytes are
+sent to an accelerator too.
 """
 
 from collections.abc import Callable
@@ -19,11 +18,10 @@ LEVELS = 255  # of an unsigned byte, less one
 
 @dataclass(frozen=True)
 class Codec:
-    """One row of the table. number stands in the file's header and never changes its meaning.
-
-    layer_nbytes(geometry, tokens): of one packed layer. pack(keys, values): (H, T, D) tensors to contiguous CPU
-    tensors, whose bytes in order are the layer; None for numbers that it cannot hold. unpack(packed, geometry, keys,
-    values): fill keys and values, on the device that `packed` (layer_nbytes,) uint8 is on.
+    """One row of the table. number: identifies the codec in file headers, and must never change its meaning.
+    layer_nbytes(geometry, tokens): size of a packed layer. pack(keys, values): (H, T, D) tensors to contiguous CPU
+    tensors, whose bytes in order are the layer; None for numbers that it cannot represent. unpack(packed, geometry,
+    keys, values): fill keys and values, on the device that `packed` (layer_nbytes,) uint8 is on.
     """
 
     name: str
@@ -34,8 +32,7 @@ class Codec:
 
 
 class Source(Closing):
-    """An open value of any tier. start: position of its first token when it was encoded; tier: where it lies.
-
+    """An open value of any tier. start: position of its first token when it was encoded; tier: the tier's name.
     in_memory: whether `read_layer` fills tensors of any device, from memory; else only the CPU's, from a file.
     """
 
@@ -47,11 +44,11 @@ class Source(Closing):
     in_memory = True
 
     def expect(self, layer: int) -> None:
-        """That layer will be read: what is far away may come ahead."""
+        """Announce that this layer will be read, so that a remote value can be fetched ahead."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is known that it cannot be read to its end."""
+        """Whether it is already known that reading will fail."""
         return False
 
     def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -63,21 +60,21 @@ class Source(Closing):
         raise NotImplementedError
 
     def drop_page_cache(self) -> None:
-        """Have the kernel forget the file's pages, if there is one, so that the next read comes from the disk."""
+        """Drop the file's pages from the page cache, so that the next read comes from the disk."""
 
     def close(self) -> None:
-        """In memory nothing is open."""
+        """Nothing to do for values in memory."""
 
 
 class Part(Source):
-    """Some tokens of an open value, which are read together with the others; closing it closes the value."""
+    """Some tokens of an open value, which is read as a whole; closing the part closes the value."""
 
     def __init__(self, source: Source, skipped: int, tokens: int) -> None:
         self._source, self._skipped = source, skipped
         self.token_ids = source.token_ids[skipped : skipped + tokens]
         self.start = source.start + skipped
         self.geometry, self.tier, self.in_memory = source.geometry, source.tier, source.in_memory
-        self.codec = RAW  # what `read_layer` gives; packed, a part is no run of bytes
+        self.codec = RAW  # as raw KV, because a part of a packed layer is not contiguous
 
     def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
         tokens, at = len(self._source.token_ids), slice(self._skipped, self._skipped + len(self.token_ids))
@@ -113,7 +110,7 @@ def _unpack_raw(packed: Tensor, geometry: Geometry, keys: Tensor, values: Tensor
 
 
 def _int8_parts(geometry: Geometry, tokens: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Bytes and shape of: keys' least and step, values' least and step (float16), keys' and values' codes."""
+    """Bytes and shape of: keys' minimum and step, values' minimum and step (float16), keys' and values' codes."""
     heads, key_size, value_size = geometry.kv_heads, geometry.key_size, geometry.value_size
     by_channel, by_token = (heads, 1, key_size), (heads, tokens, 1)
     scales = [(2 * heads * size, shape) for size, shape in ((key_size, by_channel), (tokens, by_token))]
@@ -130,10 +127,10 @@ def _pack_int8(keys: Tensor, values: Tensor) -> tuple[Tensor, ...] | None:
 
 
 def _quantised(tensor: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Least and step along `dim` (float16), and the codes (uint8); number = least + step * code."""
+    """Minimum and step along `dim` (float16), and the codes (uint8); number = minimum + step * code."""
     numbers = tensor.detach().cpu().float()
     infinity = torch.tensor(torch.inf, dtype=torch.float16)
-    # Rounded outwards: what lies beyond the first or the last code would be cut off.
+    # Rounded outwards, because numbers outside of the range would be clipped.
     least = torch.nextafter(numbers.amin(dim, keepdim=True).half(), -infinity)
     step = (numbers.amax(dim, keepdim=True) - least.float()).div_(LEVELS)
     step = torch.nextafter(step.half(), infinity)
@@ -153,7 +150,7 @@ def _unpack_int8(packed: Tensor, geometry: Geometry, keys: Tensor, values: Tenso
 
 
 def _restore(out: Tensor, codes: Tensor, least: Tensor, step: Tensor) -> None:
-    # In float32, cast once: half the precision of bfloat16's would be lost otherwise.
+    # Computed in float32 and cast once, else half of bfloat16's precision would be lost.
     out.copy_(torch.addcmul(least.float(), codes.float(), step.float()))
 
 
@@ -177,7 +174,7 @@ _BY_NUMBER = {codec.number: codec for codec in CODECS.values()}
 
 
 def codec_named(name: str) -> Codec:
-    """Raises UsageError for a name that is not in the table."""
+    """The codec of that name. Raises UsageError for an unknown one."""
     if name not in CODECS:
         raise UsageError(f"the KV codec {name!r} is unknown; there are {', '.join(CODECS)}")
     return CODECS[name]

@@ -1,4 +1,4 @@
-"""Every error that RAGBlend raises on purpose; its message says what, where and what to do.
+"""All errors that RAGBlend raises on purpose; a message says what failed, where, and what to do.
 
 RagBlendError
 ├── UsageError                wrong argument, setting or policy: the caller can fix the call (exit code 2)
@@ -37,7 +37,7 @@ Error = TypeVar("Error", bound=BaseException)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: a similar known one, if there is any."""
+    """A suffix for messages about an unknown name: the most similar known one, if any."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -46,9 +46,8 @@ class RagBlendError(Exception): ...
 
 
 def without_frames(error: Error) -> Error:
-    """The error, for another thread. One that was raised on purpose says all that there is to know, and drops the
-    frames that it came through: these hold a request's context for as long as it lives, which in a cycle is until
-    garbage is looked for.
+    """The error, prepared for another thread. One of ours drops its traceback, whose frames would keep a request's
+    context alive, in a reference cycle even until the next garbage collection; its message is enough.
     """
     chain: list[BaseException] = [error]
     for each in chain:
