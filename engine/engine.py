@@ -91,8 +91,8 @@ class Engine(EngineInterface):
         if server is None:
             return Engine.shared(config, resolve_home(home))
         module, name = BACKENDS[backend or "vllm"]
-        found: EngineInterface = getattr(import_module(module), name).shared(config, resolve_home(home))
-        return found
+        engine: EngineInterface = getattr(import_module(module), name).shared(config, resolve_home(home))
+        return engine
 
     @property
     def device(self) -> str:
@@ -190,12 +190,13 @@ class Engine(EngineInterface):
 
         Other requests get the device between its layers and tokens; `claim_of` decides which goes first.
         """
-        read = None if speculation is None else speculation.settle(cancel)
+        prefilled_ahead = None if speculation is None else speculation.settle(cancel)
         claim = claim_of(self.runtime, request)
-        claim = claim if read is None else replace(claim, cached={}, new_tokens=1)
+        if prefilled_ahead is not None:
+            claim = replace(claim, cached={}, new_tokens=1)
         with self.runtime.queue.turn(cancel, claim=claim) as turn:
             begun, answer = time.perf_counter(), tuple[int, ...]()
-            prefilled = read or prefill(self.runtime, request, turn, answering=True)
+            prefilled = prefilled_ahead or prefill(self.runtime, request, turn, answering=True)
             try:
                 result = decode_answer(self.runtime, prefilled, options, turn, on_text, cancel, begun)
                 answer = result.token_ids
