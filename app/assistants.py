@@ -1,5 +1,6 @@
-"""The library for desktop assistants: four read-only tools of the Model Context Protocol (`ragblend mcp`). They return
-JSON: passages carry the document's id, for `read_document`.
+"""The library for desktop assistants: four read-only tools of the Model Context Protocol (`ragblend mcp`).
+
+They return JSON: passages carry the document's id, for `read_document`.
 """
 
 import asyncio

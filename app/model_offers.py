@@ -41,7 +41,9 @@ class Offer:
 
 def offers(machine: MachineCapacity, most: int = 3) -> list[Offer]:
     """The models that fit the memory and are fast enough, smallest first; if there are many, a small, a medium and a
-    large one. If none is fast enough, the smallest that fits.
+    large one.
+
+    If none is fast enough, the smallest that fits.
     """
     every = [_offer(model, machine) for model in SUGGESTIONS]
     fitting = [offer for offer in every if offer.memory_bytes <= machine.free_bytes]

@@ -1,7 +1,8 @@
-"""Forwards a command to the process that has the home open (`ragblend serve`), and prints its output. That process
-listens at a Unix socket in the home. The folder's mode decides who may connect, and the kernel identifies the other
-end, so there is no port that another program could take, and no token. The command's arguments are sent as JSON in
-lines; `serve/commands.py` runs it there. No model, index or web client is imported here.
+"""Forwards a command to the process that has the home open (`ragblend serve`), and prints its output.
+
+That process listens at a Unix socket in the home. The folder's mode decides who may connect, and the kernel identifies
+the other end, so there is no port that another program could take, and no token. The command's arguments are sent as
+JSON in lines; `serve/commands.py` runs it there. No model, index or web client is imported here.
 """
 
 import io

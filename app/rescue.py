@@ -1,6 +1,8 @@
-"""Rescues a damaged SQLite file: copies all readable rows to a new file, and keeps the damaged one. keep a copy as
-FILE.damaged-1 -> copy rows to FILE.rescuing -> rename to FILE.rescued -> replace FILE A kill at any step loses nothing:
-a FILE.rescued is complete, and replaces FILE when that is next opened.
+"""Rescues a damaged SQLite file: copies all readable rows to a new file, and keeps the damaged one.
+
+    keep a copy as FILE.damaged-1 -> copy rows to FILE.rescuing -> rename to FILE.rescued -> replace FILE
+
+A kill at any step loses nothing: a FILE.rescued is complete, and replaces FILE when that is next opened.
 """
 
 import heapq
@@ -74,10 +76,11 @@ def rescue(
     adopted: Sequence[str],
     mark_lost: Callable[[sqlite3.Connection, dict[str, list[Gap]]], None],
 ) -> Rescued:
-    """Copy all readable rows, and replace the file. Nothing else may use it meanwhile. new: an empty database at
-    `FILE.rescuing` with the tables, without foreign keys, in a transaction; is closed here. what: the file's name in
-    messages; why: its damage; copied, adopted, mark_lost: as in `Database`. Raises LibraryError if nothing can be read
-    (then the file stays), StoreFullError without space for two more copies.
+    """Copy all readable rows, and replace the file. Nothing else may use it meanwhile.
+
+    new: an empty database at `FILE.rescuing` with the tables, without foreign keys, in a transaction; is closed here.
+    what: the file's name in messages; why: its damage; copied, adopted, mark_lost: as in `Database`.
+    Raises LibraryError if nothing can be read (then the file stays), StoreFullError without space for two more copies.
     """
     kept = next(each for number in count(1) if not (each := Path(f"{path}.damaged-{number}")).exists())
     found = Rescued(why, kept)

@@ -12,8 +12,9 @@ from ragblend.engine.selection.shift import LayerChange, ShiftContext
 
 
 class Correction:
-    """Applies the policy's corrections in each layer, rotated to each row's position. rows (R,): all rows being
-    computed, in one block; the change of the stored ones among them is what the policy sees.
+    """Applies the policy's corrections in each layer, rotated to each row's position.
+
+    rows (R,): all rows being computed, in one block; the change of the stored ones among them is what the policy sees.
     """
 
     def __init__(self, decoder: Decoder, plan: Plan, policy: Policy, cache: FusedCache, rows: Tensor) -> None:

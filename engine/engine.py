@@ -47,8 +47,9 @@ BACKENDS = {"vllm": ("ragblend.integrations.vllm.client", "VllmEngine")}
 
 
 class Engine(EngineInterface):
-    """Encodes chunks, and answers prompts made of them. Thread-safe: requests queue for the device. Nothing is loaded
-    before it is needed. Use `Engine.open`, which shares one engine per (model, home) in a process.
+    """Encodes chunks, and answers prompts made of them. Thread-safe: requests queue for the device.
+
+    Nothing is loaded before it is needed. Use `Engine.open`, which shares one engine per (model, home) in a process.
     """
 
     runtime_type: ClassVar[type[Runtime]] = Runtime

@@ -28,9 +28,11 @@ from ragblend.kvstore.errors import UsageError
 
 @dataclass
 class Spent:
-    """Counts computed layer-rows (one row in one layer). layer_rows: all; stored_layer_rows: of stored tokens;
-    again_layer_rows: of fresh tokens in the probe, which were recomputed after it. recomputed: stored tokens computed
-    through the last layer. probe_rows: rows of the probe. rows: (R,) those that the last layer computed.
+    """Counts computed layer-rows (one row in one layer).
+
+    layer_rows: all; stored_layer_rows: of stored tokens; again_layer_rows: of fresh tokens in the probe, which were
+    recomputed after it. recomputed: stored tokens computed through the last layer. probe_rows: rows of the probe. rows:
+    (R,) those that the last layer computed.
     """
 
     layer_rows: float = 0.0
@@ -43,8 +45,9 @@ class Spent:
 
 @dataclass(frozen=True)
 class ActiveRows:
-    """The rows (R,) being computed, hidden (1, R, hidden), and the blocks in which they pass a layer. stored: number of
-    rows of stored tokens; correct: corrects the KV of rows that are not computed.
+    """The rows (R,) being computed, hidden (1, R, hidden), and the blocks in which they pass a layer.
+
+    stored: number of rows of stored tokens; correct: corrects the KV of rows that are not computed.
     """
 
     rows: Tensor
@@ -178,8 +181,9 @@ class Fusion:
         return ActiveRows(rows, hidden, blocks, stored, correct)
 
     def _in_pieces(self, rows: Tensor, hidden: Tensor) -> ActiveRows:
-        """Blocks that end with a chunk, or with the prompt, and see nothing after them. So a chunk's KV depends, bit
-        for bit, only on the tokens up to its end, not on later ones or on stored KV.
+        """Blocks that end with a chunk, or with the prompt, and see nothing after them.
+
+        So a chunk's KV depends, bit for bit, only on the tokens up to its end, not on later ones or on stored KV.
         """
         stops = torch.tensor([*self.plan.piece_stops, self.plan.tokens], device=rows.device)
         ends = torch.searchsorted(rows, stops).tolist()
@@ -278,8 +282,9 @@ class Fusion:
     def _probed_layer(
         self, layer: int, work: ActiveRows, scores: dict[int, Tensor], stops: bool
     ) -> ActiveRows:
-        """Run the probe's rows through one layer, whose attention the policy turns into scores. stops: only the scores
-        are needed, so the rows keep their state before the layer.
+        """Run the probe's rows through one layer, whose attention the policy turns into scores.
+
+        stops: only the scores are needed, so the rows keep their state before the layer.
         """
 
         def collect(

@@ -1,6 +1,7 @@
-"""The engine's interface for the app and the integrations, wherever the model runs. It handles text, tokens, nodes,
-their KV on disk and requests. Two subclasses compute prompts: `Engine`, with a model loaded in this process, and the
-client of a vLLM server (`integrations/vllm/client.py`).
+"""The engine's interface for the app and the integrations, wherever the model runs.
+
+It handles text, tokens, nodes, their KV on disk and requests. Two subclasses compute prompts: `Engine`, with a model
+loaded in this process, and the client of a vLLM server (`integrations/vllm/client.py`).
 """
 
 import math
@@ -136,7 +137,10 @@ class EngineInterface(ABC):
         self.runtime.check_text(characters)
 
     def control_tokens(self, text: str) -> list[int]:
-        """Ids of the control tokens that the text would be tokenized to, in order. Raises PromptTooLongError."""
+        """Ids of the control tokens that the text would be tokenized to, in order.
+
+        Raises PromptTooLongError.
+        """
         self.check_text(len(text))
         return self.runtime.tokenizing.controls(text)
 
@@ -148,6 +152,7 @@ class EngineInterface(ABC):
         prefix: str | None = None,
     ) -> EncodeReport:
         """Encode and store each passage after the canonical prefix, or after the given one; stored ones are skipped.
+
         node_ids: a name for each text, for `Chunk(node_id=...)`; progress(done, total) is called after each chunk. If
         it is interrupted, finished chunks stay. Raises StoreFullError.
         """
@@ -177,8 +182,9 @@ class EngineInterface(ABC):
 
     def encode_nodes(self, node_ids: Sequence[str], cancel: Cancel | None = None) -> Iterator[int]:
         """Encode entered nodes while no question needs the model; yields the number of tokens encoded for each, 0 for
-        nodes that were deleted or have KV. Nothing is evicted: it ends when the budget is used up. Raises Cancelled
-        between two layers, and StoreFullError.
+        nodes that were deleted or have KV.
+
+        Nothing is evicted: it ends when the budget is used up. Raises Cancelled between two layers, and StoreFullError.
         """
         return self._nodes.encode_missing(node_ids, cancel)
 
@@ -194,6 +200,7 @@ class EngineInterface(ABC):
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
         """A prompt from messages by the model's chat template; chunks may be anywhere in them. Raises PromptError.
+
         tools: shown to the model, which may call them. Raises UnsupportedModelError if it does not support tools.
         """
         if tools:
@@ -207,8 +214,9 @@ class EngineInterface(ABC):
         question: str,
         history: Sequence[tuple[str, str]] = (),
     ) -> Prompt:
-        """A prompt by the model's chat template: passages first, the question last. system: None for the default text,
-        "" for none; history: (question, answer) pairs, oldest first.
+        """A prompt by the model's chat template: passages first, the question last.
+
+        system: None for the default text, "" for none; history: (question, answer) pairs, oldest first.
         """
         return self.runtime.tokenizing.chat_prompt(system, list(passages), question, list(history))
 
@@ -226,8 +234,9 @@ class EngineInterface(ABC):
 
     @abstractmethod
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
-        """Load the model, and the chunks' KV, in the background. Call it as soon as the chunks of the next prompt are
-        known.
+        """Load the model, and the chunks' KV, in the background.
+
+        Call it as soon as the chunks of the next prompt are known.
         """
 
     @abstractmethod
@@ -293,10 +302,11 @@ class EngineInterface(ABC):
         client: str = "",
         **options: Any,
     ) -> Stream:
-        """Answer the last of several prompts that retrieval yields in stages; earlier ones may be prefilled ahead. For
-        retrieval that takes as long as the prefill (RAGCache, §5.3). The answer is that of `stream` on the last prompt.
-        prompts: iterated in the stream's thread. Raises as `stream` does, but only in the iteration, and whatever
-        `prompts` raises.
+        """Answer the last of several prompts that retrieval yields in stages; earlier ones may be prefilled ahead.
+
+        For retrieval that takes as long as the prefill (RAGCache, §5.3). The answer is that of `stream` on the last
+        prompt. prompts: iterated in the stream's thread. Raises as `stream` does, but only in the iteration, and
+        whatever `prompts` raises.
         """
         chosen = DecodeOptions.of(options)
 

@@ -33,9 +33,10 @@ class LostChunk(Exception):
 
 
 class LayerLoader:
-    """Reads the layers of all spans in threads, in order of use; the computing thread calls `wait(layer)`. On the CPU,
-    reads go directly into the fused buffers, and the computing thread rotates the keys when it needs them: rotating in
-    other threads would only take its cores.
+    """Reads the layers of all spans in threads, in order of use; the computing thread calls `wait(layer)`.
+
+    On the CPU, reads go directly into the fused buffers, and the computing thread rotates the keys when it needs them:
+    rotating in other threads would only take its cores.
     """
 
     def __init__(
@@ -105,7 +106,9 @@ class LayerLoader:
 
 class StagedLoader(LayerLoader):
     """Loader for an accelerator: threads read files, and the computing thread queues copies and rotations ahead, by
-    layer. When the reading threads queued them, each of hundreds of calls blocked the interpreter.
+    layer.
+
+    When the reading threads queued them, each of hundreds of calls blocked the interpreter.
     """
 
     def _begin(self) -> None:
@@ -196,8 +199,9 @@ class StagedLoader(LayerLoader):
 
 
 class _RawPlacement:
-    """Copies one layer of all raw (unpacked) spans at once: one call for each would take the host too long. rooms: by
-    span number, the buffer that its layer was read into, (bytes,) uint8.
+    """Copies one layer of all raw (unpacked) spans at once: one call for each would take the host too long.
+
+    rooms: by span number, the buffer that its layer was read into, (bytes,) uint8.
     """
 
     def __init__(self, spans: Sequence[Span], cache: FusedCache, device: torch.device) -> None:

@@ -39,8 +39,9 @@ class UnencodedNode:
 
 
 class NodeEncoder(ABC):
-    """The nodes of one collection and their encoder: the model loaded here, or a server. KV means KV encoded after the
-    canonical prefix, unless stated otherwise.
+    """The nodes of one collection and their encoder: the model loaded here, or a server.
+
+    KV means KV encoded after the canonical prefix, unless stated otherwise.
     """
 
     def __init__(self, runtime: RuntimeBase, collection: str) -> None:
@@ -49,8 +50,9 @@ class NodeEncoder(ABC):
     def enter(
         self, node_ids: Sequence[str], passages: Sequence[TokenIds], keys: Sequence[ChunkKey | None]
     ) -> None:
-        """Record the passage of each node id, and the key of its KV (None if there is none yet). KV that no node refers
-        to afterwards is deleted.
+        """Record the passage of each node id, and the key of its KV (None if there is none yet).
+
+        KV that no node refers to afterwards is deleted.
         """
         with self._runtime.store_lock:
             self._runtime.nodes.put_many(self._scope, zip(node_ids, passages, keys, strict=True))
@@ -82,8 +84,9 @@ class NodeEncoder(ABC):
         return self._delete_orphaned_kv()
 
     def forget_all(self) -> int:
-        """Delete every node of the collection, its KV and its registered texts; returns the bytes freed. Queued tasks
-        that encode its passages are dropped, because they would enter the nodes again.
+        """Delete every node of the collection, its KV and its registered texts; returns the bytes freed.
+
+        Queued tasks that encode its passages are dropped, because they would enter the nodes again.
         """
         self._runtime.forget_unstored()
         mine = self._collection
@@ -93,9 +96,10 @@ class NodeEncoder(ABC):
         return self._delete_orphaned_kv()
 
     def _delete_orphaned_kv(self) -> int:
-        """Delete the KV that no node refers to, here and in the shared store; returns the bytes freed. Deletes in
-        batches, so that requests are not blocked. After a kill the next call deletes the rest, except KV that has a
-        node again.
+        """Delete the KV that no node refers to, here and in the shared store; returns the bytes freed.
+
+        Deletes in batches, so that requests are not blocked. After a kill the next call deletes the rest, except KV
+        that has a node again.
         """
         runtime, freed, after = self._runtime, 0, ""
         failed: StoreError | None = None
@@ -191,8 +195,9 @@ class NodeEncoder(ABC):
         return blob is not None and self.keep(key, blob, node_id)
 
     def keep(self, key: ChunkKey, chunk: ChunkKV | Blob, node_id: str | None) -> bool:
-        """Store KV, unless its node was deleted while it was computed. Called outside of a device turn, so that
-        deletions do not wait for the device.
+        """Store KV, unless its node was deleted while it was computed.
+
+        Called outside of a device turn, so that deletions do not wait for the device.
         """
         runtime = self._runtime
 
@@ -227,6 +232,7 @@ class NodeEncoder(ABC):
         node_ids: Sequence[str] | None = None,
     ) -> tuple[int, int]:
         """Encode the passages without KV; returns the tokens and chunks encoded. Requests are served in between.
+
         node_ids: entered with these keys; KV of a node that is deleted meanwhile is not stored.
         """
         encode_one, tokens, encoded = self._encoder_after(prefix), 0, 0
@@ -240,8 +246,9 @@ class NodeEncoder(ABC):
         return tokens, encoded
 
     def _to_encode(self, node_id: str, taken_bytes: int = 0) -> UnencodedNode | None:
-        """The passage to encode; None for a node that was deleted or has KV. Raises PromptTooLongError. taken_bytes:
-        part of the store's budget reserved for KV that is not written yet.
+        """The passage to encode; None for a node that was deleted or has KV. Raises PromptTooLongError.
+
+        taken_bytes: part of the store's budget reserved for KV that is not written yet.
         """
         runtime, prefix = self._runtime, self._runtime.canonical_prefix
         with runtime.store_lock:

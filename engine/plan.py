@@ -23,7 +23,9 @@ class Kind(IntEnum):
 @dataclass(frozen=True)
 class Span:
     """A chunk in the prompt: its position, and its stored KV if there is any. exact: it was encoded after the same
-    tokens. held: not a chunk, but the beginning of the prompt, which a session holds.
+    tokens.
+
+    held: not a chunk, but the beginning of the prompt, which a session holds.
     """
 
     start: int

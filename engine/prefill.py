@@ -39,8 +39,9 @@ SharedReaders = Mapping[ChunkKey, RemoteReader]
 def prefill(
     runtime: Runtime, request: Request, turn: DeviceTurn | None = None, answering: bool = False
 ) -> Prefilled:
-    """Prefill the prompt in this device turn: fused if the gate allows it, else by the model's own forward. answering:
-    without fusing, the model's own `generate` follows and prefills the prompt itself.
+    """Prefill the prompt in this device turn: fused if the gate allows it, else by the model's own forward.
+
+    answering: without fusing, the model's own `generate` follows and prefills the prompt itself.
     """
     refusal = runtime.refusal(len(request.prompt.token_ids))
     if refusal is not None:

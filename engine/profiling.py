@@ -57,8 +57,9 @@ class Spread(Policy):
 
 
 def measure(runtime: Runtime, progress: Callable[[int, int], None] | None = None) -> DeviceProfile:
-    """Profile this model on this device, in a device turn; takes seconds for a small model on a CPU. Sizes beyond the
-    model's window are left out. progress(done, total).
+    """Profile this model on this device, in a device turn; takes seconds for a small model on a CPU.
+
+    Sizes beyond the model's window are left out. progress(done, total).
     """
     decoder, (cached, new) = runtime.decoder, _axes(runtime.context_window)
     total, done = len(cached) * len(new) + (3 if runtime.transfers.staged else 2), 0

@@ -19,9 +19,10 @@ from ragblend.kvstore.keys import ChunkKey
 
 @dataclass(frozen=True)
 class Request:
-    """A tokenized prompt with its policy, ratio and collection. ratio: None if the controller chooses, at least
-    DEFAULT_RATIO; client: clients share the device's time fairly; deadline: by `time.monotonic`; after it the request
-    does not begin.
+    """A tokenized prompt with its policy, ratio and collection.
+
+    ratio: None if the controller chooses, at least DEFAULT_RATIO; client: clients share the device's time fairly;
+    deadline: by `time.monotonic`; after it the request does not begin.
     """
 
     prompt: Prompt
@@ -51,8 +52,9 @@ def keys_of(runtime: Runtime, request: Request) -> Iterator[tuple[Chunk, TokenId
 
 
 def claim_of(runtime: Runtime, request: Request) -> Claim:
-    """The scheduler's view of the request: cached tokens, tokens to compute, and memory. Before the model is loaded,
-    all of them are unknown.
+    """The scheduler's view of the request: cached tokens, tokens to compute, and memory.
+
+    Before the model is loaded, all of them are unknown.
     """
     client, deadline = request.client, request.deadline
     if not runtime.is_ready:

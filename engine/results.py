@@ -34,8 +34,9 @@ class EncodeReport:
 @dataclass(frozen=True)
 class Missing:
     """Nodes without KV, the most requested first; their tokens, the bytes that their KV will take on the disk (equal
-    passages count once), and room_bytes, the free bytes of the store's budget. left_out: how many cannot have KV:
-    longer than the model's window, or not entered for its tokenizer.
+    passages count once), and room_bytes, the free bytes of the store's budget.
+
+    left_out: how many cannot have KV: longer than the model's window, or not entered for its tokenizer.
     """
 
     node_ids: tuple[str, ...]
@@ -57,10 +58,11 @@ class Computed:
 
 @dataclass
 class Prefilled:
-    """A prefilled prompt. logits (vocab,) float32 of its last row. cache: a cache of transformers' interface; None for
-    a model that cannot be fused. computed: KV that may enter the knowledge tree. arrived: values read from a shared
-    store, to be stored here. sure: the policy's, if inexact stored KV was used; else 0. read_alone(prompt, turn):
-    prefills another prompt with the same request, reusing all stored KV.
+    """A prefilled prompt. logits (vocab,) float32 of its last row.
+
+    cache: a cache of transformers' interface; None for a model that cannot be fused. computed: KV that may enter the
+    knowledge tree. arrived: values read from a shared store, to be stored here. sure: the policy's, if inexact stored
+    KV was used; else 0. read_alone(prompt, turn): prefills another prompt with the same request, reusing all stored KV.
     """
 
     prompt: Prompt

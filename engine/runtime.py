@@ -65,8 +65,9 @@ class Runtime(RuntimeBase):
         return None if found is None else weakref.ref(found)
 
     def rebuild(self, failed: "weakref.ref[LoadedModel] | None", cancel: Cancel | None = None) -> None:
-        """Drop a model whose device failed, once for all requests that failed with it, and free its memory. Does not
-        wait for background tasks; stored KV stays, except on the device. Raises Cancelled as a turn does.
+        """Drop a model whose device failed, once for all requests that failed with it, and free its memory.
+
+        Does not wait for background tasks; stored KV stays, except on the device. Raises Cancelled as a turn does.
         """
         if failed is not None and self.loaded_now is failed():
             with self.queue.turn(cancel):
@@ -180,6 +181,7 @@ class Runtime(RuntimeBase):
 
     def choose_steps(self) -> None:
         """In the background, measure which decode implementation is fastest, unless the model was closed meanwhile.
+
         Raises Cancelled if a request arrives, KV must be stored, or the device is never idle: the next answer queues it
         again.
         """

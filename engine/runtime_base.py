@@ -59,8 +59,9 @@ class light(once[T]):
 
 
 class RuntimeBase(ABC):
-    """Expensive parts, created on first use. `close` frees them; the next use creates them again. store_lock: guards
-    store and node index outside of device turns. background: see `BackgroundTasks`.
+    """Expensive parts, created on first use. `close` frees them; the next use creates them again.
+
+    store_lock: guards store and node index outside of device turns. background: see `BackgroundTasks`.
     """
 
     def __init__(self, config: EngineConfig, home: Path) -> None:
@@ -90,8 +91,10 @@ class RuntimeBase(ABC):
             return found
 
     def _adopt(self, config: EngineConfig) -> None:
-        """Apply budgets, codec, policy and shared store of a config (None: unchanged). After a budget was lowered, the
-        next puts evict. Tiers, policy and shared store of an open store change only when it is opened again.
+        """Apply budgets, codec, policy and shared store of a config (None: unchanged).
+
+        After a budget was lowered, the next puts evict. Tiers, policy and shared store of an open store change only
+        when it is opened again.
         """
         budgets = config.store_budget_bytes, config.memory_budget_bytes, config.device_budget_bytes
         wanted = dict(zip(("disk", "memory", "device"), budgets, strict=True))
@@ -257,8 +260,9 @@ class RuntimeBase(ABC):
         return chunk_key(self.fingerprint, prefix, collection, token_ids)
 
     def _token_cost(self, cached_tokens: int, new_tokens: int) -> float:
-        """Cost of computing one token, relative to a token of a first passage of 512; 1 without a profile. Relative
-        costs can be compared between models, and with values stored before the profile.
+        """Cost of computing one token, relative to a token of a first passage of 512; 1 without a profile.
+
+        Relative costs can be compared between models, and with values stored before the profile.
         """
         profile = self.profile
         typical = profile.prefill.ms_per_token(0, _TYPICAL_TOKENS) if profile is not None else 0.0

@@ -1,6 +1,7 @@
-"""Traces a prefill: the times of reading, rotating, waiting and computing, on host threads and device streams. The
-recorder is always on: an event costs a few microseconds, and a prefill has a few hundred. Device times are taken on its
-streams, so a trace shows whether copies really ran in parallel with the layers.
+"""Traces a prefill: the times of reading, rotating, waiting and computing, on host threads and device streams.
+
+The recorder is always on: an event costs a few microseconds, and a prefill has a few hundred. Device times are taken on
+its streams, so a trace shows whether copies really ran in parallel with the layers.
 """
 
 import threading

@@ -98,15 +98,18 @@ class Backend:
         self, passages: Sequence[Passage], encode: bool = False, progress: Progress | None = None
     ) -> None:
         """Register passages, so that their texts are found in prompts; encode: store their KV now instead of after
-        first use. progress(done, total) is called after each encoded passage.
+        first use.
+
+        progress(done, total) is called after each encoded passage.
         """
         self.registry.add(passages)
         if encode and passages:
             self.engine.encode([p.text for p in passages], [node_id_of(p) for p in passages], progress)
 
     def encode(self, passages: Sequence[Passage], show_progress: bool) -> int:
-        """Register and encode passages, with a progress bar on stderr; returns their number. If it is interrupted,
-        finished passages stay.
+        """Register and encode passages, with a progress bar on stderr; returns their number.
+
+        If it is interrupted, finished passages stay.
         """
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -181,9 +184,10 @@ class Backend:
     def text_prompt(
         self, text: str, named: Sequence[Passage] = (), parts: Sequence[str] = (), learn: bool = False
     ) -> "Prompt":
-        """The plain text as a prompt, with the passages in it as chunks; control tokens in it act as such. parts: the
-        text as split by `split_at_placeholders`; then only the template's own control tokens act as such. named, learn:
-        as in `chat_prompt`.
+        """The plain text as a prompt, with the passages in it as chunks; control tokens in it act as such.
+
+        parts: the text as split by `split_at_placeholders`; then only the template's own control tokens act as such.
+        named, learn: as in `chat_prompt`.
         """
         from ragblend.engine.prompts.segments import Literal, Prompt
 
@@ -247,8 +251,9 @@ def usage(report: "Report") -> dict[str, int]:
 
 
 def logprobs(result: "Result", tokenizer: Any) -> list[dict[str, Any]] | None:
-    """Each token's log-probability, as in OpenAI's interface; None if not requested. The end token is left out. bytes:
-    None for a token that is part of a character.
+    """Each token's log-probability, as in OpenAI's interface; None if not requested.
+
+    The end token is left out. bytes: None for a token that is part of a character.
     """
     if result.logprobs is None:
         return None

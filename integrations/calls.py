@@ -99,10 +99,11 @@ def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Call:
-    """The options of one request, and the backend that answers it. named: passages that the caller declares to be in
-    the prompt. learn: whether text that recurs from an earlier prompt becomes a passage. arguments: method, ratio, and
-    those of the engine's `DecodeOptions`. session: the conversation's, if it has one. client: name for the fair sharing
-    of the device.
+    """The options of one request, and the backend that answers it.
+
+    named: passages that the caller declares to be in the prompt. learn: whether text that recurs from an earlier prompt
+    becomes a passage. arguments: method, ratio, and those of the engine's `DecodeOptions`. session: the conversation's,
+    if it has one. client: name for the fair sharing of the device.
     """
 
     backend: Backend
@@ -199,8 +200,9 @@ class Call:
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A call, and a function that makes its prompt, for a worker thread if the caller is in an event loop. errors: a
-    context manager that turns RAGBlend's errors into the framework's.
+    """A call, and a function that makes its prompt, for a worker thread if the caller is in an event loop.
+
+    errors: a context manager that turns RAGBlend's errors into the framework's.
     """
 
     call: Call

@@ -1,9 +1,10 @@
 """The vector index, in Chroma: node ids and our own embeddings only, a vector for each window of a node.
 
 It can be rebuilt from the registry, which has texts and embeddings. Only the holder of the writer lock may call
-`upsert`, `delete` and `rebuild`: two writing processes silently corrupt Chroma 1.5. Chroma only marks deleted vectors
-in its graph; its log keeps them until a thousand entries have followed, and free pages for ever. So `delete` overwrites
-a vector before it removes it, and `erase` flushes this to the disk.
+`upsert`, `delete` and `rebuild`: two writing processes silently corrupt Chroma 1.5.
+
+Chroma only marks deleted vectors in its graph; its log keeps them until a thousand entries have followed, and free
+pages for ever. So `delete` overwrites a vector before it removes it, and `erase` flushes this to the disk.
 """
 
 import hashlib
@@ -240,10 +241,11 @@ def _joined(
 
 
 def apart(node_id: str, rows: Embeddings) -> Embeddings:
-    """Deduplicate a node's vectors (W, E) and move each slightly, so that no two nodes share one -> (W', E). HNSW links
-    a vector to its nearest ones. If many of these are equal, some become unreachable: with three of 13 windows in
-    common, no question found 80 of 400 passages. At a distance of SPREAD, which changes a score by about 5e-5, all are
-    found.
+    """Deduplicate a node's vectors (W, E) and move each slightly, so that no two nodes share one -> (W', E).
+
+    HNSW links a vector to its nearest ones. If many of these are equal, some become unreachable: with three of 13
+    windows in common, no question found 80 of 400 passages. At a distance of SPREAD, which changes a score by about
+    5e-5, all are found.
     """
     _, first = np.unique(rows, axis=0, return_index=True)
     once = rows[np.sort(first)]

@@ -1,9 +1,10 @@
-"""Erases leftovers of vectors that Chroma has deleted: `python chroma_sweep.py FOLDER COLLECTION_ID`. Chroma 1.5 keeps
-the vectors of a deleted collection in an orphaned folder, and in free pages of its SQLite file; and it continues
-deleting after it has returned. The files of a new graph have room for a hundred vectors, filled with the earlier
-content of the process's memory, such as ids and texts. This runs in its own process: Chroma brings a second SQLite, and
-two of them on one file in one process break each other's locks. The caller holds the writer lock, and no collection in
-the folder is being written.
+"""Erases leftovers of vectors that Chroma has deleted: `python chroma_sweep.py FOLDER COLLECTION_ID`.
+
+Chroma 1.5 keeps the vectors of a deleted collection in an orphaned folder, and in free pages of its SQLite file; and it
+continues deleting after it has returned. The files of a new graph have room for a hundred vectors, filled with the
+earlier content of the process's memory, such as ids and texts. This runs in its own process: Chroma brings a second
+SQLite, and two of them on one file in one process break each other's locks. The caller holds the writer lock, and no
+collection in the folder is being written.
 """
 
 import re

@@ -25,9 +25,10 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class LiveModels:
-    """The living models of one framework, with which retrieved passages are registered. subscribe() is called once,
-    before the first model. A registration belongs to a text (its hash and node id), not to a request, so, unlike
-    context variables set by a handler, it cannot be stale when streams interleave.
+    """The living models of one framework, with which retrieved passages are registered.
+
+    subscribe() is called once, before the first model. A registration belongs to a text (its hash and node id), not to
+    a request, so, unlike context variables set by a handler, it cannot be stale when streams interleave.
     """
 
     def __init__(self, subscribe: Callable[[], None]) -> None:
@@ -57,8 +58,9 @@ class LiveModels:
 
 
 class ModelParameters(BaseModel):
-    """Parameters and their checks; creating a model loads and opens nothing. The token limit is `max_new_tokens`; a
-    framework with another name for it adds a property.
+    """Parameters and their checks; creating a model loads and opens nothing.
+
+    The token limit is `max_new_tokens`; a framework with another name for it adds a property.
     """
 
     # Errors do not repeat the arguments, which may contain a key.

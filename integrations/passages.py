@@ -1,6 +1,7 @@
-"""PassageRegistry: the registered passages, which are found in prompts that frameworks build. The node index
-(`kvstore/nodes.py`) holds hashes and node ids, never text; short texts can still be guessed from hashes, so it is as
-private as the documents (0600), and deleted rows are overwritten.
+"""PassageRegistry: the registered passages, which are found in prompts that frameworks build.
+
+The node index (`kvstore/nodes.py`) holds hashes and node ids, never text; short texts can still be guessed from hashes,
+so it is as private as the documents (0600), and deleted rows are overwritten.
 """
 
 import hashlib
@@ -66,6 +67,7 @@ class _SharedNodeIndex:
 
 class PassageRegistry:
     """The passages of one collection, safe for several threads and processes. The file is opened on first use.
+
     retrieved_chars: length of the shortest passage retrieved since the last prompt with a passage; 0 for none.
     """
 
@@ -93,8 +95,9 @@ class PassageRegistry:
 
     @classmethod
     def drop(cls, home: Path, collection: str) -> None:
-        """Forget a deleted collection: a new one of that name must not learn from its prompts. Running prompts add
-        nothing to the dropped registry either.
+        """Forget a deleted collection: a new one of that name must not learn from its prompts.
+
+        Running prompts add nothing to the dropped registry either.
         """
         with cls._opening:
             dropped = cls._open.pop((home.resolve(), collection), None)

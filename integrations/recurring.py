@@ -1,7 +1,9 @@
 """Finds text that recurs from an earlier prompt, and so is probably a passage that was not registered. Keeps hashes of
-sentences. Some programs, tutorials of the frameworks included, retrieve passages in a way that no callback sees. Such
-passages recur in prompts, in whole sentences (a template may put a word before them on the same line), but with other
-neighbours and in another order. So every long paragraph becomes a passage by itself.
+sentences.
+
+Some programs, tutorials of the frameworks included, retrieve passages in a way that no callback sees. Such passages
+recur in prompts, in whole sentences (a template may put a word before them on the same line), but with other neighbours
+and in another order. So every long paragraph becomes a passage by itself.
 """
 
 import threading
@@ -36,10 +38,11 @@ class RecurringText:
         self._at: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 
     def recall(self, texts: Sequence[str], ends_with_question: bool) -> list[list[Span]]:
-        """For each text of a prompt, the (start, stop) of parts from an earlier prompt, in whole sentences. Disjoint
-        and ascending, in characters: the paragraphs within the longest runs of repeated sentences. ends_with_question:
-        the last text ends with the question, which is never a passage. The texts are remembered for the next prompt, so
-        repetitions within one do not count.
+        """For each text of a prompt, the (start, stop) of parts from an earlier prompt, in whole sentences.
+
+        Disjoint and ascending, in characters: the paragraphs within the longest runs of repeated sentences.
+        ends_with_question: the last text ends with the question, which is never a passage. The texts are remembered for
+        the next prompt, so repetitions within one do not count.
         """
         split = [_sentences_of(text) for text in texts]
         hashed = [HashedText(text).keys(*places) for text, places in zip(texts, split, strict=True)]
@@ -116,8 +119,10 @@ def _sentences_of(text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _before_question(text: str, starts: NDArray[np.int64], runs: Iterator[Span]) -> Iterator[Span]:
-    """Remove the question from the runs: the last line, and the line before it if that may be the question. It may be
-    if everything to the end was repeated ("Answer:"); otherwise the text that differs after it is the question.
+    """Remove the question from the runs: the last line, and the line before it if that may be the question.
+
+    It may be if everything to the end was repeated ("Answer:"); otherwise the text that differs after it is the
+    question.
     """
     last = _last_line(text, len(text))
     line = _last_line(text, last)

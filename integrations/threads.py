@@ -39,9 +39,10 @@ async def iterate_in_thread(
     work: Callable[[Callable[[Item], None]], Last],
     stop: Callable[[], None] | None = None,
 ) -> AsyncGenerator[Item | Last, None]:
-    """Yield the items that `work` passes to its argument, and then its result. Items queue in memory; the work never
-    waits. Once the loop is closed the argument raises RuntimeError, which ends the work. stop: ends the work; called
-    when the generator is closed, which then waits for the work's end.
+    """Yield the items that `work` passes to its argument, and then its result.
+
+    Items queue in memory; the work never waits. Once the loop is closed the argument raises RuntimeError, which ends
+    the work. stop: ends the work; called when the generator is closed, which then waits for the work's end.
     """
     loop = asyncio.get_running_loop()
     items: asyncio.Queue[tuple[bool, Item | Last | BaseException]] = asyncio.Queue()

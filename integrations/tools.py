@@ -62,8 +62,9 @@ class AnswerFormat:
         return cls(tuple(chosen), is_forced, not is_forced if is_parallel is None else is_parallel, schema)
 
     def grammar(self, engine: "EngineInterface") -> "Grammar | None":
-        """The grammar of the answer, if it is constrained. Loads the tokenizer if there are tools; raises
-        UnsupportedModelError for a model without tool support.
+        """The grammar of the answer, if it is constrained.
+
+        Loads the tokenizer if there are tools; raises UnsupportedModelError for a model without tool support.
         """
         from ragblend.engine.decoding.grammar import json_grammar, json_rule
         from ragblend.engine.prompts.tools import tools_grammar

@@ -3,9 +3,9 @@
     fixed    magic, format version and codec, header bytes, file bytes, key digest, start, tokens, geometry
     layers   crc32 of every layer, L uint32
     tokens   the token ids, T uint32
-    parent   the key of the node behind which it was computed, 32 bytes, if there is one
+    parent   the key of its parent node in the tree, 32 bytes, if it has one
     padding  to 64 bytes, then crc32 of all of the above
-    payload  layer 0: K (H, T, D), V (H, T, D), or what the codec makes of them; layer 1: ...
+    payload  layer 0: K (H, T, D), V (H, T, D), or as the codec packs them; layer 1: ...
              one contiguous run per layer
 
 The header repeats the key and the token ids, so that a file under a wrong name is detected before use. CRC-32 protects
@@ -302,9 +302,10 @@ def open_verified(
     start: int | None = None,
     parent: ChunkKey | None = None,
 ) -> ChunkReader:
-    """Open a value file; CorruptBlobError unless length, header, key, token ids, geometry, start and parent match. An
-    argument of None is not compared (check() has only the key). But if token ids are given, parent None must match too:
-    KV computed after a node is never used as KV that was encoded alone. OSError passes through.
+    """Open a value file; CorruptBlobError unless length, header, key, token ids, geometry, start and parent match.
+
+    An argument of None is not compared (check() has only the key). But if token ids are given, parent None must match
+    too: KV computed after a node is never used as KV that was encoded alone. OSError passes through.
     """
     fd = open_file(path)
     try:

@@ -1,4 +1,7 @@
-"""A chunk's KV and its shape. Letters used everywhere: `L` layers, `H` KV heads, `T` tokens, `D` head size."""
+"""A chunk's KV and its shape.
+
+Letters used everywhere: `L` layers, `H` KV heads, `T` tokens, `D` head size.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

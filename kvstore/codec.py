@@ -1,6 +1,7 @@
-"""Encodes one layer's KV as bytes: raw, or eight bits per number; and `Source`, the interface of stored values. A codec
-is a table row. It packs a layer into one run of bytes, which can be unpacked on any device, so that fewer bytes are
-sent to an accelerator too.
+"""Encodes one layer's KV as bytes: raw, or eight bits per number; and `Source`, the interface of stored values.
+
+A codec is a table row. It packs a layer into one run of bytes, which can be unpacked on any device, so that fewer bytes
+are sent to an accelerator too.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,7 @@ LEVELS = 255  # of an unsigned byte, less one
 @dataclass(frozen=True)
 class Codec:
     """One row of the table. number: identifies the codec in file headers, and must never change its meaning.
+
     layer_nbytes(geometry, tokens): size of a packed layer. pack(keys, values): (H, T, D) tensors to contiguous CPU
     tensors, whose bytes in order are the layer; None for numbers that it cannot represent. unpack(packed, geometry,
     keys, values): fill keys and values, on the device that `packed` (layer_nbytes,) uint8 is on.
@@ -33,6 +35,7 @@ class Codec:
 
 class Source(Closing):
     """An open value of any tier. start: position of its first token when it was encoded; tier: the tier's name.
+
     in_memory: whether `read_layer` fills tensors of any device, from memory; else only the CPU's, from a file.
     """
 

@@ -31,8 +31,9 @@ class StoreStats:
 
 
 class Counters:
-    """This process's counts of one tier; thread-safe. counts: since the store was opened; unsaved: the part that is not
-    yet in the saved totals of all processes.
+    """This process's counts of one tier; thread-safe.
+
+    counts: since the store was opened; unsaved: the part that is not yet in the saved totals of all processes.
     """
 
     def __init__(self) -> None:

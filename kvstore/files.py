@@ -1,5 +1,6 @@
-"""Private files and folders, written atomically. KV can be inverted to text, so modes are set by chmod and do not
-depend on the umask.
+"""Private files and folders, written atomically.
+
+KV can be inverted to text, so modes are set by chmod and do not depend on the umask.
 """
 
 import errno
@@ -58,9 +59,10 @@ def make_private_folder(path: Path) -> None:
 
 
 def make_private_file(path: Path) -> None:
-    """Make sure that `path` exists with mode 0600, keeping its content; OSError for a link. An existing file is not
-    opened: closing its descriptor would drop SQLite's locks in this process, and another process could remove the
-    write-ahead log (sqlite.org/howtocorrupt.html, 2.2).
+    """Make sure that `path` exists with mode 0600, keeping its content; OSError for a link.
+
+    An existing file is not opened: closing its descriptor would drop SQLite's locks in this process, and another
+    process could remove the write-ahead log (sqlite.org/howtocorrupt.html, 2.2).
     """
     try:
         os.close(posix.create_private(path, FILE_MODE))
@@ -117,8 +119,9 @@ def sync_file(path: Path) -> None:
 
 
 def write_durably(path: Path, pieces: Iterable[memoryview], nbytes: int) -> None:
-    """Write `pieces` to `path`: temporary file in the same folder, fsync, rename, fsync of the folder. OSError passes
-    through; then no file is left behind.
+    """Write `pieces` to `path`: temporary file in the same folder, fsync, rename, fsync of the folder.
+
+    OSError passes through; then no file is left behind.
     """
     temporary = path.with_suffix(".tmp")
     try:

@@ -1,6 +1,7 @@
-"""Keys of KV: SHA-256 over token ids, model fingerprint, encoding prefix and salt. Canonical bytes: the format version,
-a domain, then every field as (name length, value length, name, value). The lengths make the encoding injective, unlike
-joined text or JSON (1 or 1.0, escapes).
+"""Keys of KV: SHA-256 over token ids, model fingerprint, encoding prefix and salt.
+
+Canonical bytes: the format version, a domain, then every field as (name length, value length, name, value). The lengths
+make the encoding injective, unlike joined text or JSON (1 or 1.0, escapes).
 """
 
 import hashlib

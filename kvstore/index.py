@@ -1,7 +1,8 @@
-"""Index: the value file, its size and the parent node of each key; and the saved ledger. A `diskcache.Cache` in its own
-folder. Each value is a short row of bytes in SQLite, so diskcache handles no files, and its triggers count rows and
-bytes. Reads use a separate connection: opening diskcache writes, and a question whose passages are all stored must work
-on a full disk.
+"""Index: the value file, its size and the parent node of each key; and the saved ledger.
+
+A `diskcache.Cache` in its own folder. Each value is a short row of bytes in SQLite, so diskcache handles no files, and
+its triggers count rows and bytes. Reads use a separate connection: opening diskcache writes, and a question whose
+passages are all stored must work on a full disk.
 """
 
 import re
@@ -91,8 +92,9 @@ class BytesOnly(Disk):  # type: ignore[misc]
 
 
 class Index(SqliteFile):
-    """Thread-safe; to change it, the caller holds the writer lock. Raises StoreError for errors of SQLite or diskcache,
-    and CorruptBlobError for an index that must be rebuilt.
+    """Thread-safe; to change it, the caller holds the writer lock.
+
+    Raises StoreError for errors of SQLite or diskcache, and CorruptBlobError for an index that must be rebuilt.
     """
 
     what = "KV index"

@@ -1,10 +1,10 @@
 """The layout of a store's folder, and operations on its files.
 
-FORMAT        one line: which format everything here has
-index/        diskcache's: cache.db (and -wal, -shm while it is open), the index of values and the ledger of their uses
+FORMAT        one line: the format version of the folder
+index/        diskcache's: cache.db (and -wal, -shm while it is open), the index and the ledger
 write.lock    the writer lock
-values/ab/    <key digest>-<16 hex>.kv, one file a value; .tmp while it is written
-quarantine/   what was found damaged, the newest few; gc empties it
+values/ab/    <key digest>-<16 hex>.kv, one file per value; .tmp while it is written
+quarantine/   damaged files, the newest few; gc empties it
 """
 
 import logging

@@ -105,8 +105,9 @@ class _Saved:
 
 
 class Ledger:
-    """Thread-safe. policy: the eviction policy. counters: of this process, by tier name; remembered: how many values
-    that are not stored keep their counts.
+    """Thread-safe. policy: the eviction policy.
+
+    counters: of this process, by tier name; remembered: how many values that are not stored keep their counts.
     """
 
     def __init__(
@@ -173,8 +174,9 @@ class Ledger:
     def victims(
         self, excess_bytes: int, at_most_extra: int, needed_bytes: int = 0, spare: Collection[str] = ()
     ) -> list[Entry]:
-        """Values to evict to free excess_bytes, lowest priority first, no node before its children. At most
-        at_most_extra values beyond those that free needed_bytes; never `spare`.
+        """Values to evict to free excess_bytes, lowest priority first, no node before its children.
+
+        At most at_most_extra values beyond those that free needed_bytes; never `spare`.
         """
         chosen, freed, extra, taken = dict[str, Entry](), 0, 0, []
         with self._lock:
@@ -217,8 +219,10 @@ class Ledger:
             self._changes += 1
 
     def arrive(self, digest: str, nbytes: int, cost: float, parent: str | None = None) -> None:
-        """Record that a value was computed, at `cost` per token, and stored. A value that was never requested counts as
-        used once; otherwise new documents would be evicted before any value that was requested once, however long ago.
+        """Record that a value was computed, at `cost` per token, and stored.
+
+        A value that was never requested counts as used once; otherwise new documents would be evicted before any value
+        that was requested once, however long ago.
         """
         with self._lock:
             found = self._known.entries.get(digest)
@@ -323,8 +327,9 @@ class Ledger:
     def merged(
         self, packed: bytes, rows: Callable[[], Mapping[str, Row]]
     ) -> tuple[bytes, Callable[[], None]]:
-        """The bytes to save, and a function to call after saving. packed: another process's newer save, empty if there
-        is none; rows: reads the stored values, called only then.
+        """The bytes to save, and a function to call after saving.
+
+        packed: another process's newer save, empty if there is none; rows: reads the stored values, called only then.
         """
         with self._lock:
             if packed:

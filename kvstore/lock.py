@@ -36,8 +36,9 @@ class Hold:
 
 
 class WriterLock(Closing):
-    """Re-entrant in one thread; StoreLockedError, with the holder, after `timeout_s`. OSError for a link. command:
-    shown to waiting processes, by default this process's command line.
+    """Re-entrant in one thread; StoreLockedError, with the holder, after `timeout_s`. OSError for a link.
+
+    command: shown to waiting processes, by default this process's command line.
     """
 
     def __init__(self, path: Path, timeout_s: float = 0.0, command: str = "") -> None:

@@ -1,6 +1,8 @@
-"""MemoryTier: copies of values in memory, the host's or a device's, above the disk. Every value is also on the disk, so
-eviction just drops the copy (RAGCache, arXiv 2404.12457, section 5.1). Values are verified when they are read from the
-disk, and never change. The ledger gives a value's earlier uses; the tier counts further uses itself.
+"""MemoryTier: copies of values in memory, the host's or a device's, above the disk.
+
+Every value is also on the disk, so eviction just drops the copy (RAGCache, arXiv 2404.12457, section 5.1). Values are
+verified when they are read from the disk, and never change. The ledger gives a value's earlier uses; the tier counts
+further uses itself.
 """
 
 import threading
@@ -47,9 +49,10 @@ class HeldChunk(Source):
 
 @dataclass(eq=False)
 class PackedChunk(Source):
-    """A packed value of a memory tier; it stays readable if it is evicted meanwhile. layers: L tensors (layer bytes,)
-    uint8, which must not change. Packed values take less memory and less transfer to a device; from pinned memory, a
-    transfer is only queued on the current stream.
+    """A packed value of a memory tier; it stays readable if it is evicted meanwhile.
+
+    layers: L tensors (layer bytes,) uint8, which must not change. Packed values take less memory and less transfer to a
+    device; from pinned memory, a transfer is only queued on the current stream.
     """
 
     token_ids: tuple[int, ...]
@@ -100,8 +103,9 @@ def whole(source: Source) -> ChunkKV:
 
 
 class MemoryTier:
-    """A byte-bounded tier in memory; thread-safe. device: of the values; pinned: page-locked host memory, from which an
-    accelerator copies without the CPU.
+    """A byte-bounded tier in memory; thread-safe.
+
+    device: of the values; pinned: page-locked host memory, from which an accelerator copies without the CPU.
     """
 
     def __init__(
@@ -146,8 +150,9 @@ class MemoryTier:
     # --- changing
 
     def admit(self, key: ChunkKey, source: Source, known: Entry | None = None) -> bool:
-        """Keep a copy of a source, evicting values of lower priority; False if it is larger than the whole tier. known:
-        its ledger entry. Raises what reading raises, and then nothing has changed.
+        """Keep a copy of a source, evicting values of lower priority; False if it is larger than the whole tier.
+
+        known: its ledger entry. Raises what reading raises, and then nothing has changed.
         """
         nbytes = held_nbytes(source)
         if self._pinned:  # torch's allocator rounds up, and keeps freed memory

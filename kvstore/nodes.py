@@ -1,6 +1,8 @@
-"""NodeIndex: maps the node ids of a collection to token ids, KV keys, and hashes of texts in prompts. Token ids can be
-decoded to text, and short texts guessed from hashes, so this file is as secret as the documents: 0600, deleted rows are
-overwritten, and the write-ahead log is emptied after every delete. A damaged file is deleted and rebuilt.
+"""NodeIndex: maps the node ids of a collection to token ids, KV keys, and hashes of texts in prompts.
+
+Token ids can be decoded to text, and short texts guessed from hashes, so this file is as secret as the documents: 0600,
+deleted rows are overwritten, and the write-ahead log is emptied after every delete. A damaged file is deleted and
+rebuilt.
 """
 
 import sqlite3
@@ -55,7 +57,9 @@ class Scope:
 
 class Print(NamedTuple):
     """The stored hashes of a passage's text. head, whole: 64-bit hashes of its first characters and of all `length` of
-    them. proof: a digest over node id and text.
+    them.
+
+    proof: a digest over node id and text.
     """
 
     head: int
@@ -81,8 +85,9 @@ class NodeIndex(SqliteFile):
         return super()._open()
 
     def put_many(self, scope: Scope, nodes: Iterable[tuple[str, Sequence[int], ChunkKey | None]]) -> None:
-        """Insert (node id, token ids, key) triples in one transaction. key: None if there is no KV yet. A node may have
-        several keys (models, prefixes). If its token ids have changed, its old keys go into the outbox.
+        """Insert (node id, token ids, key) triples in one transaction. key: None if there is no KV yet.
+
+        A node may have several keys (models, prefixes). If its token ids have changed, its old keys go into the outbox.
         """
         with self.transaction() as sql:
             dropped: set[str] = set()
@@ -167,9 +172,10 @@ class NodeIndex(SqliteFile):
         self.erase_log()
 
     def outbox(self, at_most: int = -1, shared: bool = False, after: str = "") -> dict[ChunkKey, int]:
-        """Keys without a node whose KV must still be deleted, each with its number. They are added in the transaction
-        that deletes the node, so that after a kill the next process deletes the KV, which could be turned into text.
-        shared: those in the shared store; after: only keys after that one.
+        """Keys without a node whose KV must still be deleted, each with its number.
+
+        They are added in the transaction that deletes the node, so that after a kill the next process deletes the KV,
+        which could be turned into text. shared: those in the shared store; after: only keys after that one.
         """
         rows = self.rows(_TO_DELETE, shared, after, at_most)
         return {ChunkKey(digest): number for digest, number in rows}
@@ -180,8 +186,9 @@ class NodeIndex(SqliteFile):
             _to_outbox(sql, [key.digest])
 
     def deleted(self, done: Mapping[ChunkKey, int], also_shared: bool = False) -> None:
-        """Remove keys whose KV was deleted; those added again since then stay. also_shared: move them to the shared
-        store's outbox.
+        """Remove keys whose KV was deleted; those added again since then stay.
+
+        also_shared: move them to the shared store's outbox.
         """
         with self.transaction() as sql:
             sql.executemany("DELETE FROM Outbox WHERE number = ?", [(number,) for number in done.values()])

@@ -1,5 +1,7 @@
-"""Place: the URL of a shared store. It holds no secrets, because it may occur in files and logs. It is parsed whenever
-settings are read, so nothing heavy is imported here.
+"""Place: the URL of a shared store.
+
+It holds no secrets, because it may occur in files and logs. It is parsed whenever settings are read, so nothing heavy
+is imported here.
 """
 
 import os
@@ -18,8 +20,10 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a shared store. timeout_s: the most that a prompt waits for it; retry_s: pause after a failure;
-    ttl_s: lifetime of a value; namespace: prefix of its names.
+    """The place of a shared store.
+
+    timeout_s: the most that a prompt waits for it; retry_s: pause after a failure; ttl_s: lifetime of a value;
+    namespace: prefix of its names.
     """
 
     scheme: str

@@ -1,14 +1,15 @@
-"""Eviction policies as table rows of pure functions over entries. An `Entry` holds one value's counts and priority. A
-use, a computation and a ranking each return a new entry; there is no state here. `ledger.py` keeps many entries in
-order.
+"""Eviction policies as table rows of pure functions over entries.
 
-    used(entry, at)         one more retrieval, whether it was found (a hit) or not
-    computed(entry, cost)   it had to be computed: the average cost per token takes this one in
-    ranked(entry, policy)   its priority in a tier; the lowest is evicted first
+An `Entry` holds one value's counts and priority. A use, a computation and a ranking each return a new entry; there is
+no state here. `ledger.py` keeps many entries in order.
+
+    used(entry, at)         count a retrieval, hit or miss
+    computed(entry, cost)   add a computation to the average cost per token
+    ranked(entry, policy)   set its priority in a tier; the lowest is evicted first
 
 Sources: RAGCache (arXiv 2404.12457) section 5.1 and Algorithm 1 for PGDSF; Cherkasova, "Improving WWW proxies
 performance with Greedy-Dual-Size-Frequency" (HP Labs 1998) for GDSF; Cormode et al., "Forward decay" (ICDE 2009) for
-the counts that fade.
+decaying counts.
 """
 
 import math
@@ -26,9 +27,10 @@ HALF_LIFE_USES = 4096.0
 
 
 class Entry(NamedTuple):
-    """The input of a policy for one value. A tuple, because each use creates three of them. used_at: time of the last
-    use, counted in uses (any number that never decreases would do; wall time may). frequency: weighted retrievals at
-    used_at. cost: mean time per token to compute it, in ms, over `computations`.
+    """The input of a policy for one value. A tuple, because each use creates three of them.
+
+    used_at: time of the last use, counted in uses (any number that never decreases would do; wall time may). frequency:
+    weighted retrievals at used_at. cost: mean time per token to compute it, in ms, over `computations`.
     """
 
     digest: str
@@ -61,8 +63,9 @@ class EvictionPolicy:
 
 
 def used(entry: Entry, at: float, half_life: float | None = None) -> Entry:
-    """The entry after a retrieval at `at`, whether the value is stored or not. half_life None: earlier retrievals keep
-    their weight. A time before the last use counts as the last use's.
+    """The entry after a retrieval at `at`, whether the value is stored or not.
+
+    half_life None: earlier retrievals keep their weight. A time before the last use counts as the last use's.
     """
     at = max(at, entry.used_at)
     return joined(entry, entry._replace(used_at=at, frequency=1.0), half_life)
@@ -163,8 +166,9 @@ class PrefillProfile:
         return cls(about, tuple(cached), tuple(new), tuple(tuple(ms(c, n) for n in new) for c in cached))
 
     def ms(self, cached: float, new: float) -> float:
-        """Milliseconds to compute `new` tokens after `cached` ones. Beyond the grid its outermost cells are
-        extrapolated linearly; clamping would make further tokens ever cheaper.
+        """Milliseconds to compute `new` tokens after `cached` ones.
+
+        Beyond the grid its outermost cells are extrapolated linearly; clamping would make further tokens ever cheaper.
         """
         row, down = _cell(self.cached_tokens, cached)
         column, right = _cell(self.new_tokens, new)

@@ -1,8 +1,9 @@
-"""Remote: the tier below the disk, where engines on several machines share values. It holds the same self-checking
-blobs under their keys' names, read layer by layer. It is a cache that may be wrong, slow, full or gone: values are
-verified like any blob, a prompt's wait is limited, and after a failure it is not used for a while, and then retried in
-the background. After a `put` values are copied there from the disk, and deletions apply there too. One thread runs an
-event loop for all network traffic.
+"""Remote: the tier below the disk, where engines on several machines share values.
+
+It holds the same self-checking blobs under their keys' names, read layer by layer. It is a cache that may be wrong,
+slow, full or gone: values are verified like any blob, a prompt's wait is limited, and after a failure it is not used
+for a while, and then retried in the background. After a `put` values are copied there from the disk, and deletions
+apply there too. One thread runs an event loop for all network traffic.
 """
 
 import asyncio
@@ -99,8 +100,10 @@ class RemoteStats:
 
 
 class Remote(Closing):
-    """Thread-safe. Connects on first use. Methods raise for a failing server only if their docstring says so. content:
-    returns the bytes of a value on the disk, None if absent; stored: whether the disk still has it.
+    """Thread-safe. Connects on first use.
+
+    Methods raise for a failing server only if their docstring says so. content: returns the bytes of a value on the
+    disk, None if absent; stored: whether the disk still has it.
     """
 
     name = "remote"  # as a tier
@@ -151,8 +154,9 @@ class Remote(Closing):
         return rate is None or nbytes <= rate * self._reading_s
 
     def find(self, wanted: Sequence[Wanted]) -> "dict[ChunkKey, RemoteReader]":
-        """Readers of the wanted values that exist and match, by key. All headers are requested at once. This and all
-        reads by these readers together take at most READING of the place's timeout.
+        """Readers of the wanted values that exist and match, by key. All headers are requested at once.
+
+        This and all reads by these readers together take at most READING of the place's timeout.
         """
         deadline = time.monotonic() + self._reading_s
         names = [name_at(self.place, each.key) for each in wanted]
@@ -369,8 +373,9 @@ class Remote(Closing):
 
     def _write(self, key: ChunkKey, tried: bool) -> dict[str, int]:
         """Write a value; returns increments of counters. If the server fails, the value is queued once more only,
-        because it may be the cause. An attempt may have written it: if it is no longer stored here, it must be deleted
-        there.
+        because it may be the cause.
+
+        An attempt may have written it: if it is no longer stored here, it must be deleted there.
         """
         name = name_at(self.place, key)
         try:
@@ -462,6 +467,7 @@ class Remote(Closing):
 
 class RemoteReader(Source):
     """A value of a shared store, its header verified. Layers are kept once read, for a retry and for storing them here.
+
     Raises RemoteError for a layer that has not arrived by `deadline`, CorruptBlobError for a damaged one.
     """
 

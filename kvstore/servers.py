@@ -1,4 +1,5 @@
 """Servers of a shared store: Redis or Valkey, S3-compatible object storage, a folder that several machines mount.
+
 Credentials come from the environment. `Server` is a few coroutines over names and bytes; `remote.py` knows the content,
 and when to use a server.
 """

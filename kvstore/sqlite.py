@@ -34,9 +34,10 @@ def connect(path: Path | str) -> sqlite3.Connection:
 
 
 def connect_to_read(path: Path) -> tuple[sqlite3.Connection, bool]:
-    """A connection for reading, and whether it must be opened again for the next use. A database with a write-ahead log
-    needs a shared memory file, for which a full disk has no room. If the log is empty, the file is then read as
-    immutable, which is correct until another process writes.
+    """A connection for reading, and whether it must be opened again for the next use.
+
+    A database with a write-ahead log needs a shared memory file, for which a full disk has no room. If the log is
+    empty, the file is then read as immutable, which is correct until another process writes.
     """
     sql = connect(path)
     try:
@@ -55,6 +56,7 @@ def connect_to_read(path: Path) -> tuple[sqlite3.Connection, bool]:
 
 def write_ahead(sql: sqlite3.Connection, synchronous: str = "NORMAL") -> None:
     """Switch to write-ahead logging and secure deletion, waiting for a process that opens the file at that moment.
+
     SQLite itself does not wait here: it upgrades a read lock, where two processes could deadlock.
     """
     give_up = time.monotonic() + BUSY_SECONDS
@@ -112,18 +114,20 @@ def error_code(error: Exception) -> int:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an exception from SQLite means that the file is damaged. For bytes that are no valid text Python's module
-    raises it without a code.
+    """Whether an exception from SQLite means that the file is damaged.
+
+    For bytes that are no valid text Python's module raises it without a code.
     """
     is_no_text = isinstance(error, UnicodeDecodeError | sqlite3.OperationalError) and "decode" in str(error)
     return is_no_text or error_code(error) in DAMAGED
 
 
 class SqliteFile(Closing):
-    """One SQLite file, created or opened: one connection, shared by the threads of this process. The file is checked
-    when it is opened. A damaged one is deleted and rebuilt, not set aside, because it holds text that users may have
-    deleted. Another process may do so too; its new file is then used. Raises StoreError, StoreFormatError for another
-    version.
+    """One SQLite file, created or opened: one connection, shared by the threads of this process.
+
+    The file is checked when it is opened. A damaged one is deleted and rebuilt, not set aside, because it holds text
+    that users may have deleted. Another process may do so too; its new file is then used.
+    Raises StoreError, StoreFormatError for another version.
 
     A subclass sets what: the file's name in messages; version: of the tables and their content; tables: the statements
     that create them; remedy: how a rebuilt file is refilled; synchronous: FULL if a commit must survive a power cut,
@@ -188,9 +192,10 @@ class SqliteFile(Closing):
         return is_empty
 
     def erase(self) -> bool:
-        """Rewrite the file without deleted rows; False while others use it for long, or without room for a copy. SQLite
-        overwrites a deleted row (`secure_delete`), but not copies in pages where it once moved rows. FTS5 only marks
-        deleted rows until the parts of its index are merged.
+        """Rewrite the file without deleted rows; False while others use it for long, or without room for a copy.
+
+        SQLite overwrites a deleted row (`secure_delete`), but not copies in pages where it once moved rows. FTS5 only
+        marks deleted rows until the parts of its index are merged.
         """
         folder = str(self.path.parent).replace("'", "''")
         with self.connection() as sql:

@@ -1,5 +1,6 @@
-"""KVStore: stores chunks' KV on disk by key, verifies it at every use, and evicts by policy. Raises errors only for
-problems that the caller must handle: no space, no access, another format.
+"""KVStore: stores chunks' KV on disk by key, verifies it at every use, and evicts by policy.
+
+Raises errors only for problems that the caller must handle: no space, no access, another format.
 """
 
 import contextlib
@@ -71,13 +72,15 @@ class KVStore(Closing):
         cost: Cost = lambda cached, new: 1.0,
         remote: str | None = None,
     ) -> "KVStore":
-        """Open the store at `root`, created if absent (0700, files 0600). budget_bytes: limit of the values' bytes on
-        the disk (None: a quarter of the free space plus the values). A put beyond it evicts at least what it adds, so a
-        lowered budget is reached by several puts, or by `gc` at once; tiers: memory tiers above the disk, the fastest
-        first (see `promote`); policy: a row of POLICIES (None: unchanged, at first DEFAULT_POLICY), which other
-        processes with the store open adopt at their next save; cost(cached, new): of computing one of `new` tokens
-        after `cached` ones, in any unit; remote: URL of a shared store (see `places.Place`). Raises StoreFormatError
-        for a folder of another format, StoreLockedError, StoreError, UsageError for an unknown policy.
+        """Open the store at `root`, created if absent (0700, files 0600).
+
+        budget_bytes: limit of the values' bytes on the disk (None: a quarter of the free space plus the values). A put
+        beyond it evicts at least what it adds, so a lowered budget is reached by several puts, or by `gc` at once;
+        tiers: memory tiers above the disk, the fastest first (see `promote`); policy: a row of POLICIES (None:
+        unchanged, at first DEFAULT_POLICY), which other processes with the store open adopt at their next save;
+        cost(cached, new): of computing one of `new` tokens after `cached` ones, in any unit; remote: URL of a shared
+        store (see `places.Place`). Raises StoreFormatError for a folder of another format, StoreLockedError,
+        StoreError, UsageError for an unknown policy.
         """
         wanted = None if policy is None else policy_named(policy)
         store = cls(Path(root), tiers, cost, None if remote is None else Place.of(remote), wanted)
@@ -161,9 +164,11 @@ class KVStore(Closing):
         wanted: Callable[[], bool] | None = None,
     ) -> bool:
         """Store (or replace) a value; it is on disk and in the index when this returns, and in the shared store soon
-        after. codec: of its layers; a node of the tree must be raw, else it would not be exact. shared: whether to copy
-        it to the shared store. wanted: called while no other writer can delete or put anything; if it returns False, or
-        the parent of a node is not stored, nothing is stored and this returns False. Raises StoreFullError,
+        after.
+
+        codec: of its layers; a node of the tree must be raw, else it would not be exact. shared: whether to copy it to
+        the shared store. wanted: called while no other writer can delete or put anything; if it returns False, or the
+        parent of a node is not stored, nothing is stored and this returns False. Raises StoreFullError,
         StoreLockedError, StoreError; then nothing has changed.
         """
         blob = Blob.of(key, chunk, RAW if chunk.parent is not None else codec)
@@ -237,9 +242,10 @@ class KVStore(Closing):
     def _make_room(
         self, index: Index, excess_bytes: int, needed_bytes: int = 0, spare: Collection[str] = ()
     ) -> tuple[list[Entry], list[str]]:
-        """Delete the rows of values to evict; returns their keys and files. At most AT_ONCE beyond those that free
-        `needed_bytes`, never `spare`, because deleting a file takes a millisecond or more, for which the caller of put
-        waits.
+        """Delete the rows of values to evict; returns their keys and files.
+
+        At most AT_ONCE beyond those that free `needed_bytes`, never `spare`, because deleting a file takes a
+        millisecond or more, for which the caller of put waits.
         """
         evicted, unnamed = list[Entry](), list[str]()
         if excess_bytes > 0 and self._others_saved(index):
@@ -266,8 +272,10 @@ class KVStore(Closing):
         self, keys: Collection[ChunkKey], still: Callable[[], Collection[ChunkKey]] | None = None
     ) -> int:
         """Delete every byte of these values and of their descendants in the tree, quarantined copies and counts
-        included; returns the bytes freed. still: called while no other writer can put anything; returns which of them
-        must still be deleted. `withdraw` deletes from the shared store. Raises StoreError if a file stays.
+        included; returns the bytes freed.
+
+        still: called while no other writer can put anything; returns which of them must still be deleted. `withdraw`
+        deletes from the shared store. Raises StoreError if a file stays.
         """
         with self._changing() as index:
             self._ledger.refresh(self._saved_by_others(index), index.entries())
@@ -318,9 +326,10 @@ class KVStore(Closing):
         start: int | None = None,
         parent: ChunkKey | None = None,
     ) -> Source | None:
-        """A reader from the fastest tier that has it; None is a miss (absent, or damaged). A value with another key,
-        parent or token ids, or, if they are given, another geometry or start, counts as damaged: checksums do not
-        detect a wrong but intact file.
+        """A reader from the fastest tier that has it; None is a miss (absent, or damaged).
+
+        A value with another key, parent or token ids, or, if they are given, another geometry or start, counts as
+        damaged: checksums do not detect a wrong but intact file.
         """
         # Another process may have deleted it, so the index decides whether the value exists.
         self._ledger.used(key.digest)
@@ -570,8 +579,9 @@ class KVStore(Closing):
         return replace(disk, hits=hits, misses=max(0, disk.misses - shared))
 
     def stats_by_tier(self) -> dict[str, StoreStats]:
-        """Stats by tier name, the fastest first: its content, and this process's hits and misses on it. A miss in
-        memory may be a hit on the disk.
+        """Stats by tier name, the fastest first: its content, and this process's hits and misses on it.
+
+        A miss in memory may be a hit on the disk.
         """
         return {tier.name: tier.stats() for tier in self.tiers} | {self.name: self._disk_stats()}
 
@@ -581,6 +591,7 @@ class KVStore(Closing):
 
     def totals_by_tier(self) -> dict[str, Counts]:
         """Counts of all processes by tier name since the store was created, except unsaved ones of killed processes.
+
         Includes tiers that only other processes have.
         """
         return self._ledger.totals(self._live_index().ledger())

@@ -1,5 +1,6 @@
-"""Maintenance of a whole store, for check, gc and open. All but `check_files` needs the writer lock: only then is a
-file without a row certainly a leftover.
+"""Maintenance of a whole store, for check, gc and open.
+
+All but `check_files` needs the writer lock: only then is a file without a row certainly a leftover.
 """
 
 import errno
@@ -26,8 +27,10 @@ _REBUILT = "the KV index at %s is rebuilt from the values that are there: %s"
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of the store. kind: index, missing-file, bad-length, bad-header, bad-layer, wrong-key, unreadable,
-    out-of-reach, orphan-file, temporary-file, foreign-file, open-to-others.
+    """A problem of the store.
+
+    kind: index, missing-file, bad-length, bad-header, bad-layer, wrong-key, unreadable, out-of-reach, orphan-file,
+    temporary-file, foreign-file, open-to-others.
     """
 
     kind: str
@@ -160,9 +163,10 @@ def _has_values(root: Path) -> bool:
 
 
 def rebuilt(root: Path, why: str) -> Index:
-    """Rebuild the index from the value files, in one transaction; after a kill the next open starts again. Reads only
-    headers, because layers are verified at every use. A deleted value cannot return this way, because delete unlinks
-    the file before the row.
+    """Rebuild the index from the value files, in one transaction; after a kill the next open starts again.
+
+    Reads only headers, because layers are verified at every use. A deleted value cannot return this way, because delete
+    unlinks the file before the row.
     """
     log.warning(_REBUILT, root, why)
     layout.remove_index(root)

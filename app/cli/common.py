@@ -98,8 +98,9 @@ class Terminal:
 
 @dataclass(frozen=True)
 class CommandHost:
-    """The process that has the home open, seen by a command that was forwarded to it. folder, environment: those of the
-    shell in which the command was typed.
+    """The process that has the home open, seen by a command that was forwarded to it.
+
+    folder, environment: those of the shell in which the command was typed.
     """
 
     services: "AppServices"

@@ -1,7 +1,8 @@
-"""Chooses and runs the decode implementation, which computes an answer's tokens from the KV in a cache. The model's own
-forward (`TransformersDecode`) supports every model, and is used until another one is verified. The first row of
-IMPLEMENTATIONS that supports a model is compared with it once, in the background: it must give the same logits, in less
-time. To add an implementation, write its file, and a row in that table.
+"""Chooses and runs the decode implementation, which computes an answer's tokens from the KV in a cache.
+
+The model's own forward (`TransformersDecode`) supports every model, and is used until another one is verified. The
+first row of IMPLEMENTATIONS that supports a model is compared with it once, in the background: it must give the same
+logits, in less time. To add an implementation, write its file, and a row in that table.
 """
 
 import json
@@ -35,8 +36,9 @@ CancelCheck = Callable[[], bool]
 
 
 class DecodeImplementation(Protocol):
-    """Runs a few tokens through the model, after the KV in a cache. guessed_tokens: how many additional rows cost
-    little; together: how many answers can share one pass.
+    """Runs a few tokens through the model, after the KV in a cache.
+
+    guessed_tokens: how many additional rows cost little; together: how many answers can share one pass.
     """
 
     guessed_tokens: ClassVar[int]

@@ -131,6 +131,7 @@ class _Answer:
 
 def _decode_fused(answer: _Answer) -> tuple[list[int], int | None]:
     """Ids of the generated tokens, with the end token; and after how many of them a full prefill followed, if one did.
+
     The cache grows by the tokens that are fed back. An uncertain figure (`UncertaintyCheck`) causes a full prefill of
     prompt and answer, once, into another cache, from which the answer continues. So does a token beyond the length up
     to which RoPE's frequencies are constant, as in transformers' own `generate`: old keys were rotated by others.
@@ -191,7 +192,9 @@ def _full_prefill(
     runtime: Runtime, prompt: Sequence[int], answer: Sequence[int], turn: DeviceTurn
 ) -> tuple[FusedCache, Tensor]:
     """Compute prompt and answer by the model's own forward into a new cache; returns it and the logits (1, vocab)
-    float32. Raises Cancelled between layers.
+    float32.
+
+    Raises Cancelled between layers.
     """
 
     def between_layers() -> bool:

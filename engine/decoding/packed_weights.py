@@ -33,8 +33,10 @@ def pack_weights(
     cancelled: Callable[[], bool] = lambda: False,
 ) -> None:
     """Add missing weights to `packed`: in four bits if they are on sixteen levels, else in eight if rounding is
-    allowed. Adds nothing on devices other than the CPU, or if memory does not allow a second copy. Raises Cancelled
-    once cancelled() is true; weights added by then stay.
+    allowed.
+
+    Adds nothing on devices other than the CPU, or if memory does not allow a second copy. Raises Cancelled once
+    cancelled() is true; weights added by then stay.
     """
     if decoder.device.type != "cpu":
         return

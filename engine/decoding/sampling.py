@@ -51,8 +51,10 @@ def logits_processors(
     constraint: Constraint | None,
     recorder: LogprobRecorder | None,
 ) -> Any:
-    """The processors of an answer; after them the highest score is the chosen token, sampled or not. Unlike
-    transformers' own, the repetition penalty ignores the prompt's tokens: answers should use the passages' words.
+    """The processors of an answer; after them the highest score is the chosen token, sampled or not.
+
+    Unlike transformers' own, the repetition penalty ignores the prompt's tokens: answers should use the passages'
+    words.
     """
     from transformers import (
         LogitsProcessorList,

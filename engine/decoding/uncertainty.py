@@ -1,7 +1,8 @@
-"""Detects figures and names that reused KV may have got wrong, so that the answer continues from a full prefill. If the
-model is not sure of a figure, it is asked again with only the passage that matches the question: alone, that passage's
-stored KV is exact, and no other passage misleads (docs/methods.md). If that does not confirm the figure, the answer
-continues from a full prefill, at most once. The first token is not delayed, and the rest of the answer is full
+"""Detects figures and names that reused KV may have got wrong, so that the answer continues from a full prefill.
+
+If the model is not sure of a figure, it is asked again with only the passage that matches the question: alone, that
+passage's stored KV is exact, and no other passage misleads (docs/methods.md). If that does not confirm the figure, the
+answer continues from a full prefill, at most once. The first token is not delayed, and the rest of the answer is full
 prefill's.
 """
 
@@ -44,9 +45,10 @@ class UncertaintyCheck:
 
     def needs_full_prefill(self, token: int, logits: Tensor, before: Sequence[int]) -> bool:
         """Whether the token after the answer's tokens `before` belongs to a figure or begins a name, the model is not
-        sure of it, and the passage alone does not confirm it. logits (vocab,): the model's own. Its probability is
-        compared only with likely tokens of the same kind: a choice between a figure and a word says nothing about the
-        figure. Citation numbers do not count as figures.
+        sure of it, and the passage alone does not confirm it.
+
+        logits (vocab,): the model's own. Its probability is compared only with likely tokens of the same kind: a choice
+        between a figure and a word says nothing about the figure. Citation numbers do not count as figures.
         """
         kind = self._kind(token)
         if not kind or not self._counts(token, kind, before):

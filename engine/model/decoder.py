@@ -1,7 +1,8 @@
-"""A model as parts: embedding, layers, rotary tables, head. Only this file uses transformers' names for them. `Decoder`
-is the interface for any runtime. `TransformersDecoder` calls a layer as transformers does, with a cache whose `update`
-is ours; so every RoPE decoder whose layers take `position_embeddings` works, quantised or not, and no model file is
-copied or patched.
+"""A model as parts: embedding, layers, rotary tables, head. Only this file uses transformers' names for them.
+
+`Decoder` is the interface for any runtime. `TransformersDecoder` calls a layer as transformers does, with a cache whose
+`update` is ours; so every RoPE decoder whose layers take `position_embeddings` works, quantised or not, and no model
+file is copied or patched.
 """
 
 import inspect

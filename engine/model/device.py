@@ -32,8 +32,10 @@ _loading, _recording = threading.Lock(), threading.Lock()
 
 @contextlib.contextmanager
 def exclusive_model_loading(shows_bars: bool = False) -> Iterator[None]:
-    """Context for loading a model by transformers: one at a time, without its "Loading weights" messages. transformers
-    patches itself process-wide while loading: a model loaded together with the embedder lacked its tied head.
+    """Context for loading a model by transformers: one at a time, without its "Loading weights" messages.
+
+    transformers patches itself process-wide while loading: a model loaded together with the embedder lacked its tied
+    head.
     """
     # Imports transformers as the engine does: if two threads import it at once, one of them fails.
     import_module("ragblend.engine.cache")

@@ -12,8 +12,9 @@ SEPARATOR_TOKENS = 16  # a literal of at most this many tokens between two passa
 
 
 def matching_passage(prompt: Prompt) -> int | None:
-    """The number of the passage that matches the question best, by BM25 over token ids, for any language. None if no
-    passage has a word of the question.
+    """The number of the passage that matches the question best, by BM25 over token ids, for any language.
+
+    None if no passage has a word of the question.
     """
     question = prompt.token_ids[prompt.places[-1][1] :] if prompt.chunks else ()
     scores = _bm25(question, [chunk.token_ids or () for chunk in prompt.chunks])

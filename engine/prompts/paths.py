@@ -62,10 +62,11 @@ def computed_in(
 
 
 def store_computed(runtime: Runtime, collection: str, computed: Sequence[Computed]) -> None:
-    """Store computed nodes in the tree, from the first on, without waiting for an idle device. Nodes for which others
-    would be evicted are stored only if they were requested before. The first level of the tree is KV encoded alone
-    after the canonical prefix. Another prefix may hold a user's own words, so paths after it exist only if passages
-    were deliberately encoded after it.
+    """Store computed nodes in the tree, from the first on, without waiting for an idle device.
+
+    Nodes for which others would be evicted are stored only if they were requested before. The first level of the tree
+    is KV encoded alone after the canonical prefix. Another prefix may hold a user's own words, so paths after it exist
+    only if passages were deliberately encoded after it.
     """
     geometry, store = runtime.fingerprint.geometry, runtime.store
     for each in computed:
@@ -99,6 +100,7 @@ def _copied(runtime: Runtime, each: Computed) -> ChunkKV:
 
 def compute_next_node(runtime: Runtime, prompt: Prompt, collection: str) -> None:
     """While the device is idle, compute the first node of the path that is not stored, if it was requested before.
+
     Raises Cancelled.
     """
     path, store = path_of(runtime, prompt, collection), runtime.store

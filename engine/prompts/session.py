@@ -1,5 +1,6 @@
-"""Keeps a conversation's KV in memory between two questions, so that it is not recomputed. It is the KV of a fused
-context, so it is never stored on disk.
+"""Keeps a conversation's KV in memory between two questions, so that it is not recomputed.
+
+It is the KV of a fused context, so it is never stored on disk.
 """
 
 import weakref
@@ -37,8 +38,9 @@ class Session:
         return len(kept.token_ids) if kept else 0
 
     def keep(self, token_ids: tuple[int, ...], cache: FusedCache, decoder: Decoder) -> None:
-        """Hold the KV of these tokens, up to the cache's length; the caller must not change the cache any more. A cache
-        with evicted tokens (`eviction.py`) is not held: another question needs the whole context.
+        """Hold the KV of these tokens, up to the cache's length; the caller must not change the cache any more.
+
+        A cache with evicted tokens (`eviction.py`) is not held: another question needs the whole context.
         """
         kept = _Kept(token_ids[: cache.get_seq_length()], cache, weakref.ref(decoder))
         self._kept = None if cache.evicted_tokens else kept

@@ -20,10 +20,11 @@ LEAD_S = 2.0  # device time that a client may be ahead of a waiting one
 
 @dataclass(frozen=True)
 class Claim:
-    """The properties of a request before it begins. shares: it yields between its tokens, so others may run
-    concurrently; otherwise it is served alone, in order of arrival, and is never overtaken. client: its owner; cached:
-    stored tokens to load, by chunk; new_tokens: to compute or recompute; nbytes: of its context on the device;
-    deadline: by the clock of the caller of `begin`.
+    """The properties of a request before it begins.
+
+    shares: it yields between its tokens, so others may run concurrently; otherwise it is served alone, in order of
+    arrival, and is never overtaken. client: its owner; cached: stored tokens to load, by chunk; new_tokens: to compute
+    or recompute; nbytes: of its context on the device; deadline: by the clock of the caller of `begin`.
     """
 
     shares: bool = False
@@ -44,8 +45,9 @@ class Ticket:
 
 
 class RequestOrder:
-    """The waiting and the running requests. budget_bytes: limit of all contexts together; None: no limit. A request
-    that does not fit waits until others end; a single request always fits.
+    """The waiting and the running requests. budget_bytes: limit of all contexts together; None: no limit.
+
+    A request that does not fit waits until others end; a single request always fits.
     """
 
     def __init__(

@@ -79,9 +79,10 @@ class DeviceTurn:
         self._queue.yield_device(self._ticket, self._cancel, 0.0)
 
     def share(self, batched: BatchedPass, read: Any) -> Any:
-        """The result of a pass for `read`, after yielding as `between_tokens` does. The request that holds the device
-        runs one pass for all requests that yielded for the same pass, without waiting for more. If the pass fails, each
-        is computed alone. Raises Cancelled, but not while `read` is in a pass.
+        """The result of a pass for `read`, after yielding as `between_tokens` does.
+
+        The request that holds the device runs one pass for all requests that yielded for the same pass, without waiting
+        for more. If the pass fails, each is computed alone. Raises Cancelled, but not while `read` is in a pass.
         """
         self._ticket.is_reading = False
         return self._queue.share(_PassInput(self._ticket, batched, read), self._cancel)
@@ -111,8 +112,9 @@ class DeviceQueue:
     def turn(
         self, cancel: Cancel | None = None, background: bool = False, claim: Claim | None = None
     ) -> Iterator[DeviceTurn]:
-        """Hold the device, exclusively without a claim. Raises Cancelled if the request is cancelled, or its claim's
-        deadline passes, before its turn.
+        """Hold the device, exclusively without a claim.
+
+        Raises Cancelled if the request is cancelled, or its claim's deadline passes, before its turn.
         """
         with self._lock:
             if background:

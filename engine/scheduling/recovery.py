@@ -1,5 +1,6 @@
-"""Retries a request on a reloaded model after its device failed, unless part of the answer was shown. So a temporary
-lack of memory or device fault loses no request (RAGCache §6).
+"""Retries a request on a reloaded model after its device failed, unless part of the answer was shown.
+
+So a temporary lack of memory or device fault loses no request (RAGCache §6).
 """
 
 import logging

@@ -24,11 +24,12 @@ from ragblend.kvstore.errors import UsageError
 
 @dataclass(frozen=True)
 class AfterLayer(Policy):
-    """Computes all rows up to the check layer, and then those that deviate most. deviation(evidence): (R,) float32;
-    check_layer: the layer whose deviation decides; shares: how the remaining ratio is spread over the layers from the
-    check on, as non-increasing numbers, interpolated over the layers. One number: rows are selected once. `3/1`:
-    gradual filtering (r1 > r2 > ..., §4.3 and Figure 9): each layer drops the rows whose own KV deviates least, from
-    1.5 times the mean ratio down to half of it.
+    """Computes all rows up to the check layer, and then those that deviate most.
+
+    deviation(evidence): (R,) float32; check_layer: the layer whose deviation decides; shares: how the remaining ratio
+    is spread over the layers from the check on, as non-increasing numbers, interpolated over the layers. One number:
+    rows are selected once. `3/1`: gradual filtering (r1 > r2 > ..., §4.3 and Figure 9): each layer drops the rows whose
+    own KV deviates least, from 1.5 times the mean ratio down to half of it.
     """
 
     deviation: Callable[[Evidence], Tensor]

@@ -1,5 +1,6 @@
-"""`Policy`, the interface that decides which rows are recomputed, and functions that policies share. `fusion.py` calls
-only this interface.
+"""`Policy`, the interface that decides which rows are recomputed, and functions that policies share.
+
+`fusion.py` calls only this interface.
 """
 
 from collections.abc import Iterable, Mapping

@@ -111,9 +111,10 @@ class ChatRAGBlend(LangChainParameters, BaseChatModel):  # type: ignore[misc]  #
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
-        """Tokens of the prompt of these messages, the chat template's included; 0 for no message. If the template
-        refuses the messages (`trim_messages` and memories pass ends of conversations, and reversed ones), the sum over
-        the messages, each as a prompt by itself, which is an upper estimate.
+        """Tokens of the prompt of these messages, the chat template's included; 0 for no message.
+
+        If the template refuses the messages (`trim_messages` and memories pass ends of conversations, and reversed
+        ones), the sum over the messages, each as a prompt by itself, which is an upper estimate.
         """
         if not messages:
             return 0

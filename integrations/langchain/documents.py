@@ -15,8 +15,9 @@ DocumentLike = Document | Mapping[str, Any] | str
 
 
 def passages_of(documents: Iterable[DocumentLike] | DocumentLike) -> list[Passage]:
-    """A passage for every document that has text, in order; accepts a single document too. Raises UsageError for other
-    objects.
+    """A passage for every document that has text, in order; accepts a single document too.
+
+    Raises UsageError for other objects.
     """
     several = [documents] if isinstance(documents, str | Document | Mapping) else documents
     found = (_passage_of(document) for document in several)

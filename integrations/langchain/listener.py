@@ -1,8 +1,9 @@
-"""Registers the documents that LangChain's retrievers return, so that an application changes only the model. A stock
-chain passes documents to the model as text inside a prompt, and only registered text is found there. LangChain can show
-a callback handler every run (`register_configure_hook`, which its own tracers use); this one registers retrievers'
-results. Text that a model wrote instead (a compressor's extract) is left out, because it differs each time; to
-recognise it, the handler keeps hashes of answers.
+"""Registers the documents that LangChain's retrievers return, so that an application changes only the model.
+
+A stock chain passes documents to the model as text inside a prompt, and only registered text is found there. LangChain
+can show a callback handler every run (`register_configure_hook`, which its own tracers use); this one registers
+retrievers' results. Text that a model wrote instead (a compressor's extract) is left out, because it differs each time;
+to recognise it, the handler keeps hashes of answers.
 """
 
 from collections import deque

@@ -19,8 +19,9 @@ DEFAULT_K = 4
 
 
 class RAGBlendRetriever(BaseRetriever):
-    """Wraps a retriever or vector store, registers the found documents with `llm` (so that they are found in its
-    prompts), and prefetches their stored KV.
+    """Wraps a retriever or vector store, and registers the found documents with `llm`.
+
+    So they are found in its prompts, and their stored KV is prefetched.
 
     ```python
     retriever = RAGBlendRetriever(vectorstore=store, llm=llm, k=4)

@@ -14,8 +14,9 @@ from ragblend.kvstore.errors import UsageError
 
 
 class EncodeNodes(TransformComponent):
-    """An ingestion step that stores each node's KV and returns the nodes unchanged. Put it last: splitters and metadata
-    extractors change the text of prompts.
+    """An ingestion step that stores each node's KV and returns the nodes unchanged.
+
+    Put it last: splitters and metadata extractors change the text of prompts.
     """
 
     llm: SerializeAsAny[RAGBlendLLM]
@@ -65,9 +66,10 @@ def nodes_of(index: BaseIndex[Any]) -> list[BaseNode]:
 
 
 def _still_indexed(index: BaseIndex[Any], held: Mapping[str, BaseNode]) -> list[BaseNode]:
-    """Drop the nodes of deleted documents, which `delete_ref_doc` leaves in the docstore. Parents are not in the index,
-    but belong to the same documents as their leaves. An index over a vector store with texts does not list its nodes by
-    default.
+    """Drop the nodes of deleted documents, which `delete_ref_doc` leaves in the docstore.
+
+    Parents are not in the index, but belong to the same documents as their leaves. An index over a vector store with
+    texts does not list its nodes by default.
     """
     listed = getattr(index.index_struct, "nodes_dict", None)
     stores_text = getattr(getattr(index, "vector_store", None), "stores_text", False)

@@ -1,6 +1,7 @@
-"""Registers the nodes that LlamaIndex's retrievers find, so that an application changes only the LLM. Every retriever
-emits its nodes (`RetrievalEndEvent`) before anything is synthesized; one handler at the root of LlamaIndex's
-dispatchers registers them with all living LLMs.
+"""Registers the nodes that LlamaIndex's retrievers find, so that an application changes only the LLM.
+
+Every retriever emits its nodes (`RetrievalEndEvent`) before anything is synthesized; one handler at the root of
+LlamaIndex's dispatchers registers them with all living LLMs.
 """
 
 from typing import Any

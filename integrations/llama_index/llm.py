@@ -150,8 +150,9 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
 
     @property
     def last_stats(self) -> Raw | None:
-        """`raw` of the request that finished last on this object, in any thread; None before the first. If several run
-        at once, use each response's `raw`, or listen to `LLMChatEndEvent`.
+        """`raw` of the request that finished last on this object, in any thread; None before the first.
+
+        If several run at once, use each response's `raw`, or listen to `LLMChatEndEvent`.
         """
         return self._last_stats
 

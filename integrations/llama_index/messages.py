@@ -34,8 +34,9 @@ NOT_TEXT = (CachePoint, ThinkingBlock, ToolCallBlock)
 
 
 class FilledMessages(list[ChatMessage]):
-    """Messages that `LLM.predict` rendered from a template, with the passages that its caller named. `predict` passes
-    this list to `chat`, but drops all keyword arguments, so the list carries the passages.
+    """Messages that `LLM.predict` rendered from a template, with the passages that its caller named.
+
+    `predict` passes this list to `chat`, but drops all keyword arguments, so the list carries the passages.
     """
 
     def __init__(self, messages: Sequence[ChatMessage], passages: Sequence[Passage]) -> None:

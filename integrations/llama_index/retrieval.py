@@ -14,9 +14,10 @@ from ragblend.integrations.llama_index.nodes import passages_of
 
 
 class RegisterNodes(BaseNodePostprocessor):
-    """A postprocessor that registers its nodes without changing them. Put it last, because the prompt contains the
-    texts that other postprocessors make (a window around a sentence, a shorter text). Retrieved nodes are registered
-    without it, by LlamaIndex's events.
+    """A postprocessor that registers its nodes without changing them.
+
+    Put it last, because the prompt contains the texts that other postprocessors make (a window around a sentence, a
+    shorter text). Retrieved nodes are registered without it, by LlamaIndex's events.
     """
 
     llm: SerializeAsAny[RAGBlendLLM]

@@ -1,7 +1,9 @@
-"""Streams that stop the device when they are closed, even if something keeps a reference to them. LlamaIndex's callback
-decorators wrap our generator in another, and never close ours: it ends only when it is garbage collected. A callback
-handler that stores the exception of a closed stream (`LlamaDebugHandler` does) keeps its traceback and so our generator
-alive, and the device would continue to the last token. Therefore a third generator wraps both.
+"""Streams that stop the device when they are closed, even if something keeps a reference to them.
+
+LlamaIndex's callback decorators wrap our generator in another, and never close ours: it ends only when it is garbage
+collected. A callback handler that stores the exception of a closed stream (`LlamaDebugHandler` does) keeps its
+traceback and so our generator alive, and the device would continue to the last token. Therefore a third generator wraps
+both.
 """
 
 from collections.abc import AsyncGenerator, Callable, Generator
@@ -14,6 +16,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 def closing_with(callback: Callable[..., Any]) -> Callable[[Method], Method]:
     """LlamaIndex's callback decorator, for a method that returns a generator, or a coroutine of an asynchronous one.
+
     Closing its generator also closes the method's.
     """
 

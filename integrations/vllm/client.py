@@ -1,4 +1,5 @@
 """Client of a vLLM server, as an engine: prompts are tokenized here, and answered by the server, which streams back.
+
 Unsupported operations (logits, `keep_tokens`) raise named errors. It imports neither vLLM nor the connector.
 """
 

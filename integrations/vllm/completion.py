@@ -127,6 +127,7 @@ class Completion:
 
     def _connector_options(self) -> dict[str, Any]:
         """Options for the connector: spans and collection of the passages, and differences from the server's defaults.
+
         A request has one collection, the one with the most tokens; passages of others are computed.
         """
         request, info = self._request, self._runtime.info
@@ -151,6 +152,7 @@ class Completion:
 
 def _session_of(prompt: Prompt) -> str | None:
     """A router's session, so that a prompt goes to the server that has used its passages; None without passages.
+
     MinHash (Broder 1997) of the adjacent first passages: prompts that share a fraction s of them go to the same server
     with probability s, and so do all prompts of a conversation, whose beginning is the same.
     """

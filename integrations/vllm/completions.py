@@ -35,8 +35,9 @@ class Completions:
         session: str | None = None,
         silence_s: float = SILENCE_S,
     ) -> Any:
-        """GET JSON from a path, or POST a body to it. Raises as `stream` does. session: a router sends requests of one
-        session to one server.
+        """GET JSON from a path, or POST a body to it. Raises as `stream` does.
+
+        session: a router sends requests of one session to one server.
         """
         with closing(self._answer(path, body, cancel, session, silence_s)) as lines:
             return self._json(b"".join(lines))
@@ -44,8 +45,9 @@ class Completions:
     def stream(
         self, body: dict[str, Any], cancel: Cancel | None = None, session: str | None = None
     ) -> Generator[dict[str, Any]]:
-        """The events of a streamed completion; closing the generator ends the request at the server. Raises Cancelled,
-        PromptTooLongError, and UsageError for a refused request.
+        """The events of a streamed completion; closing the generator ends the request at the server.
+
+        Raises Cancelled, PromptTooLongError, and UsageError for a refused request.
         """
         streamed = body | {"stream": True}
         with closing(self._answer("/v1/completions", streamed, cancel, session, SILENCE_S)) as lines:

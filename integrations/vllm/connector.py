@@ -134,8 +134,10 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Called by vLLM before the first request, with the metadata of all workers, or of another connector's. Prompts
-        are fused only if all workers can fuse; otherwise an answer would use blocks that one of them does not fill.
+        """Called by vLLM before the first request, with the metadata of all workers, or of another connector's.
+
+        Prompts are fused only if all workers can fuse; otherwise an answer would use blocks that one of them does not
+        fill.
         """
         statuses = [each for each in metadata.values() if isinstance(each, WorkerStatus)]
         if self._scheduler is not None and statuses and len(statuses) == len(metadata):

@@ -129,6 +129,7 @@ class VllmDecoder(Decoder):
 
     def own_logits(self, token_ids: Sequence[int], computed: int = 0) -> Tensor:
         """Logits of vLLM's forward pass, with its paged cache and its own attention, while no request has blocks.
+
         computed: how many first tokens already have KV in the `spare_blocks`.
         """
         with self._group.operation("own_logits", token_ids=list(token_ids), computed=computed):

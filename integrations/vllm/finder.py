@@ -1,7 +1,8 @@
-"""Finds known passages in a prompt's token ids, with any template and tokenizer call. A passage was tokenized alone,
-but has other text around it in the prompt, so tokens at its edges may differ (in many vocabularies `.` and a following
-blank line are one token). So it searches the inner tokens, and then extends the match at both ends. The search is
-`TextIndex`, with a character for each token id.
+"""Finds known passages in a prompt's token ids, with any template and tokenizer call.
+
+A passage was tokenized alone, but has other text around it in the prompt, so tokens at its edges may differ (in many
+vocabularies `.` and a following blank line are one token). So it searches the inner tokens, and then extends the match
+at both ends. The search is `TextIndex`, with a character for each token id.
 """
 
 from collections.abc import Iterator, Sequence

@@ -42,8 +42,9 @@ class StepWork(KVConnectorMetadata):
 
 @dataclass
 class FusionReports(KVConnectorWorkerMetadata):
-    """Reports on a step's prompts, by request id, and by label, because requests may have ended in that step. refusal:
-    why nothing must be fused from now on.
+    """Reports on a step's prompts, by request id, and by label, because requests may have ended in that step.
+
+    refusal: why nothing must be fused from now on.
     """
 
     prompts: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -28,6 +28,7 @@ REMEMBERED = 512  # prompts that a later one may continue
 @dataclass(frozen=True)
 class FusionPlan:
     """One prompt's passages, and the savings of fusing them. stored: for each passage whether it has KV.
+
     is_continuation: it has the salt of the prompt that it continues, and vLLM has cached so much of it that vLLM
     computes the rest.
     """
@@ -91,8 +92,9 @@ def prompt_of(token_ids: Sequence[int], matches: Sequence[Match], collection: st
 
 
 def marked(token_ids: Sequence[int], matches: Sequence[Match]) -> list[int]:
-    """Each token id combined with the passage boundaries that its KV depends on. The marks of a prompt's beginning
-    equal the beginning of the prompt's marks.
+    """Each token id combined with the passage boundaries that its KV depends on.
+
+    The marks of a prompt's beginning equal the beginning of the prompt's marks.
     """
     marks = [0] * len(token_ids)
     for match in matches:
@@ -114,9 +116,10 @@ class SaltCache:
         fused_by: str,
         continues: Callable[[str], bool] = lambda lent: True,
     ) -> tuple[str, bool]:
-        """The salt of a prompt with `marked` tokens, and whether it is lent by another prompt; remembers it. fused_by:
-        the method. It is the salt of the longest known beginning for which `continues(that salt)`, else the prompt's
-        own.
+        """The salt of a prompt with `marked` tokens, and whether it is lent by another prompt; remembers it.
+
+        fused_by: the method. It is the salt of the longest known beginning for which `continues(that salt)`, else the
+        prompt's own.
         """
         packed = pack_tokens(token_ids)
         digest = hashlib.sha256(fused_by.encode("utf-8", "surrogatepass") + b"\0")

@@ -62,8 +62,9 @@ def _unbind() -> None:
 
 
 def failure_policy(vllm_config: Any, kv_cache_config: Any) -> str:
-    """vLLM's policy for prompts whose KV could not be loaded: recompute them, or end the request with an error. An
-    error if vLLM cannot go back: with asynchronous scheduling it has already sent a token; its second model runner
+    """vLLM's policy for prompts whose KV could not be loaded: recompute them, or end the request with an error.
+
+    An error if vLLM cannot go back: with asynchronous scheduling it has already sent a token; its second model runner
     keeps its progress on the device; and with a sliding window there are no blocks before the first failed one.
     """
     is_async = getattr(vllm_config.scheduler_config, "async_scheduling", False)

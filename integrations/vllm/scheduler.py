@@ -24,8 +24,10 @@ MOST_REPORTS = 1000  # reports kept for requests by label
 
 
 class ConnectorScheduler:
-    """The scheduler's side. find_cached: how many first tokens of a request are in vLLM's prefix cache; evict: removes
-    blocks from it. refusal: why nothing is fused; None if prompts are.
+    """The scheduler's side.
+
+    find_cached: how many first tokens of a request are in vLLM's prefix cache; evict: removes blocks from it. refusal:
+    why nothing is fused; None if prompts are.
     """
 
     find_cached: Callable[[Any], int] = staticmethod(lambda request: 0)
@@ -145,9 +147,10 @@ class ConnectorScheduler:
         return tuple(bool(several & found) for several in keys)
 
     def loadable_tokens(self, request: Any, computed_tokens: int) -> int | None:
-        """How many tokens after the computed ones can be loaded; None: retry in the next step. A request that would
-        reuse blocks that this step will fill must wait: if filling fails, the request that owns them computes them, but
-        it may be aborted before.
+        """How many tokens after the computed ones can be loaded; None: retry in the next step.
+
+        A request that would reuse blocks that this step will fill must wait: if filling fails, the request that owns
+        them computes them, but it may be aborted before.
         """
         if computed_tokens and request.cache_salt in self._salts_in_step:
             return None
@@ -179,8 +182,9 @@ class ConnectorScheduler:
         return StepWork(prompts, (passage, collection, node_id))
 
     def handle_reports(self, reports: FusionReports) -> None:
-        """Record the worker's reports on a step's prompts, and evict the blocks of failed ones. vLLM hashes blocks when
-        it allocates them, and invalidates only those of requests that are still running.
+        """Record the worker's reports on a step's prompts, and evict the blocks of failed ones.
+
+        vLLM hashes blocks when it allocates them, and invalidates only those of requests that are still running.
         """
         for request_id, report in reports.prompts.items():
             blocks = self._loading.pop(request_id, set())

@@ -1,6 +1,8 @@
-"""A vLLM server's properties, and the runtime of an engine that uses it: tokenizer, store and nodes are local. The home
-is the server's, or has the same registered passages: the server encodes and stores KV (by `connector.py`), which is
-found, counted and deleted here if both share the home. A server without the connector answers too, but fuses nothing.
+"""A vLLM server's properties, and the runtime of an engine that uses it: tokenizer, store and nodes are local.
+
+The home is the server's, or has the same registered passages: the server encodes and stores KV (by `connector.py`),
+which is found, counted and deleted here if both share the home. A server without the connector answers too, but fuses
+nothing.
 """
 
 import threading
@@ -49,8 +51,9 @@ class ServerRuntime(RuntimeBase):
         return self.ensure_connected()
 
     def ensure_connected(self, cancel: Cancel | None = None) -> ServerInfo:
-        """The server's properties, queried on first use by one thread while others wait. Raises ModelServerError if
-        another model is served or nothing answers, and Cancelled.
+        """The server's properties, queried on first use by one thread while others wait.
+
+        Raises ModelServerError if another model is served or nothing answers, and Cancelled.
         """
         while (known := self._info) is None:
             if cancel is not None and cancel.is_set():

@@ -19,11 +19,12 @@ MOST_SPANS = 256
 
 @dataclass(frozen=True)
 class ConnectorSettings:
-    """The connector's settings. home: folder of the store (None: RAGBLEND_HOME, or the user's data folder); method,
-    ratio: defaults of requests; collection: the default one; collections: others that requests may choose; step_tokens:
-    prompt tokens fused in one step, at least one prompt; minimum_tokens: with fewer stored tokens vLLM computes a
-    prompt itself; encode_missing: whether passages without stored KV are encoded, when idle or on request; remote: the
-    shared store's URL.
+    """The connector's settings.
+
+    home: folder of the store (None: RAGBLEND_HOME, or the user's data folder); method, ratio: defaults of requests;
+    collection: the default one; collections: others that requests may choose; step_tokens: prompt tokens fused in one
+    step, at least one prompt; minimum_tokens: with fewer stored tokens vLLM computes a prompt itself; encode_missing:
+    whether passages without stored KV are encoded, when idle or on request; remote: the shared store's URL.
     """
 
     home: str | None = None
@@ -62,10 +63,11 @@ class ConnectorSettings:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """The options of one request. spans: (start, stop) token positions of passages; None: find them. off: vLLM alone;
-    asked: the request chose its method, and is fused even if that saves nothing. encode: encode its passages without KV
-    first (True), never (False), or by the server's setting (None). label: name under which its report is kept for a
-    later request with that `report`, because streams carry none.
+    """The options of one request. spans: (start, stop) token positions of passages; None: find them.
+
+    off: vLLM alone; asked: the request chose its method, and is fused even if that saves nothing. encode: encode its
+    passages without KV first (True), never (False), or by the server's setting (None). label: name under which its
+    report is kept for a later request with that `report`, because streams carry none.
     """
 
     method: str

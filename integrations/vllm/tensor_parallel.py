@@ -21,6 +21,7 @@ class LeaderAborted(Exception):
 
 class WorkersOutOfSync(BaseException):
     """The first worker has failed in an operation that the others still run, so they would not receive the next one.
+
     Not an Exception, because continuing after it would deadlock the workers.
     """
 
@@ -45,8 +46,9 @@ class TensorParallelGroup:
 
     @contextmanager
     def operation(self, name: str, **arguments: Any) -> Iterator[None]:
-        """Broadcast an operation around the first worker's own share of it. Raises WorkersOutOfSync if that fails while
-        the others continue.
+        """Broadcast an operation around the first worker's own share of it.
+
+        Raises WorkersOutOfSync if that fails while the others continue.
         """
         self.broadcast(name, **arguments)
         self._has_aborted = False

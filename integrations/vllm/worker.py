@@ -35,10 +35,12 @@ log = logging.getLogger("ragblend")
 
 
 class ConnectorWorker:
-    """The worker's side. reports_failures: whether vLLM can handle a failed load; not with several groups of blocks.
-    longest: the longest prompt that is computed in full here if fusing failed; vLLM computes a longer one in pieces,
-    because its wait for workers is limited. refusal: why nothing is fused; None if prompts are. The scheduler gets it
-    before the first request.
+    """The worker's side.
+
+    reports_failures: whether vLLM can handle a failed load; not with several groups of blocks. longest: the longest
+    prompt that is computed in full here if fusing failed; vLLM computes a longer one in pieces, because its wait for
+    workers is limited. refusal: why nothing is fused; None if prompts are. The scheduler gets it before the first
+    request.
     """
 
     def __init__(self, runtime: VllmRuntime, reports_failures: bool, longest: int = sys.maxsize) -> None:
@@ -123,8 +125,9 @@ class ConnectorWorker:
         self._recover(prompt, message)  # after the handler, whose error keeps memory
 
     def _recover(self, prompt: PromptToFuse, message: str) -> None:
-        """Compute all rows here, so that no request uses unwritten blocks; if that fails, let vLLM do it. If vLLM
-        cannot react in time the answer is wrong, which is logged, and nothing more is fused.
+        """Compute all rows here, so that no request uses unwritten blocks; if that fails, let vLLM do it.
+
+        If vLLM cannot react in time the answer is wrong, which is logged, and nothing more is fused.
         """
         self._stats.add(failures=1)
         self._report(prompt, {"error": message})
@@ -212,8 +215,9 @@ class ConnectorWorker:
             self._reports.by_label[prompt.plan.options.label] = first
 
     def _encode(self, passage: Ids, collection: str, node_id: str | None, is_idle: bool = False) -> None:
-        """Store a passage's KV, encoded alone after the canonical prefix, unless its node has been deleted. is_idle:
-        try the shared store first; for a prompt's passages that was done on arrival.
+        """Store a passage's KV, encoded alone after the canonical prefix, unless its node has been deleted.
+
+        is_idle: try the shared store first; for a prompt's passages that was done on arrival.
         """
         runtime, prefix = self._runtime, self._runtime.canonical_prefix
         try:
@@ -260,6 +264,7 @@ def _failure(step: Callable[[], None]) -> str | None:
 @contextmanager
 def _eager() -> Iterator[None]:
     """Context for calling vLLM's modules one by one, with any number of rows, without compilation and inference mode.
+
     Compiling each norm, and some again for new shapes, would take seconds between requests. The loader's threads, which
     fill the buffers, are not in inference mode.
     """
