@@ -38,7 +38,7 @@ class WholePassages(PromptHelper):
 
     @classmethod
     def of_llm(cls, llm: RAGBlendLLM, **options: Any) -> "WholePassages":
-        """A helper with the model's tokenizer and window (less its chat template's tokens)."""
+        """With the model's tokenizer and window, less the tokens of its chat template."""
         metadata = LLMMetadata(context_window=_usable_window(llm), num_output=llm.metadata.num_output)
         helper = cast("WholePassages", cls.from_llm_metadata(metadata, tokenizer=llm.tokenize, **options))
         helper._token_counter = _ModelTokenCounter(llm.tokenize)
