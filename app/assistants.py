@@ -1,6 +1,6 @@
-"""The library for assistants on the desktop: four tools of the Model Context Protocol (`ragblend mcp`).
+"""The library for desktop assistants: four read-only tools of the Model Context Protocol (`ragblend mcp`).
 
-What they give is JSON: passages carry the document's id, by which `read_document` opens it. Nothing can be changed.
+They return JSON: passages carry the document's id, for `read_document`.
 """
 
 import asyncio
@@ -49,14 +49,14 @@ Offset = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 def tools_over(conversations: Conversations, workspaces: Workspaces) -> MCPServer[Any]:
-    """The server, not yet running. Errors of the tools are answers to the assistant; the process goes on."""
+    """The server, not yet running. Errors of the tools are returned to the assistant, and do not end the process."""
     server: MCPServer[Any] = MCPServer(
         "ragblend", instructions=ABOUT, version=ragblend.__version__, log_level="WARNING"
     )
     library, admission = workspaces.library, Admission(Limits())
 
     async def told(work: Callable[[], T]) -> T:
-        """As many at once as a key of the server may ask: each has a thread."""
+        """Run a tool in a thread, as many at once as one key of the server may have requests."""
         try:
             with admission.enter(OWNER):
                 return await in_thread(work)
@@ -75,7 +75,7 @@ def tools_over(conversations: Conversations, workspaces: Workspaces) -> MCPServe
 
     @server.tool(annotations=LOOKS_ONLY)
     async def search(question: Question, collection: Collection = None, limit: Limit = 6) -> Json:
-        """Find the passages of the user's documents that are nearest to a question."""
+        """Find the passages of the user's documents that match a question best."""
 
         def found() -> Json:
             if not question.strip():
@@ -150,7 +150,7 @@ def tools_over(conversations: Conversations, workspaces: Workspaces) -> MCPServe
 
 
 def talk(server: MCPServer[Any], terminal: Terminal) -> None:
-    """Serve an assistant at another process's standard input and output, until that ends."""
+    """Serve an assistant over another process's standard input and output, until they end."""
 
     class Streams:
         """Both, as the transport uses them."""
@@ -169,14 +169,16 @@ def talk(server: MCPServer[Any], terminal: Terminal) -> None:
     async def serve() -> None:
         both: Any = Streams()
         async with stdio_server(both, both) as streams:
-            inner: Any = server._lowlevel_server  # whose own `run` knows this process's streams alone
+            inner: Any = server._lowlevel_server  # whose own `run` supports only this process's streams
             await inner.run(*streams, inner.create_initialization_options())
 
     asyncio.run(serve())
 
 
 def over_http(server: MCPServer[Any], authenticator: Authenticator) -> ASGIApp:
-    """The same at `/mcp`, for those who have the owner's key, or this machine's programs while there is no key."""
+    """The same over HTTP at `/mcp`, for holders of the owner's key, or any program on this machine while there is no
+    key.
+    """
     # The authenticator checks host names.
     security = TransportSecuritySettings(enable_dns_rebinding_protection=False)
     app = server.streamable_http_app(transport_security=security)

@@ -1,4 +1,4 @@
-"""Packages that only some commands need, asked for before the work begins."""
+"""Checks for packages that only some commands need, before the work begins."""
 
 from importlib.util import find_spec
 
@@ -6,7 +6,7 @@ from ragblend.kvstore.errors import UsageError
 
 
 def check_installed(what: str, packages: tuple[str, ...], extra: str) -> None:
-    """Raise UsageError, naming what needs them, if a package of that extra is missing."""
+    """Raise UsageError if a package of that extra is missing. what: the feature that needs it, for the message."""
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise UsageError(

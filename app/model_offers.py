@@ -40,7 +40,8 @@ class Offer:
 
 
 def offers(machine: MachineCapacity, most: int = 3) -> list[Offer]:
-    """The models that fit the memory and are fast enough, smallest first: of many, a small, a middle and a large one.
+    """The models that fit the memory and are fast enough, smallest first; if there are many, a small, a medium and a
+    large one.
 
     If none is fast enough, the smallest that fits.
     """
@@ -63,7 +64,7 @@ def offered(offer: Offer) -> str:
 
 
 def first_time(home: Home) -> bool:
-    """Whether the user of this home has not been told of other models yet; marks it as told."""
+    """Whether the user of this home has not yet been told of other models; records that now."""
     try:
         home.models_named.touch(mode=0o600, exist_ok=False)
     except OSError:

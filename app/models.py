@@ -106,7 +106,7 @@ class ModelDownload:
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most so long; whether it is over. Raises its error: ModelNotFoundError, DownloadStoppedError.
+        """Wait for a time; returns whether it has ended. Raises its error: ModelNotFoundError, DownloadStoppedError.
 
         After `stop` this returns at once; the thread itself ends with its next bytes, or the network's time limit.
         """
@@ -117,7 +117,7 @@ class ModelDownload:
         return True
 
     def stop(self) -> None:
-        """End the download; what has arrived is kept for the next one."""
+        """Stop the download; the received part is kept for the next one."""
         self._stop.set()
         if not self._over.is_set():
             self._error = DownloadStoppedError(
@@ -137,7 +137,7 @@ class ModelDownload:
 
         try:
             download(self.name, progress, self._stop)
-        except Exception as error:  # any error: an incomplete model must not pass for a complete one
+        except Exception as error:  # any error, because an incomplete model must not look complete
             self._error = self._error or error
         finally:
             self._over.set()

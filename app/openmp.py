@@ -1,9 +1,9 @@
 """Sets OpenMP's spinning before torch is imported; imports nothing heavy itself.
 
-Between two small matrix products a sleeping thread wakes too late: with threads that spin for a twentieth of a
-millisecond first, SmolLM2 answers 1.6 times faster on two idle cores. Beside another busy process a spinning thread
-occupies the core of the thread that it waits for: there sleeping at once is twice as fast, and torch's own default,
-some milliseconds of spinning, ten times slower. So threads spin only where there is a core for each.
+Between two small matrix products a sleeping thread wakes too late: if threads first spin for a twentieth of a
+millisecond, SmolLM2 answers 1.6 times faster on two idle cores. But next to another busy process a spinning thread
+occupies the core of the thread that it waits for: there sleeping at once is twice as fast, and torch's default,
+spinning for milliseconds, ten times slower. So threads spin only if there is a core for each.
 """
 
 import os
@@ -13,7 +13,9 @@ SPINS = "4000"  # of GNU OpenMP, which torch brings on Linux
 
 
 def set_thread_spinning(load: Path = Path("/proc/loadavg")) -> None:
-    """Call before torch is imported; variables that are set already stay. load: where Linux counts running threads."""
+    """Call before torch is imported; does not change variables that are set. load: the file in which Linux counts
+    running threads.
+    """
     if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         return
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -22,7 +24,7 @@ def set_thread_spinning(load: Path = Path("/proc/loadavg")) -> None:
 
 
 def _has_idle_core_per_thread(load: Path) -> bool:
-    """Whether at this moment as many cores are idle as torch uses threads."""
+    """Whether as many cores are idle now as torch uses threads."""
     import psutil  # type: ignore[import-untyped]
 
     try:

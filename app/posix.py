@@ -1,4 +1,4 @@
-"""What the app uses of the operating system and only POSIX has: limits, signals, and sockets that are files."""
+"""POSIX calls of the app: limits, signals, and Unix sockets."""
 
 import os
 import resource
@@ -18,19 +18,19 @@ M_ARENA_MAX, ARENAS = -8, 2  # M_ARENA_MAX is of glibc's malloc.h
 
 
 def disable_core_dumps() -> None:
-    """Write no core dump if this process crashes: it would have the text of documents."""
+    """Disable core dumps of this process, which would contain the text of documents."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def limit_allocations(more_bytes: int) -> None:
-    """Let this process allocate at most so much more than it has now. Enforced on Linux only."""
+    """Limit the memory that this process may allocate in addition to its present memory. Enforced only on Linux."""
     if used := getattr(psutil.Process().memory_info(), "data", 0):
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (used + more_bytes, hard))
 
 
 def raise_open_file_limit(wanted: int) -> None:
-    """Allow so many open files, or as many as the system allows without being root."""
+    """Raise the limit of open files to this number, or to the most that is allowed without being root."""
     with suppress(OSError, ValueError):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -39,7 +39,7 @@ def raise_open_file_limit(wanted: int) -> None:
 
 
 def limit_malloc_arenas() -> None:
-    """Have glibc share heaps between threads: else each of dozens grows to the most that its thread ever used."""
+    """Let threads share glibc's heaps; else each of dozens keeps the most memory that its thread ever used."""
     import ctypes
 
     with suppress(AttributeError):  # another C library
@@ -91,7 +91,7 @@ def connect_in(folder: Path, name: str, timeout_s: float) -> socket.socket:
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """Whether this user is at the other end. Only Linux says so; elsewhere the folder's mode must be enough."""
+    """Whether the other end belongs to this user. Known only on Linux; elsewhere the folder's mode must suffice."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -99,13 +99,13 @@ def is_same_user(connection: socket.socket) -> bool:
 
 
 def limit_sending(connection: socket.socket, seconds: int) -> None:
-    """Let sending fail if the other end reads nothing for so long."""
+    """Let sending fail if the other end reads nothing for this long."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
 
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """A descriptor of the folder: it stays the same folder if the path is renamed or replaced. Raises OSError."""
+    """A descriptor of the folder, which stays valid if the path is renamed or replaced. Raises OSError."""
     at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield at
@@ -114,11 +114,13 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def _address(folder: Path, at: int, name: str) -> str:
-    """Of a socket in the opened folder, through /proc if there is one: an address has at most 107 bytes."""
+    """The address of a socket in the opened folder, through /proc if it exists, because an address has at most 107
+    bytes.
+    """
     through = f"/proc/self/fd/{at}"
     return f"{through}/{name}" if os.path.isdir(through) else str(folder / name)
 
 
 def _is_private(found: os.stat_result) -> bool:
-    """Whether it is this user's, and nobody else may change it."""
+    """Whether it belongs to this user, and nobody else may change it."""
     return found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077

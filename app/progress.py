@@ -79,7 +79,7 @@ class Pace:
         return self.per_second * SECONDS_A_MINUTE if self.per_second else None
 
     def seconds_left(self, amount: float) -> float | None:
-        """For that amount at this pace; None before the first piece."""
+        """Seconds for that amount at this pace; None before the first piece."""
         if amount == 0:
             return 0.0
         return amount / self.per_second if self.per_second else None

@@ -1,8 +1,8 @@
-"""Forwards a command to the process that has the home open (`ragblend serve`), and prints what it says.
+"""Forwards a command to the process that has the home open (`ragblend serve`), and prints its output.
 
-That process listens at a Unix socket in the home. The folder's mode decides who may connect, and the kernel says who
-answers, so there is no port that another program could take, and no token. The command's arguments are sent as JSON in
-lines; `serve/commands.py` runs it there. No model, index or web client is imported here.
+That process listens at a Unix socket in the home. The folder's mode decides who may connect, and the kernel identifies
+the other end, so there is no port that another program could take, and no token. The command's arguments are sent as
+JSON in lines; `serve/commands.py` runs it there. No model, index or web client is imported here.
 """
 
 import io
@@ -28,8 +28,8 @@ from ragblend.kvstore.places import SECRETS
 NAME = "commands.sock"
 MOST_BYTES = 16 << 20  # of one line
 GREETING_S = 10.0
-LEAVING_S = 10.0  # after Ctrl-C, until this process ends; the other one ends the command in any case
-SHOWN = ("TERM", "NO_COLOR", "COLORTERM")  # what decides how progress is drawn
+LEAVING_S = 10.0  # after Ctrl-C, until this process exits; the other one ends the command anyway
+SHOWN = ("TERM", "NO_COLOR", "COLORTERM")  # variables that decide how progress is drawn
 AGAIN = "End it, and start it again."
 
 
@@ -80,7 +80,7 @@ def connected(root: Path) -> Line | None:
         return Line(connect_in(root, NAME, GREETING_S))
     except TimeoutError:
         raise _silent(root) from None
-    except OSError:  # nothing is there, or what a kill has left, or it is somebody else's
+    except OSError:  # no socket, or one of a killed process or of another user
         return None
 
 
@@ -91,7 +91,7 @@ def _silent(root: Path) -> LibraryError:
 
 
 def run(line: Line, root: Path, command: str, arguments: Mapping[str, Any], out: TextIO) -> int:
-    """Run a command in the other process and print what it says; returns its exit code, and raises its errors.
+    """Run a command in the other process and print its output; returns its exit code, and raises its errors.
 
     KeyboardInterrupt if it does not end after Ctrl-C, and at once after a second Ctrl-C.
     """
@@ -172,7 +172,7 @@ class _InputLines:
             self._lines = io.BufferedReader(io.FileIO(sys.stdin.fileno(), closefd=False))
 
     def send_next(self) -> None:
-        if not self._is_reading:  # else the line that comes is the answer
+        if not self._is_reading:  # else the next line is the answer
             self._is_reading = True
             threading.Thread(target=self._send, daemon=True).start()
 

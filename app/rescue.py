@@ -1,8 +1,8 @@
-"""A damaged SQLite file: what can still be read of it goes into a new one, and it is kept beside that.
+"""Rescues a damaged SQLite file: copies all readable rows to a new file, and keeps the damaged one.
 
-    keep a copy as FILE.damaged-1 -> copy rows to FILE.rescuing -> rename to FILE.rescued -> put in the place of FILE
+    keep a copy as FILE.damaged-1 -> copy rows to FILE.rescuing -> rename to FILE.rescued -> replace FILE
 
-A kill at any of these steps loses nothing: a FILE.rescued is whole, and is put in its place when FILE is next opened.
+A kill at any step loses nothing: a FILE.rescued is complete, and replaces FILE when that is next opened.
 """
 
 import heapq
@@ -28,13 +28,13 @@ from ragblend.kvstore.sqlite import connect, lenient_text
 
 log = logging.getLogger("ragblend")
 LARGEST_ROWID = 2**40
-MOST_FAILURES = 20_000  # reads of a table that end in damage; behind them the rest is given up
-Gap = tuple[int, int]  # rows from the first number to the last that cannot be read
+MOST_FAILURES = 20_000  # failing reads per table, after which its rest is given up
+Gap = tuple[int, int]  # first and last number of a range of unreadable rows
 
 
 @dataclass
 class Rescued:
-    """What became of a damaged file. kept: where it is now; copied: rows by table; gaps: what could not be read."""
+    """The result of a rescue. kept: the damaged file's new path; copied: rows by table; gaps: unreadable rows."""
 
     why: str
     kept: Path
@@ -52,13 +52,13 @@ class Rescued:
 
 
 def set_aside_files(path: Path) -> list[Path]:
-    """The damaged files that a database of that path once was."""
+    """The damaged files of that database which were set aside."""
     kept = path.parent.glob(f"{path.name}.damaged-*")
     return sorted(each for each in kept if each.name.rpartition("-")[2].isdigit())
 
 
 def finish(path: Path) -> None:
-    """Put a rescued file in its place, if there is one."""
+    """Move a rescued file, if there is one, to its place."""
     rescued = Path(f"{path}.rescued")
     if rescued.exists():
         for suffix in ("-wal", "-shm"):
@@ -76,12 +76,11 @@ def rescue(
     adopted: Sequence[str],
     mark_lost: Callable[[sqlite3.Connection, dict[str, list[Gap]]], None],
 ) -> Rescued:
-    """Copy what can be read, and put it in the place of the file. Nobody else may use it meanwhile.
+    """Copy all readable rows, and replace the file. Nothing else may use it meanwhile.
 
-    new: an empty database at `FILE.rescuing` with its tables, without foreign keys, in a transaction; it is closed.
-    what: the file's name in messages; why: what is wrong with it; copied, adopted, mark_lost: as `Database` has them.
-    Raises LibraryError where nothing at all can be read: then the file stays; StoreFullError without room for two more
-    copies of it.
+    new: an empty database at `FILE.rescuing` with the tables, without foreign keys, in a transaction; is closed here.
+    what: the file's name in messages; why: its damage; copied, adopted, mark_lost: as in `Database`.
+    Raises LibraryError if nothing can be read (then the file stays), StoreFullError without space for two more copies.
     """
     kept = next(each for number in count(1) if not (each := Path(f"{path}.damaged-{number}")).exists())
     found = Rescued(why, kept)
@@ -124,7 +123,7 @@ def _copy_tables(
     adopted: Sequence[str],
     found: Rescued,
 ) -> None:
-    """All rows that can be read, but for those that belong to lost ones; counted in `found`."""
+    """Copy all readable rows, except those that belong to lost ones; counts them in `found`."""
     for table in copied:
         found.copied[table], found.gaps[table] = _copy_rows(old, new, table)
     for statement in adopted:
@@ -146,7 +145,7 @@ def _copy_file(path: Path, kept: Path) -> None:
 
 
 def _copy_rows(old: sqlite3.Connection, new: sqlite3.Connection, table: str) -> tuple[int, list[Gap]]:
-    """How many rows were copied, and what could not be."""
+    """Copy a table; returns the number of rows, and the gaps."""
     about = new.execute(f"PRAGMA table_info({table})").fetchall()
     names = [str(row[1]) for row in about]
     numbered = new.execute("SELECT wr FROM pragma_table_list WHERE name = ?", (table,)).fetchone()[0] == 0
@@ -157,7 +156,7 @@ def _copy_rows(old: sqlite3.Connection, new: sqlite3.Connection, table: str) -> 
     gaps: list[Gap] = []
     if numbered:
         gaps = list(_each_range(old, new, f"SELECT rowid, {columns} FROM {table} NOT INDEXED", insert))
-    else:  # small tables, read from both ends
+    else:  # for small tables, which are read from both ends
         for order in ("", " ORDER BY 1 DESC"):
             with suppress(sqlite3.Error):
                 for row in old.execute(f"SELECT {columns} FROM {table}{order}"):
@@ -171,7 +170,7 @@ def _copy_rows(old: sqlite3.Connection, new: sqlite3.Connection, table: str) -> 
 
 
 def _copy_from_indexes(old: sqlite3.Connection, new: sqlite3.Connection, table: str) -> None:
-    """Rows of which an index still has what they cannot do without; the rest of them is as in a new row."""
+    """Restore rows whose required columns are all in an index; other columns get their defaults."""
     for _, index, *_ in new.execute(f"PRAGMA index_list({table})").fetchall():
         names = ", ".join(str(row[2]) for row in new.execute(f"PRAGMA index_info({index})"))
         marks = ", ".join("?" * len(names.split(", ")))
@@ -181,17 +180,17 @@ def _copy_from_indexes(old: sqlite3.Connection, new: sqlite3.Connection, table: 
 
 
 def _each_range(old: sqlite3.Connection, new: sqlite3.Connection, select: str, insert: str) -> Iterator[Gap]:
-    """Copy all rows that can be read, the widest ranges of their numbers first; those that cannot are yielded."""
+    """Copy all readable rows, the widest ranges of row numbers first; yields the gaps."""
     ranges, failures = [(-LARGEST_ROWID, 1, LARGEST_ROWID)], 0
     while ranges:
         _, first, last = heapq.heappop(ranges)
-        at = first - 1  # the last that was read
+        at = first - 1  # the last row read
         try:
             for number, *row in old.execute(
                 f"{select} WHERE rowid BETWEEN ? AND ? ORDER BY rowid", (first, last)
             ):
                 at = number
-                if new.execute(insert, row).rowcount < 1:  # it breaks what the table promises
+                if new.execute(insert, row).rowcount < 1:  # it violates a constraint
                     yield number, number
             continue
         except sqlite3.DatabaseError:
@@ -207,7 +206,7 @@ def _each_range(old: sqlite3.Connection, new: sqlite3.Connection, select: str, i
 
 
 def joined(gaps: Iterable[Gap]) -> list[Gap]:
-    """The same rows, in as few gaps as there are."""
+    """The same rows in the fewest gaps."""
     found: list[Gap] = []
     for first, last in sorted(gaps):
         if found and first <= found[-1][1] + 1:

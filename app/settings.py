@@ -44,7 +44,7 @@ ANSWER_STYLES = {
         "with their first sentence, because most of what it says after that is invented.",
     )
 }
-BUNDLED = "smollm2-135m-instruct"  # what the name `default` stands for
+BUNDLED = "smollm2-135m-instruct"  # the model named `default`
 SEARCHES = ("hybrid", "vectors")
 KV_CODECS = ("raw", "int8", "int4")  # `kvstore.codec.CODECS`, whose module needs torch
 
@@ -53,21 +53,19 @@ KV_CODECS = ("raw", "int8", "int4")  # `kvstore.codec.CODECS`, whose module need
 class Settings:
     """The user's settings. `None` means that the engine decides (device, dtype) or has a default (system).
 
-    chunk_tokens is in tokens of the *model*, because its KV is what is stored and fused. chunk_overlap is 0:
-    text that is in two chunks would be encoded and stored twice, and would appear twice in the fused prompt.
-    store_budget_bytes limits the KV on disk (None: a quarter of the free space), memory_budget_bytes and
-    device_budget_bytes the copies in host memory and on an accelerator (None: a quarter and a tenth of what is free
-    before an accelerator, 0 on the CPU); store_policy is the eviction policy of all tiers; remote is the URL of a
-    store that machines share. kv_codec `int8` and `int4` take a half and a third of the bytes of what is stored from
-    then on, at a small loss.
-    search `hybrid` finds passages by meaning and by words, `vectors` by meaning alone; reranker: the hub id or the
-    folder of a cross-encoder that ranks the best of them (None or "": none).
-    ratio may be `auto`: what loading hides on this device, 0.15 at least (`ragblend doctor --profile` measures it).
-    repetition_penalty: of the answer's own tokens; at temperature 0 small models repeat themselves without one.
-    max_new_tokens None: what suits the model (`ANSWER_STYLES`, else 256).
-    keep_tokens: how many passage tokens each head keeps after the first token, for long answers in little memory
-    (None: all).
-    vllm: the address of a vLLM server that has the model (None: it is loaded here).
+    chunk_tokens is in tokens of the *model*, because its KV is what is stored and fused. chunk_overlap is 0: text that
+    is in two chunks would be encoded and stored twice, and would appear twice in the fused prompt. store_budget_bytes
+    limits the KV on disk (None: a quarter of the free space), memory_budget_bytes and device_budget_bytes the copies in
+    host memory and on an accelerator (None: with an accelerator a quarter and a tenth of the free memory, 0 on the
+    CPU); store_policy is the eviction policy of all tiers; remote is the URL of a store that machines share. kv_codec
+    `int8` and `int4` take a half and a third of the bytes for new KV, at a small loss. search `hybrid` finds passages by
+    meaning and by words,
+    `vectors` by meaning alone; reranker: the hub id or the folder of a cross-encoder that ranks the best of them (None
+    or "": none). ratio may be `auto`: what loading hides on this device, 0.15 at least (`ragblend doctor --profile`
+    measures it). repetition_penalty: of the answer's own tokens; at temperature 0 small models repeat themselves
+    without one. max_new_tokens None: the model's own (`ANSWER_STYLES`, else 256). keep_tokens: how many passage
+    tokens each head keeps after the first token, for long answers in little memory (None: all). vllm: the address of a
+    vLLM server that has the model (None: it is loaded here).
     """
 
     model: str = "default"
@@ -122,7 +120,7 @@ class Settings:
 
     @property
     def answer_tokens(self) -> int:
-        """The longest answer in tokens: the setting, else what suits the model."""
+        """The longest answer in tokens: the setting, else the model's own."""
         return self.style.longest if self.max_new_tokens is None else self.max_new_tokens
 
     @classmethod

@@ -37,7 +37,7 @@ ENGINE_SETTINGS = (
 
 
 class _SharedState:
-    """What all views of a home have in common (`Workspaces.with_settings`).
+    """The state that all views of a home share (`Workspaces.with_settings`).
 
     files: open ones, by kind and collection; waiting: the threads that wait to write, and whether each is patient;
     reranking: one queue for all rerankers, because a command may name another than the settings do.
@@ -138,7 +138,7 @@ class Workspaces(Closing):
         """Create an empty collection. Raises UsageError if it exists, SettingsError for an invalid name."""
         if name in self.names():
             raise UsageError(f"Creating the collection {name!r}: it exists already. Choose another name.")
-        with self.writing():  # KV of questions that were asked while an earlier one of that name was removed
+        with self.writing():  # KV of questions that ran while an earlier collection of that name was removed
             self.of(name).engine.forget_all()
             PassageRegistry.drop(self.home.root, name)
         self.library.keep_collection(name)
@@ -263,7 +263,7 @@ class Workspace(Closing):
 
     @property
     def reranker(self) -> "CrossEncoder | None":
-        """The one that the settings name, on the engine's device, or on the CPU where vLLM has the device."""
+        """The reranker of the settings, on the engine's device, or on the CPU if vLLM has the device."""
         name, device = self.settings.reranker, "cpu" if self.settings.vllm else self.settings.device
         if not name:
             return None

@@ -26,17 +26,13 @@ INTRODUCTION = """# Results
 <!-- Made by `python -m benchmarks.results` from benchmarks/recorded.json: do not edit. -->
 
 How close each method comes to full prefill, and how much faster its first token is. Each run names its command, without
-`--home` and `--output`; `FILE` and `FOLDER` are the questions and the model of the title. A run on your own documents
-and machine is `ragblend bench quality --docs all` ([measuring quality](quality.md)).
+`--home` and `--output`; `FILE` and `FOLDER` are the questions and the model of the title. To measure your own documents
+and machine, and for the columns: [measuring quality](quality.md#columns). Here also:
 
-- *Figures kept*: of the answers whose figures full prefill has right, those in which the method has them too. *Another
-  passage's*: those that give a figure of something else. *KL at figures*: KL over the tokens of these figures. *Read
-  again*: answers for which the prompt was read once in full, because a figure was not sure; `sure=0` switches that off.
-- *KL*: the mean divergence KL(full || method) of the next-token distributions along full prefill's greedy answer, in
-  nats; 0 is full prefill. *95%*: the interval of the column before it.
-- *`probe-shift` leaves*: its KL as a part of that method's at the same ratio, with the paired 95% interval.
-- *Identical*: answers equal to full prefill's word for word. *F1*: against the right answers. *Faster*: the median of
-  full prefill's time to first token divided by the method's.
+- *`probe-shift` leaves*: its KL divided by that method's at the same ratio, with the paired 95% interval.
+- *Identical*: answers equal to full prefill's word for word. *Faster*: the median of full prefill's time to first token
+  divided by the method's.
+- `sure=0`: `probe-shift` without the [second look](methods.md#a-second-look-at-figures).
 
 The runs over MuSiQue on three models measured a `probe-shift` that did not yet recompute figures as a whole; "With and
 without whole figures" compares the two.
@@ -160,8 +156,8 @@ def with_programs(text: str, recorded: Mapping[str, Iterable[Row]]) -> str:
 
 def _of_program(row: Row) -> dict[str, str]:
     """Its cells, by their headings."""
-    counts = {"reused": "reused", "recomputed": "computed again", "fresh": "fresh"}
-    cells = {"program": row["program"], **{heading: f"{row[name]:,}" for name, heading in counts.items()}}
+    counts = ("reused", "recomputed", "fresh")
+    cells = {"program": row["program"], **{name: f"{row[name]:,}" for name in counts}}
     cells["of what was retrieved"] = percent(row["found"] / row["retrieved"])
     return cells | {"first question": f"{row['first_cpu']:.2f}" if "first_cpu" in row else ""}
 

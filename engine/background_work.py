@@ -19,11 +19,11 @@ log = logging.getLogger("ragblend")
 
 
 def queue_background_work(runtime: Runtime, request: Request, prefilled: Prefilled) -> None:
-    """Queue it when the answer is out: before, it would compute beside the answer's tokens."""
+    """Call it after the answer: earlier, this work would compete with decoding."""
     report, background = prefilled.report, runtime.background
     if report.hits:
         background.add(runtime.store.save_uses, priority=Priority.STORE)
-    if prefilled.computed:  # one such task waits at a time: each holds a whole context in memory
+    if prefilled.computed:  # at most one such task waits, because each holds a whole context in memory
         store = partial(store_computed, runtime, request.collection, prefilled.computed)
         background.add(store, store_computed)
     elif request.policy.uses_tree:
@@ -42,7 +42,7 @@ def queue_background_work(runtime: Runtime, request: Request, prefilled: Prefill
 
 
 def queue_storing_arrived(runtime: Runtime, request: Request, prefilled: Prefilled) -> None:
-    """Store here what came from the shared store, unless such values wait in memory already."""
+    """Store values fetched from the shared store, unless another such task is waiting."""
     if prefilled.arrived:
         work = partial(_store_arrived, runtime, request, prefilled.arrived)
         runtime.background.add(work, _store_arrived, Priority.STORE)

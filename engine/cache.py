@@ -34,7 +34,7 @@ class FusedLayer(DynamicLayer):
         shape = (1, geometry.kv_heads, rounded_up(tokens + room) if room else tokens)
         with torch.inference_mode(
             False
-        ):  # a caller's: the loader's threads, which are in none, write to them
+        ):  # the loader's threads, which are not in inference mode, write to them
             self.key_buffer = torch.empty((*shape, geometry.key_size), dtype=self.dtype, device=device)
             self.value_buffer = torch.empty((*shape, geometry.value_size), dtype=self.dtype, device=device)
         for buffer in (self.key_buffer, self.value_buffer):
@@ -60,7 +60,7 @@ class FusedLayer(DynamicLayer):
         return self.keys, self.values
 
     def ensure_room(self, tokens: int) -> int:
-        """Make room for so many more tokens; returns the capacity."""
+        """Grow the buffers for that many more tokens if necessary; returns the capacity."""
         stop = self.keys.shape[2] + tokens
         if stop > self.key_buffer.shape[2]:
             self.key_buffer, self.value_buffer = _grown(self.keys, stop), _grown(self.values, stop)
@@ -89,7 +89,7 @@ class FusedLayer(DynamicLayer):
 
 
 class LayerStopped(Exception):
-    """Ends a layer early, when what was wanted of it is known. Never seen by a caller."""
+    """Ends a layer early, once the wanted part of its result is known. Internal: callers never see it."""
 
 
 class NewKV(LayerStopped):
@@ -102,19 +102,19 @@ class NewKV(LayerStopped):
 
 @dataclass(frozen=True)
 class Append:
-    """New tokens go to the end. cancel: asked in each layer; Cancelled is raised if it is set."""
+    """Appends new tokens. cancel: checked in each layer; if it is set, Cancelled is raised."""
 
     cancel: Cancel | None = None
 
 
 @dataclass(frozen=True)
 class Scatter:
-    """New rows are written over the stored ones.
+    """Overwrites stored rows with new ones.
 
-    rows (R,): their positions; None: they are all rows. load(layer): called first, it waits for the stored KV;
-    correct(layer, new keys, new values): called then, it changes the stored KV; peek: nothing is written, and the
-    layer ends with `NewKV`; stop: how much of the prompt the rows may see, None for all; seen (S,): positions of the
-    keys that they are given, None for all.
+    rows (R,): their positions; None: they are all rows. load(layer): called first, waits for the stored KV;
+    correct(layer, new keys, new values): called next, corrects the stored KV; peek: write nothing and end the layer
+    with `NewKV`; stop: position before which rows see keys, None for all; seen (S,): positions of the keys that
+    attention gets, None for all.
     """
 
     rows: Tensor | None = None
@@ -176,7 +176,7 @@ class FusedCache(DynamicCache):
         return keys.index_select(1, rows), values.index_select(1, rows)
 
     def blank(self, layer: int, rows: Tensor) -> None:
-        """Zero rows (R,) that hold nothing yet: garbage counts even under a mask, as 0 times NaN is NaN."""
+        """Zero rows (R,) that are not written yet: even under a mask garbage matters, because 0 times NaN is NaN."""
         held = self.fused[layer]
         held.key_buffer[0].index_fill_(1, rows, 0)
         held.value_buffer[0].index_fill_(1, rows, 0)
@@ -207,7 +207,7 @@ def _gathered(held: Tensor, rows: Tensor) -> Tensor:
 
 
 def _grown(held: Tensor, tokens: int) -> Tensor:
-    """A copy with capacity for so many tokens. Tokens that are not written yet are zeroed: writing them may fail."""
+    """A copy with a larger capacity. Tokens that are not written yet are zeroed, because writing them may fail."""
     grown = _with_room(held, tokens)
     grown[:, :, : held.shape[2]] = held
     grown[:, :, held.shape[2] : tokens].zero_()
@@ -215,7 +215,7 @@ def _grown(held: Tensor, tokens: int) -> Tensor:
 
 
 def _with_room(like: Tensor, tokens: int) -> Tensor:
-    """A buffer for these tokens, which the caller writes; the capacity after them is zeroed."""
+    """A buffer for tokens that the caller will write; the free capacity after them is zeroed."""
     buffer = like.new_empty((*like.shape[:2], rounded_up(tokens + GROW_TOKENS), like.shape[3]))
     buffer[:, :, tokens:].zero_()
     return buffer

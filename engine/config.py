@@ -1,4 +1,4 @@
-"""Configuration, decode options and reports of the engine: frozen, checked when they are made; the home folder."""
+"""Configuration, decode options and reports of the engine: frozen, checked on construction; the home folder."""
 
 import math
 import os
@@ -19,7 +19,7 @@ from ragblend.kvstore.policy import policy_named
 
 HOME_VARIABLE = "RAGBLEND_HOME"
 VLLM_URL = "http://127.0.0.1:8000"  # the default of `vllm serve`
-# The defaults; docs/methods.md says what was measured of them.
+# The defaults; their measurements are in docs/methods.md.
 DEFAULT_METHOD = "probe-shift"
 DEFAULT_RATIO = 0.15
 
@@ -31,10 +31,10 @@ class EngineConfig:
     model: `default`, a hub id, a local folder or a `.gguf` file; device: `cpu`, `cuda`, `mps` or None for the best
     available; dtype: a name or None for one that is fast on the device; collection: a namespace of node ids, and the
     salt of its chunk keys; store, memory and device budgets: bytes of KV on the disk, in host memory and on the device
-    (None: a share of what is free, see `kvstore.store` and `device.default_budgets`); store_policy: the eviction policy
-    of every tier (None: the store's); kv_codec: how new KV is packed, a row of `kvstore.codec.CODECS` (None: raw);
-    remote: URL of a store that other machines share, see docs/vllm.md; url: of the vLLM server that has the
-    model (None: it is loaded here).
+    (None: a share of the free space, see `kvstore.store` and `device.default_budgets`); store_policy: the eviction
+    policy of every tier (None: the store's); kv_codec: encoding of new KV, a row of `kvstore.codec.CODECS` (None: raw);
+    remote: URL of a store shared between machines, see docs/vllm.md; url: of the vLLM server that has the model (None:
+    it is loaded here).
     """
 
     model: str = "default"
@@ -61,7 +61,7 @@ class EngineConfig:
         if self.store_policy is not None:
             policy_named(self.store_policy)
         if self.kv_codec is not None:
-            from ragblend.kvstore.codec import codec_named  # imports torch, which nothing else here does
+            from ragblend.kvstore.codec import codec_named  # imported here because it imports torch
 
             codec_named(self.kv_codec)
         if self.remote is not None:
@@ -70,12 +70,12 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """How the tokens of an answer are chosen; temperature 0 is greedy.
+    """Options of decoding an answer; temperature 0 is greedy.
 
-    repetition_penalty: the answer's own tokens count less by that factor (CTRL, arXiv 1909.05858), the prompt's do not;
-    1 is off. one_sentence: end after the first sentence, or line. keep_tokens: passage tokens that each key head keeps
-    after the first token (`eviction.py`); None: all. grammar: what the answer may be (`grammar.py`). logprobs: how many
-    of the most likely tokens' log-probabilities to return with each token's own; None: neither.
+    repetition_penalty: factor that makes the answer's own tokens less likely (CTRL, arXiv 1909.05858), but not the
+    prompt's; 1 is off. one_sentence: end after the first sentence, or line. keep_tokens: passage tokens that each key
+    head keeps after the first token (`eviction.py`); None: all. grammar: constrains the answer (`grammar.py`).
+    logprobs: how many of the most likely tokens' log-probabilities to return besides each token's own; None: neither.
     """
 
     max_new_tokens: int = 256
@@ -149,8 +149,8 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class Timings:
-    """In milliseconds. load_ms: the readers' own time; stall_ms: how long the compute waited for them; probe_ms: the
-    layers of rows that were run to select, waits included.
+    """In milliseconds. load_ms: time of the reading threads; stall_ms: time that the compute waited for them; probe_ms:
+    time of the probe's layers, waits included.
     """
 
     load_ms: float = 0.0
@@ -169,14 +169,14 @@ class Timings:
 class Report:
     """What one request did.
 
-    ratio: rows recomputed of chunk tokens with stored KV, averaged over layers, selection included; None for methods
-    without a ratio. recomputed_fraction: the same as a share of all stored tokens, those of a session included.
-    decision: the loading controller's ratio and predictions; trace: what was done when. Both None if nothing was fused.
-    probe_rows: rows that were run to select; computed_fraction: all rows computed, probes included, averaged over
-    layers, as a share of the prompt (full prefill is 1). served: a letter for each token of the prompt: `r`eused,
-    re`c`omputed, `f`resh, `m`issing. evicted_tokens: how many each key head lost after the first token.
-    unsupported_figures: figures of the answer that are not in the prompt, if it has chunks (`figures.py`).
-    read_again_at: after how many tokens of the answer the prompt was read in full, for an uncertain figure.
+    ratio: share of the chunk tokens with stored KV that was recomputed, averaged over layers, selection included; None
+    for methods without a ratio. recomputed_fraction: the same as a share of all stored tokens, a session's included.
+    decision: the loading controller's ratio and predictions; trace: times of every step. Both None if nothing was
+    fused. probe_rows: rows of the probe; computed_fraction: all rows computed, probes included, averaged over layers,
+    as a share of the prompt (full prefill is 1). served: a letter for each token of the prompt: `r`eused, re`c`omputed,
+    `f`resh, `m`issing. evicted_tokens: how many each key head lost after the first token. unsupported_figures: figures
+    of the answer that are not in the prompt, if it has chunks (`figures.py`). read_again_at: after how many tokens of
+    the answer the prompt was read in full, for an uncertain figure.
     """
 
     method: str
@@ -211,7 +211,7 @@ def server_url(backend: str | None, url: str | None) -> str | None:
 
 
 def is_server_url(url: str) -> bool:
-    """Whether it is http or https, with a host, and without a password, which would be shown."""
+    """Whether it is an http or https URL with a host, and without a password, which messages would show."""
     with suppress(ValueError):  # an invalid port
         parts = urlsplit(url)
         has_place = bool(parts.hostname) and parts.port != 0 and not parts.query
@@ -220,7 +220,7 @@ def is_server_url(url: str) -> bool:
 
 
 def resolve_home(home: str | Path | None) -> Path:
-    """The folder given, or RAGBLEND_HOME, or the user's data folder; made if absent (0700). Raises StoreError."""
+    """The folder given, or RAGBLEND_HOME, or the user's data folder; created if absent (0700). Raises StoreError."""
     folder = Path(os.path.realpath(os.path.expanduser(default_home() if home is None else home)))
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,10 +1,10 @@
-"""The loading controller: how many stored tokens can be recomputed without delay, and which tier their KV could be on.
+"""The loading controller: decides how many stored tokens can be recomputed without delay, and which tier would suffice.
 
 Loading and recomputing run in parallel, layer by layer, so a request takes about as long as the slower of the two. If
 loading is slower, more rows can be recomputed without delay; if it is faster, the KV could be on a cheaper tier
 (CacheBlend, EuroSys'25, section 5.1, footnotes 5-6). On a CPU reading and computing use the same cores, so nothing is
-hidden. Two things are measured (`profiling.py`): how long rows take through the layers, and how fast each tier is read.
-A policy says itself what it computes (`Policy.passes`).
+hidden. Two things are measured (`profiling.py`): the time of rows through the layers, and the speed of each tier. The
+policy tells its own work (`Policy.passes`).
 """
 
 import json
@@ -20,7 +20,7 @@ from ragblend.kvstore.files import make_private_folder, replace_durably
 from ragblend.kvstore.policy import PrefillProfile
 
 RATIO_STEPS = 1 << 10
-# No delay: within so much of the fastest tier's TTFT; two runs of one request differ by more.
+# Tolerance for "no delay", as a share of the fastest tier's TTFT; two runs of one request differ by more.
 NO_DELAY = 1.05
 # Storing a GB for a month: cloud list prices, rounded; only their order matters.
 USD_PER_GB_MONTH = {"device": 60.0, "memory": 3.0, "disk": 0.1}
@@ -41,7 +41,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """What was measured of one model on one device. prefill: rows after others, through all layers.
+    """Measurements of one model on one device. prefill: rows after others, through all layers.
 
     overlaps: whether loading runs in parallel with the layers.
     """
@@ -57,19 +57,21 @@ class DeviceProfile:
         return next((tier for tier in self.tiers if tier.name == name), slowest)
 
     def rows_ms(self, cached: float, rows: float) -> float:
-        """Rows after others through all layers; more than were measured pass in blocks, one after the other."""
+        """Time of `rows` after `cached` tokens through all layers; more rows than measured pass in several blocks."""
         most = self.prefill.new_tokens[-1]
         blocks, rest = int(rows // most), rows % most
         whole = sum(self.prefill.ms(cached + number * most, most) for number in range(blocks))
         return whole + (self.prefill.ms(cached + blocks * most, rest) if rest else 0.0)
 
     def beside(self, name: str, bytes_per_s: float) -> "DeviceProfile":
-        """The same with a tier that was measured in use."""
+        """The same profile with another measurement of one tier."""
         others = (tier for tier in self.tiers if tier.name != name)
         return replace(self, tiers=(*others, Tier(name, bytes_per_s)))
 
     def save(self, path: Path) -> None:
-        """Replace an older one. Raises StoreError if the disk is full or fails; the older one stays."""
+        """Save the profile, replacing an older one. Raises StoreError if the disk is full or fails; the older one then
+        stays.
+        """
         try:
             make_private_folder(path.parent)
             replace_durably(path, json.dumps(asdict(self), indent=1))
@@ -78,7 +80,7 @@ class DeviceProfile:
 
     @classmethod
     def read(cls, path: Path) -> "DeviceProfile | None":
-        """None if nothing was measured. Raises UsageError for a file that is no profile."""
+        """Read a saved profile; None if there is none. Raises UsageError for a file that is no profile."""
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
             tiers = tuple(Tier(**tier) for tier in value["tiers"])
@@ -121,7 +123,7 @@ class Decision:
 
 
 def compute_ms(profile: DeviceProfile, work: Workload, ratio: float) -> float:
-    """Pass by pass, because few rows take longer each: a mean over layers would be too low."""
+    """Sums over passes, because small passes take longer per row: a mean over layers would be too low."""
     passes = work.passes(ratio)
     return sum(n / work.layers * profile.rows_ms(work.tokens - rows, rows) for rows, n in passes)
 
@@ -133,14 +135,16 @@ def load_ms(profile: DeviceProfile, work: Workload, tier: str | None = None) -> 
 
 
 def ttft_ms(profile: DeviceProfile, work: Workload, ratio: float, tier: str | None = None) -> float:
-    """A pipeline of layers: load the first, compute the last, and between them the slower of both counts."""
+    """Time to first token as a pipeline: loading the first layer, then the slower of loading and computing, then
+    computing the last.
+    """
     compute, load, layers = compute_ms(profile, work, ratio), load_ms(profile, work, tier), work.layers
     between = max(compute, load) if profile.overlaps else compute + load
     return (layers - 1) / layers * between + (compute + load) / layers
 
 
 def hidden_ratio(profile: DeviceProfile, work: Workload) -> float:
-    """The largest ratio whose computing is hidden by the loading; 0 if not even that is."""
+    """The largest ratio whose computation is hidden behind loading; 0 if there is none."""
     if not profile.overlaps:
         return 0.0
     steps = range(RATIO_STEPS + 1)  # compute time only grows with the ratio

@@ -12,9 +12,9 @@ from ragblend.engine.selection.shift import LayerChange, ShiftContext
 
 
 class Correction:
-    """Asks the policy for corrections in each layer, and rotates them to each row's position.
+    """Applies the policy's corrections in each layer, rotated to each row's position.
 
-    rows (R,): all rows that are being computed, in one block; the stored ones among them have changed.
+    rows (R,): all rows being computed, in one block; the change of the stored ones among them is what the policy sees.
     """
 
     def __init__(self, decoder: Decoder, plan: Plan, policy: Policy, cache: FusedCache, rows: Tensor) -> None:
@@ -55,7 +55,7 @@ class Correction:
         return rotated(keys, cos[positions], sin[positions], self._decoder.rope(layer))
 
     def _table(self, layer: int, dtype: torch.dtype, sign: int) -> tuple[Tensor, Tensor]:
-        """cos and sin, (T, R/2), of every position in layers of that type, or of the opposite rotation (sign -1)."""
+        """cos and sin, (T, R/2), of every position in layers of that type; sign -1 for the inverse rotation."""
         kind = self._decoder.layer_types[layer]
         if (kind, dtype, sign) not in self._tables:
             inv_freq = self._decoder.ropes[kind]

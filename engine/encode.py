@@ -1,7 +1,7 @@
 """Encodes a chunk: computes its KV alone, after the encoding prefix.
 
-After nothing a chunk's first token becomes its own attention sink, and its KV is of little use elsewhere; after the
-prefix that it will follow, the first chunk of a prompt is exact (design: encoding prefix).
+Without a prefix, a chunk's first token would become an attention sink, and its KV would be of little use elsewhere.
+With the prefix that prompts begin with, the first chunk of a prompt is exact.
 """
 
 import weakref
@@ -59,11 +59,11 @@ class ChunkEncoder:
         return decoder
 
     def is_of(self, decoder: Decoder) -> bool:
-        """Whether it encodes with that decoder, and not with one that was freed."""
+        """Whether it uses that decoder, and not one that was freed."""
         return self._decoder() is decoder
 
     def extend_prefix(self, kv: ChunkKV) -> None:
-        """Append KV to the prefix: that of the tokens that follow it."""
+        """Append the KV of further tokens to the prefix."""
         self._cache.truncate()
         for held, keys, values in zip(self._cache.fused, kv.keys, kv.values, strict=True):
             held.update(keys[None].to(held.device), values[None].to(held.device))
@@ -71,7 +71,7 @@ class ChunkEncoder:
         self._cache.prompt_tokens = self.start
 
     def encode(self, token_ids: Sequence[int], cancel: Cancel | None = None) -> ChunkKV:
-        """The chunk's KV on the CPU, in tensors of its own. Raises Cancelled between layers."""
+        """The chunk's KV on the CPU, in new tensors. Raises Cancelled between layers."""
         assert token_ids, "a chunk has at least one token"
         self._cache.truncate()
         self._cache.step = Append(cancel)

@@ -1,7 +1,7 @@
 """Engine: one model on one device, with the KV of the chunks that it has encoded. Start here.
 
 The main path: `Engine.stream` -> `_answer` -> `prefill` (find, plan, decide, report) -> `Fusion.prefill` (layers) ->
-policy. `EngineInterface` makes requests of what the caller passes.
+policy. `EngineInterface` turns the caller's arguments into requests.
 """
 
 import time
@@ -41,13 +41,13 @@ from ragblend.engine.scheduling.speculation import Speculation
 from ragblend.engine.selection import Policy
 from ragblend.kvstore.errors import UnsupportedModelError, UsageError
 
-# Engines whose model is elsewhere, by the name that `Engine.open` takes: a module and its class. Imported when opened,
+# Engines whose model runs in another process, by their name in `Engine.open`: module and class. Imported when opened,
 # because integrations import the engine and not the other way round.
 BACKENDS = {"vllm": ("ragblend.integrations.vllm.client", "VllmEngine")}
 
 
 class Engine(EngineInterface):
-    """Encodes chunks, and answers prompts made of them. Safe for threads: requests queue for the device.
+    """Encodes chunks, and answers prompts made of them. Thread-safe: requests queue for the device.
 
     Nothing is loaded before it is needed. Use `Engine.open`, which shares one engine per (model, home) in a process.
     """
@@ -92,8 +92,8 @@ class Engine(EngineInterface):
         if server is None:
             return Engine.shared(config, resolve_home(home))
         module, name = BACKENDS[backend or "vllm"]
-        found: EngineInterface = getattr(import_module(module), name).shared(config, resolve_home(home))
-        return found
+        engine: EngineInterface = getattr(import_module(module), name).shared(config, resolve_home(home))
+        return engine
 
     @property
     def device(self) -> str:
@@ -141,7 +141,7 @@ class Engine(EngineInterface):
         return retry_after_device_failure(self.runtime, work, None, cancel)
 
     def decode(self, prefilled: Prefilled, **options: Any) -> Result:
-        """Answer a prompt that has been read; may be called again, each time from the prompt's end."""
+        """Answer a prefilled prompt; each call starts again after the prompt."""
         chosen = DecodeOptions.of(options)
         with self.runtime.queue.turn() as turn:
             return decode_answer(self.runtime, prefilled, chosen, turn)
@@ -152,7 +152,7 @@ class Engine(EngineInterface):
             return continue_logits(self.runtime, prefilled, token_ids)
 
     def profile(self, progress: Progress | None = None) -> DeviceProfile:
-        """Measure this model on this device, and save that for the loading controller: `ratio="auto"` needs it."""
+        """Measure this model on this device and save the profile for the loading controller (`ratio="auto"`)."""
         with self.runtime.queue.turn():
             if not self.runtime.gate.passed:
                 raise UsageError(f"{self.model_name} is not fused, so there is nothing to profile")
@@ -170,7 +170,7 @@ class Engine(EngineInterface):
     def _answer_last(
         self, requests: Iterator[Request], options: DecodeOptions, on_text: OnText, cancel: Cancel
     ) -> Result:
-        """Requests are read ahead while the device is idle."""
+        """Prefills requests ahead while the device is idle."""
         request: Request | None = None
         with Speculation(self.runtime) as speculation:
             for request in requests:
@@ -187,21 +187,22 @@ class Engine(EngineInterface):
         on_text: OnText | None,
         cancel: Cancel | None,
     ) -> Result:
-        """Prefill, decode, and keep the context for the request's session. ttft_ms counts from the turn's begin.
+        """Prefill, decode, and keep the context for the request's session. ttft_ms counts from the start of the turn.
 
         Other requests get the device between its layers and tokens; `claim_of` decides which goes first.
         """
-        read = None if speculation is None else speculation.settle(cancel)
+        prefilled_ahead = None if speculation is None else speculation.settle(cancel)
         claim = claim_of(self.runtime, request)
-        claim = claim if read is None else replace(claim, cached={}, new_tokens=1)
+        if prefilled_ahead is not None:
+            claim = replace(claim, cached={}, new_tokens=1)
         with self.runtime.queue.turn(cancel, claim=claim) as turn:
             begun, answer = time.perf_counter(), tuple[int, ...]()
-            prefilled = read or prefill(self.runtime, request, turn, answering=True)
+            prefilled = prefilled_ahead or prefill(self.runtime, request, turn, answering=True)
             try:
                 result = decode_answer(self.runtime, prefilled, options, turn, on_text, cancel, begun)
                 answer = result.token_ids
                 return result
-            finally:  # also after a cancelled answer: its prompt has been read
+            finally:  # also after a cancelled answer, because its prompt was prefilled
                 queue_background_work(self.runtime, request, prefilled)
                 if request.session is not None and prefilled.cache is not None:
                     ids = (*request.prompt.token_ids, *answer)
@@ -210,7 +211,9 @@ class Engine(EngineInterface):
 
 
 def loaded_here(engine: EngineInterface, what: str) -> Engine:
-    """The engine, if its model is loaded in this process. what: needs that. Raises UnsupportedModelError."""
+    """The engine, if its model is loaded in this process; else raises UnsupportedModelError. what: the operation, for
+    the message.
+    """
     if not hasattr(engine, "continue_logits"):
         raise UnsupportedModelError(
             f"{what} cannot be had from {engine.device}; load the model here for that"

@@ -1,7 +1,7 @@
 """The layer loop: computes the chosen rows against the fused KV (CacheBlend §4.2, §5).
 
-Every method runs through `Fusion`; `full` is the policy that keeps every row. A policy may run some rows first, over
-the stored KV, to collect what they attend to (a probe, design section 5), in the same loop.
+Every method runs through `Fusion`; `full` is the policy that keeps every row. A policy may first run some rows over the
+stored KV in the same loop, to collect their attention (a probe).
 """
 
 from collections.abc import Callable, Iterator
@@ -28,11 +28,11 @@ from ragblend.kvstore.errors import UsageError
 
 @dataclass
 class Spent:
-    """What was computed, in layer-rows (a row in one layer).
+    """Counts computed layer-rows (one row in one layer).
 
-    layer_rows: all; stored_layer_rows: of stored tokens; again_layer_rows: of fresh tokens, in the probe, that were
-    computed again after it. recomputed: stored tokens computed through the last layer. probe_rows: rows of the probe.
-    rows: (R,) those that the last layer computed.
+    layer_rows: all; stored_layer_rows: of stored tokens; again_layer_rows: of fresh tokens in the probe, which were
+    recomputed after it. recomputed: stored tokens computed through the last layer. probe_rows: rows of the probe. rows:
+    (R,) those that the last layer computed.
     """
 
     layer_rows: float = 0.0
@@ -47,7 +47,7 @@ class Spent:
 class ActiveRows:
     """The rows (R,) being computed, hidden (1, R, hidden), and the blocks in which they pass a layer.
 
-    stored: how many are of stored tokens; correct: changes the KV of the rows that are not computed.
+    stored: number of rows of stored tokens; correct: corrects the KV of rows that are not computed.
     """
 
     rows: Tensor
@@ -59,8 +59,8 @@ class ActiveRows:
 
 @dataclass(frozen=True)
 class Settled:
-    """What a probe has computed finally: all rows before position `tokens`. Of these, rows (R,) with hidden
-    (1, R, hidden) have still to pass `layer` and the layers after it.
+    """Final results of a probe: all rows before position `tokens`. Of these, rows (R,) with hidden (1, R, hidden) must
+    still pass `layer` and later layers.
     """
 
     tokens: int = 0
@@ -112,7 +112,7 @@ class Fusion:
             self.turn.between_layers()
 
     def _layer(self, layer: int, work: ActiveRows) -> ActiveRows:
-        """Take the rows through one layer, and drop those that the policy does not keep."""
+        """Run the rows through one layer, and drop those that the policy does not keep."""
         policy, plan, spent, record = self.policy, self.plan, self.spent, self.recorder.part
         if policy.peeks(plan, layer):
             spent.stored_layer_rows += plan.attention_share * work.stored
@@ -166,9 +166,9 @@ class Fusion:
         if self.policy.exact:
             return self._in_pieces(rows, hidden)
         corrects = collected == 0 and self.policy.corrects(plan)
-        # All rows in one block take attention's own causal path, which is faster than any mask. With a mask attention
-        # reads the whole buffers, and rows that later blocks will write must not be garbage: 0 times NaN is NaN. A
-        # correction must know all changes before the first row attends to it.
+        # All rows in one block use attention's own causal path, which is faster than any mask. With a mask, attention
+        # reads the whole buffers, so rows that later blocks will write must not be garbage: 0 times NaN is NaN. A
+        # correction needs all changes before the first row attends.
         whole = rows.numel() == plan.tokens or not decoder.tiles or corrects
         parts = rows.split([rows.numel()] if whole else _block_sizes(rows.numel(), collected))
         last = len(parts) - 1
@@ -183,7 +183,7 @@ class Fusion:
     def _in_pieces(self, rows: Tensor, hidden: Tensor) -> ActiveRows:
         """Blocks that end with a chunk, or with the prompt, and see nothing after them.
 
-        So a chunk's KV depends, bit for bit, only on the tokens before it: not on later ones, nor on what was stored.
+        So a chunk's KV depends, bit for bit, only on the tokens up to its end, not on later ones or on stored KV.
         """
         stops = torch.tensor([*self.plan.piece_stops, self.plan.tokens], device=rows.device)
         ends = torch.searchsorted(rows, stops).tolist()
@@ -227,7 +227,7 @@ class Fusion:
         return self._work(keep, work.hidden.index_select(1, torch.searchsorted(work.rows, keep)))
 
     def _joined(self, work: ActiveRows, settled: Settled) -> ActiveRows:
-        """The rows with those that a probe stopped before this layer, which stand first in the prompt."""
+        """The rows, preceded by those that a probe stopped before this layer."""
         if settled.rows is None or settled.hidden is None or not settled.rows.numel():
             return work
         rows = torch.cat([settled.rows, work.rows])
@@ -275,16 +275,16 @@ class Fusion:
         return ProbeResult(scores, spent.again_layer_rows / plan.layers), settled
 
     def _seeing(self, work: ActiveRows, keys: Tensor) -> list[RowBlock]:
-        """The blocks, given only the keys at positions (S,): later ones may not be written yet."""
+        """The blocks, restricted to the keys at positions (S,), because later ones may not be written yet."""
         dtype = work.hidden.dtype
         return [self.decoder.with_keys(block, keys[keys <= block.rows[-1]], dtype) for block in work.blocks]
 
     def _probed_layer(
         self, layer: int, work: ActiveRows, scores: dict[int, Tensor], stops: bool
     ) -> ActiveRows:
-        """Take the probe's rows through one layer, whose attention the policy turns into scores.
+        """Run the probe's rows through one layer, whose attention the policy turns into scores.
 
-        stops: only the scores are wanted, so the rows stay before the layer.
+        stops: only the scores are needed, so the rows keep their state before the layer.
         """
 
         def collect(
@@ -314,7 +314,7 @@ def fusing(
     room_tokens: int = 0,
     turn: DeviceTurn | None = None,
 ) -> Iterator[Fusion]:
-    """The layer loop with a new cache, and a loader that stops at the end of the block."""
+    """Context manager: the layer loop with a new cache, and a loader that stops at the end."""
     cache = FusedCache(decoder.geometry, plan.tokens, room_tokens, decoder.device)
     given = cache, decoder, transfers, pool, recorder, policy.moves_keys
     loader = loader_of(transfers)(policy.spans(plan), *given)

@@ -1,8 +1,7 @@
-"""The interface of an engine: what the app and the integrations call, wherever the model runs.
+"""The engine's interface for the app and the integrations, wherever the model runs.
 
-Text, tokens, nodes, their KV on disk and requests are the same everywhere. Where a prompt is computed is up to the two
-subclasses: `Engine`, with a model that is loaded in this process, and the client of a vLLM server
-(`integrations/vllm/client.py`).
+It handles text, tokens, nodes, their KV on disk and requests. Two subclasses compute prompts: `Engine`, with a model
+loaded in this process, and the client of a vLLM server (`integrations/vllm/client.py`).
 """
 
 import math
@@ -30,9 +29,7 @@ from ragblend.kvstore.store import KVStore
 
 _engines: dict[tuple[RuntimeBase, str], Any] = {}
 _opening = threading.Lock()
-MAX_ROOM_TOKENS = (
-    256  # of an answer for which memory is reserved when the prompt is read; more is added later
-)
+MAX_ROOM_TOKENS = 256  # answer tokens for which memory is reserved at prefill; it grows later
 NO_PROMPT = "no prompt came; yield one at least, the last one being answered"
 
 
@@ -78,7 +75,7 @@ class EngineInterface(ABC):
     @property
     @abstractmethod
     def token_bytes(self) -> int:
-        """Bytes that the KV of one token takes on the disk. Raises UnsupportedModelError if KV cannot be stored."""
+        """Bytes of one token's KV on the disk. Raises UnsupportedModelError if KV cannot be stored."""
 
     @property
     @abstractmethod
@@ -88,7 +85,7 @@ class EngineInterface(ABC):
     @property
     @abstractmethod
     def measures_answers(self) -> bool:
-        """Whether, since the last answer, it is being measured how answers of this model are computed fastest."""
+        """Whether a background measurement of decode implementations is due."""
 
     @property
     def tokenizer(self) -> Any:
@@ -102,7 +99,7 @@ class EngineInterface(ABC):
 
     @property
     def context_window(self) -> int:
-        """Tokens of prompt and answer together that the model was made for."""
+        """The model's limit of tokens, prompt and answer together."""
         return self.runtime.context_window
 
     @property
@@ -111,7 +108,7 @@ class EngineInterface(ABC):
 
     @property
     def kv_codec(self) -> str:
-        """How new KV is packed: a row of `kvstore.codec.CODECS`."""
+        """The encoding of new KV: a row of `kvstore.codec.CODECS`."""
         return self.runtime.codec.name
 
     @property
@@ -126,7 +123,7 @@ class EngineInterface(ABC):
 
     @property
     def known_profile(self) -> DeviceProfile | None:
-        """What was measured of the model on this device; None if nothing was."""
+        """The measured profile of the model on this device; None if there is none."""
         return self.runtime.profile
 
     # --- chunks
@@ -140,7 +137,7 @@ class EngineInterface(ABC):
         self.runtime.check_text(characters)
 
     def control_tokens(self, text: str) -> list[int]:
-        """Ids of the control tokens that the text spells out, in order: a message must not hold them.
+        """Ids of the control tokens that the text would be tokenized to, in order.
 
         Raises PromptTooLongError.
         """
@@ -154,10 +151,10 @@ class EngineInterface(ABC):
         progress: Progress | None = None,
         prefix: str | None = None,
     ) -> EncodeReport:
-        """Store the KV of each passage after the canonical prefix, or after the given one; stored ones are skipped.
+        """Encode and store each passage after the canonical prefix, or after the given one; stored ones are skipped.
 
-        node_ids: a name for each text, by which `Chunk(node_id=...)` finds it; progress(done, total) is called after
-        each chunk. It may be interrupted between chunks: what is done stays. Raises StoreFullError.
+        node_ids: a name for each text, for `Chunk(node_id=...)`; progress(done, total) is called after each chunk. If
+        it is interrupted, finished chunks stay. Raises StoreFullError.
         """
         if node_ids is not None and len(node_ids) != len(texts):
             raise UsageError(f"{len(texts)} texts came with {len(node_ids)} node ids; each needs one")
@@ -169,25 +166,25 @@ class EngineInterface(ABC):
         for passage in ids:
             self.runtime.check_length(len(before) + len(passage), "a passage behind its prefix")
         keys = self._nodes.keys_of(ids, before)
-        if node_ids is not None:  # before there is any KV: if it is interrupted, `forget` still finds them
+        if node_ids is not None:  # first, so that `forget` finds the nodes even after an interruption
             self._nodes.enter(node_ids, ids, keys)
         tokens, encoded = self._nodes.encode(ids, keys, before, progress, node_ids)
         return EncodeReport(encoded, len(texts) - encoded, tokens, tuple(keys))
 
     def enter(self, texts: Sequence[str], node_ids: Sequence[str]) -> None:
-        """Name passages by node ids, for prompts and `encode_nodes`. It needs only the tokenizer."""
+        """Enter passages under node ids, for prompts and `encode_nodes`. Needs only the tokenizer."""
         ids = [tuple(self.runtime.tokenizing.passage_ids(text)) for text in texts]
         self._nodes.enter(node_ids, ids, [None] * len(ids))
 
     def missing(self, node_ids: Sequence[str]) -> Missing:
-        """Which of these nodes have no KV yet. It loads no weights, but converts a GGUF."""
+        """The nodes without KV. Loads no weights, but converts a GGUF."""
         return self._nodes.missing(node_ids)
 
     def encode_nodes(self, node_ids: Sequence[str], cancel: Cancel | None = None) -> Iterator[int]:
-        """Encode entered nodes while no question needs the model; yields the tokens encoded of each.
+        """Encode entered nodes while no question needs the model; yields the number of tokens encoded for each, 0 for
+        nodes that were deleted or have KV.
 
-        Nodes that were deleted, or have KV, give 0. Nothing is evicted: it ends early when the budget is used up.
-        Raises Cancelled between two layers, and StoreFullError.
+        Nothing is evicted: it ends when the budget is used up. Raises Cancelled between two layers, and StoreFullError.
         """
         return self._nodes.encode_missing(node_ids, cancel)
 
@@ -196,15 +193,15 @@ class EngineInterface(ABC):
         return self._nodes.forget(node_ids)
 
     def forget_all(self) -> int:
-        """Delete this collection's nodes, their KV, and the texts that are looked for in prompts. Bytes freed."""
+        """Delete this collection's nodes, their KV, and its registered texts. Returns the bytes freed."""
         return self._nodes.forget_all()
 
     # --- prompts
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
-        """Any messages in the model's chat template; chunks may stand anywhere in them. Raises PromptError.
+        """A prompt from messages by the model's chat template; chunks may be anywhere in them. Raises PromptError.
 
-        tools: what the model may call, which it is shown. Raises UnsupportedModelError if it calls none.
+        tools: shown to the model, which may call them. Raises UnsupportedModelError if it does not support tools.
         """
         if tools:
             assert self.call_format
@@ -217,15 +214,15 @@ class EngineInterface(ABC):
         question: str,
         history: Sequence[tuple[str, str]] = (),
     ) -> Prompt:
-        """The model's chat template: passages first, the question last.
+        """A prompt by the model's chat template: passages first, the question last.
 
-        system: None for the engine's own words, "" for none; history: (question, answer) pairs, oldest first.
+        system: None for the default text, "" for none; history: (question, answer) pairs, oldest first.
         """
         return self.runtime.tokenizing.chat_prompt(system, list(passages), question, list(history))
 
     def tokenize(self, prompt: Prompt) -> Prompt:
         """The same prompt with token ids in every segment. Raises UnknownChunkError for a node never encoded here, and
-        PromptTooLongError for text that cannot fit the window; passages of a library are as short as they were cut.
+        PromptTooLongError for text that cannot fit the window.
         """
         if prompt.is_tokenized:
             return prompt
@@ -237,9 +234,9 @@ class EngineInterface(ABC):
 
     @abstractmethod
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
-        """In the background, load the model if it is not loaded, and read the chunks' KV ahead.
+        """Load the model, and the chunks' KV, in the background.
 
-        For when it is known what will be asked about, but not yet what: chunks of the last retrieval, say.
+        Call it as soon as the chunks of the next prompt are known.
         """
 
     @abstractmethod
@@ -251,7 +248,7 @@ class EngineInterface(ABC):
         seed: int = 0,
         cancel: Cancel | None = None,
     ) -> Prefilled:
-        """Read the prompt. ratio: a share, or `auto` for what loading hides, but at least the default.
+        """Prefill the prompt. ratio: a share, or `auto` for what loading hides, but at least the default.
 
         Raises PromptTooLongError, UsageError, Cancelled, DeviceError.
         """
@@ -270,9 +267,9 @@ class EngineInterface(ABC):
     ) -> Result:
         """Answer the prompt. options are those of `DecodeOptions`. Raises as `prefill` does.
 
-        on_text is called with each piece of text as it comes; an error that it raises ends the answer. session: as in
-        `stream`. client: clients share the device's time fairly; deadline: of `time.monotonic`; an answer that has not
-        begun by then is cancelled.
+        on_text is called with each piece of text; an error that it raises ends the answer. session: as in `stream`.
+        client: clients share the device's time fairly; deadline: by `time.monotonic`; an answer that has not begun by
+        then is cancelled.
         """
         chosen = DecodeOptions.of(options)
         request = self._request(prompt, method, ratio, chosen, session, client, deadline, cancel)
@@ -289,7 +286,7 @@ class EngineInterface(ABC):
     ) -> Stream:
         """Answer the prompt, piece by piece. Wrong arguments raise here, later errors in the iteration.
 
-        session: the prompt's beginning that it holds is not read again, and it holds this prompt and answer next.
+        session: its context is reused if the prompt begins with it, and then replaced by this prompt and answer.
         client: as in `generate`.
         """
         chosen = DecodeOptions.of(options)
@@ -305,11 +302,11 @@ class EngineInterface(ABC):
         client: str = "",
         **options: Any,
     ) -> Stream:
-        """Answer the last of the prompts, which come as retrieval finds more; earlier ones may be read ahead.
+        """Answer the last of several prompts that retrieval yields in stages; earlier ones may be prefilled ahead.
 
-        For retrieval that takes as long as reading the prompt (RAGCache, §5.3). The answer is that of `stream` on the
-        last prompt. prompts: iterated in the stream's thread. Raises as `stream` does, all of it in the iteration, and
-        what `prompts` raises.
+        For retrieval that takes as long as the prefill (RAGCache, §5.3). The answer is that of `stream` on the last
+        prompt. prompts: iterated in the stream's thread. Raises as `stream` does, but only in the iteration, and
+        whatever `prompts` raises.
         """
         chosen = DecodeOptions.of(options)
 
@@ -325,7 +322,7 @@ class EngineInterface(ABC):
         return Stream(answer)
 
     def finish_background(self, timeout_s: float | None = None) -> bool:
-        """Wait until missing chunks are encoded and everything is measured; False if that took too long."""
+        """Wait for background encoding and measurements; False if that took too long."""
         return self.runtime.background.finish(timeout_s)
 
     def close(self) -> None:
@@ -336,7 +333,7 @@ class EngineInterface(ABC):
     def _answering(
         self, request: Request, options: DecodeOptions
     ) -> Callable[[OnText | None, Cancel | None], Result]:
-        """Computes the answer: called with (on_text, cancel)."""
+        """A function of (on_text, cancel) that computes the answer."""
 
     @abstractmethod
     def _answer_last(
@@ -355,7 +352,7 @@ class EngineInterface(ABC):
         deadline: float = math.inf,
         cancel: Cancel | None = None,
     ) -> Request:
-        """cancel: for an engine that must first ask a server what it is."""
+        """cancel: for an engine that must first query a server."""
         policy = policy_named(method)
         share = None if ratio == "auto" else policy.check_ratio(ratio)
         tokenized = self.tokenize(prompt)

@@ -18,14 +18,14 @@ from ragblend.kvstore.codec import RAW, Part, Source
 from ragblend.kvstore.errors import CorruptBlobError, RemoteError, StoreError
 from ragblend.kvstore.memory import HeldChunk
 
-# Layers whose files are read before they are copied to the device: their memory is pinned.
+# How many layers are read ahead into pinned memory, before they are copied to the device.
 READ_AHEAD = 4
 QUEUED_AHEAD = 2  # layers whose copies are queued before the device computes them
 Fill = Callable[[], object]  # fills a chunk's rows in one layer
 
 
 class LostChunk(Exception):
-    """A stored chunk is damaged or did not arrive in time: the request starts again without it."""
+    """A stored chunk is damaged or late: the request starts again without it."""
 
     def __init__(self, span: Span, why: StoreError) -> None:
         super().__init__(f"the stored KV of tokens {span.start}..{span.stop} is lost: {why}")
@@ -35,8 +35,8 @@ class LostChunk(Exception):
 class LayerLoader:
     """Reads the layers of all spans in threads, in order of use; the computing thread calls `wait(layer)`.
 
-    On the CPU reads go directly into the fused buffers, and the computing thread rotates the keys when it needs them: a
-    thread that rotated them at the same time would only take a core from it.
+    On the CPU, reads go directly into the fused buffers, and the computing thread rotates the keys when it needs them:
+    rotating in other threads would only take its cores.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class LayerLoader:
         return self._angles[span.start, kind]
 
     def pace(self) -> None:
-        """Between two layers: keep the host from running far ahead of the device."""
+        """Called between two layers: keeps the host from running far ahead of the device."""
         self._transfers.pace()
 
     def finish(self) -> None:
-        """Cancel the reads that have not begun and wait for the others: then nothing writes to the buffers."""
+        """Cancel pending reads and wait for running ones; afterwards nothing writes to the buffers."""
         reads = [read for layer in self._reads.values() for read in layer]
         for read in reads:
             read.cancel()
@@ -104,7 +104,7 @@ class LayerLoader:
             if not read.cancelled():
                 read.exception()
         self._transfers.finish()
-        self._reads.clear()  # an error among them refers to this loader, and so to the whole cache
+        self._reads.clear()  # an error would keep a reference to this loader, and so to the whole cache
 
     def _read(self, number: int, span: Span, layer: int) -> Any:
         """In a thread: read one chunk's layer."""
@@ -117,9 +117,10 @@ class LayerLoader:
 
 
 class StagedLoader(LayerLoader):
-    """For an accelerator: threads read files, and the computing thread queues copies and rotations ahead, by layer.
+    """Loader for an accelerator: threads read files, and the computing thread queues copies and rotations ahead, by
+    layer.
 
-    Reading threads that queued them blocked the interpreter at every one of hundreds of calls.
+    When the reading threads queued them, each of hundreds of calls blocked the interpreter.
     """
 
     def _begin(self) -> None:
@@ -184,7 +185,7 @@ class StagedLoader(LayerLoader):
         return partial(span.source.read_layer, layer, keys, values)
 
     def _read(self, number: int, span: Span, layer: int) -> Fill:
-        """In a thread: read one chunk's layer into memory; returns what then fills its rows on the device."""
+        """In a thread: read one chunk's layer into memory; returns a function that fills its rows on the device."""
         reader, staging = span.source, self._transfers.staging
         keys, values = self._cache.span(layer, span.start, span.stop)
         with self._recorder.part("load", layer, number):
@@ -209,9 +210,9 @@ class StagedLoader(LayerLoader):
 
 
 class _RawPlacement:
-    """Places one layer of all spans that are stored unpacked at once: one call for each takes the host too long.
+    """Copies one layer of all raw (unpacked) spans at once: one call for each would take the host too long.
 
-    rooms: by the span's number, the buffer that its layer is read into first, (bytes,) uint8.
+    rooms: by span number, the buffer that its layer was read into, (bytes,) uint8.
     """
 
     def __init__(self, spans: Sequence[Span], cache: FusedCache, device: torch.device) -> None:
@@ -231,7 +232,7 @@ class _RawPlacement:
             self._places = torch.cat(places).to(device)
 
     def place(self, layer: int) -> None:
-        """Copy the rooms into that layer's buffers."""
+        """Copy these buffers into that layer's KV."""
         if self.rooms:
             held = self._cache.fused[layer]
             keys, values = torch.cat(self._parts, dim=2, out=self._joined)
@@ -268,5 +269,5 @@ def loader_of(transfers: TransferStream) -> type[LayerLoader]:
 
 
 def _is_raw(reader: Source) -> bool:
-    """Whether its keys and values are stored unpacked, one after the other."""
+    """Whether its keys and values are stored raw, one after the other."""
     return reader.codec is RAW and not isinstance(reader, Part | HeldChunk)

@@ -1,4 +1,4 @@
-"""Encodes the KV of nodes with the model that is loaded here: now, in the background, or one after the other."""
+"""Encodes nodes with the model loaded in this process: at once, in the background, or one after the other."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +36,7 @@ class LocalNodeEncoder(NodeEncoder):
         return len(passage)
 
     def encode_missing(self, node_ids: Sequence[str], cancel: Cancel | None) -> Iterator[int]:
-        """A chunk is written while the next one is computed."""
+        """Each chunk is written while the next one is computed."""
         runtime = self._runtime
         encoder = _PrefixedEncoder(runtime, runtime.canonical_prefix)
         runtime.judged()
@@ -72,7 +72,7 @@ class LocalNodeEncoder(NodeEncoder):
                 yield self._write(*computed)
 
     def encode_later(self, chunk: Chunk, due: float) -> None:
-        """It is encoded alone, never taken from a fused cache."""
+        """The chunk is encoded alone, never copied from a fused cache."""
         runtime = self._runtime
         if runtime.loaded_now is None:  # the engine was closed after the answer
             return
@@ -90,11 +90,11 @@ class LocalNodeEncoder(NodeEncoder):
                 self.keep(key, self._encode_in_pause(encoder, passage, is_closed, due), chunk.node_id)
         except Cancelled:
             pass
-        except StoreFullError as error:  # the next question finds out whether there is room
+        except StoreFullError as error:  # the next question tries again
             log.warning("a passage has no KV for the next question: %s", error)
 
     def prefetch(self, tokenized: Callable[[], Sequence[Chunk]]) -> None:
-        """Load the model if it is not loaded, and have the disk read the chunks' KV."""
+        """Load the model if necessary, and read the chunks' KV ahead from the disk."""
         runtime = self._runtime
         if not runtime.judged().passed:
             return
@@ -104,13 +104,13 @@ class LocalNodeEncoder(NodeEncoder):
             runtime.store.will_need(runtime.key_of(prefix, chunk.token_ids or (), collection))
 
     def _retrying(self, encode: Callable[[], ChunkKV]) -> ChunkKV:
-        """If the device fails, try again with a model that is loaded again. Raises DeviceError."""
+        """If the device fails, retry once with a reloaded model. Raises DeviceError."""
         return retry_after_device_failure(self._runtime, lambda *_: encode())
 
     def _encode_in_pause(
         self, encoder: "_PrefixedEncoder", passage: TokenIds, cancel: Cancel | None, due: float
     ) -> ChunkKV:
-        """Encode a passage while no request needs the device; after `due`, as a request among others."""
+        """Encode a passage while no request needs the device; after `due`, as an ordinary request."""
         queue = self._runtime.queue
         while time.monotonic() < due:
             try:
@@ -124,12 +124,12 @@ class LocalNodeEncoder(NodeEncoder):
     def _encode_in_turn(
         self, encoder: "_PrefixedEncoder", passage: TokenIds, cancel: Cancel | None = None
     ) -> ChunkKV:
-        """Encode a passage as a request among others, which get the device in between."""
+        """Encode a passage as an ordinary request, which yields to others in between."""
         with self._runtime.queue.turn(cancel, claim=Claim(shares=True, new_tokens=len(passage))) as turn:
             return encoder.encode(passage, turn)
 
     def _write(self, node: UnencodedNode, chunk: ChunkKV) -> int:
-        """The tokens stored: none if the node was deleted meanwhile."""
+        """Write the KV; returns the tokens stored, 0 if the node was deleted meanwhile."""
         return len(node.passage) if self.keep(node.key, chunk, node.node_id) else 0
 
 
@@ -143,11 +143,13 @@ class _PrefixedEncoder:
     def encode(
         self, passage: TokenIds, turn: DeviceTurn, should_stop: Callable[[], bool] = lambda: False
     ) -> ChunkKV:
-        """In that turn with the device. Raises Cancelled if the turn or should_stop() says so, or the model is gone."""
+        """Encode within that device turn. Raises Cancelled if the turn or should_stop() requests it, or the model was
+        closed.
+        """
         if not self._loads_model and self._runtime.loaded_now is None:
             raise Cancelled("the model was closed")
         decoder = self._runtime.decoder  # may load the model, which takes long
-        turn.between_layers()  # from here on the watchdog sees a hang
+        turn.between_layers()  # from here on the watchdog detects a hang
         if self._encoder is None or not self._encoder.is_of(decoder):
             self._encoder = ChunkEncoder(decoder, self.prefix)
 

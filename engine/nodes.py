@@ -1,4 +1,4 @@
-"""Chunks by node id: entered before they have KV, found in prompts, stored, and deleted together with their KV."""
+"""Chunks by node id: enters them before they have KV, resolves them in prompts, and deletes them with their KV."""
 
 import logging
 import time
@@ -21,7 +21,7 @@ from ragblend.kvstore.nodes import NodeIndex, Scope
 from ragblend.kvstore.remote import Wanted
 
 BATCH = 200  # nodes that are handled while the store's lock is held
-BREATH_S = 0.001  # between two batches: a thread that waits for the lock gets it
+BREATH_S = 0.001  # pause between two batches, in which a waiting thread gets the lock
 log = logging.getLogger("ragblend")
 TokenIds = tuple[int, ...]
 Progress = Callable[[int, int], None]
@@ -39,9 +39,9 @@ class UnencodedNode:
 
 
 class NodeEncoder(ABC):
-    """The nodes of one collection and what encodes them: the model that is loaded here, or a server's.
+    """The nodes of one collection and their encoder: the model loaded here, or a server.
 
-    KV is that encoded after the canonical prefix, unless something else is said.
+    KV means KV encoded after the canonical prefix, unless stated otherwise.
     """
 
     def __init__(self, runtime: RuntimeBase, collection: str) -> None:
@@ -50,9 +50,9 @@ class NodeEncoder(ABC):
     def enter(
         self, node_ids: Sequence[str], passages: Sequence[TokenIds], keys: Sequence[ChunkKey | None]
     ) -> None:
-        """Record the passage of each node id, and the key of its KV; None if it has none yet.
+        """Record the passage of each node id, and the key of its KV (None if there is none yet).
 
-        KV that loses its last node by this is deleted.
+        KV that no node refers to afterwards is deleted.
         """
         with self._runtime.store_lock:
             self._runtime.nodes.put_many(self._scope, zip(node_ids, passages, keys, strict=True))
@@ -84,9 +84,9 @@ class NodeEncoder(ABC):
         return self._delete_orphaned_kv()
 
     def forget_all(self) -> int:
-        """Delete every node of the collection, its KV and every text that is looked for in prompts. Bytes freed.
+        """Delete every node of the collection, its KV and its registered texts; returns the bytes freed.
 
-        Tasks that would encode its passages are dropped: they would enter the nodes again.
+        Queued tasks that encode its passages are dropped, because they would enter the nodes again.
         """
         self._runtime.forget_unstored()
         mine = self._collection
@@ -96,10 +96,10 @@ class NodeEncoder(ABC):
         return self._delete_orphaned_kv()
 
     def _delete_orphaned_kv(self) -> int:
-        """Delete the KV that lost its last node, here and in the shared store; bytes freed.
+        """Delete the KV that no node refers to, here and in the shared store; returns the bytes freed.
 
-        Deletes in batches, so that requests are not blocked. After a kill the next call deletes the rest, except what
-        has a node again.
+        Deletes in batches, so that requests are not blocked. After a kill the next call deletes the rest, except KV
+        that has a node again.
         """
         runtime, freed, after = self._runtime, 0, ""
         failed: StoreError | None = None
@@ -113,7 +113,7 @@ class NodeEncoder(ABC):
                 try:
                     freed += store.delete(waiting, partial(_still_orphaned, nodes, waiting))
                     nodes.deleted(waiting, also_shared=store.remote is not None)
-                except StoreError as error:  # a file that cannot be removed keeps no other one
+                except StoreError as error:  # a file that cannot be removed must not stop the others
                     failed = failed or error
             time.sleep(BREATH_S)
         self._delete_shared()
@@ -122,7 +122,7 @@ class NodeEncoder(ABC):
         return freed
 
     def _delete_shared(self) -> None:
-        """Delete from the shared store what was deleted here, of any collection."""
+        """Delete from the shared store KV that was deleted here, of any collection."""
         runtime = self._runtime
         with runtime.store_lock:
             store, owed = runtime.store, runtime.nodes.outbox(shared=True)
@@ -165,7 +165,7 @@ class NodeEncoder(ABC):
                         found.append((-asked.get(key.digest, 0.0), node_id))
                         sizes[key.digest] = len(passage)
             time.sleep(BREATH_S)
-        found.sort(key=lambda each: each[0])  # stable: nodes that nobody requested stay in order
+        found.sort(key=lambda each: each[0])  # a stable sort: nodes without requests stay in order
         nbytes = sum(file_nbytes(geometry, tokens, runtime.codec) for tokens in sizes.values())
         names = tuple(node_id for _, node_id in found)
         return Missing(names, sum(sizes.values()), nbytes, room_bytes, left_out)
@@ -173,23 +173,23 @@ class NodeEncoder(ABC):
     def keep_for(self, chunk: Chunk, key: ChunkKey, make: Callable[[], ChunkKV | Blob]) -> bool:
         """Store KV of a chunk, or of a tree node that ends with it; it is deleted together with the chunk's node.
 
-        make: called if the chunk's node is still there. False if that, or what the chunk follows, was deleted.
+        make: called if the chunk's node still exists. False if the node, or the tree node before it, was deleted.
         """
         return self._claim_named(chunk, key) and self.keep(key, make(), chunk.node_id)
 
     def _claim_named(self, chunk: Chunk, key: ChunkKey) -> bool:
-        """Whether the chunk's KV is still wanted; a node that was first named in a prompt is entered."""
+        """Whether the chunk's KV may be stored; enters a node that is new in this prompt."""
         if chunk.node_id is not None and not chunk.entered:
             self.enter([chunk.node_id], [chunk.encoded_ids], [key])
         return self.claim(chunk.node_id, chunk.encoded_ids, key)
 
     def claim(self, node_id: str | None, passage: TokenIds, key: ChunkKey) -> bool:
-        """Whether this KV is still wanted: its node was not deleted."""
+        """Whether this KV may be stored: its node was not deleted."""
         with self._runtime.store_lock:
             return node_id is None or self._runtime.nodes.claim(self._scope, node_id, passage, key)
 
     def fetched(self, key: ChunkKey, passage: TokenIds, prefix: TokenIds, node_id: str | None = None) -> bool:
-        """Whether a passage's KV could be copied here from the shared store in time."""
+        """Copy a passage's KV from the shared store; False if that did not work in time."""
         remote, geometry = self._runtime.store.remote, self._runtime.fingerprint.geometry
         blob = None if remote is None else remote.fetch(Wanted(key, passage, geometry, len(prefix)))
         return blob is not None and self.keep(key, blob, node_id)
@@ -197,7 +197,7 @@ class NodeEncoder(ABC):
     def keep(self, key: ChunkKey, chunk: ChunkKV | Blob, node_id: str | None) -> bool:
         """Store KV, unless its node was deleted while it was computed.
 
-        Not in the device's turn: a deletion does not wait for the device.
+        Called outside of a device turn, so that deletions do not wait for the device.
         """
         runtime = self._runtime
 
@@ -214,7 +214,7 @@ class NodeEncoder(ABC):
         return self._runtime.scope(self._collection)
 
     def _key_of(self, passage: TokenIds, prefix: TokenIds) -> ChunkKey | None:
-        """None if the passage may have no KV."""
+        """The key of the passage's KV; None if it cannot have any."""
         if not passage or self._runtime.refusal(len(prefix) + len(passage)) is not None:
             return None
         return self._runtime.key_of(prefix, passage, self._collection)
@@ -231,7 +231,7 @@ class NodeEncoder(ABC):
         progress: Progress | None = None,
         node_ids: Sequence[str] | None = None,
     ) -> tuple[int, int]:
-        """Encode the passages that are not stored: tokens and chunks encoded. Requests are served in between.
+        """Encode the passages without KV; returns the tokens and chunks encoded. Requests are served in between.
 
         node_ids: entered with these keys; KV of a node that is deleted meanwhile is not stored.
         """
@@ -246,9 +246,9 @@ class NodeEncoder(ABC):
         return tokens, encoded
 
     def _to_encode(self, node_id: str, taken_bytes: int = 0) -> UnencodedNode | None:
-        """None for a node that was deleted or has KV. Raises PromptTooLongError.
+        """The passage to encode; None for a node that was deleted or has KV. Raises PromptTooLongError.
 
-        taken_bytes: of the store's budget, for KV that is not written yet.
+        taken_bytes: part of the store's budget reserved for KV that is not written yet.
         """
         runtime, prefix = self._runtime, self._runtime.canonical_prefix
         with runtime.store_lock:
@@ -276,7 +276,9 @@ class NodeEncoder(ABC):
 
     @abstractmethod
     def _encoder_after(self, prefix: TokenIds) -> Callable[[TokenIds, ChunkKey, str | None], int]:
-        """Encodes and stores a passage of a node after that prefix: its tokens, 0 if it was not encoded here."""
+        """A function that encodes and stores a node's passage after that prefix, and returns its tokens (0: not encoded
+        here).
+        """
 
     @abstractmethod
     def encode_missing(self, node_ids: Sequence[str], cancel: Cancel | None) -> Iterator[int]:
@@ -287,9 +289,9 @@ class NodeEncoder(ABC):
 
     @abstractmethod
     def encode_later(self, chunk: Chunk, due: float) -> None:
-        """In the background, encode a chunk unless it is stored. due: when to stop waiting for an idle device."""
+        """Encode a chunk in the background unless it is stored. due: when to stop waiting for an idle device."""
 
 
 def _still_orphaned(nodes: NodeIndex, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-    """Those that no node has got again meanwhile."""
+    """The keys that still have no node."""
     return nodes.outbox().keys() & set(keys)

@@ -12,19 +12,20 @@ from ragblend.kvstore.codec import Source
 
 
 class Kind(IntEnum):
-    """How one token can be served."""
+    """How one token is served."""
 
     FRESH = 0  # a literal: always computed
-    MISSING = 1  # of a chunk that the store does not have: computed in place
-    EXACT = 2  # stored after these very tokens: nothing to correct
+    MISSING = 1  # of a chunk without stored KV: computed in place
+    EXACT = 2  # its KV was computed after the same tokens: nothing to correct
     REUSABLE = 3  # stored, and a candidate for recomputing
 
 
 @dataclass(frozen=True)
 class Span:
-    """A chunk in the prompt: its position, and its stored KV if there is any. exact: it was encoded after these tokens.
+    """A chunk in the prompt: its position, and its stored KV if there is any. exact: it was encoded after the same
+    tokens.
 
-    held: not a chunk, but the prompt's beginning as a session holds it.
+    held: not a chunk, but the beginning of the prompt, which a session holds.
     """
 
     start: int
@@ -59,9 +60,9 @@ class Plan:
     """The prompt as rows. kinds (T,) int8 of `Kind`; token_ids (T,) int64; both on the device.
 
     The counts are on the host, so that reading them never waits for the device. settled_tokens: how many fresh and
-    exact tokens the prompt begins with, whose KV nothing after them can change. budget: stored rows that may be
-    recomputed, averaged over layers, selection included. figures: where figures and lines are, on the device; None
-    without a tokenizer.
+    exact tokens the prompt begins with; their KV cannot change any more. budget: stored rows that may be recomputed,
+    averaged over layers, selection included. figures: the positions of figures and lines, on the device; None without a
+    tokenizer.
     """
 
     token_ids: Tensor
@@ -93,7 +94,7 @@ class Plan:
 
     @property
     def held_tokens(self) -> int:
-        """Stored tokens that a session holds."""
+        """Number of stored tokens that a session holds."""
         return sum(span.length for span in self.spans if span.held)
 
     @property
@@ -107,7 +108,7 @@ class Plan:
         return self.kinds == Kind.REUSABLE
 
     def settled_by(self, rows: Tensor) -> int:
-        """How many of these rows have their final KV once computed: all rows of the settled tokens, or none."""
+        """How many of these rows have final KV after a probe: all rows of the settled tokens, or none."""
         found = int((rows < self.settled_tokens).sum())
         return found if found == int(self.always[: self.settled_tokens].sum()) else 0
 
@@ -118,7 +119,7 @@ class Plan:
 
     @property
     def suffix_start(self) -> int:
-        """Position after the last chunk; the last token's at most."""
+        """Position after the last chunk, but at most that of the last token."""
         return min(max((span.stop for span in self.spans), default=0), self.tokens - 1)
 
     def without(self, lost: Iterable[Span]) -> "Plan":
@@ -140,7 +141,7 @@ def make_plan(
     seed: int = 0,
     figures: FigureRows | None = None,
 ) -> Plan:
-    """Sort every token into its kind. The last token is always fresh: its row gives the first logits.
+    """Make the plan: assign a kind to every token. The last token is always fresh: its row gives the first logits.
 
     ratio: the budget, as a share of the stored tokens.
     """

@@ -39,9 +39,9 @@ SharedReaders = Mapping[ChunkKey, RemoteReader]
 def prefill(
     runtime: Runtime, request: Request, turn: DeviceTurn | None = None, answering: bool = False
 ) -> Prefilled:
-    """Read the prompt with the device in hand: fused if the gate allows it, else by the model's own forward.
+    """Prefill the prompt in this device turn: fused if the gate allows it, else by the model's own forward.
 
-    answering: the model's own `generate` follows if it is not fused, and reads the prompt itself.
+    answering: without fusing, the model's own `generate` follows and prefills the prompt itself.
     """
     refusal = runtime.refusal(len(request.prompt.token_ids))
     if refusal is not None:
@@ -60,22 +60,21 @@ def prefill(
                 with fusing(runtime.decoder, *given, request.room_tokens, turn) as fusion:
                     logits, spent = fusion.prefill()
                 break
-            except LostChunk as lost:  # it counts as missing, and the request begins again
+            except LostChunk as lost:  # treat it as missing and start again
                 log.warning("%s; it is computed in place", without_frames(lost))
                 fusion = None  # frees its cache before the next one is allocated
                 others = [span for span in plan.spans if span.reader is not None and span.reader.is_lost]
-                plan = plan.without([lost.span, *others])  # each would make the request begin again
+                plan = plan.without([lost.span, *others])  # each would start the request again
         arrived = {key: blob for key, reader in shared.items() if (blob := reader.blob) is not None}
     runtime.transfers.synchronize()
     prefill_ms = (time.perf_counter() - begun) * 1e3
     report = _report(request, plan, decision, spent, recorder.finish(), prefill_ms, warning)
-    # What a session holds was fused before.
+    # A session's context was fused before.
     is_approximate = spent.recomputed < plan.candidate_tokens or any(span.held for span in plan.spans)
     sure = request.policy.sure if is_approximate else 0.0
     path = path_of(runtime, request.prompt, request.collection) if request.policy.exact else []
-    computed = computed_in(
-        runtime.decoder, fusion.cache, path, plan.spans
-    )  # exactly: it may be stored in the knowledge tree
+    # Exact KV, which may enter the knowledge tree.
+    computed = computed_in(runtime.decoder, fusion.cache, path, plan.spans)
 
     def read_alone(prompt: Prompt, turn: DeviceTurn) -> Prefilled:
         return prefill(runtime, replace(request, prompt=prompt, policy=METHODS["reuse"], session=None), turn)
@@ -95,7 +94,7 @@ def _supported(runtime: Runtime, request: Request) -> tuple[Request, str | None]
 
 
 def _shared(runtime: Runtime, request: Request, readers: ExitStack) -> SharedReaders:
-    """Readers of what the shared store has of the chunks that are not stored here, all requested at once."""
+    """Readers of the shared store for chunks that are not stored here, all requested at once."""
     store, geometry = runtime.store, runtime.decoder.geometry
     if store.remote is None or request.policy.exact or request.policy.name == "full":
         return {}
@@ -113,7 +112,7 @@ def _shared(runtime: Runtime, request: Request, readers: ExitStack) -> SharedRea
 
 
 def _find(runtime: Runtime, request: Request, readers: ExitStack, shared: SharedReaders) -> tuple[Span, ...]:
-    """The prompt's beginning in the session or the knowledge tree, and every chunk after it with its KV, opened."""
+    """Spans of the prompt, their KV opened: the beginning held by the session or the knowledge tree, then chunks."""
     prompt, policy, spans, begin = request.prompt, request.policy, list[Span](), 0
     if request.used_session is not None:
         held = request.used_session.span(prompt, runtime.decoder)
@@ -144,9 +143,7 @@ def _chunk_span(
     readers: ExitStack,
     shared: SharedReaders,
 ) -> Span:
-    """A chunk in the prompt. It is exact if the tokens before it are those that it was encoded after, and if no codec
-    has rounded it.
-    """
+    """The span of a chunk. It is exact if it was encoded after the same tokens as now, and no codec rounded it."""
     prompt, tokens = request.prompt, len(chunk.token_ids or ())
     reader, prefix = _open(runtime, prompt.prefix_ids, chunk, request.collection_of(chunk), shared)
     if reader is None:
@@ -177,7 +174,7 @@ def _open(
 
 
 def _decided(runtime: Runtime, request: Request, spans: tuple[Span, ...]) -> tuple[Plan, Decision]:
-    """The plan, with the budget of the requested ratio or of the controller's."""
+    """The plan, with the requested ratio or the controller's."""
     decoder, policy = runtime.decoder, request.policy
     ids = torch.tensor(request.prompt.token_ids, device=decoder.device)
     layers = decoder.geometry.layers
@@ -193,13 +190,13 @@ def _decided(runtime: Runtime, request: Request, spans: tuple[Span, ...]) -> tup
             if ttft_ms(profile, _work(policy, near), ratio) < ttft_ms(profile, _work(policy, plan), ratio):
                 plan = near
     decision = decide(profile, _work(policy, plan), asked, DEFAULT_RATIO)
-    # KV of a session is no reason to recompute more of the chunks that are new.
+    # A session's stored tokens must not increase the recomputed share of new chunks.
     budgeted = plan.stored_tokens if policy.fixed_ratio is not None else plan.stored_tokens - plan.held_tokens
     return replace(plan, budget=round(decision.ratio * budgeted)), decision
 
 
 def _work(policy: Policy, plan: Plan) -> Workload:
-    """What is loaded for the plan, and computed at a ratio."""
+    """The controller's view of the plan: stored KV to load, and the rows to compute at a ratio."""
     loaded: dict[str, int] = {}
     for span in policy.spans(plan):
         tier = span.source.tier
@@ -208,7 +205,7 @@ def _work(policy: Policy, plan: Plan) -> Workload:
 
 
 def _in_time(plan: Plan, remote: Remote) -> Plan:
-    """The plan without remote KV that would not arrive before the timeout, at the throughput measured last."""
+    """The plan without remote KV that would not arrive before the timeout at the last measured throughput."""
     nbytes, late = 0, list[Span]()
     for span in _remote_spans(plan):
         its_bytes = held_nbytes(span.source)
@@ -226,7 +223,9 @@ def _remote_spans(plan: Plan) -> list[Span]:
 def _unfused(
     runtime: Runtime, request: Request, warning: str, turn: DeviceTurn | None, answering: bool
 ) -> Prefilled:
-    """Full prefill by a model that cannot be fused. Its cache is dropped: not all kinds can be cut to the prompt."""
+    """Full prefill of a model that cannot be fused. Its cache is dropped, because not every kind can be truncated to
+    the prompt.
+    """
     tokens = len(request.prompt.token_ids)
     counts, served = TokenCounts(prompt=tokens, fresh=tokens), "f" * tokens
     report = Report("full", None, counts, warning=warning, served=served)
@@ -253,7 +252,7 @@ def _report(
     prefill_ms: float,
     warning: str | None,
 ) -> Report:
-    """What was done. Rows of fresh tokens that are computed twice to choose count as recomputed."""
+    """The report. Fresh tokens' rows that are computed twice because of a probe count as recomputed."""
     found = [span.reader is not None for span in plan.spans if not span.held]
     recomputed = (
         spent.stored_layer_rows + spent.again_layer_rows
@@ -289,7 +288,7 @@ def _share(recomputed: float, stored_tokens: int) -> float:
 
 
 def _served(plan: Plan, spent: Spent) -> str:
-    """How each token was served, a letter each."""
+    """How each token was served, as one letter each."""
     kinds = plan.kinds.cpu()
     letters = torch.full(kinds.shape, ord("r"), dtype=torch.uint8)
     if spent.rows is not None:

@@ -1,7 +1,7 @@
 """Measures a device for the controller: prefill over a grid, and how fast KV is loaded from each tier.
 
-Everything is timed through the loop and the loader that serve requests: the layers with nothing to load, and the tiers
-with nothing to compute, on chunks of random values.
+It runs the same loop and loader as requests do: the layers with nothing to load, and the tiers with nothing to compute,
+on chunks of random values.
 """
 
 import statistics
@@ -35,16 +35,16 @@ CACHED = (0, 512, 2048, 4096)
 # At 256 rows linear layers change the order of their weights (packing.MOST_ROWS), so there is a point after it too.
 NEW = (16, 64, 256, 320, 512, BLOCK_ROWS)
 REPEATS = 7
-ENOUGH_MS = 1000.0  # then one measurement is not repeated any more
+ENOUGH_MS = 1000.0  # after this, measurements are not repeated
 CHUNK_TOKENS = 512
-CHUNKS = 4  # read at once: one alone would be read before the threads have shared the work
+CHUNKS = 4  # read at once, because a single one would not occupy all threads
 MOVED_TOKENS = 8  # so that keys are rotated, as they nearly always are
 Opened = Callable[[int], AbstractContextManager[Source]]
 
 
 @dataclass(frozen=True)
 class Spread(Policy):
-    """Computes so many rows, evenly spread and with the last one, as a policy would choose them."""
+    """A policy that computes a given number of rows, evenly spread, the last one included."""
 
     count: int = 0
     name: str = field(default="profile", kw_only=True)
@@ -57,7 +57,7 @@ class Spread(Policy):
 
 
 def measure(runtime: Runtime, progress: Callable[[int, int], None] | None = None) -> DeviceProfile:
-    """Profile this model on this device, with the device in hand; takes seconds for a small model on a CPU.
+    """Profile this model on this device, in a device turn; takes seconds for a small model on a CPU.
 
     Sizes beyond the model's window are left out. progress(done, total).
     """
@@ -98,7 +98,7 @@ def _axes(window: int) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def _tiers(runtime: Runtime, chunk: ChunkKV, count: int) -> Iterator[tuple[str, Opened]]:
-    """Every tier, the fastest first, and what opens one of its chunks: packed as what is stored from now on."""
+    """Every tier, the fastest first, with a function that opens one of its chunks, packed by the codec in use."""
     device, store = runtime.device, runtime.store
     keys = [ChunkKey(f"{number:064x}") for number in range(count)]  # of no real chunk
     try:
@@ -116,7 +116,7 @@ def _tiers(runtime: Runtime, chunk: ChunkKV, count: int) -> Iterator[tuple[str, 
 
 
 def _prefill_ms(runtime: Runtime, behind: int, count: int) -> float:
-    """Computing so many rows of a sequence, with nothing to load."""
+    """Time to compute these rows of a sequence, with nothing to load."""
     decoder, transfers = runtime.decoder, runtime.transfers
     tokens = behind + count
     ids = torch.ones(tokens, dtype=torch.int64, device=decoder.device)
@@ -133,7 +133,7 @@ def _prefill_ms(runtime: Runtime, behind: int, count: int) -> float:
 
 
 def _load_ms(runtime: Runtime, count: int, opened: Opened) -> float:
-    """Loading so many chunks of that tier into new buffers, rotated."""
+    """Time to load these chunks of a tier into new buffers, rotated."""
     decoder, transfers = runtime.decoder, runtime.transfers
     starts = [MOVED_TOKENS + number * CHUNK_TOKENS for number in range(count)]
     with ExitStack() as sources:

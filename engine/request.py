@@ -1,4 +1,4 @@
-"""A request to the engine, the keys of its chunks, and what the scheduler must know of it."""
+"""A request to the engine, the keys of its chunks, and its claim for the scheduler."""
 
 import math
 from collections.abc import Iterator
@@ -19,10 +19,10 @@ from ragblend.kvstore.keys import ChunkKey
 
 @dataclass(frozen=True)
 class Request:
-    """A tokenized prompt, the policy and ratio to serve it with, and whose KV to use.
+    """A tokenized prompt with its policy, ratio and collection.
 
-    ratio: None if the controller chooses, at least DEFAULT_RATIO; client: the device's time is shared fairly between
-    them; deadline: of `time.monotonic`; after it the request does not begin.
+    ratio: None if the controller chooses, at least DEFAULT_RATIO; client: clients share the device's time fairly;
+    deadline: by `time.monotonic`; after it the request does not begin.
     """
 
     prompt: Prompt
@@ -45,16 +45,16 @@ class Request:
 
 
 def keys_of(runtime: Runtime, request: Request) -> Iterator[tuple[Chunk, TokenIds, ChunkKey]]:
-    """Every chunk with each prefix that its KV may have been encoded after, and the key of that KV."""
+    """The keys of every chunk's KV, with the prefixes that it may have been encoded after."""
     for chunk in request.prompt.chunks:
         for prefix in {request.prompt.prefix_ids, runtime.canonical_prefix} if chunk.token_ids else ():
             yield chunk, prefix, runtime.key_of(prefix, chunk.encoded_ids, request.collection_of(chunk))
 
 
 def claim_of(runtime: Runtime, request: Request) -> Claim:
-    """What the scheduler must know: what is cached, how many tokens are computed, and how much memory they take.
+    """The scheduler's view of the request: cached tokens, tokens to compute, and memory.
 
-    Nothing of this is known before the model is loaded.
+    Before the model is loaded, all of them are unknown.
     """
     client, deadline = request.client, request.deadline
     if not runtime.is_ready:
@@ -75,7 +75,7 @@ def claim_of(runtime: Runtime, request: Request) -> Claim:
             keys = [runtime.key_of(each, ids, salt) for each in {prompt.prefix_ids, runtime.canonical_prefix}]
             if stop > held and (key := next(filter(runtime.store.contains, keys), None)):
                 cached[key.digest] = len(ids)
-                fused += len(chunk.token_ids or ())  # once for each place in the prompt
+                fused += len(chunk.token_ids or ())  # once for each occurrence in the prompt
     ratio = DEFAULT_RATIO if request.ratio is None else request.ratio
     share = ratio if request.policy.fixed_ratio is None else request.policy.fixed_ratio
     tokens = len(prompt.token_ids)

@@ -34,10 +34,10 @@ class EncodeReport:
 
 @dataclass(frozen=True)
 class Missing:
-    """Nodes without KV, the most requested first; their tokens, the bytes of their KV on the disk (equal passages count
-    once), and room_bytes, the free bytes of the store's budget.
+    """Nodes without KV, the most requested first; their tokens, the bytes that their KV will take on the disk (equal
+    passages count once), and room_bytes, the free bytes of the store's budget.
 
-    left_out: how many can have none: longer than the model's window, or not entered for its tokenizer.
+    left_out: how many cannot have KV: longer than the model's window, or not entered for its tokenizer.
     """
 
     node_ids: tuple[str, ...]
@@ -64,12 +64,11 @@ class Computed:
 
 @dataclass
 class Prefilled:
-    """A prompt that has been read. logits (vocab,) float32 of its last row.
+    """A prefilled prompt. logits (vocab,) float32 of its last row.
 
-    cache: transformers' kind of cache; None for a model that cannot be fused. computed: KV that may be stored in the
-    knowledge tree. arrived: values that were read from a shared store, to be stored here. sure: the policy's, if stored
-    KV was used that other text changes; else 0. read_alone(prompt, turn): the same request with another prompt, reusing
-    all that is stored.
+    cache: a cache of transformers' interface; None for a model that cannot be fused. computed: KV that may enter the
+    knowledge tree. arrived: values read from a shared store, to be stored here. sure: the policy's, if inexact stored
+    KV was used; else 0. read_alone(prompt, turn): prefills another prompt with the same request, reusing all stored KV.
     """
 
     prompt: Prompt
@@ -99,7 +98,7 @@ class Result:
     """An answer: its text, its token ids (the end token included), the report and the prompt.
 
     stopped: it ended with an end token or a stop string, and not at the token limit. logprobs: of each token but the
-    end token, if they were asked for.
+    end token, if requested.
     """
 
     text: str
@@ -125,7 +124,7 @@ class Stream(Closing):
         self._cancel = threading.Event()
         self._result: Result | None = None
         self._ended = False
-        # The thread holds no reference to the stream: a stream that nobody holds is collected, which stops the thread.
+        # The thread holds no reference to the stream, so that dropping the stream collects it, which stops the thread.
         self._thread = threading.Thread(
             target=_produce, args=(answer, self._pieces, self._cancel), name="ragblend-stream", daemon=True
         )
@@ -134,7 +133,7 @@ class Stream(Closing):
 
     @property
     def result(self) -> Result:
-        """The whole answer. It waits for the end, and drops the pieces that were not taken yet."""
+        """The whole answer. Waits for the end, and drops pieces that were not consumed."""
         for _ in self:
             pass
         if self._result is None:
@@ -153,11 +152,11 @@ class Stream(Closing):
             self._result = piece
 
     def stop(self) -> None:
-        """Ask the answer to stop, and return at once; the iteration then ends with Cancelled."""
+        """Request a stop and return at once; the iteration then ends with Cancelled."""
         self._cancel.set()
 
     def close(self) -> None:
-        """Stop the answer and wait until the device is free; closing again, or after the end, does nothing."""
+        """Stop the answer and wait until the device is free. Idempotent."""
         self._cancel.set()
         self._thread.join()
         self._ended = True

@@ -1,4 +1,4 @@
-"""Runtime: one model on one device and in one home, each part made on first use and shared by all engines."""
+"""Runtime: one model on one device and in one home; its parts are created on first use and shared by all engines."""
 
 import gc
 import weakref
@@ -33,7 +33,7 @@ from ragblend.kvstore.memory import MemoryTier
 class Runtime(RuntimeBase):
     """The parts of an engine whose model is loaded in this process.
 
-    queue: orders requests for the device. sessions: those that hold a context; changed in the device's turn.
+    queue: orders requests for the device. sessions: those that hold a context; changed only in a device turn.
     """
 
     def __init__(self, config: EngineConfig, home: Path) -> None:
@@ -42,14 +42,14 @@ class Runtime(RuntimeBase):
         super().__init__(config, home)
 
     def close(self) -> None:
-        """Stop background tasks and free model and store. A running `encode` waits between two chunks, and goes on."""
+        """Stop background tasks and free model and store. A running `encode` waits between two chunks."""
         self.background.finish(stopping=True)
         with self.queue.turn(), self.store_lock:
             self._free()
             self._forget_sessions()
 
     def _forget_sessions(self) -> None:
-        """Their contexts are of no use to a model that is loaded again."""
+        """Drop the sessions' contexts, which a reloaded model cannot use."""
         for session in list(self.sessions):
             session.forget()
 
@@ -60,14 +60,14 @@ class Runtime(RuntimeBase):
 
     @property
     def loaded_ref(self) -> "weakref.ref[LoadedModel] | None":
-        """A reference to the loaded model that does not keep its memory."""
+        """A weak reference to the loaded model."""
         found = self.loaded_now
         return None if found is None else weakref.ref(found)
 
     def rebuild(self, failed: "weakref.ref[LoadedModel] | None", cancel: Cancel | None = None) -> None:
-        """Forget a model whose device failed, once for all requests that saw it fail, and free its memory.
+        """Drop a model whose device failed, once for all requests that failed with it, and free its memory.
 
-        It does not wait for background tasks; stored KV stays, except on the device. Raises Cancelled as a turn does.
+        Does not wait for background tasks; stored KV stays, except on the device. Raises Cancelled as a turn does.
         """
         if failed is not None and self.loaded_now is failed():
             with self.queue.turn(cancel):
@@ -116,14 +116,14 @@ class Runtime(RuntimeBase):
 
     @once
     def token_grammars(self) -> Any:
-        """What compiles grammars. Raises UsageError if the library for that is not installed."""
+        """llguidance's tables for compiling grammars. Raises UsageError if that library is not installed."""
         loaded, tokenizer = self.loaded.model, self.tokenizing.tokenizer
         vocabulary = loaded.get_output_embeddings().weight.shape[0]
         return token_grammars(tokenizer, vocabulary, model.end_ids(loaded))
 
     @property
     def is_ready(self) -> bool:
-        """Whether the model is loaded, judged, and may be fused."""
+        """Whether the model is loaded and has passed the gate."""
         gate = vars(self).get("gate")
         return gate is not None and gate.passed
 
@@ -158,8 +158,8 @@ class Runtime(RuntimeBase):
         return verdict
 
     def judged(self) -> GateVerdict:
-        """The gate's verdict, for callers that do not hold the device: it is taken only if there is no verdict yet,
-        as all requests wait for a turn that is not shared.
+        """The gate's verdict, for callers that do not hold the device. Takes a device turn only if there is no verdict
+        yet, because all requests wait for such a turn.
         """
         known: GateVerdict | None = vars(self).get("gate")
         if known is not None:
@@ -169,7 +169,7 @@ class Runtime(RuntimeBase):
 
     @once
     def choice(self) -> DecodeSelector:
-        """Which decode implementation is used."""
+        """The selector of the decode implementation."""
         return DecodeSelector(
             self.decoder, self.home / "models", self.fingerprint.digest, self.has_quantized_weights
         )
@@ -182,7 +182,7 @@ class Runtime(RuntimeBase):
     def choose_steps(self) -> None:
         """In the background, measure which decode implementation is fastest, unless the model was closed meanwhile.
 
-        Raises Cancelled if a request comes, KV is to be stored, or the device is never idle: the next answer queues it
+        Raises Cancelled if a request arrives, KV must be stored, or the device is never idle: the next answer queues it
         again.
         """
         cancel = CallbackCancel(lambda: self.background.should_stop(Priority.MEASURE))
@@ -205,11 +205,11 @@ class Runtime(RuntimeBase):
         """Copies KV to the device beside the compute."""
         return transfer_stream(self.device)
 
-    # --- what was measured, and what may be fused
+    # --- the profile and the gate
 
     @property
     def profile_path(self) -> Path:
-        """Where the profile of this model on this device is saved."""
+        """The file with the profile of this model on this device."""
         return self.home / "profiles" / f"{self.fingerprint.digest[:16]}-{self.device.type}.json"
 
     @once
@@ -221,7 +221,7 @@ class Runtime(RuntimeBase):
             return None
 
     def save_profile(self, measured: DeviceProfile) -> None:
-        """Use it from now on, in this process and later ones."""
+        """Use this profile from now on, in this process and later ones."""
         measured.save(self.profile_path)
         vars(self)["profile"] = measured
 

@@ -1,4 +1,4 @@
-"""What engines share wherever their model runs: tokenizer, store, node index and background tasks of one home."""
+"""Base of all runtimes: tokenizer, store, node index and background tasks of one home."""
 
 import json
 import logging
@@ -35,7 +35,7 @@ _sharing = threading.Lock()
 
 
 class once(Generic[T]):
-    """A property that the first thread computes while others wait; `close` forgets it."""
+    """A property that the first thread computes while others wait; `close` drops it."""
 
     lock = "_loading"
 
@@ -59,9 +59,9 @@ class light(once[T]):
 
 
 class RuntimeBase(ABC):
-    """Parts that cost time or memory, made on first use. `close` frees them; the next use makes them again.
+    """Expensive parts, created on first use. `close` frees them; the next use creates them again.
 
-    store_lock: held around store and node index where the device's turn is not. background: see `BackgroundTasks`.
+    store_lock: guards store and node index outside of device turns. background: see `BackgroundTasks`.
     """
 
     def __init__(self, config: EngineConfig, home: Path) -> None:
@@ -70,7 +70,7 @@ class RuntimeBase(ABC):
         self.dtype = pick_dtype(self.device, config.dtype)
         self.store_lock, self.background = threading.Lock(), BackgroundTasks(self._note_unstored)
         self._loading, self._light = threading.RLock(), threading.RLock()
-        self.codec: Codec = RAW  # for KV that is stored from now on
+        self.codec: Codec = RAW  # for new KV
         self._budgets: dict[str, int] = {}
         self._remote: str | None = None
         self._store_policy: str | None = None
@@ -91,10 +91,10 @@ class RuntimeBase(ABC):
             return found
 
     def _adopt(self, config: EngineConfig) -> None:
-        """Take budgets, codec, policy and shared store from a config (None: unchanged).
+        """Apply budgets, codec, policy and shared store of a config (None: unchanged).
 
-        What is over a smaller budget is evicted by the next puts. An open store gets new tiers, another policy or
-        another shared store when it is opened again.
+        After a budget was lowered, the next puts evict. Tiers, policy and shared store of an open store change only
+        when it is opened again.
         """
         budgets = config.store_budget_bytes, config.memory_budget_bytes, config.device_budget_bytes
         wanted = dict(zip(("disk", "memory", "device"), budgets, strict=True))
@@ -116,7 +116,7 @@ class RuntimeBase(ABC):
             self._free()
 
     def _free(self) -> None:
-        """Forget every part; with the locks held."""
+        """Drop every part. The caller holds the locks."""
         with self._loading, self._light:
             names = [
                 name
@@ -144,7 +144,7 @@ class RuntimeBase(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> ModelFingerprint:
-        """What the keys of the model's KV are made of. Raises UnsupportedModelError."""
+        """The fingerprint in the keys of the model's KV. Raises UnsupportedModelError."""
 
     @property
     @abstractmethod
@@ -161,11 +161,11 @@ class RuntimeBase(ABC):
 
     @abstractmethod
     def refusal(self, tokens: int) -> str | None:
-        """Why a prompt of that length must not be fused; None if it may be."""
+        """The reason why a prompt of that length must not be fused; None if it may be."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is known, without waiting, that the model may be fused."""
+        """Whether the model may be fused, as far as that is known without waiting."""
         return True
 
     @property
@@ -173,7 +173,7 @@ class RuntimeBase(ABC):
         """What was measured of the model on this device; None if nothing was."""
         return None
 
-    # --- passages whose KV the last process did not store
+    # --- passages whose KV an earlier process did not store
 
     @property
     def _unstored_path(self) -> Path:
@@ -194,12 +194,12 @@ class RuntimeBase(ABC):
             len(passages),
         )
         if unstored and "fingerprint" in vars(self):
-            with suppress(OSError):  # they are encoded when they are asked for again
+            with suppress(OSError):  # they are encoded at their next request
                 replace_durably(self._unstored_path, json.dumps(unstored))
 
     def take_unstored(self) -> dict[str, list[str]]:
-        """Node ids by collection that an earlier process left without KV; they are returned once."""
-        if not self.is_ready:  # a model that is not fused has no use for KV, and some have no fingerprint
+        """Node ids by collection that an earlier process left without KV. Returns them only once."""
+        if not self.is_ready:  # a model that is not fused needs no KV, and some have no fingerprint
             return {}
         try:
             found = json.loads(self._unstored_path.read_text(encoding="utf-8"))
@@ -211,7 +211,7 @@ class RuntimeBase(ABC):
         return {str(name): [str(each) for each in ids] for name, ids in found.items()}
 
     def forget_unstored(self) -> None:
-        """Drop these ids when passages are deleted: deleted ones may be among them."""
+        """Drop these ids when passages are deleted, as they may contain deleted ones."""
         for path in self.home.glob("unstored-*.json"):
             path.unlink(missing_ok=True)
 
@@ -249,7 +249,7 @@ class RuntimeBase(ABC):
         return NodeIndex.open(self.home / "nodes.sqlite")
 
     def scope(self, collection: str) -> Scope:
-        """What the node ids of a collection are looked up under."""
+        """The scope of a collection's node ids."""
         return Scope(collection, self._tokenizer_digest)
 
     @light
@@ -260,9 +260,9 @@ class RuntimeBase(ABC):
         return chunk_key(self.fingerprint, prefix, collection, token_ids)
 
     def _token_cost(self, cached_tokens: int, new_tokens: int) -> float:
-        """Of computing a token, as a multiple of one of 512 after nothing; 1 if nothing was measured.
+        """Cost of computing one token, relative to a token of a first passage of 512; 1 without a profile.
 
-        A multiple can be compared between models, and with what was stored before the measuring.
+        Relative costs can be compared between models, and with values stored before the profile.
         """
         profile = self.profile
         typical = profile.prefill.ms_per_token(0, _TYPICAL_TOKENS) if profile is not None else 0.0
@@ -273,16 +273,16 @@ class RuntimeBase(ABC):
     # --- the window
 
     def fits_window(self, tokens: int) -> bool:
-        """Whether the window has room for an answer after so many tokens."""
+        """Whether the window has room for an answer after this many tokens."""
         return tokens < self.context_window
 
     def check_text(self, characters: int) -> None:
-        """Raises PromptTooLongError for text that cannot fit the window, however it is tokenized."""
+        """Raises PromptTooLongError for text that cannot fit the window in any tokenization."""
         if characters > LONG_CHARACTERS and characters > MAX_TOKEN_CHARACTERS * self.context_window:
             raise self._too_long(f"the prompt has {characters:,} characters")
 
     def check_length(self, tokens: int, what: str) -> None:
-        """Raises PromptTooLongError for so many tokens of `what` that the window has no room for an answer."""
+        """Raises PromptTooLongError if the window has no room for an answer after these tokens of `what`."""
         if not self.fits_window(tokens):
             raise self._too_long(f"{what} has {tokens} tokens")
 

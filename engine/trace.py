@@ -1,7 +1,7 @@
-"""Traces a prefill: when it read, rotated, waited and computed layers, on host threads and on device streams.
+"""Traces a prefill: the times of reading, rotating, waiting and computing, on host threads and device streams.
 
-The recorder is always on: an event costs a few microseconds, and a prefill has a few hundred. Times on a device are
-those of its streams, so a trace shows whether copies really ran in parallel with the layers.
+The recorder is always on: an event costs a few microseconds, and a prefill has a few hundred. Device times are taken on
+its streams, so a trace shows whether copies really ran in parallel with the layers.
 """
 
 import threading
@@ -24,7 +24,7 @@ class TraceEvent:
 
     part: `lookup` (of stored chunks), `load`, `copy` (to the device, rotated), `move`, `stall` (waiting for a load),
     `prepare` (embedding, rotary tables, masks), `compute` (a layer; on the CPU its stall and move are inside), `probe`
-    (the same, of rows that are run to select), `select` or `head`. start_ms counts from the beginning of the prefill;
+    (a layer of the probe), `select` or `head`. start_ms counts from the beginning of the prefill;
     chunk is its number in the prompt, from 0.
     """
 

@@ -3,10 +3,10 @@
     python examples/fuse_in_200_lines.py                     # the bundled SmolLM2 (135M parameters)
     python examples/fuse_in_200_lines.py FOLDER_OR_HUB_ID    # any model of the Llama class
 
-A decoder computes two vectors for each token and layer: a key and a value, its *KV cache*. A passage need be read only
-once, if its KV can be reused in the next prompt that contains it. Two things are wrong there:
+A decoder computes two vectors for each token and layer, a key and a value: the *KV cache*. If a passage's KV could be
+reused in the next prompt that contains it, it would be computed only once. But in the new prompt two things are wrong:
 
-  1. Its keys are rotated to the positions that it was read at. That is corrected exactly, by rotating them further.
+  1. Its keys are rotated to their old positions. That is corrected exactly, by rotating them further.
   2. Its tokens never saw the passages that now precede them. Most hardly change for that; a few change a lot. So those
      few are found, and only they are recomputed. That is CacheBlend (EuroSys'25, arXiv 2405.16444).
 

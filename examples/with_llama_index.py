@@ -16,8 +16,9 @@ from ragblend.integrations.llama_index import RAGBlendEmbedding, RAGBlendLLM
 def main() -> None:
     # Without folders: whole paths would make the cuts, and the retrieval, depend on where this is installed.
     reader = SimpleDirectoryReader(
-        documents_folder(), required_exts=[".md"], file_metadata=lambda path: {"file_name": Path(path).name}
-    )
+        documents_folder(), required_exts=[".md"], file_metadata=lambda path: {"file_name": Path(path).name},
+        exclude_hidden=False,  # the package may be in .venv, which LlamaIndex would take for a hidden folder
+    )  # fmt: skip
     splitter = SentenceSplitter(chunk_size=256, chunk_overlap=0)
     index = VectorStoreIndex.from_documents(
         reader.load_data(), embed_model=RAGBlendEmbedding(), transformations=[splitter]

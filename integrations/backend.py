@@ -1,4 +1,4 @@
-"""What both frameworks' adapters share: an engine, the registered passages, and prompts made of both."""
+"""Backend of both frameworks' adapters: an engine, its registered passages, and prompts with them."""
 
 import logging
 import re
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ragblend")
 Progress = Callable[[int, int], None]
 T = TypeVar("T")
-SHORT_INSTRUCTIONS = 1000  # characters; nothing of a shorter system message becomes a passage by recurring
+SHORT_INSTRUCTIONS = 1000  # characters; shorter system messages never become passages by repetition
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ChatTurn:
 
 
 def drop_empty_turns(turns: Sequence[ChatTurn]) -> list[ChatTurn]:
-    """Drop an assistant's empty turns, which a template would print. Raises UsageError for no turn at all."""
+    """Drop an assistant's empty turns, which a template would print. Raises UsageError if no turn is given."""
     if not turns:
         raise UsageError("there is no message to answer: the list of messages is empty; give at least one")
     return [turn for turn in turns if turn.pieces or turn.calls or turn.role != "assistant"]
@@ -97,18 +97,19 @@ class Backend:
     def remember(
         self, passages: Sequence[Passage], encode: bool = False, progress: Progress | None = None
     ) -> None:
-        """Register passages, so that their texts are found in prompts; encode: store their KV now, not after first use.
+        """Register passages, so that their texts are found in prompts; encode: store their KV now instead of after
+        first use.
 
-        progress(done, total) is called after each that was encoded.
+        progress(done, total) is called after each encoded passage.
         """
         self.registry.add(passages)
         if encode and passages:
             self.engine.encode([p.text for p in passages], [node_id_of(p) for p in passages], progress)
 
     def encode(self, passages: Sequence[Passage], show_progress: bool) -> int:
-        """Register and encode passages, with a progress bar on stderr; returns how many there are.
+        """Register and encode passages, with a progress bar on stderr; returns their number.
 
-        May be interrupted: what is done stays.
+        If it is interrupted, finished passages stay.
         """
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -141,9 +142,9 @@ class Backend:
     ) -> "Prompt":
         """The turns in the model's chat template, with the passages in them as chunks.
 
-        named: passages that are looked for besides the registered ones. learn: register text that recurs from an
-        earlier prompt. tools: what the model may call. Raises PromptError, PromptTooLongError, and
-        UnsupportedModelError for tools and a model that calls none.
+        named: passages to look for besides the registered ones. learn: register text that recurs from an earlier
+        prompt. tools: those that the model may call. Raises PromptError, PromptTooLongError, and UnsupportedModelError
+        for tools and a model without tool support.
         """
         self.engine.check_text(sum(len(turn.text) for turn in turns))  # before it is searched
         found = [list(split_at_passages(turn.pieces, self.registry, named)) for turn in turns]
@@ -153,7 +154,9 @@ class Backend:
         return self.engine.tokenize(self.engine.chat(messages, tools))
 
     def _learn_from_turns(self, turns: Sequence[ChatTurn], found: list[list[Piece]]) -> None:
-        """Replace what recurs in `found` by passages, but for assistants' answers, which recur with every question."""
+        """Replace recurring text in `found` by passages, except in assistants' answers, which recur with every
+        question.
+        """
         numbers = [number for number, turn in enumerate(turns) if turn.role != "assistant"]
         system = [turn.text for turn in turns if turn.role == "system"]
         instructions = "\0".join(text for text in system if len(text) < SHORT_INSTRUCTIONS)
@@ -166,7 +169,9 @@ class Backend:
             found[number] = pieces
 
     def _messages(self, turns: Sequence[ChatTurn], found: "Sequence[tuple[Segment, ...]]") -> "list[Message]":
-        """The engine's messages. For a model without tools calls, and messages of nothing else, are left out."""
+        """The engine's messages. For a model without tool support, tool calls are left out, and messages with nothing
+        else.
+        """
         from ragblend.engine.prompts.segments import Message
 
         shows_calls = any(turn.calls for turn in turns) and self.calls_tools
@@ -179,9 +184,9 @@ class Backend:
     def text_prompt(
         self, text: str, named: Sequence[Passage] = (), parts: Sequence[str] = (), learn: bool = False
     ) -> "Prompt":
-        """The text as it is, with the passages in it as chunks; control tokens in it act as such.
+        """The plain text as a prompt, with the passages in it as chunks; control tokens in it act as such.
 
-        parts: the text as `split_at_placeholders` gives it; then only the template's own control tokens act as such.
+        parts: the text as split by `split_at_placeholders`; then only the template's own control tokens act as such.
         named, learn: as in `chat_prompt`.
         """
         from ragblend.engine.prompts.segments import Literal, Prompt
@@ -204,7 +209,7 @@ class Backend:
     def _learn(
         self, prompt: Sequence[Sequence[Piece]], ends_with_question: bool, is_allowed: Callable[[str], bool]
     ) -> list[list[Piece]]:
-        """Cut text that recurs from earlier prompts out as passages and register it, where `is_allowed`."""
+        """Turn text that recurs from earlier prompts into registered passages, where `is_allowed`."""
         texts = [piece for pieces in prompt for piece in pieces if isinstance(piece, str)]
         recurring = iter(self.registry.recurring.recall(texts, ends_with_question))
         learned: list[str] = []
@@ -228,25 +233,25 @@ class Backend:
 
 
 def placeholders(count: int) -> list[str]:
-    """Texts to fill a template in with, to see where it puts its variables; nobody writes such."""
+    """Unique texts to render a template with, which show where it puts its variables."""
     return [f"\x00text {number}\x00" for number in range(count)]
 
 
 def split_at_placeholders(filled: str, values: Sequence[T]) -> list[str | T]:
-    """Split a template filled in with `placeholders`: its own words at even indices, the values at odd ones."""
+    """Split a template rendered with `placeholders`: its own text at even indices, the values at odd ones."""
     numbers = "|".join(map(str, range(len(values)))) or "(?!)"
     parts = re.split(f"\x00text ({numbers})\x00", filled)
     return [values[int(part)] if index % 2 else part for index, part in enumerate(parts)]
 
 
 def usage(report: "Report") -> dict[str, int]:
-    """Token counts by their names in OpenAI's interface, which both frameworks know."""
+    """Token counts by OpenAI's names, which both frameworks know."""
     prompt, completion = report.tokens.prompt, report.tokens.generated
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def logprobs(result: "Result", tokenizer: Any) -> list[dict[str, Any]] | None:
-    """Each token's log-probability, as in OpenAI's interface; None where none were asked for.
+    """Each token's log-probability, as in OpenAI's interface; None if not requested.
 
     The end token is left out. bytes: None for a token that is part of a character.
     """
@@ -268,7 +273,7 @@ def logprobs(result: "Result", tokenizer: Any) -> list[dict[str, Any]] | None:
 
 
 def kv_statistics(result: "Result") -> dict[str, Any]:
-    """What was reused for this answer, and the time it took, as JSON. chunks: node ids, in the prompt's order."""
+    """Reused tokens and times of this answer, as JSON. chunks: node ids, in the prompt's order."""
     report = result.report
     tokens, timings = report.tokens, report.timings
     counts = ("reused", "recomputed", "fresh", "missing")

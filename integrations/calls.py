@@ -1,4 +1,4 @@
-"""One request to a model, whichever framework makes it: its options, and the four ways to get the answer."""
+"""One request of either framework: its options, and the four ways to get the answer."""
 
 import logging
 import math
@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ragblend")
 _warned: set[tuple[Backend, str]] = set()
-_MIN_CONTEXT_CHARS = (
-    1000  # a shorter prompt (for a title, a condensed question) is not expected to hold passages
-)
-# Why nothing of a prompt is reused, and what to do; each is logged once for a model and collection.
+_MIN_CONTEXT_CHARS = 1000  # a shorter prompt (for a title, say) is not expected to hold passages
+# Reasons why nothing of a prompt is reused, with advice; each is logged once per model and collection.
 REASONS = {
     "named": "the passages that this call names (passages=, nodes=, documents of a tool) are not in its prompt "
     "unchanged; name the texts as they are in the prompt",
@@ -62,7 +60,7 @@ class AnswerTimeout(Cancelled):
 
 
 def resolve_aliases(arguments: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments by their canonical names. Raises UsageError where two names mean the same option."""
+    """The arguments by their canonical names. Raises UsageError if two names mean the same option."""
     result: dict[str, Any] = {}
     for name, value in arguments.items():
         canonical = aliases.get(name, name)
@@ -74,7 +72,7 @@ def resolve_aliases(arguments: Mapping[str, Any], aliases: Mapping[str, str]) ->
 
 
 def without_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options without those that have no effect. Raises UsageError for a value that would need one."""
+    """The options without those that have no effect. Raises UsageError for a value that cannot be ignored."""
     for name, value in options.items():
         if (accepted := NEUTRAL.get(name)) and value is not None and value not in accepted:
             raise UsageError(
@@ -88,7 +86,7 @@ def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
     named = resolve_aliases(without_neutral(options), ALIASES)
     named = {name: value for name, value in named.items() if value is not None}
     do_sample = named.pop("do_sample", None)
-    if do_sample is False:  # transformers' way of saying temperature 0
+    if do_sample is False:  # transformers' name for temperature 0
         named["temperature"] = 0.0
     elif do_sample and not named.get("temperature"):
         named["temperature"] = 1.0
@@ -103,9 +101,9 @@ def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
 class Call:
     """The options of one request, and the backend that answers it.
 
-    named: passages that the caller says are in the prompt. learn: whether text that recurs from an earlier prompt
+    named: passages that the caller declares to be in the prompt. learn: whether text that recurs from an earlier prompt
     becomes a passage. arguments: method, ratio, and those of the engine's `DecodeOptions`. session: the conversation's,
-    if it has one. client: the name by which the device's time is shared out.
+    if it has one. client: name for the fair sharing of the device.
     """
 
     backend: Backend
@@ -121,7 +119,7 @@ class Call:
     def of(cls, backend: Backend, named: Sequence[Passage], learn: bool, *layers: Mapping[str, Any]) -> Self:
         """Later layers override earlier ones. Raises UsageError for an unknown option and a bad timeout.
 
-        Nothing is learned from prompts of method `full`, so that they are tokenized as by any other model.
+        Prompts of method `full` are not learnt from, so that they are tokenized as by any other model.
         """
         from ragblend.engine.config import DecodeOptions
 
@@ -149,7 +147,7 @@ class Call:
         return self._warn_without_passages(prompt, bool(self.named))
 
     def _warn_without_passages(self, prompt: "Prompt", is_named: bool) -> "Prompt":
-        """Log, once for each reason, why a prompt holds no passage where one was to be expected."""
+        """Log, once per reason, why a prompt has no passage although one was expected."""
         registry = self.backend.registry
         if prompt.chunks:
             registry.retrieved_chars = 0
@@ -202,7 +200,7 @@ class Call:
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A call and how its prompt is made, which a worker thread does where the caller is in an event loop.
+    """A call, and a function that makes its prompt, for a worker thread if the caller is in an event loop.
 
     errors: a context manager that turns RAGBlend's errors into the framework's.
     """
@@ -212,12 +210,12 @@ class PreparedCall:
     errors: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def generate(self, on_text: Callable[[str], None] | None = None) -> "Result":
-        """on_text: called with each piece as it comes."""
+        """The whole answer. on_text: called with each piece of text."""
         with self.errors():
             return self._generate(self.make_prompt(), Event(), on_text)
 
     def stream(self) -> Generator["str | Result", None, None]:
-        """The pieces of text, then the result. Starts at once; closing or dropping it stops the device in a layer."""
+        """The pieces of text, then the result. Starts at once; closing or dropping it stops the device."""
         with self.errors():
             return self._pieces(self.call.backend.engine.stream(self.make_prompt(), **self.call.options()))
 
@@ -228,7 +226,7 @@ class PreparedCall:
         return result
 
     async def astream(self, waits: bool = False) -> AsyncGenerator["str | Result", None]:
-        """Makes the prompt; the device starts when the first item is asked for. waits: closing waits until it stops."""
+        """As `stream`, but the device starts with the first item. waits: closing waits until the device stops."""
         with self.errors():
             return self._apieces(await in_thread(self.make_prompt), waits)
 
@@ -275,7 +273,7 @@ class PreparedCall:
 
 
 def _visible_text(call: Call) -> "Callable[[str | Result], str]":
-    """Gives what can be shown with each item of a stream: tool calls come with the result."""
+    """Filters a stream's text: tool calls are not shown, but come with the result."""
     from ragblend.engine.prompts.tools import TextBeforeCalls
 
     if not call.answer_format.tools:

@@ -1,10 +1,10 @@
 """The vector index, in Chroma: node ids and our own embeddings only, a vector for each window of a node.
 
-It can be rebuilt: texts and embeddings are in the registry. Only the holder of the writer lock may call `upsert`,
-`delete` and `rebuild`: Chroma 1.5 is silently corrupted by two writing processes.
+It can be rebuilt from the registry, which has texts and embeddings. Only the holder of the writer lock may call
+`upsert`, `delete` and `rebuild`: two writing processes silently corrupt Chroma 1.5.
 
-Chroma only marks what is deleted in its graph; its log keeps it until a thousand entries have followed, and free pages
-for ever. So `delete` overwrites a vector before it removes it, and `erase` has all that written to the disk.
+Chroma only marks deleted vectors in its graph; its log keeps them until a thousand entries have followed, and free
+pages for ever. So `delete` overwrites a vector before it removes it, and `erase` flushes this to the disk.
 """
 
 import hashlib
@@ -27,14 +27,14 @@ Embeddings = NDArray[np.float32]
 SPACE = "cosine"
 FOREIGN = "an older version or another program made it"
 NODE = "node"  # the metadata key of the node id of a vector
-VECTORS_A_HIT = 4  # vectors to ask for, for each node wanted
+VECTORS_A_HIT = 4  # vectors to query per wanted node
 DELETE_NODES = 500  # in one query
-SPREAD = 1e-3  # how far a vector is moved, beside its length of 1
-REBUILT_NODES = 1000  # written at once: ten times faster than document by document
+SPREAD = 1e-3  # how far a vector is moved; its length is 1
+REBUILT_NODES = 1000  # per write: ten times faster than one write per document
 SYNC_ENTRIES = 1100  # after a thousand (`sync_threshold`) Chroma writes its graph and purges its log
 # Chroma shares one system for a folder, and gives it to other threads while it is still starting.
 _starting = threading.RLock()
-# A query makes Chroma write what is pending: not while its files are being swept.
+# A query makes Chroma write pending data, which must not happen while its files are swept.
 _using = threading.RLock()
 
 
@@ -47,7 +47,7 @@ class Hit:
 
 
 class VectorIndex:
-    """The vectors of one collection. Raises LibraryError, naming the repair, for whatever Chroma raises."""
+    """The vectors of one collection. Raises LibraryError, with the repair command, for whatever Chroma raises."""
 
     def __init__(self, folder: Path, collection: str) -> None:
         self.folder = folder
@@ -57,7 +57,7 @@ class VectorIndex:
     def upsert(self, node_ids: Sequence[str], embeddings: Sequence[Embeddings]) -> None:
         """Add or replace nodes, each with its vectors (W, E).
 
-        Unchanged vectors are not written again: HNSW would relink the others, and may lose the way to some.
+        Unchanged vectors are not rewritten, because HNSW would relink others and may lose the path to some.
         """
         embeddings = [apart(node, rows) for node, rows in zip(node_ids, embeddings, strict=True)]
         given = {
@@ -99,20 +99,20 @@ class VectorIndex:
             collection.update(ids=ids[part], embeddings=chance[part])
 
     def erase(self) -> None:
-        """Leave no byte of what was deleted in the files."""
+        """Remove every byte of deleted vectors from the files."""
         with self._named_errors("erasing from"):
             collection = self._collection()
             if collection.count():
                 collection.delete(ids=[f"nobody#{n}" for n in range(SYNC_ENTRIES)])
                 self._sweep(collection)
-            else:  # then Chroma writes no graph, and its log would stay
+            else:  # in that case Chroma writes no graph, and its log would stay
                 self.rebuild(())
 
     def query(self, embedding: Embeddings, count: int) -> list[Hit]:
         """The nearest nodes to one embedding (E,), best first; fewer when there are fewer."""
         with self._named_errors("searching"):
             asked = count * VECTORS_A_HIT
-            while True:  # the nearest vectors may all belong to a few nodes: then ask for more
+            while True:  # the nearest vectors may all belong to a few nodes: query more
                 best = self._nearest(embedding, asked)
                 if len(best) >= count or asked >= self._collection().count():
                     return best[:count]
@@ -137,7 +137,7 @@ class VectorIndex:
             return {_node_of(owner) for owner in self._collection().get(include=["metadatas"])["metadatas"]}
 
     def rebuild(self, batches: Iterable[tuple[Sequence[str], Sequence[Embeddings]]]) -> int:
-        """Rebuild the collection from the registry's embeddings, and erase all else; returns the number of nodes."""
+        """Rebuild the collection from the registry's embeddings, and erase the rest; returns the number of nodes."""
         self._drop()
         total = 0
         for node_ids, embeddings in _joined(batches, REBUILT_NODES):
@@ -241,11 +241,11 @@ def _joined(
 
 
 def apart(node_id: str, rows: Embeddings) -> Embeddings:
-    """Deduplicate a node's vectors (W, E) and move each by a little, so that no two nodes' are equal -> (W', E).
+    """Deduplicate a node's vectors (W, E) and move each slightly, so that no two nodes share one -> (W', E).
 
-    HNSW links a vector to its nearest. Where many of these are equal it becomes unreachable: with three windows of 13
-    in common 80 of 400 passages were found by no question. At a distance of SPREAD, which changes a score by some 5e-5,
-    all are found.
+    HNSW links a vector to its nearest ones. If many of these are equal, some become unreachable: with three of 13
+    windows in common, no question found 80 of 400 passages. At a distance of SPREAD, which changes a score by about
+    5e-5, all are found.
     """
     _, first = np.unique(rows, axis=0, return_index=True)
     once = rows[np.sort(first)]

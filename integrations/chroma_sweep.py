@@ -1,10 +1,10 @@
-"""Erases what Chroma leaves behind of deleted vectors: `python chroma_sweep.py FOLDER COLLECTION_ID`.
+"""Erases leftovers of vectors that Chroma has deleted: `python chroma_sweep.py FOLDER COLLECTION_ID`.
 
-Chroma 1.5 keeps the vectors of a deleted collection in a folder that nothing refers to any more, and in free pages of
-its SQLite file; and it goes on deleting after it has returned. The files of a new graph have room for a hundred
-vectors, filled with whatever the process had in that memory before: ids and texts, say. This runs in a process of its
-own: Chroma brings a second SQLite, and two of them on one file in one process undo each other's locks. The caller holds
-the writer lock, and no collection in the folder is being written.
+Chroma 1.5 keeps the vectors of a deleted collection in an orphaned folder, and in free pages of its SQLite file; and it
+continues deleting after it has returned. The files of a new graph have room for a hundred vectors, filled with the
+earlier content of the process's memory, such as ids and texts. This runs in its own process: Chroma brings a second
+SQLite, and two of them on one file in one process break each other's locks. The caller holds the writer lock, and no
+collection in the folder is being written.
 """
 
 import re
@@ -20,7 +20,7 @@ SEGMENT = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 HEADER = struct.Struct("<i4Q")  # of a graph: version, 0, capacity, count, bytes of each
 HEADER_VERSION = 1
 BUSY_SECONDS = 60.0
-# Log entries of what was deleted, but for the dummy ones that `erase` adds.
+# Log entries of deleted vectors, except the dummy ones that `erase` adds.
 PENDING = """SELECT count(*) FROM embeddings_queue WHERE substr(topic, -36) = ? AND id NOT LIKE 'nobody#%'
     AND id NOT IN (SELECT embedding_id FROM embeddings)"""
 ORPHANS = (

@@ -25,14 +25,14 @@ Part = Literal["whole", "sketch", "rest"]
 class MiniLMEmbedder:
     """all-MiniLM-L6-v2 (Apache-2.0, 384 dimensions), loaded on first use.
 
-    The model reads 256 word pieces and ignores the rest, but a passage of 512 tokens of a language model has more. So a
-    passage has a vector for every window of 64 word pieces, and the nearest of them counts. The six nearest passages
-    then held an answer for 22 of the 24 sample questions (with one vector, the mean of the windows: 18; with one vector
-    of the first 256 pieces: 17), and for 42 of 46 MuSiQue questions (39 with the mean).
+    The model reads 256 word pieces and ignores the rest, but a passage of 512 language model tokens has more. So a
+    passage has a vector for every window of 64 word pieces, and the nearest one counts. The six nearest passages then
+    had an answer for 22 of the 24 sample questions (with one vector, the mean of the windows: 18; with one vector of
+    the first 256 pieces: 17), and for 42 of 46 MuSiQue questions (39 with the mean).
 
     dtype: `float32` or `bfloat16`; None for bfloat16 where the processor supports it, in a third of the time.
     cancel: checked while a call waits for the model and before each forward pass; raises Cancelled once it is set.
-    queue: of the model, which one thread uses at a time, as its tokenizer requires.
+    queue: for the model, which only one thread may use at a time because of its tokenizer.
     """
 
     name = "all-MiniLM-L6-v2"
@@ -42,7 +42,7 @@ class MiniLMEmbedder:
         self._model: Any = None
 
     def __reduce__(self) -> tuple[type["MiniLMEmbedder"], tuple[str | None]]:
-        """A copied or unpickled one is not loaded yet."""
+        """A copy is not loaded yet."""
         return MiniLMEmbedder, (self._dtype,)
 
     def load(self) -> None:
@@ -62,7 +62,7 @@ class MiniLMEmbedder:
         Safe for threads: a question is embedded between two batches, also of one long text.
         """
         vectors: list[list[Embeddings]] = [[] for _ in texts]
-        done, left = 0, None  # texts done, and the remaining windows of the next one, if it was begun
+        done, left = 0, None  # finished texts, and the remaining windows of a started one
         while done < len(texts):
             batch, room = list[tuple[int, list[str]]](), BATCH_WINDOWS
             with self.queue.turn(cancel) as turn:
@@ -84,12 +84,12 @@ class MiniLMEmbedder:
         return self.embed_means([text], cancel)[0]
 
     def embed_means(self, texts: Sequence[str], cancel: Cancel | None = None) -> list[Embeddings]:
-        """For each text one vector (384,), the normalised mean of its windows': for indexes with one vector a text."""
+        """For each text one vector (384,), the normalised mean of its windows, for indexes with one vector per text."""
         means = [windows.mean(axis=0) for windows in self.embed_passages(texts, cancel=cancel)]
         return [mean / np.linalg.norm(mean) for mean in means]
 
     def count_tokens(self, texts: Sequence[str], cancel: Cancel | None = None) -> int:
-        """Word pieces of all texts, without the two that mark a text's ends."""
+        """Number of word pieces of all texts, without the two special ones per text."""
         with self.queue.turn(cancel) as turn:
             self._load(turn)
             encode = self._model.tokenizer.encode
@@ -136,8 +136,8 @@ def joined(sketch: Embeddings, rest: Embeddings) -> Embeddings:
 class _MiniLM:
     """The model as the package's `modules.json` describes it: BERT, mean over the word pieces, normalised.
 
-    It uses transformers, which the engine needs anyway: sentence-transformers gives the same vectors, and takes another
-    1.3 s to import, at every start of `ragblend ask`.
+    It uses transformers, which the engine needs anyway: sentence-transformers gives the same vectors, but importing it
+    takes another 1.3 s at every start of `ragblend ask`.
     """
 
     def __init__(self, folder: str, dtype: str | None) -> None:

@@ -18,18 +18,17 @@ from ragblend.integrations.passages import Passage
 log = logging.getLogger("ragblend")
 SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "stop", "seed")
 PER_CALL = ("max_new_tokens", *SAMPLING, "method", "ratio")
-# Hosted models take these. They have no effect here, and a key must not end up in what is shown.
+# Options of hosted models. They have no effect here, and a key must not be shown anywhere.
 FOR_SERVICES = ("base_url", "api_base", "max_retries")
 KEY = "api_key"  # openai_api_key, ...
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class LiveModels:
-    """The living models of one framework, with which the passages that its retrievers find are registered.
+    """The living models of one framework, with which retrieved passages are registered.
 
-    subscribe() is called once, before the first model. What is registered is a fact about a text (its hash and its
-    node's id), not about a request: unlike context variables set by a handler, it cannot be stale when streams
-    interleave.
+    subscribe() is called once, before the first model. A registration belongs to a text (its hash and node id), not to
+    a request, so, unlike context variables set by a handler, it cannot be stale when streams interleave.
     """
 
     def __init__(self, subscribe: Callable[[], None]) -> None:
@@ -42,7 +41,9 @@ class LiveModels:
             self.models[id(model)] = model
 
     def register(self, passages: Sequence[Passage]) -> None:
-        """Register retrieved passages once for every home and collection. Errors are logged: the retrieval goes on."""
+        """Register retrieved passages once for every home and collection. Errors are logged, and do not stop the
+        retrieval.
+        """
         with self._lock:
             models = [model for model in self.models.values() if model.register_retrieved]
         for backend in {(model.home, model.collection): model.backend for model in models}.values():
@@ -57,12 +58,12 @@ class LiveModels:
 
 
 class ModelParameters(BaseModel):
-    """Creating one loads nothing and opens nothing.
+    """Parameters and their checks; creating a model loads and opens nothing.
 
-    The most tokens of an answer are `max_new_tokens` here; a framework with another name for it has a property.
+    The token limit is `max_new_tokens`; a framework with another name for it adds a property.
     """
 
-    # Errors do not repeat what was passed: it may hold somebody's key.
+    # Errors do not repeat the arguments, which may contain a key.
     model_config = ConfigDict(arbitrary_types_allowed=True, hide_input_in_errors=True)
     aliases: ClassVar[Mapping[str, str]]
     live_models: ClassVar[LiveModels]
@@ -149,7 +150,7 @@ class ModelParameters(BaseModel):
     @field_validator("generate_kwargs", "model_kwargs", check_fields=False)
     @classmethod
     def _check_more_options(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """Raises UsageError for unknown options of the engine, here rather than at the first call."""
+        """Raises UsageError for unknown options of the engine, before the first call."""
         Call.of(Backend(), (), False, options)
         return options
 

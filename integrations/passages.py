@@ -1,7 +1,7 @@
-"""PassageRegistry: the texts that are known as passages, so that they are found in prompts that frameworks build.
+"""PassageRegistry: the registered passages, which are found in prompts that frameworks build.
 
 The node index (`kvstore/nodes.py`) holds hashes and node ids, never text; short texts can still be guessed from hashes,
-so it is as private as the documents (0600), and what is deleted is overwritten.
+so it is as private as the documents (0600), and deleted rows are overwritten.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ from ragblend.kvstore.sqlite import DamagedFileError
 
 log = logging.getLogger(__name__)
 FILE_NAME = "nodes.sqlite"
-LEARNED_PREFIX = "seen-"  # of the node ids of passages that were learned from prompts
+LEARNED_PREFIX = "seen-"  # prefix of node ids of learnt passages
 MAX_LEARNED = 10_000
-_STALE = 1000  # removed texts that may stay in memory, besides as many as there are texts
+_STALE = 1000  # limit of removed texts in memory, in addition to the number of texts
 T = TypeVar("T")
 
 
@@ -45,7 +45,7 @@ class PassageSpan:
 
 
 class _SharedNodeIndex:
-    """A home's node index, open while a registry holds this object: one for all of the home's collections."""
+    """A home's node index, shared by the registries of its collections, and open while one of them exists."""
 
     _open: ClassVar[WeakValueDictionary[Path, "_SharedNodeIndex"]] = WeakValueDictionary()
     _opening: ClassVar[threading.Lock] = threading.Lock()
@@ -66,9 +66,9 @@ class _SharedNodeIndex:
 
 
 class PassageRegistry:
-    """The passages of one collection, for threads and processes. The file is opened when it is first needed.
+    """The passages of one collection, safe for several threads and processes. The file is opened on first use.
 
-    retrieved_chars: length of the shortest passage that was retrieved since a prompt last held one; 0 for none.
+    retrieved_chars: length of the shortest passage retrieved since the last prompt with a passage; 0 for none.
     """
 
     _open: ClassVar[dict[tuple[Path, str], "PassageRegistry"]] = {}
@@ -86,7 +86,7 @@ class PassageRegistry:
 
     @classmethod
     def open(cls, home: Path, collection: str = "default") -> "PassageRegistry":
-        """The registry of a home's collection, one object in a process."""
+        """The registry of a home's collection; one object per process."""
         key = (home.resolve(), collection)
         with cls._opening:
             if key not in cls._open:
@@ -95,9 +95,9 @@ class PassageRegistry:
 
     @classmethod
     def drop(cls, home: Path, collection: str) -> None:
-        """Forget a deleted collection: a new one of that name must not learn from the old one's prompts.
+        """Forget a deleted collection: a new one of that name must not learn from its prompts.
 
-        Prompts that are still being read add nothing to the dropped registry either.
+        Running prompts add nothing to the dropped registry either.
         """
         with cls._opening:
             dropped = cls._open.pop((home.resolve(), collection), None)
@@ -106,7 +106,7 @@ class PassageRegistry:
                 dropped._is_dropped = True
 
     def add(self, passages: Sequence[Passage]) -> int:
-        """Register passages, all or none; returns how many were new. A node id with a new text loses its old one.
+        """Register passages in one transaction; returns how many were new. A node id with a new text loses its old one.
 
         A text of fewer than 16 characters is not registered: it would be found everywhere. A passage without a node id
         gets one from its text, see `node_id_of`.
@@ -118,9 +118,8 @@ class PassageRegistry:
             return self._run(lambda nodes: nodes.register(self.collection, _prints(latest)))
 
     def learn(self, texts: Iterable[str], limit: int = MAX_LEARNED) -> list[str]:
-        """Register texts that recurred in a prompt; returns the least recently used node ids above the limit.
-
-        The caller forgets those with their KV.
+        """Register texts that recurred in a prompt; returns the least recently used node ids above the limit, which the
+        caller must delete with their KV.
         """
         passages = [Passage(text, learned_node_id(text)) for text in texts]
         self.add(passages)
@@ -140,7 +139,7 @@ class PassageRegistry:
                 self._learned[node_id] = None
 
     def remove(self, node_ids: Iterable[str]) -> int:
-        """Remove passages, leaving no trace of them in the file; returns how many there were."""
+        """Remove passages completely from the file; returns how many there were."""
         removed = list(node_ids)
         return self._run(lambda nodes: nodes.unregister(self.collection, removed))
 
@@ -151,8 +150,8 @@ class PassageRegistry:
     def find(self, text: str) -> list[PassageSpan]:
         """The registered texts in `text`: disjoint, ascending, chosen longest first, of equally long ones the earliest.
 
-        Of several node ids with one text the smallest is taken. A damaged file is logged and finds nothing: a question
-        must not fail for it.
+        Of several node ids with one text the smallest is taken. A damaged file is logged, and nothing is found: a
+        question must not fail because of it.
         """
         if len(text) < MINIMUM:
             return []
@@ -166,13 +165,13 @@ class PassageRegistry:
         return self._run(lambda nodes: nodes.registered(self.collection))
 
     def close(self) -> None:
-        """Close the file for everybody who has this object; the next use opens it again."""
+        """Close the file for all users of this object; the next use opens it again."""
         with self._lock:
             self._file = None
             self._clear_index()
 
     def _run(self, work: Callable[[NodeIndex], T]) -> T:
-        """Run `work` on the open file, and once again if the file was damaged and has been rebuilt."""
+        """Run `work` on the open file, and again if the file was damaged and has been rebuilt."""
         with self._lock:
             if self._file is None:
                 self._file = _SharedNodeIndex.open(self.path)
@@ -199,7 +198,7 @@ class PassageRegistry:
         self._version = -1, -1, 0
 
     def _refresh(self, nodes: NodeIndex) -> None:
-        """Index what any process has added since. What was removed is noticed when it is found."""
+        """Index passages that any process has added since. Removed ones are detected when they are found."""
         version = nodes.changes()
         if version == self._version:
             return
@@ -224,7 +223,7 @@ def _prints(texts: dict[str, str]) -> dict[str, Print | None]:
 
 
 def _proof(node_id: str, text: str) -> bytes:
-    """SHA-256 over node id and text, which tells a found text from another one with the same key."""
+    """SHA-256 over node id and text, which distinguishes a found text from another one with the same key."""
     name = _utf8(node_id)
     return hashlib.sha256(len(name).to_bytes(8, "little") + name + _utf8(text)).digest()
 

@@ -1,8 +1,9 @@
-"""Finds text that recurs from an earlier prompt, which is a passage that nobody announced. Keeps hashes of sentences.
+"""Finds text that recurs from an earlier prompt, and so is probably a passage that was not registered. Keeps hashes of
+sentences.
 
-A framework's own tutorial may fetch its passages in a way that no callback sees. They are in the prompt all the same,
-in whole sentences (a template may put a word before them on the same line), and what is retrieved once is retrieved
-again, between other neighbours and in another order: so every long paragraph is a passage by itself.
+Some programs, tutorials of the frameworks included, retrieve passages in a way that no callback sees. Such passages
+recur in prompts, in whole sentences (a template may put a word before them on the same line), but with other neighbours
+and in another order. So every long paragraph becomes a passage by itself.
 """
 
 import threading
@@ -16,8 +17,8 @@ from ragblend.integrations.text_index import MINIMUM, HashedText
 LEAST = 160  # characters, some 40 tokens: a shorter passage costs more to load than to read
 MOST = 12_000  # characters, some 3,000 tokens, of one passage; longer text is several, cut after a line
 QUESTION = 250  # characters: no line of a question is longer
-SENTENCES = 1_500_000  # remembered: 30 MB, and twice that for a moment; above it the older half is dropped
-SENTENCES_A_PROMPT = 50_000  # looked at: only adversarial texts have more
+SENTENCES = 1_500_000  # remembered: 30 MB, briefly twice that; then the older half is dropped
+SENTENCES_A_PROMPT = 50_000  # examined at most: only adversarial texts have more
 _RECENT = 1 << 15  # sentences that are not yet in the table
 _ENDERS, _WIDE_ENDERS = (np.array([ord(mark) for mark in marks]) for marks in (".!?:;", "。！？"))
 _QUESTION_MARKS = "?？؟"
@@ -37,7 +38,7 @@ class RecurringText:
         self._at: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 
     def recall(self, texts: Sequence[str], ends_with_question: bool) -> list[list[Span]]:
-        """For each text of a prompt, the (start, stop) of what was in an earlier prompt, in whole sentences.
+        """For each text of a prompt, the (start, stop) of parts from an earlier prompt, in whole sentences.
 
         Disjoint and ascending, in characters: the paragraphs within the longest runs of repeated sentences.
         ends_with_question: the last text ends with the question, which is never a passage. The texts are remembered for
@@ -118,9 +119,10 @@ def _sentences_of(text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _before_question(text: str, starts: NDArray[np.int64], runs: Iterator[Span]) -> Iterator[Span]:
-    """Cut the question off the runs: the last line, and the one before it where that is, or may be, the question.
+    """Remove the question from the runs: the last line, and the line before it if that may be the question.
 
-    It may be where everything to the end was repeated ("Answer:"); otherwise what differs behind it is the question.
+    It may be if everything to the end was repeated ("Answer:"); otherwise the text that differs after it is the
+    question.
     """
     last = _last_line(text, len(text))
     line = _last_line(text, last)
@@ -133,7 +135,7 @@ def _before_question(text: str, starts: NDArray[np.int64], runs: Iterator[Span])
 
 
 def _last_line(text: str, stop: int) -> int:
-    """Where the last non-empty line of text[:stop] begins; `stop` where it is too long for a question."""
+    """Start of the last non-empty line of text[:stop]; `stop` if the line is too long for a question."""
     before = text[:stop].rstrip()
     start = before.rfind("\n") + 1
     return start if len(before) - start <= QUESTION else stop

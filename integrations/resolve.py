@@ -1,4 +1,4 @@
-"""Finds passages in the text that a framework made of them, and makes prompt segments of both."""
+"""Finds passages in a framework's text, and splits it into prompt segments."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -41,7 +41,7 @@ def split_at_passages(
 
 
 def _named_spans(text: str, named: Sequence[Passage]) -> list[PassageSpan]:
-    """Where named passages are in the text; of two with one text the first gives its node id."""
+    """Spans of named passages in the text; of two with the same text the first gives its node id."""
     by_text = {passage.text: passage for passage in reversed(named) if len(passage.text) >= MINIMUM}
     index = TextIndex()
     index.add(hash_texts(by_text))

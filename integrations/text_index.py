@@ -19,7 +19,7 @@ _BASES = (1_254_311_693, 1_897_660_021)
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)  # spreads the length over the key
 _SMALLEST_TABLE = 1 << 16
 _BATCH = 1 << 18  # characters, or candidates, hashed together
-_MAX_CANDIDATES = 1 << 23  # checked in one prompt, about a second: only adversarial texts have more
+_MAX_CANDIDATES = 1 << 23  # checked at most per prompt, about a second: only adversarial texts have more
 T = TypeVar("T")
 
 
@@ -35,8 +35,8 @@ class HashedText:
     """A string, hashed so that any substring's key costs the same.
 
     Polynomial hashes over code points modulo a prime, in two bases, and the length: 62 bits. Modulo 2**64, which numpy
-    would give for nothing, the Thue-Morse word collides with its own complement. Two texts may still have one key:
-    whoever uses a key compares the texts.
+    computes for free, the Thue-Morse word collides with its own complement. Two texts may still have the same key, so
+    users of a key compare the texts.
     """
 
     def __init__(self, text: str) -> None:
@@ -142,7 +142,7 @@ class TextIndex:
                 *(each[hit].tolist() for each in (starts, lengths, keys)), strict=True
             ):
                 stop = start + length
-                # What was taken is at least as long: it cannot lie between these two.
+                # Spans taken before are at least as long, so none can lie between these two.
                 if key in refused or not (free[start] and free[stop - 1]):
                     continue
                 if (confirmed := confirm(key, start, stop)) is None:
@@ -153,7 +153,7 @@ class TextIndex:
         return sorted(taken, key=lambda each: each[0])
 
     def _candidates(self, prompt: HashedText, free: NDArray[np.bool_]) -> Iterator[tuple[Numbers, Numbers]]:
-        """Where a known head and length fit, as (starts, lengths); the longest first, in batches."""
+        """Candidates with a known head and length, as (starts, lengths), the longest first, in batches."""
         heads = prompt.keys(np.arange(prompt.size - MINIMUM + 1), np.array(MINIMUM))
         starts = np.flatnonzero(_is_in(heads, self._heads))
         starts = starts[np.argsort(heads[starts], kind="stable")]

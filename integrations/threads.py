@@ -21,7 +21,7 @@ NAME = "ragblend-request"
 
 
 async def in_thread(work: Callable[[], Last]) -> Last:
-    """Return or raise what `work` does. Cancelling stops the waiting only: the work runs to its end."""
+    """Return or raise what `work` does. Cancelling stops only the wait; the work continues to its end."""
     future: Future[Last] = Future()
     future.set_running_or_notify_cancel()
 
@@ -39,7 +39,7 @@ async def iterate_in_thread(
     work: Callable[[Callable[[Item], None]], Last],
     stop: Callable[[], None] | None = None,
 ) -> AsyncGenerator[Item | Last, None]:
-    """Yield what `work` passes to its argument, as it comes, and then what it returns.
+    """Yield the items that `work` passes to its argument, and then its result.
 
     Items queue in memory; the work never waits. Once the loop is closed the argument raises RuntimeError, which ends
     the work. stop: ends the work; called when the generator is closed, which then waits for the work's end.
@@ -55,7 +55,7 @@ async def iterate_in_thread(
             result: Last | BaseException = work(put)
         except BaseException as error:
             result = without_frames(error)
-        with suppress(RuntimeError):  # the loop was closed, and nobody waits
+        with suppress(RuntimeError):  # the loop was closed, so nothing waits
             put(result, last=True)
 
     _start(run)

@@ -37,8 +37,8 @@ class AnswerFormat:
     ) -> Self:
         """tools and choice: as in OpenAI's interface; choice may also be a tool's name.
 
-        Loads nothing. Raises UsageError for an invalid tool or schema, and for a choice of a tool that is not there.
-        Forced calls are one at a time by default: small models go on for as long as they may.
+        Loads nothing. Raises UsageError for an invalid tool or schema, and for the choice of an unknown tool. Forced
+        calls are one at a time by default, because small models would continue to the limit.
         """
         from ragblend.engine.decoding.grammar import json_grammar
         from ragblend.engine.prompts.tools import check_tools, functions_by_name
@@ -64,7 +64,7 @@ class AnswerFormat:
     def grammar(self, engine: "EngineInterface") -> "Grammar | None":
         """The grammar of the answer, if it is constrained.
 
-        Loads the tokenizer where there are tools; raises UnsupportedModelError for a model that calls none.
+        Loads the tokenizer if there are tools; raises UnsupportedModelError for a model without tool support.
         """
         from ragblend.engine.decoding.grammar import json_grammar, json_rule
         from ragblend.engine.prompts.tools import tools_grammar
@@ -76,7 +76,7 @@ class AnswerFormat:
 
 
 def _choice_as_word(choice: Mapping[str, Any]) -> Any:
-    """The tool's name or the mode that a dictionary chooses. Raises UsageError for one that holds neither."""
+    """The tool's name or the mode in a `tool_choice` dictionary. Raises UsageError if it has neither."""
     function = choice.get("function", choice)
     if isinstance(function, Mapping) and function.get("name") is not None:
         return function["name"]

@@ -1,1 +1,1 @@
-"""What a chunk's KV is, and where it is kept."""
+"""The format and the store of chunks' KV."""

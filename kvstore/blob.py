@@ -3,14 +3,13 @@
     fixed    magic, format version and codec, header bytes, file bytes, key digest, start, tokens, geometry
     layers   crc32 of every layer, L uint32
     tokens   the token ids, T uint32
-    parent   the key of the node behind which it was computed, 32 bytes, if there is one
+    parent   the key of its parent node in the tree, 32 bytes, if it has one
     padding  to 64 bytes, then crc32 of all of the above
-    payload  layer 0: K (H, T, D), V (H, T, D), or what the codec makes of them; layer 1: ...
+    payload  layer 0: K (H, T, D), V (H, T, D), or as the codec packs them; layer 1: ...
              one contiguous run per layer
 
-The header repeats the key and the token ids: a file under a wrong name is found out before it is used.
-CRC-32 is there for accidents (ISA-L's takes a tenth of the time that zlib's takes); who can write to the folder is
-trusted (it is 0700).
+The header repeats the key and the token ids, so that a file under a wrong name is detected before use. CRC-32 protects
+against accidents only (ISA-L's takes a tenth of the time of zlib's): whoever can write to the folder (0700) is trusted.
 """
 
 import os
@@ -36,7 +35,7 @@ from ragblend.kvstore.keys import FORMAT_VERSION, ChunkKey, pack_tokens, unpack_
 
 MAGIC = b"RBKV\r\n\x1a\n"  # a text-mode copy would change it
 _FIXED = struct.Struct("<8sHHIQ32sQ5I8s")  # the codec, 0 for raw, was the upper half of a 32-bit version
-_HAS_PARENT = 0x100  # beside the codec: no codec that an earlier version knows
+_HAS_PARENT = 0x100  # flag in the codec field, unknown to earlier versions
 _PARENT_BYTES = 32
 _LEAD = struct.Struct("<8sHHIQ")
 _CRC = struct.Struct("<I")
@@ -45,7 +44,7 @@ _MAX_HEADER_BYTES = 64 << 20
 
 
 class BlobDamage(CorruptBlobError):
-    """What is wrong with one file; kind is a word of `check.Problem`."""
+    """Damage of one file; kind is one of `upkeep.Problem`'s."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -54,7 +53,7 @@ class BlobDamage(CorruptBlobError):
 
 @dataclass(frozen=True)
 class BlobHeader:
-    """Everything a blob says about itself before its payload."""
+    """The header of a blob."""
 
     key: ChunkKey
     token_ids: tuple[int, ...]
@@ -79,7 +78,7 @@ class BlobHeader:
         return self.nbytes + self.geometry.layers * self.layer_nbytes
 
     def layer_offset(self, layer: int) -> int:
-        """Where in the file `layer` begins, in bytes."""
+        """Offset of a layer in the file, in bytes."""
         return self.nbytes + layer * self.layer_nbytes
 
     def pack(self) -> bytes:
@@ -96,7 +95,7 @@ class BlobHeader:
 
 
 def file_nbytes(geometry: Geometry, tokens: int, codec: Codec) -> int:
-    """How many bytes the KV of so many tokens takes as a file."""
+    """Size in bytes of the file with the KV of this many tokens."""
     return BlobHeader(ChunkKey("0" * 64), (0,) * tokens, 0, geometry, (), codec).file_nbytes
 
 
@@ -164,7 +163,7 @@ def _bytes_by_head(tensor: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Blob:
-    """A chunk's KV about to be written: the header, and each layer's payload as contiguous CPU tensors."""
+    """A chunk's KV ready to be written: the header, and each layer's payload as contiguous CPU tensors."""
 
     header: BlobHeader
     layers: tuple[tuple[Tensor, ...], ...]
@@ -212,7 +211,7 @@ Damaged = Callable[[str], None]
 
 
 class ChunkReader(Source):
-    """One chunk's KV on disk; a context manager. `KVStore.open_chunk` makes it, its header verified."""
+    """One chunk's KV on disk, its header verified; a context manager. Made by `KVStore.open_chunk`."""
 
     tier, in_memory = "disk", False
 
@@ -226,9 +225,8 @@ class ChunkReader(Source):
     def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Fill keys (H, T, Dk) and values (H, T, Dv), CPU tensors of the geometry's dtype, with a layer's KV.
 
-        They may be slices of larger tensors, strided over H: each (T, D) head is contiguous. Several
-        threads may read at once. Raises CorruptBlobError (the file is then in quarantine, the tensors hold
-        nothing of use).
+        They may be slices of larger tensors, strided over H: each (T, D) head is contiguous. Several threads may read
+        at once. Raises CorruptBlobError (the file is then quarantined, and the tensors' content undefined).
         """
         g, tokens = self.geometry, len(self.token_ids)
         assert keys.shape == (g.kv_heads, tokens, g.key_size), keys.shape
@@ -263,7 +261,7 @@ class ChunkReader(Source):
             posix.drop_pages(fd)
 
     def close(self) -> None:
-        """Close the file when the reads under way are done; closing twice is fine."""
+        """Close the file when running reads are done. Idempotent."""
         with self._state:
             if self._closed:
                 return
@@ -277,7 +275,7 @@ class ChunkReader(Source):
 
     @contextmanager
     def _open_fd(self) -> Iterator[int]:
-        """The descriptor, which `close` leaves alone meanwhile: its number could soon be another file's."""
+        """The descriptor; `close` waits meanwhile, because the number could be reused for another file."""
         with self._state:
             if self._closed:
                 raise StoreError(f"reading {self._path} after its reader was closed; open the chunk again")
@@ -308,10 +306,10 @@ def open_verified(
     start: int | None = None,
     parent: ChunkKey | None = None,
 ) -> ChunkReader:
-    """Open a value file; CorruptBlobError unless length, header, key, token ids, geometry, start and parent are right.
+    """Open a value file; CorruptBlobError unless length, header, key, token ids, geometry, start and parent match.
 
-    None is not compared (check() has only the key), but where token ids are given a parent of None is: what was
-    computed behind a node is never taken for what was encoded alone. OSError passes through.
+    An argument of None is not compared (check() has only the key). But if token ids are given, parent None must match
+    too: KV computed after a node is never used as KV that was encoded alone. OSError passes through.
     """
     fd = open_file(path)
     try:
@@ -331,7 +329,7 @@ def check_header(
     start: int | None,
     parent: ChunkKey | None,
 ) -> None:
-    """CorruptBlobError unless that is what was asked for; see `open_verified`."""
+    """Compare a header with the arguments of `open_verified`. Raises CorruptBlobError."""
     _demand(header.key == key, f"the file under key {key} holds key {header.key}", "wrong-key")
     same_tokens = token_ids is None or header.token_ids == tuple(token_ids)
     _demand(same_tokens, "the file holds the KV of other token ids", "wrong-key")

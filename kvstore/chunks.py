@@ -1,6 +1,6 @@
-"""What a chunk's KV is.
+"""A chunk's KV and its shape.
 
-Layout letters, used everywhere: `L` layers, `H` KV heads, `T` tokens, `D` head size.
+Letters used everywhere: `L` layers, `H` KV heads, `T` tokens, `D` head size.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,10 +50,10 @@ class Geometry:
 class ChunkKV:
     """One chunk's KV as it is stored: keys already rotated to where the chunk was encoded.
 
-    token_ids: T ids; start: position of the first token when encoded (the encoding prefix's length);
-    keys, values: L contiguous tensors each, (H, T, D), of the geometry's dtype, on the CPU. parent: the node of the
-    knowledge tree right behind which it was computed, exactly; None: alone behind its prefix. unrotated_keys(layer):
-    the layer's keys rotated back to position 0 each, float32, for a codec that packs them so; None: it is not used.
+    token_ids: T ids; start: position of the first token when encoded (the encoding prefix's length); keys, values: L
+    contiguous tensors each, (H, T, D), of the geometry's dtype, on the CPU. parent: the node of the knowledge tree
+    directly after which it was computed; None: it was encoded alone after its prefix. unrotated_keys(layer): the keys
+    rotated back to position 0 each, float32, which `int4` packs; None: such a codec is not used.
     """
 
     token_ids: tuple[int, ...]

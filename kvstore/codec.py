@@ -1,7 +1,7 @@
-"""How one layer's KV becomes bytes: as it is, or in fewer bits a number; and what is asked of any stored value.
+"""Encodes one layer's KV as bytes: raw, or in fewer bits; and `Source`, the interface of stored values.
 
-A codec is a table row. What it packs is one run of bytes a layer, which can be unpacked on any device, so that fewer
-bytes cross to an accelerator as well.
+A codec is a table row. It packs a layer into one run of bytes, which can be unpacked on any device, so that fewer bytes
+are sent to an accelerator too.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from ragblend.kvstore.files import Closing
 
 @dataclass(frozen=True)
 class Codec:
-    """One row of the table. number stands in the file's header and never changes its meaning.
+    """One row of the table. number: identifies the codec in file headers, and must never change its meaning.
 
-    layer_nbytes(geometry, tokens): of one packed layer. pack(keys, values): (H, T, D) tensors to contiguous CPU
-    tensors, whose bytes in order are the layer; None for numbers that it cannot hold. unpack(packed, geometry, keys,
-    values): fill keys and values, on the device that `packed` (layer_nbytes,) uint8 is on. unrotated: the keys are
-    those of position 0 each (`ChunkKV.unrotated_keys`).
+    layer_nbytes(geometry, tokens): size of a packed layer. pack(keys, values): (H, T, D) tensors to contiguous CPU
+    tensors, whose bytes in order are the layer; None for numbers that it cannot represent. unpack(packed, geometry,
+    keys, values): fill keys and values, on the device that `packed` (layer_nbytes,) uint8 is on. unrotated: it packs
+    `ChunkKV.unrotated_keys`.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Codec:
 
 
 class Source(Closing):
-    """An open value of any tier. start: position of its first token when it was encoded; tier: where it lies.
+    """An open value of any tier. start: position of its first token when it was encoded; tier: the tier's name.
 
     in_memory: whether `read_layer` fills tensors of any device, from memory; else only the CPU's, from a file.
     """
@@ -51,7 +51,7 @@ class Source(Closing):
     in_memory = True
 
     def expect(self, layer: int) -> None:
-        """That layer will be read: what is far away may come ahead."""
+        """Announce that this layer will be read, so that a remote value can be fetched ahead."""
 
     @property
     def unrotated(self) -> bool:
@@ -65,7 +65,7 @@ class Source(Closing):
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is known that it cannot be read to its end."""
+        """Whether it is already known that reading will fail."""
         return False
 
     def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -77,21 +77,21 @@ class Source(Closing):
         raise NotImplementedError
 
     def drop_page_cache(self) -> None:
-        """Have the kernel forget the file's pages, if there is one, so that the next read comes from the disk."""
+        """Drop the file's pages from the page cache, so that the next read comes from the disk."""
 
     def close(self) -> None:
-        """In memory nothing is open."""
+        """Nothing to do for values in memory."""
 
 
 class Part(Source):
-    """Some tokens of an open value, which are read together with the others; closing it closes the value."""
+    """Some tokens of an open value, which is read as a whole; closing the part closes the value."""
 
     def __init__(self, source: Source, skipped: int, tokens: int) -> None:
         self._source, self._skipped = source, skipped
         self.token_ids = source.token_ids[skipped : skipped + tokens]
         self.start = source.start + skipped
         self.geometry, self.tier, self.in_memory = source.geometry, source.tier, source.in_memory
-        self.codec = RAW  # what `read_layer` gives; packed, a part is no run of bytes
+        self.codec = RAW  # as raw KV, because a part of a packed layer is not contiguous
 
     def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
         tokens, at = len(self._source.token_ids), slice(self._skipped, self._skipped + len(self.token_ids))
@@ -147,7 +147,7 @@ _BY_NUMBER = {codec.number: codec for codec in CODECS.values()}
 
 
 def codec_named(name: str) -> Codec:
-    """Raises UsageError for a name that is not in the table."""
+    """The codec of that name. Raises UsageError for an unknown one."""
     if name not in CODECS:
         raise UsageError(f"the KV codec {name!r} is unknown; there are {', '.join(CODECS)}")
     return CODECS[name]

@@ -1,4 +1,4 @@
-"""What a tier of the store counts: hits, misses, evictions, damaged values."""
+"""Counters of a tier: hits, misses, evictions, damaged values."""
 
 import threading
 from dataclasses import astuple, dataclass
@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass
 
 @dataclass(frozen=True)
 class Counts:
-    """How often something happened on a tier."""
+    """Event counts of a tier."""
 
     hits: int = 0
     misses: int = 0
@@ -19,7 +19,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """entries and bytes are the tier's; hits to quarantined are one process's, since it opened the store."""
+    """entries and bytes: content of the tier; the other fields: events in this process since it opened the store."""
 
     entries: int
     bytes: int
@@ -31,9 +31,9 @@ class StoreStats:
 
 
 class Counters:
-    """What this process did on one tier; safe for threads.
+    """This process's counts of one tier; thread-safe.
 
-    counts: since the store was opened; unsaved: the part that is not in the saved totals of all processes yet.
+    counts: since the store was opened; unsaved: the part that is not yet in the saved totals of all processes.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Counters:
             self.counts, self.unsaved = self.counts + Counts(**more), self.unsaved + Counts(**more)
 
     def saved(self, counts: Counts) -> None:
-        """These counts are in the totals now."""
+        """Record that these counts were added to the saved totals."""
         with self._lock:
             self.unsaved = self.unsaved + Counts(*(-count for count in astuple(counts)))
 

@@ -1,32 +1,32 @@
-"""Every error that RAGBlend raises on purpose; its message says what, where and what to do.
+"""All errors that RAGBlend raises on purpose; a message says what failed, where, and what to do.
 
 RagBlendError
 ├── UsageError                wrong argument, setting or policy: the caller can fix the call (exit code 2)
 │   └── SettingsError         an unknown or impossible setting
-├── Cancelled                 the caller asked for the work to stop
-├── StoreError                the KV store cannot do what was asked
+├── Cancelled                 the caller cancelled the work
+├── StoreError                an operation of the KV store failed
 │   ├── StoreFullError        no room for one value: the disk is full, or it exceeds the byte budget
 │   ├── StoreLockedError      another process is writing to this home
 │   ├── StoreFormatError      the store was made by another format version
-│   ├── CorruptBlobError      a stored value is damaged; it has been put in quarantine
-│   └── RemoteError           the shared store does not answer, or not in time
+│   ├── CorruptBlobError      a stored value is damaged and was quarantined
+│   └── RemoteError           the shared store does not answer in time
 ├── ModelError                the model cannot be loaded
-│   ├── ModelNotFoundError    nothing there, or the default model is not installed
+│   ├── ModelNotFoundError    it does not exist, or the default model is not installed
 │   ├── DownloadStoppedError  the user stopped a model's download
 │   ├── TokenizerMissingError a model folder without a tokenizer
 │   ├── CorruptModelError     a damaged GGUF or safetensors file
-│   ├── ModelServerError      the server that has the model is not there, refuses, or ended within an answer
-│   └── UnsupportedModelError the model cannot be fused (it is still served by full prefill), or gives no one score
+│   ├── ModelServerError      the model's server does not answer, refuses, or stopped within an answer
+│   └── UnsupportedModelError the model cannot be fused (it is still served by full prefill), or gives no single score
 ├── PromptError               a prompt that cannot be run
 │   ├── PromptTooLongError    longer than the model's window
 │   └── UnknownChunkError     a node id that was never encoded here
-├── DocumentError             one file cannot be ingested; the others go on
+├── DocumentError             one file cannot be ingested; the others continue
 │   ├── DocumentNotFoundError no such path
-│   ├── UnreadableDocumentError  permissions, damage, or content that its suffix does not promise
+│   ├── UnreadableDocumentError  permissions, damage, or content that does not match its suffix
 │   ├── EncryptedDocumentError   a password is needed
 │   ├── EmptyDocumentError       no text in it (an empty file, a scanned PDF)
 │   ├── OversizedDocumentError   too large, or an archive that unpacks to too much
-└── LibraryError              the registry of documents cannot do what was asked
+└── LibraryError              an operation of the registry of documents failed
 """
 
 import difflib
@@ -37,7 +37,7 @@ Error = TypeVar("Error", bound=BaseException)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: a similar known one, if there is any."""
+    """A suffix for messages about an unknown name: the most similar known one, if any."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -46,9 +46,8 @@ class RagBlendError(Exception): ...
 
 
 def without_frames(error: Error) -> Error:
-    """The error, for another thread. One that was raised on purpose says all that there is to know, and drops the
-    frames that it came through: these hold a request's context for as long as it lives, which in a cycle is until
-    garbage is looked for.
+    """The error, prepared for another thread. One of ours drops its traceback, whose frames would keep a request's
+    context alive, in a reference cycle even until the next garbage collection; its message is enough.
     """
     chain: list[BaseException] = [error]
     for each in chain:

@@ -1,6 +1,6 @@
-"""Files and folders that only their owner can read, written whole or not at all.
+"""Private files and folders, written atomically.
 
-KV can be inverted to text: modes are set by chmod, because a umask must not decide about secrets.
+KV can be inverted to text, so modes are set by chmod and do not depend on the umask.
 """
 
 import errno
@@ -20,16 +20,16 @@ from ragblend.kvstore.errors import StoreError, StoreFullError
 from ragblend.kvstore.posix import sync_folder
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
-# What opening or reading a damaged value may say; too many open files, say, are not the value's fault.
+# Errors of opening or reading that mean a damaged value; others, such as too many open files, do not.
 DAMAGE = {errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO}
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Closing:
-    """Closed when the block ends, however it ends."""
+    """Base of context managers that close themselves."""
 
     def close(self) -> None:
-        """Give back what is held."""
+        """Release the resources."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -42,7 +42,7 @@ class Closing:
 
 
 def make_private_folder(path: Path) -> None:
-    """Make `path` and its missing parents 0700; an existing `path` is tightened to 0700."""
+    """Create `path` and its missing parents with mode 0700; an existing `path` is set to 0700."""
     if not path.parent.exists():
         make_private_folder(path.parent)
     created = False
@@ -59,10 +59,10 @@ def make_private_folder(path: Path) -> None:
 
 
 def make_private_file(path: Path) -> None:
-    """Make sure that `path` exists with mode 0600, keeping what is in it; OSError for a link.
+    """Make sure that `path` exists with mode 0600, keeping its content; OSError for a link.
 
-    A file that is there is not opened: closing a descriptor of it would drop the locks that SQLite holds on it in this
-    process, and another process would take the write-ahead log away (sqlite.org/howtocorrupt.html, 2.2).
+    An existing file is not opened: closing its descriptor would drop SQLite's locks in this process, and another
+    process could remove the write-ahead log (sqlite.org/howtocorrupt.html, 2.2).
     """
     try:
         os.close(posix.create_private(path, FILE_MODE))
@@ -74,7 +74,7 @@ def make_private_file(path: Path) -> None:
 
 
 def open_file(path: Path) -> int:
-    """A descriptor for reading; OSError for a link, a folder, a socket, or a FIFO, which would wait for a writer."""
+    """A descriptor for reading; OSError for a link, a folder, a socket, or a FIFO (opening it would block)."""
     fd = posix.open_existing(path)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -83,7 +83,7 @@ def open_file(path: Path) -> int:
 
 
 def discard(path: Path) -> None:
-    """Unlink a file, a link or what else may be there, and a folder with all in it; no link is followed."""
+    """Delete whatever is at the path, a folder with its content; links are not followed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -91,18 +91,18 @@ def discard(path: Path) -> None:
 
 
 def discard_database(path: Path) -> None:
-    """Unlink an SQLite file with its log and its shared memory, which would still have what was in it."""
+    """Delete an SQLite file with its log and its shared memory, which may still hold its content."""
     for suffix in ("", "-wal", "-shm"):
         Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 
 def identity(status: os.stat_result) -> tuple[int, int]:
-    """What stays the same for one file wherever it is moved."""
+    """A file's identity (device and inode), which moving does not change."""
     return status.st_dev, status.st_ino
 
 
 def is_same_file(path: Path, expected: tuple[int, int]) -> bool:
-    """Whether the file that was opened at `path` is still there."""
+    """Whether the file that was opened at `path` is still the one at that path."""
     try:
         return identity(os.stat(path)) == expected
     except FileNotFoundError:
@@ -110,7 +110,7 @@ def is_same_file(path: Path, expected: tuple[int, int]) -> bool:
 
 
 def sync_file(path: Path) -> None:
-    """Make what was written to it by others survive a power cut."""
+    """Flush a file that other code has written, so that it survives a power cut."""
     fd = os.open(path, os.O_RDWR)
     try:
         os.fsync(fd)
@@ -119,9 +119,9 @@ def sync_file(path: Path) -> None:
 
 
 def write_durably(path: Path, pieces: Iterable[memoryview], nbytes: int) -> None:
-    """Write `pieces` to `path`: temporary file beside it, fsync, rename, fsync of the folder.
+    """Write `pieces` to `path`: temporary file in the same folder, fsync, rename, fsync of the folder.
 
-    OSError passes through, with no trace of the file left.
+    OSError passes through; then no file is left behind.
     """
     temporary = path.with_suffix(".tmp")
     try:
@@ -137,7 +137,7 @@ def write_durably(path: Path, pieces: Iterable[memoryview], nbytes: int) -> None
 
 
 def replace_durably(path: Path, text: str) -> None:
-    """Let `path` hold that text, for its owner alone: as it was, or whole. OSError passes through."""
+    """Replace a private text file atomically. OSError passes through."""
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     content = text.encode()
     try:
@@ -152,7 +152,7 @@ def replace_durably(path: Path, text: str) -> None:
 def _write_new(path: Path, pieces: Iterable[memoryview], nbytes: int) -> None:
     fd = posix.create_private(path, FILE_MODE)
     try:
-        posix.reserve(fd, nbytes)  # a full disk says so before 70 MB are written, not after
+        posix.reserve(fd, nbytes)  # detects a full disk before 70 MB are written
         for piece in pieces:
             while piece:
                 piece = piece[os.write(fd, piece) :]
@@ -162,7 +162,7 @@ def _write_new(path: Path, pieces: Iterable[memoryview], nbytes: int) -> None:
 
 
 def write_failed(error: OSError, path: Path, nbytes: int) -> StoreError:
-    """The named error for an OSError met while writing `path`."""
+    """The named error for an OSError from writing `path`."""
     doing = f"storing {nbytes:,} bytes at {path} failed: {error.strerror or error}."
     if error.errno not in {*NO_ROOM, errno.EIO}:
         return StoreError(
@@ -185,7 +185,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")  # a blank in a mount point is \040
 
 
 def network_file_system(path: Path, mounts: Path = _MOUNTS) -> str | None:
-    """The type of the network file system that `path` is on; None on a local one, and where nobody can tell."""
+    """The type of the network file system that `path` is on; None for a local one, or if unknown."""
     try:
         lines = mounts.read_text("utf-8", "surrogateescape").splitlines()
     except OSError:
@@ -204,7 +204,7 @@ def network_file_system(path: Path, mounts: Path = _MOUNTS) -> str | None:
 
 @cache
 def warn_of_network(root: Path) -> None:
-    """Say it, once in a process, when `root` is on a network file system."""
+    """Log a warning, once per process, if `root` is on a network file system."""
     kind = network_file_system(root)
     if kind is not None:
         log.warning(

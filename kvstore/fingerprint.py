@@ -1,8 +1,7 @@
-"""Token ids + model fingerprint + encoding prefix + salt -> the SHA-256 that a chunk's KV is found by.
+"""Keys of KV: SHA-256 over token ids, model fingerprint, encoding prefix and salt.
 
-Canonical bytes: the format version, a domain, then every field as (name length, value length, name, value).
-With the lengths inside, no two inputs share bytes, which joined text or JSON (1 or 1.0, escapes) would not
-promise.
+Canonical bytes: the format version, a domain, then every field as (name length, value length, name, value). The lengths
+make the encoding injective, unlike joined text or JSON (1 or 1.0, escapes).
 """
 
 import hashlib
@@ -24,7 +23,7 @@ def _canonical(domain: str, fields: Iterable[tuple[str, bytes]]) -> bytes:
 
 @dataclass(frozen=True)
 class ModelFingerprint:
-    """What must be equal for one model's KV to be usable by another.
+    """Everything that must be equal for one model's KV to be usable by another.
 
     weights, tokenizer: hex digests of the content (never a name); rope: canonical JSON of RoPE's parameters.
     """
@@ -51,7 +50,7 @@ class ModelFingerprint:
 def chunk_key(
     model: ModelFingerprint, prefix_ids: Sequence[int], salt: str, token_ids: Sequence[int]
 ) -> ChunkKey:
-    """The address of the KV of `token_ids`, encoded by `model` behind `prefix_ids`, in collection `salt`."""
+    """The key of the KV of `token_ids`, encoded by `model` after `prefix_ids`, in collection `salt`."""
     fields = [
         ("model", bytes.fromhex(model.digest)),
         ("prefix", pack_tokens(prefix_ids)),
@@ -62,7 +61,7 @@ def chunk_key(
 
 
 def node_key(parent: ChunkKey, salt: str, token_ids: Sequence[int]) -> ChunkKey:
-    """The address of the KV of `token_ids`, computed behind all that `parent` stands for (see `tree.py`)."""
+    """The key of the KV of `token_ids`, computed after the path that ends with `parent` (see `tree.py`)."""
     fields = [
         ("parent", bytes.fromhex(parent.digest)),
         ("salt", salt.encode("utf-8", "surrogatepass")),

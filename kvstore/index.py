@@ -1,8 +1,8 @@
-"""Index: for each key the file that holds its KV, the file's size and the node before it; and the saved ledger.
+"""Index: the value file, its size and the parent node of each key; and the saved ledger.
 
-A `diskcache.Cache` in a folder of its own. Each value is a short row of bytes in SQLite, so diskcache writes, reads and
-removes no file. Its triggers count rows and bytes, so that a size is said once. Reads have a connection of their own:
-opening diskcache writes, and a question whose passages are all stored must be answered on a full disk.
+A `diskcache.Cache` in its own folder. Each value is a short row of bytes in SQLite, so diskcache handles no files, and
+its triggers count rows and bytes. Reads use a separate connection: opening diskcache writes, and a question whose
+passages are all stored must work on a full disk.
 """
 
 import re
@@ -39,13 +39,13 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 _ROW = struct.Struct("<8sQ32s")
 _NO_PARENT = bytes(32)
 _DISKS_FAULT = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY}
-# Keys that are no digests: the saved ledger, and its number, as SQLite reads a large value whole for its first bytes.
+# Keys besides digests: the saved ledger and its number, apart because SQLite reads large values as a whole.
 _LEDGER, _SERIAL = "ledger", "ledger-serial"
 _ENTRIES = f"SELECT key, value FROM Cache WHERE key NOT IN ('{_LEDGER}', '{_SERIAL}') ORDER BY rowid"
 
 
 class Row(NamedTuple):
-    """What the index knows of a value. filename: below the store's folder; parent: digest of the node before it."""
+    """The index row of a value. filename: below the store's folder; parent: digest of its parent node."""
 
     filename: str
     nbytes: int
@@ -92,9 +92,9 @@ class BytesOnly(Disk):  # type: ignore[misc]
 
 
 class Index(SqliteFile):
-    """Safe for threads; a caller that changes it holds the writer lock.
+    """Thread-safe; to change it, the caller holds the writer lock.
 
-    Raises StoreError for what SQLite or diskcache raise, and CorruptBlobError for an index that must be rebuilt.
+    Raises StoreError for errors of SQLite or diskcache, and CorruptBlobError for an index that must be rebuilt.
     """
 
     what = "KV index"
@@ -118,7 +118,7 @@ class Index(SqliteFile):
         return _unpack(digest, packed)
 
     def entries(self) -> dict[str, Row]:
-        """All of them, in the order they came. CorruptBlobError if one is not ours."""
+        """All rows in insertion order. CorruptBlobError if one is not ours."""
         found = {}
         for key, packed in self.rows(_ENTRIES):
             ours = type(key) is str and type(packed) is bytes
@@ -129,18 +129,18 @@ class Index(SqliteFile):
 
     @property
     def totals(self) -> tuple[int, int]:
-        """How many values there are, and their bytes, as diskcache's triggers count them."""
+        """Number of values and their bytes, as diskcache's triggers count them."""
         known = dict(self.rows("SELECT key, value FROM Settings WHERE key IN ('count', 'size')"))
         count, nbytes = int(known["count"]), int(known["size"])
         others = self.rows("SELECT 1 FROM Cache WHERE key IN (?, ?)", _LEDGER, _SERIAL)
         return count - len(others), nbytes
 
     def ledger(self) -> bytes:
-        """The saved ledger of uses; empty before there is one."""
+        """The saved ledger; empty before the first save."""
         return self._special(_LEDGER)
 
     def ledger_serial(self) -> int:
-        """The number of the last save; 0 before there is one, and for a row that cannot be read."""
+        """The number of the last save; 0 before the first, and for an unreadable row."""
         saved = self._special(_SERIAL)
         return int(saved) if saved.isdigit() else 0
 
@@ -149,19 +149,19 @@ class Index(SqliteFile):
         return found[0] if found and type(found[0]) is bytes else b""
 
     def integrity(self) -> list[str]:
-        """What SQLite finds wrong with its own file."""
+        """SQLite's own integrity check of the file."""
         with self.connection() as sql:
             return integrity(sql, 20)
 
     def is_in_place(self) -> bool:
-        """Whether this is still the store's index: another process may have rebuilt it."""
+        """Whether this is still the store's index, and not one that another process has replaced."""
         return is_same_file(self.path, self._identity)
 
     # --- changing
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """One transaction: all or nothing. Errors raised in the block pass through."""
+        """Context manager: one transaction. Errors raised in the block pass through."""
         try:
             with ExitStack() as change:
                 try:
@@ -172,11 +172,11 @@ class Index(SqliteFile):
         except SQL_ERRORS as error:
             raise self._failed(error) from error
         finally:
-            if self._writer is not None:  # a connection is a thread's, and threads come and go
+            if self._writer is not None:  # close this thread's connection, because threads come and go
                 self._writer.close()
 
     def set(self, digest: str, row: Row) -> None:
-        """Enter or replace a value's row."""
+        """Insert or replace a value's row."""
         self._opened().set(digest, _pack(row))
 
     def delete(self, digest: str) -> bool:
@@ -184,7 +184,7 @@ class Index(SqliteFile):
         return bool(self._opened().delete(digest))
 
     def set_ledger(self, packed: bytes, serial: int) -> None:
-        """Save the ledger of uses, and the number of this save."""
+        """Save the ledger, and the number of this save."""
         self._opened().set(_LEDGER, packed)
         self._opened().set(_SERIAL, str(serial).encode())
 
@@ -193,10 +193,10 @@ class Index(SqliteFile):
             self._writer = _cache_in(self.path.parent, self._timeout_s)
         return self._writer
 
-    # --- opening, and what is wrong
+    # --- opening and damage
 
     def _must_reopen(self) -> bool:
-        return self._is_for_once  # one that another process has rebuilt is not followed: see `is_in_place`
+        return self._is_for_once  # an index rebuilt by another process is not followed: see `is_in_place`
 
     def _prepare(self, sql: sqlite3.Connection) -> None:
         if self.generation:
@@ -233,7 +233,7 @@ def _tables_and_settings(sql: sqlite3.Connection) -> frozenset[tuple[str, str]]:
 
 @cache
 def _made_by_diskcache() -> frozenset[tuple[str, str]]:
-    """What it makes of an empty folder: one flipped bit in a trigger's text is found by comparison."""
+    """The schema that diskcache creates in an empty folder, for comparison: it reveals damaged triggers."""
     with TemporaryDirectory(prefix="ragblend-") as folder:
         _cache_in(Path(folder), BUSY_SECONDS).close()
         with closing(connect(Path(folder, Path(INDEX_NAME).name))) as sql:
@@ -255,7 +255,7 @@ def _cache_in(folder: Path, timeout_s: float) -> Any:
         sqlite_synchronous=1,
         sqlite_auto_vacuum=1,
         sqlite_cache_size=2**13,
-        disk_pickle_protocol=0,  # never used; given so that no setting is taken from the file
+        disk_pickle_protocol=0,  # unused; given so that no setting is read from the file
         sqlite_secure_delete=1,  # a deleted row leaves no bytes in the file
         sqlite_mmap_size=0,  # a truncated index under mmap would be a SIGBUS, not an error
     )

@@ -7,7 +7,7 @@ import numpy as np
 
 from ragblend.kvstore.errors import UsageError
 
-FORMAT_VERSION = 2  # of keys, blobs and folders alike: one number, so that none of them can drift
+FORMAT_VERSION = 2  # one version for keys, blobs and folders
 _TOKEN = np.dtype("<u4")
 
 

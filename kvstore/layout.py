@@ -1,10 +1,10 @@
-"""What lies where in a store's folder, and the few moves between those places.
+"""The layout of a store's folder, and operations on its files.
 
-FORMAT        one line: which format everything here has
-index/        diskcache's: cache.db (and -wal, -shm while it is open), the index of values and the ledger of their uses
+FORMAT        one line: the format version of the folder
+index/        diskcache's: cache.db (and -wal, -shm while it is open), the index and the ledger
 write.lock    the writer lock
-values/ab/    <key digest>-<16 hex>.kv, one file a value; .tmp while it is written
-quarantine/   what was found damaged, the newest few; gc empties it
+values/ab/    <key digest>-<16 hex>.kv, one file per value; .tmp while it is written
+quarantine/   damaged files, the newest few; gc empties it
 """
 
 import logging
@@ -22,19 +22,19 @@ from ragblend.kvstore.keys import FORMAT_VERSION
 from ragblend.kvstore.posix import sync_folder
 
 log = logging.getLogger(__name__)
-INDEX_NAME = "index/cache.db"  # the file's name is diskcache's own choice
+INDEX_NAME = "index/cache.db"  # diskcache's own name for the file
 LOCK_NAME = "write.lock"
 VALUES_FOLDER = "values"
 QUARANTINE_FOLDER = "quarantine"
-_QUARANTINE_FILES = 4  # a failing disk must not fill itself with evidence
+_QUARANTINE_FILES = 4  # limit, because a failing disk must not fill up
 _FILENAME = re.compile(r"values/([0-9a-f]{2})/(\1[0-9a-f]{62})-[0-9a-f]{16}\.(?:kv|tmp)")
 _FORMAT_NAME = "FORMAT"
 _FORMAT_LINE = f"ragblend kv {FORMAT_VERSION}\n".encode()
-_BEFORE_FORMAT = {LOCK_NAME, "FORMAT.tmp"}  # may be there before FORMAT is, when an open was interrupted
+_BEFORE_FORMAT = {LOCK_NAME, "FORMAT.tmp"}  # may exist before FORMAT, if an open was interrupted
 
 
 class ValueFile(NamedTuple):
-    """A file below values/; digest is None when it has no name of ours."""
+    """A file below values/; digest is None if the name is not ours."""
 
     filename: str
     digest: str | None
@@ -47,13 +47,13 @@ class ValueFile(NamedTuple):
 
 
 def check_format(root: Path) -> bool:
-    """True when the store is there, False when the folder is empty or absent; else StoreFormatError."""
+    """True if the store exists, False if the folder is empty or absent; else StoreFormatError."""
     line = _format_line(root)
     if line is None:
         others = {path.name for path in root.iterdir()} - _BEFORE_FORMAT if root.is_dir() else set()
         if not others:
             return False
-        # Read again: another process may have begun the store in between, and FORMAT is what it makes first.
+        # Read again: another process may have just created the store, whose first file is FORMAT.
         line = _format_line(root) or f"no FORMAT file, but {sorted(others)[0]!r}".encode()
     if line != _FORMAT_LINE:
         raise StoreFormatError(
@@ -72,8 +72,10 @@ def _format_line(root: Path) -> bytes | None:
 
 
 def prepare(root: Path) -> None:
-    """Make or tighten all that must exist before the index is opened; SQLite gives its logs the mode of cache.db."""
-    if not check_format(root):  # first of all: a folder with anything else in it and no FORMAT is not ours
+    """Create the files that must exist before the index is opened, with private modes; SQLite's logs inherit
+    cache.db's.
+    """
+    if not check_format(root):  # first, because a non-empty folder without FORMAT is not ours
         (root / "FORMAT.tmp").unlink(missing_ok=True)
         files.write_durably(root / _FORMAT_NAME, [memoryview(_FORMAT_LINE)], len(_FORMAT_LINE))
     files.make_private_folder(root / VALUES_FOLDER)
@@ -85,7 +87,7 @@ def prepare(root: Path) -> None:
 
 
 def quarantine_of(root: Path) -> Path:
-    """The quarantine folder; a link in its place, which may point to the user's files, is replaced."""
+    """The quarantine folder. A link in its place is replaced, because it may point to the user's files."""
     folder = root / QUARANTINE_FOLDER
     if folder.is_symlink():
         log.warning("the quarantine of the KV store at %s was a link; a folder is in its place now", root)
@@ -95,7 +97,7 @@ def quarantine_of(root: Path) -> Path:
 
 
 def value_names(root: Path) -> Iterator[str]:
-    """The names of all files below values/, without a look at each: there may be a hundred thousand."""
+    """The names of all files below values/, without a stat of each: there may be a hundred thousand."""
     for folder in os.scandir(root / VALUES_FOLDER):
         if not folder.is_dir(follow_symlinks=False):
             yield f"{VALUES_FOLDER}/{folder.name}"
@@ -118,7 +120,7 @@ def value_files(root: Path) -> Iterator[ValueFile]:
 
 
 def write_value(root: Path, blob: Blob) -> ValueFile:
-    """Write a new file, durably. StoreError and its kinds, with no trace of the file left."""
+    """Write a new file durably. Raises StoreError; then no file is left behind."""
     digest = blob.header.key.digest
     filename = value_name(digest, os.urandom(8))
     path = root / filename
@@ -131,19 +133,19 @@ def write_value(root: Path, blob: Blob) -> ValueFile:
 
 
 def remove_values(root: Path, filenames: Iterable[str]) -> None:
-    """Unlink value files; what cannot be unlinked stays as an orphan, which check() and gc() see."""
+    """Unlink value files; one that cannot be unlinked stays as an orphan for check() and gc()."""
     for filename in filenames:
         with suppress(OSError):
             (root / filename).unlink()
 
 
 def value_name(digest: str, suffix: bytes) -> str:
-    """A value's file, below the root. suffix: 8 random bytes, so that a replaced value has another file."""
+    """The file of a value, below the root. suffix: 8 random bytes, so that a replaced value gets another file."""
     return f"{VALUES_FOLDER}/{digest[:2]}/{digest}-{suffix.hex()}.kv"
 
 
 def files_of(root: Path, digest: str) -> list[Path]:
-    """Every file that holds something of one key, the quarantine included."""
+    """Every file of one key, the quarantine included."""
     return sorted([*_values_of(root, digest), *quarantine_of(root).glob(f"{digest}-*")])
 
 
@@ -152,7 +154,7 @@ def _values_of(root: Path, digest: str) -> Iterator[Path]:
 
 
 def move_to_quarantine(root: Path, digest: str) -> None:
-    """Take a key's files out of use; one that cannot be moved is unlinked."""
+    """Move a key's files to the quarantine; one that cannot be moved is unlinked."""
     folder = quarantine_of(root)
     for path in list(_values_of(root, digest)):
         try:
@@ -165,12 +167,12 @@ def move_to_quarantine(root: Path, digest: str) -> None:
 
 
 def remove_index(root: Path) -> None:
-    """Remove a damaged index, its log and its shared memory: kept, it would still have the keys of what is deleted."""
+    """Remove a damaged index, its log and its shared memory, which would still hold the keys of deleted values."""
     files.discard_database(root / INDEX_NAME)
     sync_folder((root / INDEX_NAME).parent)
 
 
 def digest_in(filename: str) -> str | None:
-    """The key digest in a value file's name; None for any name that this store would not have given."""
+    """The key digest in a value file's name; None if the name is not ours."""
     match = _FILENAME.fullmatch(filename)
     return match[2] if match else None

@@ -1,9 +1,9 @@
 """Ledger: access counts, cost and priority of each value, and hit statistics of all processes.
 
-The arithmetic is policy.py's. It lives in memory, is read when the store is opened and saved now and then as one packed
-array beside the index's rows. Saving merges: another process's counts are added, and what either deleted stays deleted.
-A kill loses what was not saved, which is an order of eviction and nothing else. Uses are numbered: no clock is asked,
-so none can jump. What is stored, and how large it is, the index says.
+policy.py has the arithmetic. The ledger lives in memory, is loaded when the store is opened, and saved from time to
+time as one packed array in the index. Saving merges: another process's counts are added, and values that either process
+deleted stay deleted. A kill loses unsaved counts, which affects only the order of eviction. Time is counted in uses, so
+a clock that jumps does no harm. The index, not the ledger, knows what is stored and how large it is.
 """
 
 import heapq
@@ -31,8 +31,8 @@ from ragblend.kvstore.policy import (
 )
 
 log = logging.getLogger(__name__)
-REMEMBERED = 20_000  # evicted values whose count is kept; about 5 MB
-SAVED_EVERY = 64  # changes, and more where the ledger is large: all of it is written each time
+REMEMBERED = 20_000  # limit of evicted values whose counts are kept; about 5 MB
+SAVED_EVERY = 64  # changes before a save; more for a large ledger, which is written as a whole
 SAVED_PART = 32
 _PACKED = np.dtype(
     [
@@ -53,7 +53,7 @@ _NO_PARENT = bytes(32)
 
 @dataclass
 class _Saved:
-    """What a save holds. serial: of the save; uses: how many there were; clock: the policy's."""
+    """The content of a save. serial: number of the save; uses: count of all uses; clock: the policy's."""
 
     serial: int = 0
     policy: str = ""
@@ -76,7 +76,7 @@ class _Saved:
 
     @classmethod
     def unpack(cls, packed: bytes) -> "_Saved":
-        """An empty one for nothing, and for what cannot be read: then uses are counted from zero."""
+        """Parse a save; empty or unreadable input gives an empty ledger."""
         if not packed:
             return cls()
         try:
@@ -105,10 +105,9 @@ class _Saved:
 
 
 class Ledger:
-    """Safe for threads. policy: what values are evicted by.
+    """Thread-safe. policy: the eviction policy.
 
-    counters: of this process, by the names of its tiers; remembered: how many values that are not stored keep their
-    count.
+    counters: of this process, by tier name; remembered: how many values that are not stored keep their counts.
     """
 
     def __init__(
@@ -120,10 +119,10 @@ class Ledger:
         self._counters, self._wanted, self._remembered = counters, policy, remembered
         self.policy = policy or POLICIES[DEFAULT_POLICY]
         self._lock = threading.RLock()
-        self._known = _Saved()  # as it was saved last, and what this process did since
-        # Asked for and never stored: not saved, as it may have been deleted.
+        self._known = _Saved()  # the last save, and this process's changes since
+        # Requested but never stored: not saved, because it may have been deleted.
         self._unknown: dict[str, Entry] = {}
-        self._children: dict[str, set[str]] = defaultdict(set)  # by their parent, stored or only remembered
+        self._children: dict[str, set[str]] = defaultdict(set)  # by parent, stored or remembered
         # A heap of (priority, used_at, digest); some are outdated.
         self._order: list[tuple[float, float, str]] = []
         # Since the last save: retrievals, values that were computed, and values that were deleted.
@@ -134,7 +133,7 @@ class Ledger:
     # --- reading
 
     def asked(self) -> dict[str, float]:
-        """How often what is not stored was asked for, by digest."""
+        """Request counts of values that are not stored, by digest."""
         with self._lock:
             gone = {
                 digest: entry.frequency for digest, entry in self._known.entries.items() if not entry.nbytes
@@ -142,17 +141,17 @@ class Ledger:
             return gone | {digest: entry.frequency for digest, entry in self._unknown.items()}
 
     def entry(self, digest: str) -> Entry:
-        """All that is known of a value."""
+        """The entry of a value."""
         with self._lock:
             return self._known.entries.get(digest) or self._unknown.get(digest) or Entry(digest, 0)
 
     def totals(self, packed: bytes) -> dict[str, Counts]:
-        """What all processes did on each tier, by its name: what is saved now, and what this one has not saved."""
+        """Counts of all processes by tier name: the saved ones plus this process's unsaved ones."""
         found, own = _totals(packed), {tier: each.unsaved for tier, each in self._counters.items()}
         return {tier: found.get(tier, Counts()) + own.get(tier, Counts()) for tier in {**own, **found}}
 
     def below(self, digests: Iterable[str]) -> list[str]:
-        """These values, and every node that was computed behind one of them, stored or only remembered."""
+        """These values and all their descendants in the tree, stored or only remembered."""
         with self._lock:
             found, waiting = dict[str, None](), list(digests)
             while waiting:
@@ -163,7 +162,7 @@ class Ledger:
             return list(found)
 
     def orphans(self) -> list[str]:
-        """Nodes whose parent is not stored, and those behind them: no path leads to them."""
+        """Nodes whose parent is not stored, and their descendants: no path reaches them."""
         with self._lock:
             lost = [digest for digest, parent in self._known.parents.items() if not self._is_stored(parent)]
             return list(filter(self._is_stored, self.below(lost)))
@@ -175,7 +174,7 @@ class Ledger:
     def victims(
         self, excess_bytes: int, at_most_extra: int, needed_bytes: int = 0, spare: Collection[str] = ()
     ) -> list[Entry]:
-        """What to evict so that excess_bytes are free, the lowest priority first, and no node before its children.
+        """Values to evict to free excess_bytes, lowest priority first, no node before its children.
 
         At most at_most_extra values beyond those that free needed_bytes; never `spare`.
         """
@@ -196,7 +195,7 @@ class Ledger:
                 extra += freed >= needed_bytes
                 freed += entry.nbytes
                 if parent := parents.get(digest):
-                    self._push(parent)  # it may be next, now that nothing is behind it
+                    self._push(parent)  # now a leaf, so it may be next
             for item in taken:
                 heapq.heappush(self._order, item)
         return list(chosen.values())
@@ -204,7 +203,7 @@ class Ledger:
     # --- changing, in memory
 
     def used(self, digest: str) -> None:
-        """Count a retrieval, found or not."""
+        """Count a retrieval, hit or miss."""
         with self._lock:
             half_life, known = self.policy.half_life, self._known
             known.uses += 1.0
@@ -220,9 +219,10 @@ class Ledger:
             self._changes += 1
 
     def arrive(self, digest: str, nbytes: int, cost: float, parent: str | None = None) -> None:
-        """A value was computed, at `cost` a token, and stored; one that was never asked for counts as used once.
+        """Record that a value was computed, at `cost` per token, and stored.
 
-        Else all that one ingests would be evicted before anything that was asked for once, however long ago.
+        A value that was never requested counts as used once; otherwise new documents would be evicted before any value
+        that was requested once, however long ago.
         """
         with self._lock:
             found = self._known.entries.get(digest)
@@ -236,7 +236,7 @@ class Ledger:
             self._changes += 1
 
     def evict(self, victims: Collection[Entry]) -> None:
-        """These were evicted: the clock moves on, and their counts go on if the policy wants them."""
+        """Record an eviction: the clock advances, and the counts are kept if the policy uses them."""
         with self._lock:
             for victim in victims:
                 if self.policy.fades:
@@ -247,7 +247,7 @@ class Ledger:
             self._changes += len(victims)
 
     def forget(self, digests: Iterable[str]) -> None:
-        """These were deleted: nothing of them stays, their counts included."""
+        """Record a deletion: the counts are deleted too."""
         with self._lock:
             for digest in digests:
                 self._forget(digest)
@@ -262,10 +262,10 @@ class Ledger:
         with self._lock:
             self.forget([digest for digest in (*self._known.entries, *self._unknown) if digest not in wanted])
 
-    # --- in line with the index
+    # --- synchronising with the index
 
     def load(self, packed: bytes, rows: Mapping[str, Row]) -> bool:
-        """Begin with what was saved, in line with what is stored; whether they are ranked by another policy now."""
+        """Load a save, restricted to stored values; returns whether they had to be ranked by another policy."""
         with self._lock:
             self._known = _Saved.unpack(packed)
             before = self._known.policy
@@ -277,11 +277,11 @@ class Ledger:
 
     @property
     def serial(self) -> int:
-        """The number of the last save that this ledger holds."""
+        """The number of the last save that this ledger includes."""
         return self._known.serial
 
     def refresh(self, packed: bytes, rows: Mapping[str, Row]) -> None:
-        """Take over what other processes did. packed: what one saved since, empty if none did; rows: what is stored."""
+        """Merge other processes' changes. packed: a newer save, empty if there is none; rows: the stored values."""
         with self._lock:
             if packed:
                 self._merge(_Saved.unpack(packed), rows)
@@ -291,8 +291,8 @@ class Ledger:
     def _sync(self, rows: Mapping[str, Row]) -> None:
         entries = self._known.entries
         for digest in [digest for digest, entry in entries.items() if entry.nbytes and digest not in rows]:
-            # A deletion saves the ledger with its row, so a saved value without one was evicted. Of what was never
-            # saved that is not known, and what was deleted may not be remembered.
+            # A deletion saves the ledger in the same transaction, so a saved value without a row was evicted. A value
+            # that was never saved may have been deleted, so it must not be remembered.
             if self.policy.fades and digest not in self._computed:
                 entries[digest] = entries[digest]._replace(nbytes=0)
             else:
@@ -316,20 +316,20 @@ class Ledger:
 
     @property
     def has_changed(self) -> bool:
-        """Whether anything is not saved."""
+        """Whether there are unsaved changes."""
         return self._changes > 0 or any(each.unsaved != Counts() for each in self._counters.values())
 
     @property
     def is_due(self) -> bool:
-        """Whether so much has changed that it is worth a save."""
+        """Whether enough has changed for a save."""
         return self._changes >= max(SAVED_EVERY, len(self._known.entries) // SAVED_PART)
 
     def merged(
         self, packed: bytes, rows: Callable[[], Mapping[str, Row]]
     ) -> tuple[bytes, Callable[[], None]]:
-        """What to save, and what to call once it is saved.
+        """The bytes to save, and a function to call after saving.
 
-        packed: what another process saved since, empty if none did; rows: reads what is stored, asked in that case.
+        packed: another process's newer save, empty if there is none; rows: reads the stored values, called only then.
         """
         with self._lock:
             if packed:
@@ -359,7 +359,7 @@ class Ledger:
             return saved.pack(), is_saved
 
     def _merge(self, theirs: _Saved, rows: Mapping[str, Row]) -> None:
-        """Take over what others saved, and add what was done here since the last save."""
+        """Merge another process's save with this process's changes since its last save."""
         mine, before = self._known, self.policy.name
         self.policy = POLICIES.get(theirs.policy, self.policy)
         half_life = self.policy.half_life
@@ -391,7 +391,7 @@ class Ledger:
         self._sync(rows)
 
     def _trim(self) -> None:
-        """Of what is not stored the longest unused are forgotten."""
+        """Forget the least recently used of the values that are not stored."""
         gone = [entry for entry in self._known.entries.values() if not entry.nbytes]
         if len(gone) > self._remembered:
             gone.sort(key=lambda entry: (entry.used_at, entry.digest))
@@ -401,7 +401,7 @@ class Ledger:
     # --- inside
 
     def _rank_anew(self) -> None:
-        """By another policy than the one they were ranked by, in the order of use."""
+        """Rank all values by the current policy, in the order of use."""
         known = self._known
         known.clock = 0.0
         if not self.policy.fades:
@@ -433,7 +433,7 @@ class Ledger:
             self._sort()
 
     def _sort(self) -> None:
-        """Without what is outdated."""
+        """Rebuild the heap without outdated items."""
         stored = (entry for entry in self._known.entries.values() if entry.nbytes)
         self._order = [(entry.priority, entry.used_at, entry.digest) for entry in stored]
         heapq.heapify(self._order)

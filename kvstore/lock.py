@@ -1,8 +1,8 @@
 """Writer lock: one writer at a time over threads and processes, by a lock file that names its holder.
 
-Readers never take it. Whoever holds the store's knows that a temporary file, or a file without a row, is left over
-from a crash, and not another process's put that has yet to commit. Chroma's files are silently corrupted by two
-writing processes, so every change of the library holds the home's lock.
+Readers never take it. While a process holds the store's lock, a temporary file, or a file without a row, must be left
+over from a crash: no other process can be in the middle of a put. Two writing processes silently corrupt Chroma's
+files, so every change of the library holds the home's lock.
 """
 
 import json
@@ -29,16 +29,16 @@ _SHORTEST_BYTES, _HOLDER_BYTES = 256, 65_536
 
 @dataclass(frozen=True)
 class Hold:
-    """One time of writing. before: the mark that the last writer left, None if it was killed; mark: what we leave."""
+    """One holding of the lock. before: the mark of the last writer, None if it was killed; mark: the mark to leave."""
 
     before: str | None
     mark: str
 
 
 class WriterLock(Closing):
-    """Re-entrant in one thread; StoreLockedError, naming the holder, after `timeout_s`. OSError for a link.
+    """Re-entrant in one thread; StoreLockedError, with the holder, after `timeout_s`. OSError for a link.
 
-    command: what to tell others who wait for it; the process's own command line without it.
+    command: shown to waiting processes, by default this process's command line.
     """
 
     def __init__(self, path: Path, timeout_s: float = 0.0, command: str = "") -> None:
@@ -47,7 +47,7 @@ class WriterLock(Closing):
         since = datetime.now().astimezone().isoformat(timespec="seconds")
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
         self._holder = _text(holder | {"command": command or " ".join(sys.argv)})
-        self.before: dict[str, Any] = {}  # what the file said until the lock was taken
+        self.before: dict[str, Any] = {}  # the file's content before the lock was taken
         self._threads = threading.RLock()
         self._depth = 0
         self._fd = posix.open_existing(path, writable=True)
@@ -78,17 +78,17 @@ class WriterLock(Closing):
             self._threads.release()
 
     def note(self, value: dict[str, Any]) -> None:
-        """Let the file say that, for others to read; a full disk must still let values be deleted."""
+        """Write to the file, for other processes. Errors are ignored, because deleting must work on a full disk."""
         self._write(_text(value))
 
     def is_in_place(self) -> bool:
-        """Whether the locked file is still the one that others would lock: the folder may have been moved."""
+        """Whether the locked file is still the one that other processes would lock; the folder may have been moved."""
         return is_same_file(self.path, self._identity)
 
     def close(self) -> None:
         with self._threads:
             if self._fd >= 0:
-                with suppress(OSError):  # nothing was written that matters, and it is closed either way
+                with suppress(OSError):  # nothing important was written, and the file is closed anyway
                     os.close(self._fd)
                 self._fd = -1
 
@@ -103,7 +103,7 @@ class WriterLock(Closing):
             posix.overwrite(self._fd, text)
         except OSError:
             with suppress(OSError):
-                os.ftruncate(self._fd, 0)  # no mark is as good as that of a killed writer
+                os.ftruncate(self._fd, 0)  # without a mark the next writer assumes a kill
 
     def _message(self) -> str:
         holder = read_holder(self.path)
@@ -119,7 +119,7 @@ class WriterLock(Closing):
 
 @contextmanager
 def writer_lock(path: Path, command: str = "") -> Iterator[Hold]:
-    """Hold a lock without waiting, and leave a mark there. Raises StoreLockedError, naming the holder."""
+    """Hold a lock without waiting, and leave a mark. Raises StoreLockedError, with the holder."""
     with WriterLock(path, command=command) as lock, lock.hold():
         hold = Hold(lock.before.get("mark"), secrets.token_hex(8))
         try:
@@ -130,7 +130,7 @@ def writer_lock(path: Path, command: str = "") -> Iterator[Hold]:
 
 
 def read_holder(path: Path) -> dict[str, Any] | None:
-    """The process that holds the lock, as its file says; None when there is none."""
+    """The process that holds the lock, read from the file; None if there is none."""
     try:
         fd = open_file(path)
         try:
@@ -151,5 +151,5 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 
 def _text(value: dict[str, Any]) -> bytes:
-    # Padded and cut behind the text: a file that is cut to nothing is written to the disk when it is closed.
+    # Padded, then truncated after the text: a file that was truncated to nothing would be flushed on closing.
     return json.dumps(value).encode().ljust(_SHORTEST_BYTES)

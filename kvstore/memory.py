@@ -1,8 +1,8 @@
-"""MemoryTier: values kept in memory, the host's or a device's, above the disk that has them all.
+"""MemoryTier: copies of values in memory, the host's or a device's, above the disk.
 
-Whatever is here is on the disk too, so eviction is dropping: a value is swapped out once, when it is put (RAGCache,
-arXiv 2404.12457, section 5.1). Values are checked when they come up from the disk, and never change. How often a value
-was used before it came up is the ledger's to say; a tier counts on for what it holds.
+Every value is also on the disk, so eviction just drops the copy (RAGCache, arXiv 2404.12457, section 5.1). Values are
+verified when they are read from the disk, and never change. The ledger gives a value's earlier uses; the tier counts
+further uses itself.
 """
 
 import threading
@@ -21,7 +21,7 @@ from ragblend.kvstore.policy import DEFAULT_POLICY, POLICIES, Entry, EvictionPol
 
 @dataclass(eq=False)
 class HeldChunk(Source):
-    """A value whose tensors lie in memory anyway: keys, values L each, (H, T, D), which are never changed."""
+    """A value whose tensors are already in memory: keys, values L each, (H, T, D), which must not change."""
 
     token_ids: tuple[int, ...]
     start: int
@@ -34,7 +34,7 @@ class HeldChunk(Source):
 
     @classmethod
     def of(cls, chunk: ChunkKV) -> "HeldChunk":
-        """That chunk, not copied."""
+        """From a chunk, without copying."""
         return cls(chunk.token_ids, chunk.start, chunk.geometry, chunk.keys, chunk.values)
 
     def read_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -49,10 +49,10 @@ class HeldChunk(Source):
 
 @dataclass(eq=False)
 class PackedChunk(Source):
-    """A value of a tier in memory, as its codec packed it; it stays whole when it is evicted meanwhile.
+    """A packed value of a memory tier; it stays readable if it is evicted meanwhile.
 
-    layers: L tensors (layer bytes,) uint8, which are never changed. Packed are fewer bytes to hold, and to send to a
-    device; from pinned memory, sending is only given to the current stream.
+    layers: L tensors (layer bytes,) uint8, which must not change. Packed values take less memory and less transfer to a
+    device; from pinned memory, a transfer is only queued on the current stream.
     """
 
     token_ids: tuple[int, ...]
@@ -71,12 +71,12 @@ class PackedChunk(Source):
 
 
 def held_nbytes(source: Source) -> int:
-    """Bytes that a copy of it takes in memory."""
+    """Bytes of a copy in memory."""
     return source.geometry.layers * source.codec.layer_nbytes(source.geometry, len(source.token_ids))
 
 
 def held_copy(source: Source, tier: str, device: torch.device, pinned: bool) -> PackedChunk:
-    """What `source` reads, in one piece of memory: an allocator of pinned memory rounds every piece up."""
+    """A copy of a source in one allocation, because an allocator of pinned memory rounds every allocation up."""
     if device.type != "cpu" and not source.in_memory:  # files are read into the host's memory
         source = held_copy(source, tier, torch.device("cpu"), pinned=False)
     flat = torch.empty(held_nbytes(source), dtype=torch.uint8, device=device, pin_memory=pinned)
@@ -97,15 +97,15 @@ def layers_of(source: Source) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def whole(source: Source) -> ChunkKV:
-    """All of it, on the CPU, in memory that the caller owns. Raises CorruptBlobError."""
+    """The whole chunk on the CPU, in memory that the caller owns. Raises CorruptBlobError."""
     keys, values = zip(*layers_of(source), strict=True)
     return ChunkKV(source.token_ids, source.start, source.geometry, keys, values)
 
 
 class MemoryTier:
-    """A byte-bounded tier in memory; safe for threads.
+    """A byte-bounded tier in memory; thread-safe.
 
-    device: where the values lie; pinned: page-locked host memory, from which an accelerator copies by itself.
+    device: of the values; pinned: page-locked host memory, from which an accelerator copies without the CPU.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class MemoryTier:
     # --- reading
 
     def open_chunk(self, key: ChunkKey, token_ids: Sequence[int]) -> PackedChunk | None:
-        """The value, its token ids compared; None is a miss."""
+        """The value, if its token ids match; None is a miss."""
         with self._lock:
             self._uses += 1.0
             found = self.peek(key, token_ids)
@@ -139,7 +139,7 @@ class MemoryTier:
         return found
 
     def peek(self, key: ChunkKey, token_ids: Sequence[int]) -> PackedChunk | None:
-        """The same, but it counts as no use: for moving values about."""
+        """The same without counting a use, for moving values between tiers."""
         found, _ = self._held.get(key.digest, (None, None))
         return found if found is not None and found.token_ids == tuple(token_ids) else None
 
@@ -150,12 +150,12 @@ class MemoryTier:
     # --- changing
 
     def admit(self, key: ChunkKey, source: Source, known: Entry | None = None) -> bool:
-        """Keep a copy of what `source` reads, evicting what is worth less; False if it is larger than the whole tier.
+        """Keep a copy of a source, evicting values of lower priority; False if it is larger than the whole tier.
 
-        known: what the ledger says of it. Raises what reading raises; nothing has changed then.
+        known: its ledger entry. Raises what reading raises, and then nothing has changed.
         """
         nbytes = held_nbytes(source)
-        if self._pinned:  # torch's allocator rounds up, and keeps
+        if self._pinned:  # torch's allocator rounds up, and keeps freed memory
             nbytes = 1 << (nbytes - 1).bit_length()
         if nbytes > self.budget_bytes:
             return False
@@ -169,7 +169,9 @@ class MemoryTier:
         return True
 
     def _evict(self, spare: str) -> int:
-        """Drop the lowest until the budget is kept; how many. A tier holds hundreds: sorting them is cheap."""
+        """Evict values of the lowest priority until the budget is met; returns how many. Sorting a few hundred is
+        cheap.
+        """
         entries = [entry for _, entry in self._held.values()]
         excess, victims = sum(entry.nbytes for entry in entries) - self.budget_bytes, []
         for entry in sorted(entries, key=lambda entry: (entry.priority, entry.used_at)) if excess > 0 else ():
@@ -181,7 +183,7 @@ class MemoryTier:
         return len(victims)
 
     def delete(self, keys: Collection[ChunkKey]) -> int:
-        """Drop these values and what is known of them; bytes freed."""
+        """Drop these values and their counts; returns the bytes freed."""
         with self._lock:
             dropped = [self._held.pop(key.digest) for key in keys if key.digest in self._held]
         return sum(held.nbytes for _, held in dropped)

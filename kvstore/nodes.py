@@ -1,8 +1,8 @@
-"""NodeIndex: which token ids, which KV, and which text in a prompt a node id of a collection stands for.
+"""NodeIndex: maps the node ids of a collection to token ids, KV keys, and hashes of texts in prompts.
 
 Token ids can be decoded to text, and short texts guessed from hashes, so this file is as secret as the documents: 0600,
-deleted rows are overwritten, and the write-ahead log is emptied after every delete. It is rebuildable: a damaged file
-is deleted and rebuilt.
+deleted rows are overwritten, and the write-ahead log is emptied after every delete. A damaged file is deleted and
+rebuilt.
 """
 
 import sqlite3
@@ -15,8 +15,8 @@ from ragblend.kvstore.files import make_private_folder
 from ragblend.kvstore.keys import FORMAT_VERSION, ChunkKey, pack_tokens, unpack_tokens
 from ragblend.kvstore.sqlite import SqliteFile
 
-# Row ids of passages, and the numbers of entered nodes, only grow, so what another process added has a larger one than
-# was seen. So do those of the outbox: a key that is to be deleted again has another number.
+# Row ids of passages, and numbers of entered nodes, only grow, so another process's additions have larger ones. The
+# same holds for the outbox: a key that must be deleted again gets a new number.
 _TABLES = (
     """CREATE TABLE Nodes (
     collection TEXT NOT NULL, tokenizer TEXT NOT NULL, node_id TEXT NOT NULL, tokens BLOB NOT NULL,
@@ -42,21 +42,22 @@ _TABLES = (
     "CREATE INDEX PassagesByWhole ON Passages (collection, whole, node_id)",
 )
 _NODE = "collection = ? AND tokenizer = ? AND node_id = ?"
-# But for what a node has (again).
+# Except keys that a node has (again).
 _TO_DELETE = """SELECT key, number FROM Outbox WHERE shared = ? AND key > ?
     AND NOT EXISTS (SELECT 1 FROM NodeKeys WHERE NodeKeys.key = Outbox.key) ORDER BY key LIMIT ?"""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """What a node id's token ids depend on: the collection, and the tokenizer (hex digest of its content)."""
+    """The namespace of node ids: the collection, and the tokenizer (hex digest of its content)."""
 
     collection: str
     tokenizer: str
 
 
 class Print(NamedTuple):
-    """What is kept of a passage's text. head, whole: 64-bit hashes of its first characters and of all `length` of them.
+    """The stored hashes of a passage's text. head, whole: 64-bit hashes of its first characters and of all `length` of
+    them.
 
     proof: a digest over node id and text.
     """
@@ -68,26 +69,25 @@ class Print(NamedTuple):
 
 
 class NodeIndex(SqliteFile):
-    """A small SQLite file, safe for threads and for several processes."""
+    """The index in a small SQLite file, safe for several threads and processes."""
 
     what, version, tables = "node index", FORMAT_VERSION, _TABLES
     remedy = "it fills as nodes are encoded and passages come; `ragblend store repair` builds it from the documents"
 
     @classmethod
     def open(cls, path: Path) -> "NodeIndex":
-        """Open the index at `path`, made if absent; StoreFormatError for another version's, StoreError."""
+        """Open the index at `path`, created if absent. Raises StoreFormatError for another version, StoreError."""
         return cls(path)
 
     def _open(self) -> sqlite3.Connection:
-        if not self.generation and not self.path.parent.exists():  # one that was removed meanwhile stays away
+        if not self.generation and not self.path.parent.exists():  # removed meanwhile: stays so
             make_private_folder(self.path.parent)
         return super()._open()
 
     def put_many(self, scope: Scope, nodes: Iterable[tuple[str, Sequence[int], ChunkKey | None]]) -> None:
-        """Enter (node id, token ids, key) triples, all or none. key: None where there is no KV yet, or never.
+        """Insert (node id, token ids, key) triples in one transaction. key: None if there is no KV yet.
 
-        A node may gain a key (another model, another prefix). If its token ids have changed, its old keys go into the
-        outbox.
+        A node may have several keys (models, prefixes). If its token ids have changed, its old keys go into the outbox.
         """
         with self.transaction() as sql:
             dropped: set[str] = set()
@@ -105,7 +105,7 @@ class NodeIndex(SqliteFile):
             _to_outbox(sql, dropped)
 
     def claim(self, scope: Scope, node_id: str, token_ids: Sequence[int], key: ChunkKey) -> bool:
-        """Give a node a key, before there is KV under it. False if there is no such node, or it has other token ids."""
+        """Give a node a key before its KV is stored. False if there is no such node, or it has other token ids."""
         where = _where(scope, node_id)
         with self.transaction() as sql:
             found = sql.execute(f"SELECT tokens FROM Nodes WHERE {_NODE}", where).fetchone()
@@ -115,7 +115,7 @@ class NodeIndex(SqliteFile):
             return True
 
     def has(self, scope: Scope, node_id: str, key: ChunkKey) -> bool:
-        """Whether the node still has the key: if not, its KV is not to be stored."""
+        """Whether the node still has the key; if not, the KV must not be stored."""
         query = f"SELECT 1 FROM NodeKeys WHERE key = ? AND {_NODE}"
         return bool(self.rows(query, key.digest, *_where(scope, node_id)))
 
@@ -130,9 +130,8 @@ class NodeIndex(SqliteFile):
         return [_id(found) for found in self.column(query, scope.collection, scope.tokenizer)]
 
     def entered(self, scope: Scope, after: int | None) -> tuple[int, list[str]]:
-        """A number to ask with later, and the node ids that came, or got other token ids, after that one; None: all.
-
-        Some may be named again by the next call.
+        """The node ids that were added or changed after the number `after` (None: all), and a number for the next call,
+        which may repeat some.
         """
         select, where = "SELECT node_id FROM Nodes WHERE collection = ? AND tokenizer = ?", list[object]()
         if after is not None:
@@ -146,12 +145,12 @@ class NodeIndex(SqliteFile):
         return max(last, after or 0), [_id(node_id) for (node_id,) in found]
 
     def keys(self, collection: str | None = None) -> set[ChunkKey]:
-        """Every key that some node has, of that collection or of any: what `KVStore.gc(keep=...)` must keep."""
+        """Every key of any node, of that collection or of all: what `KVStore.gc(keep=...)` must keep."""
         select, where = "SELECT DISTINCT key FROM NodeKeys", () if collection is None else (collection,)
         return {ChunkKey(key) for key in self.column(select + " WHERE collection = ?" * len(where), *where)}
 
     def delete(self, collection: str, node_ids: Iterable[str]) -> None:
-        """Remove nodes, for every tokenizer, and their texts; keys that no other node has go into the outbox."""
+        """Delete nodes, for every tokenizer, and their texts; keys without another node go into the outbox."""
         with self.transaction() as sql:
             dropped: set[str] = set()
             for node_id in node_ids:
@@ -164,7 +163,7 @@ class NodeIndex(SqliteFile):
         self.erase_log()
 
     def delete_collection(self, collection: str) -> None:
-        """Remove all that any node id of the collection stands for, and every text. As `delete`."""
+        """Delete all nodes and texts of the collection, as `delete` does."""
         with self.transaction() as sql:
             dropped = _drop_keys(sql, "collection = ?", (collection,))
             for table in ("Nodes", "Entered", "Passages"):
@@ -173,23 +172,23 @@ class NodeIndex(SqliteFile):
         self.erase_log()
 
     def outbox(self, at_most: int = -1, shared: bool = False, after: str = "") -> dict[ChunkKey, int]:
-        """Keys that no node has any more and whose KV is still to be deleted, by key, each with its number.
+        """Keys without a node whose KV must still be deleted, each with its number.
 
-        They are noted in the transaction that took the node away: a kill in between leaves KV that can be turned into
-        text, and the next process finds it here. shared: in the shared store; after: keys after that one alone.
+        They are added in the transaction that deletes the node, so that after a kill the next process deletes the KV,
+        which could be turned into text. shared: those in the shared store; after: only keys after that one.
         """
         rows = self.rows(_TO_DELETE, shared, after, at_most)
         return {ChunkKey(digest): number for digest, number in rows}
 
     def to_outbox(self, key: ChunkKey) -> None:
-        """Have KV deleted that was stored for a node that is gone; what another node has stays."""
+        """Add keys whose node was deleted, except those that another node has."""
         with self.transaction() as sql:
             _to_outbox(sql, [key.digest])
 
     def deleted(self, done: Mapping[ChunkKey, int], also_shared: bool = False) -> None:
-        """That KV is deleted; what is to be deleted again since then stays in the outbox.
+        """Remove keys whose KV was deleted; those added again since then stay.
 
-        also_shared: it may be in the shared store still, so it is to be deleted there.
+        also_shared: move them to the shared store's outbox.
         """
         with self.transaction() as sql:
             sql.executemany("DELETE FROM Outbox WHERE number = ?", [(number,) for number in done.values()])
@@ -197,10 +196,10 @@ class NodeIndex(SqliteFile):
                 _to_outbox(sql, (key.digest for key in done), shared=True)
         self.erase_log()
 
-    # --- passages: texts that are looked for in prompts
+    # --- registered passages, which are searched for in prompts
 
     def register(self, collection: str, prints: Mapping[str, Print | None]) -> int:
-        """Have each node id stand for that text, and no other (None: for none); how many were new. All or none."""
+        """Set the text of each node id (None: no text), in one transaction; returns how many were new."""
         select = "SELECT proof FROM Passages WHERE collection = ? AND node_id = ?"
         insert = (
             "INSERT INTO Passages (collection, node_id, head, length, whole, proof) VALUES (?, ?, ?, ?, ?, ?)"
@@ -223,18 +222,18 @@ class NodeIndex(SqliteFile):
         return new
 
     def unregister(self, collection: str, node_ids: Iterable[str]) -> int:
-        """Find their texts in no prompt any more; how many there were."""
+        """Unregister their texts; returns how many there were."""
         with self.transaction() as sql:
             count = sum(_unregister(sql, collection, node_id) for node_id in node_ids)
         self.erase_log()
         return count
 
     def registered(self, collection: str) -> int:
-        """How many texts of the collection are looked for."""
+        """Number of registered texts of the collection."""
         return int(self.column("SELECT COUNT(*) FROM Passages WHERE collection = ?", collection)[0])
 
     def named(self, collection: str, beginning: str) -> list[str]:
-        """Node ids of texts that are looked for and begin like that, in the order in which they came."""
+        """Node ids of registered texts with that prefix, in insertion order."""
         select = (
             "SELECT node_id FROM Passages WHERE collection = ? AND node_id >= ? AND node_id < ? ORDER BY id"
         )
@@ -242,8 +241,8 @@ class NodeIndex(SqliteFile):
         return [_id(node_id) for node_id in self.column(select, collection, first, first + b"\xff")]
 
     def registered_since(self, collection: str, row_id: int) -> list[tuple[int, int, int, int]]:
-        """Row id, head, length and whole of what has a larger row id, ascending."""
-        # The plus keeps SQLite from an index, after which it would have to sort.
+        """Row id, head, length and whole of all rows with a larger row id, ascending."""
+        # The plus keeps SQLite from using an index, after which it would have to sort.
         select = "SELECT id, head, length, whole FROM Passages WHERE id > ? AND +collection = ? ORDER BY id"
         rows = self.rows(select, row_id, collection)
         return [(found, head % 2**64, length, whole % 2**64) for found, head, length, whole in rows]
@@ -254,9 +253,9 @@ class NodeIndex(SqliteFile):
         return [(_id(node_id), proof) for node_id, proof in self.rows(select, collection, _signed(whole))]
 
     def changes(self) -> tuple[int, int, int]:
-        """Another value says that something has changed; another first number, that the file is another one."""
+        """A change counter: a different value means a change, a different first number another file."""
         with self.connection() as sql:
-            others = int(sql.execute("PRAGMA data_version").fetchone()[0])  # counts the commits of others
+            others = int(sql.execute("PRAGMA data_version").fetchone()[0])  # counts others' commits
             return self.generation, others, sql.total_changes
 
 
@@ -270,7 +269,7 @@ def _blob(node_id: str) -> bytes:
 
 
 def _bound(node_id: str) -> str | bytes:
-    """As it stands in a column of texts: SQLite keeps bytes there as well, and they equal no text."""
+    """The node id for a text column; bytes if it is not UTF-8, which SQLite stores there too and never equal a text."""
     try:
         node_id.encode()
     except UnicodeEncodeError:

@@ -1,6 +1,7 @@
-"""Where a shared store is: one URL, which says nothing that is secret, as it may stand in a file or a log.
+"""Place: the URL of a shared store.
 
-It is read whenever settings are, so nothing heavy is imported here.
+It holds no secrets, because it may occur in files and logs. It is parsed whenever settings are read, so nothing heavy
+is imported here.
 """
 
 import os
@@ -19,10 +20,10 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a shared store is.
+    """The place of a shared store.
 
-    timeout_s: what it may cost a prompt at most; retry_s: for how long it is not asked after it did not answer; ttl_s:
-    how long it keeps a value; namespace: what its names begin with.
+    timeout_s: the most that a prompt waits for it; retry_s: pause after a failure; ttl_s: lifetime of a value;
+    namespace: prefix of its names.
     """
 
     scheme: str
@@ -35,7 +36,7 @@ class Place:
 
     @classmethod
     def of(cls, url: str) -> "Place":
-        """Raises UsageError, which repeats nothing that could be a password."""
+        """Parse a URL. Raises UsageError, whose message repeats nothing that could be a password."""
         try:
             parts = urlsplit(url)
             _ = parts.port
@@ -79,7 +80,7 @@ class Place:
 
 
 def safe_message(error: BaseException) -> str:
-    """What an error says, in a line that holds no secret of the environment."""
+    """An error's message in one line, without secrets of the environment."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     for secret in filter(None, map(os.environ.get, SECRETS)):
         text = text.replace(secret, "***")

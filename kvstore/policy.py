@@ -1,15 +1,15 @@
-"""Which values go when there is no room: eviction policies as table rows, all of them pure functions over entries.
+"""Eviction policies as table rows of pure functions over entries.
 
-An `Entry` is what is known of one value. A use, a computation and a ranking each give a new entry; nothing here
-keeps state. `ledger.py` keeps the order of many entries up to date.
+An `Entry` holds one value's counts and priority. A use, a computation and a ranking each return a new entry; there is
+no state here. `ledger.py` keeps many entries in order.
 
-    used(entry, at)         one more retrieval, whether it was found (a hit) or not
-    computed(entry, cost)   it had to be computed: the average cost per token takes this one in
-    ranked(entry, policy)   its priority in a tier; the lowest is evicted first
+    used(entry, at)         count a retrieval, hit or miss
+    computed(entry, cost)   add a computation to the average cost per token
+    ranked(entry, policy)   set its priority in a tier; the lowest is evicted first
 
 Sources: RAGCache (arXiv 2404.12457) section 5.1 and Algorithm 1 for PGDSF; Cherkasova, "Improving WWW proxies
 performance with Greedy-Dual-Size-Frequency" (HP Labs 1998) for GDSF; Cormode et al., "Forward decay" (ICDE 2009) for
-the counts that fade.
+decaying counts.
 """
 
 import math
@@ -21,16 +21,16 @@ from typing import Any, NamedTuple
 
 from ragblend.kvstore.errors import UsageError
 
-# A retrieval counts half after so many others (decision 5). Shorter follows changing interests, longer tells rarely
-# used values apart better.
+# After this many other retrievals one counts half (decision 5). A shorter life follows changing interests, a longer one
+# distinguishes rarely used values better.
 HALF_LIFE_USES = 4096.0
 
 
 class Entry(NamedTuple):
-    """What a policy may know of a value. A tuple: a use makes three of them.
+    """The input of a policy for one value. A tuple, because each use creates three of them.
 
-    used_at counts uses (any number that never goes back would do; wall time can). frequency is the retrievals, as
-    they counted at used_at. cost is the mean time per token to compute it, in ms, over `computations`.
+    used_at: time of the last use, counted in uses (any number that never decreases would do; wall time may). frequency:
+    weighted retrievals at used_at. cost: mean time per token to compute it, in ms, over `computations`.
     """
 
     digest: str
@@ -49,7 +49,7 @@ class EvictionPolicy:
 
     priority(entry, clock): the lowest is evicted first; clock is the tier's.
     fades: retrievals lose half their weight in HALF_LIFE_USES, and count also while the value is not stored (RAGCache's
-    frequency within a time window); else they are counted from when the value came in, all alike.
+    frequency within a time window); otherwise they are counted from the insertion on, without decay.
     """
 
     name: str
@@ -58,22 +58,21 @@ class EvictionPolicy:
 
     @property
     def half_life(self) -> float | None:
-        """Of a retrieval, in uses; None if all count alike."""
+        """Half-life of a retrieval, in uses; None without decay."""
         return HALF_LIFE_USES if self.fades else None
 
 
 def used(entry: Entry, at: float, half_life: float | None = None) -> Entry:
-    """The entry after a retrieval at `at`, which counts whether the value is stored or not.
+    """The entry after a retrieval at `at`, whether the value is stored or not.
 
-    half_life None: earlier retrievals keep their weight. A time before the last use, from a clock that went back, is
-    taken as the last use's.
+    half_life None: earlier retrievals keep their weight. A time before the last use counts as the last use's.
     """
     at = max(at, entry.used_at)
     return joined(entry, entry._replace(used_at=at, frequency=1.0), half_life)
 
 
 def joined(entry: Entry, later: Entry, half_life: float | None = None) -> Entry:
-    """`entry` after the retrievals that were counted apart, in `later`: as `used` with each of them in turn."""
+    """Merge the retrievals counted separately in `later` into `entry`, as if `used` were applied for each."""
     at = max(entry.used_at, later.used_at)
     return entry._replace(used_at=at, frequency=_faded(entry, at, half_life) + _faded(later, at, half_life))
 
@@ -94,17 +93,17 @@ def computed(entry: Entry, cost: float) -> Entry:
 
 
 def ranked(entry: Entry, policy: EvictionPolicy, clock: float) -> Entry:
-    """The entry with its priority under that policy, in a tier whose clock stands at `clock`."""
+    """The entry with its priority under that policy, in a tier with this clock."""
     return entry._replace(priority=policy.priority(entry, clock))
 
 
 def clock_after(clock: float, victims: Iterable[Entry]) -> float:
-    """A tier's clock after an eviction: the largest evicted priority (RAGCache, formula 2); it never goes back."""
+    """A tier's clock after an eviction: the largest evicted priority (RAGCache, formula 2); it never decreases."""
     return max([clock, *(victim.priority for victim in victims)])
 
 
 def _tokens(entry: Entry) -> int:
-    """RAGCache's size is in tokens; bytes, which are proportional to them, where tokens are not known."""
+    """The size in tokens, as in RAGCache; if they are unknown, in bytes, which are proportional."""
     return max(entry.tokens or entry.nbytes, 1)
 
 
@@ -112,10 +111,10 @@ POLICIES: dict[str, EvictionPolicy] = {
     policy.name: policy
     for policy in (
         EvictionPolicy("lru", lambda entry, clock: entry.used_at),
-        # Cost 1 a document: Cherkasova's GDSF(1), made for the share of documents found.
+        # Cost 1 per document: Cherkasova's GDSF(1), which maximises the hit rate.
         EvictionPolicy("gdsf", lambda entry, clock: clock + entry.frequency / _tokens(entry)),
         # Cost / Size is the mean over computations of T(cached, new)/new: per token already, so no division here.
-        # Before anything was measured all tokens cost the same.
+        # Without measurements all tokens cost the same.
         EvictionPolicy(
             "pgdsf", lambda entry, clock: clock + entry.frequency * (entry.cost or 1.0), fades=True
         ),
@@ -125,7 +124,7 @@ DEFAULT_POLICY = "pgdsf"
 
 
 def policy_named(name: str) -> EvictionPolicy:
-    """The row of that name. Raises UsageError."""
+    """The policy of that name. Raises UsageError."""
     if name not in POLICIES:
         raise UsageError(f"the eviction policy {name!r} is unknown; there are {', '.join(POLICIES)}")
     return POLICIES[name]
@@ -133,7 +132,7 @@ def policy_named(name: str) -> EvictionPolicy:
 
 @dataclass(frozen=True)
 class PrefillProfile:
-    """prefill_ms[i][j]: milliseconds to compute new_tokens[j] behind cached_tokens[i]; `about` says where measured.
+    """prefill_ms[i][j]: milliseconds to compute new_tokens[j] after cached_tokens[i]; `about`: where it was measured.
 
     RAGCache (arXiv 2404.12457) section 5.1: profiled once, then T(cached, new) is found by bilinear interpolation.
     Raises UsageError for a grid that is none.
@@ -163,13 +162,13 @@ class PrefillProfile:
     def of(
         cls, about: str, cached: Sequence[int], new: Sequence[int], ms: Callable[[int, int], float]
     ) -> "PrefillProfile":
-        """The grid of a function that measures, or computes, ms(cached, new)."""
+        """The grid of a function ms(cached, new), which measures or computes."""
         return cls(about, tuple(cached), tuple(new), tuple(tuple(ms(c, n) for n in new) for c in cached))
 
     def ms(self, cached: float, new: float) -> float:
-        """Milliseconds to compute `new` tokens behind `cached` ones.
+        """Milliseconds to compute `new` tokens after `cached` ones.
 
-        Beyond the grid its outermost cells go on in a straight line: clamped, a token would cost less and less.
+        Beyond the grid its outermost cells are extrapolated linearly; clamping would make further tokens ever cheaper.
         """
         row, down = _cell(self.cached_tokens, cached)
         column, right = _cell(self.new_tokens, new)
@@ -184,7 +183,7 @@ class PrefillProfile:
 
     @classmethod
     def from_json(cls, value: Any) -> "PrefillProfile":
-        """Raises UsageError for anything but what `asdict` gives."""
+        """Parse the output of `asdict`. Raises UsageError for anything else."""
         try:
             axes = {name: tuple(value[name]) for name in ("cached_tokens", "new_tokens")}
             return cls(**value | axes | {"prefill_ms": tuple(map(tuple, value["prefill_ms"]))})

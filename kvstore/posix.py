@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 _IOV_MAX = max(16, os.sysconf("SC_IOV_MAX"))
-_CANNOT_ALLOCATE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}  # a file system without it: write, and see
+_CANNOT_ALLOCATE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}  # not supported there: just write
 
 
 def open_existing(path: Path, writable: bool = False) -> int:
-    """A descriptor; a link is not followed, and of a FIFO no writer is waited for. OSError."""
+    """Open an existing file; does not follow links or wait for a FIFO's writer. Raises OSError."""
     return os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def create_private(path: Path, mode: int) -> int:
-    """A descriptor for writing a new file of that mode, whatever the umask; FileExistsError."""
+    """Create a file with exactly that mode and open it for writing. Raises FileExistsError."""
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
     try:
         os.fchmod(fd, mode)
@@ -37,7 +37,7 @@ def sync_folder(path: Path) -> None:
 
 
 def reserve(fd: int, nbytes: int) -> None:
-    """Have so much room on the disk, where that can be said before it is written (not on macOS). OSError."""
+    """Reserve disk space before writing, where that is supported (not on macOS). Raises OSError."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(fd, 0, nbytes)
@@ -53,7 +53,7 @@ def read_ahead(fd: int) -> None:
 
 
 def drop_pages(fd: int) -> None:
-    """Have the kernel forget the file's pages (not on macOS, which keeps them)."""
+    """Drop the file's pages from the page cache (not on macOS)."""
     if hasattr(os, "posix_fadvise"):
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -77,24 +77,24 @@ def read_into(fd: int, buffers: Sequence[Any], offset: int) -> int:
 
 
 def read_at(fd: int, nbytes: int, offset: int) -> bytes:
-    """So many bytes from `offset`, fewer only at the end of the file."""
+    """Read bytes from `offset`, fewer only at the end of the file."""
     buffer = bytearray(nbytes)
     return bytes(buffer[: read_into(fd, [buffer], offset)])
 
 
 def read_beginning(fd: int, nbytes: int) -> bytes:
-    """At most so many bytes from the beginning of a small file."""
+    """Read at most this many bytes from the beginning of a small file."""
     return os.pread(fd, nbytes, 0)
 
 
 def overwrite(fd: int, content: bytes) -> None:
-    """Let the file hold that and nothing else; a reader may see both for a moment."""
+    """Replace the file's content in place; a reader may see a mixture for a moment."""
     os.pwrite(fd, content, 0)
     os.ftruncate(fd, len(content))
 
 
 def try_to_lock(fd: int) -> bool:
-    """Lock a file against other processes, and other descriptors of this one; False while one of them has it."""
+    """Lock a file against other processes and other descriptors; False if one of them holds it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,9 +1,9 @@
-"""Remote: the tier below the disk, where engines on several machines keep values for one another.
+"""Remote: the tier below the disk, where engines on several machines share values.
 
-The same self-checking blobs under their keys' names, read by layer. It is a cache that may lie, be slow, be full or be
-gone: what comes from it is checked as any blob is, what one prompt waits for it has a limit, and once it did not answer
-it is not asked for a while, and then tried in the background. Values go there behind a `put`, from the disk's file, and
-what is deleted here is deleted there. One thread runs an event loop for all that crosses the network.
+It holds the same self-checking blobs under their keys' names, read layer by layer. It is a cache that may be wrong,
+slow, full or gone: values are verified like any blob, a prompt's wait is limited, and after a failure it is not used
+for a while, and then retried in the background. After a `put` values are copied there from the disk, and deletions
+apply there too. One thread runs an event loop for all network traffic.
 """
 
 import asyncio
@@ -37,21 +37,22 @@ from ragblend.kvstore.places import SALT_VARIABLE, Place, safe_message
 from ragblend.kvstore.servers import Refused, Server, server_at
 
 log = logging.getLogger(__name__)
-RATE_S = 300.0  # for which a measured throughput holds
-# Of the time-out: what everybody waits for, and what one prompt reads. The rest is for letting go of what did not come,
-# and for the layer that is computed while the time runs out: a prompt that lost it begins again within the time-out.
+RATE_S = 300.0  # how long a measured throughput is valid
+# Shares of the timeout: for look-ups that block others, and for reading for one prompt. The rest is for cancelling
+# reads, and for the layer that is being computed when the time runs out: a prompt that lost a value starts again within
+# the timeout.
 PEEKING, READING = 0.1, 0.85
-PEEK_S = 0.5  # however long the time-out is
-IN_FLIGHT = 16  # reads; the others wait in the order in which they are needed
-WAITING = 1024  # values that are still to be written there; only their names are held
+PEEK_S = 0.5  # whatever the timeout is
+IN_FLIGHT = 16  # concurrent reads; others wait in the order of use
+WAITING = 1024  # limit of values waiting to be written; only their names are held
 WRITE_S = 30.0  # for one value, in the background
 DELETED_AT_ONCE = 100
-FLUSH_S = 30.0  # when the store is closed
+FLUSH_S = 30.0  # time to write when the store is closed
 T = TypeVar("T")
 
 
 def name_at(place: Place, key: ChunkKey) -> str:
-    """Under which a value is there: salted with this tenant's secret where there is one, so nobody else can tell it."""
+    """The name of a value: an HMAC if this tenant has a secret, so that nobody else can compute it."""
     digest, salt = key.digest, os.environ.get(SALT_VARIABLE)
     if salt:
         digest = hmac.new(salt.encode(), bytes.fromhex(digest), "sha256").hexdigest()
@@ -60,7 +61,7 @@ def name_at(place: Place, key: ChunkKey) -> str:
 
 
 class Wanted(NamedTuple):
-    """A value that was encoded alone, and what it must be to be used."""
+    """A wanted value (encoded alone), with everything to verify it by."""
 
     key: ChunkKey
     token_ids: tuple[int, ...]
@@ -73,14 +74,15 @@ class Wanted(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of its KV, where no codec has made it less."""
+        """Bytes of its raw KV."""
         return len(self.token_ids) * self.geometry.token_bytes
 
 
 @dataclass(frozen=True)
 class RemoteStats:
-    """What this process asked of a shared store. where: without its options; state: untried, available, or why it is
-    not asked; waiting: values still to be written; dropped: that were not; refused: that the server did not take.
+    """This process's use of a shared store. where: its URL without options; state: untried, available, or why it is not
+    used; waiting: values still to be written; dropped: values that will not be written; refused: values that the server
+    rejected.
     """
 
     where: str
@@ -98,10 +100,10 @@ class RemoteStats:
 
 
 class Remote(Closing):
-    """Safe for threads. Nothing is connected to before it is needed, and nothing here raises because a server is bad,
-    but what says so.
+    """Thread-safe. Connects on first use.
 
-    content: the bytes of a value as the disk has it, None for none; stored: whether it has it still.
+    Methods raise for a failing server only if their docstring says so. content: returns the bytes of a value on the
+    disk, None if absent; stored: whether the disk still has it.
     """
 
     name = "remote"  # as a tier
@@ -116,7 +118,7 @@ class Remote(Closing):
         self.counters, self._tally = Counters(), Counter[str]()
         self._server: Server = server_at(place)
         self._changed = threading.Condition()  # guards what follows
-        self._waiting: dict[ChunkKey, bool] = {}  # in order; whether it was tried before
+        self._waiting: dict[ChunkKey, bool] = {}  # queue to write; value: whether it was tried before
         self._writing: ChunkKey | None = None
         self._state = "untried"
         self._away = self._ending = self._closed = False
@@ -124,16 +126,16 @@ class Remote(Closing):
         self._runner: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._returned: dict[Hashable, Callable[[], None]] = {}
-        # The event loop's own: how much is being read, since when, and what came until when.
+        # Used only in the event loop: running reads, since when, and bytes received until when.
         self._in_flight = asyncio.Semaphore(IN_FLIGHT)
         self._reads, self._since, self._received, self._until = 0, 0.0, 0, 0.0
-        self._moved = 0.0, 0.0, -math.inf  # bytes, the seconds that they took, and when that was
+        self._moved = 0.0, 0.0, -math.inf  # bytes, seconds, and when measured
 
-    # --- asking
+    # --- reading
 
     @property
     def is_available(self) -> bool:
-        """Whether it is asked: False for a while after it did not answer."""
+        """Whether it is used: False for a while after a failure."""
         return not (self._away or self._closed)
 
     @property
@@ -142,19 +144,19 @@ class Remote(Closing):
 
     @property
     def bytes_per_s(self) -> float | None:
-        """What was read in a second lately, all readers together; None where that is not known."""
+        """The recent throughput of all readers together; None if unknown."""
         moved, took, at = self._moved
         return moved / max(took, 1e-6) if time.monotonic() - at < RATE_S else None
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a prompt may read so much, as far as is known how fast it comes."""
+        """Whether this many bytes would arrive in time for a prompt, as far as the throughput is known."""
         rate = self.bytes_per_s
         return rate is None or nbytes <= rate * self._reading_s
 
     def find(self, wanted: Sequence[Wanted]) -> "dict[ChunkKey, RemoteReader]":
-        """Readers of what is there and is what is wanted, by key. All headers are asked for at once.
+        """Readers of the wanted values that exist and match, by key. All headers are requested at once.
 
-        This and all that is read by these readers takes READING of the place's time-out together, at most.
+        This and all reads by these readers together take at most READING of the place's timeout.
         """
         deadline = time.monotonic() + self._reading_s
         names = [name_at(self.place, each.key) for each in wanted]
@@ -179,7 +181,7 @@ class Remote(Closing):
         return found
 
     def has(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Which of them it has something under: none where it does not say so soon, as others wait, too."""
+        """The keys that exist there; none if it does not answer quickly, because other work waits for this."""
         names = [name_at(self.place, key) for key in keys]
         limit_s = min(PEEK_S, PEEKING * self.place.timeout_s)
         try:
@@ -189,7 +191,7 @@ class Remote(Closing):
         return {key for key, head in zip(keys, heads, strict=True) if head is not None}
 
     def fetch(self, wanted: Wanted) -> Blob | None:
-        """All of a value, verified; None where it is not there, is damaged, or does not come in time."""
+        """A whole value, verified; None if it is absent, damaged or late."""
         reader = None
         if self.is_available and self.fits(wanted.nbytes):
             reader = self.find([wanted]).get(wanted.key)
@@ -200,17 +202,17 @@ class Remote(Closing):
         return reader.blob
 
     def begin_read(self, name: str, start: int, nbytes: int, deadline: float) -> "Future[Any]":
-        """A range of a value; RemoteError where that is not there by `deadline`, of `time.monotonic`."""
+        """Start reading a range of a value; RemoteError if it has not arrived by `deadline` (of `time.monotonic`)."""
         self._run()
         return asyncio.run_coroutine_threadsafe(self._read(name, start, nbytes, deadline), self._loop)
 
     def spoiled(self, key: ChunkKey, why: str) -> None:
-        """A value is not what it should be. It stays there until it is written again."""
+        """Count a damaged value. It stays there until it is overwritten."""
         self.counters.add(quarantined=1)
         log.warning("KV of chunk %s at %s is not used: %s", key.digest[:12], self.place, why)
 
     def _ask(self, work: Callable[[Server], Awaitable[T]], limit_s: float | None = None) -> T:
-        """Raises RemoteError: at once while it is not asked, else after the limit at most; Refused."""
+        """Run a request. Raises RemoteError, at once while it is not used, else after the limit at most; Refused."""
         if not self.is_available:
             raise self._error(self._state)
         self._run()
@@ -247,28 +249,28 @@ class Remote(Closing):
             raise self._failed(error, self._reading_s) from None
         finally:
             self._reads -= 1
-            if not self._reads and self._received:  # silence does not say how fast it is when it is back
+            if not self._reads and self._received:  # silence tells nothing about the later throughput
                 self._measured(self._received, self._until - self._since)
 
     def _measured(self, nbytes: int, seconds: float) -> None:
-        """So much was read while something was being read; earlier measurements count half as much each time."""
+        """Record bytes that arrived during reads; earlier measurements lose half their weight each time."""
         moved, took, _ = self._moved if self.bytes_per_s is not None else (0.0, 0.0, 0.0)
         self._moved = moved / 2 + nbytes, took / 2 + seconds, time.monotonic()
         with self._changed:
             self._tally["read_bytes"] += nbytes
 
-    # --- answering, or not
+    # --- failures
 
     def _error(self, why: str) -> RemoteError:
         return RemoteError(f"the shared store at {self.place} cannot be used: {why}")
 
     def _answered(self) -> None:
         with self._changed:
-            if not self._away:  # else this began before it failed
+            if not self._away:  # else this request began before the failure
                 self._state = "available"
 
     def _failed(self, error: Exception, limit_s: float) -> RemoteError:
-        """In the loop: leave it alone, and try it again later."""
+        """In the loop: stop using it, and retry later."""
         is_late = isinstance(error, TimeoutError)
         why = f"no answer within {limit_s:.3g} s" if is_late else safe_message(error)
         with self._changed:
@@ -285,7 +287,7 @@ class Remote(Closing):
         self._loop.call_later(self.place.retry_s, lambda: self._loop.create_task(self._try_again()))
 
     async def _try_again(self) -> None:
-        """In the background, so a server that is still down delays no request."""
+        """Retry in the background, so that a server that is still down delays no request."""
         try:
             async with asyncio.timeout(self.place.timeout_s):
                 await self._server.check()
@@ -301,14 +303,14 @@ class Remote(Closing):
             call()
 
     def when_back(self, call: Callable[[], None], name: Hashable = None) -> None:
-        """Call that, which must not take long, once the server answers again; of one name the last alone."""
+        """Register a short callback for when the server answers again; a later one of the same name replaces it."""
         with self._changed:
             self._returned[name or call] = call
 
-    # --- writing, behind
+    # --- writing in the background
 
     def offer(self, key: ChunkKey, tried: bool = False) -> None:
-        """Have that value written there in its turn; where too many wait it is not. tried: once, in vain."""
+        """Queue a value to be written, unless too many are waiting. tried: a first attempt has failed."""
         with self._changed:
             if (len(self._waiting) >= WAITING and not tried) or self._closed:
                 self._tally["dropped"] += 1
@@ -322,11 +324,11 @@ class Remote(Closing):
                 self._writer.start()
 
     def withdraw(self, keys: Sequence[ChunkKey]) -> None:
-        """Have these there no more, nor written later. Raises RemoteError where that is not certain."""
+        """Delete these values there, and do not write them later. Raises RemoteError if that is not certain."""
 
         def gone() -> bool:
             for key in keys:
-                self._waiting.pop(key, None)  # one that was being written may wait again
+                self._waiting.pop(key, None)  # one that was being written may be queued again
             return self._writing not in keys
 
         with self._changed:
@@ -340,18 +342,18 @@ class Remote(Closing):
         self._delete([written])
 
     def _delete(self, keys: Sequence[ChunkKey]) -> None:
-        """So many at a time as a server that is there deletes within the time-out."""
+        """Delete in batches that a working server handles within the timeout."""
         names = [name_at(self.place, key) for key in keys]
         for begin in range(0, len(names), DELETED_AT_ONCE):
             some = names[begin : begin + DELETED_AT_ONCE]
             self._ask(lambda server, some=some: server.delete(some))  # type: ignore[misc]
 
     def sweep(self) -> int:
-        """Delete there what is older than the TTL, if the server does not; how many. Raises RemoteError."""
+        """Delete values older than the TTL, unless the server does that; returns how many. Raises RemoteError."""
         return self._ask(lambda server: server.sweep(), WRITE_S)
 
     def check(self) -> None:
-        """Find out whether it answers, if that is not known; `stats` says it."""
+        """Find out whether the server answers, if that is unknown; `stats` then shows it."""
         with suppress(RemoteError):
             self._ask(lambda server: server.check())
 
@@ -370,9 +372,10 @@ class Remote(Closing):
                 self._tally.update(what)
 
     def _write(self, key: ChunkKey, tried: bool) -> dict[str, int]:
-        """What is to be counted of it. What the server goes away at waits again, once: it may be why.
+        """Write a value; returns increments of counters. If the server fails, the value is queued once more only,
+        because it may be the cause.
 
-        What was tried may be there: once it is stored here no more, it waits until it is deleted there.
+        An attempt may have written it: if it is no longer stored here, it must be deleted there.
         """
         name = name_at(self.place, key)
         try:
@@ -381,7 +384,7 @@ class Remote(Closing):
                 return {}
             if content is not None:
                 self._ask(lambda server: server.write(name, content), WRITE_S)
-            if not self._stored(key):  # deleted by another process while it was written, or waited to be
+            if not self._stored(key):  # deleted by another process while it was written or queued
                 self._ask(lambda server: server.delete([name]))
         except RemoteError:
             if tried and self._stored(key):
@@ -390,12 +393,12 @@ class Remote(Closing):
             return {}
         except Refused:
             return {"refused": 1}
-        except Exception:  # of this one value: the others are written all the same
+        except Exception:  # affects only this value: the others are still written
             log.warning("KV of chunk %s is not shared", key.digest[:12], exc_info=True)
             return {"dropped": 1}
         return {"written_bytes": len(content or b"")}
 
-    # --- beginning and ending
+    # --- starting and closing
 
     def stats(self) -> RemoteStats:
         counts = self.counters.counts
@@ -408,7 +411,7 @@ class Remote(Closing):
             )  # fmt: skip
 
     def _run(self) -> None:
-        """Have the loop running."""
+        """Start the loop if necessary."""
         with self._changed:
             if self._closed:
                 raise self._error("it has been closed")
@@ -421,7 +424,7 @@ class Remote(Closing):
                 self._runner.start()
 
     def flush(self, timeout_s: float = FLUSH_S) -> bool:
-        """Wait until all is written that waits; False where it takes longer, or the server is not asked."""
+        """Wait until the queue is written; False if that takes too long, or the server is not used."""
 
         def over() -> bool:
             return self._writing is None and not (self._waiting and self.is_available)
@@ -430,7 +433,7 @@ class Remote(Closing):
             return self._changed.wait_for(over, timeout_s) and not self._waiting
 
     def close(self) -> None:
-        """Write what waits, for a while, and close; closing twice is fine. Open readers raise RemoteError."""
+        """Write the queue for a while, and close. Idempotent. Open readers then raise RemoteError."""
         atexit.unregister(self.close)
         if self.is_available:
             self.flush()
@@ -463,9 +466,9 @@ class Remote(Closing):
 
 
 class RemoteReader(Source):
-    """A value of a shared store, its header verified. Layers stay here once read: for another try, and to be kept.
+    """A value of a shared store, its header verified. Layers are kept once read, for a retry and for storing them here.
 
-    Raises RemoteError for a layer that is not there by `deadline`, CorruptBlobError for one that is damaged.
+    Raises RemoteError for a layer that has not arrived by `deadline`, CorruptBlobError for a damaged one.
     """
 
     tier, in_memory = "remote", False
@@ -492,7 +495,7 @@ class RemoteReader(Source):
         packed.copy_(self._layer(layer))
 
     def read_all(self) -> None:
-        """Have every layer here."""
+        """Read every layer."""
         for layer in range(self.geometry.layers):
             self.expect(layer)
         for layer in range(self.geometry.layers):
@@ -527,13 +530,13 @@ class RemoteReader(Source):
 
     @property
     def is_lost(self) -> bool:
-        """Whether it can be read to its end no more."""
+        """Whether reading to the end is known to fail."""
         late = time.monotonic() >= self._deadline or not self._remote.is_available
         return self._failed or (late and len(self._layers) < self.geometry.layers)
 
     @property
     def blob(self) -> Blob | None:
-        """All of it, where every layer was read."""
+        """The whole value, if every layer was read."""
         if len(self._layers) < self.geometry.layers:
             return None
         return Blob(self.header, tuple((self._layers[layer],) for layer in range(self.geometry.layers)))

@@ -1,7 +1,7 @@
-"""What a shared store can be: Redis or Valkey, S3's kind of object storage, a folder that several machines mount.
+"""Servers of a shared store: Redis or Valkey, S3-compatible object storage, a folder that several machines mount.
 
-Credentials come from the environment. What is asked of a server is a few coroutines over names and bytes; what the
-bytes are, and when a server is not asked, is `remote.py`'s.
+Credentials come from the environment. `Server` is a few coroutines over names and bytes; `remote.py` knows the content,
+and when to use a server.
 """
 
 import asyncio
@@ -16,44 +16,44 @@ from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.files import FOLDER_MODE
 from ragblend.kvstore.places import Place
 
-_CONNECTIONS = 8  # more bring no more bytes
-_LARGEST_TEXT = 512 << 20  # Redis' `proto-max-bulk-len`; a larger value has the connection closed
-_LARGEST_OBJECT = 5 << 30  # that S3 takes in one piece
+_CONNECTIONS = 8  # more do not increase the throughput
+_LARGEST_TEXT = 512 << 20  # Redis' `proto-max-bulk-len`; a larger value closes the connection
+_LARGEST_OBJECT = 5 << 30  # limit of a single upload to S3
 _FULL = ("EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "os error 28", "os error 122")
 NO_REDIS = "what answers there is no Redis"
-Head = tuple[bytes, int]  # a value's first bytes, and how many it has
+Head = tuple[bytes, int]  # a value's first bytes, and its size
 
 
 class Refused(Exception):
-    """The server answers, but does not take this value: it is full, or the value is too large for it."""
+    """The server answers, but rejects this value: it is full, or the value is too large."""
 
 
 class Server(Protocol):
-    """Of one event loop. Coroutines raise whatever their library raises when the server does not answer."""
+    """A server, used in one event loop. Coroutines raise whatever their library raises if it does not answer."""
 
     async def peek(self, names: Sequence[str], nbytes: int) -> list[Head | None]:
-        """The first bytes of each, all asked for at once; None for what is not there."""
+        """The first bytes of each value, all requested at once; None for an absent one."""
 
     async def read(self, name: str, start: int, nbytes: int) -> Any:
-        """A range of a value's bytes, fewer where it ends before that, none where it is gone."""
+        """A range of a value's bytes, fewer at its end, none if it is gone."""
 
     async def write(self, name: str, content: bytes) -> None:
-        """Have this value under the name, whole or not at all. Raises Refused."""
+        """Write a value atomically. Raises Refused."""
 
     async def delete(self, names: Sequence[str]) -> None:
-        """Have these no more, whether they were there or not."""
+        """Delete these values, existing or not."""
 
     async def check(self) -> None:
-        """Raises what it raises where the server does not answer."""
+        """Raises if the server does not answer."""
 
     async def sweep(self) -> int:
-        """Delete what is older than the place's TTL, where the server does not do so itself; how many."""
+        """Delete values older than the place's TTL, if the server does not do so itself; returns how many."""
 
     async def close(self) -> None: ...
 
 
 def server_at(place: Place) -> Server:
-    """Connects to nothing yet. Raises UsageError where its library is not installed."""
+    """The server at a place, not yet connected. Raises UsageError if its library is not installed."""
     try:
         return _Redis(place) if place.scheme.startswith("redis") else _Objects(place)
     except ImportError as error:
@@ -105,7 +105,7 @@ class _Redis:
             raise Refused
         try:
             await self._client.set(name, content, ex=self._ttl_s)
-        except self._error as error:  # full (`maxmemory`), a limit of its own
+        except self._error as error:  # full (`maxmemory`), or over another limit
             raise Refused from error
 
     async def delete(self, names: Sequence[str]) -> None:
@@ -122,7 +122,7 @@ class _Redis:
 
 
 class _Objects:
-    """S3 or a folder, by obstore. A value is not read any more `ttl_s` after it was written, and swept then."""
+    """S3 or a folder, by obstore. A value expires `ttl_s` after it was written, and is then swept."""
 
     def __init__(self, place: Place) -> None:
         from obstore.exceptions import BaseError
@@ -144,15 +144,15 @@ class _Objects:
             )  # fmt: skip
 
     async def _opened(self) -> Any:
-        """The store; of a folder only while it is there: a share that is not mounted is no folder to fill, and what is
-        not in it is not deleted.
+        """The store. Raises if a folder is missing: while a share is not mounted, nothing may be written to its mount
+        point, and deletions there must not count.
         """
         if self._folder is not None:
             await asyncio.to_thread(self._look_at, self._folder)
         return self._store
 
     def _look_at(self, folder: Path) -> None:
-        """Open it at first. Raises OSError when it is missing, or without what was made in it then."""
+        """Open the folder on first use. Raises OSError if it is missing, or if our folder in it is gone later."""
         ours = folder / self._namespace
         if self._store is not None:
             if not ours.is_dir():
@@ -174,7 +174,7 @@ class _Objects:
         except self._error:
             if (await store.head_async(name))["size"]:
                 raise
-            return b"", 0  # of nothing there is no range
+            return b"", 0  # an empty value has no range
         if datetime.now(UTC) - found.meta["last_modified"] > self._ttl:
             return None
         return bytes(await found.bytes_async()), found.meta["size"]
@@ -215,4 +215,4 @@ class _Objects:
         return count
 
     async def close(self) -> None:
-        """Nothing stays open."""
+        """Nothing to close."""

@@ -1,4 +1,4 @@
-"""Every SQLite file of ours is opened here: transactions, what damage looks like, errors with names. No torch."""
+"""SqliteFile: opens all our SQLite files, with transactions, detection of damage and named errors. No torch."""
 
 import logging
 import sqlite3
@@ -19,25 +19,25 @@ BUSY_SECONDS = 30.0
 BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 NO_SHARED_MEMORY = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN}
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-# The last, because SQLite quotes the damaged text of a schema in its message, and Python decodes that strictly.
+# UnicodeDecodeError, because SQLite quotes a damaged schema in its message, and Python decodes that strictly.
 SQL_ERRORS = (sqlite3.Error, Timeout, UnicodeDecodeError)
 _RETRY_SECONDS = 0.005
 
 
 class DamagedFileError(StoreError):
-    """A file that can be had again was damaged, and is empty now."""
+    """A rebuildable file was damaged, and is empty now."""
 
 
 def connect(path: Path | str) -> sqlite3.Connection:
-    """A connection that threads may share and that waits for other processes; transactions are begun by hand."""
+    """A connection that threads may share and that waits for other processes; transactions are explicit."""
     return sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
 
 
 def connect_to_read(path: Path) -> tuple[sqlite3.Connection, bool]:
-    """A connection, and whether it must be opened again for the next use.
+    """A connection for reading, and whether it must be opened again for the next use.
 
-    A database with a write-ahead log needs a file of shared memory, for which a full disk has no room. Where the log
-    is empty, the database's file is read as it is then, which is right until another process writes.
+    A database with a write-ahead log needs a shared memory file, for which a full disk has no room. If the log is
+    empty, the file is then read as immutable, which is correct until another process writes.
     """
     sql = connect(path)
     try:
@@ -55,9 +55,9 @@ def connect_to_read(path: Path) -> tuple[sqlite3.Connection, bool]:
 
 
 def write_ahead(sql: sqlite3.Connection, synchronous: str = "NORMAL") -> None:
-    """Journal ahead, and overwrite what is deleted; a process that opens the file at that moment is waited for.
+    """Switch to write-ahead logging and secure deletion, waiting for a process that opens the file at that moment.
 
-    SQLite itself does not wait there: it asks for the lock out of a read, where two could wait for each other.
+    SQLite itself does not wait here: it upgrades a read lock, where two processes could deadlock.
     """
     give_up = time.monotonic() + BUSY_SECONDS
     while True:
@@ -73,12 +73,12 @@ def write_ahead(sql: sqlite3.Connection, synchronous: str = "NORMAL") -> None:
 
 
 def lenient_text(raw: bytes) -> str:
-    """Text as SQLite has it: a damaged row must be listed to be removed, so it may not raise while it is read."""
+    """Decode text without raising, because a damaged row must be listed to be removed."""
     return raw.decode("utf-8", "replace")
 
 
 def integrity(sql: sqlite3.Connection, at_most: int) -> list[str]:
-    """What SQLite finds wrong with a file; also what it raises when the file is too damaged to look at."""
+    """SQLite's integrity check of a file; its error message if the file is too damaged to check."""
     try:
         found = [str(line) for (line,) in sql.execute(f"PRAGMA integrity_check({at_most})")]
     except UnicodeDecodeError as error:
@@ -91,13 +91,13 @@ def integrity(sql: sqlite3.Connection, at_most: int) -> list[str]:
 
 
 def schema_of(sql: sqlite3.Connection) -> dict[str, str]:
-    """Each table, index and trigger, and the statement that made it: a flipped bit in one is no damage to SQLite."""
+    """The statements of all tables, indexes and triggers, in which SQLite does not detect a flipped bit."""
     return dict(sql.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
 
 
 @contextmanager
 def transaction(sql: sqlite3.Connection) -> Iterator[None]:
-    """All or nothing. SQLite itself rolls back on a full disk; doing so again would raise, and hide why."""
+    """A transaction. On a full disk SQLite itself rolls back; a second rollback would raise and hide the cause."""
     sql.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -109,30 +109,30 @@ def transaction(sql: sqlite3.Connection) -> Iterator[None]:
 
 
 def error_code(error: Exception) -> int:
-    """SQLite's primary code; 0 for what Python's module raises by itself (text that is not UTF-8, say)."""
+    """SQLite's primary error code; 0 for errors of Python's module (text that is not UTF-8, say)."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an exception out of SQLite says that the file is damaged.
+    """Whether an exception from SQLite means that the file is damaged.
 
-    Of what stands for a text and is none Python's module says so by itself, without a code.
+    For bytes that are no valid text Python's module raises it without a code.
     """
     is_no_text = isinstance(error, UnicodeDecodeError | sqlite3.OperationalError) and "decode" in str(error)
     return is_no_text or error_code(error) in DAMAGED
 
 
 class SqliteFile(Closing):
-    """One SQLite file, made or opened: one connection, used by the threads of this process in turns.
+    """One SQLite file, created or opened: one connection, shared by the threads of this process.
 
-    The file is checked when it is opened. A damaged one is deleted and rebuilt, not set aside: its bytes are text, and
-    deletion is complete. Another process may do so too, and its new file is used from then on.
-    Raises StoreError and its kinds, StoreFormatError for another version.
+    The file is checked when it is opened. A damaged one is deleted and rebuilt, not set aside, because it holds text
+    that users may have deleted. Another process may do so too; its new file is then used.
+    Raises StoreError, StoreFormatError for another version.
 
-    A subclass says what: the file's name in messages; version: of the tables and of what is in them; tables: the
-    statements that make them; remedy: how a rebuilt file fills again; synchronous: FULL where a commit survives a power
-    cut, NORMAL where it survives only a kill, and costs no fsync; full_text: the table that is an index of words
-    (FTS5), and can be made again from the others.
+    A subclass sets what: the file's name in messages; version: of the tables and their content; tables: the statements
+    that create them; remedy: how a rebuilt file is refilled; synchronous: FULL if a commit must survive a power cut,
+    NORMAL if only a kill, which costs no fsync; full_text: the table of the word index (FTS5), which can be rebuilt
+    from the others.
     """
 
     what: ClassVar[str]
@@ -148,7 +148,7 @@ class SqliteFile(Closing):
         self._sql: sqlite3.Connection | None = None
         self._identity = 0, 0
         self._closed = self._is_for_once = False
-        self.generation = 0  # another number says that it is another file
+        self.generation = 0  # increases when the file is replaced
         with self.connection():
             pass
 
@@ -156,7 +156,7 @@ class SqliteFile(Closing):
 
     @contextmanager
     def connection(self) -> Iterator[sqlite3.Connection]:
-        """The connection, for one thread at a time; DamagedFileError if the file had to be rebuilt."""
+        """Hold the connection, one thread at a time; DamagedFileError if the file had to be rebuilt."""
         with self._lock:
             try:
                 yield self._connected()
@@ -184,7 +184,7 @@ class SqliteFile(Closing):
             return sql.execute(query, values)
 
     def erase_log(self) -> bool:
-        """Empty the write-ahead log, where what was deleted would live on; False while others read for long."""
+        """Empty the write-ahead log, which still holds deleted rows; False while other processes read for long."""
         with self.connection() as sql:
             is_empty = not sql.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
         if not is_empty:
@@ -192,16 +192,14 @@ class SqliteFile(Closing):
         return is_empty
 
     def erase(self) -> bool:
-        """Rewrite the file without what was deleted; False while others use it for long, or without room for a copy.
+        """Rewrite the file without deleted rows; False while others use it for long, or without room for a copy.
 
-        SQLite overwrites a row that it deletes (`secure_delete`), but not the copies that are left in pages where it
-        once moved rows about. FTS5 only notes what is deleted, until the parts of its index are merged.
+        SQLite overwrites a deleted row (`secure_delete`), but not copies in pages where it once moved rows. FTS5 only
+        marks deleted rows until the parts of its index are merged.
         """
         folder = str(self.path.parent).replace("'", "''")
         with self.connection() as sql:
-            sql.execute(
-                f"PRAGMA temp_store_directory = '{folder}'"
-            )  # for the copy of the file that this needs
+            sql.execute(f"PRAGMA temp_store_directory = '{folder}'")  # for the temporary copy of the file
             try:
                 for statement in (*self._full_text("optimize"), "VACUUM"):
                     sql.execute(statement)
@@ -215,7 +213,7 @@ class SqliteFile(Closing):
         return self.erase_log() and done
 
     def _full_text(self, command: str) -> list[str]:
-        """The statement that gives FTS5 a command, if there is such a table."""
+        """The statement of an FTS5 command, if there is a full-text table."""
         name = self.full_text
         return [f"INSERT INTO {name} ({name}) VALUES ('{command}')"] if name else []
 
@@ -257,10 +255,10 @@ class SqliteFile(Closing):
         return sql
 
     def _configure(self, sql: sqlite3.Connection) -> None:
-        """What each connection needs before it is used."""
+        """Settings of every new connection."""
 
     def _prepare(self, sql: sqlite3.Connection) -> None:
-        """Check a file that is there, and make the tables of a new one."""
+        """Check an existing file, and create the tables of a new one."""
         found = sql.execute("PRAGMA user_version").fetchone()[0]
         if found not in (0, self.version):
             raise self._other_version(found)
@@ -268,7 +266,7 @@ class SqliteFile(Closing):
             raise damage(problems[0])
         if not self._is_for_once:
             write_ahead(sql, self.synchronous)
-        if not found:  # a sound file is only read: the disk may be full
+        if not found:  # a sound file is only read, because the disk may be full
             with transaction(sql):
                 if not sql.execute("SELECT 1 FROM sqlite_master").fetchone():
                     self._make_tables(sql)
@@ -281,7 +279,7 @@ class SqliteFile(Closing):
         sql.execute(f"PRAGMA user_version = {self.version}")
 
     def _schema(self, sql: sqlite3.Connection) -> dict[str, str]:
-        """Of what we made: how FTS5 keeps its own tables is each version's own."""
+        """The schema of our own tables; FTS5's internal ones differ between versions."""
         found, theirs = schema_of(sql), f"{self.full_text}_"
         return {
             name: made for name, made in found.items() if not (self.full_text and name.startswith(theirs))
@@ -298,7 +296,7 @@ class SqliteFile(Closing):
             self._sql.close()
         self._sql = None
 
-    # --- what is wrong with a file
+    # --- damage and errors
 
     def _other_version(self, found: int) -> Exception:
         return StoreFormatError(
@@ -307,14 +305,14 @@ class SqliteFile(Closing):
         )
 
     def _repair(self, why: str) -> None:
-        """Remove the damaged file, unless another process has put a new one in its place."""
+        """Delete the damaged file, unless another process has already replaced it."""
         self._disconnect()
         if is_same_file(self.path, self._identity):
             log.warning("the %s %s is damaged and is rebuilt: %s", self.what, self.path, self.remedy)
             discard_database(self.path)
 
     def _failed(self, error: Exception) -> Exception:
-        """The named error for what SQLite or the file system raised."""
+        """The named error for an error of SQLite or the file system."""
         if isinstance(error, OSError):
             said = f"opening the {self.what} {self.path} failed: {error}. Check its owner and permissions."
             return StoreError(said)
@@ -339,7 +337,7 @@ class SqliteFile(Closing):
 
 
 def damage(why: str) -> sqlite3.DatabaseError:
-    """What SQLite raises for a damaged file, for damage that it does not see."""
+    """An error like SQLite's for a damaged file, for damage that it does not detect."""
     error = sqlite3.DatabaseError(why)
     error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
     return error

@@ -1,6 +1,6 @@
-"""KVStore: where chunks' KV is kept on disk, found by key, checked at every use, and evicted by policy.
+"""KVStore: stores chunks' KV on disk by key, verifies it at every use, and evicts by policy.
 
-Errors are raised only for what the caller must know: no room, no access, another format.
+Raises errors only for problems that the caller must handle: no space, no access, another format.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ from ragblend.kvstore.upkeep import GcReport, Problem
 
 log = logging.getLogger(__name__)
 Cost = Callable[[int, int], float]
-AT_ONCE = 64  # evictions, where a budget was lowered
-_QUARANTINE_WAIT_S = 2.0  # a reader does not stand behind a long put for the sake of tidiness
+AT_ONCE = 64  # evictions per put, after a budget was lowered
+_QUARANTINE_WAIT_S = 2.0  # a reader must not wait for a long put only to clean up
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def _opening(root: Path) -> Iterator[None]:
 
 
 class KVStore(Closing):
-    """Safe for threads, and for several processes: readers never wait for a writer, writers take turns."""
+    """Safe for several threads and processes: readers never wait for a writer, writers wait for each other."""
 
     name = "disk"  # as a tier
 
@@ -72,21 +72,20 @@ class KVStore(Closing):
         cost: Cost = lambda cached, new: 1.0,
         remote: str | None = None,
     ) -> "KVStore":
-        """Open the store at `root`, made if absent (0700, files 0600).
+        """Open the store at `root`, created if absent (0700, files 0600).
 
-        budget_bytes bounds the values' bytes on the disk (None: a quarter of what is free there and taken by them): a
-        put that goes beyond it evicts what it adds, at least, so that a lowered budget is reached by puts, some
-        values each, or by `gc` at once; tiers: memory above it, the fastest first, for what is used (see `promote`);
-        policy: a row of POLICIES (None: as it was, at first DEFAULT_POLICY), which processes that have the store open
-        take over when they save next; cost(cached, new): of computing one of `new` tokens behind `cached` ones, in any
-        one unit; remote: URL of a store that others share (see `places.Place`).
-        Raises StoreFormatError for a folder of another format, StoreLockedError, StoreError, UsageError for an unknown
-        policy.
+        budget_bytes: limit of the values' bytes on the disk (None: a quarter of the free space plus the values). A put
+        beyond it evicts at least what it adds, so a lowered budget is reached by several puts, or by `gc` at once;
+        tiers: memory tiers above the disk, the fastest first (see `promote`); policy: a row of POLICIES (None:
+        unchanged, at first DEFAULT_POLICY), which other processes with the store open adopt at their next save;
+        cost(cached, new): of computing one of `new` tokens after `cached` ones, in any unit; remote: URL of a shared
+        store (see `places.Place`). Raises StoreFormatError for a folder of another format, StoreLockedError,
+        StoreError, UsageError for an unknown policy.
         """
         wanted = None if policy is None else policy_named(policy)
         store = cls(Path(root), tiers, cost, None if remote is None else Place.of(remote), wanted)
         with ExitStack() as opened, _opening(store.root):
-            check_format(store.root)  # before anything is made or tightened in a folder that is not ours
+            check_format(store.root)  # before anything changes in a folder that is not ours
             make_private_folder(store.root)
             warn_of_network(store.root)
             store._lock = opened.enter_context(WriterLock(store.root / LOCK_NAME, upkeep.TIMEOUT_S))
@@ -101,7 +100,7 @@ class KVStore(Closing):
             if budget_bytes is None:
                 free = shutil.disk_usage(store.root).free
                 budget_bytes = (free + store._index.totals[1]) // 4
-            opened.pop_all()  # all is well, so all stays open
+            opened.pop_all()  # success: everything stays open
         store.budget_bytes = budget_bytes
         return store
 
@@ -119,13 +118,13 @@ class KVStore(Closing):
         if self.remote is not None:
             self._counted[self.remote.name] = self.remote.counters
         self._ledger = Ledger(self._counted, policy)
-        self.budget_bytes: int  # what follows is `open`'s to set
+        self.budget_bytes: int  # `open` sets the following
         self._lock: WriterLock
         self._index: Index
         self._unsynced = self._closed = False
 
     def _settle(self) -> None:
-        """Bring files, index and ledger in line with each other. The caller holds the lock."""
+        """Synchronise files, index and ledger. The caller holds the lock."""
         rows, lost = upkeep.sweep(self._index)
         self._counters.add(quarantined=lost)
         is_ranked_anew = self._ledger.load(self._index.ledger(), rows)
@@ -141,7 +140,7 @@ class KVStore(Closing):
         self._settle()
 
     def close(self) -> None:
-        """Save what is pending and close all files; closing twice is fine. Open readers go on."""
+        """Save pending counts and close all files. Idempotent. Open readers continue."""
         if self._closed:
             return
         if self.remote is not None:
@@ -164,12 +163,13 @@ class KVStore(Closing):
         shared: bool = True,
         wanted: Callable[[], bool] | None = None,
     ) -> bool:
-        """Store (or replace) a value; it is on disk and in the index when this returns, and shared soon after.
+        """Store (or replace) a value; it is on disk and in the index when this returns, and in the shared store soon
+        after.
 
-        codec: how its layers are packed; any is read, and a node of the tree is raw, or it would not be exact. shared:
-        whether others may have it. wanted: asked while no other writer can delete or put anything. False, and nothing
-        is stored, where it says no, and for a node whose parent is not stored. Raises StoreFullError,
-        StoreLockedError, StoreError; nothing has changed then.
+        codec: of its layers; a node of the tree must be raw, else it would not be exact. shared: whether to copy it to
+        the shared store. wanted: called while no other writer can delete or put anything; if it returns False, or the
+        parent of a node is not stored, nothing is stored and this returns False. Raises StoreFullError,
+        StoreLockedError, StoreError; then nothing has changed.
         """
         blob = Blob.of(key, chunk, RAW if chunk.parent is not None else codec)
         stored = self.put_blob(blob, wanted)
@@ -178,7 +178,7 @@ class KVStore(Closing):
         return stored
 
     def put_blob(self, blob: Blob, wanted: Callable[[], bool] | None = None) -> bool:
-        """The same for one that is packed, which others may have already."""
+        """The same for a packed value, which may come from the shared store."""
         digest, tokens = blob.header.key.digest, len(blob.header.token_ids)
         parent = None if blob.header.parent is None else blob.header.parent.digest
         self._check_budget(tokens, blob.nbytes)
@@ -189,11 +189,11 @@ class KVStore(Closing):
             file = write_value(self.root, blob)
             try:
                 evicted, unnamed = self._enter(index, digest, Row(file.filename, blob.nbytes, parent))
-            except BaseException:  # KeyboardInterrupt too: no file may stay that no row names
+            except BaseException:  # also for KeyboardInterrupt: no file may stay without a row
                 if (found := index.get(digest)) is None or found.filename != file.filename:
                     remove_values(self.root, [file.filename])
                 raise
-            self._forget_in_memory([digest])  # another value may have lain under this key
+            self._forget_in_memory([digest])  # this key may have had another value
             self._ledger.arrive(digest, blob.nbytes, cost, parent)
             self._was_evicted(evicted)
             remove_values(self.root, unnamed)
@@ -202,7 +202,7 @@ class KVStore(Closing):
         return True
 
     def _enter(self, index: Index, digest: str, row: Row) -> tuple[list[Entry], list[str]]:
-        """Enter a row and evict what it displaces, in one transaction; what was evicted, and files without a row."""
+        """Insert a row and evict for it in one transaction; returns the evicted keys, and the files without a row."""
         replaced = index.get(digest)
         grown_bytes = row.nbytes - (0 if replaced is None else replaced.nbytes)
         total_bytes = index.totals[1] + grown_bytes
@@ -221,15 +221,15 @@ class KVStore(Closing):
         return evicted, unnamed if replaced is None else [replaced.filename, *unnamed]
 
     def _was_evicted(self, victims: Sequence[Entry]) -> None:
-        self._forget_in_memory([victim.digest for victim in victims])  # the index has no row for them
+        self._forget_in_memory([victim.digest for victim in victims])  # they have no row any more
         self._ledger.evict(victims)
         self._counters.add(evictions=len(victims))
 
     def check_room(self, tokens: int, nbytes: int) -> None:
-        """Raises StoreFullError where there is no room whatever is evicted, so that nothing is computed in vain."""
+        """Raises StoreFullError if evicting cannot make enough space, before anything is computed in vain."""
         self._check_budget(tokens, nbytes)
         disk = shutil.disk_usage(self.root)
-        if disk.total and disk.free < nbytes:  # some file systems do not say
+        if disk.total and disk.free < nbytes:  # unknown on some file systems
             raise write_failed(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), self.root, nbytes)
 
     def _check_budget(self, tokens: int, nbytes: int) -> None:
@@ -242,16 +242,16 @@ class KVStore(Closing):
     def _make_room(
         self, index: Index, excess_bytes: int, needed_bytes: int = 0, spare: Collection[str] = ()
     ) -> tuple[list[Entry], list[str]]:
-        """Delete the rows of what is to be evicted; these, and their files.
+        """Delete the rows of values to evict; returns their keys and files.
 
-        At most AT_ONCE beyond what frees `needed_bytes`, and never `spare`. Deleting a file takes a millisecond and
-        more, and the caller of put waits for it.
+        At most AT_ONCE beyond those that free `needed_bytes`, never `spare`, because deleting a file takes a
+        millisecond or more, for which the caller of put waits.
         """
         evicted, unnamed = list[Entry](), list[str]()
         if excess_bytes > 0 and self._others_saved(index):
             self._unsynced = True
         for _ in range(2):
-            if self._unsynced:  # other processes put and evict values as well
+            if self._unsynced:  # other processes also put and evict
                 gone, rows = {victim.digest for victim in evicted}, index.entries()
                 stored = {digest: row for digest, row in rows.items() if digest not in gone}
                 self._ledger.refresh(self._saved_by_others(index), stored)
@@ -271,21 +271,22 @@ class KVStore(Closing):
     def delete(
         self, keys: Collection[ChunkKey], still: Callable[[], Collection[ChunkKey]] | None = None
     ) -> int:
-        """Remove every byte of these values, and of all that was computed behind them; bytes freed.
+        """Delete every byte of these values and of their descendants in the tree, quarantined copies and counts
+        included; returns the bytes freed.
 
-        still: asked while no other writer can put anything, which of them are still to be deleted.
-        Quarantined copies and counts too; what others share is `withdraw`'s. Raises StoreError if a file stays.
+        still: called while no other writer can put anything; returns which of them must still be deleted. `withdraw`
+        deletes from the shared store. Raises StoreError if a file stays.
         """
         with self._changing() as index:
             self._ledger.refresh(self._saved_by_others(index), index.entries())
             below = self._ledger.below([key.digest for key in (keys if still is None else still())])
             freed = self._remove(index, below).bytes
-            self._forget_in_memory(below)  # once more: a promotion may have been half done
+            self._forget_in_memory(below)  # again, because a promotion may have been running
             index.erase_log()
             return freed
 
     def withdraw(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove values from the shared store, if there is one. Raises RemoteError where that is not certain."""
+        """Delete values from the shared store, if there is one. Raises RemoteError if that is not certain."""
         if self.remote is not None:
             self.remote.withdraw(keys)
 
@@ -294,12 +295,14 @@ class KVStore(Closing):
             tier.delete([ChunkKey(digest) for digest in digests])
 
     def _remove(self, index: Index, digests: Sequence[str]) -> GcReport:
-        """From all tiers. Files before rows: a kill in between leaves a miss, and no file to enter again."""
+        """Delete from all tiers. Files before rows: a kill in between leaves only a miss, and no file that could
+        return.
+        """
         self._forget_in_memory(digests)
         named = {self.root / row.filename for each in digests if (row := index.get(each)) is not None}
         try:
             freed = upkeep.remove_files(named.union(*(files_of(self.root, each) for each in digests)))
-        except StoreError:  # rows and counts go all the same; the caller tries the files again
+        except StoreError:  # rows and counts are deleted anyway; the caller retries the files
             self._forget(digests)
             raise
         self._forget(digests)
@@ -309,10 +312,10 @@ class KVStore(Closing):
         self._ledger.forget(digests)
         self._save(digests)
 
-    # --- reading: whatever is wrong with a stored value makes a miss, and the caller encodes the chunk again
+    # --- reading: any damage of a stored value is a miss, and the caller encodes the chunk again
 
     def contains(self, key: ChunkKey) -> bool:
-        """Whether the index has this key; the value is not looked at. False where the index cannot be read."""
+        """Whether the index has this key, without checking the value. False if the index cannot be read."""
         return self._row_of(key) is not None
 
     def open_chunk(
@@ -323,12 +326,12 @@ class KVStore(Closing):
         start: int | None = None,
         parent: ChunkKey | None = None,
     ) -> Source | None:
-        """A reader of the fastest tier that has it; None is a miss (absent, or damaged).
+        """A reader from the fastest tier that has it; None is a miss (absent, or damaged).
 
-        Damaged is what holds another key, parent or other token ids, and, where they are given, another geometry or
-        start: a key stands for them too, and a checksum is right for whatever was written.
+        A value with another key, parent or token ids, or, if they are given, another geometry or start, counts as
+        damaged: checksums do not detect a wrong but intact file.
         """
-        # What another process deleted is deleted: the index has the last word on whether there is such a value.
+        # Another process may have deleted it, so the index decides whether the value exists.
         self._ledger.used(key.digest)
         for tier in self.tiers if self.tiers and self.contains(key) else ():
             if (held := tier.open_chunk(key, token_ids)) is not None:
@@ -338,7 +341,7 @@ class KVStore(Closing):
         return reader
 
     def _content(self, key: ChunkKey) -> bytes | None:
-        """A value's file as it is, for other machines, which check what they read."""
+        """A value's file, unchecked, for other machines, which verify it themselves."""
         path = self._path_of(key)
         if path is not None:
             with contextlib.suppress(OSError), os.fdopen(open_file(path), "rb") as file:
@@ -346,7 +349,7 @@ class KVStore(Closing):
         return None
 
     def will_need(self, key: ChunkKey) -> None:
-        """Ask the kernel to read that value ahead of its use; absent values and old systems are no error."""
+        """Ask the kernel to read this value ahead; no error for absent values or old systems."""
         path = self._path_of(key)
         if path is not None:
             with (
@@ -363,7 +366,7 @@ class KVStore(Closing):
         start: int | None = None,
         parent: ChunkKey | None = None,
     ) -> None:
-        """Copy a value that was used to the next faster tier, if there is one; for the background. See `open_chunk`."""
+        """Copy a used value to the next faster tier, if there is one; a background task. See `open_chunk`."""
         wanting: MemoryTier | None = None
         source: Source | None = None
         for tier in self.tiers:  # the fastest first
@@ -374,13 +377,13 @@ class KVStore(Closing):
             return
         source = source or self._open(self._quarantine, key, tuple(token_ids), geometry, start, parent)
         if source is not None:
-            with source, contextlib.suppress(CorruptBlobError):  # it is in quarantine by now
+            with source, contextlib.suppress(CorruptBlobError):  # now in quarantine
                 wanting.admit(key, source, self._ledger.entry(key.digest))
         if not self.contains(key):  # deleted meanwhile
             wanting.delete([key])
 
     def save_uses(self) -> None:
-        """Save what was used, for other processes, if enough has changed; for the background."""
+        """Save the ledger for other processes, if enough has changed; a background task."""
         self._live_index()
         if self._ledger.is_due:
             self._try_to_save()
@@ -388,14 +391,14 @@ class KVStore(Closing):
     def _try_to_save(self) -> None:
         try:
             self._save()
-        except StoreError as error:  # the next change, or the next time, saves it
+        except StoreError as error:  # a later save includes it
             log.warning("what was used and counted cannot be saved: %s", error)
 
     def _others_saved(self, index: Index) -> bool:
         return index.ledger_serial() != self._ledger.serial
 
     def _saved_by_others(self, index: Index) -> bytes:
-        """The saved ledger, where another process saved since this one did; else it is not read."""
+        """The saved ledger if another process saved it after this one; else it is not read."""
         return index.ledger() if self._others_saved(index) else b""
 
     def _save(self, deleted: Sequence[str] = ()) -> None:
@@ -410,7 +413,7 @@ class KVStore(Closing):
             is_saved()
 
     def get(self, key: ChunkKey, token_ids: Sequence[int]) -> ChunkKV | None:
-        """The whole value, every layer verified, in memory that the caller owns; None is a miss."""
+        """The whole value, every layer verified, in new memory; None is a miss."""
         reader = self.open_chunk(key, token_ids)
         if reader is None:
             return None
@@ -429,14 +432,14 @@ class KVStore(Closing):
         start: int | None,
         parent: ChunkKey | None,
     ) -> ChunkReader | None:
-        """spoiled: called with a layer that is damaged."""
+        """Open a value. spoiled: called with key, path and description of a damaged layer."""
         missing: Path | None = None
         while (path := self._path_of(key)) is not None:
             try:
                 damaged = partial(spoiled, key, path)
                 return open_verified(path, key, token_ids, damaged, geometry, start, parent)
             except FileNotFoundError:
-                if path == missing:  # twice the same: hardly an eviction in between; the lock will tell
+                if path == missing:  # same row twice: hardly an eviction
                     self._quarantine(key, path, "the index names a file that is not there")
                     return None
                 missing = path
@@ -449,7 +452,7 @@ class KVStore(Closing):
         return None
 
     def _row_of(self, key: ChunkKey) -> Row | None:
-        """None where there is none, and where the index cannot be read: the caller computes the chunk."""
+        """The row; None if there is none or the index cannot be read: then the caller computes the chunk."""
         try:
             return self._live_index().get(key.digest)
         except CorruptBlobError as error:
@@ -465,12 +468,14 @@ class KVStore(Closing):
         return None if row is None else self.root / row.filename
 
     def _spoiled(self, key: ChunkKey, path: Path, what: str) -> None:
-        """A layer of an open value is damaged: what was counted a hit is a miss."""
+        """Handle a damaged layer of an open value: turn the counted hit into a miss."""
         self._counters.add(hits=-1, misses=1)
         self._quarantine(key, path, what)
 
     def _quarantine(self, key: ChunkKey, path: Path | None, why: str) -> None:
-        """Take the row of `key` out of use, if it still names `path`; None: rebuild the index if it is damaged."""
+        """Quarantine the value of `key`, if its row still refers to `path`. path None: rebuild the index if it is
+        damaged.
+        """
         try:
             with self._changing(_QUARANTINE_WAIT_S) as index:
                 row = index.get(key.digest)
@@ -484,19 +489,19 @@ class KVStore(Closing):
         self._counters.add(quarantined=1)
         log.warning("KV of chunk %s is in quarantine and will be encoded again: %s", key.digest[:12], why)
 
-    # --- looking after
+    # --- maintenance
 
     def keys(self) -> Iterator[ChunkKey]:
-        """The keys as they are now, oldest first."""
+        """A snapshot of the keys, oldest first."""
         return map(ChunkKey, self._live_index().entries())
 
     def sizes(self) -> dict[ChunkKey, int]:
-        """How many bytes each value takes, as they are now."""
+        """A snapshot of the values' sizes in bytes."""
         return {ChunkKey(digest): row.nbytes for digest, row in self._live_index().entries().items()}
 
     def check(self) -> list[Problem]:
-        """Everything wrong with the store, from reading all of it; changes nothing."""
-        with self._changing() as index:  # for the listing only: it must not see half a put
+        """All problems of the store, found by reading all of it; changes nothing."""
+        with self._changing() as index:  # only for the listing, which must not see half a put
             try:
                 files, rows = list(value_files(self.root)), index.entries()
             except CorruptBlobError as error:
@@ -504,7 +509,7 @@ class KVStore(Closing):
         return list(upkeep.check_files(index, files, rows))
 
     def repair(self) -> list[Problem]:
-        """What check() finds, after taking it out of use; what is lost then heals by encoding again."""
+        """Run check() and quarantine damaged values; returns the problems. Lost values are encoded again on use."""
         problems = self.check()
         with self._changing() as index:
             bad = {each.key.digest for each in problems if each.key and each.kind not in upkeep.HARMLESS}
@@ -518,7 +523,9 @@ class KVStore(Closing):
         return problems
 
     def gc(self, keep: Collection[ChunkKey] | None = None) -> GcReport:
-        """Remove orphans, temporary files, the quarantine, what is beyond the budget and, given `keep`, all others."""
+        """Delete orphans, temporary files, the quarantine, values beyond the budget, and values not in `keep`, if
+        given.
+        """
         with self._changing() as index:
             rows = index.entries()
             self._ledger.refresh(self._saved_by_others(index), rows)
@@ -536,7 +543,7 @@ class KVStore(Closing):
         return report
 
     def _evict_some(self) -> GcReport:
-        """Of what is beyond the budget, so much that others need not wait long for the lock."""
+        """Evict a part of what exceeds the budget, so that other writers wait only briefly for the lock."""
         with self._changing() as index:
             excess_bytes = index.totals[1] - self.budget_bytes
             if excess_bytes <= 0:
@@ -549,43 +556,43 @@ class KVStore(Closing):
 
     @property
     def room_bytes(self) -> int:
-        """What may still be put before anything is evicted."""
+        """Bytes that can be put before anything is evicted."""
         return self.budget_bytes - self._live_index().totals[1]
 
     def asked(self) -> dict[str, float]:
-        """How often what is not stored was asked for, by digest, as far as that is remembered."""
+        """Request counts of values that are not stored, by digest, as far as they are remembered."""
         return self._ledger.asked()
 
     def times_asked(self, key: ChunkKey) -> float:
-        """How often a value was asked for, stored or not, as far as that is remembered."""
+        """Request count of a value, stored or not, as far as it is remembered."""
         return self._ledger.entry(key.digest).frequency
 
     @property
     def policy(self) -> str:
-        """What the disk evicts by: a row of POLICIES."""
+        """The disk's eviction policy: a row of POLICIES."""
         return self._ledger.policy.name
 
     def stats(self) -> StoreStats:
-        """Entries and bytes of the store, and what this process asked of it, on whichever tier it was found."""
+        """Entries and bytes of the store, and this process's hits and misses over all tiers."""
         disk, shared = self._disk_stats(), 0 if self.remote is None else self.remote.counters.counts.hits
         hits = disk.hits + shared + sum(tier.stats().hits for tier in self.tiers)
         return replace(disk, hits=hits, misses=max(0, disk.misses - shared))
 
     def stats_by_tier(self) -> dict[str, StoreStats]:
-        """For each tier by its name, the fastest first: what it holds, and what this process found there.
+        """Stats by tier name, the fastest first: its content, and this process's hits and misses on it.
 
-        A miss is a tier's own: what memory does not have, the disk may.
+        A miss in memory may be a hit on the disk.
         """
         return {tier.name: tier.stats() for tier in self.tiers} | {self.name: self._disk_stats()}
 
     def counts_by_tier(self) -> dict[str, Counts]:
-        """What this process did on each tier, the shared store included."""
+        """This process's counts by tier name, the shared store included."""
         return {name: counters.counts for name, counters in self._counted.items()}
 
     def totals_by_tier(self) -> dict[str, Counts]:
-        """What all processes ever did on each tier, this one included; what a killed one had not written is lost.
+        """Counts of all processes by tier name since the store was created, except unsaved ones of killed processes.
 
-        Tiers that only other processes have are there as well.
+        Includes tiers that only other processes have.
         """
         return self._ledger.totals(self._live_index().ledger())
 
@@ -594,7 +601,7 @@ class KVStore(Closing):
 
     @contextmanager
     def _changing(self, timeout_s: float | None = None) -> Iterator[Index]:
-        """Be the only one, of all threads and processes, that changes the store; OSError becomes StoreError."""
+        """Hold the right to change the store, over all threads and processes; OSError becomes StoreError."""
         self._live_index()
         try:
             with self._lock.hold(timeout_s):

@@ -1,6 +1,6 @@
-"""Looking a whole store over: what check reports, what gc removes, what open mends.
+"""Maintenance of a whole store, for check, gc and open.
 
-All but `check_files` needs the writer's lock: only then is a file without a row surely a leftover.
+All but `check_files` needs the writer lock: only then is a file without a row certainly a leftover.
 """
 
 import errno
@@ -27,10 +27,10 @@ _REBUILT = "the KV index at %s is rebuilt from the values that are there: %s"
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is not as the store would have left it.
+    """A problem of the store.
 
-    kind: index, missing-file, bad-length, bad-header, bad-layer, wrong-key, unreadable, out-of-reach,
-    orphan-file, temporary-file, foreign-file, open-to-others.
+    kind: index, missing-file, bad-length, bad-header, bad-layer, wrong-key, unreadable, out-of-reach, orphan-file,
+    temporary-file, foreign-file, open-to-others.
     """
 
     kind: str
@@ -39,13 +39,13 @@ class Problem:
     message: str
 
 
-# What makes no value unfit for use.
+# Problems that leave all values usable.
 HARMLESS = {"index", "out-of-reach", "orphan-file", "temporary-file", "foreign-file", "open-to-others"}
 
 
 @dataclass(frozen=True)
 class GcReport:
-    """What gc removed: files and their bytes."""
+    """The result of gc: deleted files and their bytes."""
 
     files: int
     bytes: int
@@ -55,7 +55,7 @@ class GcReport:
 
 
 def check_files(index: Index, files: list[ValueFile], rows: Mapping[str, Row]) -> Iterator[Problem]:
-    """Everything wrong in a snapshot of files and rows; reads every byte of every value."""
+    """All problems in a snapshot of files and rows; reads every byte of every value."""
     for line in index.integrity():
         yield Problem("index", None, index.path, line)
     by_name = {file.filename for file in files}
@@ -78,7 +78,7 @@ def _check_value(path: Path, key: ChunkKey, is_there: bool) -> Iterator[Problem]
         return  # evicted since the snapshot
     except BlobDamage as damage:
         yield Problem(damage.kind, key, path, str(damage))
-    except OSError as error:  # too many open files, or another user's, say nothing of the value
+    except OSError as error:  # too many open files, or missing rights, do not mean damage
         kind = "unreadable" if error.errno in DAMAGE else "out-of-reach"
         yield Problem(kind, key, path, f"reading failed: {error.strerror}")
 
@@ -96,9 +96,9 @@ def _check_file(path: Path, file: ValueFile, has_row: bool) -> Iterator[Problem]
 
 
 def refuse(index: Index, digests: Collection[str]) -> None:
-    """Take values out of use: their files into the quarantine, their rows away."""
+    """Quarantine values: move their files, and delete their rows."""
     for digest in digests:
-        with suppress(OSError):  # then a file is an orphan, and the next open sweeps it
+        with suppress(OSError):  # the file is then an orphan, which the next open deletes
             layout.move_to_quarantine(index.root, digest)
     with index.changing():
         for digest in digests:
@@ -106,7 +106,7 @@ def refuse(index: Index, digests: Collection[str]) -> None:
 
 
 def remove_leftovers(index: Index) -> GcReport:
-    """Remove what no row names, temporary files among it, and the quarantine."""
+    """Delete files without a row (temporary ones included) and the quarantine."""
     root, named = index.root, {row.filename for row in index.entries().values()}
     orphans = [
         root / file.filename
@@ -138,18 +138,18 @@ def remove_files(paths: Collection[Path]) -> GcReport:
     return GcReport(files, nbytes)
 
 
-# --- opening: an index that can be trusted, leftovers of killed processes
+# --- opening: a sound index, no leftovers of killed processes
 
 
 def open_index(root: Path) -> tuple[Index, bool]:
-    """The index, and whether one that had values was damaged, and is rebuilt from them. StoreError."""
+    """The index, and whether it was damaged and has been rebuilt from the values. Raises StoreError."""
     layout.prepare(root)
     try:
         index = Index(root, TIMEOUT_S)
         try:
             if not index.totals[0] and _has_values(root):  # a process was killed before its first commit
                 log.warning(_REBUILT, root, "the values have yet to be entered")
-                _enter_values(index)  # others may have the index open
+                _enter_values(index)  # other processes may have the index open
         except BaseException:
             index.close()
             raise
@@ -163,10 +163,10 @@ def _has_values(root: Path) -> bool:
 
 
 def rebuilt(root: Path, why: str) -> Index:
-    """An index of the values that are there: of all, or, when killed, of none, and the next open begins again.
+    """Rebuild the index from the value files, in one transaction; after a kill the next open starts again.
 
-    Only headers are read: layers are checked at every use anyway. A deleted value cannot come back this way, because
-    delete unlinks the file before the row.
+    Reads only headers, because layers are verified at every use. A deleted value cannot return this way, because delete
+    unlinks the file before the row.
     """
     log.warning(_REBUILT, root, why)
     layout.remove_index(root)
@@ -188,7 +188,7 @@ def _enter_values(index: Index) -> None:
 
 
 def _row_of(root: Path, file: ValueFile) -> Row | None:
-    """The row of a value by its file's header; None for a file that is not to be used."""
+    """The row of a value from its file's header; None for a file that must not be used."""
     if file.digest is None or file.temporary:
         return None
     try:
@@ -197,16 +197,16 @@ def _row_of(root: Path, file: ValueFile) -> Row | None:
             return Row(file.filename, file.nbytes, None if parent is None else parent.digest)
     except (CorruptBlobError, FileNotFoundError):
         return None
-    except OSError as error:  # what is not entered is swept away
+    except OSError as error:  # files without a row are swept
         if error.errno == errno.EIO:
-            return Row(file.filename, file.nbytes)  # it may be readable the next time: its use will judge it
+            return Row(file.filename, file.nbytes)  # it may be readable later: its use decides
         if error.errno not in DAMAGE:
             raise
         return None
 
 
 def sweep(index: Index) -> tuple[dict[str, Row], int]:
-    """Remove leftovers of killed writers, and rows whose file is gone. Returns the rows, and how many had no file."""
+    """Delete leftovers of killed writers, and rows without a file. Returns the rows, and how many had no file."""
     rows = index.entries()
     named, there = {row.filename for row in rows.values()}, set[str]()
     for filename in layout.value_names(index.root):

@@ -22,7 +22,7 @@ from ragblend.ui import views
 
 AUTOMATIC = ("tick", "load")  # events that no user caused: a shown message stays
 LONGEST_REASON = 300
-LARGEST = 1e9  # the most that a slider may send; the app checks the meaning of the value
+LARGEST = 1e9  # limit of a slider's value; the app checks its meaning
 LONGEST_TEXT = 100_000
 MOST_VALUES = 1000  # in a list, and in an event
 LOG = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ NUMBER = TypeAdapter(Annotated[float, Field(strict=True, allow_inf_nan=False)])
 
 
 def kind_of(component: Any) -> TypeAdapter[Any] | None:
-    """The type of values that a component may send, for the request filter and the callbacks; None: not sent at all."""
+    """The type of values that a component may send, for the request filter and the callbacks; None: it sends none."""
     match component:
         case gr.State():
             return None

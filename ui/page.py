@@ -138,5 +138,5 @@ def fingerprint(overview: QueueOverview, view: tuple[Any, ...] = ()) -> str:
 
 
 def listed_in(fingerprint: str) -> str:
-    """The part that changes when a file is started or ends, or another view is shown."""
+    """The part that changes when a file starts or ends, or when the view changes."""
     return fingerprint.partition("\n")[0]

@@ -1,4 +1,4 @@
-"""What every tab shares: the app's services, the sessions of open pages, and helpers for components."""
+"""Shared by all tabs: the app's services, the sessions of open pages, and functions for components."""
 
 import time
 from collections import deque

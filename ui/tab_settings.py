@@ -161,7 +161,7 @@ class SettingsTab:
     def _priced(self, given: dict[str, Any]) -> tuple[dict[str, Any], Cost]:
         workspaces = self._services.workspaces
         before, changes = workspaces.settings, chosen(given)
-        if changes["max_new_tokens"] == before.answer_tokens:  # as the model has it, unless it was set
+        if changes["max_new_tokens"] == before.answer_tokens:  # the model's own, unless it was set
             changes["max_new_tokens"] = before.max_new_tokens
         for name in ("device", "reranker"):  # None would leave it as it was
             changes[name] = changes[name] or (getattr(before, name) and "")
@@ -173,7 +173,7 @@ class SettingsTab:
         workspaces = self._services.workspaces
         try:
             known = workspaces.first.engine.known_profile
-        except RagBlendError:  # the model in use is missing: another one can be chosen all the same
+        except RagBlendError:  # the model in use is missing, but another one can be chosen
             return None
         return known.prefill if known is not None else None
 

@@ -138,7 +138,7 @@ def chat(
 
 
 def load_conversations(cli: Cli, workspace: "Workspace") -> "Conversations":
-    """Check that questions can be answered, then load what finds their passages."""
+    """Check that questions can be answered, then load the models for retrieval."""
     from ragblend.app.answering.retrieval import check_askable
 
     check_askable(workspace)

@@ -59,7 +59,7 @@ def encoding_bar(cli: Cli) -> Iterator[Callable[["KvProgress"], None]]:
 
 
 def plan(kv: "KvProgress") -> str:
-    """How much room the KV needs, and how much there is."""
+    """The space that the KV needs, and the free space."""
     fits = kv.nbytes <= kv.room_bytes
     room = "all of it fits" if fits else f"the first {kv.room_bytes / kv.nbytes:.0%} fit"
     return (

@@ -1,4 +1,4 @@
-"""What all commands share: their options, the workspace they open, and their output."""
+"""Shared by all commands: options, the open workspace, and output."""
 
 import contextlib
 import inspect
@@ -98,9 +98,9 @@ class Terminal:
 
 @dataclass(frozen=True)
 class CommandHost:
-    """The process that has the home open, lending it to a command that was forwarded to it.
+    """The process that has the home open, seen by a command that was forwarded to it.
 
-    folder, environment: where the command was typed, and with which variables.
+    folder, environment: those of the shell in which the command was typed.
     """
 
     services: "AppServices"

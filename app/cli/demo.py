@@ -49,18 +49,23 @@ def demo(cli: Cli) -> None:
 
 
 def compare(talks: "Conversations", question: str) -> tuple[Answer, Answer]:
-    """Both answers, each from the round with the median time to first token; one round before warms up."""
+    """Both answers, each of the round with the median time to first token, after a warm-up."""
     from ragblend.app.answering.conversation import ANY_SCORE, AskOptions
 
-    fused_way, full_way = AskOptions(least_score=ANY_SCORE), AskOptions(least_score=ANY_SCORE, method="full")
+    fused_options, full_options = (
+        AskOptions(least_score=ANY_SCORE),
+        AskOptions(least_score=ANY_SCORE, method="full"),
+    )
     talks.warm_up()
-    talks.answer(question, fused_way).whole()
+    talks.answer(question, fused_options).whole()
     full, fused = [], []
     for _ in range(ROUNDS):  # alternating, so that a slower minute of the machine affects both
-        full.append(talks.answer(question, full_way).whole())
-        fused.append(talks.answer(question, fused_way).whole())
-    first, second = (sorted(each, key=lambda answer: answer.ttft_ms)[ROUNDS // 2] for each in (full, fused))
-    return first, second
+        full.append(talks.answer(question, full_options).whole())
+        fused.append(talks.answer(question, fused_options).whole())
+    full_median, fused_median = (
+        sorted(each, key=lambda answer: answer.ttft_ms)[ROUNDS // 2] for each in (full, fused)
+    )
+    return full_median, fused_median
 
 
 def speedup(full: Answer, fused: Answer) -> float:
@@ -69,8 +74,9 @@ def speedup(full: Answer, fused: Answer) -> float:
 
 def _comparison_text(workspace: "Workspace", question: str, full: Answer, fused: Answer) -> str:
     tokens = fused.report.tokens
-    new = tokens.fresh + tokens.missing
+    computed = tokens.fresh + tokens.missing
     home = workspace.home.root
+    ratio = "" if fused.report.ratio is None else f", ratio {fused.report.ratio:.2f}"
     note = workspace.settings.style.note
     verdict = SAME if full.text == fused.text else DIFFERENT
     return f"""
@@ -78,11 +84,11 @@ Question: {question}
 
 Full prefill, first token after {full.ttft_ms:,.0f} ms:
 {_indented(full)}
-Fused ({fused.report.method}, ratio {fused.report.ratio}), first token after {fused.ttft_ms:,.0f} ms:
+Fused ({fused.report.method}{ratio}), first token after {fused.ttft_ms:,.0f} ms:
 {_indented(fused)}
 {verdict}
 The fused one starts {speedup(full, fused):.1f} times faster: of {tokens.prompt:,} prompt tokens,
-{tokens.reused:,} came from disk and were not computed, {tokens.recomputed:,} were recomputed, {new:,} were new.
+{tokens.reused:,} came from disk and were not computed, {tokens.recomputed:,} were recomputed, {computed:,} were new.
 Both are medians of {ROUNDS} runs on this machine ({fused.device}), retrieval included, models loaded.
 {note}
 {sources_text(fused.sources)}

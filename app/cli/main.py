@@ -19,11 +19,11 @@ from ragblend.app.posix import raise_open_file_limit
 from ragblend.kvstore.errors import Cancelled, RagBlendError, UsageError
 
 DONE, FAILED, WRONG_USAGE = 0, 1, 2
-# Imports make 0.8 million objects that live for ever. With Python's own thresholds a fifth of the time to the first
-# token is spent on looking for garbage among them, and as much when the process ends: so collecting starts later.
+# Imports create 0.8 million permanent objects. With Python's own thresholds the garbage collector would search them for
+# a fifth of the time to the first token, and as long at exit, so it starts later.
 GC_WHILE_IMPORTING, GC_AFTERWARDS = (1_000_000, 50, 100), (100_000, 50, 100)
 OPEN_FILES = 16_384  # a prompt of 1,000 stored passages opens as many files at once; the usual limit is 1,024
-PRIVATE_UMASK = 0o077  # every file that any library creates is readable for this user only
+PRIVATE_UMASK = 0o077  # new files of all libraries are private
 # The module, the command or group of commands in it, and whether the process that has the home open runs it.
 COMMANDS: tuple[tuple[str, str, bool], ...] = (
     ("cli.ingest", "ingest", True),
@@ -47,7 +47,7 @@ COMMANDS: tuple[tuple[str, str, bool], ...] = (
 app = typer.Typer(
     name="ragblend",
     no_args_is_help=True,
-    rich_markup_mode=None,  # "[default: cpu]" in a help text is no markup
+    rich_markup_mode=None,  # "[default: cpu]" in a help text is not markup
     pretty_exceptions_enable=False,  # a traceback with locals would print the documents
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -72,11 +72,11 @@ def ragblend(
 
 
 for module, name, forwarded in COMMANDS:
-    found = getattr(import_module(f"ragblend.app.{module}"), name)
-    if isinstance(found, typer.Typer):
-        app.add_typer(found)
+    command_or_group = getattr(import_module(f"ragblend.app.{module}"), name)
+    if isinstance(command_or_group, typer.Typer):
+        app.add_typer(command_or_group)
     else:
-        command(app, forwarded=forwarded)(found)
+        command(app, forwarded=forwarded)(command_or_group)
 
 
 def main(arguments: Sequence[str] | None = None, commands: typer.Typer = app, name: str = "ragblend") -> int:
@@ -95,8 +95,8 @@ def main(arguments: Sequence[str] | None = None, commands: typer.Typer = app, na
         except RagBlendError as error:
             code = WRONG_USAGE if isinstance(error, UsageError) else FAILED
             with suppress(BrokenPipeError):
-                said = str(error) if isinstance(error, Cancelled) else f"error: {error}"
-                print(said, file=sys.stderr, flush=True)
+                message = str(error) if isinstance(error, Cancelled) else f"error: {error}"
+                print(message, file=sys.stderr, flush=True)
                 _print_json_error(given, type(error).__name__, str(error))
         _flush()
         return code
@@ -104,17 +104,17 @@ def main(arguments: Sequence[str] | None = None, commands: typer.Typer = app, na
 
 @contextmanager
 def _process_limits() -> Iterator[None]:
-    """Set what belongs to the process: OpenMP's waiting, open files, encodings, file modes, garbage collection."""
+    """Set the process's OpenMP spinning, open file limit, encodings, umask and garbage collection."""
     set_thread_spinning()
     raise_open_file_limit(OPEN_FILES)
     _accept_any_text()
     umask, thresholds = os.umask(PRIVATE_UMASK), gc.get_threshold()
     gc.set_threshold(*GC_WHILE_IMPORTING)
-    gc.callbacks.append(_collect_oftener)
+    gc.callbacks.append(_use_normal_thresholds)
     try:
         yield
     finally:
-        gc.callbacks.remove(_collect_oftener)
+        gc.callbacks.remove(_use_normal_thresholds)
         gc.set_threshold(*thresholds)
         os.umask(umask)
 
@@ -124,7 +124,7 @@ def _accept_any_text() -> None:
     codecs.register_error("escaped", _json_escape)
     streams: tuple[tuple[Any, str], ...] = ((sys.stdin, "surrogateescape"), (sys.stdout, "escaped"))
     for stream, errors in streams:
-        with suppress(AttributeError, ValueError, OSError):  # a program's own stream, or none
+        with suppress(AttributeError, ValueError, OSError):  # a replaced stream, or None
             stream.reconfigure(errors=errors)
 
 
@@ -134,7 +134,8 @@ def _json_escape(error: UnicodeError) -> tuple[str, int]:
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
-def _collect_oftener(phase: str, info: dict[str, int]) -> None:
+def _use_normal_thresholds(phase: str, info: dict[str, int]) -> None:
+    """A callback of the garbage collector's first run, by which time most imports are done."""
     gc.set_threshold(*GC_AFTERWARDS)
 
 

@@ -12,7 +12,7 @@ from ragblend.app.extras import check_installed
 
 @dataclass(frozen=True)
 class McpOptions:
-    """Where to listen, for assistants that do not start the command themselves."""
+    """Options for serving over HTTP, to assistants that do not start the command themselves."""
 
     http: bool = option(
         False, "Listen at http://127.0.0.1:PORT/mcp (streamable HTTP), until Ctrl-C.", "--http"
@@ -48,14 +48,14 @@ def _listen(cli: Cli, server: Any, options: McpOptions, root: Path) -> None:
 
     keys = Keys(root)
     check_reach(options.host, options.allow_host, keys)
-    with listening(options.host, options.port, options.allow_host) as (address, at):
+    with listening(options.host, options.port, options.allow_host) as (address, listener):
         authenticator = Authenticator(Rules(address), keys, not address.is_private)
         url = f"{address.url}mcp"
         result = {"url": url}, f"Assistants find the library at {url}"
-        running = UvicornServer(over_http(server, authenticator), lambda: cli.result(*result), GRACE_S)
+        http_server = UvicornServer(over_http(server, authenticator), lambda: cli.result(*result), GRACE_S)
 
         def stop() -> None:
-            running.should_exit = True
+            http_server.should_exit = True
 
         with cli.terminal.stopping(stop):
-            running.run([at])
+            http_server.run([listener])

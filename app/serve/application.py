@@ -96,7 +96,7 @@ class AccessMiddleware:
             inner["client_of_key"] = client = self._authenticator.client(scope)
             with self._admit_upload(scope, client):
                 await self._app(inner, LimitedBody(receive, largest, slowest_s), respond)
-        except Exception as error:  # not logged as it is: its message may quote the request
+        except Exception as error:  # not logged in full, because its message may quote the request
             if not status:
                 await api_error(error, self.service.shown).response(scope, receive, respond)
         route = getattr(inner.get("route"), "path", "other")

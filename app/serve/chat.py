@@ -98,7 +98,7 @@ async def chat(request: Request, body: ChatBody) -> Response:
 
 @router.post("/completions")
 async def complete(request: Request, body: CompletionBody) -> Response:
-    """Continue a text without a chat template; control tokens in it are read as such."""
+    """Continue a text without a chat template; control tokens in it act as such."""
     prompts = body.prompts
     return await respond(
         request, body, lambda call: [call.text_prompt(text) for text in prompts], partial(TextFormat, body)
@@ -208,7 +208,7 @@ class EndpointFormat(ABC):
 
 
 class CompletionFormat(EndpointFormat):
-    """What `/v1/chat/completions` and `/v1/completions` have in common."""
+    """The common part of `/v1/chat/completions` and `/v1/completions`."""
 
     kind, chunk_kind, prefix = "", "", ""
 

@@ -27,9 +27,7 @@ REQUEST_TIMEOUT_S = 10.0
 REQUEST_FIELDS = {"command", "arguments", "folder", "environment", "shown", "is_terminal"}
 ENDING_S = 30.0
 RETRY_S = 0.1  # after a connection that could not be accepted, for example for want of open files
-SEND_TIMEOUT_S = (
-    60  # a terminal that reads nothing for so long (a suspended one) is dropped: it would block writers
-)
+SEND_TIMEOUT_S = 60  # a terminal that reads nothing this long (suspended, say) would block writers: drop it
 
 
 class CommandListener(Closing):

@@ -18,7 +18,7 @@ Refusal = tuple[int, str]  # a status and a sentence
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 MIB = 1 << 20
 PORT_DIGITS = 5
-OVERHEAD_BYTES = MIB  # a multipart upload may be larger than its file by so much
+OVERHEAD_BYTES = MIB  # how much larger a multipart upload may be than its file
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Keys:
         self._is_used = False
 
     def add(self, client: Client) -> str:
-        """Make and return a key; it cannot be read again. Raises UsageError for a name that is taken, SettingsError."""
+        """Create and return a key; it cannot be read again. Raises UsageError if the name is taken, SettingsError."""
         key = PREFIX + secrets.token_urlsafe(32)
         with self._changing() as known:
             if client.name in {each.name for each in known.values()}:

@@ -1,4 +1,4 @@
-"""What the server's routes share: access to collections, admission, timeouts, and waiting for clients."""
+"""Shared by the server's routes: access to collections, admission, timeouts, and disconnected clients."""
 
 import asyncio
 import threading
@@ -31,7 +31,7 @@ from ragblend.integrations.threads import in_thread
 from ragblend.kvstore.errors import Cancelled
 
 T = TypeVar("T")
-SEND_TIMEOUT_S = 60.0  # a client that does not read an event for so long is disconnected
+SEND_TIMEOUT_S = 60.0  # a client that does not read an event for this long is disconnected
 
 
 @dataclass(frozen=True)

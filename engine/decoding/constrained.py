@@ -9,7 +9,7 @@ from ragblend.engine.decoding.grammar import Grammar, load_llguidance
 from ragblend.kvstore.errors import UnsupportedModelError, UsageError
 
 MAX_CLOSING_TOKENS = 512  # how far ahead an end is searched for
-# What ends a value soonest comes first; a blank is only ever allowed inside a string, whose quote may not be yet.
+# In order of how soon they end a value; a blank is allowed only inside a string that cannot be closed yet.
 _SOONEST = ' }]",:0123456789ntf-[{'
 
 
@@ -63,7 +63,9 @@ class Constraint:
         return scores.masked_fill(~allowed[: scores.shape[1]], -torch.inf)
 
     def close(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """The same scores while the answer can still end in time after the best token; else only the way to the end."""
+        """The same scores while the answer can still end in time after the best token; else only the next token of the
+        shortest end.
+        """
         left, chosen = self._end - self._seen, int(scores.argmax())
         if not self._closes or chosen in self._tokens.eos_tokens:
             return scores
@@ -78,7 +80,7 @@ class Constraint:
         return only
 
     def _distance(self, matcher: Any, most: int = MAX_CLOSING_TOKENS) -> int | None:
-        """Tokens up to and with the end token, if each is the one `_next` returns; None if no end is found."""
+        """Number of tokens up to the end token along those that `_next` returns; None if no end is found."""
         matcher = matcher.deep_copy()
         for count in range(min(most, MAX_CLOSING_TOKENS) + 1):
             token = self._next(matcher)
@@ -91,7 +93,7 @@ class Constraint:
         return None
 
     def _next(self, matcher: Any) -> int:
-        """The token on the shortest way to the end: the forced one, or what closes the open value soonest."""
+        """The next token of the shortest end: the forced one, or the one that closes the open value soonest."""
         if matcher.is_stopped() or matcher.is_accepting():
             return int(self._tokens.eos_tokens[0])
         if forced := matcher.compute_ff_tokens():

@@ -31,7 +31,7 @@ class _Recording:
 
 
 class CudaGraphDecode(DirectDecode):
-    """Records one answer's pass as a CUDA graph, and replays it as long as the cache's buffers stay the same."""
+    """Records one answer's forward pass as a CUDA graph, and replays it until the cache's buffers change."""
 
     def __init__(self, decoder: TransformersDecoder, packed: PackedWeights) -> None:
         super().__init__(decoder, packed)
@@ -65,7 +65,7 @@ class CudaGraphDecode(DirectDecode):
         return [recording.logits.clone()]
 
     def _recording_for(self, cache: FusedCache, begin: int, count: int) -> _Recording:
-        """The recording of `count` rows over these buffers, made if there is none. Raises what recording raises."""
+        """The recording for `count` rows over these buffers, created if necessary. Raises what recording raises."""
         for held in cache.fused:
             held.ensure_room(count)
         buffers = tuple(

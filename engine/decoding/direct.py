@@ -92,7 +92,7 @@ class LayerParts:
 
 
 class RowPositions:
-    """Where the new rows of one answer go in each layer's buffers, and which buffer rows they must not see.
+    """The buffer rows that one answer's new rows are written to in each layer, and the mask of those they must not see.
 
     positions (R,): in the sequence. Computed once for all layers that hold the same number of rows.
     """
@@ -102,7 +102,7 @@ class RowPositions:
         self._by_layer_size: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def in_layer(self, held: FusedLayer, group: int) -> tuple[Tensor, Tensor]:
-        """Buffer rows (R,), for which room is made, and the mask (1, group * R or 1, capacity), additive."""
+        """Buffer rows (R,), growing the buffers if necessary, and the additive mask (1, group * R or 1, capacity)."""
         begin, capacity = held.keys.shape[2], held.ensure_room(self.count)
         if (begin, capacity) not in self._by_layer_size:
             at = self.positions - held.evicted
@@ -114,7 +114,7 @@ class RowPositions:
 
 
 class DirectDecode:
-    """A decoder's layers taken apart. Weights that are not packed are the decoder's own."""
+    """Runs a decoder's layers itself. Weights that are not packed are shared with the decoder."""
 
     guessed_tokens: ClassVar[int] = 3
     together: ClassVar[int] = MOST_BEGUN
@@ -128,7 +128,7 @@ class DirectDecode:
 
     @staticmethod
     def supports(decoder: Decoder) -> TypeGuard[TransformersDecoder]:
-        """Whether the device and the layers are of the kinds that this was tried with."""
+        """Whether this was tested on this device with layers of these types."""
         return (
             isinstance(decoder, TransformersDecoder)
             and decoder.device.type in ("cpu", "cuda")
@@ -209,7 +209,7 @@ def _attention_of_one(
     at, mask = places.in_layer(held, (both.shape[1] - heads) // heads)
     held.write(at, both[None, :, -heads:].transpose(1, 2), values[None].transpose(1, 2))
     queries = both[:, :-heads].reshape(count, heads, -1, size).permute(1, 2, 0, 3).reshape(heads, -1, size)
-    # Over the whole buffers: products over a part are four times slower in bfloat16, and of a new shape each time.
+    # Over the whole buffers: products over a part are four times slower in bfloat16, and have a new shape each time.
     keys = held.key_buffer[0].transpose(1, 2)
     weights = torch.softmax(torch.baddbmm(mask, queries, keys, alpha=scaling), -1)  # (H, G * R, capacity)
     attended = torch.bmm(weights, held.value_buffer[0])

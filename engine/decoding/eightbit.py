@@ -1,8 +1,9 @@
 """Eight-bit weights with one scale a row: half of bfloat16's bytes, for weights that are not on sixteen levels.
 
-Only for models whose file held their weights in about eight bits: five to eight bits of a GGUF file move by less than
-rounding rows to bfloat16 between two layers does. A matrix that moves more stays unpacked. `implementations.py`
-measures what all of them do together. Torch's CPU kernel takes bfloat16 rows; in float32 it is ten times slower.
+Only for models whose file held their weights in about eight bits: weights of five to eight bits in a GGUF file change
+by less than the rounding of activations to bfloat16 between two layers. A matrix that changes more stays unpacked.
+`implementations.py` measures the effect of all of them together. Torch's CPU kernel takes bfloat16 rows; in float32 it
+is ten times slower.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 LARGEST = 127
-MAX_MEAN_ERROR = 0.03  # by which rounding may move weights, as a share of their mean size
+MAX_MEAN_ERROR = 0.03  # mean change of weights by rounding, as a share of their mean size
 KERNEL_SHAPE = 16, 32  # N and K must be multiples: with others the kernel reads beyond the end
 BLOCK_ROWS = 4096  # rounded at a time
 
@@ -39,7 +40,8 @@ class EightBit:
 
 
 def eight_bit(weight: Tensor, check_cancelled: Callable[[], None] = lambda: None) -> EightBit | None:
-    """Round a weight (N, K); None if that moves it by more than MAX_MEAN_ERROR, or the kernel does not take its shape.
+    """Round a weight (N, K); None if that changes it by more than MAX_MEAN_ERROR, or the kernel does not support its
+    shape.
 
     check_cancelled: called before each block, may raise.
     """
@@ -49,7 +51,7 @@ def eight_bit(weight: Tensor, check_cancelled: Callable[[], None] = lambda: None
     for block in weight.split(BLOCK_ROWS):
         check_cancelled()
         exact = block.float()
-        # Rounded first, so that the levels are multiplied by what they were divided by.
+        # Rounded first, so that levels are divided and multiplied by the same scale.
         scales = (exact.abs().amax(1) / LARGEST).bfloat16().clamp_min_(torch.finfo(torch.bfloat16).tiny)
         levels = (exact / scales.float()[:, None]).round_().clamp_(-LARGEST, LARGEST)
         moved += float((levels * scales.float()[:, None] - exact).abs_().sum())

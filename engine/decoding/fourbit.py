@@ -1,9 +1,9 @@
 """Four-bit weights: recovers the levels of weights that were four-bit numbers in a GGUF file, and multiplies by them.
 
 Most GGUF files hold blocks of 32 weights as sixteen evenly spaced levels (Q4_0, Q4_1, Q4_K). Unpacked to bfloat16 they
-are four times as many bytes, and the levels are still there, up to the dtype's rounding. Weights that are on no such
-levels are not rounded to them, which would cost quality (`eightbit.py` is for those).
-Torch's CPU kernel takes bfloat16 rows, on any processor with AVX2 or AVX-512.
+are four times as many bytes, and the levels are still there, up to the dtype's rounding. Other weights are not rounded
+to such levels, which would cost quality (`eightbit.py` is for those). Torch's CPU kernel takes bfloat16 rows, on any
+processor with AVX2 or AVX-512.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 GROUP = 32
 LEVELS = 16
-# As a share of a group's largest weight: twice what rounding to bfloat16 moves a weight by.
+# As a share of a group's largest weight: twice the error of rounding to bfloat16.
 ROUNDING = 2**-7
 SAMPLED_ROWS = 16
 BLOCK_WEIGHTS = 1 << 22  # examined at a time
@@ -63,7 +63,7 @@ def four_bit(weight: Tensor, check_cancelled: Callable[[], None] = lambda: None)
         return None
     step, rows = max(1, weight.shape[0] // SAMPLED_ROWS), max(1, BLOCK_WEIGHTS // weight.shape[1])
     blocks = [weight[begin : begin + rows] for begin in range(0, weight.shape[0], rows)]
-    if _on_levels(weight[::step]) is None:  # most weights on no levels fail here
+    if _on_levels(weight[::step]) is None:  # most weights without levels are rejected here
         return None
     whole = []
     for block in blocks:

@@ -18,8 +18,7 @@ _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 class Grammar:
     """A grammar in llguidance's variant of Lark.
 
-    is_closed: an answer that reaches max_new_tokens is forced to an end that the grammar allows, so that it can always
-    be parsed.
+    is_closed: near max_new_tokens the answer is forced to an end that the grammar allows, so that it always parses.
     """
 
     text: str
@@ -50,7 +49,7 @@ def json_rule(schema: Mapping[str, Any], name: str = "the JSON schema") -> str:
 
 
 def validated(grammar: Grammar, name: str) -> Grammar:
-    """The same grammar. Raises UsageError if it does not compile."""
+    """Return the grammar, or raise UsageError if it does not compile."""
     load_llguidance()
     if error := _compile_error(grammar.text):
         reason = error.partition("\n")[0].rpartition("failed to compile JSON schema: ")[2]
@@ -58,7 +57,7 @@ def validated(grammar: Grammar, name: str) -> Grammar:
     return grammar
 
 
-@lru_cache(maxsize=256)  # tools come again with every call
+@lru_cache(maxsize=256)  # cached, because the same tools come with every call
 def _compile_error(text: str) -> str:
     return load_llguidance().LLMatcher.validate_grammar(text) or ""
 
@@ -66,7 +65,7 @@ def _compile_error(text: str) -> str:
 def _strict(schema: Any, is_part: bool = False) -> Any:
     """The schema without `uniqueItems`, which no single token can violate; objects allow only the properties they name.
 
-    is_part: of an `allOf`, whose other parts name properties as well.
+    is_part: it is part of an `allOf`, whose other parts may name more properties.
     """
     if not isinstance(schema, Mapping):
         if isinstance(schema, bool):

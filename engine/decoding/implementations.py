@@ -1,8 +1,8 @@
-"""Chooses and runs the decode implementation: what computes an answer's tokens from the KV in a cache.
+"""Chooses and runs the decode implementation, which computes an answer's tokens from the KV in a cache.
 
-The model's own forward (`TransformersDecode`) serves every model, and serves until another one is proven. The first row
-of IMPLEMENTATIONS that supports a model is compared with it once, in the background: it must give the same logits, in
-less time. To add an implementation, write its file, and a row in that table.
+The model's own forward (`TransformersDecode`) supports every model, and is used until another one is verified. The
+first row of IMPLEMENTATIONS that supports a model is compared with it once, in the background: it must give the same
+logits, in less time. To add an implementation, write its file, and a row in that table.
 """
 
 import json
@@ -36,24 +36,24 @@ CancelCheck = Callable[[], bool]
 
 
 class DecodeImplementation(Protocol):
-    """Runs a few tokens through the model, behind the KV in a cache.
+    """Runs a few tokens through the model, after the KV in a cache.
 
-    guessed_tokens: how many more rows cost little; together: how many answers share one pass at most.
+    guessed_tokens: how many additional rows cost little; together: how many answers can share one pass.
     """
 
     guessed_tokens: ClassVar[int]
     together: ClassVar[int]
 
     def run(self, cache: FusedCache, token_ids: Sequence[int]) -> Tensor:
-        """Append these tokens to the cache; returns the logits behind each, (n, vocab) float32."""
+        """Append these tokens to the cache; returns the logits after each, (n, vocab) float32."""
 
     def run_together(self, reads: Sequence[Read]) -> list[Tensor]:
-        """`run` for several caches. If it raises, the caches hold what they held before."""
+        """`run` for several caches. If it raises, the caches are unchanged."""
 
 
 @dataclass(frozen=True)
 class TransformersDecode:
-    """The model's own forward, one cache at a time: it takes different lengths only with padding."""
+    """The model's own forward, one cache at a time, because it would need padding for different lengths."""
 
     model: Any
     guessed_tokens: ClassVar[int] = 0
@@ -69,7 +69,7 @@ class TransformersDecode:
         return [self.run(*read) for read in reads]
 
 
-# Each is made with (decoder, packed weights), for a decoder that it supports.
+# Each is constructed from (decoder, packed weights), for a decoder that it supports.
 IMPLEMENTATIONS = (CudaGraphDecode, DirectDecode)
 
 
@@ -80,14 +80,16 @@ def candidate_for(decoder: Decoder) -> type[DirectDecode] | None:
 
 @dataclass(frozen=True)
 class DecodeComparison:
-    """A candidate against the model's own forward: divergence in nats a token, and its share of the time, by turn."""
+    """A candidate compared with the model's own forward: divergence in nats per token, and its share of the time, per
+    run.
+    """
 
     divergence: float
     ratios: tuple[float, ...]
 
     @property
     def is_settled(self) -> bool:
-        """Whether another measurement would agree: one on a busy machine may not."""
+        """Whether another measurement would give the same result; on a busy machine it may not."""
         faster = sum(ratio < 1 for ratio in self.ratios) / len(self.ratios)
         is_clear = max(faster, 1 - faster) >= SETTLED_SHARE or len(self.ratios) >= MAX_TURNS
         return is_clear or not self.divergence <= MAX_DIVERGENCE
@@ -142,8 +144,8 @@ class DecodeSelector:
 
     allows_rounding: whether weights may be rounded to eight bits (those that a file held in about as many).
 
-    The comparison is kept in a folder, beside the packed weights, which take ten seconds for a billion. If it is
-    missing, damaged, or too large for memory, it is made again, and the model's own forward serves until then.
+    The comparison is saved in a folder with the packed weights, as packing takes ten seconds per billion weights. If it
+    is missing, damaged, or too large for memory, it is measured again, and until then the model's own forward is used.
     """
 
     def __init__(self, decoder: Decoder, folder: Path, fingerprint: str, allows_rounding: bool) -> None:
@@ -163,7 +165,7 @@ class DecodeSelector:
             self._load(self._candidate)
 
     def _load(self, candidate: type[DirectDecode]) -> None:
-        """Take up what an earlier process measured."""
+        """Load the result and the packed weights of an earlier process."""
         with suppress(
             OSError, ValueError, TypeError, LookupError, SafetensorError, MemoryError, RuntimeError
         ):
@@ -175,9 +177,9 @@ class DecodeSelector:
             self._ratios, self.needs_measurement = comparison.ratios, not comparison.is_settled
 
     def measure(self, token_ids: Sequence[int], cancelled: CancelCheck) -> None:
-        """Compare and choose. Raises Cancelled once cancelled() is true; what was packed by then is kept."""
+        """Compare and choose. Raises Cancelled once cancelled() is true; weights packed by then are kept."""
         assert self._candidate is not None, "there is nothing to measure"
-        self.needs_measurement = False  # an error here would come back after every answer
+        self.needs_measurement = False  # an error here would be repeated after every answer
         try:
             pack_weights(self._decoder, self._packed, self._allows_rounding, cancelled)
             implementation = self._candidate(self._decoder, self._packed)
@@ -193,9 +195,7 @@ class DecodeSelector:
         self._ratios, self.needs_measurement = comparison.ratios, not comparison.is_settled
         if comparison.accepts:
             self.current = implementation
-        if (
-            packed or not self._saves_weights
-        ):  # without: too little memory here, maybe not in the next process
+        if packed or not self._saves_weights:  # choose without it: memory may suffice in the next process
             self._save(comparison, packed)
 
     def _save(self, comparison: DecodeComparison, packed: PackedWeights) -> None:

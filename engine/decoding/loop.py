@@ -57,7 +57,7 @@ def decode_answer(
 
 
 class _Answer:
-    """An answer in progress: what becomes of each token, when it ends, and its result."""
+    """An answer in progress: handles each token, decides when to stop, and builds the result."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class _Answer:
         )
 
     def add(self, token_id: int) -> None:
-        """The next token was chosen."""
+        """Add the next token."""
         is_first = self._clock.first is None
         self._clock.tick()
         if self._recorder is not None:
@@ -109,7 +109,7 @@ class _Answer:
         return self._stream.stopped or (self._cancel is not None and self._cancel.is_set())
 
     def result(self, ids: Sequence[int], **reported: Any) -> Result:
-        """The answer of these tokens. reported: what the report says beside times. Raises Cancelled."""
+        """The result for these tokens. reported: further fields of the report. Raises Cancelled."""
         if self._cancel is not None and self._cancel.is_set():
             raise Cancelled(f"the answer was cancelled after {len(ids)} tokens")
         if self._on_text is not None and (piece := self._stream.finish()):
@@ -123,14 +123,14 @@ class _Answer:
         return Result(text, tuple(ids), report, prompt, self._stopped(ids, ended), logprobs)
 
     def _stopped(self, ids: Sequence[int], ended: bool) -> bool:
-        """An answer ends early only by its end token or our own criterion, unless the grammar ended it."""
+        """Whether the answer stopped before the token limit: by its end token, our own criterion or the grammar."""
         if self._constraint is not None and self._constraint.was_closed:
             return False
         return self._stream.stopped or len(ids) < self.options.max_new_tokens or ended
 
 
 def _decode_fused(answer: _Answer) -> tuple[list[int], int | None]:
-    """Ids of the generated tokens, with the end token; and after how many of them all was prefilled in full, if it was.
+    """Ids of the generated tokens, with the end token; and after how many of them a full prefill followed, if one did.
 
     The cache grows by the tokens that are fed back. An uncertain figure (`UncertaintyCheck`) causes a full prefill of
     prompt and answer, once, into another cache, from which the answer continues. So does a token beyond the length up
@@ -151,7 +151,7 @@ def _decode_fused(answer: _Answer) -> tuple[list[int], int | None]:
             end = len(prompt) + len(ids)
             token = int(processors(sequence[:, :end], logits[None]).argmax())
             if uncertainty is not None and uncertainty.needs_full_prefill(token, logits, ids):
-                cache.truncate(len(ids))  # a session keeps it, without the rejected guesses
+                cache.truncate(len(ids))  # a session keeps the cache, without the rejected guesses
                 cache, again = _full_prefill(runtime, prompt, ids, turn)
                 uncertainty, read_again_at = None, len(ids)
                 guesses = guesses[:number]
@@ -168,7 +168,7 @@ def _decode_fused(answer: _Answer) -> tuple[list[int], int | None]:
             cache.truncate(len(ids) - 1)
         if is_last:
             return ids, read_again_at
-        if implementation is None:  # the first token is out, and did not wait for packed weights
+        if implementation is None:  # after the first token, so that it does not wait for packed weights
             implementation = runtime.choice.current  # the same for the whole answer
             lookup = PromptLookup(implementation.guessed_tokens, (*prompt, token))
         guesses = lookup.propose()[: max_new_tokens - len(ids) - 1]
@@ -191,7 +191,8 @@ def _uncertainty_check(runtime: Runtime, prefilled: Prefilled, turn: DeviceTurn)
 def _full_prefill(
     runtime: Runtime, prompt: Sequence[int], answer: Sequence[int], turn: DeviceTurn
 ) -> tuple[FusedCache, Tensor]:
-    """Prompt and answer through the model's own forward, into a new cache; that, and the logits (1, vocab) float32.
+    """Compute prompt and answer by the model's own forward into a new cache; returns it and the logits (1, vocab)
+    float32.
 
     Raises Cancelled between layers.
     """
@@ -250,7 +251,7 @@ def continue_logits(runtime: Runtime, prefilled: Prefilled, token_ids: Sequence[
             whole: Tensor = model(ids, use_cache=False).logits[0].float()
         return whole[begin - 1 :]
     end, regime = ids.shape[1], constant_rope_tokens(runtime.model_config)
-    # Beyond that length all is prefilled again, as in an answer.
+    # Beyond that length the whole prompt is prefilled again, as in an answer.
     stop = end if regime is None else min(end, max(begin, regime))
     rows = [prefilled.logits[None].float()]
     cache.truncate()

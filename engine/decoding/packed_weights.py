@@ -32,11 +32,11 @@ def pack_weights(
     allows_rounding: bool,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Add to `packed` all weights that it lacks: in four bits where they lie on sixteen levels, else in eight if
-    rounding is allowed.
+    """Add missing weights to `packed`: in four bits if they are on sixteen levels, else in eight if rounding is
+    allowed.
 
     Adds nothing on devices other than the CPU, or if memory does not allow a second copy. Raises Cancelled once
-    cancelled() is true; what was added by then stays.
+    cancelled() is true; weights added by then stay.
     """
     if decoder.device.type != "cpu":
         return
@@ -44,7 +44,7 @@ def pack_weights(
     for number, layer in enumerate(decoder.layers):
         for part, names in (("self_attn", ATTENTION_LINEARS), ("mlp", MLP_LINEARS)):
             linears |= {f"{number}.{name}": getattr(getattr(layer, part), name) for name in names}
-    linears[HEAD] = decoder.model.lm_head  # last: the largest, and started again after a cancellation
+    linears[HEAD] = decoder.model.lm_head  # last: the largest, packed anew after a cancellation
     size = sum(linear.weight.numel() for linear in linears.values())
     if not packed and not (multiplies_four_bit() and fits_memory(size)):
         return
@@ -67,7 +67,9 @@ def fits_memory(nbytes: int) -> bool:
 
 
 def save_packed(packed: PackedWeights, path: Path) -> int:
-    """Write the weights; returns the checksum that `load_packed` needs. A kill leaves the draft file at most."""
+    """Write the weights; returns the checksum that `load_packed` needs. A killed process leaves at most a temporary
+    file.
+    """
     tensors = {
         f"{name}.{part}": getattr(weight, part)
         for name, weight in packed.items()
@@ -82,7 +84,7 @@ def save_packed(packed: PackedWeights, path: Path) -> int:
 
 
 def load_packed(path: Path, checksum: int) -> PackedWeights:
-    """Raises ValueError if the content has another checksum, MemoryError if it does not fit."""
+    """Load the weights. Raises ValueError for another checksum, MemoryError if they do not fit."""
     if not fits_memory(path.stat().st_size):
         raise MemoryError(f"too little memory for {path}")
     tensors = load_file(path)

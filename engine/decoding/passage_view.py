@@ -1,4 +1,4 @@
-"""The answer so far in view of one passage alone, whose stored KV is exact there, and which no other one obscures."""
+"""Next-token logits with one passage alone in the prompt, where its stored KV is exact and no other one misleads."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from ragblend.engine.results import Prefilled
 
 
 class PassageView:
-    """Next-token logits after the prompt with one passage and the answer so far, as far as they were asked for."""
+    """The prompt with one passage, extended by the answer as logits are requested."""
 
     def __init__(self, decoder: Decoder, prefilled: Prefilled) -> None:
         self._decoder = decoder
@@ -20,7 +20,7 @@ class PassageView:
 
     @torch.inference_mode()
     def logits(self, answer: Sequence[int]) -> Tensor:
-        """(vocab,) float32, after these tokens, which begin with those of the call before."""
+        """(vocab,) float32, after these tokens of the answer, which must begin with those of the previous call."""
         pending = answer[self._seen_tokens :]
         if pending:
             ids = torch.tensor([pending], device=self._decoder.device)

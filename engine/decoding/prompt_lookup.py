@@ -1,14 +1,14 @@
-"""Prompt lookup decoding: guesses that an answer continues as the text it quotes from the prompt.
+"""Prompt lookup decoding: guesses the next tokens of an answer that quotes the prompt.
 
 Source: A. Saxena, 2023; it is speculative decoding (arXiv 2211.17192) without a second model. Guesses are verified in
-one pass, and accepted only if the answer's own choice is the same token, so tokens stay what they were, greedy or
-sampled, with any processors.
+one pass, and accepted only if the model chooses the same token, so the answer does not change, greedy or sampled, with
+any processors.
 """
 
 from collections.abc import Iterable
 
 GRAMS = (3, 2)
-# Accepted tokens a pass that pay for its guesses: 4 rows take a quarter longer than 1 (SmolLM2).
+# Accepted tokens per pass that make guessing worthwhile: 4 rows take a quarter longer than 1 (SmolLM2).
 BREAK_EVEN = 0.5
 MAX_CREDIT = 4.0
 
@@ -39,5 +39,5 @@ class PromptLookup:
         return []
 
     def record_accepted(self, tokens: int) -> None:
-        """That many of the last guesses were accepted."""
+        """Record how many of the last guesses were accepted."""
         self._credit = min(MAX_CREDIT, self._credit + tokens - BREAK_EVEN)

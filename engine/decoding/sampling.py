@@ -1,4 +1,4 @@
-"""Logits processors of an answer: grammar, repetition penalty, sampling; and the log-probabilities they start from."""
+"""Logits processors of an answer: log-probabilities, grammar, repetition penalty, sampling."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ from ragblend.engine.results import TokenLogprob
 class GumbelNoise:
     """The last logits processor: noise that turns the highest score into a draw from the scores' softmax.
 
-    transformers draws from torch's global generator, so a seed would reseed other threads, and they would disturb a
-    seeded answer. Greedy search over these scores uses this generator alone.
-    Source: Maddison et al., "A* Sampling" (NeurIPS'14), §2.
+    transformers samples with torch's global generator, which all threads share: a seed would affect other answers, and
+    they this one. Here greedy search over the noisy scores uses only this generator. Source: Maddison et al., "A*
+    Sampling" (NeurIPS'14), §2.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -38,7 +38,7 @@ class LogprobRecorder:
         return scores
 
     def record(self, token_id: int) -> None:
-        """This token was chosen from the last scores."""
+        """Record the token that was chosen from the last scores."""
         values, ids = self._row.topk(self._count)
         most_likely = tuple(zip(ids.tolist(), values.tolist(), strict=True))
         self.tokens.append(TokenLogprob(token_id, float(self._row[token_id]), most_likely))
@@ -51,9 +51,10 @@ def logits_processors(
     constraint: Constraint | None,
     recorder: LogprobRecorder | None,
 ) -> Any:
-    """The processors after which the highest score is the chosen token, sampled or not.
+    """The processors of an answer; after them the highest score is the chosen token, sampled or not.
 
-    The repetition penalty leaves out the prompt's tokens, unlike transformers': answers from passages use their words.
+    Unlike transformers' own, the repetition penalty ignores the prompt's tokens: answers should use the passages'
+    words.
     """
     from transformers import (
         LogitsProcessorList,

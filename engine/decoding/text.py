@@ -9,13 +9,13 @@ SENTENCE_END = re.compile(
     r"(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)(?<!\bNo)(?<!\bvs)(?<!\be\.g)(?<!\bi\.e)(?<!\b[A-HJ-Z])"
     r"(?<![.!?…])[.!?…]++[\"'”’)*_]*+(?=\s|$|\[\d)(?:[ \t]*\[\d{1,4}(?:\s*[,;]\s*\d{1,4})*\])*"
 )
-_MAY_CITE = re.compile(r"[ \t]*(\[[\d\s,;]*)?")  # after a sentence: may still become a citation
+_MAY_CITE = re.compile(r"[ \t]*(\[[\d\s,;]*)?")  # after a sentence: may be the beginning of a citation
 _BRACKET = re.compile(r"(?<=[.!?…])[\"'”’)*_]*\[\Z")
 _UNFINISHED = "�"  # a tokenizer's output for part of a character
 
 
 class TextStream:
-    """Turns token ids into text. What may be the beginning of a stop string is held back until it is certain."""
+    """Turns token ids into text. Text that may begin a stop string is held back until that is decided."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), one_sentence: bool = False) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(s for s in stop if s)
@@ -25,7 +25,7 @@ class TextStream:
         self.stopped = False
 
     def feed(self, token_id: int) -> str:
-        """The text that has become certain with this token; often empty."""
+        """The new text that is final with this token; often empty."""
         self._ids.append(token_id)
         return self._advance(final=False)
 

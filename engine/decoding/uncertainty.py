@@ -1,9 +1,9 @@
-"""Detects figures and names that reused KV may have got wrong, before which the answer switches to a full prefill.
+"""Detects figures and names that reused KV may have got wrong, so that the answer continues from a full prefill.
 
-If the model is not sure of a figure, it is asked once more with only the passage that the question is about: what is
-stored for that one is exact there, and no other passage misleads (docs/methods.md). Where that view does not confirm
-the figure, the answer continues from a full prefill, at most once: time to first token stays, and the rest of the
-answer is full prefill's.
+If the model is not sure of a figure, it is asked again with only the passage that matches the question: alone, that
+passage's stored KV is exact, and no other passage misleads (docs/methods.md). If that does not confirm the figure, the
+answer continues from a full prefill, at most once. The first token is not delayed, and the rest of the answer is full
+prefill's.
 """
 
 import re
@@ -21,9 +21,9 @@ from ragblend.engine.prompts.segments import Prompt
 View = Callable[[Sequence[int]], Tensor]  # logits (vocab,) after these tokens of the answer
 NEAR_TOKENS = 12
 LIKELY = 20  # the most likely tokens that are compared
-CONFIRMED = 0.3  # the share from which a passage alone confirms a token
-SURE_WITHOUT_VIEW = 0.8  # what counts as confident where no passage can be asked
-# Reading a passage alone must save most of a full prefill; else that is done at once.
+CONFIRMED = 0.3  # the share at which the passage alone confirms a token
+SURE_WITHOUT_VIEW = 0.8  # the confident share if no passage can be asked
+# A prompt with one passage must be much shorter than the whole; else the full prefill is run at once.
 LARGEST_VIEW = 0.5
 NUMBER_ENDS = -1  # stands for all tokens without a digit, after one with a digit
 _ENDS_SENTENCE = re.compile(r"[.!?…:\n]\W*$")
@@ -35,8 +35,8 @@ _QUOTES = "\"'([{«„“”’‚"
 class UncertaintyCheck:
     """Decides whether the next token needs a full prefill. sure: the share from which the model counts as confident.
 
-    prompt: names in its question, after the last chunk, are never uncertain. view_of(prompt): a view of the prompt with
-    one passage alone; None: there is none.
+    prompt: names in its question, after the last chunk, are never uncertain. view_of(prompt): a `PassageView` of a
+    prompt; None: not available.
     """
 
     tokenizer: Any
@@ -45,12 +45,12 @@ class UncertaintyCheck:
     view_of: Callable[[Prompt], View] | None = None
 
     def needs_full_prefill(self, token: int, logits: Tensor, before: Sequence[int]) -> bool:
-        """Whether this token, after the answer's tokens `before` it, is of a figure, ends one or begins a name, the
+        """Whether the token after the answer's tokens `before` belongs to a figure, ends one or begins a name, and the
         model is not sure of it, and the passage alone does not confirm it.
 
-        logits (vocab,): the model's own. Its probability is compared with those of likely tokens of the same kind only:
-        a choice between a figure and a word says nothing about the figure. But after a digit the model chooses between
-        further digits and the end of the number, whatever follows it. Citation numbers are no figures.
+        logits (vocab,): the model's own. Its probability is compared only with likely tokens of the same kind: a choice
+        between a figure and a word says nothing about the figure. But after a digit the model chooses between further
+        digits and the end of the number. Citation numbers do not count as figures.
         """
         kind = self._kind(token)
         in_number = kind != "name" and self._ends_with_digit(before)
@@ -66,7 +66,9 @@ class UncertaintyCheck:
         return self._shares(self._view(before), kind, in_number).get(chosen, 0.0) < CONFIRMED
 
     def _counts(self, token: int, kind: str, before: Sequence[int]) -> bool:
-        """Whether it is a figure but not a citation's, or a name that neither begins a sentence nor was asked for."""
+        """Whether it is a figure but no citation number, or a name that neither begins a sentence nor occurs in the
+        question.
+        """
         context = self.tokenizer.decode(list(before)[-NEAR_TOKENS:])
         if kind == "figure":
             return _IN_CITATION.search(context) is None
@@ -94,7 +96,7 @@ class UncertaintyCheck:
 
     @cached_property
     def _view(self) -> View | None:
-        """With the passage that matches the question best alone; opened when it is first needed."""
+        """The view of the best matching passage, opened on first use."""
         number = matching_passage(self.prompt)
         if self.view_of is None or number is None:
             return None

@@ -1,11 +1,11 @@
 """The attention that models call: tiles of scattered rows on the CPU, and collection of attention weights.
 
-Torch's CPU kernel computes every masked score, so scattered rows cost twice what causality needs, and ten times with a
-sliding window. Rows are ascending, so a tile of rows sees one range of keys. If rows are few, heads that share a key
-head are folded into rows, so that the keys are read once. On processors with AVX-512 BF16 but no AMX that kernel has no
-bfloat16 products (66 GFLOP/s a core, products 400): there a tile is three plain operations in a core's cache. Rows
-whose attention is collected use plain products too, so that a policy gets their weights, for that layer only.
-Registered with transformers under its own names (a documented extension point); without tiles or collector it is
+Torch's CPU kernel computes every masked score: for scattered rows twice as many as causality needs, and ten times as
+many with a sliding window. Rows are ascending, so a tile of rows sees one range of keys. With few rows, heads that
+share a key head are folded into rows, so that the keys are read once. On processors with AVX-512 BF16 but no AMX that
+kernel has no bfloat16 products (66 GFLOP/s a core, products 400): there a tile is three plain operations in a core's
+cache. Rows whose attention is collected use plain products too, so that a policy gets their weights, for that layer
+only. Registered with transformers under its own names (a documented extension point); without tiles or collector it is
 transformers' sdpa, or the model's own eager attention, unchanged.
 
 Masks are built from true positions: a row at position p sees the keys at positions <= p, and in a sliding layer only
@@ -30,7 +30,7 @@ ROOM_STEP = 256
 TILE_ROWS = 64  # the fastest of 32, 64, 128 and 256, by the kernel and by products
 WASTED_SCORES = 8192  # masked scores that cost as much as one more tile's calls
 WASTED_PRODUCTS = 12288  # the same for products, where a tile has its own shape
-FOLDED_ROWS = 256  # at most: folded masks of more rows cost more memory than they save time
+FOLDED_ROWS = 256  # the most rows that are folded: masks of more would cost much memory and save little time
 # How much faster products must be: unlike the kernel they round scores to the model's dtype.
 PRODUCTS_GAIN = 1.25
 _MEASURING = threading.Lock()
@@ -103,7 +103,7 @@ def tiles(rows: Tensor, window: int | None, dtype: torch.dtype, absent: Tensor |
 
 
 def masked_from(first: int, least: int, stop: int, window: int | None, absent: Tensor | None) -> int:
-    """The first of keys first..stop that some row may not see; the first row sees those before `least`."""
+    """The first key of first..stop that some row may not see; the first row sees all keys before `least`."""
     return least if absent is None and stop - first <= (window or stop) else first
 
 
@@ -124,7 +124,7 @@ def _cuts(positions: list[int], most_wasted: int) -> list[tuple[int, int]]:
 
 
 def products_are_faster(dtype: torch.dtype) -> bool:
-    """Whether plain products are faster here than torch's attention kernel; measured once, in some ms."""
+    """Whether plain products are faster than torch's attention kernel on this machine; measured once, in a few ms."""
     if dtype != torch.bfloat16:
         return False  # about equal: 60 and 64 GFLOP/s in float32
     with _MEASURING:  # it changes torch's number of threads
@@ -133,7 +133,7 @@ def products_are_faster(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _measured_faster() -> bool:
-    """On one thread: under load, several would measure how long they wait for each other."""
+    """Measured on one thread: under load, several would measure their waits for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -42,7 +42,7 @@ def find_model(name: str) -> Path:
 
 
 def _bundled() -> Path:
-    spec = importlib.util.find_spec(DEFAULT_PACKAGE)  # not imported: it needs packages that we do not
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE)  # not imported, because it would need more packages
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for file in sorted(Path(folder).glob("*.gguf")):
             return file
@@ -85,7 +85,7 @@ def file_digest(file: Path, ledger: Path) -> str:
     if entry not in known:
         with file.open("rb") as stream:
             known[entry] = hashlib.file_digest(stream, "sha256").hexdigest()
-        with suppress(OSError):  # on a full disk the next process computes it again
+        with suppress(OSError):  # if the disk is full, the next process computes it again
             make_private_folder(ledger.parent)
             replace_durably(ledger, json.dumps(known, indent=1, sort_keys=True))
     return known[entry]

@@ -37,12 +37,12 @@ def convert_gguf(gguf: Path, home: Path, dtype: str) -> Path:
 
 
 def is_converted(gguf: Path, home: Path, dtype: str) -> bool:
-    """Whether `convert_gguf` has nothing left to do."""
+    """Whether `convert_gguf` has already converted it."""
     return (_folder(gguf, home, dtype) / "config.json").is_file()
 
 
 def convert_gguf_tokenizer(gguf: Path, home: Path, dtype: str) -> Path:
-    """A folder with the tokenizer; only it is converted, if the model is not. Raises as `convert_gguf` does."""
+    """A folder with the tokenizer; the model itself need not be converted. Raises as `convert_gguf` does."""
     if is_converted(gguf, home, dtype):
         return _folder(gguf, home, dtype)
     folder = _folder(gguf, home, "tokenizer")
@@ -57,14 +57,14 @@ def _folder(gguf: Path, home: Path, kind: str) -> Path:
 
 
 def _create(folder: Path, marker: str, fill: Callable[[Path], None]) -> None:
-    """Create and fill a folder atomically. marker: a file that every complete one has."""
+    """Create and fill a folder atomically. marker: a file that exists in every complete folder."""
     try:
         make_private_folder(folder.parent)
         _remove_abandoned(folder.parent)
         with tempfile.TemporaryDirectory(prefix=DRAFT, dir=folder.parent, ignore_cleanup_errors=True) as name:
             draft = Path(name)
             fill(draft)
-            for file in draft.iterdir():  # or a power cut could leave empty files under the final name
+            for file in draft.iterdir():  # else a power cut could leave empty files under the final name
                 sync_file(file)
             os.replace(draft, folder)
             sync_folder(folder.parent)
@@ -79,7 +79,7 @@ def _create(folder: Path, marker: str, fill: Callable[[Path], None]) -> None:
 
 
 def _remove_abandoned(models: Path) -> None:
-    """Remove drafts of conversions that were killed; each is as large as a model."""
+    """Remove temporary folders of killed conversions; each is as large as a model."""
     for draft in models.glob(f"{DRAFT}*"):
         with suppress(FileNotFoundError):  # finished, or removed by another process
             if draft.stat().st_mtime < time.time() - ABANDONED_AFTER_S:

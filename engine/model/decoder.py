@@ -1,8 +1,8 @@
-"""A model as parts: embedding, layers, rotary tables, head. The only file with transformers' names for them.
+"""A model as parts: embedding, layers, rotary tables, head. Only this file uses transformers' names for them.
 
-`Decoder` is the interface of a model, whatever runs it. `TransformersDecoder` calls a layer as transformers does, with
-a cache whose `update` is ours; so every RoPE decoder whose layers take `position_embeddings` works, quantised or not,
-and no model file is copied or patched.
+`Decoder` is the interface for any runtime. `TransformersDecoder` calls a layer as transformers does, with a cache whose
+`update` is ours; so every RoPE decoder whose layers take `position_embeddings` works, quantised or not, and no model
+file is copied or patched.
 """
 
 import inspect
@@ -78,7 +78,7 @@ class Decoder(ABC):
         self.shows_attention = attention in (NAME, EAGER) and passes
 
     def disable_attention_collection(self) -> None:
-        """Do without collected attention and tiles: the layers do not pass arguments on to their attention."""
+        """Disable collected attention and tiles, for layers that do not pass arguments on to their attention."""
         self.shows_attention = self.tiles = False
 
     def rope(self, layer: int) -> Rope:
@@ -172,7 +172,7 @@ class Decoder(ABC):
     def _collecting(
         self, rows: Tensor, tokens: int, kind: str, dtype: torch.dtype, absent: Tensor | None, collected: int
     ) -> AttentionArguments:
-        """The arguments with a collector for the last rows, which only the collector's mask covers."""
+        """The arguments with a collector for the last rows, to which only the collector's mask applies."""
         first, last = rows[:-collected], rows[-collected:]
         window = self._window(kind)
         least = int(last[0]) + 1

@@ -1,8 +1,9 @@
 """The device: choosing it and its dtype, its memory and speed, and transfers to it that overlap with compute.
 
-`TransferStream` is what differs between a CPU and an accelerator. On the CPU the loader reads straight into the fused
-buffers, and the computing thread rotates keys. On CUDA the loader reads into pinned memory, a separate stream copies
-and rotates, and an event tells the compute stream when a layer has arrived, so the host never waits for the copy.
+`TransferStream` hides the difference between a CPU and an accelerator. On the CPU the loader reads straight into the
+fused buffers, and the computing thread rotates keys. On CUDA the loader reads into pinned memory, a separate stream
+copies and rotates, and an event tells the compute stream when a layer has arrived, so the host never waits for the
+copy.
 """
 
 import contextlib
@@ -25,15 +26,16 @@ from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.policy import DEFAULT_POLICY, policy_named
 
 MAX_READERS = 8
-MAX_LAYERS_AHEAD = 2  # queued by the host, so that the device never runs dry
+MAX_LAYERS_AHEAD = 2  # layers that the host queues ahead, so that the device is never idle
 _loading, _recording = threading.Lock(), threading.Lock()
 
 
 @contextlib.contextmanager
 def exclusive_model_loading(shows_bars: bool = False) -> Iterator[None]:
-    """Hold while transformers loads a model: one at a time, and without its "Loading weights" messages.
+    """Context for loading a model by transformers: one at a time, without its "Loading weights" messages.
 
-    transformers patches itself process-wide while loading: a model loaded beside the embedder lacked its tied head.
+    transformers patches itself process-wide while loading: a model loaded together with the embedder lacked its tied
+    head.
     """
     # Imports transformers as the engine does: if two threads import it at once, one of them fails.
     import_module("ragblend.engine.cache")
@@ -103,7 +105,7 @@ def available_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """The kind of device that measurements are saved for: a card's name, or a processor's capability."""
+    """The device's name for saved measurements: a GPU's name, or a processor's capability."""
     if device.type == "cuda":
         return "-".join(torch.cuda.get_device_name(device).split())
     return str(torch.backends.cpu.get_cpu_capability()) if device.type == "cpu" else device.type
@@ -147,8 +149,8 @@ def _fastest_s(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def reads_at_once(device: torch.device) -> int:
-    """How many threads read stored KV. With an accelerator the cores are free, and it takes fifty gigabytes a second,
-    where one thread reads and checks a few.
+    """Number of threads that read stored KV. With an accelerator the cores are free, and it accepts fifty gigabytes a
+    second, while one thread reads and verifies only a few.
     """
     return 2 if device.type == "cpu" else min(MAX_READERS, max(2, (os.cpu_count() or 1) // 2))
 
@@ -224,7 +226,7 @@ def default_budgets(device: torch.device) -> tuple[int, int]:
 def memory_tiers(
     device: torch.device, memory_bytes: int | None, device_bytes: int | None, policy: str | None = None
 ) -> list[MemoryTier]:
-    """The store's tiers above the disk, fastest first. For bytes None is the default, 0 is no tier."""
+    """The store's tiers above the disk, fastest first. Bytes: None for the default, 0 for no tier."""
     row, defaults = policy_named(policy or DEFAULT_POLICY), default_budgets(device)
     memory = defaults[0] if memory_bytes is None else memory_bytes
     on_device = 0 if device.type == "cpu" else defaults[1] if device_bytes is None else device_bytes
@@ -275,7 +277,7 @@ class TransferStream:
         """Align `stamp` with the host's clock."""
 
     def stamp(self) -> Any:
-        """A mark after the current stream's queued work."""
+        """A time mark after the current stream's queued work."""
         return time.perf_counter()
 
     def time_of(self, stamp: Any) -> float:

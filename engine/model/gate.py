@@ -1,12 +1,12 @@
 """The gate: a self-test that a model must pass before its KV is fused (about a second, once per fingerprint).
 
-It checks what fusing relies on: (1) the layer loop over all rows gives the model's own logits, and over some rows the
-same rows; (2) keys rotated to another position equal keys computed there, in every layer; (3) editing a later chunk
+It checks the assumptions of fusing: (1) the layer loop over all rows gives the model's own logits, and over some rows
+the same rows; (2) keys rotated to another position equal keys computed there, in every layer; (3) editing a later chunk
 changes no earlier row; (4) a chunk directly after its encoding prefix is exact; (5) shifted KV is finite. A model that
 fails is served by full prefill, with a warning.
 
 It also checks whether attention can be collected, which most policies need, without changing a layer's output. If not,
-such policies are replaced by one that does without.
+such policies are replaced by one that needs none.
 """
 
 import contextlib
@@ -38,9 +38,9 @@ VERSION = 5  # raise it when the test changes, to invalidate saved verdicts
 # Root mean square error allowed, relative to the spread (standard deviation) of what it is compared with. A wrong
 # rotation, mask or layout gives 0.3 and more; rounding gives about 1e-6, 2e-3 and 1e-2.
 TOLERANCE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.05}
-# The tolerance holds for this many layers. For more it grows with the root of their number (8 to 64 random layers in
-# bfloat16: so or slower), up to twice: Llama-3-8B's shape with random weights has 0.05 on an H100, real models of 24 to
-# 30 layers on other kernels 0.02, and a wrong prefix gives the real ones 0.17 at least.
+# The tolerance is for this many layers. For more it grows with the root of their number (at least as fast as the error
+# of 8 to 64 random layers in bfloat16), up to twice: Llama-3-8B's shape with random weights has 0.05 on an H100, real
+# models of 24 to 30 layers on other kernels 0.02, and a wrong prefix gives the real ones 0.17 at least.
 SHALLOW = 16
 FAR_TOKENS = 150  # the position that a chunk is moved to; not a multiple of any likely period
 TEXT = (
@@ -53,7 +53,7 @@ TEXT = (
 
 @dataclass(frozen=True)
 class GateCheck:
-    """One check of the gate: its relative error, and what is allowed."""
+    """One check of the gate: its relative error, and the allowed error."""
 
     name: str
     passed: bool
@@ -75,7 +75,7 @@ class GateVerdict:
 def run_gate(decoder: Decoder, token_ids: Sequence[int]) -> GateVerdict:
     """Run all checks; also sets each layer's rotary layout, and whether attention can be collected.
 
-    token_ids: some dozens of ids of ordinary text. Raises what the layers raise if they cannot be run one by one.
+    token_ids: a few dozen ids of ordinary text. Raises whatever the layers raise if they cannot be run one by one.
     """
     ids = list(token_ids)
     assert len(ids) >= 24, "the gate needs text to work on"
@@ -179,7 +179,7 @@ class _SelfTest:
 
     @torch.inference_mode()
     def showing_attention(self) -> bool:
-        """Whether each layer type reports its attention, and has the same output as without."""
+        """Whether attention of each layer type can be collected without changing its output."""
         decoder = self.decoder
         ids = torch.tensor([*self.prefix, *self.first, *self.suffix], device=decoder.device)
         hidden, rows = decoder.embed(ids), torch.arange(ids.numel(), device=decoder.device)
@@ -198,7 +198,7 @@ class _SelfTest:
         expected = computed(None)
         try:
             error = relative_error(computed(lambda *given: shown.append(given[-1])), expected)
-        except Exception:  # layers raise whatever they like
+        except Exception:  # third-party layers may raise anything
             return False
         return len(shown) == 1 and bool(shown[0].isfinite().all()) and error <= self.allowed
 
@@ -255,10 +255,10 @@ def cached_verdict(
         pass
     try:
         verdict = judge()
-    except Exception as error:  # not saved: too little memory today must not refuse the model for ever
+    except Exception as error:  # not saved: a temporary lack of memory must not refuse the model for ever
         reason = f"the model's layers cannot be run one by one ({type(error).__name__}: {error})"
         return GateVerdict(False, (), reason)
-    with contextlib.suppress(OSError):  # a full disk costs a second at the next start, nothing else
+    with contextlib.suppress(OSError):  # on a full disk the next start repeats the test
         make_private_folder(folder)
         replace_durably(file, json.dumps(asdict(verdict), indent=1, sort_keys=True))
     return verdict

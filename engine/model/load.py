@@ -36,7 +36,7 @@ def read_config(folder: Path) -> Any:
 
 
 def was_quantized(name: str, parameters: int) -> bool:
-    """Whether the model is a file of at most MAX_BITS_PER_WEIGHT a weight; a folder never is."""
+    """Whether the model is a file with at most MAX_BITS_PER_WEIGHT per weight; a folder never counts."""
     found = find_model(name)
     return found.is_file() and 8 * found.stat().st_size <= MAX_BITS_PER_WEIGHT * parameters
 
@@ -125,7 +125,7 @@ def use_own_attention(model: Any) -> None:
 
 
 def fingerprint(folder: Path, ledger: Path, config: Any, dtype: str) -> ModelFingerprint:
-    """The model's identity: KV may be mixed only between models of the same content, dtype, shape and rotation."""
+    """The model's identity: KV may be shared only between models of the same content, dtype, shape and rotation."""
     weights, tokenizer = weights_digest(folder, ledger), tokenizer_digest(folder, ledger)
     rope = json.dumps(rope_parameters(config), sort_keys=True, default=str)
     return ModelFingerprint(weights, tokenizer, kv_geometry(config, dtype), rope)

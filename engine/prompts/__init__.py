@@ -1,1 +1,1 @@
-"""What a prompt is made of: segments, the chat template, token ids, tools, conversations, figures."""
+"""Prompts: segments, chat templates, token ids, tools, conversations, figures."""

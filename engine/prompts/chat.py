@@ -17,10 +17,10 @@ def chat(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[st
     """The messages in the tokenizer's chat template, up to the beginning of the assistant's answer.
 
     tools: passed to the template (`tools.call_format` checks that it uses them). Only the template's own control tokens
-    count: control tokens in messages, tools and calls are text.
-    If the template refuses the roles (Gemma's and Mistral's have no system role and want roles to alternate), messages
-    without tool calls are merged to alternating roles. Without a template (a base model) the prompt is questions and
-    answers in words. Raises PromptError if the template refuses that too.
+    count: control tokens in messages, tools and calls are text. If the template refuses the roles (Gemma's and
+    Mistral's have no system role and want roles to alternate), messages without tool calls are merged to alternating
+    roles. Without a template (a base model) the prompt is plain text with questions and answers. Raises PromptError if
+    the template refuses that too.
     """
     if not messages:
         raise PromptError("there is no message to answer; give at least one")
@@ -35,7 +35,7 @@ def chat(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[st
     for form in forms:
         try:
             return Prompt(merge_literals(_templated(tokenizer, form(messages), tools)))
-        except Exception as error:  # templates raise whatever they like
+        except Exception as error:  # templates may raise anything
             failed = error
     roles = ", ".join(message.role for message in messages)
     raise PromptError(
@@ -78,7 +78,7 @@ def _verbatim(segment: Segment) -> Segment:
 def _templated(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
 ) -> list[Segment]:
-    """Runs the template over placeholders, so that no content can act as part of the template."""
+    """Renders the template with placeholders, so that no content can act as part of the template."""
     marks = [f"\x00message {number}\x00" for number in range(len(messages))]
     escapes = _ControlTokenEscapes(tokenizer)
     turns = [_template_message(m, mark, escapes) for m, mark in zip(messages, marks, strict=True)]
@@ -113,7 +113,7 @@ def _json_segment(segment: Segment) -> Segment:
 
 
 def _template_message(message: Message, mark: str, escapes: "_ControlTokenEscapes") -> dict[str, Any]:
-    """The message as templates take it, with `mark` as its content. An assistant's tool call may have no content."""
+    """The message as templates expect it, with `mark` as its content. An assistant's tool call may have no content."""
     content = mark if message.segments or not message.calls else ""
     turn: dict[str, Any] = {"role": message.role, "content": content}
     if message.calls:

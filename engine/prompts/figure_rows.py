@@ -39,13 +39,13 @@ class FigureFinder:
         self._kinds = np.zeros(0, dtype=np.uint8)
 
     def __call__(self, token_ids: Sequence[int], starts: Iterable[int] = ()) -> FigureRows:
-        """The figures and lines of a prompt; starts: positions where a line begins anyway (its segments')."""
+        """The figures and lines of a prompt; starts: positions where a line always begins (those of segments)."""
         kinds = self._kinds_of(np.asarray(token_ids, dtype=np.int64))
         lines = _lines(kinds, starts)
         return FigureRows(torch.from_numpy(_figures(kinds, lines)), torch.from_numpy(lines))
 
     def _kinds_of(self, ids: np.ndarray) -> np.ndarray:
-        kinds = self._kinds  # another thread may replace it, and its result is then computed again
+        kinds = self._kinds  # another thread may replace it; results are then computed again
         if (missing := int(ids.max(initial=-1)) + 1 - len(kinds)) > 0:
             kinds = np.pad(kinds, (0, missing))
         for token_id in np.unique(ids[kinds[ids] == 0]).tolist():
@@ -85,7 +85,9 @@ def _kind(tokenizer: Any, token_id: int) -> int:
 
 
 def _fits(letter: str) -> bool:
-    """Whether a figure may contain it. Letters of scripts without blanks between words may not, or all would be one."""
+    """Whether a figure may contain the token. Not letters of scripts without blanks between words: whole sentences
+    would be figures.
+    """
     return letter.isdigit() or letter in _INSIDE or (letter.isalpha() and ord(letter) < 0x0E00)
 
 
@@ -105,7 +107,7 @@ def _lines(kinds: np.ndarray, starts: Iterable[int]) -> np.ndarray:
 
 
 def _shifted(marks: np.ndarray, tokens: int) -> np.ndarray:
-    """The marks, each moved that many tokens later."""
+    """The marks shifted by that many tokens."""
     later = np.zeros_like(marks)
     later[tokens:] = marks[:-tokens]
     return later

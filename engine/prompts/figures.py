@@ -1,6 +1,6 @@
 """Finds and compares figures in text: numbers, dates, amounts, codes and telephone numbers.
 
-A figure is a word with a digit, and what is joined to it: `41`, `18,642.50`, `4-1163`, `KX-7731-B`, `0471/55821`.
+A figure is a word with a digit, and the words joined to it: `41`, `18,642.50`, `4-1163`, `KX-7731-B`, `0471/55821`.
 Comparison ignores scripts and widths of digits, grouped thousands (18,642 and 18642), lengths of hyphens, and case.
 Numbers in words are not figures: "twelve" is not found for 12. `figure_rows.py` finds figures in a prompt's tokens.
 """

@@ -1,4 +1,4 @@
-"""Finds the passage of a prompt that has the question's words, and the prompt with that passage alone."""
+"""Finds the passage that matches a prompt's question best, and makes the prompt with that passage alone."""
 
 import math
 from collections import Counter
@@ -8,11 +8,11 @@ from ragblend.engine.prompts.segments import Chunk, Prompt
 
 # BM25 (Robertson and Zaragoza, 2009, §3.2). Passages are about equally long, so their length says little.
 SATURATION, LENGTH_WEIGHT = 1.2, 0.4
-SEPARATOR_TOKENS = 16  # a literal of up to so many tokens between two passages only separates them
+SEPARATOR_TOKENS = 16  # a literal of at most this many tokens between two passages is a separator
 
 
 def matching_passage(prompt: Prompt) -> int | None:
-    """The number of the passage that matches the question best, by BM25 over token ids, which knows no language.
+    """The number of the passage that matches the question best, by BM25 over token ids, for any language.
 
     None if no passage has a word of the question.
     """
@@ -23,7 +23,7 @@ def matching_passage(prompt: Prompt) -> int | None:
 
 
 def with_passage_alone(prompt: Prompt, number: int) -> Prompt:
-    """The prompt without its other passages and what separates them."""
+    """The prompt without the other passages and the separators."""
     places = [at for at, segment in enumerate(prompt.segments) if isinstance(segment, Chunk)]
     first, kept, last = places[0], places[number], places[-1]
 

@@ -1,4 +1,4 @@
-"""Prompts in the knowledge tree: the nodes that a prompt's chunks are, and storing what was computed exactly."""
+"""Prompts in the knowledge tree: maps a prompt's chunks to nodes, and stores exactly computed KV."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,11 +28,11 @@ from ragblend.kvstore.tree import Node, match
 # The longest text between two chunks of a path: a separator, or a heading. Longer text may be a user's own words, as
 # between the passages of two questions, and is never stored beside a passage.
 JOINT_TOKENS = 16
-ASKED_AGAIN = 1.5  # retrievals: twice, as earlier ones count a little less
+ASKED_AGAIN = 1.5  # minimum weight of retrievals: two, of which the earlier counts a little less
 
 
 def path_of(runtime: Runtime, prompt: Prompt, collection: str) -> list[tuple[Node, Chunk]]:
-    """The first chunks that follow each other, as nodes of the tree. None holds the last token of the prompt."""
+    """The adjacent chunks at the prompt's beginning, as nodes of the tree. No node holds the prompt's last token."""
     path, everything, parent = list[tuple[Node, Chunk]](), prompt.token_ids, None
     start = len(prompt.prefix_ids)
     for chunk, (offset, stop) in zip(prompt.chunks, prompt.places, strict=True):
@@ -65,10 +65,10 @@ def computed_in(
 
 
 def store_computed(runtime: Runtime, collection: str, computed: Sequence[Computed]) -> None:
-    """Store computed nodes in the tree, the first first, without the device: it may never be idle.
+    """Store computed nodes in the tree, from the first on, without waiting for an idle device.
 
-    The first level of the tree is KV encoded alone after the canonical prefix: another prefix may hold a user's own
-    words, so there are paths after it only if passages were encoded after it on purpose.
+    The first level of the tree is KV encoded alone after the canonical prefix. Another prefix may hold a user's own
+    words, so paths after it exist only if passages were deliberately encoded after it.
     """
     for each in computed:
         node, salt, passage = each.node, each.chunk.collection or collection, each.passage
@@ -105,7 +105,7 @@ def _copied(runtime: Runtime, each: Computed, parent: ChunkKey | None) -> ChunkK
 
 
 def compute_next_node(runtime: Runtime, prompt: Prompt, collection: str) -> None:
-    """While the device is idle, compute the first node of the path that is not stored, if it was asked for before.
+    """While the device is idle, compute the first node of the path that is not stored, if it was requested before.
 
     Raises Cancelled.
     """
@@ -134,5 +134,5 @@ def compute_next_node(runtime: Runtime, prompt: Prompt, collection: str) -> None
             kv = encoder.encode(node.token_ids, CallbackCancel(turn.is_wanted))
             return replace(kv, parent=node.parent)
 
-    with suppress(CorruptBlobError, StoreFullError):  # it is tried again when it is asked for again
+    with suppress(CorruptBlobError, StoreFullError):  # the next request tries again
         LocalNodeEncoder(runtime, chunk.collection or collection).keep_for(chunk, node.key, compute)

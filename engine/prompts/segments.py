@@ -13,8 +13,8 @@ from ragblend.kvstore.errors import PromptError
 class Literal:
     """Text that is always computed fresh: instructions, separators, history, the question.
 
-    verbatim: control tokens in it are text, as in passages; for text that people wrote. In messages (`Engine.chat`)
-    every literal is verbatim.
+    verbatim: control tokens in it are plain text, as in passages; for text of users. In messages (`Engine.chat`) every
+    literal is verbatim.
     """
 
     text: str = ""
@@ -26,8 +26,8 @@ class Literal:
 class Chunk:
     """A passage whose KV may be stored; given by its text, its node id, or its token ids.
 
-    collection: of its KV, the engine's by default. entered: its node was entered (`Engine.enter`); if that node has
-    been deleted, no KV is stored for it. whole: all encoded token ids, if token_ids are only a part of them, from
+    collection: of its KV, the engine's by default. entered: its node was entered (`Engine.enter`); if the node was
+    deleted since, no KV is stored for it. whole: all encoded token ids, if token_ids are only a part of them, from
     index `skipped` on.
     """
 
@@ -83,7 +83,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A tuple of segments. Its token ids are the segments' ids, concatenated: never decoded and re-encoded."""
+    """A tuple of segments. Its token ids are the segments' ids, concatenated; text is never tokenized again."""
 
     segments: tuple[Segment, ...] = field(default=())
 

@@ -1,6 +1,6 @@
-"""Keeps a conversation's KV in memory between two questions, so that it is not computed again.
+"""Keeps a conversation's KV in memory between two questions, so that it is not recomputed.
 
-It is the KV of a fused context, so it is never stored: only the KV of chunks that were encoded alone is.
+It is the KV of a fused context, so it is never stored on disk.
 """
 
 import weakref
@@ -40,7 +40,7 @@ class Session:
     def keep(self, token_ids: tuple[int, ...], cache: FusedCache, decoder: Decoder) -> None:
         """Hold the KV of these tokens, up to the cache's length; the caller must not change the cache any more.
 
-        A cache that was thinned out after the first token is not held: it is no context for another question.
+        A cache with evicted tokens (`eviction.py`) is not held: another question needs the whole context.
         """
         kept = _Kept(token_ids[: cache.get_seq_length()], cache, weakref.ref(decoder))
         self._kept = None if cache.evicted_tokens else kept
@@ -51,14 +51,14 @@ class Session:
         return _common(kept.token_ids, token_ids) if kept else 0
 
     def is_of(self, token_ids: tuple[int, ...]) -> bool:
-        """Whether these tokens continue the last prompt, except for the chat template at its end."""
+        """Whether these tokens continue the last prompt, ignoring the chat template at its end."""
         kept = self._kept
         return (
             kept is not None and self.common_tokens(token_ids) >= kept.cache.prompt_tokens - TEMPLATE_TOKENS
         )
 
     def fork(self) -> "Session":
-        """Another conversation with the same context, which it shares; both continue on their own."""
+        """A second conversation that begins with the same context."""
         forked = Session()
         forked._kept = self._kept
         return forked
@@ -68,9 +68,9 @@ class Session:
         self._kept = None
 
     def span(self, prompt: Prompt, decoder: Decoder) -> Span | None:
-        """The beginning of the prompt that is held. It ends before a chunk that is not held to its end."""
+        """The prompt's beginning that is held, as a span. It ends before the first chunk that is held only in part."""
         kept = self._kept
-        if kept is None or kept.decoder() is not decoder:  # of another model, or of one that was closed since
+        if kept is None or kept.decoder() is not decoder:  # from another model, or from one that was closed
             return None
         length = _common(kept.token_ids, prompt.token_ids)
         length = next((start for start, stop in prompt.places if start < length < stop), length)

@@ -17,7 +17,7 @@ OPENING = "Passages:\n\n"
 CLOSING = "\n\nUsing only the passages above, answer in one or two short sentences: "
 SEPARATOR = "\n\n"
 MAX_TOKEN_CHARACTERS = 128  # no model has longer tokens
-LONG_CHARACTERS = 1 << 18  # from here tokenizing takes seconds, and a hundred times the text's memory
+LONG_CHARACTERS = 1 << 18  # longer texts take seconds and a hundred times their memory
 
 # Token ids by collection (None: the engine's) and node id.
 NodeIds = dict[tuple[str | None, str], tuple[int, ...]]
@@ -88,7 +88,7 @@ class PromptTokenizer:
         return node_ids[segment.collection, segment.node_id]
 
     def _tokenize_jointly(self, run: list[Segment]) -> Literal:
-        """The template's literals and verbatim ones tokenized as one text, as a token may span two of them.
+        """Tokenize the template's and verbatim literals as one text, because a token may span two of them.
 
         If that yields control tokens that the template did not write, each is tokenized separately.
         """

@@ -11,7 +11,7 @@ from ragblend.engine.decoding.grammar import MAX_SCHEMA_CHARS, Grammar, json_rul
 from ragblend.engine.prompts.segments import ToolCall
 from ragblend.kvstore.errors import UnsupportedModelError, UsageError
 
-MAX_CALLS = 8  # in one answer: small models repeat themselves
+MAX_CALLS = 8  # most calls in one answer, because small models repeat themselves
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 _FENCED = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
 _FIRST, _SECOND, _KEY = "ragblend_first", "ragblend_second", "ragblend_argument"
@@ -89,7 +89,7 @@ def _rendered(tokenizer: Any, names: Sequence[str], tools: list[Tool], words: st
     turns = [{"role": "user", "content": "?"}, *([answer] if calls or words else [])]
     try:
         return str(tokenizer.apply_chat_template(turns, tools=tools, tokenize=False))
-    except Exception:  # templates raise whatever they like
+    except Exception:  # templates may raise anything
         return ""
 
 
@@ -119,7 +119,7 @@ def functions_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """Raises UsageError for a tool whose arguments' schema does not compile; loads no model."""
+    """Check the tools: raises UsageError if an argument schema does not compile. Loads no model."""
     rules = {name: _arguments(name, function) for name, function in functions_by_name(tools).items()}
     length = sum(map(len, rules.values()))
     if length > MAX_SCHEMA_CHARS:
@@ -168,7 +168,7 @@ def _arguments(name: str, function: Tool) -> str:
 
 
 def _terminals(text: str, form: CallFormat) -> str:
-    """A text in a grammar, with added tokens by their ids: their text would be other tokens."""
+    """A grammar expression for the text, with added tokens by id, because their text would match other tokens."""
     pattern = "|".join(map(re.escape, form.tokens)) or "(?!)"
     parts = re.split(f"({pattern})", text)
     return " ".join(f"<[{form.tokens[p]}]>" if p in form.tokens else json.dumps(p) for p in parts if p)
@@ -217,13 +217,13 @@ def _begin_of_calls(text: str, form: CallFormat) -> int | None:
 
 
 class TextBeforeCalls:
-    """Streams the text before an answer's calls; what may be a call is held back until the answer has ended."""
+    """Streams the text before an answer's calls; text that may be a call is held back until the answer ends."""
 
     def __init__(self, form: CallFormat) -> None:
         self._form, self._text, self._given = form, "", 0
 
     def feed(self, piece: str) -> str:
-        """The text that has become certain with this piece."""
+        """The new text that is final with this piece."""
         self._text += piece
         if self._text.lstrip().startswith(("{", "`")) or not self._text.strip():
             return ""

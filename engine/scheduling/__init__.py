@@ -1,1 +1,1 @@
-"""Whose turn it is on the device, work in the background, and a device that failed."""
+"""Scheduling: the device queue, background tasks, and recovery from device failures."""

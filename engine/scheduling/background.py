@@ -14,8 +14,8 @@ from typing import Any
 from ragblend.kvstore.errors import Cancelled
 
 log = logging.getLogger("ragblend")
-EXIT_S = 5.0  # how long the end of a process waits for KV to be stored that was asked for
-MAX_WAITING = 256  # named tasks; a later request adds the same task again
+EXIT_S = 5.0  # how long a process that exits still stores requested KV
+MAX_WAITING = 256  # limit of named tasks; a later request adds a rejected task again
 
 _open: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
@@ -36,8 +36,8 @@ def _end_all() -> None:
 class Priority(IntEnum):
     """Of a background task, the most important first."""
 
-    STORE = 0  # KV that was asked for and is not stored yet
-    PREPARE = 1  # KV that may be asked for
+    STORE = 0  # KV that was requested and is not stored yet
+    PREPARE = 1  # KV that may be requested
     MEASURE = 2
 
 
@@ -51,10 +51,10 @@ class _Task:
 class BackgroundTasks:
     """Runs tasks in one thread, by priority and then in order of arrival. A task that fails is logged and dropped.
 
-    A task that raises Cancelled runs again later if it made way for a more important one, and is dropped otherwise.
-    When the process exits, the running task is finished, tasks that store KV are run for at most EXIT_S, and the others
-    are dropped. on_unfinished: called with the names of those storing tasks that did not run.
-    stopping: somebody waits for the tasks to end, so what can be done another time should stop.
+    A task that raises Cancelled runs again later if it yielded to a more important one, and is dropped otherwise. When
+    the process exits, the running task is finished, tasks that store KV run for at most EXIT_S, and the others are
+    dropped. on_unfinished: called with the names of storing tasks that did not run. stopping: a caller waits for the
+    tasks to end, so work that can be postponed should stop.
     """
 
     def __init__(self, on_unfinished: Callable[[Sequence[Hashable]], None] | None = None) -> None:
@@ -68,7 +68,7 @@ class BackgroundTasks:
     def add(
         self, work: Callable[[], None], name: Hashable = None, priority: Priority = Priority.PREPARE
     ) -> None:
-        """Queue a task unless one of that name, or the same function, waits; named ones not if too many wait."""
+        """Queue a task unless one of that name, or the same function, is waiting, or too many named ones are."""
         with self._changed:
             waiting = [task.name for task in self._tasks]
             if (name or work) not in waiting and not (name and len(waiting) >= MAX_WAITING):
@@ -111,7 +111,7 @@ class BackgroundTasks:
             self._on_unfinished(names)
 
     def _start(self) -> None:
-        """Start the thread, with the lock held. If none can be started, tasks wait for the next call."""
+        """Start the thread; the caller holds the lock. If no thread can be started, tasks wait for the next call."""
         if self._running or not self._tasks or time.monotonic() >= self._stops_at:
             return
         try:

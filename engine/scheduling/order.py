@@ -1,8 +1,9 @@
-"""Chooses which waiting request begins next. Pure: no clock, no lock and no device.
+"""Chooses which waiting request begins next, without clock, lock or device.
 
 RAGCache (arXiv 2404.12457) §5.2: requests are ranked by what is cached of them, and at most a window of later ones may
-overtake a request. Its measure, cached length by computed length, puts long prompts first where all are stored; here
-the least to compute goes first. Fairness between clients, and chunks in common, are ours.
+overtake a request. Its measure, cached length by computed length, prefers long prompts when all of them are stored;
+here the request with the least to compute goes first. Fairness between clients and the bonus for common chunks are
+ours.
 """
 
 import math
@@ -11,20 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-WINDOW = 32  # at most so many requests may overtake one: RAGCache §6
-MOST_BEGUN = 8  # answers that take turns on the device; more would come slower than people read
+WINDOW = 32  # how many requests may overtake one: RAGCache §6
+MOST_BEGUN = 8  # concurrent answers; more would stream slower than people read
 LOADED = 0.05  # the time to load a token as a share of the time to compute one: docs/load.md
-LEAD_S = 2.0  # of the device's time that a client may be ahead of a waiting one
+LEAD_S = 2.0  # device time that a client may be ahead of a waiting one
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What is known of a request before it begins.
+    """The properties of a request before it begins.
 
-    shares: it yields between its tokens, so others may begin beside it; otherwise it is served alone, in order of
-    arrival, and none overtakes it. client: whose it is; cached: tokens of its chunks that are loaded, by chunk;
-    new_tokens: to compute, again or for the first time; nbytes: of its context on the device; deadline: by the clock of
-    the caller of `begin`.
+    shares: it yields between its tokens, so others may run concurrently; otherwise it is served alone, in order of
+    arrival, and is never overtaken. client: its owner; cached: stored tokens to load, by chunk; new_tokens: to compute
+    or recompute; nbytes: of its context on the device; deadline: by the clock of the caller of `begin`.
     """
 
     shares: bool = False
@@ -45,9 +45,9 @@ class Ticket:
 
 
 class RequestOrder:
-    """The requests that wait and those that have begun. budget_bytes: of all contexts together; None: no limit.
+    """The waiting and the running requests. budget_bytes: limit of all contexts together; None: no limit.
 
-    A request that does not fit waits until others end; alone, every request fits.
+    A request that does not fit waits until others end; a single request always fits.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class RequestOrder:
         self.waiting: list[Ticket] = []
         self.begun: list[Ticket] = []
         self._used_s: dict[str, float] = defaultdict(float)  # of the device, by client
-        self._warm: Mapping[str, int] = {}  # chunks of the request that began last: loading them is free
+        self._warm: Mapping[str, int] = {}  # chunks of the request that began last: already loaded
 
     def add(self, claim: Claim) -> Ticket:
-        """Queue a request. A client saves up no time while it has no request."""
+        """Queue a request. A client accumulates no credit while it has no request."""
         ticket, clients = Ticket(claim), {each.claim.client for each in (*self.waiting, *self.begun)}
         if claim.client not in clients:
             least = min((self._used_s[client] for client in clients), default=0.0)
@@ -81,11 +81,11 @@ class RequestOrder:
                 tickets.remove(ticket)
 
     def charge(self, ticket: Ticket, seconds: float) -> None:
-        """Add to the time for which the request's client had the device."""
+        """Charge device time to the request's client."""
         self._used_s[ticket.claim.client] += seconds
 
     def begin(self, now: float) -> Ticket | None:
-        """The request that begins now; None while none may: one prompt is read at a time."""
+        """The request that may begin now, or None: only one prompt is prefilled at a time."""
         if len(self.begun) >= self._most_begun or any(each.is_reading for each in self.begun):
             return None
         chosen = self._choose(now)

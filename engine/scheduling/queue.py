@@ -18,13 +18,13 @@ from ragblend.kvstore.errors import Cancelled
 
 log = logging.getLogger("ragblend")
 POLL_S = 0.05
-SLICE_S = 0.2  # of prefill before streams get a token each: the longest that they are silent
-PAUSE_S = 0.05  # background work waits so long after a request: a program's next call often comes within it
+SLICE_S = 0.2  # of prefill before each stream gets a token: the longest pause of a stream
+PAUSE_S = 0.05  # pause after a request before background work: a program's next call often comes within it
 PATIENCE_S = 10.0  # how long background work waits for a pause on a server that is never idle
 
 
 class Cancel(Protocol):
-    """Tells work whether to stop; a `threading.Event` is one."""
+    """A cancel token, such as `threading.Event`."""
 
     def is_set(self) -> bool: ...
 
@@ -37,7 +37,7 @@ class CallbackCancel:
 
 
 class BatchedPass(Protocol):
-    """A forward pass over several requests. together: for how many at most."""
+    """A forward pass over several requests. together: how many at most."""
 
     @property
     def together(self) -> int: ...
@@ -47,7 +47,7 @@ class BatchedPass(Protocol):
 
 @dataclass(eq=False)
 class _PassInput:
-    """What a request puts into a pass, and its result. is_running: the pass is under way, in whoever's turn."""
+    """A request's input to a pass, and its result. is_running: the pass is running, in any request's turn."""
 
     ticket: Ticket
     batched: BatchedPass
@@ -57,7 +57,7 @@ class _PassInput:
 
 
 class DeviceTurn:
-    """The device in the hands of one request."""
+    """A request's turn on the device."""
 
     def __init__(self, queue: "DeviceQueue", ticket: Ticket, cancel: Cancel | None) -> None:
         self._queue, self._ticket, self._cancel = queue, ticket, cancel
@@ -69,20 +69,20 @@ class DeviceTurn:
         self._queue.yield_device(self._ticket, self._cancel, SLICE_S)
 
     def is_wanted(self) -> bool:
-        """For background work between two layers: whether a request waits, so that the work should stop."""
+        """For background work between two layers: whether it should stop because a request waits."""
         self.between_layers()
         return self._queue.has_waiting
 
     def between_tokens(self) -> None:
-        """The prompt has been read: the next one may begin, and other requests get a token, or a slice, in between."""
+        """Yield after each token of the answer: another prompt may begin, and other requests get a token or a slice."""
         self._ticket.is_reading = False
         self._queue.yield_device(self._ticket, self._cancel, 0.0)
 
     def share(self, batched: BatchedPass, read: Any) -> Any:
         """The result of a pass for `read`, after yielding as `between_tokens` does.
 
-        Whoever holds the device runs one pass for all requests that yielded for the same pass, and waits for none. If
-        it fails, each is computed alone. Raises Cancelled, but not while `read` is in a pass.
+        The request that holds the device runs one pass for all requests that yielded for the same pass, without waiting
+        for more. If the pass fails, each is computed alone. Raises Cancelled, but not while `read` is in a pass.
         """
         self._ticket.is_reading = False
         return self._queue.share(_PassInput(self._ticket, batched, read), self._cancel)
@@ -92,8 +92,8 @@ class DeviceQueue:
     """A mutex whose next holder `RequestOrder` picks; a waiting request can be cancelled. Not reentrant.
 
     Requests that share it (`Claim.shares`) take turns; all others hold it alone, first come, first served. Background
-    work begins when no request came for PAUSE_S, and asks `has_waiting` whether one came since; it gets Cancelled if
-    there is no pause before its claim's deadline, or for PATIENCE_S if it has no claim.
+    work begins after PAUSE_S without a request, and polls `has_waiting` for new ones; it is cancelled if there is no
+    such pause before its claim's deadline, or, without a claim, within PATIENCE_S.
     """
 
     def __init__(self) -> None:
@@ -103,9 +103,7 @@ class DeviceQueue:
         self._calls: dict[Ticket, threading.Condition] = {}
         self._holder: Ticket | None = None
         self._since = 0.0  # when the holder got the device
-        self._progress_at: float | None = (
-            None  # when the holder last ended a layer, token or batch, if it did
-        )
+        self._progress_at: float | None = None  # when the holder last finished a layer, token or batch
         self._ring: deque[Ticket] = deque()  # begun requests that yielded
         self._inputs: dict[Ticket, _PassInput] = {}  # of those that wait for a pass
         self._left_at = -PAUSE_S  # when the last request left
@@ -114,7 +112,7 @@ class DeviceQueue:
     def turn(
         self, cancel: Cancel | None = None, background: bool = False, claim: Claim | None = None
     ) -> Iterator[DeviceTurn]:
-        """Hold the device; alone if there is no claim.
+        """Hold the device, exclusively without a claim.
 
         Raises Cancelled if the request is cancelled, or its claim's deadline passes, before its turn.
         """
@@ -159,7 +157,7 @@ class DeviceQueue:
             self.yield_device(mine.ticket, cancel, 0.0)
         finally:
             with self._lock:
-                while mine.is_running:  # a cancelled request must not use what the pass still writes to
+                while mine.is_running:  # the pass still writes to its tensors, even if cancelled
                     self._calls[mine.ticket].wait(POLL_S)
                 del self._inputs[mine.ticket]
         if mine.result is None:
@@ -167,7 +165,7 @@ class DeviceQueue:
         return mine.result
 
     def _run_pass(self, mine: _PassInput) -> None:
-        """Run a pass for this input and those that wait for the same; each is charged its share of the time."""
+        """Run a pass for this input and all that wait for the same pass; each is charged its share of the time."""
         with self._lock:
             waiting = [self._inputs[ticket] for ticket in self._ring if ticket in self._inputs]
             others = [each for each in waiting if each.batched is mine.batched]
@@ -196,14 +194,16 @@ class DeviceQueue:
 
     @property
     def still_s(self) -> float:
-        """Seconds since the holder ended a layer, token or batch; 0 before its first: loading a model takes long."""
+        """Seconds since the holder last finished a layer, token or batch; 0 before the first, because loading takes
+        long.
+        """
         with self._lock:
             at = self._progress_at if self._holder is not None else None
             return 0.0 if at is None else time.monotonic() - at
 
     @property
     def inside(self) -> int:
-        """How many requests wait or have begun."""
+        """Number of waiting and running requests."""
         return len(self._calls)
 
     @property

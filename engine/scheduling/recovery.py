@@ -1,6 +1,6 @@
-"""Retries a request on a model that is loaded again after its device failed, unless part of the answer was shown.
+"""Retries a request on a reloaded model after its device failed, unless part of the answer was shown.
 
-So no request is lost to a lack of memory that others have freed since, or to a passing device fault (RAGCache §6).
+So a temporary lack of memory or device fault loses no request (RAGCache §6).
 """
 
 import logging
@@ -15,13 +15,13 @@ from ragblend.kvstore.errors import DeviceError
 T = TypeVar("T")
 C = TypeVar("C", bound=Cancel)
 log = logging.getLogger("ragblend")
-# What torch raises of a device, its memory, its driver; ours are RagBlendErrors.
+# Errors that torch raises for a device, its memory or driver; our own are RagBlendErrors.
 FAILURES = (RuntimeError, MemoryError)
-NOT_THE_DEVICE = (RecursionError, NotImplementedError)  # RuntimeErrors of programs, which would fail again
+NOT_THE_DEVICE = (RecursionError, NotImplementedError)  # RuntimeErrors caused by bugs, which would fail again
 
 
 class _TextWatcher:
-    """Passes text on, and knows whether there was any and what its receiver raised."""
+    """Passes text on, and records whether there was any and whether the receiver raised."""
 
     def __init__(self, on_text: OnText) -> None:
         self._on_text, self.any = on_text, False
@@ -42,7 +42,7 @@ def retry_after_device_failure(
     on_text: OnText | None = None,
     cancel: C | None = None,
 ) -> T:
-    """What `work(on_text, cancel)` returns, run again if the device failed before any text. Raises DeviceError."""
+    """Run `work(on_text, cancel)`, and again if the device failed before any text. Raises DeviceError."""
     before, shown = runtime.loaded_ref, _TextWatcher(on_text) if on_text is not None else None
     try:
         return work(shown, cancel)
@@ -63,7 +63,7 @@ def retry_after_device_failure(
 
 
 def _check_retry(error: BaseException, shown: _TextWatcher | None) -> None:
-    """Raise the error if it is not the device's: the text receiver's or a bug; and DeviceError if text was shown."""
+    """Raise the error if the device did not cause it (but on_text or a bug); DeviceError if text was shown."""
     if (shown is not None and error is shown.raised) or isinstance(error, NOT_THE_DEVICE):
         raise error
     if shown is not None and shown.any:

@@ -1,8 +1,8 @@
-"""Reads a prompt ahead, before retrieval has ended and it is known to be the final one.
+"""Speculative prefill: starts on a prompt before retrieval has ended, when it may not be the final one.
 
-RAGCache (arXiv 2404.12457) §5.3, Algorithm 2: the prompt found so far is read if the device is idle, further while the
-next stages find the same one, and dropped at the end of a layer if one does not. The result is a prefill of exactly the
-last prompt, or none.
+RAGCache (arXiv 2404.12457) §5.3, Algorithm 2: the prompt of the passages found so far is prefilled if the device is
+idle, continued while later stages find the same passages, and otherwise dropped at the end of a layer. The result is a
+prefill of exactly the last prompt, or none.
 """
 
 import logging
@@ -28,7 +28,9 @@ class Speculation(Closing):
         self._reading: _Reading | None = None
 
     def offer(self, request: Request) -> None:
-        """Begin to read the prompt if the model is loaded and the device is free; another one's prefill is dropped."""
+        """Start to prefill the prompt if the model is loaded and the device is free; drops the prefill of another
+        prompt.
+        """
         if self._reading is not None and self._reading.request == request:
             return
         self.close()
@@ -36,8 +38,8 @@ class Speculation(Closing):
             self._reading = _Reading(self._runtime, request)
 
     def settle(self, cancel: Cancel | None) -> Prefilled | None:
-        """The last prompt's prefill, when it is done; None if it did not begin, or stopped for another request or for
-        `cancel`. It is returned once.
+        """Wait for the last prompt's prefill and return it; None if it did not begin, or stopped for another request or
+        `cancel`. It can be taken once.
         """
         reading, self._reading = self._reading, None
         return None if reading is None else reading.result(cancel)
@@ -50,7 +52,7 @@ class Speculation(Closing):
 
 
 class _Reading:
-    """A prefill in a thread of its own. Until its result is asked for, it stops for any other request."""
+    """A prefill in its own thread. Until `settle`, it stops for any other request."""
 
     def __init__(self, runtime: Runtime, request: Request) -> None:
         self.request, self._runtime = request, runtime

@@ -27,7 +27,7 @@ from ragblend.engine.selection.shift import Delta, KernelShift, LayerChange
 from ragblend.engine.selection.static import Beginnings, Static, random_rows
 from ragblend.kvstore.errors import UsageError, did_you_mean
 
-# Below this probability of a figure or name the passage alone must confirm it (docs/methods.md).
+# A figure or name less probable than this must be confirmed by the passage alone (docs/methods.md).
 MIN_CONFIDENCE = 0.98
 _TABLE: dict[str, Policy] = {
     # Baselines and controls.
@@ -110,5 +110,5 @@ def policy_named(method: str | Policy) -> Policy:
 
 
 def method_names() -> list[str]:
-    """All names that `policy_named` knows: ours, and those of other packages, none of which is imported."""
+    """All names that `policy_named` knows, those of other packages included. Imports none of them."""
     return list(dict.fromkeys([*METHODS, *sorted(entry_points(group=policy_names.GROUP).names)]))

@@ -24,12 +24,12 @@ from ragblend.kvstore.errors import UsageError
 
 @dataclass(frozen=True)
 class AfterLayer(Policy):
-    """Computes all rows up to the check layer, from there on those that deviate most.
+    """Computes all rows up to the check layer, and then those that deviate most.
 
     deviation(evidence): (R,) float32; check_layer: the layer whose deviation decides; shares: how the remaining ratio
-    is spread over the layers from the check on, non-increasing numbers, interpolated over the layers. One number: rows
-    are selected once. `3/1`: gradual filtering (r1 > r2 > ..., §4.3 and Figure 9): each layer drops the rows whose own
-    KV deviates least, from 1.5 times the mean ratio down to half of it.
+    is spread over the layers from the check on, as non-increasing numbers, interpolated over the layers. One number:
+    rows are selected once. `3/1`: gradual filtering (r1 > r2 > ..., §4.3 and Figure 9): each layer drops the rows whose
+    own KV deviates least, from 1.5 times the mean ratio down to half of it.
     """
 
     deviation: Callable[[Evidence], Tensor]
@@ -42,7 +42,7 @@ class AfterLayer(Policy):
         self._parsed_shares()
 
     def rows(self, plan: Plan, probed: ProbeResult | None = None) -> Tensor:
-        # Without a budget the check would cost something and select nothing.
+        # Without a budget the check would only cost time.
         return base.needed_rows(plan) if plan.budget == 0 else base.inexact_rows(plan)
 
     def passes(self, plan: Plan) -> list[tuple[float, float]]:
@@ -75,7 +75,7 @@ class AfterLayer(Policy):
         return mean * (1 + offsets[layer - check])
 
     def remaining_ratio(self, plan: Plan) -> float:
-        """The ratio per layer that is left from the check layer on; a minimum if nothing is left."""
+        """The remaining ratio per layer from the check layer on; a minimum if none remains."""
         check, most = self._check_layer(plan), base.recomputable_share(plan)
         spent = (check + plan.attention_share) * most
         left = (plan.ratio * plan.layers - spent) / (plan.layers - check)

@@ -1,6 +1,6 @@
 """`Policy`, the interface that decides which rows are recomputed, and functions that policies share.
 
-`fusion.py` calls it, and never asks which policy it has.
+`fusion.py` calls only this interface.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,9 +14,9 @@ from ragblend.engine.plan import Kind, Plan, Span
 from ragblend.engine.selection.shift import Delta, KernelShift, LayerChange
 from ragblend.kvstore.errors import UsageError
 
-# The minimum ratio that remains if selecting rows has cost the whole ratio.
+# The ratio that remains, at least, if selection has used up the whole ratio.
 FLOOR_RATIO = 0.01
-# Attention is collected of at most this many rows after the last chunk, the last ones: it is (N, W, T).
+# Attention is collected for at most this many last rows after the last chunk, because it takes (N, W, T).
 COLLECTED_ROWS = 128
 
 
@@ -72,7 +72,7 @@ class Policy:
     every model supports; fixed_ratio: the share that it recomputes for any requested ratio, None if it follows the
     request; shift: predicts the change of rows that are not recomputed; uses_tree: start from the longest path of the
     prompt in the knowledge tree (`kvstore/tree.py`); exact: use no other stored KV and compute in pieces, so that the
-    result may be entered there; sure: the probability of a figure in the answer below which the answer continues from a
+    result may enter the tree; sure: the probability of a figure in the answer below which the answer continues from a
     full prefill (`uncertainty.py`), 0 for never.
     """
 
@@ -87,7 +87,7 @@ class Policy:
     measures_time_only: ClassVar[bool] = False  # the result does not matter, so it may leave out needed rows
 
     def check_ratio(self, ratio: float | str) -> float:
-        """The ratio. Raises UsageError unless it is a number from 0 to 1."""
+        """Return the ratio. Raises UsageError unless it is a number from 0 to 1."""
         if not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
             raise UsageError(
                 "the ratio must be between 0 and 1 (the share of stored tokens to recompute), or `auto`, not "
@@ -131,7 +131,7 @@ class Policy:
         return needed_rows(plan)
 
     def passes(self, plan: Plan) -> list[tuple[float, float]]:
-        """The cost: of each pass the number of rows, and of layers they pass through."""
+        """The cost: for each pass, the number of rows and of layers."""
         return [(self.rows(plan).numel(), plan.layers)]
 
     def spans(self, plan: Plan) -> tuple[Span, ...]:

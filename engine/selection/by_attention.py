@@ -26,7 +26,7 @@ from ragblend.kvstore.errors import UsageError
 
 # The share of the budget that a probe may take. Without a limit, figures of short prompts were lost (docs/methods.md).
 PROBE_SHARE = 0.6
-# The number of rows that it must leave to select.
+# The number of rows that must remain for selection.
 LEAST_CHOSEN = 8
 # If a shift is fitted, this many of the selected rows, at most a quarter, are an even sample of all rows, and this
 # share are beginnings of chunks. The fit would otherwise see only rows that the question attends to, which change more.
@@ -35,7 +35,7 @@ BEGINNINGS = 0.2
 
 
 def question_rows(plan: Plan) -> Tensor:
-    """Our probe: the fresh rows; of long literals after the chunks (a conversation) only the end."""
+    """Rows of our probe: the fresh rows, but only the last ones of a long literal after the chunks (a conversation)."""
     rows = base.fresh_rows(plan)
     if int((rows >= plan.settled_tokens).sum()) > COLLECTED_ROWS:
         end = max(plan.suffix_start, plan.tokens - COLLECTED_ROWS)
@@ -47,7 +47,7 @@ def question_rows(plan: Plan) -> Tensor:
 class ByAttention(Policy):
     """Selects the rows with the highest mean score over some layers' attention in a probe.
 
-    layers(L): those of L layers whose attention is collected; score(plan, attention): (K,) float32 in one layer;
+    layers(L): the layers of L whose attention is collected; score(plan, attention): (K,) float32 in one layer;
     smooth: (T,) -> (T,), of the mean score; probe(plan): (R,) fresh rows to run, or None: beginnings of chunks are
     computed instead, with an even sample for a shift; anchors(plan): the keys that the probe sees, as `digest`;
     figure_gain: selected rows go to whole figures, best lines first, up to this many times the figures' share of the
@@ -75,7 +75,7 @@ class ByAttention(Policy):
         return self._affordable_probe(plan)[1]
 
     def _affordable_probe(self, plan: Plan) -> tuple[Tensor | None, range]:
-        """The probe's rows, None if it would take too much of the budget, and the layers that it scores."""
+        """The probe's rows (None if a probe would exceed its share of the budget), and the layers that it scores."""
         rows, every = self.probe(plan), self.layers(plan.layers)
         if rows is None or self.cheaper_layers is None:
             return rows, every
@@ -188,7 +188,7 @@ def second_quarter(count: int) -> range:
 
 
 def middle_layers(count: int) -> range:
-    """Three from the middle on: about where QCFuse's profiles of five models (32 to 64 layers) find the best ones."""
+    """Three from the middle on: about where QCFuse's profiles of five models (32 to 64 layers) have the best layers."""
     first = min(count // 2, max(0, count - 3))
     return range(first, min(first + 3, count))
 

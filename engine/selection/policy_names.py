@@ -28,7 +28,7 @@ def policy_from_package(name: str) -> Policy | None:
         if not isinstance(policy, Policy):
             raise TypeError(f"{point.value} is a {type(policy).__name__}, not a Policy")
         return replace(policy, name=name)
-    except Exception as error:  # anything: the code is another package's
+    except Exception as error:  # another package's code may raise anything
         raise UsageError(
             f"the method {name!r} of the package {package} cannot be used: {type(error).__name__}: {error}; "
             "repair or remove that package"
@@ -56,7 +56,7 @@ def with_parameters(policy: Policy, method: str) -> Policy:
 
 
 def _replaced(policy: Policy, wanted: dict[str, Any]) -> Policy:
-    """The policy with these values for its own fields, or for fields of its parts."""
+    """The policy with these values for its fields, or for those of its parts."""
     changed = {}
     for each in fields(policy):
         part = getattr(policy, each.name)

@@ -1,8 +1,8 @@
 """The shift: predicts the change of stored rows that are not recomputed from the change of those that are.
 
-What an isolated chunk's KV lacks is not noise: the text before it changes all its rows in the same direction. So the
-change of a recomputed row tells something about rows that are similar to it, or near it. In each layer of each prompt,
-with H key heads of D dimensions, n rows, C of them recomputed:
+The error of a chunk's isolated KV is not noise: the text before it changes all its rows in the same direction. So the
+change of a recomputed row predicts that of rows that are similar to it, or near it. In each layer of each prompt, with
+H key heads of D dimensions, n rows, C of them recomputed:
 
 1. Observe    dX (C, F), F = 2 H D: new minus stored KV of the recomputed rows, with keys un-rotated to position 0, so
               that positions do not matter                                                      `LayerChange`
@@ -48,7 +48,7 @@ SHARED_LAYERS, FEW_FITTED = 3, 256
 
 @dataclass(frozen=True)
 class ShiftContext:
-    """What all layers of a request share.
+    """State that all layers of a request share.
 
     computed (C,): positions of recomputed rows that had stored KV; chunks: (start, stop) of those that may be shifted;
     dtype: in which stored rows are compared.
@@ -74,8 +74,8 @@ class ShiftContext:
     def nearness(self) -> list[tuple[slice, slice, Tensor]]:
         """For each chunk its rows, its fitted rows, and the gain (rows, fitted rows), 1 + 2 exp(-distance / 128).
 
-        By chunk on a CPU, where what lies between the products fits into its cache. On an accelerator, where calls cost
-        more, all chunks are one range; rows between chunks, recomputed or exact, are near nothing.
+        By chunk on a CPU, so that intermediate results fit into its cache. On an accelerator, where calls cost more,
+        all chunks are one range; rows between chunks, recomputed or exact, have no near rows.
         """
         by_chunk, edges = [], torch.tensor(self.chunks, dtype=torch.long, device=self.fitted.device)
         for (begin, end), (first, last) in zip(
@@ -129,7 +129,7 @@ class LayerChange:
 
 @dataclass(frozen=True)
 class Delta:
-    """What to add to stored KV from position `start` on: keys (un-rotated) and values, of any dtype, (H, n, D).
+    """A correction of stored KV from position `start` on: keys (un-rotated) and values, of any dtype, (H, n, D).
 
     Recomputed rows in that range are overwritten later.
     """
@@ -143,7 +143,7 @@ class KernelShift:
     """The delta predictor of `probe-shift`, for any policy."""
 
     def deltas(self, change: LayerChange) -> Iterator[Delta]:
-        """What to add in one layer; nothing if fewer than two rows were recomputed, which have no distance."""
+        """The corrections of one layer; none if fewer than two rows were recomputed, because distances need two."""
         context = change.context
         if context.computed.numel() < 2:
             return
@@ -162,10 +162,10 @@ class KernelShift:
 
 @dataclass(frozen=True)
 class Similarity:
-    """Similarity of rows to the fitted ones, by what `layer` stored for them.
+    """Similarity of rows to the fitted ones, from their stored KV in `layer`.
 
     inverse (C, C): (S + 0.3 I)^-1. near: s(i, C) (n, C) of the rows of `ShiftContext.nearness`. C is padded to an even
-    number with zeros: for an odd one oneDNN's bfloat16 product reads what is behind a row, and multiplies it by zero.
+    number with zeros: for an odd one oneDNN's bfloat16 product reads beyond each row, and multiplies that by zero.
     """
 
     layer: int

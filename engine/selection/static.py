@@ -29,7 +29,7 @@ class Static(Policy):
 
 
 def random_rows(plan: Plan) -> Tensor:
-    """Random rows, as many as the budget allows, drawn with the plan's seed: the control for all policies."""
+    """Random rows, as many as the budget allows, by the plan's seed: the control for all policies."""
     scores = torch.rand(plan.tokens, generator=torch.Generator().manual_seed(plan.seed))
     return pick_top(plan, every_row(plan), scores.to(plan.token_ids.device), budget_rows(plan))
 

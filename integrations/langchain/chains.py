@@ -31,8 +31,8 @@ def create_ragblend_stuff_documents_chain(
 ) -> Runnable[dict[str, Any], Any]:
     """`create_stuff_documents_chain` for a `ChatRAGBlend`: same arguments, same text, documents as blocks with ids.
 
-    The documents need not be registered. prompt: must have the variable `context` (or document_variable_name), which
-    is a list of documents in the input. Raises ValueError where it has not.
+    The documents need not be registered. prompt: must have the variable `context` (or document_variable_name), for
+    which the input has a list of documents; else raises ValueError.
     """
     if document_variable_name not in prompt.input_variables:
         raise ValueError(
@@ -42,7 +42,7 @@ def create_ragblend_stuff_documents_chain(
     each = document_prompt or DEFAULT_DOCUMENT_PROMPT
 
     def fill(inputs: dict[str, Any], config: RunnableConfig) -> PromptValue:
-        """Fill the template in with placeholders, and put blocks where these came out."""
+        """Render the template with placeholders, and replace these by blocks."""
         documents = inputs[document_variable_name]
         marked = document_separator.join(placeholders(len(documents)))
         texts = [format_document(document, each) for document in documents]
@@ -60,7 +60,7 @@ def _with_blocks(value: PromptValue, documents: Sequence[Document], texts: Seque
 
 
 def _document_blocks(document: Document, text: str) -> list[Block]:
-    """A document as its prompt formatted it: what surrounds its own text (a title, a source) is plain text."""
+    """A document as its prompt formats it: text around its own (a title, a source) is plain text."""
     content = document.page_content.strip()
     before, found, after = text.partition(content) if content else (text, "", "")
     block = {"type": "text", "text": found, "id": document.id or content_id(content)}
@@ -78,7 +78,7 @@ def _message_with(message: BaseMessage, shown: Sequence[list[Block]]) -> BaseMes
 def _split(part: str | Block, shown: Sequence[list[Block]]) -> Iterator[Block]:
     """The part with every placeholder replaced by its document's blocks."""
     if isinstance(part, dict) and not _text_of(part):
-        yield part  # an image, say: the model decides about it
+        yield part  # an image, say: left to the model
     for piece in split_at_placeholders(_text_of(part), shown):
         if isinstance(piece, list):
             yield from piece

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class ChatRAGBlend(LangChainParameters, BaseChatModel):  # type: ignore[misc]  # `_stream` names its first argument otherwise
-    """A chat model that has read your documents before they are asked about.
+    """A chat model that reuses the KV of your documents.
 
     It replaces any other chat model. Documents are found in a prompt by the ids of its content blocks, by
     `ToolMessage.artifact`, by `passages=` in the call, and, without ids, by their text.
@@ -47,7 +47,7 @@ class ChatRAGBlend(LangChainParameters, BaseChatModel):  # type: ignore[misc]  #
         return "ragblend-chat"
 
     def _resolve_model_profile(self) -> ModelProfile:
-        """What is known without loading anything; window and tools are the model's own."""
+        """The profile, without loading weights; window and tools are the model's own."""
         return ModelProfile(text_inputs=True, text_outputs=True, image_inputs=False, structured_output=True)
 
     def bind_tools(
@@ -62,8 +62,8 @@ class ChatRAGBlend(LangChainParameters, BaseChatModel):  # type: ignore[misc]  #
         """The model with tools; it answers in text, or with calls whose arguments follow the tools' schemas.
 
         tools: functions, classes, LangChain's tools or OpenAI's dictionaries. tool_choice: `auto`, `none`, `any`, or a
-        tool's name. Raises InvalidRequest for an invalid tool or schema, and UnsupportedModelError for a model that
-        calls none; that reads the tokenizer.
+        tool's name. Raises InvalidRequest for an invalid tool or schema, and UnsupportedModelError for a model without
+        tool support (reads the tokenizer).
         """
         with langchain_errors():
             formatted = openai_tools(tools)
@@ -92,7 +92,7 @@ class ChatRAGBlend(LangChainParameters, BaseChatModel):  # type: ignore[misc]  #
 
         method: `json_schema` constrains any model to the schema; `json_mode` to JSON alone; `function_calling` makes a
         tool of the schema, for models with tools. Only the last shows the model the schema: say in words what you want.
-        An answer of the first two always parses: near its most tokens it is closed, with a warning. Raises
+        An answer of the first two always parses: near the token limit it is closed, with a warning. Raises
         InvalidRequest for an invalid schema.
         """
         if method == "function_calling":
@@ -111,11 +111,10 @@ class ChatRAGBlend(LangChainParameters, BaseChatModel):  # type: ignore[misc]  #
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
-        """Tokens of the prompt that these messages make, the chat template's included; 0 for no message.
+        """Tokens of the prompt of these messages, the chat template's included; 0 for no message.
 
-        Where the template refuses the messages (an end of a conversation, or one backwards, of which `trim_messages`
-        and memories ask), the sum over the messages, each as a prompt by itself, which is rather too much than too
-        little.
+        If the template refuses the messages (`trim_messages` and memories pass ends of conversations, and reversed
+        ones), the sum over the messages, each as a prompt by itself, which is an upper estimate.
         """
         if not messages:
             return 0
@@ -163,7 +162,7 @@ def _chat_result(result: "Result", call: Call) -> ChatResult:
 
 
 def _metadata(result: "Result", call: Call) -> dict[str, Any]:
-    """Token counts, of which those reused from the store are `cache_read`, and how the answer was made."""
+    """Token counts (`cache_read`: reused from the store), and the report."""
     counts = usage(result.report)
     used = UsageMetadata(
         input_tokens=counts["prompt_tokens"],

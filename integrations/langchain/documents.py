@@ -15,9 +15,9 @@ DocumentLike = Document | Mapping[str, Any] | str
 
 
 def passages_of(documents: Iterable[DocumentLike] | DocumentLike) -> list[Passage]:
-    """A passage for every document that has text, in order; a single document is taken as well.
+    """A passage for every document that has text, in order; accepts a single document too.
 
-    Raises UsageError for what is no document.
+    Raises UsageError for other objects.
     """
     several = [documents] if isinstance(documents, str | Document | Mapping) else documents
     found = (_passage_of(document) for document in several)
@@ -42,7 +42,7 @@ def is_stored_document(item: Any) -> bool:
 
 
 def passage(text: str, node_id: str | None) -> Passage | None:
-    """None for text of white space; stripped, as prompt templates strip, so that it is the same in every prompt."""
+    """The text as a passage, stripped as prompt templates strip, so that all prompts agree; None if empty."""
     stripped = text.strip()
     return Passage(stripped, node_id or content_id(stripped)) if stripped else None
 
@@ -57,8 +57,8 @@ def encode_documents(
 ) -> int:
     """Store the documents' KV for this model, and register them to be found in its prompts; stored KV is skipped.
 
-    Pass the documents as they are retrieved: after splitting. A progress bar is drawn on stderr. Returns how many there
-    are. May be interrupted: what is done stays.
+    Pass the documents as they will be retrieved, after splitting. A progress bar is drawn on stderr. Returns the number
+    of passages. If it is interrupted, finished ones stay.
     """
     with langchain_errors():
         return llm.backend.encode(passages_of(documents), show_progress)

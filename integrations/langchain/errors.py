@@ -1,4 +1,4 @@
-"""RAGBlend's errors as LangChain's: each is both, so that code which catches either keeps working."""
+"""RAGBlend's errors as LangChain's: each is an instance of both, so that code that catches either works."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from ragblend.kvstore.errors import (
 
 
 class InvalidRequest(UsageError, ModelInvalidRequestError):
-    """A parameter or a message that the model cannot take; also a ValueError."""
+    """A parameter or a message that the model does not support; also a ValueError."""
 
 
 class InvalidPrompt(PromptError, ModelInvalidRequestError):
@@ -34,7 +34,7 @@ class ContextOverflow(PromptTooLongError, ContextOverflowError):
 
 
 class ModelMissing(ModelNotFoundError, LangChainModelNotFoundError):
-    """There is no model at that place."""
+    """The model was not found."""
 
 
 class TimedOut(AnswerTimeout, ModelTimeoutError):

@@ -1,9 +1,9 @@
-"""Registers the documents that LangChain's retrievers return, so that swapping the model is all that one changes.
+"""Registers the documents that LangChain's retrievers return, so that an application changes only the model.
 
-The documents of a stock chain reach the model as text inside a prompt, and text is found there only if it is
-registered. LangChain lets a callback handler see every run (`register_configure_hook`, which its own tracers use); this
-one looks at the documents that retrievers return. What a model wrote in their place (a compressor's extract) is left
-out, as it differs each time; for that the handler keeps hashes of answers.
+A stock chain passes documents to the model as text inside a prompt, and only registered text is found there. LangChain
+can show a callback handler every run (`register_configure_hook`, which its own tracers use); this one registers
+retrievers' results. Text that a model wrote instead (a compressor's extract) is left out, because it differs each time;
+to recognise it, the handler keeps hashes of answers.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ from langchain_core.tracers.context import register_configure_hook
 from ragblend.integrations.langchain.documents import content_id, passages_of
 from ragblend.integrations.parameters import LiveModels
 
-_REMEMBERED = 1000  # answers: more than any compressor asks for at once
+_REMEMBERED = 1000  # hashes of answers kept: more than any compressor requests at once
 
 
 class RetrievedDocuments(BaseCallbackHandler):
@@ -41,7 +41,7 @@ class RetrievedDocuments(BaseCallbackHandler):
 
 
 _handler = RetrievedDocuments()
-# The variable's default reaches every context, also those that were made before.
+# The variable's default applies in every context, existing ones included.
 _everywhere: ContextVar[RetrievedDocuments | None] = ContextVar("ragblend_retrieved", default=_handler)
 # A hook sees every run by itself, so child runs need not inherit it.
 LIVE_MODELS = LiveModels(lambda: register_configure_hook(_everywhere, inheritable=False))

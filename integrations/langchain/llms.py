@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class RAGBlendLLM(LangChainParameters, BaseLLM):  # type: ignore[misc]  # `_stream` names its first argument otherwise
-    """A text model that has read your documents before they are asked about.
+    """A text model that reuses the KV of your documents.
 
-    Documents are found in a prompt by their text, and by `passages=` in the call. For models that were trained to
-    chat, use `ChatRAGBlend`: it puts their own chat template around the messages.
+    Documents are found in a prompt by their text, and by `passages=` in the call. For chat models use `ChatRAGBlend`,
+    which applies their chat template.
     """
 
     @property
@@ -37,14 +37,14 @@ class RAGBlendLLM(LangChainParameters, BaseLLM):  # type: ignore[misc]  # `_stre
     async def _agenerate(
         self, prompts: list[str], stop: Stop = None, run_manager: Any = None, **kwargs: Any
     ) -> LLMResult:
-        """One after the other: there is one device, and the first that is cancelled ends them all."""
+        """One prompt after the other, because there is one device; the first cancelled one ends them all."""
         call = self._call_with(stop, kwargs)
         return _llm_result(
             [await self._aresult(_prepared(call, each), run_manager) for each in prompts], call
         )
 
     def _result(self, prepared: PreparedCall, run_manager: Any) -> "Result":
-        """The whole answer; with `streaming`, each piece is reported as it comes, as `BaseLLM` expects."""
+        """The whole answer; with `streaming`, each piece is reported, as `BaseLLM` expects."""
 
         def report(piece: str) -> None:
             run_manager.on_llm_new_token(piece, chunk=GenerationChunk(text=piece))

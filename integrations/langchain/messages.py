@@ -29,7 +29,7 @@ NOT_TEXT = {
 
 
 def turns_of(messages: Sequence[BaseMessage]) -> list[ChatTurn]:
-    """A turn for every message with something in it. Raises UsageError for what the model cannot read."""
+    """A turn for every non-empty message. Raises UsageError for content that the model does not support."""
     return drop_empty_turns([_turn(message) for message in messages])
 
 
@@ -42,7 +42,7 @@ def _turn(message: BaseMessage) -> ChatTurn:
 
 
 def artifact_passages(messages: Sequence[BaseMessage]) -> list[Passage]:
-    """Passages of the documents that tools returned as artifacts, which may hold anything else as well."""
+    """Passages of the documents in tools' artifacts, which may also hold other objects."""
     found: list[Document | Mapping[str, Any]] = []
     for message in messages:
         artifact = getattr(message, "artifact", None)
@@ -64,8 +64,8 @@ def _role(message: BaseMessage) -> str:
 
 
 def _pieces(message: BaseMessage) -> list[Piece]:
-    """The message's text; every content block with an id of its own is a passage, but for an assistant's blocks, whose
-    ids name no document.
+    """The message's text; every content block with its own id is a passage, except an assistant's, whose ids are not
+    documents'.
     """
     is_assistant = isinstance(message, AIMessage)
     blocks = [message.content] if isinstance(message.content, str) else message.content
@@ -90,7 +90,7 @@ def _block_pieces(block: str | dict[str, Any], is_assistant: bool) -> list[Piece
 
 
 def _as_passage(text: str, node_id: str) -> list[Piece]:
-    """A text that is a passage as a whole; the white space around it stays text."""
+    """The whole text as a passage; white space around it stays text."""
     found = passage(text, node_id)
     if found is None:
         return [text]

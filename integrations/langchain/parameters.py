@@ -26,7 +26,7 @@ FRAMEWORKS_OWN = ("stream", "strict")  # LangChain's own switches, which it pass
 
 
 class LangChainParameters(ModelParameters):
-    """Of the chat model and the text model; stands before LangChain's own base class."""
+    """Parameters of the chat model and the text model; a mixin before LangChain's own base class."""
 
     aliases: ClassVar[Mapping[str, str]] = {
         "model_name": "model",
@@ -46,7 +46,7 @@ class LangChainParameters(ModelParameters):
 
     @classmethod
     def _handle_unknown(cls, given: dict[str, Any], unknown: dict[str, Any]) -> dict[str, Any]:
-        """Move them to `model_kwargs` with a warning, as LangChain does."""
+        """Move unknown parameters to `model_kwargs` with a warning, as LangChain does."""
         warnings.warn(
             f"{cls.__name__} has no parameter {', '.join(unknown)}; transferred to model_kwargs. Please confirm that "
             "this is what you intended.",
@@ -60,7 +60,7 @@ class LangChainParameters(ModelParameters):
 
     @langchain_errors()
     def _call_with(self, stop: Sequence[str] | None, arguments: Mapping[str, Any]) -> Call:
-        """The call's own arguments override the parameters."""
+        """A call whose arguments override the parameters."""
         given = resolve_aliases(arguments, self.aliases)
         given = {name: value for name, value in given.items() if name not in FRAMEWORKS_OWN}
         if tools := given.pop("tools", None):
@@ -76,7 +76,7 @@ class LangChainParameters(ModelParameters):
 
     @abstractmethod
     def _prepare(self, asked: Any, stop: Stop, arguments: Mapping[str, Any]) -> PreparedCall:
-        """asked: the messages of a chat model, the prompt of a text model."""
+        """A prepared call. asked: the messages of a chat model, or the prompt of a text model."""
 
     @staticmethod
     @abstractmethod
@@ -84,7 +84,7 @@ class LangChainParameters(ModelParameters):
         """The chunk of a stream for a piece of text, or for the whole result at the end."""
 
     def _stream(self, asked: Any, stop: Stop = None, run_manager: Any = None, **kwargs: Any) -> Iterator[Any]:
-        """Chunks as they come, each reported once: `BaseChatModel.stream` passes no run manager and reports itself."""
+        """Stream chunks, each reported once: `BaseChatModel.stream` passes no run manager, but reports itself."""
         prepared = self._prepare(asked, stop, kwargs)
         with closing(prepared.stream()) as items:
             for item in items:
@@ -106,12 +106,12 @@ class LangChainParameters(ModelParameters):
                 yield chunk
 
     def forget(self, ids: Sequence[str]) -> int:
-        """Forget deleted documents: they are no longer found, and their KV is deleted. Returns the bytes freed."""
+        """Unregister documents and delete their KV. Returns the bytes freed."""
         with langchain_errors():
             return self.backend.forget(ids)
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Ids by the model's own tokenizer; loads that, not the weights."""
+        """Token ids by the model's tokenizer; does not load the weights."""
         custom: Callable[[str], list[int]] | None = getattr(self, "custom_get_token_ids", None)
         if custom is not None:
             return custom(text)
@@ -124,7 +124,7 @@ class LangChainParameters(ModelParameters):
 
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
-        """The parameters on which answers depend: for traces and for LangChain's cache."""
+        """The parameters that affect answers, for traces and LangChain's cache."""
         places = ("collection", "device", "dtype", "url")
         names = ("model", "max_tokens", *PER_CALL[1:], *places, "model_kwargs")
         return {name: getattr(self, name) for name in names}
@@ -145,7 +145,7 @@ class LangChainParameters(ModelParameters):
 
 
 def response_metadata(result: "Result", call: Call) -> dict[str, Any]:
-    """How the answer was made. LangChain adds up the numbers in it, so only one chunk of a stream may carry it."""
+    """The report as metadata. LangChain adds up its numbers, so only one chunk of a stream may have it."""
     tokens = logprobs(result, call.backend.engine.tokenizer)
     return {
         **({} if tokens is None else {"logprobs": {"content": tokens}}),

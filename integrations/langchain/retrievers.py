@@ -1,4 +1,4 @@
-"""RAGBlendRetriever: any retriever or vector store, whose documents' KV is loaded while the prompt is being made."""
+"""RAGBlendRetriever: wraps a retriever or vector store, and loads the found documents' KV in the background."""
 
 import asyncio
 import inspect
@@ -19,9 +19,9 @@ DEFAULT_K = 4
 
 
 class RAGBlendRetriever(BaseRetriever):
-    """Retrieves as the retriever or vector store inside does, and announces the documents to the model.
+    """Wraps a retriever or vector store, and registers the found documents with `llm`.
 
-    They are registered with `llm` (so that they are found in its prompts), and their stored KV is prefetched.
+    So they are found in its prompts, and their stored KV is prefetched.
 
     ```python
     retriever = RAGBlendRetriever(vectorstore=store, llm=llm, k=4)

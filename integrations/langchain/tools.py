@@ -22,7 +22,7 @@ CUT_OFF = "the answer reached its most tokens inside this call; allow more with 
 
 
 def openai_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """The tools as OpenAI's dictionaries. Raises UsageError for what is no tool."""
+    """The tools as OpenAI's dictionaries. Raises UsageError for other objects."""
     return [_converted(convert_to_openai_tool, tool, "a tool") for tool in tools]
 
 
@@ -60,7 +60,7 @@ def with_parser(model: Runnable[Any, Any], schema: Any, include_raw: bool) -> Ru
 
 
 def tool_call_fields(said: "ParsedAnswer") -> dict[str, Any]:
-    """The message fields for an answer's calls; one that was cut off is invalid, in OpenAI's form for parsers too."""
+    """The message fields for an answer's calls, for parsers in OpenAI's form too; a cut-off call is invalid."""
     calls = [ToolCall(name=c.name, args=c.arguments, id=c.id, type="tool_call") for c in said.calls]
     fields: dict[str, Any] = {"tool_calls": calls}
     if said.broken is not None:
@@ -82,7 +82,7 @@ def tool_call_chunk_fields(said: "ParsedAnswer") -> dict[str, Any]:
     ]
     fields = {"tool_call_chunks": chunks}
     if said.broken is not None:
-        # LangChain would complete cut JSON and call the tool with half of an argument: so this is no JSON.
+        # Deliberately no JSON: LangChain would complete cut JSON and call the tool with half of an argument.
         broken = tool_call_chunk(
             name=said.broken_name, args=f"({CUT_OFF}) {said.broken}", id=None, index=len(chunks)
         )
@@ -101,5 +101,5 @@ def _schema(found: Any) -> dict[str, Any]:
 def _converted(convert: Callable[[Any], dict[str, Any]], value: Any, what: str) -> dict[str, Any]:
     try:
         return convert(value)
-    except Exception as error:  # pydantic's, and whatever the inspection of a function raises
+    except Exception as error:  # pydantic's errors, and whatever the inspection of a function raises
         raise UsageError(f"{what} is none: {value!r:.200}: {error}") from error

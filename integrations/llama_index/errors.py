@@ -17,11 +17,11 @@ class ContextWindowError(PromptTooLongError, ValueError):
 
 @contextmanager
 def llama_index_errors(from_template: bool) -> Iterator[None]:
-    """Raise a too long prompt as a ValueError, as LlamaIndex's own packer does, with advice.
+    """Raise a too long prompt as a ValueError with advice, as LlamaIndex's own packer does.
 
-    from_template: the prompt comes from `LLM.predict`, `structured_predict` or a program, so from a synthesizer. Then
-    neither that nor a UsageError (of an unsupported schema, say) is raised as a ValueError: `Refine`, on which query
-    engines and chat engines are built, takes those for badly formed answers, logs them and says "Empty Response".
+    from_template: the prompt comes from `LLM.predict`, `structured_predict` or a program, and so from a synthesizer.
+    Then neither that nor a UsageError (of an unsupported schema, say) is raised as a ValueError: `Refine`, the base of
+    query and chat engines, would treat it as a malformed answer, log it and return "Empty Response".
     """
     try:
         yield

@@ -14,9 +14,9 @@ from ragblend.kvstore.errors import UsageError
 
 
 class EncodeNodes(TransformComponent):
-    """An ingestion step that stores each node's KV and passes the nodes on unchanged.
+    """An ingestion step that stores each node's KV and returns the nodes unchanged.
 
-    Put it last: splitters and metadata extractors change the text that the model is shown.
+    Put it last: splitters and metadata extractors change the text of prompts.
     """
 
     llm: SerializeAsAny[RAGBlendLLM]
@@ -37,8 +37,8 @@ class EncodeNodes(TransformComponent):
 def encode_index(index: BaseIndex[Any], llm: RAGBlendLLM, show_progress: bool = True) -> int:
     """Store the KV of every node of an index; stored KV is skipped. Returns the number of passages.
 
-    The nodes come from the index's docstore, or from a vector store that holds the texts itself (Chroma does). May be
-    interrupted: what is done stays. Raises UsageError for an index whose nodes cannot be listed.
+    The nodes come from the index's docstore, or from a vector store with texts (Chroma). If it is interrupted, finished
+    nodes stay. Raises UsageError for an index whose nodes cannot be listed.
     """
     return encode_nodes(nodes_of(index), llm, show_progress)
 
@@ -50,7 +50,7 @@ def encode_nodes(nodes: Sequence[BaseNode], llm: RAGBlendLLM, show_progress: boo
 
 
 def nodes_of(index: BaseIndex[Any]) -> list[BaseNode]:
-    """All nodes of an index, and their parents (for auto-merging), which only its docstore holds."""
+    """All nodes of an index, and their parents (for auto-merging), which are only in its docstore."""
     held, store = index.docstore.docs, getattr(index, "vector_store", None)
     if held:
         return _still_indexed(index, held)
@@ -66,10 +66,10 @@ def nodes_of(index: BaseIndex[Any]) -> list[BaseNode]:
 
 
 def _still_indexed(index: BaseIndex[Any], held: Mapping[str, BaseNode]) -> list[BaseNode]:
-    """Leave out the nodes of deleted documents, which `delete_ref_doc` leaves in the docstore.
+    """Drop the nodes of deleted documents, which `delete_ref_doc` leaves in the docstore.
 
-    Parents are not in the index, but belong to the same documents as their leaves. An index over a store that holds the
-    texts itself does not list its nodes, unless configured to.
+    Parents are not in the index, but belong to the same documents as their leaves. An index over a vector store with
+    texts does not list its nodes by default.
     """
     listed = getattr(index.index_struct, "nodes_dict", None)
     stores_text = getattr(getattr(index, "vector_store", None), "stores_text", False)

@@ -1,7 +1,7 @@
-"""Registers the nodes that LlamaIndex's retrievers find, so that swapping the LLM is all that an application changes.
+"""Registers the nodes that LlamaIndex's retrievers find, so that an application changes only the LLM.
 
-Every retriever announces what it found (`RetrievalEndEvent`) before anything is synthesized; one handler at the root of
-LlamaIndex's dispatchers registers those nodes with the LLMs that are alive.
+Every retriever emits its nodes (`RetrievalEndEvent`) before anything is synthesized; one handler at the root of
+LlamaIndex's dispatchers registers them with all living LLMs.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """RAGBlendLLM: a LlamaIndex LLM whose prefill reuses the KV of the passages that it finds in its prompts.
 
-Every method goes the same way: the request becomes a `PreparedCall` (how to make the prompt, and the options), the
-backend runs it, and a `Respond` function makes LlamaIndex's response of the answer.
+Every method works alike: the request becomes a `PreparedCall` (a function that makes the prompt, and the options), the
+backend runs it, and a `Respond` function turns the answer into LlamaIndex's response.
 """
 
 import json
@@ -65,19 +65,19 @@ from ragblend.integrations.parameters import PER_CALL, ModelParameters
 from ragblend.integrations.passages import Passage
 from ragblend.kvstore.errors import UsageError, did_you_mean
 
-if TYPE_CHECKING:  # torch comes with it
+if TYPE_CHECKING:  # imports torch
     from ragblend.engine.prompts.tools import ParsedAnswer
     from ragblend.engine.results import Result
 
 Response = TypeVar("Response", ChatResponse, CompletionResponse)
 Raw = dict[str, Any]
-# (the text so far, what is new in it, and with the last one the details of the whole answer)
+# (text so far, new text, and with the last one the details of the answer)
 Respond = Callable[[str, str | None, "AnswerDetails | None"], Response]
 
 
 @dataclass(frozen=True)
 class AnswerDetails:
-    """What a response says of a whole answer besides its text."""
+    """Fields of a response about the whole answer, besides its text."""
 
     raw: Raw
     said: "ParsedAnswer"
@@ -123,11 +123,11 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
     def class_name(cls) -> str:
         return "RAGBlendLLM"
 
-    # --- what it is
+    # --- properties
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Reads the model's config and tokenizer, never its weights, and only for what was not given."""
+        """Reads the model's config and tokenizer, never its weights, and only for missing values."""
         return LLMMetadata(
             context_window=self.context_window or self.backend.engine.context_window,
             num_output=self.max_new_tokens,
@@ -144,25 +144,25 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
 
     @property
     def _own_prompt(self) -> Callable[[Sequence[ChatMessage]], str] | None:
-        """The user's `messages_to_prompt`; None: messages are put in the model's chat template."""
+        """The user's `messages_to_prompt`; None: use the model's chat template."""
         given = self.messages_to_prompt
         return None if given is generic_messages_to_prompt else given
 
     @property
     def last_stats(self) -> Raw | None:
-        """`raw` of the request that finished last on this object, in whichever thread; None before the first.
+        """`raw` of the request that finished last on this object, in any thread; None before the first.
 
-        Where several run at once, read each response's own `raw`, or listen to `LLMChatEndEvent`.
+        If several run at once, use each response's `raw`, or listen to `LLMChatEndEvent`.
         """
         return self._last_stats
 
     def to_payload(self) -> dict[str, Any]:
-        """For events: without the metadata, which may load a tokenizer in the event loop, and without paths."""
+        """The payload of events, without paths, and without metadata, which could load a tokenizer."""
         fields = {name: getattr(self, name) for name in ("collection", *PER_CALL)}
         return {"class_name": self.class_name(), "model_name": self.model} | fields
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text by the model's own tokenizer: what LlamaIndex's packers and splitters count with."""
+        """Token ids of a text by the model's tokenizer, for LlamaIndex's packers and splitters."""
         segment = Literal(text, verbatim=True)
         return list(self.backend.engine.tokenize(Prompt([segment])).segment_ids[-1])
 
@@ -182,7 +182,7 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
         self.backend.remember(passages_of(nodes), encode=encode)
 
     def forget(self, node_ids: list[str]) -> int:
-        """Forget deleted nodes: their registration and the KV that no other node shares."""
+        """Unregister deleted nodes, and delete the KV that no other node shares."""
         named = self.backend.registry.named
         alternatives = (each for node_id in node_ids for each in named(node_id + ALTERNATIVE))
         return self.backend.forget([*node_ids, *alternatives])
@@ -234,7 +234,7 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """The calls in an answer. Raises UsageError where there must be one and is none."""
+        """The calls in an answer. Raises UsageError if there must be one and is none."""
         calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
         if not calls and error_on_no_tool_call:
             is_cut = (response.raw or {}).get("finish_reason") == "length"
@@ -268,7 +268,7 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
     # --- prompts
 
     def _get_messages(self, prompt: BasePromptTemplate, **prompt_args: Any) -> list[ChatMessage]:
-        """LlamaIndex's own; synthesizers may name passages (`passages=`, `nodes=`) beside the variables."""
+        """Extends LlamaIndex's own: synthesizers may name passages (`passages=`, `nodes=`) besides the variables."""
         passages = _pop_passages(prompt, prompt_args)
         return FilledMessages(super()._get_messages(prompt, **prompt_args), passages)
 
@@ -277,7 +277,7 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
         return FilledMessages(super()._extend_messages(messages), ())
 
     def _get_prompt(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
-        """LlamaIndex's own, which also carries the passages, and which of its text are the template's own words."""
+        """Extends LlamaIndex's own: the result carries the passages, and marks the template's own text."""
         passages = _pop_passages(prompt, prompt_args)
         given = (prompt.kwargs | prompt_args).items()
         texts = {name: value for name, value in given if isinstance(value, str)}
@@ -316,7 +316,7 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
         return PreparedCall(call, partial(self._text_prompt, call, prompt, formatted), errors)
 
     def _text_prompt(self, call: Call, text: str, formatted: bool) -> Prompt:
-        """As it is if it is formatted; else by the user's `completion_to_prompt`, or as a message to a chat model."""
+        """A formatted prompt unchanged; else by the user's `completion_to_prompt`, or as a message to a chat model."""
         if formatted:
             return call.text_prompt(text, text.parts if isinstance(text, FilledText) else ())
         given = self.completion_to_prompt
@@ -350,7 +350,7 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
         return _responses(self._responding(prepared.call, respond), await prepared.astream())
 
     def _responding(self, call: Call, respond: Respond[Response]) -> "Callable[[str | Result], Response]":
-        """Makes responses of a stream's items, one after the other."""
+        """Turns a stream's items into responses."""
         text = ""
 
         def response(item: "str | Result") -> Response:
@@ -381,7 +381,7 @@ async def _responses(
 
 
 def _pop_passages(prompt: BasePromptTemplate, prompt_args: dict[str, Any]) -> tuple[Passage, ...]:
-    """Take the named passages out of a template's arguments; a variable of that name stays one."""
+    """Remove the named passages from a template's arguments, unless the template has a variable of that name."""
     named = {
         name: prompt_args.pop(name, None)
         for name in ("passages", "nodes")
@@ -419,7 +419,7 @@ def _completion(text: str, delta: str | None, details: AnswerDetails | None) -> 
 
 
 def _log_probs(token: dict[str, Any]) -> list[LogProb]:
-    """The most likely tokens where they were asked for, else the chosen one, as in LlamaIndex's OpenAI."""
+    """The most likely tokens if requested, else the chosen one, as in LlamaIndex's OpenAI."""
     return [
         LogProb(token=each["token"], logprob=each["logprob"], bytes=each["bytes"] or [])
         for each in token["top_logprobs"] or [token]

@@ -1,4 +1,4 @@
-"""Turns LlamaIndex's messages into chat turns, and lets filled templates carry the passages that were put into them."""
+"""Turns LlamaIndex's messages into chat turns, and lets rendered templates carry their passages."""
 
 import json
 from collections.abc import Sequence
@@ -34,9 +34,9 @@ NOT_TEXT = (CachePoint, ThinkingBlock, ToolCallBlock)
 
 
 class FilledMessages(list[ChatMessage]):
-    """Messages that `LLM.predict` made from a template, with the passages that its caller named.
+    """Messages that `LLM.predict` rendered from a template, with the passages that its caller named.
 
-    `predict` passes the list on to `chat` as it is, but drops every keyword argument: so the list carries them.
+    `predict` passes this list to `chat`, but drops all keyword arguments, so the list carries the passages.
     """
 
     def __init__(self, messages: Sequence[ChatMessage], passages: Sequence[Passage]) -> None:
@@ -61,7 +61,7 @@ class FilledText(str):
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> list[ChatTurn]:
-    """Raises UsageError (a ValueError) for no message at all, and for content that is not text."""
+    """The messages as turns. Raises UsageError (a ValueError) if there is none, and for content that is not text."""
     return drop_empty_turns([_turn(message) for message in messages])
 
 

@@ -16,7 +16,7 @@ ALTERNATIVE = (
 
 
 def passage_of(node: BaseNode | NodeWithScore) -> Passage:
-    """What the model is shown of a node (metadata and text), stripped as every packer strips it."""
+    """The text of a node in prompts (metadata and text), stripped as every packer strips it."""
     bare = node.node if isinstance(node, NodeWithScore) else node
     return Passage(bare.get_content(MetadataMode.LLM).strip(), bare.node_id)
 
@@ -45,7 +45,7 @@ def _alternatives(node: BaseNode) -> Iterator[Passage]:
 
 
 def named_passages(passages: Iterable[Named] | Named | None, nodes: Nodes | None) -> tuple[Passage, ...]:
-    """What a caller named for one request: passages, bare texts and nodes, several or one. Raises UsageError."""
+    """The passages that a caller named for one request: passages, texts or nodes, one or several. Raises UsageError."""
     items = (*_as_several(passages), *_as_several(nodes))
     return tuple(passage for item in items if (passage := _named(item)).text)
 

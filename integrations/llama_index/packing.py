@@ -1,7 +1,7 @@
 """Packs prompts with this model's token counts, and keeps passages whole.
 
-LlamaIndex's own `PromptHelper` counts by tiktoken unless it is given a tokenizer, joins what was retrieved, and cuts
-that at the window: a cut passage is not found again. This one puts as many whole passages in a prompt as fit.
+LlamaIndex's own `PromptHelper` counts by tiktoken unless it is given a tokenizer, and cuts the joined nodes at the
+window, so that cut passages are not found. This one puts as many whole passages into a prompt as fit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +17,11 @@ from llama_index.core.utilities.token_counting import TokenCounter
 
 from ragblend.integrations.llama_index.llm import RAGBlendLLM
 
-BETWEEN = "\n\n"  # what LlamaIndex puts between passages
+BETWEEN = "\n\n"  # LlamaIndex's separator of passages
 
 
 class _ModelTokenCounter(TokenCounter):
-    """Counts messages by its tokenizer too: LlamaIndex always counts their text by its global tokenizer."""
+    """Counts messages by the model's tokenizer too; LlamaIndex always counts them by its global one."""
 
     def estimate_tokens_in_messages(self, messages: list[ChatMessage]) -> int:
         by_global = sum(message.estimate_tokens() for message in messages)
@@ -30,7 +30,7 @@ class _ModelTokenCounter(TokenCounter):
 
 
 class WholePassages(PromptHelper):
-    """A PromptHelper that cuts no passage that fits the window by itself."""
+    """A PromptHelper that never cuts a passage that fits the window."""
 
     @classmethod
     def class_name(cls) -> str:
@@ -38,7 +38,7 @@ class WholePassages(PromptHelper):
 
     @classmethod
     def of_llm(cls, llm: RAGBlendLLM, **options: Any) -> "WholePassages":
-        """With that model's tokenizer and window (less its chat template's tokens)."""
+        """With the model's tokenizer and window, less the tokens of its chat template."""
         metadata = LLMMetadata(context_window=_usable_window(llm), num_output=llm.metadata.num_output)
         helper = cast("WholePassages", cls.from_llm_metadata(metadata, tokenizer=llm.tokenize, **options))
         helper._token_counter = _ModelTokenCounter(llm.tokenize)
@@ -52,7 +52,7 @@ class WholePassages(PromptHelper):
         llm: LLM | None = None,
         tools: list[BaseTool] | None = None,
     ) -> list[str]:
-        """As few texts as hold all the chunks, in order, each no longer than the prompt leaves room for."""
+        """Join all chunks, in order, into as few texts as fit the prompt."""
         splitter = self.get_text_splitter_given_prompt(prompt, padding=padding, llm=llm, tools=tools)
         count = self._token_counter.get_string_tokens
         texts = [text for chunk in text_chunks if (text := chunk.strip())]
@@ -64,8 +64,8 @@ def packed(
 ) -> Iterator[str]:
     """Join whole texts while they fit in `room` tokens; split one that is too long at its paragraphs, then by `cut`.
 
-    A text may be several passages that were joined before (`Refine` packs twice, the second time in less room), which
-    are its paragraphs.
+    A text may be several passages that were joined before, as its paragraphs (`Refine` packs twice, the second time
+    with less room).
     """
     joined = ""
     for text in texts:
@@ -90,8 +90,8 @@ def configure(llm: RAGBlendLLM, settings: Any = Settings) -> None:
     """Make that LLM LlamaIndex's default, with packing by its own tokenizer.
 
     Sets `Settings.llm`, `Settings.prompt_helper` and `Settings.chat_prompt_helper`, which every synthesizer and chat
-    engine made afterwards uses. `Settings.tokenizer` is not changed: node parsers count by it, and would cut an index
-    differently.
+    engine made afterwards uses. `Settings.tokenizer` is not changed, because node parsers use it and would split an
+    index differently.
     """
     settings.llm = llm
     settings.prompt_helper = WholePassages.of_llm(llm)

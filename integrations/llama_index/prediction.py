@@ -18,7 +18,8 @@ LlmKwargs = dict[str, Any] | None
 
 
 class StructuredPrediction(FunctionCallingLLM):
-    """Objects by a schema. LlamaIndex's own ways, by a tool or in words, are used where `pydantic_program_mode` says.
+    """Objects of a schema, by constrained decoding. `pydantic_program_mode` selects LlamaIndex's own methods (tool or
+    text).
 
     Raises PromptError for a class whose schema is not supported.
     """
@@ -48,7 +49,7 @@ class StructuredPrediction(FunctionCallingLLM):
     def stream_structured_predict(
         self, output_cls: type[Any], prompt: BasePromptTemplate, llm_kwargs: LlmKwargs = None, **args: Any
     ) -> Generator[Any, None, None]:
-        """What is known so far, as objects of a class with the same fields, all optional; at the end, the object."""
+        """Partial objects, of a class with the same fields, all optional; at the end, the object."""
         if not self._constrains:
             yield from super().stream_structured_predict(output_cls, prompt, llm_kwargs, **args)
             return

@@ -14,10 +14,10 @@ from ragblend.integrations.llama_index.nodes import passages_of
 
 
 class RegisterNodes(BaseNodePostprocessor):
-    """A postprocessor that registers the nodes it is given, and changes none of them.
+    """A postprocessor that registers its nodes without changing them.
 
-    Put it last: the prompt contains what other postprocessors make of a node (a window around it, a shorter text). The
-    retrieved nodes themselves are registered without it, by LlamaIndex's events.
+    Put it last, because the prompt contains the texts that other postprocessors make (a window around a sentence, a
+    shorter text). Retrieved nodes are registered without it, by LlamaIndex's events.
     """
 
     llm: SerializeAsAny[RAGBlendLLM]
@@ -34,7 +34,7 @@ class RegisterNodes(BaseNodePostprocessor):
 
 
 class PrefetchingRetriever(BaseRetriever):
-    """Wraps any retriever, and loads the stored KV of what it finds while the prompt is being made."""
+    """Wraps any retriever, and loads the stored KV of its nodes while the prompt is being made."""
 
     def __init__(self, retriever: BaseRetriever, llm: RAGBlendLLM, **options: Any) -> None:
         options.setdefault("callback_manager", getattr(retriever, "callback_manager", None))

@@ -1,8 +1,9 @@
-"""Streams that stop the device when they are closed, even where something keeps a reference to them.
+"""Streams that stop the device when they are closed, even if something keeps a reference to them.
 
-LlamaIndex's callback decorators wrap our generator in one of theirs, and never close ours: it ends when it is garbage
-collected. A callback handler that keeps how a closed stream ended (`LlamaDebugHandler` does) keeps the exception, its
-traceback and so our generator, and the device would go on to the last token. Hence a third generator around both.
+LlamaIndex's callback decorators wrap our generator in another, and never close ours: it ends only when it is garbage
+collected. A callback handler that stores the exception of a closed stream (`LlamaDebugHandler` does) keeps its
+traceback and so our generator alive, and the device would continue to the last token. Therefore a third generator wraps
+both.
 """
 
 from collections.abc import AsyncGenerator, Callable, Generator
@@ -16,7 +17,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def closing_with(callback: Callable[..., Any]) -> Callable[[Method], Method]:
     """LlamaIndex's callback decorator, for a method that returns a generator, or a coroutine of an asynchronous one.
 
-    Closing the generator that it makes also closes the method's own.
+    Closing its generator also closes the method's.
     """
 
     def decorate(method: Method) -> Method:

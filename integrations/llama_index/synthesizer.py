@@ -28,8 +28,8 @@ class RAGBlendSynthesizer(BaseSynthesizer):
     """Any of LlamaIndex's response modes, with passages kept whole and named to the LLM by their nodes' ids.
 
     response_mode: compact, refine, tree_summarize, accumulate, compact_accumulate or simple_summarize; further options
-    are those of `get_response_synthesizer` (streaming, use_async, text_qa_template, ...). Nodes need not be registered:
-    those that are synthesized are looked for. Raises UsageError for another LLM or mode.
+    are those of `get_response_synthesizer` (streaming, use_async, text_qa_template, ...). The nodes need not be
+    registered. Raises UsageError for another LLM or mode.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ MODES = ("compact", "refine", "tree_summarize", "accumulate", "compact_accumulat
 
 
 def _stock(mode: ResponseMode, llm: RAGBlendLLM, options: dict[str, Any]) -> BaseSynthesizer:
-    """LlamaIndex's own synthesizer, but for simple_summarize; options: `get_response_synthesizer`'s."""
+    """LlamaIndex's own synthesizer, except for simple_summarize; options: `get_response_synthesizer`'s."""
     if mode.value not in MODES:
         names = ", ".join(MODES)
         raise UsageError(f"response_mode {mode.value!r} shows the model no passage; there are {names}")

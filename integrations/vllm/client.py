@@ -1,6 +1,6 @@
-"""Client of a vLLM server, as an engine: prompts are tokenized here, read and answered by the server, streamed back.
+"""Client of a vLLM server, as an engine: prompts are tokenized here, and answered by the server, which streams back.
 
-What a server cannot do (logits, `keep_tokens`) is refused by name. It imports neither vLLM nor the connector.
+Unsupported operations (logits, `keep_tokens`) raise named errors. It imports neither vLLM nor the connector.
 """
 
 import math
@@ -31,12 +31,12 @@ from ragblend.kvstore.keys import ChunkKey
 
 
 def cancel_by(cancel: Cancel | None, deadline: float) -> Cancel:
-    """Set once that cancel token is, or the deadline, of `time.monotonic`, has passed."""
+    """An event that is set once the cancel token is, or the deadline (by `time.monotonic`) has passed."""
     return CallbackCancel(lambda: (cancel is not None and cancel.is_set()) or time.monotonic() >= deadline)
 
 
 class ServerNodeEncoder(NodeEncoder):
-    """Has the server encode nodes into the store."""
+    """Encodes nodes by requests to the server, which stores their KV."""
 
     _runtime: ServerRuntime
 
@@ -56,7 +56,7 @@ class ServerNodeEncoder(NodeEncoder):
     def encode_later(self, chunk: Chunk, due: float) -> None:
         runtime = self._runtime
         is_closing = CallbackCancel(lambda: runtime.background.stopping)
-        with suppress(Cancelled):  # the end of the process does not wait for a server
+        with suppress(Cancelled):  # an exiting process does not wait for a server
             runtime.ensure_connected(is_closing)
             key = self._key_of(chunk.encoded_ids, runtime.canonical_prefix)
             if key is not None and not self._is_stored(key) and self._claim_named(chunk, key):
@@ -65,7 +65,9 @@ class ServerNodeEncoder(NodeEncoder):
     def _encode(
         self, passage: TokenIds, key: ChunkKey, node_id: str | None, cancel: Cancel | None = None
     ) -> int:
-        """The tokens that the server stored, 0 if it did not. KV of a node that was deleted meanwhile is deleted."""
+        """Let the server encode; returns the tokens stored, 0 if none. KV of a node that was deleted meanwhile is
+        deleted.
+        """
         runtime, prefix = self._runtime, self._runtime.canonical_prefix
         options = {
             "spans": [[len(prefix), len(prefix) + len(passage)]],
@@ -75,15 +77,15 @@ class ServerNodeEncoder(NodeEncoder):
         }
         body = {
             "model": runtime.info.name,
-            "prompt": [*prefix, *passage, passage[-1]],  # the last token is in no passage: vLLM computes it
-            "max_tokens": 2,  # an answer of one token carries no report
+            "prompt": [*prefix, *passage, passage[-1]],  # vLLM computes the last token
+            "max_tokens": 2,  # two, because an answer of one token carries no report
             "ignore_eos": True,
-            "cache_salt": secrets.token_hex(),  # else vLLM might have all of it cached, and call no connector
+            "cache_salt": secrets.token_hex(),  # else vLLM might have all of it cached, and not call the connector
             "kv_transfer_params": options,
         }
         try:
             answer = runtime.server.fetch("/v1/completions", body, cancel, session_of_passages([passage]))
-        finally:  # the server may have stored it in any case
+        finally:  # the server may have stored it anyway
             is_deleted = node_id is not None and self._delete_if_orphaned(node_id, key)
         report = (answer.get("kv_transfer_params") or {}).get("ragblend") or {}
         if "error" in report or report.get("missing_tokens") != 0:
@@ -130,7 +132,7 @@ class VllmEngine(EngineInterface):
 
     @property
     def queues(self) -> tuple[DeviceQueue, ...]:
-        """None: the device is the server's."""
+        """Empty: the device belongs to the server."""
         return ()
 
     @property
@@ -153,13 +155,13 @@ class VllmEngine(EngineInterface):
         seed: int = 0,
         cancel: Cancel | None = None,
     ) -> Prefilled:
-        """The report of reading the prompt. A server gives neither logits nor a cache."""
+        """The report of the prefill, without logits and cache, which a server does not return."""
         options = DecodeOptions(max_new_tokens=1, seed=seed)
         request = self._request(prompt, method, ratio, options, cancel=cancel)
         report = self._answer(request, DecodeOptions(max_new_tokens=1), None, cancel).report
         return Prefilled(request.prompt, torch.empty(0), None, report)
 
-    # --- inside
+    # --- internals
 
     def _request(
         self,
@@ -196,7 +198,7 @@ class VllmEngine(EngineInterface):
         if not_begun.is_set():
             raise Cancelled("the answer was cancelled before it began")
         try:
-            runtime.ensure_connected(not_begun)  # forgotten if another request failed meanwhile
+            runtime.ensure_connected(not_begun)  # None if another request failed meanwhile
             completion = Completion(runtime, request, options, on_text)
             result = completion.result(cancel or threading.Event())
         except ModelServerError:

@@ -44,7 +44,7 @@ class Completion:
         self._ids, self._likely, self._ended = list[int](), list[TokenLogprob](), False
 
     def result(self, cancel: Cancel) -> Result:
-        """Wait until it ends, or its text does (a stop string, a sentence): closing the stream stops the server."""
+        """Wait for the end, or for a stop string or sentence end in the text; closing the stream stops the server."""
         options, ids = self._options, self._ids
         with closing(self._runtime.server.stream(self._body(), cancel, self._session)) as events:
             for event in events:
@@ -68,7 +68,9 @@ class Completion:
         return replace(report, timings=replace(timings, prefill_ms=read_ms))
 
     def _told(self, cancel: Cancel) -> dict[str, Any]:
-        """The connector's report. Streams do not carry it, so it is requested; if that fails the answer stays."""
+        """The connector's report. Streams do not carry it, so it is requested separately; a failure does not affect the
+        answer.
+        """
         runtime = self._runtime
         try:
             info = runtime.ensure_connected(cancel)
@@ -117,16 +119,16 @@ class Completion:
         if options.logprobs is not None:
             body |= {"logprobs": options.logprobs, "return_tokens_as_token_ids": True}
         if options.grammar is not None:
-            # A directive that only llguidance knows: xgrammar, tried first, would allow blanks without end.
+            # A directive that only llguidance knows: xgrammar, which vLLM tries first, would allow endless blanks.
             body["structured_outputs"] = {"grammar": f"%llguidance {{}}\n{options.grammar.text}"}
         if info.fingerprint is not None:
             body["kv_transfer_params"] = self._connector_options()
         return body
 
     def _connector_options(self) -> dict[str, Any]:
-        """For the connector: where the passages are, their collection, and what differs from the server's defaults.
+        """Options for the connector: spans and collection of the passages, and differences from the server's defaults.
 
-        A request has one collection: of passages of several, the one with the most tokens; others are read in full.
+        A request has one collection, the one with the most tokens; passages of others are computed.
         """
         request, info = self._request, self._runtime.info
         policy, ratio = request.policy, DEFAULT_RATIO if request.ratio is None else request.ratio
@@ -143,16 +145,16 @@ class Completion:
             "collection": largest,
             "spans": [place for collection, place in spans if collection == largest],
         }
-        if (policy.name, ratio) != (info.method, info.ratio):  # named, it is used even if it saves nothing
+        if (policy.name, ratio) != (info.method, info.ratio):  # used even if it saves nothing
             wanted |= {"method": policy.name, "ratio": ratio}
         return wanted
 
 
 def _session_of(prompt: Prompt) -> str | None:
-    """A router's session, so that a prompt goes to the server that has its passages warm; None without passages.
+    """A router's session, so that a prompt goes to the server that has used its passages; None without passages.
 
-    MinHash (Broder 1997) of the first passages that follow each other: of prompts that share a part s of them, a part s
-    goes to one server, as do all prompts of a conversation, which keep their beginning.
+    MinHash (Broder 1997) of the adjacent first passages: prompts that share a fraction s of them go to the same server
+    with probability s, and so do all prompts of a conversation, whose beginning is the same.
     """
     together = list[TokenIds]()
     for segment in prompt.segments:
@@ -164,20 +166,22 @@ def _session_of(prompt: Prompt) -> str | None:
 
 
 def session_of_passages(passages: Sequence[TokenIds]) -> str:
-    """Named after the passage with the least digest."""
+    """The session of these passages: the smallest of their digests."""
     return min(hashlib.sha256(pack_tokens(ids)).hexdigest() for ids in passages)[:32]
 
 
 def _token_logprob(token_id: int, logprobs: dict[str, Any], number: int, count: int | None) -> TokenLogprob:
-    """Of one token of an event. vLLM names tokens `token_id:7`, and adds the chosen one to the likely ones."""
+    """The log-probability of one token of an event. vLLM names tokens `token_id:7`, and adds the chosen one to the
+    likely ones.
+    """
     top = ((int(name.rpartition(":")[2]), p) for name, p in logprobs["top_logprobs"][number].items())
     likely = sorted(top, key=lambda each: -each[1])[:count]
     return TokenLogprob(token_id, logprobs["token_logprobs"][number], tuple(likely))
 
 
 def _report(request: Request, told: dict[str, Any]) -> Report:
-    """told: the connector's report. If it fused nothing, tokens in vLLM's own cache count as reused, and a passage that
-    begins in them as a hit.
+    """The engine's report from the connector's (`told`). If nothing was fused, tokens in vLLM's own cache count as
+    reused, and a passage that begins in them as a hit.
     """
     tokens = len(request.prompt.token_ids)
     if "reused_tokens" not in told:

@@ -16,12 +16,12 @@ from ragblend.kvstore.errors import Cancelled, ModelServerError, PromptTooLongEr
 KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name for it
 SESSION_HEADER = "X-Session-ID"  # of vLLM's router (`--policy consistent_hash`)
 CONNECT_S = 10.0
-SILENCE_S = 600.0  # before a token: a long prompt after others
+SILENCE_S = 600.0  # until the first token: a long prompt may wait for others
 _TOO_LONG = ("maximum context length", "max_model_len")  # in vLLM's messages
 
 
 class Completions:
-    """The API at a url, as `server_url` returns it. Safe for threads. Failures are ModelServerErrors with the url."""
+    """The API at a url from `server_url`. Thread-safe. Failures are ModelServerErrors with the url."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -35,9 +35,9 @@ class Completions:
         session: str | None = None,
         silence_s: float = SILENCE_S,
     ) -> Any:
-        """The JSON at that path, or the answer to a body that is posted there. Raises as `stream` does.
+        """GET JSON from a path, or POST a body to it. Raises as `stream` does.
 
-        session: a router in front of several servers sends requests of one session to one server.
+        session: a router sends requests of one session to one server.
         """
         with closing(self._answer(path, body, cancel, session, silence_s)) as lines:
             return self._json(b"".join(lines))
@@ -47,7 +47,7 @@ class Completions:
     ) -> Generator[dict[str, Any]]:
         """The events of a streamed completion; closing the generator ends the request at the server.
 
-        Raises Cancelled, PromptTooLongError, and UsageError for what the server refuses.
+        Raises Cancelled, PromptTooLongError, and UsageError for a refused request.
         """
         streamed = body | {"stream": True}
         with closing(self._answer("/v1/completions", streamed, cancel, session, SILENCE_S)) as lines:
@@ -60,10 +60,10 @@ class Completions:
         raise self._disconnected(begun=True)
 
     def _event(self, said: bytes) -> dict[str, Any]:
-        """Raises the error of an event: the status of a stream is sent before the request is checked."""
+        """Parse an event, and raise its error: a stream's status is sent before the request is checked."""
         event: dict[str, Any] = self._json(said)
         if "error" in event:
-            error = event["error"]  # some proxies send a text
+            error = event["error"]  # some proxies send plain text
             raise self._refused(error.get("code") if isinstance(error, dict) else None, said)
         return event
 
@@ -147,7 +147,7 @@ def _authorization() -> dict[str, str]:
 
 
 def _message(said: bytes) -> str:
-    """The text of an error, in whichever form it was sent."""
+    """The message of an error, in any of its forms."""
     try:
         found = json.loads(said)
         return str((found.get("error") or found)["message"])[:500]
@@ -157,7 +157,7 @@ def _message(said: bytes) -> str:
 
 @contextmanager
 def _disconnecting(connected: socket.socket, cancel: Cancel | None) -> Iterator[None]:
-    """Shut the connection down when the request is cancelled: its reader then sees the end."""
+    """Shut down the connection when the request is cancelled, so that its reader sees the end."""
     if cancel is None:
         yield
         return

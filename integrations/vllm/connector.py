@@ -1,8 +1,8 @@
 """RAGBlendConnector: fused prefill as a KV connector of vLLM. Start here.
 
 One instance in the scheduler finds passages in a prompt and reports that all but its last token can be loaded; another
-in the worker, before that step's forward pass, fuses the prompt and writes its KV into the allocated blocks. Whatever
-fails on the way, vLLM computes the prompt itself.
+in the worker, before that step's forward pass, fuses the prompt and writes its KV into the allocated blocks. If
+anything fails, vLLM computes the prompt itself.
 """
 
 import logging
@@ -31,7 +31,7 @@ log = logging.getLogger("ragblend")
 
 
 class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
-    """Made by vLLM, once for its scheduler and once for each worker. Raises UsageError for wrong settings."""
+    """Created by vLLM, once for its scheduler and once for each worker. Raises UsageError for wrong settings."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -51,7 +51,7 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def _start(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> str | None:
-        """Create this side; or why it does nothing."""
+        """Create this side; if that fails, record the reason and do nothing."""
         if (reason := unsupported(vllm_config, kv_cache_config)) is not None:
             return reason
         has_model = role != KVConnectorRole.SCHEDULER
@@ -126,7 +126,7 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.has_missing and not is_paused()
 
     def reset_cache(self) -> bool:
-        """Called by vLLM when its weights may have been replaced: stored KV may be another model's from then on."""
+        """Called by vLLM when its weights may have been replaced, so stored KV may not fit any more."""
         if self._scheduler is not None:
             self._scheduler.stop(
                 "the connector's cache was reset, as after new weights; restart vLLM to fuse again"
@@ -134,9 +134,10 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Called by vLLM before the first request, with that of all workers, or of another connector's.
+        """Called by vLLM before the first request, with the metadata of all workers, or of another connector's.
 
-        Prompts are fused only if all workers do: an answer would use the blocks that one does not fill.
+        Prompts are fused only if all workers can fuse; otherwise an answer would use blocks that one of them does not
+        fill.
         """
         statuses = [each for each in metadata.values() if isinstance(each, WorkerStatus)]
         if self._scheduler is not None and statuses and len(statuses) == len(metadata):
@@ -150,7 +151,7 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         return WorkerStatus(self._refusal if self._worker is None else self._worker.refusal)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Runs the gate: model and cache exist by now, and there is no request yet."""
+        """Runs the gate: at this time model and cache exist, and there is no request yet."""
         if self._worker is not None:
             worker, config, groups = worker_of(self._vllm_config), self._vllm_config, self._kv_cache_config
             group = tensor_parallel_group(config)

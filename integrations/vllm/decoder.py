@@ -1,8 +1,8 @@
 """The engine's decoder on vLLM's own modules: no weight is loaded twice.
 
-vLLM's layers are called as vLLM calls them, with their attention replaced for that call by ours, which writes the new
-keys and values over the stored ones and lets scattered rows see what is before them. So every model works whose layers
-are `layer(positions, hidden, residual)` around one `self_attn.attn`, and the gate checks it.
+vLLM's layers are called as vLLM calls them, but during the call their attention is replaced by ours, which writes the
+new keys and values over the stored ones and supports scattered rows. So every model works whose layers are
+`layer(positions, hidden, residual)` around one `self_attn.attn`; the gate checks it.
 
 Where several workers share the model the first one's decoder is the engine's, and the others' `follow` it.
 """
@@ -31,7 +31,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class VllmDecoder(Decoder):
     """A causal language model as vLLM has loaded it. Raises UnsupportedModelError for an unknown structure."""
 
-    rounding = 2.0  # attention differs between the two, and residuals are added in one kernel or in two
+    rounding = 2.0  # the two attentions differ, and residuals are added in one kernel or in two
 
     _model: Any
 
@@ -59,7 +59,7 @@ class VllmDecoder(Decoder):
 
     @property
     def attention_share(self) -> float:
-        """From the shapes: vLLM may have packed the parameters."""
+        """Calculated from shapes, because vLLM may have packed the parameters."""
         config, first = self.config, self.attentions[0]
         heads = 2 * self._queries + 2 * self.geometry.kv_heads
         attention = config.hidden_size * first.head_size * heads
@@ -128,9 +128,9 @@ class VllmDecoder(Decoder):
         return logits
 
     def own_logits(self, token_ids: Sequence[int], computed: int = 0) -> Tensor:
-        """By vLLM's forward, with its paged cache and its own attention, while no request has any of its blocks.
+        """Logits of vLLM's forward pass, with its paged cache and its own attention, while no request has blocks.
 
-        computed: how many first tokens have their KV in the `spare_blocks` already.
+        computed: how many first tokens already have KV in the `spare_blocks`.
         """
         with self._group.operation("own_logits", token_ids=list(token_ids), computed=computed):
             logits = self._own_logits(token_ids, computed)
@@ -145,7 +145,7 @@ class VllmDecoder(Decoder):
         return logits
 
     def zeros(self, tokens: int) -> Layers:
-        """Zeros for so many tokens, by layer."""
+        """Zero KV for this many tokens, by layer."""
         shape = (self.geometry.kv_heads, tokens, self.geometry.key_size)
         zeros = torch.zeros(shape, dtype=self.geometry.torch_dtype, device=self.device)
         return lambda layer: (zeros, zeros)
@@ -178,7 +178,7 @@ class VllmDecoder(Decoder):
                 operations[name](**arguments)
 
     def finish(self) -> None:
-        """By the first worker: let the others return from `follow`."""
+        """Called by the first worker: lets the others return from `follow`."""
         self._group.broadcast(END)
 
 

@@ -1,8 +1,8 @@
-"""Finds known passages in a prompt's token ids, whatever template and tokenizer call they came through.
+"""Finds known passages in a prompt's token ids, with any template and tokenizer call.
 
-A passage was tokenized alone and is in the prompt between other text, so a token at its edge may differ (`.` before a
-blank line is one token with it in many vocabularies). So its inner tokens are looked for, and matching tokens beside
-them are added. The search is `TextIndex`, with a character for each token id.
+A passage was tokenized alone, but has other text around it in the prompt, so tokens at its edges may differ (in many
+vocabularies `.` and a following blank line are one token). So it searches the inner tokens, and then extends the match
+at both ends. The search is `TextIndex`, with a character for each token id.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,9 +12,9 @@ from itertools import islice
 from ragblend.integrations.text_index import MINIMUM, TextIndex, hash_texts
 from ragblend.kvstore.nodes import NodeIndex, Scope
 
-EDGE = 8  # tokens on each side that may differ
-ALIKE = 16  # nodes of one text that are checked: there may be thousands
-_LARGEST = 0x110000  # the number of characters; vocabularies are smaller
+EDGE = 8  # tokens at each end that may differ
+ALIKE = 16  # limit of checked nodes with one text, of which there may be thousands
+_LARGEST = 0x110000  # number of Unicode characters; vocabularies are smaller
 Ids = tuple[int, ...]
 
 
@@ -43,7 +43,7 @@ class PassageFinder:
         self._index, self._names = TextIndex(), dict[int, list[str]]()
         self._version: tuple[int, int, int] | None = None
         self._last_entry: int | None = None
-        self._room = 0  # entries until the index is rebuilt without what was deleted or changed
+        self._room = 0  # entries until the index is rebuilt without deleted and changed passages
 
     def find(self, token_ids: Sequence[int]) -> list[Match]:
         """The known passages in a prompt: disjoint, ascending, chosen longest first."""
@@ -76,7 +76,7 @@ class PassageFinder:
         return islice(existing, ALIKE)
 
     def _refresh(self) -> None:
-        """Index what any process has entered since. What was deleted is noticed when it is found."""
+        """Index passages that any process has entered since. Deleted ones are detected when they are found."""
         version = self._nodes.changes()
         if version == self._version:
             return

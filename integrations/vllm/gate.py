@@ -1,4 +1,4 @@
-"""The gate inside vLLM: the engine's self-test, and whether vLLM's attention reads KV that was written into blocks."""
+"""The gate inside vLLM: the engine's self-test, and a test that vLLM's attention reads KV written into blocks."""
 
 import logging
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ def run_vllm_gate(decoder: "VllmDecoder", token_ids: Sequence[int]) -> GateVerdi
 
 
 def _check_written_blocks(decoder: "VllmDecoder", token_ids: Sequence[int]) -> GateCheck:
-    """Compare the last token computed by vLLM over KV that was written into its blocks with all computed by vLLM."""
+    """Compare the last token computed over KV written into vLLM's blocks with a prompt computed by vLLM alone."""
     before = len(token_ids) - 1
     kv = ChunkEncoder(decoder, ()).encode(token_ids[:before])
     expected = decoder.own_logits(token_ids)
     blocks = decoder.paged.spare_blocks(len(token_ids))
-    decoder.write(decoder.zeros(before), 0, before, blocks)  # erases what `expected` left there
+    decoder.write(decoder.zeros(before), 0, before, blocks)  # erases KV that computing `expected` left there
     decoder.write(
         lambda layer: (kv.keys[layer].to(decoder.device), kv.values[layer].to(decoder.device)),
         0,

@@ -15,7 +15,7 @@ from ragblend.integrations.vllm.planning import FusionPlan
 
 @dataclass
 class WorkerStatus(KVConnectorHandshakeMetadata):
-    """Of a worker, before the first request. refusal: why it fuses nothing; None if it does."""
+    """A worker's status before the first request. refusal: why it fuses nothing; None if it does."""
 
     refusal: str | None
 
@@ -34,7 +34,7 @@ class PromptToFuse:
 
 @dataclass
 class StepWork(KVConnectorMetadata):
-    """Of one step. encode: a passage without KV, its collection and node id, for a step that is idle otherwise."""
+    """The work of one step. encode: collection and node id of a passage without KV, for an otherwise idle step."""
 
     prompts: list[PromptToFuse] = field(default_factory=list)
     encode: tuple[Ids, str, str] | None = None
@@ -42,9 +42,9 @@ class StepWork(KVConnectorMetadata):
 
 @dataclass
 class FusionReports(KVConnectorWorkerMetadata):
-    """How a step's prompts were fused, by request id, and by label, as requests may have ended in that step.
+    """Reports on a step's prompts, by request id, and by label, because requests may have ended in that step.
 
-    refusal: why nothing is to be fused from now on.
+    refusal: why nothing must be fused from now on.
     """
 
     prompts: dict[str, dict[str, Any]] = field(default_factory=dict)

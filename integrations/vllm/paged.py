@@ -1,6 +1,7 @@
 """vLLM's paged KV cache, seen from a worker: slots of tokens, writing KV, and vLLM's own forward pass over it.
 
-It is written by each attention backend's own operator and never read back: the layout of a block is the backend's.
+Each attention backend's own operator writes to it, and it is never read back, because the layout of a block is the
+backend's.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,10 +1,10 @@
 """Decisions that need no vLLM: whether fusing pays, which cached blocks a prompt may reuse, and slots.
 
 A fused block must never be reused by another prompt: which rows were computed depends on the question. So its hash is
-salted with all that its KV depends on: how it was fused, and the whole prompt with its passages. The same question then
-finds its blocks again, and a conversation that continues finds those of its beginning, because recently fused prompts
-are remembered and lend their salt to prompts that begin with them. A prompt that is fused itself has its own salt:
-under a lent one another prompt with the same beginning would find its blocks.
+salted with everything that its KV depends on: the method, and the whole prompt with its passages. The same question
+then reuses its blocks, and a continued conversation those of its beginning, because recently fused prompts are
+remembered and lend their salt to prompts that begin with them. A prompt that is fused itself gets its own salt, because
+with a lent one another prompt with the same beginning would reuse its blocks.
 """
 
 import hashlib
@@ -19,18 +19,18 @@ from ragblend.integrations.vllm.finder import Match
 from ragblend.integrations.vllm.settings import RequestOptions
 from ragblend.kvstore.keys import pack_tokens
 
-# Fusing computes some rows of all layers in smaller pieces, and loads and writes the others: it must save this share.
+# Fusing computes rows in smaller pieces, and loads and writes KV, so it must save at least this share of the rows.
 GAIN = 0.3
-MOST_ENCODED = 8  # passages of a prompt that asks for `encode`: all other requests wait for that step
+MOST_ENCODED = 8  # limit for a request with `encode`: all other requests wait for that step
 REMEMBERED = 512  # prompts that a later one may continue
 
 
 @dataclass(frozen=True)
 class FusionPlan:
-    """One prompt's passages, and what fusing them saves. stored: of each passage whether it has KV.
+    """One prompt's passages, and the savings of fusing them. stored: for each passage whether it has KV.
 
-    is_continuation: it has the salt of the prompt that it continues, of which vLLM has cached so much that it computes
-    the rest.
+    is_continuation: it has the salt of the prompt that it continues, and vLLM has cached so much of it that vLLM
+    computes the rest.
     """
 
     options: RequestOptions
@@ -64,15 +64,15 @@ class FusionPlan:
 
     @property
     def step_rows(self) -> float:
-        """Rows of all layers that the step computes that fuses it: of passages that are encoded, and its own."""
+        """Rows that its step computes: of passages to encode, and its own."""
         return self.computed_tokens + self._ratio * sum(len(match.whole) for match in self.encoded)
 
     def saves(self, computed_tokens: int) -> bool:
-        """Whether fusing the whole prompt is less work than computing it where vLLM has the first tokens' KV."""
+        """Whether fusing the whole prompt is less work than computing it when vLLM has the first tokens' KV."""
         return self.step_rows <= (1 - GAIN) * (self.tokens - computed_tokens)
 
     def pays(self, computed_tokens: int, minimum_tokens: int) -> bool:
-        """Whether to fuse there: it saves work, or the request asked for it."""
+        """Whether to fuse: it saves work, or the request demands it."""
         is_enough = self.stored_tokens >= minimum_tokens or bool(self.options.encode)
         is_wanted = is_enough and (self.options.asked or self.saves(computed_tokens))
         return self.tokens - computed_tokens > 1 and (bool(self.encoded) or is_wanted)
@@ -92,9 +92,9 @@ def prompt_of(token_ids: Sequence[int], matches: Sequence[Match], collection: st
 
 
 def marked(token_ids: Sequence[int], matches: Sequence[Match]) -> list[int]:
-    """Each token id combined with what its KV also depends on: where passages begin, and which are cut ones.
+    """Each token id combined with the passage boundaries that its KV depends on.
 
-    A prompt's beginning is marked as the beginning of the whole prompt.
+    The marks of a prompt's beginning equal the beginning of the prompt's marks.
     """
     marks = [0] * len(token_ids)
     for match in matches:
@@ -116,9 +116,10 @@ class SaltCache:
         fused_by: str,
         continues: Callable[[str], bool] = lambda lent: True,
     ) -> tuple[str, bool]:
-        """The salt of a prompt, its tokens `marked`, and whether it is lent by another prompt; remembered.
+        """The salt of a prompt with `marked` tokens, and whether it is lent by another prompt; remembers it.
 
-        fused_by: how it is fused. The salt of the longest known beginning where `continues(that salt)`, else its own.
+        fused_by: the method. It is the salt of the longest known beginning for which `continues(that salt)`, else the
+        prompt's own.
         """
         packed = pack_tokens(token_ids)
         digest = hashlib.sha256(fused_by.encode("utf-8", "surrogatepass") + b"\0")

@@ -1,7 +1,8 @@
-"""vLLM's plugin: registers the connector, and tracks what vLLM gives no connector: workers and paused schedulers.
+"""vLLM's plugin: registers the connector, and tracks workers and paused schedulers, which vLLM does not pass to
+connectors.
 
 Every process loads the plugins of the group `vllm.general_plugins` before it makes its scheduler or worker; a worker is
-tracked just before its connector is made. Both are forgotten when they are gone.
+tracked just before its connector is created. References are weak.
 """
 
 import weakref
@@ -18,7 +19,7 @@ def register() -> None:
     """Called by vLLM in every process, perhaps more than once. Leaves an unsupported vLLM as it is."""
     from ragblend.integrations.vllm.versions import refusal
 
-    # In an unsupported vLLM too: the connector then says what is wrong, but only to those who ask for it.
+    # Also in an unsupported vLLM: the connector then reports the problem, but only if it is used.
     with suppress(ImportError, AttributeError):
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -35,7 +36,7 @@ def register() -> None:
 
 
 def _before(owner: Any, name: str, track: Callable[..., None]) -> None:
-    """Have a method call `track` with its own arguments first; once, however often this is called."""
+    """Patch a method to call `track` with its arguments first. Idempotent."""
     original = getattr(owner, name)
     if getattr(original, "is_tracked", False):
         return

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class VllmRuntime(Runtime):
-    """Of one vLLM process. The scheduler's has no model, and only store, nodes and keys are used."""
+    """The runtime of one vLLM process. The scheduler's has no model, and uses only store, nodes and keys."""
 
     def __init__(self, vllm_config: Any, settings: ConnectorSettings, has_model: bool = True) -> None:
         model = vllm_config.model_config
@@ -48,13 +48,13 @@ class VllmRuntime(Runtime):
         return ThreadPoolExecutor(reads_at_once(self.device), "ragblend-loader", initializer=_unbind)
 
     def adopt(self, decoder: Decoder, verdict: GateVerdict) -> None:
-        """Use the model through that decoder, with the gate's verdict on it."""
+        """Use the model by that decoder, with the gate's verdict."""
         vars(self)["loaded"] = LoadedModel(decoder.model, decoder, None)
         vars(self)["gate"] = verdict
 
 
 def _unbind() -> None:
-    """Let this thread run on the scheduler's cores: the worker is bound to one core, which its threads inherit."""
+    """Let this thread run on the scheduler's cores; it inherited the worker's binding to one core."""
     scheduler = multiprocessing.parent_process()
     if scheduler is not None and scheduler.pid is not None and hasattr(os, "sched_setaffinity"):
         with suppress(OSError):
@@ -62,11 +62,10 @@ def _unbind() -> None:
 
 
 def failure_policy(vllm_config: Any, kv_cache_config: Any) -> str:
-    """What vLLM does about prompts whose KV could not be loaded: recompute them, or end the request with an error.
+    """vLLM's policy for prompts whose KV could not be loaded: recompute them, or end the request with an error.
 
-    The latter where vLLM cannot go back in time, or completely: with asynchronous scheduling it has sent a token by
-    then; its second model runner keeps its progress on the device; and with a sliding window there are no blocks before
-    the first that failed.
+    An error if vLLM cannot go back: with asynchronous scheduling it has already sent a token; its second model runner
+    keeps its progress on the device; and with a sliding window there are no blocks before the first failed one.
     """
     is_async = getattr(vllm_config.scheduler_config, "async_scheduling", False)
     is_v2_runner = getattr(vllm_config, "use_v2_model_runner", False)
@@ -75,7 +74,7 @@ def failure_policy(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why nothing can be fused in this instance of vLLM; None if prompts can."""
+    """The reason why nothing can be fused in this instance of vLLM; None if prompts can."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     for name in ("pipeline", "decode_context", "prefill_context"):
         size = getattr(parallel, f"{name}_parallel_size", 1)

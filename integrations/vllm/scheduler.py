@@ -18,15 +18,16 @@ from ragblend.kvstore.errors import RagBlendError
 
 log = logging.getLogger("ragblend")
 MOST_MISSING = 1000  # passages waiting to be encoded
-LONGEST_MISSING = 4096  # tokens of a passage that is encoded between requests, which wait for it
+LONGEST_MISSING = 4096  # longest passage that is encoded between requests, which wait for it
 TOO_LONG = "it would compute %d rows in one step, and `step_tokens` is %d: vLLM reads it in pieces"
-MOST_REPORTS = 1000  # kept for requests that ask for them by label
+MOST_REPORTS = 1000  # reports kept for requests by label
 
 
 class ConnectorScheduler:
-    """find_cached: how many first tokens of a request are in vLLM's prefix cache; evict: remove blocks from it.
+    """The scheduler's side.
 
-    refusal: why nothing is fused; None if prompts are.
+    find_cached: how many first tokens of a request are in vLLM's prefix cache; evict: removes blocks from it. refusal:
+    why nothing is fused; None if prompts are.
     """
 
     find_cached: Callable[[Any], int] = staticmethod(lambda request: 0)
@@ -43,7 +44,7 @@ class ConnectorScheduler:
         self._salts_in_step: set[str] = set()
         self._missing: OrderedDict[tuple[Ids, str], str] = OrderedDict()  # node ids
         self.refusal: str | None = "no worker has reported yet"
-        # Loaded now, not by the first request.
+        # Loaded now, not at the first request.
         _ = runtime.store, runtime.fingerprint, runtime.canonical_prefix
         self._finders = {
             name: PassageFinder(runtime.nodes, runtime.scope(name))
@@ -60,7 +61,7 @@ class ConnectorScheduler:
     # --- the stages of a request
 
     def plan(self, request: Any) -> None:
-        """Decide whether to fuse a new request, and salt its block hashes then: before vLLM looks for cached blocks."""
+        """Decide whether to fuse a new request; if so, salt its block hashes, before vLLM looks for cached blocks."""
         try:
             plan = self._plan_of(request)
             if plan is None:
@@ -82,7 +83,7 @@ class ConnectorScheduler:
         return plan.pays(computed_tokens, self._settings.minimum_tokens)
 
     def _salt(self, request: Any, plan: FusionPlan) -> bool:
-        """Hash the request's blocks with a salt; whether it is that of an earlier prompt, which it continues."""
+        """Hash the request's blocks with a salt; returns whether it is that of an earlier prompt, now continued."""
 
         def continues(lent: str) -> bool:
             _set_salt(request, lent)
@@ -134,7 +135,7 @@ class ConnectorScheduler:
         return [Match(start, stop, passage, 0, finder.name_of(passage)) for start, stop, passage in named]
 
     def _stored(self, prompt: Prompt, options: RequestOptions) -> tuple[bool, ...]:
-        """Whether each passage has KV, encoded behind this prompt's prefix or the canonical one."""
+        """Whether each passage has KV, encoded after this prompt's prefix or the canonical one."""
         runtime, prefixes = self._runtime, {prompt.prefix_ids, self._runtime.canonical_prefix}
         keys = [
             {runtime.key_of(prefix, chunk.encoded_ids, options.collection) for prefix in prefixes}
@@ -146,10 +147,10 @@ class ConnectorScheduler:
         return tuple(bool(several & found) for several in keys)
 
     def loadable_tokens(self, request: Any, computed_tokens: int) -> int | None:
-        """How many tokens behind the computed ones can be loaded; None: ask again in the next step.
+        """How many tokens after the computed ones can be loaded; None: retry in the next step.
 
-        A request that would reuse blocks which this step is to fill must wait: if filling fails, they are computed by
-        the request that they were allocated to, which may be aborted before that.
+        A request that would reuse blocks that this step will fill must wait: if filling fails, the request that owns
+        them computes them, but it may be aborted before.
         """
         if computed_tokens and request.cache_salt in self._salts_in_step:
             return None
@@ -172,7 +173,7 @@ class ConnectorScheduler:
         self._prompts.append(PromptToFuse(request.request_id, ids, plan, blocks, stop - loaded_tokens, stop))
 
     def take_work(self, idle: bool) -> StepWork:
-        """The work of the step that was just scheduled."""
+        """Take the work of the step that was just scheduled."""
         prompts, self._prompts = self._prompts, []
         self._salts_in_step.clear()
         if not (self._missing and idle) or prompts:
@@ -181,9 +182,9 @@ class ConnectorScheduler:
         return StepWork(prompts, (passage, collection, node_id))
 
     def handle_reports(self, reports: FusionReports) -> None:
-        """Note how the worker fused a step's prompts, and evict the blocks of those that failed.
+        """Record the worker's reports on a step's prompts, and evict the blocks of failed ones.
 
-        vLLM hashes blocks when it allocates them, and takes back only those of requests that are still running.
+        vLLM hashes blocks when it allocates them, and invalidates only those of requests that are still running.
         """
         for request_id, report in reports.prompts.items():
             blocks = self._loading.pop(request_id, set())
@@ -194,7 +195,7 @@ class ConnectorScheduler:
         for label, report in reports.by_label.items():
             self._keep(label, report)
         for request_id, report in known.items():
-            if "error" in report:  # vLLM computes it: it is not tried again
+            if "error" in report:  # vLLM computes it; fusing is not retried
                 self._plans.pop(request_id)
         if reports.refusal is not None:
             self.stop(reports.refusal)
@@ -209,14 +210,14 @@ class ConnectorScheduler:
         self._missing.clear()
 
     def finished(self, request: Any, blocks: Iterable[Iterable[int]]) -> dict[str, Any] | None:
-        """The report in the response: of its own prompt, or of the labelled one it asks for, with the server's data."""
+        """The report in the response: on its own prompt or the one with the requested label, and the server's data."""
         plan = self._plans.pop(request.request_id, None)
         if plan is not None and request.status.name == "FINISHED_ERROR":
-            # It may have had the salt of a prompt that failed: its own blocks were computed behind that one's.
+            # It may have had the salt of a failed prompt, so that its own blocks were computed after invalid ones.
             self.evict(_block_ids(blocks))
         report = self._reports.pop(request.request_id, None)
         if (label := label_of(request.kv_transfer_params, REPORT)) is not None:
-            report = {  # what a client needs to name stored KV, and to leave out what is the default
+            report = {  # lets a client compute keys of KV, and omit defaults
                 "model": asdict(self._runtime.fingerprint),
                 "method": self._settings.method,
                 "ratio": self._settings.ratio,
@@ -242,7 +243,7 @@ class ConnectorScheduler:
 
 
 def _block_ids(blocks: Iterable[Iterable[int]]) -> set[int]:
-    """All block ids of a request but the null block's."""
+    """All block ids of a request except the null block's."""
     return {block for group in blocks for block in group} - {0}
 
 

@@ -1,8 +1,8 @@
-"""What a vLLM server is, and the runtime of an engine whose model it has: tokenizer, store and nodes are here.
+"""A vLLM server's properties, and the runtime of an engine that uses it: tokenizer, store and nodes are local.
 
-The home is the server's, or has a copy of its passages' names: KV is encoded and stored by the server (its connector is
-`connector.py`), and found, counted and deleted here if both have one home. A server without the connector answers too,
-and fuses nothing.
+The home is the server's, or has the same registered passages: the server encodes and stores KV (by `connector.py`),
+which is found, counted and deleted here if both share the home. A server without the connector answers too, but fuses
+nothing.
 """
 
 import threading
@@ -20,9 +20,7 @@ from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import Cancelled, ModelServerError, UnsupportedModelError
 from ragblend.kvstore.fingerprint import ModelFingerprint
 
-INTRODUCTION_S = (
-    30.0  # of silence while a server is asked what it is: one token, which may wait behind others
-)
+INTRODUCTION_S = 30.0  # timeout for querying a server: one token, which may wait for others
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class ServerInfo:
 
 
 class ServerRuntime(RuntimeBase):
-    """The parts of an engine that are in this process. No weights are read, and no memory is taken for KV."""
+    """The parts of an engine in this process. Reads no weights, and uses no memory for KV."""
 
     def __init__(self, config: EngineConfig, home: Path) -> None:
         super().__init__(config, home)
@@ -53,7 +51,7 @@ class ServerRuntime(RuntimeBase):
         return self.ensure_connected()
 
     def ensure_connected(self, cancel: Cancel | None = None) -> ServerInfo:
-        """What the server is: asked on first use, by one thread while others wait.
+        """The server's properties, queried on first use by one thread while others wait.
 
         Raises ModelServerError if another model is served or nothing answers, and Cancelled.
         """
@@ -105,7 +103,7 @@ class ServerRuntime(RuntimeBase):
         return found
 
     def forget_server(self) -> None:
-        """Ask again on the next use what the server is: it may have been replaced. Running requests go on."""
+        """Query the server again on the next use, because it may have been replaced. Running requests continue."""
         self._info = None
 
     def close(self) -> None:
@@ -160,7 +158,7 @@ class ServerRuntime(RuntimeBase):
 
 
 def _is_named(wanted: str, root: str) -> bool:
-    """Whether a served checkpoint is the wanted one, as far as names tell; a GGUF is served converted."""
+    """Whether a served checkpoint is the wanted one, as far as names show; a GGUF is served converted."""
     served = Path(root).name
     if wanted == DEFAULT or wanted.endswith(".gguf"):
         return served.startswith(f"{find_model(wanted).stem}-")

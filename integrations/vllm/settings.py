@@ -12,20 +12,19 @@ from ragblend.kvstore.places import Place
 LABEL, REPORT = (
     "label",
     "report",
-)  # a request's name for itself, and the label whose report a later one asks for
+)  # a request's label, and the label whose report a later one requests
 LONGEST_LABEL, LONGEST_METHOD = 64, 200
 MOST_SPANS = 256
 
 
 @dataclass(frozen=True)
 class ConnectorSettings:
-    """How an instance of vLLM fuses prompts.
+    """The connector's settings.
 
-    home: where the store is (None: RAGBLEND_HOME, or the user's data folder); method, ratio: the defaults of requests;
-    collection: whose passages are used, and collections: others that requests may choose; step_tokens: prompt tokens
-    fused in one step, at least one prompt; minimum_tokens: stored tokens below which vLLM reads a prompt itself;
-    encode_missing: whether passages without stored KV are encoded, when idle or when a request says so; remote: the
-    shared store's URL.
+    home: folder of the store (None: RAGBLEND_HOME, or the user's data folder); method, ratio: defaults of requests;
+    collection: the default one; collections: others that requests may choose; step_tokens: prompt tokens fused in one
+    step, at least one prompt; minimum_tokens: with fewer stored tokens vLLM computes a prompt itself; encode_missing:
+    whether passages without stored KV are encoded, when idle or on request; remote: the shared store's URL.
     """
 
     home: str | None = None
@@ -64,11 +63,11 @@ class ConnectorSettings:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """How one request is to be read. spans: (start, stop) token positions of passages; None: they are looked for.
+    """The options of one request. spans: (start, stop) token positions of passages; None: find them.
 
-    off: by vLLM alone; asked: it chose its method, and is fused even where that saves nothing. encode: its passages
-    without KV are encoded before it is read (True), never (False), or by the server's setting (None). label: under
-    which its report is kept, for a later request with that `report`: streams carry none.
+    off: vLLM alone; asked: the request chose its method, and is fused even if that saves nothing. encode: encode its
+    passages without KV first (True), never (False), or by the server's setting (None). label: name under which its
+    report is kept for a later request with that `report`, because streams carry none.
     """
 
     method: str
@@ -100,7 +99,7 @@ class RequestOptions:
         encode = given.get("encode")
         if not isinstance(encode, bool | None):
             raise UsageError(f"encode must be true or false, not {encode!r:.80}")
-        if not settings.encode_missing:  # the server's operator decides what is stored
+        if not settings.encode_missing:  # the server's operator decides about storing
             encode = False
         for name in (LABEL, REPORT):
             if name in given and label_of(given, name) is None:

@@ -1,8 +1,8 @@
 """Tensor parallelism: several workers share one model, each with some heads of every layer.
 
 The first worker leads. It alone has the store, the plan, the KV of the whole prompt and the attention of all heads; it
-broadcasts each operation on the model's modules to the others, which run it on their shards. So nothing is decided
-twice, and no two workers can decide it differently, whatever a store or a clock tells each.
+broadcasts each operation on the model's modules to the others, which run it on their shards. So every decision is made
+once, and workers cannot disagree because of different stores or clocks.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,14 +20,14 @@ class LeaderAborted(Exception):
 
 
 class WorkersOutOfSync(BaseException):
-    """The first worker has failed in an operation that the others still run: they would not receive the next one.
+    """The first worker has failed in an operation that the others still run, so they would not receive the next one.
 
-    Not an Exception: whoever continued after one would have all workers wait for each other.
+    Not an Exception, because continuing after it would deadlock the workers.
     """
 
 
 class TensorParallelGroup:
-    """As one worker sees it. group: vLLM's, of all workers that share the model; None for a single worker."""
+    """The group as seen by one worker. group: vLLM's, of all workers that share the model; None for a single one."""
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
@@ -40,7 +40,7 @@ class TensorParallelGroup:
         return self.rank == 0
 
     def broadcast(self, name: str, **arguments: Any) -> None:
-        """By the first worker: have the others run this operation."""
+        """Called by the first worker: lets the others run this operation."""
         if self.size > 1:
             self._send({"name": name, **arguments})
 
@@ -48,7 +48,7 @@ class TensorParallelGroup:
     def operation(self, name: str, **arguments: Any) -> Iterator[None]:
         """Broadcast an operation around the first worker's own share of it.
 
-        Raises WorkersOutOfSync where that fails while the others go on.
+        Raises WorkersOutOfSync if that fails while the others continue.
         """
         self.broadcast(name, **arguments)
         self._has_aborted = False
@@ -68,7 +68,7 @@ class TensorParallelGroup:
         )
 
     def receive(self) -> Operation:
-        """By the other workers: the first one's next operation, which may be long in coming."""
+        """Called by the other workers: waits, perhaps for long, for the first one's next operation."""
         operation: Operation = self._group.broadcast_tensor_dict()
         return operation
 
@@ -81,7 +81,7 @@ class TensorParallelGroup:
         return next(filter(None, refusals), None)
 
     def gather_and_scatter(self, flat: Tensor, compute: Callable[[Tensor], Tensor] | None) -> Tensor:
-        """Gather each worker's flat (R, n) at the first one as (R, workers, n), and scatter what that computes of it,
+        """Gather each worker's flat (R, n) at the first one as (R, workers, n), and scatter the result of `compute`,
         (R, workers * m), as (R, m) each. compute: None in the other workers, which raise LeaderAborted if it raises.
         """
         whole = self._group.gather(flat.contiguous(), dim=-1)

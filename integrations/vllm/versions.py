@@ -1,11 +1,11 @@
 """The versions of vLLM that the connector supports."""
 
 TESTED = ("0.32.",)  # by `make test-vllm`; the interface changes from version to version
-READ = ("0.33.",)  # what the connector uses was compared with the former, and is alike; nothing was run
+READ = ("0.33.",)  # the interface was compared and is the same; not run
 
 
 def refusal() -> str | None:
-    """Why the connector does not run in the installed vLLM; None if it does."""
+    """The reason why the connector does not support the installed vLLM; None if it does."""
     try:
         found = _installed()
     except ImportError as error:
@@ -17,7 +17,7 @@ def refusal() -> str | None:
 
 
 def warning() -> str | None:
-    """What to log at the start of a supported vLLM that was not tested."""
+    """The warning for a supported but untested vLLM."""
     found, tested = _installed(), " and ".join(f"{each}*" for each in TESTED)
     if found.startswith(TESTED):
         return None

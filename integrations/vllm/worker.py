@@ -35,11 +35,12 @@ log = logging.getLogger("ragblend")
 
 
 class ConnectorWorker:
-    """reports_failures: whether vLLM can be told that a load failed, which it cannot with several groups of blocks.
+    """The worker's side.
 
-    longest: tokens of a prompt that is computed in full here where fusing failed; a longer one vLLM reads in pieces, as
-    its wait for workers is limited. refusal: why nothing is fused; None if prompts are. The scheduler gets it before
-    the first request.
+    reports_failures: whether vLLM can handle a failed load; not with several groups of blocks. longest: the longest
+    prompt that is computed in full here if fusing failed; vLLM computes a longer one in pieces, because its wait for
+    workers is limited. refusal: why nothing is fused; None if prompts are. The scheduler gets it before the first
+    request.
     """
 
     def __init__(self, runtime: VllmRuntime, reports_failures: bool, longest: int = sys.maxsize) -> None:
@@ -52,7 +53,7 @@ class ConnectorWorker:
         self._reports, self._stats = FusionReports(), FusionStats()
 
     def start(self, make: "Callable[[str], VllmDecoder]", group: TensorParallelGroup) -> None:
-        """Make the decoder and run the gate; model and cache must exist. All workers of a group start together."""
+        """Create the decoder and run the gate; model and cache must exist. All workers of a group start together."""
         started = time.perf_counter()
         made: list[VllmDecoder] = []
         self._leads = group.leads
@@ -79,7 +80,7 @@ class ConnectorWorker:
 
     @contextmanager
     def _lead_or_follow(self, decoder: "VllmDecoder") -> Iterator[bool]:
-        """Yield whether this worker leads; one that does not has followed the leader through its block by then."""
+        """Yield whether this worker leads; another worker has then already followed the leader through its block."""
         if not self._leads:
             decoder.follow()
             yield False
@@ -121,12 +122,12 @@ class ConnectorWorker:
                 type(error).__name__, error, exc_info=not isinstance(error, RagBlendError),
             )  # fmt: skip
             message = f"{type(error).__name__}: {error}"
-        self._recover(prompt, message)  # not inside: the error holds all that the first try had in memory
+        self._recover(prompt, message)  # after the handler, whose error keeps memory
 
     def _recover(self, prompt: PromptToFuse, message: str) -> None:
-        """Compute all rows here, so that nothing can have used blocks that were not written; else have vLLM do it.
+        """Compute all rows here, so that no request uses unwritten blocks; if that fails, let vLLM do it.
 
-        Where vLLM cannot be told in time the answer is wrong, which is logged, and nothing more is fused.
+        If vLLM cannot react in time the answer is wrong, which is logged, and nothing more is fused.
         """
         self._stats.add(failures=1)
         self._report(prompt, {"error": message})
@@ -148,7 +149,7 @@ class ConnectorWorker:
             prompt.request_id,
             exc_info=failure,
         )
-        if self._decoder is not None:  # must not show what other requests left there
+        if self._decoder is not None:  # must not expose what other requests left there
             with suppress(Exception):
                 zeros = self._decoder.zeros(prompt.stop)
                 self._decoder.write(zeros, prompt.start, prompt.stop, prompt.blocks)
@@ -169,7 +170,7 @@ class ConnectorWorker:
         self._decoder.write(lambda layer: cache.span(layer, 0, stop), prompt.start, stop, prompt.blocks)
         self._count(prompt, prefilled.report, fused - started, time.perf_counter() - fused)
         self._runtime.background.add(self._runtime.store.save_uses)
-        # Only what has a node is stored: nothing else could be deleted again.
+        # Only KV with a node is stored, because other KV could not be deleted.
         known = {key for chunk, _, key in keys_of(self._runtime, request) if chunk.node_id is not None}
         arrived = {key: blob for key, blob in prefilled.arrived.items() if key in known}
         queue_storing_arrived(self._runtime, request, replace(prefilled, arrived=arrived))
@@ -208,15 +209,15 @@ class ConnectorWorker:
         )  # fmt: skip
 
     def _report(self, prompt: PromptToFuse, details: dict[str, Any]) -> None:
-        """Keeps the first report: an error is not hidden by the recovery from it."""
+        """Keep the first report, so that the recovery does not hide an error."""
         first = self._reports.prompts.setdefault(prompt.request_id, details)
         if prompt.plan.options.label is not None:
             self._reports.by_label[prompt.plan.options.label] = first
 
     def _encode(self, passage: Ids, collection: str, node_id: str | None, is_idle: bool = False) -> None:
-        """Store a passage's KV, encoded alone behind the canonical prefix, unless its node has been deleted.
+        """Store a passage's KV, encoded alone after the canonical prefix, unless its node has been deleted.
 
-        is_idle: the shared store is asked for it first; for a prompt's passages that was done when it arrived.
+        is_idle: try the shared store first; for a prompt's passages that was done on arrival.
         """
         runtime, prefix = self._runtime, self._runtime.canonical_prefix
         try:
@@ -233,7 +234,7 @@ class ConnectorWorker:
         except Exception as error:
             log.warning("a passage of %d tokens could not be encoded: %s", len(passage), error)
 
-    # --- taken by vLLM after each step
+    # --- called by vLLM after each step
 
     def take_failed_blocks(self) -> set[int]:
         failed, self._failed = self._failed, set()
@@ -249,7 +250,7 @@ class ConnectorWorker:
 
 
 def _failure(step: Callable[[], None]) -> str | None:
-    """Why that step of the start fails; None if it does not."""
+    """Run a step of the start; returns the reason if it fails, else None."""
     try:
         step()
     except RagBlendError as error:
@@ -262,10 +263,10 @@ def _failure(step: Callable[[], None]) -> str | None:
 
 @contextmanager
 def _eager() -> Iterator[None]:
-    """Call vLLM's modules one by one, with any number of rows, without compiling them and without inference mode.
+    """Context for calling vLLM's modules one by one, with any number of rows, without compilation and inference mode.
 
-    Each norm would be compiled by itself, and again for some shapes, which takes seconds between requests. The buffers
-    are filled by the loader's threads, which are not in inference mode.
+    Compiling each norm, and some again for new shapes, would take seconds between requests. The loader's threads, which
+    fill the buffers, are not in inference mode.
     """
     with torch.compiler.set_stance("force_eager"), torch.inference_mode(False):
         yield
