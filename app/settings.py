@@ -66,6 +66,7 @@ class Settings:
     max_new_tokens None: what suits the model (`ANSWER_STYLES`, else 256).
     keep_tokens: how many passage tokens each head keeps after the first token, for long answers in little memory
     (None: all).
+    skip: patterns of names that are left out when a folder is ingested or watched, with commas between them.
     vllm: the address of a vLLM server that has the model (None: it is loaded here).
     """
 
@@ -91,6 +92,10 @@ class Settings:
     temperature: float = 0.0
     repetition_penalty: float = 1.1
     system: str | None = None
+    skip: str = (
+        ".*, ~$*, .~lock.*, *~, *.tmp, *.part, *.crdownload, *.swp, Thumbs.db, desktop.ini, __MACOSX, $RECYCLE.BIN, "
+        "System Volume Information"
+    )
     vllm: str | None = None
 
     def __post_init__(self) -> None:

@@ -57,7 +57,7 @@ def locate_source(library: Library, source: AnswerSource, place: Place = None) -
 
 
 def _located(library: Library, document: Document, source: AnswerSource, place: Place) -> Highlight | None:
-    path = Path(document.path)
+    path = document.file
     if path.suffix.lower() == ".pdf":
         return _on_pages(document, path, source, place)
     text = SEPARATOR.join(part.text for part in read_document(path).parts)
@@ -122,7 +122,7 @@ def _on_pages(document: Document, path: Path, source: AnswerSource, place: Place
 
 def _why_not(document: Document) -> str:
     """The reason: the file has changed, or its text cannot be matched to the page."""
-    path = Path(document.path)
+    path = document.file
     if not document.facts.fit(path):
         return "The file has changed since it was read, and no longer contains this passage."
     if path.suffix.lower() == ".pdf":

@@ -422,3 +422,11 @@ def test_ingest_of_a_file_can_be_cancelled_while_reading_and_cutting(
 )
 def test_names_of_uploads(name, safe):
     assert safe_name(name) == safe
+
+
+def test_a_queued_file_that_vanishes_is_no_failed_row(jobs, workspaces, documents):
+    jobs.add([documents], "default")
+    (documents / "sky.txt").unlink()
+    finish(jobs)
+    assert states(jobs) == {"sky.txt": "unchanged", "bread.md": "done", "boats.txt": "done"}
+    assert documents_of(workspaces).keys() == {"bread.md", "boats.txt"}
