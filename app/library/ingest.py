@@ -34,7 +34,6 @@ from ragblend.integrations.passages import Passage as Known
 from ragblend.kvstore.errors import (
     Cancelled,
     DocumentError,
-    DocumentNotFoundError,
     EmptyDocumentError,
     UnreadableDocumentError,
 )
@@ -201,8 +200,6 @@ class _IngestRun:
             self._meter.name = printable(path.name)
             try:
                 self.ingest_one(path, len(found.files) - number)
-            except DocumentNotFoundError:
-                self.report.skipped.append(printable(path))
             except DocumentError as error:
                 self._record_failure(path, error)
             self._meter.count("parse", done=1)
@@ -216,15 +213,16 @@ class _IngestRun:
     def ingest_one(self, path: Path, behind: int = 0) -> None:
         """Ingest a file if it is new or has changed. A failure is stored with the document, and raised.
 
-        DocumentNotFoundError is raised, and nothing stored, for a file that is gone.
+        Nothing is stored of a file that has vanished.
         """
         name = printable(path)
         known = self._library.document(self._collection, name)
         try:
             kind = self._ingest(path, known, behind)
         except DocumentError as error:
-            if is_gone(path):
-                raise DocumentNotFoundError(f"Reading {name}: the file is no longer there.") from error
+            if is_gone(path) and not path.is_symlink():
+                self.report.skipped.append(name)
+                return
             kept = " Its earlier version is kept and still used." if known and known.passages else ""
             reason = printable(f"{error}{kept}")
             self._library.fail(self._library.begin(self._collection, name), reason)

@@ -26,7 +26,7 @@ from ragblend.app.library.uploads import delete_upload, delete_uploads, store_up
 from ragblend.app.progress import Pace, Stage
 from ragblend.app.workspace import Workspaces
 from ragblend.engine.scheduling.background import end_at_exit
-from ragblend.kvstore.errors import Cancelled, DocumentError, DocumentNotFoundError, RagBlendError
+from ragblend.kvstore.errors import Cancelled, DocumentError, RagBlendError
 
 log = logging.getLogger("ragblend")
 STATES_OF: dict[Stage, JobState] = {"parse": "parsing", "recognise": "parsing", "embed": "embedding"}
@@ -345,8 +345,6 @@ class JobQueue:
             report = ingest_file(
                 self.workspaces.of(job.collection), as_path(job.path), show, is_cancelled, behind
             )
-        except DocumentNotFoundError:  # it vanished before its turn
-            return "unchanged", ""
         except DocumentError as error:
             return "failed", printable(str(error))
         except (RagBlendError, OSError, MemoryError):
@@ -356,7 +354,7 @@ class JobQueue:
             return "failed", printable(
                 f"Reading {job.path}: {type(error).__name__}: {error}. Please report this."
             )
-        return ("unchanged" if report.unchanged else "done"), ""
+        return ("unchanged" if report.unchanged or report.skipped else "done"), ""
 
     def _remove_if_missing(self, job: FileJob) -> JobState:
         """Remove a document whose file does not exist; one whose file exists again stays, also by its other name."""

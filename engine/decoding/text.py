@@ -47,7 +47,7 @@ class TextStream:
 
     def _end_of(self, text: str, final: bool) -> int:
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
-        sentence = _first_sentence(text) if self._one_sentence else None
+        sentence = _first_sentence(text.rstrip(_UNFINISHED)) if self._one_sentence else None
         is_open = sentence is not None and not final and _MAY_CITE.fullmatch(text, sentence) is not None
         if sentence is not None and (found or not is_open):
             found.append(sentence)
