@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from ragblend.app.database import storable
-
 ESCAPED = re.compile(rb"\\x([89a-f][0-9a-f])")
 # Control characters, and those that turn the direction of all that follows on a line.
 UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -94,7 +92,7 @@ def printable(path: Path | str) -> str:
     try:
         return os.fsencode(path).decode("utf-8", "backslashreplace")
     except UnicodeEncodeError:  # half a surrogate pair, which no file's name gives
-        return storable(str(path))
+        return str(path).encode("utf-8", "replace").decode("utf-8")
 
 
 def as_path(text: str) -> Path:

@@ -358,8 +358,10 @@ class JobQueue:
 
     def _remove_if_missing(self, job: FileJob) -> JobState:
         """Remove a document whose file does not exist; one whose file exists again stays, also by its other name."""
+        # Running: a file of that name that comes back meanwhile is queued anew.
+        is_cancelled = not self.store.start(job.id, "parsing")
         document = self.workspaces.library.document(job.collection, job.path)
-        if document is None or not is_gone(document.file):
+        if is_cancelled or document is None or not is_gone(document.file):
             return "unchanged"
         remove_document(self.workspaces.of(job.collection), document)
         if not self.store.has_other(job):  # the worker may go on for hours

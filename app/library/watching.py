@@ -164,11 +164,11 @@ class WatchedFolder:
         changed = {path for path in paths if not _is_skipped(path, self._path, skip)}
         mine = [path for path in changed if not _is_behind_link(path, self._path)]
         there = [path for path in mine if os.path.isdir(path) or (is_readable(path) and not is_gone(path))]
-        gone = [path for path in changed if is_gone(path)]
         if there:
             self._jobs.add(there, self.collection)
-        for path in gone:
-            self._jobs.remove_missing([path, *self._missing_in(path)], self.collection)
+        for path in changed:  # also below a file: its place may have been a folder's
+            gone = [path] if is_gone(path) else []
+            self._jobs.remove_missing([*gone, *self._missing_in(path)], self.collection)
 
 
 def _real(path: Path) -> Path:
