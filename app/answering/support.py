@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import Literal
 
-from ragblend.app.database import IS_UNSPACED, SIGNS, UNSPACED, folded
+from ragblend.app.database import IS_UNSPACED, SIGNS, UNSPACED, folded, split_words
 from ragblend.engine.decoding.text import SENTENCE_END
 
 LEAST_SHARE = 0.7  # of a sentence's words that must occur in the passage's sentence
@@ -120,7 +120,7 @@ def _tokens(text: str) -> Iterator[Token]:
             yield Token(str(number), "number")
             number = None
         if IS_UNSPACED.match(word):
-            yield from (Token(plain[at : at + 2], "pair") for at in range(max(1, len(plain) - 1)))
+            yield from (Token(pair, "pair") for pair in split_words(word))
         else:
             yield _token(word, plain, begins=place == 0)
 

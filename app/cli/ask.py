@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragblend.app.answering.answer import Answer, AnswerSource
-from ragblend.app.answering.citations import with_marks
 from ragblend.app.cli.common import AnswerOptions, Cli, plural
 from ragblend.app.home import absolute
 from ragblend.app.library.documents import on_one_line
@@ -69,6 +68,7 @@ def digest(
     collection: Collection = None,
 ) -> None:
     """Summarise a long document part by part, from its stored passages. An interrupted summary is continued."""
+    from ragblend.app.answering.citations import with_marks
     from ragblend.app.cli.bars import progress_bars
     from ragblend.app.library.ingest import ingest_paths
 
@@ -225,6 +225,8 @@ def _print_chats(cli: Cli, chats: "Chats") -> None:
 
 def _print_answer(cli: Cli, turn: "AnswerStream") -> Answer:
     """Generate the answer; with --json nothing is printed meanwhile."""
+    from ragblend.app.answering.citations import with_marks
+
     with turn:
         shown = ""
         try:
