@@ -11,7 +11,7 @@ from pathlib import Path
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.chats import DELETED_TEXT
 from ragblend.app.extras import check_installed
-from ragblend.app.library.chunking import SEPARATOR, TABLE_HEADER
+from ragblend.app.library.chunking import CELL_NAME, SEPARATOR, TABLE_HEADER
 from ragblend.app.library.documents import Document, DocumentPassage
 from ragblend.app.library.file_checks import check_file
 from ragblend.app.library.pdf_pages import PageImage, located_pages
@@ -85,8 +85,8 @@ def _up_to(library: Library, source: AnswerSource) -> Sequence[DocumentPassage]:
 def _start(text: str, passages: Sequence[str], wanted: str) -> int | None:
     """Where the wanted passage starts: of several equal places the one after the passages before it.
 
-    Where it begins with a table's header that the document has further up, it starts by so much before its rows.
-    None if the text no longer contains it, or contains it several times without a way to tell which.
+    Where it begins with a table's header or a cell's name that the document has further up, it starts by so much before
+    its own text. None if the text no longer contains it, or contains it several times without a way to tell which.
     """
     cursor = 0
     for passage in passages:
@@ -109,7 +109,7 @@ def _find(passage: str, text: str, cursor: int = 0) -> int:
 
 
 def _header_length(passage: str) -> int:
-    header = TABLE_HEADER.match(passage)
+    header = TABLE_HEADER.match(passage) or CELL_NAME.match(passage)
     return header.end() if header else 0
 
 

@@ -18,6 +18,8 @@ BLOCK_CHARACTERS = 500_000  # split at once, which bounds memory
 PHRASE = "[^,.;。？！।॥؟۔։።]+[,.;。？！।॥؟۔։።]?|[,.;。？！।॥؟۔։።]"
 # With the line of dashes below it in Markdown; in time that grows with the length of a line.
 TABLE_HEADER = re.compile(r"^(?>[^\n]* \| )[^\n]*+\n(?:[|:\- ]++\n)?", re.MULTILINE)
+CELL_NAME = re.compile(r"[^\n:]+: ")  # before a value in a row of CSV or XLSX
+IS_ROW = re.compile(r"\brow \d+\Z")
 TABLE_LINES = 3  # with cells; fewer are no table
 CountTokens = Callable[[str], int]
 Split = Callable[[str, int], list[str]]
@@ -57,7 +59,7 @@ def cut_document(
         ]
 
     with _no_deadline():
-        texts = [_repeat_table_headers(part.text, count, split, chunk_tokens) for part in parts]
+        texts = [_repeat_table_headers(part, count, split, chunk_tokens) for part in parts]
         text = SEPARATOR.join(texts)
         starts = [0, *accumulate(len(each) + len(SEPARATOR) for each in texts)][: len(parts)]
         pieces, places = list[str](), list[str]()
@@ -79,13 +81,27 @@ def cut_document(
     ]
 
 
-def _repeat_table_headers(text: str, count: CountTokens, split: Split, chunk_tokens: int) -> str:
+def _repeat_table_headers(part: DocumentPart, count: CountTokens, split: Split, chunk_tokens: int) -> str:
     """The text with each table that is longer than a passage as several tables, which all begin with its header."""
-    if " | " not in text or count(text) <= chunk_tokens:
+    text, is_row = part.text, IS_ROW.search(part.location) is not None
+    if not (is_row or " | " in text) or count(text) <= chunk_tokens:
         return text
+    if is_row:
+        lines = (_cell(line, count, split, chunk_tokens) for line in text.split("\n"))
+        return re.sub(r"\n{3,}", SEPARATOR, "\n".join(lines)).strip()
     return SEPARATOR.join(
         SEPARATOR.join(_tables(paragraph, count, split, chunk_tokens)) for paragraph in text.split(SEPARATOR)
     )
+
+
+def _cell(line: str, count: CountTokens, split: Split, chunk_tokens: int) -> str:
+    """The line of a cell, or if its value is longer than a passage, pieces of it that fit, each with the name."""
+    name = CELL_NAME.match(line)
+    room = chunk_tokens - count(SEPARATOR + name.group()) if name else 0
+    if name is None or room < chunk_tokens // 2 or count(line) <= room:
+        return line
+    pieces = (name.group() + piece for piece in split(line[name.end() :], room - 1))
+    return f"{SEPARATOR}{SEPARATOR.join(pieces)}{SEPARATOR}"
 
 
 def _tables(paragraph: str, count: CountTokens, split: Split, chunk_tokens: int) -> Iterator[str]:

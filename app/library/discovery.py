@@ -115,6 +115,7 @@ def _walk_folder(
         failed.append((path, UnreadableDocumentError(message)))
 
     for parent, folders, names in os.walk(folder, onerror=note):
-        skipped += [Path(parent, name) for name in sorted((*folders, *names)) if is_skipped(name, skip)]
-        folders[:] = sorted(name for name in folders if not is_skipped(name, skip))
-        yield from (Path(parent, name) for name in sorted(names) if not is_skipped(name, skip))
+        left_out = {name for name in (*folders, *names) if is_skipped(name, skip)}
+        skipped += [Path(parent, name) for name in sorted(left_out)]
+        folders[:] = sorted(set(folders) - left_out)
+        yield from (Path(parent, name) for name in sorted(set(names) - left_out))

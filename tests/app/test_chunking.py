@@ -120,6 +120,16 @@ def test_each_part_of_a_long_row_has_the_header():
     ]
 
 
+def test_each_part_of_a_long_cell_has_its_name():
+    """The second passage of a long text in a CSV file was without a column."""
+    text = "\n".join(["Guest: Ada Berg", f"What they said: {sentences('a', 40)}", "Stars: 4"])
+    passages = cut([DocumentPart("Guest: Bo\nStars: 3", "row 2"), DocumentPart(text, "row 3")], 60)
+    said = [passage.text for passage in passages if "sentence" in passage.text]
+    assert len(said) >= 4 and all(0 <= each.find("What they said: ") < each.find("sentence") for each in said)
+    found = [each for passage in passages for each in re.findall(r"sentence a(\d+)", passage.text)]
+    assert found == [str(n) for n in range(40)] and all(words(passage.text) <= 60 for passage in passages)
+
+
 @pytest.mark.parametrize(
     "text",
     [
