@@ -98,7 +98,13 @@ def tools_over(conversations: Conversations, workspaces: Workspaces) -> MCPServe
                 turns[0].stop()
             answer = turns[0].whole()
             notice = {"notice": answer.notice} if answer.notice else {}
-            return {"answer": answer.text, "sources": [_passage(each) for each in answer.sources], **notice}
+            sources = [{"number": each.number, **_passage(each)} for each in answer.sources]
+            return {
+                "answer": answer.text,
+                "sources": sources,
+                "citations": list(answer.citations),
+                **notice,
+            }
 
         try:
             return await told(answered)

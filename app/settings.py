@@ -54,18 +54,20 @@ class Settings:
     """The user's settings. `None` means that the engine decides (device, dtype) or has a default (system).
 
     chunk_tokens is in tokens of the *model*, because its KV is what is stored and fused. chunk_overlap is 0: text that
-    is in two chunks would be encoded and stored twice, and would appear twice in the fused prompt. store_budget_bytes
-    limits the KV on disk (None: a quarter of the free space), memory_budget_bytes and device_budget_bytes the copies in
-    host memory and on an accelerator (None: with an accelerator a quarter and a tenth of the free memory, 0 on the
-    CPU); store_policy is the eviction policy of all tiers; remote is the URL of a store that machines share. kv_codec
-    `int8` and `int4` take a half and a third of the bytes for new KV, at a small loss. search `hybrid` finds passages by
-    meaning and by words,
-    `vectors` by meaning alone; reranker: the hub id or the folder of a cross-encoder that ranks the best of them (None
-    or "": none). ratio may be `auto`: what loading hides on this device, 0.15 at least (`ragblend doctor --profile`
-    measures it). repetition_penalty: of the answer's own tokens; at temperature 0 small models repeat themselves
-    without one. max_new_tokens None: the model's own (`ANSWER_STYLES`, else 256). keep_tokens: how many passage
-    tokens each head keeps after the first token, for long answers in little memory (None: all). vllm: the address of a
-    vLLM server that has the model (None: it is loaded here).
+    is in two chunks would be encoded and stored twice, and would appear twice in the fused prompt.
+    store_budget_bytes limits the KV on disk (None: a quarter of the free space), memory_budget_bytes and
+    device_budget_bytes the copies in host memory and on an accelerator (None: with an accelerator a quarter and a tenth
+    of the free memory, 0 on the CPU); store_policy is the eviction policy of all tiers; remote is the URL of a store
+    that machines share. kv_codec `int8` and `int4` take a half and a third of the bytes for new KV, at a small loss.
+    search `hybrid` finds passages by meaning and by words, `vectors` by meaning alone; reranker: the hub id or the
+    folder of a cross-encoder that ranks the best of them (None or "": none).
+    ratio may be `auto`: what loading hides on this device, 0.15 at least (`ragblend doctor --profile` measures it).
+    repetition_penalty: of the answer's own tokens; at temperature 0 small models repeat themselves without one.
+    max_new_tokens None: the model's own (`ANSWER_STYLES`, else 256).
+    keep_tokens: how many passage tokens each head keeps after the first token, for long answers in little memory
+    (None: all).
+    skip: patterns of names that are left out when a folder is ingested or watched, with commas between them.
+    vllm: the address of a vLLM server that has the model (None: it is loaded here).
     """
 
     model: str = "default"
@@ -90,6 +92,10 @@ class Settings:
     temperature: float = 0.0
     repetition_penalty: float = 1.1
     system: str | None = None
+    skip: str = (
+        ".*, ~$*, .~lock.*, *~, *.tmp, *.part, *.crdownload, *.swp, Thumbs.db, desktop.ini, __MACOSX, $RECYCLE.BIN, "
+        "System Volume Information"
+    )
     vllm: str | None = None
 
     def __post_init__(self) -> None:

@@ -171,7 +171,7 @@ class LibraryTab:
             return views.library.deleted(jobs.remove([str(event.id)], collection))
         if act == "retry-document":
             known = self._services.workspaces.of(collection).library.documents_with([str(event.id)])
-            return views.library.added(jobs.add([Path(each.path) for each in known.values()], collection))
+            return views.library.added(jobs.add([each.file for each in known.values()], collection))
         doing: dict[str, Callable[[], object]] = {
             "unwatch": lambda: self._services.watching.remove(int(event.id)),
             "retry-job": lambda: jobs.retry([int(event.id)]),

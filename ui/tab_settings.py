@@ -1,7 +1,6 @@
 """The Settings tab: the form, what a change would cost, and saving it. Wiring only."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -238,7 +237,7 @@ class SettingsTab:
         """Queue every document: those whose recipe has changed are ingested again."""
         workspaces, count = self._services.workspaces, 0
         for name in workspaces.names():
-            paths = [Path(document.path) for document in workspaces.library.documents(name)]
+            paths = [document.file for document in workspaces.library.documents(name)]
             if paths:
                 count += self._services.jobs.add(paths, name).files
         return count

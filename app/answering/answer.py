@@ -9,7 +9,7 @@ from ragblend.engine.config import Report
 
 # The engine's timings that are copied to the JSON; retrieval, ttft and total are added here.
 ENGINE_TIMES = ("load_ms", "stall_ms", "move_ms", "select_ms", "prefill_ms")
-SOURCE_KEYS = ("node_id", "document", "location", "score", "text")  # of a source in the JSON
+SOURCE_KEYS = ("number", "node_id", "document", "location", "score", "text")  # of a source in the JSON
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ def unsupported_notice(figures: Sequence[str]) -> str | None:
 class Answer:
     """One answered question. retrieve_ms is included in the time to first token and the total time.
 
-    notice: what the user must know, such as passages that did not fit; None if there is nothing.
+    notice: what the user must know, such as passages that did not fit; None if there is nothing. citations: those that
+    the page shows, as `Citation.to_json` has them.
     """
 
     text: str
@@ -70,6 +71,7 @@ class Answer:
     retrieve_ms: float
     report: Report
     notice: str | None = None
+    citations: tuple[dict[str, Any], ...] = ()
 
     @property
     def ttft_ms(self) -> float:
@@ -85,6 +87,7 @@ class Answer:
             "method": report.method,
             "ratio": report.ratio,
             "sources": [{name: getattr(source, name) for name in SOURCE_KEYS} for source in self.sources],
+            "citations": list(self.citations),
             "tokens": asdict(report.tokens),
             "timings": {
                 "retrieve_ms": round(self.retrieve_ms, 2),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ragblend.app.answering.answer import Answer, AnswerSource, unsupported_notice
 from ragblend.app.answering.breakdown import breakdown_of
 from ragblend.app.answering.chats import UNFINISHED, ChatMessage, Chats
-from ragblend.app.answering.citations import cite
+from ragblend.app.answering.citations import cite, marks_in
 from ragblend.app.answering.context import PromptContext
 from ragblend.app.database import now
 from ragblend.app.settings import Settings
@@ -80,7 +80,12 @@ class AnswerStream(Closing):
         """The answer with what it cost, once it has ended well."""
         settings = self._asked.settings
         ratio = None if isinstance(settings.ratio, str) else settings.ratio
-        return self._answer(self._report or Report(settings.method, ratio), self.message.report.get("notice"))
+        answer = self._answer(
+            self._report or Report(settings.method, ratio), self.message.report.get("notice")
+        )
+        sources = self.message.sources
+        citations = tuple(citation.to_json() for citation in cite(self.text, sources).citations)
+        return replace(answer, sources=sources, citations=citations)
 
     def _answer(self, report: Report, notice: str | None) -> Answer:
         model, device = self._engine.model_name, self._engine.device
@@ -163,10 +168,12 @@ class AnswerStream(Closing):
         return {**basis, **({"notice": self.notice} if self.notice else {}), **more}
 
     def _stored_sources(self) -> tuple[AnswerSource, ...]:
-        """The sources found, and those of earlier turns that the answer cites."""
+        """The sources found, and those of earlier turns that the answer cites, or copies a mark such as "[2]" from."""
         mine = {source.number for source in self.sources}
         cited = {citation.number for citation in cite(self.text, self.all_sources).citations}
-        return (*self.sources, *(s for s in self.all_sources if s.number in cited - mine))
+        marks = marks_in(self.text)
+        earlier = (source for source in self.all_sources if source.number not in mine)
+        return (*self.sources, *(s for s in earlier if s.number in cited or marks & marks_in(s.text)))
 
     def _save_partial(self) -> None:
         """Save the text so far, if the last save was some time ago."""

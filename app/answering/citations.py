@@ -1,19 +1,21 @@
 """Numbered citations: the sources that an answer cites, unknown numbers, and matches for sentences without a number.
 
 Pure functions over text. A model that was asked to cite writes `[2]`; a small one often does not, so a sentence without
-a number gets that of the source with a sentence that says the same (`support.py`), marked as our match.
+a number gets that of the source with a sentence that says the same (`support.py`), marked as our match. A `[2]` that a
+passage has, as scientific papers do, is that document's own: where the model copies it, it is text.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+from functools import cached_property, lru_cache
+from typing import Any, Literal
 
 from ragblend.app.answering.answer import AnswerSource
-from ragblend.app.answering.support import SupportingSpan, sentences, supporting
+from ragblend.app.answering.support import NUMBERS, SupportingSpan, sentences, supporting
 
-NUMBERS = re.compile(r"\[(\d{1,4}(?:\s*[,;]\s*\d{1,4})*)\]")
+_UNCLOSED = re.compile(r"\s*+(?:\[[\d\s,;]*)?+\Z")  # white space, and what may become a number
+NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,18 @@ class Citation:
     source: AnswerSource | None
     by: Literal["model", "match"] = "model"
     place: tuple[int, int] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """With the source's node id, and the part of its text that supports the sentence as `quote`."""
+        source, place = self.source, self.place
+        return {
+            "number": self.number,
+            "start": self.start,
+            "stop": self.stop,
+            "by": self.by,
+            "node_id": source.node_id if source else None,
+            "quote": source.text[slice(*place)] if source and place else None,
+        }
 
 
 @dataclass(frozen=True)
@@ -59,40 +73,66 @@ class CitedAnswer:
 def cite(text: str, sources: Sequence[AnswerSource]) -> CitedAnswer:
     """The citations of an answer: the model's own, and matches for sentences without one."""
     found: list[Citation] = []
+    foreign = _foreign_marks(sources)
     for start, stop in sentences(text):
-        found += _model_citations(text, start, stop, sources) or _matched_citation(
+        found += _model_citations(text, start, stop, sources, foreign) or _matched_citation(
             text[start:stop], stop, sources
         )
     return CitedAnswer(text, tuple(found))
 
 
 def with_marks(text: str, sources: Sequence[AnswerSource], finished: bool = True) -> str:
-    """The text with the matched numbers added after their sentences.
+    """The text with the matched numbers after their sentences; a document's mark that looks like one is escaped.
 
     Not finished: only what later text cannot change, so that the next call's result begins with this one's.
     """
-    text = text if finished else text.rstrip()
+    text = text if finished else _UNCLOSED.sub("", text)
     ends = [stop for _, stop in sentences(text)]
     if not finished and len(ends) > 1 and text[ends[-2] :].lstrip().startswith("["):
         ends.pop()  # it may become a number by the model, which belongs to the sentence before
         text = text[: ends[-1]]
     certain = ends if finished else ends[:-1]
+    added = [
+        (citation.start, f" [{citation.number}]")
+        for citation in cite(text, sources).citations
+        if citation.by == "match" and citation.start in certain
+    ]
+    foreign, ours = _foreign_marks(sources), {source.number for source in sources}
+    added += [
+        (match.start(), "\\") for match, numbers in _marks(text) if foreign & numbers and ours & numbers
+    ]
     marked, at = "", 0
-    for citation in cite(text, sources).citations:
-        if citation.by == "match" and citation.start in certain:
-            marked += f"{text[at : citation.start]} [{citation.number}]"
-            at = citation.start
+    for place, mark in sorted(added):
+        marked, at = f"{marked}{text[at:place]}{mark}", place
     return marked + text[at:]
 
 
-def _model_citations(text: str, start: int, stop: int, sources: Sequence[AnswerSource]) -> list[Citation]:
+@lru_cache(maxsize=512)
+def marks_in(text: str) -> frozenset[int]:
+    """The numbers that stand in square brackets in a text."""
+    return frozenset(number for _, numbers in _marks(text) for number in numbers)
+
+
+def _foreign_marks(sources: Sequence[AnswerSource]) -> set[int]:
+    """Numbers that are marks of the documents: the prompt shows the model no others."""
+    return {number for source in sources for number in marks_in(source.text)}
+
+
+def _marks(text: str, *span: int) -> list[tuple[re.Match[str], set[int]]]:
+    return [(match, set(map(int, NUMBER.findall(match.group())))) for match in NUMBERS.finditer(text, *span)]
+
+
+def _model_citations(
+    text: str, start: int, stop: int, sources: Sequence[AnswerSource], foreign: set[int]
+) -> list[Citation]:
     """The numbers in square brackets; `[1, 3]` gives two citations at the same position."""
     numbers = [
         (match.start(), match.end(), int(number))
-        for match in NUMBERS.finditer(text, start, stop)
-        for number in re.findall(r"\d+", match.group(1))
+        for match, found in _marks(text, start, stop)
+        if not foreign & found
+        for number in NUMBER.findall(match.group())
     ]
-    named, sentence = {number for _, _, number in numbers}, NUMBERS.sub("", text[start:stop])
+    named, sentence = {number for _, _, number in numbers}, text[start:stop]
     known = {source.number: source for source in sources if source.number in named}
     found = {number: _support(sentence, source) for number, source in known.items()}
     places = {number: (place.start, place.stop) for number, place in found.items() if place is not None}

@@ -11,7 +11,7 @@ from pathlib import Path
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.chats import DELETED_TEXT
 from ragblend.app.extras import check_installed
-from ragblend.app.library.chunking import SEPARATOR
+from ragblend.app.library.chunking import CELL_NAME, SEPARATOR, TABLE_HEADER
 from ragblend.app.library.documents import Document, DocumentPassage
 from ragblend.app.library.file_checks import check_file
 from ragblend.app.library.pdf_pages import PageImage, located_pages
@@ -57,7 +57,7 @@ def locate_source(library: Library, source: AnswerSource, place: Place = None) -
 
 
 def _located(library: Library, document: Document, source: AnswerSource, place: Place) -> Highlight | None:
-    path = Path(document.path)
+    path = document.file
     if path.suffix.lower() == ".pdf":
         return _on_pages(document, path, source, place)
     text = SEPARATOR.join(part.text for part in read_document(path).parts)
@@ -68,8 +68,11 @@ def _located(library: Library, document: Document, source: AnswerSource, place: 
     last = min(len(text), start + len(source.text) + AROUND_CHARACTERS)
     if first:  # start at the beginning of a line, if there is one
         first = text.find("\n", first, start) + 1 or first
-    begin, end = (start - first + at for at in place or (0, len(source.text)))
-    return Highlight(document.name, (), text[first:last], begin, end, first > 0, last < len(text))
+    begin, end = place or (0, len(source.text))
+    if not text.startswith(source.text, start):
+        begin = max(begin, _header_length(source.text))
+    cut = start - first + begin, start - first + end, first > 0, last < len(text)
+    return Highlight(document.name, (), text[first:last], *cut)
 
 
 def _up_to(library: Library, source: AnswerSource) -> Sequence[DocumentPassage]:
@@ -82,18 +85,32 @@ def _up_to(library: Library, source: AnswerSource) -> Sequence[DocumentPassage]:
 def _start(text: str, passages: Sequence[str], wanted: str) -> int | None:
     """Where the wanted passage starts: of several equal places the one after the passages before it.
 
-    None if the text no longer contains it, or contains it several times without a way to tell which.
+    Where it begins with a table's header or a cell's name that the document has further up, it starts by so much before
+    its own text. None if the text no longer contains it, or contains it several times without a way to tell which.
     """
     cursor = 0
     for passage in passages:
-        found = text.find(passage, cursor)
+        found = _find(passage, text, cursor)
         if found < 0:
             break
         if passage == wanted and passage is passages[-1]:
             return found
         cursor = found + 1
-    first = text.find(wanted)
-    return first if first >= 0 and text.find(wanted, first + 1) < 0 else None
+    first = _find(wanted, text)
+    return first if first >= 0 and _find(wanted, text, first + _header_length(wanted) + 1) < 0 else None
+
+
+def _find(passage: str, text: str, cursor: int = 0) -> int:
+    found = text.find(passage, cursor)
+    header = _header_length(passage)
+    if found < 0 and header:
+        found = max(text.find(passage[header:], cursor) - header, -1)
+    return found
+
+
+def _header_length(passage: str) -> int:
+    header = TABLE_HEADER.match(passage) or CELL_NAME.match(passage)
+    return header.end() if header else 0
 
 
 def _on_pages(document: Document, path: Path, source: AnswerSource, place: Place) -> Highlight | None:
@@ -105,7 +122,7 @@ def _on_pages(document: Document, path: Path, source: AnswerSource, place: Place
 
 def _why_not(document: Document) -> str:
     """The reason: the file has changed, or its text cannot be matched to the page."""
-    path = Path(document.path)
+    path = document.file
     if not document.facts.fit(path):
         return "The file has changed since it was read, and no longer contains this passage."
     if path.suffix.lower() == ".pdf":

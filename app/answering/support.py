@@ -2,10 +2,12 @@
 
 A sentence is compared with single sentences of the passage, not with all its words: a bag of words supports "never
 under water" as well as "under water". Most of its words must be there, and all numbers and names. A replaced word, an
-added or missing negation, an opposite, or two exchanged numbers make it another statement.
+added or missing negation, an opposite, or two exchanged numbers make it another statement. In scripts without blanks
+between words (Chinese, Japanese, Thai) all of the sentence must be there: one character more may be its negation.
 """
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,12 +15,15 @@ from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import Literal
 
+from ragblend.app.database import IS_UNSPACED, SIGNS, UNSPACED, folded, split_words
 from ragblend.engine.decoding.text import SENTENCE_END
 
 LEAST_SHARE = 0.7  # of a sentence's words that must occur in the passage's sentence
 LEAST_WORDS, MOST_WORDS = 3, 100  # fewer match by chance; more are not a sentence
 SHORT_LINE = 0.5  # of the longest line: a sentence ends at the end of a shorter line (headings, cells)
-TOKEN = re.compile(r"\d+(?:[.,:]\d+)*|[^\W\d_]+(?:['’][^\W\d_]+)*")
+LETTERS = rf"(?:(?![{UNSPACED}])[^\W\d_]|[{SIGNS}])+"
+TOKEN = re.compile(rf"\d+(?:[.,:]\d+)*|[{UNSPACED}]+|{LETTERS}(?:['’]{LETTERS})*")
+NUMBERS = re.compile(r"\[(\d{1,4}(?:\s*[,;]\s*\d{1,4})*)\]")  # of sources, no words of a sentence
 LISTED = re.compile(r"\s*(?:[-–•*#|>]|\d{1,3}[.)]\s)")
 STOP = frozenset(
     """a an the and or but if of to in on at by for with from as is are was were be been being am do does did done have
@@ -31,7 +36,8 @@ FRAME = frozenset(  # words that an answer uses about its passages
     sources information provided context""".split()  # noqa: SIM905
 )
 NEGATIONS = frozenset(
-    "not no never none nothing nobody nowhere neither nor cannot without hardly".split()  # noqa: SIM905
+    """not no never none nothing nobody nowhere neither nor cannot without hardly nicht kein keine keinen nie niemals ne
+    pas jamais aucun ni nunca jamás sin non mai não не нет ни никогда nincs niet geen لا لم لن ليس नहीं न मत""".split()  # noqa: SIM905
 )
 PRONOUNS = frozenset("it he she they him her them its his their this these".split())  # noqa: SIM905
 OPPOSITES = {
@@ -48,12 +54,12 @@ UNITS = """zero one two three four five six seven eight nine ten eleven twelve t
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
 SMALL = {word: n for n, word in enumerate(UNITS)} | {word: 10 * n for n, word in enumerate(TENS, start=2)}
 LARGE = {"hundred": 100, "thousand": 1000, "million": 1_000_000}
-Kind = Literal["word", "name", "number", "not", "stop"]
+Kind = Literal["word", "name", "number", "not", "stop", "pair"]
 
 
 @dataclass(frozen=True)
 class Token:
-    """A word for comparison: its stem, or a number's digits."""
+    """A word for comparison: its stem, a number's digits, or a pair of neighbours in a script without blanks."""
 
     stem: str
     kind: Kind
@@ -96,35 +102,38 @@ def tokens(text: str) -> list[Token]:
 
 
 def _tokens(text: str) -> Iterator[Token]:
-    words = list(TOKEN.finditer(text))
+    words = list(TOKEN.finditer(unicodedata.normalize("NFKC", NUMBERS.sub("", text))))
     number: int | None = None
     for place, match in enumerate(words):
         word = match.group().replace("’", "'")
-        folded = word.casefold().removesuffix("'s")
-        if folded in SMALL or (folded in LARGE and number is not None):
-            number = (number or 1) * LARGE[folded] if folded in LARGE else (number or 0) + SMALL[folded]
-            following = words[place + 1].group().casefold() if place + 1 < len(words) else ""
-            if following not in SMALL | LARGE and not (folded in LARGE and following == "and"):
+        plain = folded(word).removesuffix("'s")
+        if plain in SMALL or (plain in LARGE and number is not None):
+            number = (number or 1) * LARGE[plain] if plain in LARGE else (number or 0) + SMALL[plain]
+            following = folded(words[place + 1].group()) if place + 1 < len(words) else ""
+            if following not in SMALL | LARGE and not (plain in LARGE and following == "and"):
                 yield Token(str(number), "number" if number != 1 else "word")
                 number = None
             continue
-        if number is not None and folded == "and":
+        if number is not None and plain == "and":
             continue
         if number is not None:
             yield Token(str(number), "number")
             number = None
-        yield _token(word, folded, begins=place == 0)
+        if IS_UNSPACED.match(word):
+            yield from (Token(pair, "pair") for pair in split_words(word))
+        else:
+            yield _token(word, plain, begins=place == 0)
 
 
-def _token(word: str, folded: str, begins: bool) -> Token:
-    if folded[0].isdigit():
-        digits = re.sub(r",(?=\d{3})", "", folded)
+def _token(word: str, plain: str, begins: bool) -> Token:
+    if plain[0].isdigit():
+        digits = re.sub(r",(?=\d{3})", "", plain)
         return Token(digits, "word" if digits == "1" else "number")
-    if folded in NEGATIONS or folded.endswith("n't"):
+    if plain in NEGATIONS or plain.endswith("n't"):
         return Token("not", "not")
-    if word[0].isupper() and not begins and folded not in STOP - {"may"}:
-        return Token(_stem(folded), "name")
-    return Token(folded, "stop") if folded in STOP else Token(_stem(folded), "word")
+    if word[0].isupper() and not begins and plain not in STOP - {"may"}:
+        return Token(_stem(plain), "name")
+    return Token(plain, "stop") if plain in STOP else Token(_stem(plain), "word")
 
 
 def _stem(word: str) -> str:
@@ -143,7 +152,9 @@ FRAME_STEMS = frozenset(map(_stem, FRAME))
 
 
 def _is_content(token: Token) -> bool:
-    return token.kind in ("name", "number") or (token.kind == "word" and token.stem not in FRAME_STEMS)
+    return token.kind in ("name", "number", "pair") or (
+        token.kind == "word" and token.stem not in FRAME_STEMS
+    )
 
 
 def _cut(text: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -194,11 +205,17 @@ def _share(
     missing = [token for token in content if token.stem not in there]
     if any(token.kind != "word" and token.stem not in known for token in missing):
         return 0.0
-    if _negated_otherwise(asked, given) or _opposed(missing, given, content) or _exchanged(asked, given):
+    if _pairs(asked) != _pairs(given) or _negated_otherwise(asked, given):
+        return 0.0
+    if _opposed(missing, given, content) or _exchanged(asked, given):
         return 0.0
     if _replaced(content, [token for token in given if _is_content(token)]):
         return 0.0
     return 1 - sum(token.stem not in known for token in missing) / len(content)
+
+
+def _pairs(found: Sequence[Token]) -> set[str]:
+    return {token.stem for token in found if token.kind == "pair"}
 
 
 def _negated_otherwise(asked: Sequence[Token], given: Sequence[Token]) -> bool:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragblend.app.answering.answer import Answer, AnswerSource
-from ragblend.app.answering.citations import with_marks
 from ragblend.app.cli.common import AnswerOptions, Cli, plural
 from ragblend.app.home import absolute
+from ragblend.app.library.documents import on_one_line
 from ragblend.kvstore.errors import Cancelled, LibraryError, UsageError
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def digest(
     collection: Collection = None,
 ) -> None:
     """Summarise a long document part by part, from its stored passages. An interrupted summary is continued."""
+    from ragblend.app.answering.citations import with_marks
     from ragblend.app.cli.bars import progress_bars
     from ragblend.app.library.ingest import ingest_paths
 
@@ -86,7 +87,8 @@ def digest(
             conversations = load_conversations(cli, workspace)
             with conversations.digest(document, show=show) as turn, cli.terminal.stopping(turn.stop):
                 answer = turn.whole()
-        cli.result(turn.to_json(), answer.text + "\n" + sources_text(answer.sources))
+        text = with_marks(answer.text, answer.sources)
+        cli.result(turn.to_json(), text + "\n" + sources_text(answer.sources))
         _print_notes(cli, answer)
 
 
@@ -154,7 +156,7 @@ def load_conversations(cli: Cli, workspace: "Workspace") -> "Conversations":
 
 
 def sources_text(sources: Sequence[AnswerSource]) -> str:
-    lines = (f"  [{source.number}] {source.label} ({source.score:.2f})" for source in sources)
+    lines = (f"  [{source.number}] {on_one_line(source.label)} ({source.score:.2f})" for source in sources)
     return "\n".join(["", "Sources:", *lines])
 
 
@@ -190,8 +192,7 @@ def _chat_and_save(
 def _print_turn(cli: Cli, turn: "AnswerStream", more: dict[str, Any]) -> None:
     """Print an answer, then its sources: their numbers hold for the whole conversation."""
     answer = _print_answer(cli, turn)
-    numbers = {"numbers": [source.number for source in answer.sources]}
-    cli.result(answer.to_json() | numbers | more, sources_text(turn.message.sources))
+    cli.result(answer.to_json() | more, sources_text(answer.sources))
 
 
 def _find_chat(chats: "Chats", wanted: str | None) -> "Chat":
@@ -224,6 +225,8 @@ def _print_chats(cli: Cli, chats: "Chats") -> None:
 
 def _print_answer(cli: Cli, turn: "AnswerStream") -> Answer:
     """Generate the answer; with --json nothing is printed meanwhile."""
+    from ragblend.app.answering.citations import with_marks
+
     with turn:
         shown = ""
         try:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragblend.app.answering.answer import Answer
-from ragblend.app.answering.citations import with_marks
 from ragblend.app.cli.ask import sources_text
 from ragblend.app.cli.common import Cli
 
@@ -120,5 +119,7 @@ def _program() -> str:
 
 
 def _indented(answer: Answer) -> str:
+    from ragblend.app.answering.citations import with_marks
+
     lines = with_marks(answer.text, answer.sources).strip().splitlines()
     return "\n".join(f"  {line}" for line in lines) + "\n"

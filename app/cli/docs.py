@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragblend.app.cli.common import Cli, command, plural, size, typer_callback
-from ragblend.app.library.documents import Document
+from ragblend.app.library.documents import Document, on_one_line
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ def remove_documents(cli: Cli, documents: References, collection: Collection = N
         removed = [remove_document(workspace, document) for document in dict.fromkeys(found)]
     freed = sum(one.bytes_freed for one in removed)
     lines = (
-        f"removed {one.path}: {plural(one.passages, 'passage')}, {size(one.bytes_freed)}" for one in removed
+        f"removed {on_one_line(one.path)}: {plural(one.passages, 'passage')}, {size(one.bytes_freed)}"
+        for one in removed
     )
     value = {"removed": [one.__dict__ for one in removed], "bytes_freed": freed}
     cli.result(value, "\n".join([*lines, f"{size(freed)} freed"]))
@@ -138,7 +139,8 @@ def _table(documents: list[Document]) -> str:
     if not documents:
         return "No documents yet. Run `ragblend ingest PATH...`."
     lines = (
-        f"{d.id}  {d.state:<8}{d.passages:>5}  {d.path}" + (f"\n{'':>33}{d.reason}" if d.reason else "")
+        f"{d.id}  {d.state:<8}{d.passages:>5}  {on_one_line(d.path)}"
+        + (f"\n{'':>33}{on_one_line(d.reason)}" if d.reason else "")
         for d in documents
     )
     return "\n".join([f"{'id':<16}  {'state':<8}{'parts':>5}  path", *lines])

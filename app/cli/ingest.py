@@ -8,6 +8,7 @@ import typer
 from ragblend.app.cli.bars import encoding_bar, progress_bars
 from ragblend.app.cli.common import Cli, plural
 from ragblend.app.cli.models import name_better_ones
+from ragblend.app.library.documents import on_one_line
 
 if TYPE_CHECKING:
     from ragblend.app.library.ingest import IngestReport
@@ -47,10 +48,10 @@ def ingest(
 
 def _print_report(cli: Cli, report: "IngestReport") -> None:
     for path, (_, reason) in report.failed.items():
-        cli.note(f"failed   {path}\n         {reason}")
+        cli.note(f"failed   {on_one_line(path)}\n         {on_one_line(reason)}")
     for label, listed in (("skipped", report.skipped), ("gone", report.gone), ("removed", report.pruned)):
         for path in listed:
-            cli.note(f"{label:<8} {path}")
+            cli.note(f"{label:<8} {on_one_line(path)}")
     if report.gone:
         cli.note(
             "Gone files still answer questions; `ragblend ingest --prune` removes them from the library."

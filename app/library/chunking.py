@@ -1,7 +1,8 @@
 """Cuts a document's parts into passages of at most N tokens of the model, each with its location."""
 
+import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 
@@ -13,7 +14,15 @@ from ragblend.kvstore.errors import OversizedDocumentError
 SEPARATOR = "\n\n"
 MAX_PASSAGES = 60_000  # of one document
 BLOCK_CHARACTERS = 500_000  # split at once, which bounds memory
+# As in LlamaIndex, with the ends of sentences in other scripts: NLTK finds those of Latin ones only.
+PHRASE = "[^,.;。？！।॥؟۔։።]+[,.;。？！।॥؟۔։።]?|[,.;。？！।॥؟۔։።]"
+# With the line of dashes below it in Markdown; in time that grows with the length of a line.
+TABLE_HEADER = re.compile(r"^(?>[^\n]* \| )[^\n]*+\n(?:[|:\- ]++\n)?", re.MULTILINE)
+CELL_NAME = re.compile(r"[^\n:]+: ")  # before a value in a row of CSV or XLSX
+IS_ROW = re.compile(r"\brow \d+\Z")
+TABLE_LINES = 3  # with cells; fewer are no table
 CountTokens = Callable[[str], int]
+Split = Callable[[str, int], list[str]]
 
 
 def cut_document(
@@ -23,40 +32,99 @@ def cut_document(
     chunk_tokens: int,
     overlap_tokens: int = 0,
 ) -> list[DocumentPassage]:
-    """Split on sentences with LlamaIndex's SentenceSplitter, across pages and sections.
+    """Split on sentences with LlamaIndex's SentenceSplitter, across pages and sections; tables at their rows.
 
     Full passages matter more than stopping at headings: every retrieved passage costs the same few fresh tokens
-    around it, however short it is.
+    around it, however short it is. Its location names the first and the last page or heading that it has text of.
     """
     from llama_index.core.node_parser import SentenceSplitter
 
-    splitter = SentenceSplitter(
-        chunk_size=chunk_tokens,
-        chunk_overlap=overlap_tokens,
-        tokenizer=lambda piece: range(_count(piece, count_tokens, chunk_tokens)),  # only its length is used
-        paragraph_separator=SEPARATOR,
-    )
-    text = SEPARATOR.join(part.text for part in parts)
-    starts = [0, *accumulate(len(part.text) + len(SEPARATOR) for part in parts)][: len(parts)]
-    pieces, places = list[str](), list[str]()
-    for first, last in blocks(text):
-        with _no_deadline():
-            found = splitter.split_text(text[first:last])
-        places += [
-            _span(*(parts[bisect_right(starts, first + at) - 1].location for at in ends))
-            for ends in locate(text[first:last], found)
+    def count(piece: str) -> int:
+        return _count(piece, count_tokens, chunk_tokens)
+
+    def split(text: str, limit: int) -> list[str]:
+        splitter = SentenceSplitter(
+            chunk_size=limit,
+            chunk_overlap=min(overlap_tokens, limit // 2),
+            tokenizer=lambda piece: range(count(piece)),  # only its length is used
+            paragraph_separator=SEPARATOR,
+            secondary_chunking_regex=PHRASE,
+        )
+        # The splitter counts a piece with the blank before it, and removes that: the first word may then be two tokens.
+        pieces = ((piece, count(piece)) for piece in splitter.split_text(text))
+        return [
+            each
+            for piece, tokens in pieces
+            for each in ([piece] if tokens <= limit else split(piece, tokens // 2 + 1))
         ]
-        pieces += found
-        if len(pieces) > MAX_PASSAGES:
-            raise OversizedDocumentError(
-                f"Cutting a document of {len(text):,} characters: it has more than {MAX_PASSAGES:,} passages of "
-                f"{chunk_tokens} tokens, the limit. Split it into parts, or cut longer passages."
-            )
+
+    with _no_deadline():
+        texts = [_repeat_table_headers(part, count, split, chunk_tokens) for part in parts]
+        text = SEPARATOR.join(texts)
+        starts = [0, *accumulate(len(each) + len(SEPARATOR) for each in texts)][: len(parts)]
+        pieces, places = list[str](), list[str]()
+        for first, last in blocks(text):
+            found = split(text[first:last], chunk_tokens)
+            for start, end in locate(text[first:last], found, overlap_tokens > 0):
+                here = slice(bisect_right(starts, first + start) - 1, bisect_right(starts, first + end))
+                places.append(_span(part.location for part in parts[here]))
+            pieces += found
+            if len(pieces) > MAX_PASSAGES:
+                raise OversizedDocumentError(
+                    f"Cutting a document of {len(text):,} characters: it has more than {MAX_PASSAGES:,} passages of "
+                    f"{chunk_tokens} tokens, the limit. Split it into parts, or cut longer passages."
+                )
     named = [place or f"part {n} of {len(pieces)}" for n, place in enumerate(places, start=1)]
     return [
         DocumentPassage(node_id(document, index, piece), document, index, piece, place)
         for index, (piece, place) in enumerate(zip(pieces, named, strict=True))
     ]
+
+
+def _repeat_table_headers(part: DocumentPart, count: CountTokens, split: Split, chunk_tokens: int) -> str:
+    """The text with each table that is longer than a passage as several tables, which all begin with its header."""
+    text, is_row = part.text, IS_ROW.search(part.location) is not None
+    if not (is_row or " | " in text) or count(text) <= chunk_tokens:
+        return text
+    if is_row:
+        lines = (_cell(line, count, split, chunk_tokens) for line in text.split("\n"))
+        return re.sub(r"\n{3,}", SEPARATOR, "\n".join(lines)).strip()
+    return SEPARATOR.join(
+        SEPARATOR.join(_tables(paragraph, count, split, chunk_tokens)) for paragraph in text.split(SEPARATOR)
+    )
+
+
+def _cell(line: str, count: CountTokens, split: Split, chunk_tokens: int) -> str:
+    """The line of a cell, or if its value is longer than a passage, pieces of it that fit, each with the name."""
+    name = CELL_NAME.match(line)
+    room = chunk_tokens - count(SEPARATOR + name.group()) if name else 0
+    if name is None or room < chunk_tokens // 2 or count(line) <= room:
+        return line
+    pieces = (name.group() + piece for piece in split(line[name.end() :], room - 1))
+    return f"{SEPARATOR}{SEPARATOR.join(pieces)}{SEPARATOR}"
+
+
+def _tables(paragraph: str, count: CountTokens, split: Split, chunk_tokens: int) -> Iterator[str]:
+    """The paragraph, or if it is a table of more tokens, its rows in groups that fit, each below the header."""
+    header, lines = TABLE_HEADER.search(paragraph), paragraph.count("\n") + 1
+    with_cells = sum(" | " in line for line in paragraph.split("\n")) if header else 0
+    if header is None or with_cells < max(TABLE_LINES, lines / 2) or count(paragraph) <= chunk_tokens:
+        yield paragraph
+        return
+    group = paragraph[: header.end()]  # a caption stands before the header of the first group only
+    tokens, repeated = count(SEPARATOR + group), count(SEPARATOR + header.group())
+    room, has_rows = chunk_tokens - tokens, False
+    if room < chunk_tokens // 2:  # a header that long is not repeated
+        yield paragraph
+        return
+    for line in paragraph[header.end() :].split("\n"):
+        for row in [line] if count(f"{line}\n") <= room else split(line, room - 1):
+            new = count(f"{row}\n")
+            if has_rows and tokens + new > chunk_tokens:
+                yield group.rstrip("\n")
+                group, tokens = header.group(), repeated
+            group, tokens, has_rows = f"{group}{row}\n", tokens + new, True
+    yield group.rstrip("\n")
 
 
 def blocks(text: str) -> Iterator[tuple[int, int]]:
@@ -74,14 +142,19 @@ def blocks(text: str) -> Iterator[tuple[int, int]]:
     yield start, len(text)
 
 
-def locate(text: str, pieces: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """The index of the first and the last character of each piece in the text, which has them in this order."""
+def locate(text: str, pieces: Sequence[str], overlap: bool) -> Iterator[tuple[int, int]]:
+    """The index of the first and the last character of each piece in the text, which has them in this order.
+
+    overlap: a piece may begin before the last one's end, and before its start where that was split again.
+    """
     cursor = 0
     for piece in pieces:
         start = text.find(piece, cursor)
+        if start < 0 and overlap:
+            start = text.rfind(piece, 0, cursor + len(piece))
         assert start >= 0, "the splitter changed the text"
         yield start, start + len(piece) - 1
-        cursor = start + 1  # with overlap a piece begins before the last one's end
+        cursor = start + (1 if overlap else len(piece))
 
 
 @contextmanager
@@ -108,7 +181,7 @@ def _count(piece: str, count_tokens: CountTokens, chunk_tokens: int) -> int:
     return chunk_tokens + 1 if is_too_long else count_tokens(piece)
 
 
-def _span(first: str, last: str) -> str:
-    if first == last or not last:
-        return first
-    return f"{first} – {last}" if first else last
+def _span(locations: Iterable[str]) -> str:
+    """The first and the last of these locations, without empty ones."""
+    names = list(dict.fromkeys(filter(None, locations)))
+    return f"{names[0]} – {names[-1]}" if len(names) > 1 else "".join(names)

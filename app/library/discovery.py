@@ -2,23 +2,25 @@
 
 import errno
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ragblend.app.database import storable
 from ragblend.app.home import absolute
+from ragblend.app.library.documents import composed, printable
 from ragblend.app.library.readers import READERS
+from ragblend.app.settings import Settings
 from ragblend.kvstore.errors import DocumentError, DocumentNotFoundError, UnreadableDocumentError
-
-# Lock files of office programs and unfinished downloads, which come and go beside documents.
-TEMPORARY = ("~$*", ".~lock.*", "*.tmp", "*.part", "*.crdownload", "*.swp", "*~", "Thumbs.db", "desktop.ini")
 
 
 @dataclass(frozen=True)
 class Discovery:
-    """files in a stable order; skipped: in a folder, but a link, temporary or of no known kind; failed: path, error."""
+    """files in a stable order; failed: path, error.
+
+    skipped: in a folder, but a link, of no known kind, or (whole folders too) named in the setting `skip`.
+    """
 
     files: tuple[Path, ...]
     folders: tuple[Path, ...]
@@ -26,77 +28,94 @@ class Discovery:
     failed: tuple[tuple[Path, DocumentError], ...]
 
 
-def discover(paths: Sequence[Path]) -> Discovery:
-    """List the files of these paths and folders, without hidden ones.
+def discover(paths: Sequence[Path], skip: str = Settings.skip) -> Discovery:
+    """List the files of these paths and folders. skip: the setting; what is given as a path itself is never skipped.
 
     Links in a folder are not followed: whoever may write there could have any file of this account read. A link that
     is given as a path itself is the user's own choice.
     """
-    files: dict[Path, None] = {}
+    files: dict[str, Path] = {}
     folders: list[Path] = []
     skipped: list[Path] = []
     failed: list[tuple[Path, DocumentError]] = []
+
+    def add(file: Path) -> None:
+        other = files.setdefault(composed(printable(file)), file)
+        if other != file:
+            message = (
+                f"Reading {printable(file)}: {printable(other.name)} has the same name in another Unicode form. "
+                "Rename one of them."
+            )
+            failed.append((file, UnreadableDocumentError(message)))
+
     for given in paths:
         path = absolute(given)
         try:
             if path.is_dir():
                 folders.append(path)
-                for file in _walk_folder(path, failed):
-                    if is_known(file) and not os.path.islink(file):
-                        files[file] = None
+                for file in _walk_folder(path, skip, skipped, failed):
+                    if is_readable(file) and not os.path.islink(file):
+                        add(file)
                     else:
                         skipped.append(file)
             else:
-                files[_check_given(path)] = None
+                add(_check_given(path))
         except DocumentError as error:
             failed.append((path, error))
         except OSError as error:
             message = f"Reading {printable(path)}: {error.strerror}. Check its name and rights."
             failed.append((path, UnreadableDocumentError(message)))
-    for path in [path for path in files if printable(path) != str(path)]:
-        del files[path]
-        message = f"Reading {printable(path)}: its name is not UTF-8. Rename the file."
-        failed.append((path, UnreadableDocumentError(message)))
-    return Discovery(tuple(files), tuple(folders), tuple(dict.fromkeys(skipped)), tuple(failed))
-
-
-def printable(path: Path) -> str:
-    """A path that can be printed and stored, whatever its bytes are."""
-    return storable(str(path))
+    return Discovery(
+        tuple(files.values()), tuple(folders), tuple(dict.fromkeys(skipped)), tuple(dict(failed).items())
+    )
 
 
 def is_gone(path: Path) -> bool:
-    """Whether the file or folder does not exist; False if that cannot be known."""
+    """Whether no file is there, but nothing or a folder; False if that cannot be known."""
     try:
-        path.stat()
+        return stat.S_ISDIR(path.stat().st_mode)
     except OSError as error:
         return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-    return False
+
+
+def is_replaced(path: Path) -> bool:
+    """Whether a folder has the place of the file, or a file that of its folder."""
+    return path.is_dir() or any(parent.is_file() for parent in path.parents)
+
+
+def is_readable(path: Path) -> bool:
+    """Whether there is a reader for its suffix."""
+    return path.suffix.lower() in READERS
+
+
+def is_skipped(name: str, skip: str) -> bool:
+    """Whether the name of a file or folder fits one of the patterns, which commas separate, ignoring case."""
+    patterns = (pattern.strip() for pattern in skip.casefold().split(","))
+    return any(fnmatchcase(name.casefold(), pattern) for pattern in patterns)
 
 
 def _check_given(path: Path) -> Path:
-    name = Path(printable(path))
+    name = printable(path)
     if not os.path.lexists(path):
         raise DocumentNotFoundError(f"Looking for {name}: there is no such file or folder. Check the path.")
-    if not is_known(path):
+    if not is_readable(path):
         known = ", ".join(READERS)
         raise UnreadableDocumentError(
-            f"Reading {name}: {name.suffix or 'no suffix'} is not supported. Convert it to one of {known}."
+            f"Reading {name}: {path.suffix or 'no suffix'} is not supported. Convert it to one of {known}."
         )
     return path
 
 
-def is_known(path: Path) -> bool:
-    """Whether there is a reader for its suffix, and its name is not one that programs give to temporary files."""
-    return path.suffix.lower() in READERS and not any(fnmatch(path.name, each) for each in TEMPORARY)
-
-
-def _walk_folder(folder: Path, failed: list[tuple[Path, DocumentError]]) -> Iterator[Path]:
+def _walk_folder(
+    folder: Path, skip: str, skipped: list[Path], failed: list[tuple[Path, DocumentError]]
+) -> Iterator[Path]:
     def note(error: OSError) -> None:
         path = Path(error.filename)
         message = f"Reading the folder {printable(path)}: {error.strerror}. Check its rights."
         failed.append((path, UnreadableDocumentError(message)))
 
     for parent, folders, names in os.walk(folder, onerror=note):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
+        left_out = {name for name in (*folders, *names) if is_skipped(name, skip)}
+        skipped += [Path(parent, name) for name in sorted(left_out)]
+        folders[:] = sorted(set(folders) - left_out)
+        yield from (Path(parent, name) for name in sorted(set(names) - left_out))

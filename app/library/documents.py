@@ -1,11 +1,17 @@
 """The records of documents and passages in the library, and how their ids are made."""
 
 import hashlib
+import os
+import re
+import unicodedata
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+ESCAPED = re.compile(rb"\\x([89a-f][0-9a-f])")
+# Control characters, and those that turn the direction of all that follows on a line.
+UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 SCANNED = "it is probably scanned"  # part of the reason of such a failure
 
 
@@ -37,7 +43,8 @@ class FileFacts:
 class Document:
     """One row of the registry. `recipe` says how its text was cut and embedded: another recipe means doing it again.
 
-    reason: why it failed; uploaded: the home has a copy of the file (set by `Library.page` only).
+    path: as `printable` writes it; reason: why it failed; uploaded: the home has a copy of the file (set by
+    `Library.page` only).
     """
 
     id: str
@@ -54,6 +61,10 @@ class Document:
     @property
     def name(self) -> str:
         return Path(self.path).name
+
+    @property
+    def file(self) -> Path:
+        return as_path(self.path)
 
     @property
     def size(self) -> int:
@@ -76,9 +87,37 @@ class DocumentPassage:
     location: str
 
 
+def printable(path: Path | str) -> str:
+    """A path, or a text with one, that can be printed and stored: a byte that is not UTF-8 is written as `\\xe9`."""
+    try:
+        return os.fsencode(path).decode("utf-8", "backslashreplace")
+    except UnicodeEncodeError:  # half a surrogate pair, which no file's name gives
+        return str(path).encode("utf-8", "replace").decode("utf-8")
+
+
+def as_path(text: str) -> Path:
+    """The path that `printable` wrote."""
+    path = Path(text)
+    if "\\x" in text and not os.path.lexists(path):  # else its name has a backslash
+        return Path(
+            os.fsdecode(ESCAPED.sub(lambda found: bytes.fromhex(found[1].decode()), os.fsencode(text)))
+        )
+    return path
+
+
+def on_one_line(path: str) -> str:
+    """A path as it is shown in a terminal, with escapes for line ends and other control characters."""
+    return UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), path)
+
+
+def composed(path: str) -> str:
+    """The form (Unicode's NFC) in which names are compared: file systems and programs write `é` in two ways."""
+    return unicodedata.normalize("NFC", path)
+
+
 def document_id(collection: str, path: str) -> str:
     """A stable id of one path in one collection: 16 hex digits."""
-    return _digest(collection, path)[:16]
+    return _digest(collection, composed(path))[:16]
 
 
 def node_id(document: str, index: int, text: str) -> str:

@@ -14,8 +14,15 @@ from typing import Any
 
 from ragblend.app.library import readers
 from ragblend.app.library.chunking import cut_document
-from ragblend.app.library.discovery import Discovery, discover, is_gone, printable
-from ragblend.app.library.documents import Document, DocumentPassage, DocumentState, FileFacts, content_digest
+from ragblend.app.library.discovery import Discovery, discover, is_gone, is_replaced
+from ragblend.app.library.documents import (
+    Document,
+    DocumentPassage,
+    DocumentState,
+    FileFacts,
+    content_digest,
+    printable,
+)
 from ragblend.app.library.encoding import KvProgress, KvReport, encode_missing
 from ragblend.app.library.file_checks import check_file
 from ragblend.app.library.registry import Embeddings
@@ -33,6 +40,10 @@ from ragblend.kvstore.errors import (
 
 MANY_FILES = 16  # a document's passages are sketched first if so many files wait behind it,
 MANY_PASSAGES = 200  # or it has so many passages
+READINGS = 3  # of a file that changes while it is read
+CHANGED = (
+    "it changed while it was read, so parts of two versions may be in it; the next ingest reads it again"
+)
 SKETCHED = ", sketched"  # the end of its recipe, until it is embedded in full
 
 
@@ -40,7 +51,8 @@ SKETCHED = ", sketched"  # the end of its recipe, until it is embedded in full
 class IngestReport:
     """The result of one run. failed: path -> (name of the error, reason); gone: ingested earlier, no longer a file.
 
-    pruned: gone, and therefore removed; kv: the result of encoding, None if that was not requested.
+    skipped: as in `Discovery`, and files that vanished before their turn; pruned: gone, and therefore removed; kv: the
+    result of encoding, None if that was not requested.
     """
 
     added: list[str] = field(default_factory=list)
@@ -85,13 +97,14 @@ def ingest_paths(
     """Make files and folders searchable, without KV. Ctrl-C ends the run early and keeps what is done
     (`report.interrupted`), and so does a KeyboardInterrupt of is_cancelled(), called between two passages or pages.
 
-    prune: remove the documents of these folders whose file is gone. One bad document is listed and stops nothing; a
+    prune: remove the documents of these folders whose file is gone; those in whose place a folder stands, or the other
+    way round, are removed in any case. One bad document is listed and stops nothing; a
     full disk, a missing model and the like are raised. Between two files other threads may take the writer lock.
     """
     run, workspaces = _IngestRun(workspace, ProgressCounter(on_progress, is_cancelled)), workspace.workspaces
     is_over = has_yielded = False
     try:
-        steps = run.ingest_all(discover(paths), prune)
+        steps = run.ingest_all(discover(paths, workspace.settings.skip), prune)
         while not is_over:
             with workspaces.writing(patient=has_yielded):
                 is_over = not any(workspaces.has_waiting_writer for _ in steps)
@@ -184,28 +197,39 @@ class _IngestRun:
             self._record_failure(path, error)
         self._meter.count("parse", more=len(found.files))
         for number, path in enumerate(found.files, 1):
-            self._meter.name = path.name
+            self._meter.name = printable(path.name)
             try:
                 self.ingest_one(path, len(found.files) - number)
             except DocumentError as error:
                 self._record_failure(path, error)
             self._meter.count("parse", done=1)
             yield
-        for document in self._missing_documents(found.folders):
-            (self.report.pruned if prune else self.report.gone).append(document.path)
-            if prune:
+        for document in self._missing_documents((*found.folders, *found.files)):
+            removes = prune or is_replaced(document.file)
+            (self.report.pruned if removes else self.report.gone).append(document.path)
+            if removes:
                 remove_document(self._workspace, document)
 
     def ingest_one(self, path: Path, behind: int = 0) -> None:
-        """Ingest a file if it is new or has changed. A failure is stored with the document, and raised."""
-        known = self._library.document(self._collection, str(path))
+        """Ingest a file if it is new or has changed. A failure is stored with the document, and raised.
+
+        Nothing is stored of a file that has vanished.
+        """
+        name = printable(path)
+        known = self._library.document(self._collection, name)
         try:
             kind = self._ingest(path, known, behind)
         except DocumentError as error:
+            if is_gone(path) and not path.is_symlink():
+                self.report.skipped.append(name)
+                return
             kept = " Its earlier version is kept and still used." if known and known.passages else ""
-            self._library.fail(self._library.begin(self._collection, str(path)), f"{error}{kept}")
+            reason = printable(f"{error}{kept}")
+            self._library.fail(self._library.begin(self._collection, name), reason)
             raise
-        getattr(self.report, kind).append(str(path))
+        if known and known.path != name:
+            self._library.set_path(known.id, name)
+        getattr(self.report, kind).append(name)
 
     def _ingest(self, path: Path, known: Document | None, behind: int) -> str:
         """Returns the field of the report that the file belongs to."""
@@ -220,15 +244,33 @@ class _IngestRun:
             return "unchanged"
         self._meter.count("parse")
         cut_before = bool(known and same and known.passages)
-        document = self._library.begin(self._collection, str(path))
         if not cut_before:
-            self._cut_and_embed(path, document, facts, known, behind)
+            facts, text = self._read(path, facts)
+        document = self._library.begin(self._collection, printable(path))
+        if not cut_before:
+            self._cut_and_embed(path, document, facts, text, known, behind)
         self._write_to_index(document)
         self._library.finish(document)
         return "added" if known is None or not known.passages else "resumed" if cut_before else "updated"
 
+    def _read(self, path: Path, facts: FileFacts) -> tuple[FileFacts, readers.DocumentText]:
+        """The file's text, and its facts when that was read; again if it changed meanwhile."""
+        for _ in range(READINGS):
+            text = readers.read_document(path, self._show_pages)
+            if facts.fit(path):
+                return facts, text
+            facts = _read_facts(path)
+        # Facts that never fit, so that the next run reads it again.
+        return replace(facts, mtime_ns=-1, sha256=""), replace(text, notes=(*text.notes, CHANGED))
+
     def _cut_and_embed(
-        self, path: Path, document: str, facts: FileFacts, known: Document | None, behind: int
+        self,
+        path: Path,
+        document: str,
+        facts: FileFacts,
+        text: readers.DocumentText,
+        known: Document | None,
+        behind: int,
     ) -> None:
         settings, engine = self._workspace.settings, self._workspace.engine
 
@@ -236,9 +278,6 @@ class _IngestRun:
             self._meter.check()
             return engine.count_tokens(piece)
 
-        text = readers.read_document(path, self._show_pages)
-        if not facts.fit(path):  # it changed while it was read: the next run reads it again
-            facts = replace(facts, mtime_ns=-1, sha256="")
         passages = cut_document(document, text.parts, count, settings.chunk_tokens, settings.chunk_overlap)
         if not passages:
             raise EmptyDocumentError(f"Reading {path}: there is no text in it. Nothing of it was ingested.")
@@ -282,14 +321,15 @@ class _IngestRun:
             workspace.engine.forget(stale)  # last, so that KV which old and new nodes share is kept
         self.report.passages += len(passages)
 
-    def _missing_documents(self, folders: Sequence[Path]) -> list[Document]:
-        """Documents with passages in these folders whose file no longer exists."""
+    def _missing_documents(self, paths: Sequence[Path]) -> list[Document]:
+        """Documents at or below these paths that have passages, and whose file no longer exists."""
+        above = frozenset(paths)
         known = [each for each in self._library.documents(self._collection) if each.passages]
-        inside = [d for d in known if any(Path(d.path).is_relative_to(folder) for folder in folders)]
-        return [document for document in inside if is_gone(Path(document.path))]
+        inside = [each for each in known if not above.isdisjoint((each.file, *each.file.parents))]
+        return [document for document in inside if is_gone(document.file)]
 
     def _record_failure(self, path: Path, error: DocumentError) -> None:
-        self.report.failed[printable(path)] = (type(error).__name__, str(error))
+        self.report.failed[printable(path)] = (type(error).__name__, printable(str(error)))
 
     @property
     def _recipe(self) -> str:

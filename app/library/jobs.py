@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ragblend.app.library.discovery import discover, is_gone, printable
+from ragblend.app.library.discovery import discover, is_gone
+from ragblend.app.library.documents import as_path, printable
 from ragblend.app.library.encoding import KvProgress, encode_missing
 from ragblend.app.library.erasure import erase_removed
 from ragblend.app.library.file_checks import check_file
@@ -108,10 +109,10 @@ class JobQueue:
     def add(self, paths: Sequence[Path], collection: str) -> QueuedFiles:
         """Queue files and folders. Raises SettingsError for an invalid collection name."""
         self.workspaces.of(collection)
-        found = discover(list(paths))
-        failed = tuple((printable(path), str(error)) for path, error in found.failed)
+        found = discover(list(paths), self.workspaces.settings.skip)
+        failed = tuple((printable(path), printable(str(error))) for path, error in found.failed)
         # A given folder may contain the home.
-        files = [(str(path), _size(path)) for path in found.files if not self._is_inside_home(path)]
+        files = [(printable(path), _size(path)) for path in found.files if not self._is_inside_home(path)]
         count = self.store.add("ingest", collection, files)
         self.wake()
         return QueuedFiles(count, tuple(map(printable, found.skipped)), failed)
@@ -138,7 +139,7 @@ class JobQueue:
     def remove_missing(self, paths: Sequence[Path], collection: str) -> int:
         """Queue the removal of documents whose files no longer exist. Returns how many of them are in the library."""
         library = self.workspaces.library
-        known = [str(path) for path in paths if library.document(collection, str(path))]
+        known = [name for name in map(printable, paths) if library.document(collection, name)]
         if known:
             self.store.add("remove", collection, [(path, 0) for path in known])
             self.wake()
@@ -233,8 +234,8 @@ class JobQueue:
         """Copies of cancelled uploads that are not documents."""
         originals, library = self.workspaces.home.originals, self.workspaces.library
         jobs, _ = self.store.page("cancelled", "", 0, -1)
-        copies = [job for job in jobs if Path(job.path).parent == originals / job.collection]
-        return [Path(job.path) for job in copies if library.document(job.collection, job.path) is None]
+        copies = [job for job in jobs if as_path(job.path).parent == originals / job.collection]
+        return [as_path(job.path) for job in copies if library.document(job.collection, job.path) is None]
 
     def wake(self) -> None:
         """Have the worker look for work: a file, or passages without KV."""
@@ -342,21 +343,25 @@ class JobQueue:
         try:
             behind = self.store.counts()["queued"] - 1  # the job itself is still counted
             report = ingest_file(
-                self.workspaces.of(job.collection), Path(job.path), show, is_cancelled, behind
+                self.workspaces.of(job.collection), as_path(job.path), show, is_cancelled, behind
             )
         except DocumentError as error:
-            return "failed", str(error)
+            return "failed", printable(str(error))
         except (RagBlendError, OSError, MemoryError):
             raise
         except Exception as error:  # a bug in our code or in a parser must not stop the other files
             log.exception("ingesting %s failed", job.path)
-            return "failed", f"Reading {job.path}: {type(error).__name__}: {error}. Please report this."
-        return ("unchanged" if report.unchanged else "done"), ""
+            return "failed", printable(
+                f"Reading {job.path}: {type(error).__name__}: {error}. Please report this."
+            )
+        return ("unchanged" if report.unchanged or report.skipped else "done"), ""
 
     def _remove_if_missing(self, job: FileJob) -> JobState:
-        """Remove a document whose file does not exist; one whose file exists again stays."""
+        """Remove a document whose file does not exist; one whose file exists again stays, also by its other name."""
+        # Running: a file of that name that comes back meanwhile is queued anew.
+        is_cancelled = not self.store.start(job.id, "parsing")
         document = self.workspaces.library.document(job.collection, job.path)
-        if document is None or not is_gone(Path(job.path)):
+        if is_cancelled or document is None or not is_gone(document.file):
             return "unchanged"
         remove_document(self.workspaces.of(job.collection), document)
         if not self.store.has_other(job):  # the worker may go on for hours

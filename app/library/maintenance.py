@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragblend.app.home import Home
@@ -134,7 +133,7 @@ def repair(
 
 def _restored(workspace: Workspace, document: Document) -> bool:
     """Ingest the document again if its file is still the one that was ingested; whether it is."""
-    path = Path(document.path)
+    path = document.file
     if not path.is_file() or content_digest(path) != document.facts.sha256:
         return False
     ingest_file(workspace, path)

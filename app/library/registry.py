@@ -21,7 +21,16 @@ from numpy.typing import NDArray
 
 from ragblend.app.database import WORD, Database, now, words_of
 from ragblend.app.home import absolute
-from ragblend.app.library.documents import Document, DocumentPassage, DocumentState, FileFacts, document_id
+from ragblend.app.library.documents import (
+    Document,
+    DocumentPassage,
+    DocumentState,
+    FileFacts,
+    composed,
+    document_id,
+    on_one_line,
+    printable,
+)
 from ragblend.app.rescue import Gap
 from ragblend.kvstore.errors import LibraryError
 
@@ -167,17 +176,21 @@ class Library(Database):
         folder: the base of a relative path; "": the current folder.
         """
         known = self.documents(collection)
-        path = str(absolute(Path(folder, os.path.expanduser(reference))))
-        exact = [document for document in known if reference == document.id or path == document.path]
+        path = printable(absolute(Path(folder, os.path.expanduser(reference))))
+        exact = [d for d in known if d.id in (reference, document_id(collection, path))]
+        name = composed(printable(reference))
         loose = [
-            d for d in known if reference == d.name or (len(reference) >= 4 and d.id.startswith(reference))
+            d
+            for d in known
+            if name in (composed(d.name), on_one_line(d.name), on_one_line(d.path))
+            or (len(reference) >= 4 and d.id.startswith(reference))
         ]
         found = exact or loose
         if len(found) == 1:
             return found[0]
         several = f"it could be any of {', '.join(document.path for document in found)}"
         raise LibraryError(
-            f"Looking for the document {reference!r}: {several if found else 'there is none'}. "
+            f"Looking for the document {printable(reference)!r}: {several if found else 'there is none'}. "
             "`ragblend docs list` shows the documents with their ids."
         )
 
@@ -186,10 +199,15 @@ class Library(Database):
         key = document_id(collection, path)
         query = (
             "INSERT INTO documents (id, path, collection, state, updated_at) VALUES (?, ?, ?, 'pending', ?) "
-            "ON CONFLICT (id) DO UPDATE SET state = 'pending', reason = '', updated_at = excluded.updated_at"
+            "ON CONFLICT (id) DO UPDATE SET path = excluded.path, state = 'pending', reason = '', "
+            "updated_at = excluded.updated_at"
         )
         self.execute(query, key, path, collection, now())
         return key
+
+    def set_path(self, document: str, path: str) -> None:
+        """Store a path whose name is now written in another Unicode form."""
+        self.execute("UPDATE documents SET path = ? WHERE id = ?", path, document)
 
     def finish(self, document: str) -> None:
         """Mark a document as done, with nothing stale."""

@@ -5,7 +5,6 @@ has is erased from conversations and Chroma's files by `erasure`, which runs at 
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from ragblend.app.library.documents import Document
 from ragblend.app.library.job_store import JobStore
@@ -35,6 +34,6 @@ def remove_document(workspace: Workspace, document: Document) -> RemovedDocument
     if home.jobs.exists():
         with JobStore(home.jobs) as jobs:
             jobs.forget(document.collection, [document.path])
-    freed += delete_upload(home, Path(document.path))
+    freed += delete_upload(home, document.file)
     library.remove(document.id)
     return RemovedDocument(document.path, len(nodes), freed)

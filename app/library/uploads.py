@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ragblend.app.home import Home
-from ragblend.app.library.documents import content_digest
+from ragblend.app.library.documents import composed, content_digest
 from ragblend.kvstore.errors import LibraryError, StoreFullError, UnreadableDocumentError
 from ragblend.kvstore.files import FILE_MODE, FOLDER_MODE, NO_ROOM, sync_file
 from ragblend.kvstore.posix import sync_folder
@@ -82,8 +82,11 @@ def _candidate_names(wanted: Path) -> Iterator[Path]:
 
 
 def safe_name(name: str) -> str:
-    """A file name that every file system takes: no folders, control characters or leading dots, not too long."""
-    last = re.split(r"[/\\]", name)[-1]
+    """A file name that every file system takes: no folders, control characters or leading dots, not too long.
+
+    In the Unicode form in which names are compared: the same name in another form is another file of the same name.
+    """
+    last = composed(re.split(r"[/\\]", name)[-1])
     shown = "".join(c for c in last if unicodedata.category(c)[0] != "C").strip().lstrip(".")
     stem, dot, suffix = shown.rpartition(".")
     stem, suffix = (stem, dot + suffix) if stem and len(suffix) < 20 else (shown, "")

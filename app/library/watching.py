@@ -12,7 +12,8 @@ from pathlib import Path
 
 from ragblend.app.extras import check_installed
 from ragblend.app.home import absolute
-from ragblend.app.library.discovery import is_gone, is_known
+from ragblend.app.library.discovery import is_gone, is_readable, is_skipped
+from ragblend.app.library.documents import as_path, printable
 from ragblend.app.library.jobs import JobQueue
 from ragblend.kvstore.errors import UsageError
 
@@ -38,12 +39,12 @@ class Watcher:
         self._jobs.workspaces.of(collection)  # raises SettingsError for an invalid name
         with self._lock:
             for other in (each.path for each in self._folders.values() if each.collection == collection):
-                if folder.is_relative_to(other) or Path(other).is_relative_to(folder):
+                if folder.is_relative_to(as_path(other)) or as_path(other).is_relative_to(folder):
                     raise UsageError(f"Watching {folder}: {other} is watched for {collection!r} already.")
             query = "INSERT INTO watched (path, collection) VALUES (?, ?)"
-            key = self._jobs.store.execute(query, str(folder), collection).lastrowid
+            key = self._jobs.store.execute(query, printable(folder), collection).lastrowid
             assert key is not None
-            watched = self._folders[key] = WatchedFolder(key, str(folder), collection)
+            watched = self._folders[key] = WatchedFolder(key, printable(folder), collection)
             if self._started:
                 watched.start(self._jobs, self._quiet_ms)
         return watched
@@ -88,7 +89,7 @@ class WatchedFolder:
 
     def __init__(self, id: int, path: str, collection: str, reason: str = "watching has not started") -> None:
         self.id, self.path, self.collection, self.reason = id, path, collection, reason
-        self._path, self._ending = Path(path), threading.Event()
+        self._path, self._ending = as_path(path), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ragblend-watch", daemon=True)
 
     def start(self, jobs: JobQueue, quiet_ms: int) -> None:
@@ -138,7 +139,7 @@ class WatchedFolder:
             if not self._path.is_dir():
                 self.reason = f"{self._path} no longer exists. Its documents stay, and it is checked again."
                 return
-            self._apply_changes(Path(path) for _, path in changes)
+            self._apply_changes(_real(Path(path)) for _, path in changes)
 
     def _scan(self) -> None:
         """Find earlier changes. An empty folder is more likely an unmounted disk than a wish to delete everything."""
@@ -154,24 +155,30 @@ class WatchedFolder:
         self.reason = ""
 
     def _missing_in(self, folder: Path) -> list[Path]:
-        known = self._jobs.workspaces.library.paths_below(self.collection, str(folder))
-        return [path for path in map(Path, known) if is_gone(path)]
+        known = self._jobs.workspaces.library.paths_below(self.collection, printable(folder))
+        return [path for path in map(as_path, known) if is_gone(path)]
 
     def _apply_changes(self, paths: Iterable[Path]) -> None:
         """Queue the jobs for changed paths; moving a whole folder is one event."""
-        changed = {path for path in paths if not _is_hidden(path, self._path)}
+        skip = self._jobs.workspaces.settings.skip
+        changed = {path for path in paths if not _is_skipped(path, self._path, skip)}
         mine = [path for path in changed if not _is_behind_link(path, self._path)]
-        there = [path for path in mine if os.path.isdir(path) or (is_known(path) and not is_gone(path))]
-        gone = [path for path in changed if is_gone(path)]
+        there = [path for path in mine if os.path.isdir(path) or (is_readable(path) and not is_gone(path))]
         if there:
             self._jobs.add(there, self.collection)
-        for path in gone:
-            self._jobs.remove_missing([path, *self._missing_in(path)], self.collection)
+        for path in changed:  # also below a file: its place may have been a folder's
+            gone = [path] if is_gone(path) else []
+            self._jobs.remove_missing([*gone, *self._missing_in(path)], self.collection)
 
 
-def _is_hidden(path: Path, root: Path) -> bool:
+def _real(path: Path) -> Path:
+    """The path of an event, or its folder if bytes of its name were lost because they are not UTF-8."""
+    return path.parent if "\ufffd" in path.name and is_gone(path) else path
+
+
+def _is_skipped(path: Path, root: Path, skip: str) -> bool:
     inside = path.relative_to(root).parts if path.is_relative_to(root) else path.parts
-    return any(part.startswith(".") for part in inside)
+    return any(is_skipped(part, skip) for part in inside)
 
 
 def _is_behind_link(path: Path, root: Path) -> bool:

@@ -4,13 +4,19 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+# Chinese, Japanese, Arabic, Urdu, Hindi, Armenian, Ethiopic: a sentence ends here even if no blank follows.
+FULL_STOPS = "。！？｡؟۔।॥։።"
+# Also the marks that open a quotation in English and close one in German, Danish or Polish.
+QUOTES = r"\"'”’“‘»«›‹」』》〉】）)*_"
 # Not the dot of an abbreviation, an initial or a decimal; quotes and citations after it belong to the sentence.
 SENTENCE_END = re.compile(
-    r"(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)(?<!\bNo)(?<!\bvs)(?<!\be\.g)(?<!\bi\.e)(?<!\b[A-HJ-Z])"
-    r"(?<![.!?…])[.!?…]++[\"'”’)*_]*+(?=\s|$|\[\d)(?:[ \t]*\[\d{1,4}(?:\s*[,;]\s*\d{1,4})*\])*"
+    r"(?:(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)(?<!\bNo)(?<!\bvs)(?<!\be\.g)(?<!\bi\.e)(?<!\b[A-HJ-Z])"
+    rf"(?<![.!?…])[.!?…]++(?:[{QUOTES}]|[ \u00a0\u202f]»(?=\s|$))*+(?=\s|$|\[\d)"
+    rf"|[{FULL_STOPS}]++[{FULL_STOPS}.!?…{QUOTES}]*+)"
+    r"(?:[ \t]*\[\d{1,4}(?:\s*[,;]\s*\d{1,4})*\])*"
 )
 _MAY_CITE = re.compile(r"[ \t]*(\[[\d\s,;]*)?")  # after a sentence: may be the beginning of a citation
-_BRACKET = re.compile(r"(?<=[.!?…])[\"'”’)*_]*\[\Z")
+_BRACKET = re.compile(rf"(?<=[.!?…{FULL_STOPS}])[{QUOTES}]*\[\Z")
 _UNFINISHED = "�"  # a tokenizer's output for part of a character
 
 
@@ -41,7 +47,7 @@ class TextStream:
 
     def _end_of(self, text: str, final: bool) -> int:
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
-        sentence = _first_sentence(text) if self._one_sentence else None
+        sentence = _first_sentence(text.rstrip(_UNFINISHED)) if self._one_sentence else None
         is_open = sentence is not None and not final and _MAY_CITE.fullmatch(text, sentence) is not None
         if sentence is not None and (found or not is_open):
             found.append(sentence)

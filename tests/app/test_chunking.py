@@ -1,5 +1,8 @@
 """Cutting documents: passages fit, have all text once, and have locations."""
 
+import random
+import re
+
 import pytest
 
 from ragblend.app.library import chunking
@@ -85,3 +88,130 @@ def test_sentence_splitting_has_no_deadline(monkeypatch):
     monkeypatch.setattr(redos, "DEFAULT_TIMEOUT", 1e-6)
     assert len(cut([DocumentPart(sentences("a", 2000), "")], 40)) > 300
     assert redos.DEFAULT_TIMEOUT == 1e-6, "for others it is as it was"
+
+
+HEADER = "Boat | Berth | Owner"
+
+
+def rows(count):
+    return [f"Gull{n} | quay {n} | Ada Berg the {n}th" for n in range(count)]
+
+
+@pytest.mark.parametrize("dashes", ["", "\n---|---|---"])
+def test_rows_of_a_long_table_keep_their_header(dashes):
+    """Only the passage with the first rows said what the columns are."""
+    header = HEADER + dashes
+    table = "\n".join(["All boats of the harbour", header, *rows(40)])
+    text = f"{sentences('a', 3)}\n\n{table}\n\n{sentences('b', 3)}"
+    passages = cut([DocumentPart(text, "Boats")], 60)
+    of_table = [passage.text for passage in passages if "Gull" in passage.text]
+    assert len(of_table) > 5 and all(words(text) <= 60 for text in of_table)
+    assert all(text.index(header) < text.index("Gull") for text in of_table)
+    found = [line for text in of_table for line in text.split("\n") if line.startswith("Gull")]
+    assert found == rows(40), "each row once, in order"
+
+
+def test_each_part_of_a_long_row_has_the_header():
+    row = "Gull | " + " ".join(f"berth{n}" for n in range(200)) + " | Ada"
+    passages = cut([DocumentPart("\n".join([HEADER, *rows(2), row]), "")], 60)
+    assert len(passages) >= 4 and all(passage.text.startswith(HEADER) for passage in passages)
+    assert [each for p in passages for each in re.findall(r"berth\d+", p.text)] == [
+        f"berth{n}" for n in range(200)
+    ]
+
+
+def test_each_part_of_a_long_cell_has_its_name():
+    """The second passage of a long text in a CSV file was without a column."""
+    text = "\n".join(["Guest: Ada Berg", f"What they said: {sentences('a', 40)}", "Stars: 4"])
+    passages = cut([DocumentPart("Guest: Bo\nStars: 3", "row 2"), DocumentPart(text, "row 3")], 60)
+    said = [passage.text for passage in passages if "sentence" in passage.text]
+    assert len(said) >= 4 and all(0 <= each.find("What they said: ") < each.find("sentence") for each in said)
+    found = [each for passage in passages for each in re.findall(r"sentence a(\d+)", passage.text)]
+    assert found == [str(n) for n in range(40)] and all(words(passage.text) <= 60 for passage in passages)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n".join([HEADER, *rows(4)]),  # fits
+        "\n".join(["cat a | grep b", *(f"line {n} of a program that has one pipe" for n in range(40))]),
+        "\n".join([" | ".join(f"column{n}" for n in range(16)), *rows(20)]),  # a header of most of a passage
+    ],
+)
+def test_no_header_is_repeated_where_none_is_needed(text):
+    first = text.split("\n")[0]
+    assert sum(first in passage.text for passage in cut([DocumentPart(text, "")], 60)) == 1
+
+
+def blank_counts(text):
+    """Tokens as of byte-pair encodings: a long word with a blank before it is one token, without one it is two."""
+    return sum(
+        2 if len(piece) > 4 and not piece.startswith(" ") else 1
+        for piece in re.findall(r" ?\w+|\s|[^\w\s]", text)
+    )
+
+
+def random_part(chance, number):
+    """Prose, tables, endless words, scripts without blanks, odd white space: a part of a document."""
+    prose = [
+        "boat",
+        "harbour",
+        "ledgers.",
+        "storm",
+        "2,410",
+        "Ferry!",
+        "«quay»",
+        "x" * 60,
+        "(so)",
+        "and",
+        "  ",
+        "\n",
+    ]
+    unspaced = "渡し船は港を出た。北の岸壁で待つ。ท่าเรืออยู่ทางเหนือ"
+
+    def block():
+        kind = chance.randrange(4)
+        if kind == 0:
+            return "\n".join([HEADER, *rows(chance.randrange(1, 60))])
+        if kind == 1:
+            return "".join(chance.choices(unspaced, k=chance.randrange(1, 200)))
+        if kind == 2:
+            return "".join(chance.choices("ab \t\n|.é\u0301", k=chance.randrange(1, 300)))
+        return " ".join(chance.choices(prose, k=chance.randrange(1, 200)))
+
+    return DocumentPart(
+        "\n\n".join(block() for _ in range(chance.randrange(1, 5))).strip() or "x", f"p. {number}"
+    )
+
+
+@pytest.mark.parametrize("overlap", [0, 8])
+@pytest.mark.parametrize("count", [words, len, blank_counts])
+def test_no_passage_of_any_document_is_too_long(count, overlap):
+    """Some had 513 of 512 tokens: a passage loses the blank before it, and its first word then was two tokens."""
+    chance = random.Random(20)
+    for _ in range(25):
+        parts = [random_part(chance, number) for number in range(1, chance.randrange(2, 5))]
+        limit = chance.randrange(40, 120)
+        passages = cut(parts, limit, overlap, count)
+        assert max(count(passage.text) for passage in passages) <= limit
+        known = {part.location for part in parts}
+        assert all(set(passage.location.split(" – ")) <= known for passage in passages)
+        if not overlap:
+            letters = "".join("".join(part.text.split()) for part in parts).replace(
+                "".join(HEADER.split()), ""
+            )
+            found = "".join("".join(p.text.split()) for p in passages).replace("".join(HEADER.split()), "")
+            assert found == letters, "all text once, and no other"
+
+
+def test_a_passage_over_several_sections_names_them():
+    """One from "Notes" over "Prices" to other "Notes" named one of them only."""
+    parts = [DocumentPart(f"{place} of it.", place) for place in ("Notes", "Prices", "Notes")]
+    assert [passage.location for passage in cut(parts, 40)] == ["Notes – Prices"]
+
+
+def test_short_text_repeated_in_longer_text_is_located_after_it():
+    """A passage that also stands within the one before it was located there, on the page before its own."""
+    first, second = "The bell rings. It is eight. The bell rings.", "The bell rings."
+    passages = cut([DocumentPart(first, "p. 1"), DocumentPart(second, "p. 2")], 9)
+    assert [(passage.text, passage.location) for passage in passages] == [(first, "p. 1"), (second, "p. 2")]

@@ -135,6 +135,106 @@ def test_citation_by_the_model_is_located():
     assert BOATS.text[slice(*behind.place)] == "Three boats lie at the quay."
 
 
+PAPER = source(1, "Salt water rusts iron within a year [2]. Zinc delays it for years, as in [3, 4].")
+RUST = "Salt water rusts iron within a year [2]."
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        (RUST, [(1, "match")]),
+        ("Salt water rusts iron within a year. [2]", [(1, "match")]),
+        ("Zinc delays it for years, as in [3,4].", [(1, "match")]),
+        ("The red boat belongs to Ada [1].", [(1, "model")]),  # no mark of the document
+        ("Nobody knows [2].", []),
+    ],
+)
+def test_a_mark_of_the_document_is_no_citation(text, numbers):
+    """A paper's own "[2]", copied by the model, was a link to our source 2."""
+    cited = cite(text, [PAPER, BOATS])
+    assert [(each.number, each.by) for each in cited.citations] == numbers and cited.unknown == ()
+    assert "".join(piece for piece in cited.pieces() if isinstance(piece, str)) == text.replace("[1]", "")
+
+
+def test_a_mark_of_the_document_is_escaped_beside_our_numbers():
+    sources = [PAPER, BOATS]
+    assert with_marks(RUST, sources) == "Salt water rusts iron within a year \\[2]. [1]"
+    assert with_marks("Zinc delays it for years, as in [3, 4].", sources).startswith(
+        "Zinc delays it for years, as in [3, 4]."
+    ), "not ours"
+    shown = ""
+    for stop in range(len(RUST) + 1):
+        marked = with_marks(RUST[:stop], sources, finished=False)
+        assert marked.startswith(shown)
+        shown = marked
+    assert "\\[2]" in shown
+
+
+def test_citations_as_json_have_the_passage_and_its_sentence():
+    cited = cite("The red boat belongs to Ada. It is blue [1].", [SKY, BOATS])
+    assert [each.to_json() for each in cited.citations] == [
+        {
+            "number": 2,
+            "start": 28,
+            "stop": 28,
+            "by": "match",
+            "node_id": "n2",
+            "quote": "The red boat belongs to Ada.",
+        },
+        {"number": 1, "start": 40, "stop": 43, "by": "model", "node_id": "n1", "quote": None},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        ("船は港を出た。北の岸壁で待つ！本当？", ["船は港を出た。", "北の岸壁で待つ！", "本当？"]),
+        ("彼は「もう行く。」と言った。次の文。", ["彼は「もう行く。」", "と言った。", "次の文。"]),
+        ("नाव बंदर से निकली। वह लौटेगी॥ कब?", ["नाव बंदर से निकली।", "वह लौटेगी॥", "कब?"]),
+        ("أين القارب؟ عاد اليوم.", ["أين القارب؟", "عاد اليوم."]),
+        ("کشتی واپس آئی۔ کب؟", ["کشتی واپس آئی۔", "کب؟"]),
+        ("Er rief: „Das Boot sinkt!“ Dann ging er.", ["Er rief: „Das Boot sinkt!“", "Dann ging er."]),
+        (
+            "Il cria : « Le bateau coule ! » Puis il partit.",
+            ["Il cria : « Le bateau coule ! »", "Puis il partit."],
+        ),
+        ("船は港を出た。[1] 北で待つ。", ["船は港を出た。[1]", "北で待つ。"]),
+    ],
+)
+def test_ends_of_sentences_in_other_scripts(text, ends):
+    assert [text[start:stop] for start, stop in sentences(text)] == ends
+
+
+@pytest.mark.parametrize(
+    ("sentence", "passage"),
+    [
+        ("红船属于阿达。", "码头上有三艘船。红船属于阿达。"),
+        ("赤い船はアダのものです。", "港に三隻いる。赤い船はアダのものです。"),
+        ("The ferry costs ３５０ euros.", "The ｆｅｒｒｙ costs 350 euros."),
+        ("लाल नाव आदा की है।", "लाल नाव आदा की है। वह नई है।"),
+        ("Die STRASSE führt zum Hafen.", "Die Straße führt zum Hafen."),
+    ],
+)
+def test_sentences_of_other_scripts_and_widths_are_supported(sentence, passage):
+    assert supporting(sentence, passage) is not None
+
+
+@pytest.mark.parametrize(
+    ("sentence", "passage"),
+    [
+        ("红船属于阿达。", "红船不属于阿达。"),
+        ("红船不属于阿达。", "红船属于阿达。"),
+        ("赤い船は港に着いた。", "赤い船は港に着いたのではない。"),
+        ("लाल नाव आदा की है।", "लाल नाव आदा का है।"),
+        ("लाल नाव आदा की है।", "लाल नाव आदा की नहीं है।"),
+        ("Das rote Boot ist im Hafen neu.", "Das rote Boot ist nicht im Hafen neu."),
+        ("Красная лодка стоит сегодня в порту.", "Красная лодка не стоит сегодня в порту."),
+    ],
+)
+def test_changed_sentences_of_other_languages_are_not_supported(sentence, passage):
+    assert supporting(passage, passage) is not None and supporting(sentence, passage) is None
+
+
 def test_ends_of_sentences():
     text = 'Mr. Orr paid 3.50 to R. A. Lee. [1] "Good," he said. [2, 3]\n- Then? No'
     ends = ["Mr. Orr paid 3.50 to R. A. Lee. [1]", '"Good," he said. [2, 3]', "- Then?", "No"]

@@ -264,7 +264,9 @@ def test_chats_are_saved_and_continued(filled, say, told, read, capfd):
     assert after[: len(before)] == before
     assert say(HARBOUR, arguments=["what colour has the sky over the harbour?", "--json"]) == 0
     value = read()
-    assert (value["chat"], value["numbers"]) == (1, [s + 1 for s in range(len(value["sources"]))])
+    numbers = [source["number"] for source in value["sources"]]
+    assert (value["chat"], numbers) == (1, [s + 1 for s in range(len(numbers))])
+    assert [(each["number"], each["by"]) for each in value["citations"]] == [(2, "model"), (1, "model")]
     (row,) = told("chat", "--list")["chats"]
     assert (row["id"], row["title"], row["messages"]) == (1, HARBOUR, 6)
 

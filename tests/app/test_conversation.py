@@ -391,10 +391,10 @@ def test_unsaved_answer_equals_saved_answer(talks, chats, chat, engine):
 def test_answer_json_matches_the_contract(talks):
     value = talks.answer(SKY, AskOptions(top_k=2)).whole().to_json()
     assert list(value) == [
-        "answer", "model", "device", "method", "ratio", "sources", "tokens", "timings", "store",
-        "unsupported_figures", "read_again_at",
+        "answer", "model", "device", "method", "ratio", "sources", "citations", "tokens", "timings",
+        "store", "unsupported_figures", "read_again_at",
     ]  # fmt: skip
-    assert list(value["sources"][0]) == ["node_id", "document", "location", "score", "text"]
+    assert list(value["sources"][0]) == ["number", "node_id", "document", "location", "score", "text"]
     assert list(value["tokens"]) == ["prompt", "reused", "recomputed", "fresh", "missing", "generated"]
     promised = {"retrieve_ms", "load_ms", "stall_ms", "prefill_ms", "ttft_ms", "total_ms", "tokens_per_s"}
     assert promised <= value["timings"].keys()

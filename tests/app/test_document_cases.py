@@ -323,7 +323,7 @@ def test_every_format_has_a_reader_and_is_named_once():
     assert len(readers.READERS) == len({suffix.lower() for suffix in readers.READERS}) >= 20
 
 
-def test_temporary_files_beside_documents_are_skipped(tmp_path):
+def test_temporary_files_beside_documents_are_skipped_by_a_list(tmp_path):
     documents = ["report.docx", "notes.txt", "Äpfel.pdf"]
     temporary = [
         "~$report.docx",
@@ -332,9 +332,14 @@ def test_temporary_files_beside_documents_are_skipped(tmp_path):
         "film.pdf.part",
         "notes.txt~",
         "desktop.ini",
+        ".hidden.txt",
+        "__MACOSX",
     ]
     for name in documents + temporary:
         (tmp_path / name).write_text("x")
     found = discover([tmp_path])
     assert sorted(path.name for path in found.files) == sorted(documents)
-    assert not found.failed
+    assert sorted(path.name for path in found.skipped) == sorted(temporary) and not found.failed
+    found = discover([tmp_path], skip="NOTES*, *.tmp")
+    assert {path.name for path in found.files} == {"report.docx", "Äpfel.pdf", "~$report.docx", ".hidden.txt"}
+    assert discover([tmp_path / "~$report.docx"]).files, "the user's own choice"

@@ -149,6 +149,21 @@ def test_text_is_marked_where_it_stands(sources, tmp_path):
         assert len(found.text) <= 6000 + len(row.text)
 
 
+def test_rows_below_a_repeated_header_are_marked(sources, tmp_path):
+    path = tmp_path / "a.md"
+    lines = ["| Boat | Berth |", "|---|---|", *(f"| Gull{n} | quay {n} |" for n in range(60))]
+    path.write_text("\n".join(lines))
+    library, rows = sources(path, chunk_tokens=64)
+    assert len(rows) > 3 and all(row.text.startswith(lines[0]) for row in rows)
+    for row in rows:
+        found = locate_source(library, row)
+        whole = row.text if row is rows[0] else row.text.split("\n", 2)[2]
+        assert found.text[found.start : found.stop] == whole
+        begin = row.text.index("quay")
+        found = locate_source(library, row, (begin, begin + 4))
+        assert found.text[found.start : found.stop] == "quay"
+
+
 def test_right_one_of_equal_passages_is_marked(sources, tmp_path):
     path = tmp_path / "a.txt"
     refrain = "The bell rings over the harbour every evening at eight for all of the boats outside."

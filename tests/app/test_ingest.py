@@ -3,10 +3,12 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import unicodedata
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -17,8 +19,8 @@ from waiting import idle, until
 from ragblend.app.answering.conversation import ANY_SCORE
 from ragblend.app.answering.retrieval import search
 from ragblend.app.library import readers
-from ragblend.app.library.discovery import discover, is_gone, printable
-from ragblend.app.library.documents import DocumentState
+from ragblend.app.library.discovery import discover, is_gone
+from ragblend.app.library.documents import DocumentState, on_one_line, printable
 from ragblend.app.library.encoding import encode_missing
 from ragblend.app.library.ingest import MANY_FILES, SKETCHED, embed_in_full, ingest, ingest_paths
 from ragblend.app.library.jobs import JobQueue
@@ -134,7 +136,8 @@ def test_bad_files_are_listed_and_stop_nothing(workspace, documents, make):
         "none.txt": "DocumentNotFoundError",
         "photo.jpg": "UnreadableDocumentError",
     }
-    assert len(report.added) == 3 and report.skipped == [str(documents / "photo.jpg")]
+    assert len(report.added) == 3
+    assert report.skipped == [str(documents / name) for name in (".hidden.txt", "photo.jpg")]
     states = {d.name: d.state for d in workspace.library.documents("default")}
     assert states["locked.pdf"] is DocumentState.FAILED
     assert not {"none.txt", ".hidden.txt"} & states.keys()
@@ -160,9 +163,8 @@ def test_an_odd_path_fails_alone(workspace, documents, monkeypatch):
     """Word's lock files and unknown users' homes ended the run, and so did a name longer than names may be."""
     monkeypatch.chdir(documents)
     (documents / "~$report.docx").write_bytes(b"\x05Ada" + bytes(158))
-    odd = ["~$report.docx", "~nosuch/docs", f"{'a' * 300}.txt", os.fsdecode(b"caf\xe9.txt"), "loop.txt"]
+    odd = ["~$report.docx", "~nosuch/docs", f"{'a' * 300}.txt", "loop.txt"]
     (documents / "loop.txt").symlink_to("loop.txt")
-    (documents / odd[3]).write_text("text")
     report = ingest(workspace, [*map(Path, odd), documents])
     assert len(report.added) == 3
     assert report.failed.keys() == {printable(documents / name) for name in odd}
@@ -417,6 +419,124 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(workspace, documents
     assert "scratch" not in workspace.library.passages_of(known.id)[0].text
 
 
+def test_a_file_that_changed_while_it_was_read_is_read_again_at_once(workspace, documents, monkeypatch):
+    """Its passages were those of half a file until the next run."""
+    path, read, seen = documents / "sky.txt", readers.read_document, []
+
+    def written_once(file, *given):
+        found = read(file, *given)
+        if file == path and not seen:
+            seen.append(file.write_text("The sky is green now, and the file is longer."))
+        return found
+
+    monkeypatch.setattr(readers, "read_document", written_once)
+    assert len(ingest_paths(workspace, [documents]).added) == 3
+    known = workspace.library.find("default", "sky.txt")
+    assert "green" in workspace.library.passages_of(known.id)[0].text
+    assert len(ingest_paths(workspace, [documents]).unchanged) == 3
+
+
+def test_a_file_that_vanishes_before_its_turn_is_no_failure(workspace, documents, monkeypatch):
+    """It stayed in the list as a failed document."""
+    sky, bread, read = documents / "sky.txt", documents / "bread.md", readers.read_document
+
+    def vanishing(file, *given):
+        if file == bread:
+            bread.unlink()  # while it is read, the other one before
+            sky.unlink()
+        return read(file, *given)
+
+    monkeypatch.setattr(readers, "read_document", vanishing)
+    report = ingest_paths(workspace, [documents])
+    assert not report.failed and report.skipped == [str(bread), str(sky)]
+    assert {each.name for each in workspace.library.documents("default")} == {"boats.txt"}
+    boats = documents / "boats.txt"
+    boats.write_text("Other boats lie here.")
+    monkeypatch.setattr(readers, "read_document", lambda file, *given: (file.unlink(), read(file, *given)))
+    report = ingest_paths(workspace, [documents])
+    assert not report.failed and report.gone == [str(boats)]
+    (known,) = workspace.library.documents("default")
+    assert known.state is DocumentState.DONE and known.passages, "it is gone, and not pending for ever"
+
+
+def test_a_path_that_becomes_a_folder_and_a_file_again_loses_its_old_passages(workspace, documents):
+    path, inner = documents / "sky.txt", documents / "sky.txt" / "a.txt"
+    ingest(workspace, [documents])
+    path.unlink()
+    path.mkdir()
+    inner.write_text("A letter in a folder.")
+    report = ingest(workspace, [documents])
+    assert (report.added, report.pruned) == ([str(inner)], [str(path)])
+    inner.unlink()
+    path.rmdir()
+    path.write_text("It is a file again.")
+    report = ingest(workspace, [path])
+    assert (report.added, report.pruned) == ([str(path)], [str(inner)])
+    assert_consistent(workspace)
+
+
+FORMS = {form: unicodedata.normalize(form, "Prüfung Ärger.txt") for form in ("NFC", "NFD")}
+
+
+@pytest.mark.parametrize(("first", "second"), [("NFC", "NFD"), ("NFD", "NFC")])
+def test_a_name_in_the_other_unicode_form_is_the_same_document(workspace, documents, first, second):
+    """It was listed twice after a move between file systems, and could not be removed by what a user types."""
+    one, other = (documents / FORMS[form] for form in (first, second))
+    one.write_text("The exam is in May.")
+    ingest(workspace, [documents])
+    assert workspace.library.find("default", other.name).path == str(one), "shown as written"
+    one.rename(other)
+    report = ingest(workspace, [documents])
+    assert str(other) in report.unchanged and not report.gone
+    document = workspace.library.find("default", str(one))
+    assert document.path == str(other) and len(workspace.library.documents("default")) == 4
+    one.write_text("Two files of one name.")
+    assert str(max(one, other)) in ingest(workspace, [documents]).failed
+    with workspace.workspaces.writing():
+        remove_document(workspace, document)
+    assert len(workspace.library.documents("default")) == 3
+
+
+ODD_NAMES = [
+    b"two\nlines.txt",
+    b"it's \"quoted\" and 'so'.txt",
+    b"caf\xe9.txt",
+    b"back\\slash \\xe9.txt",
+    "\u202egpj.txt".encode(),
+    "שלום \u200fعالم.txt".encode(),
+    b"-rf *.txt",
+    b" blank .txt",
+    b"\x1b[31mred.txt",
+    ("ü" * 120).encode() + b".txt",
+]
+
+
+def test_names_of_all_characters_that_a_file_system_allows(cli, tmp_path, capfd):
+    """A name that is not UTF-8 was refused, and one with a line end broke the list."""
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    for number, name in enumerate(ODD_NAMES):
+        (folder / os.fsdecode(name)).write_text(
+            f"Herring number {number} came to the quay at the hour {number}."
+        )
+    assert cli("ingest", str(folder)) == 0
+    capfd.readouterr()
+    assert cli("docs", "list") == 0
+    listed = capfd.readouterr().out
+    assert len(listed.splitlines()) == 1 + len(ODD_NAMES) and not re.search("[\x1b\u202e]", listed)
+    for number, name in enumerate(ODD_NAMES):
+        path = os.fsdecode(bytes(folder) + b"/" + name)
+        typed = path if number % 2 else on_one_line(printable(path))
+        assert cli("docs", "show", "--json", typed) == 0
+        assert f"number {number} " in json.loads(capfd.readouterr().out)["passage_list"][0]["text"]
+        assert cli("ask", f"When did herring number {number} come to the quay?") == 0
+        assert on_one_line(printable(os.fsdecode(name))) in capfd.readouterr().out
+        assert cli("docs", "rm", typed) == 0
+        capfd.readouterr()
+    assert cli("docs", "list", "--json") == 0
+    assert json.loads(capfd.readouterr().out)["documents"] == []
+
+
 def test_one_process_encodes_at_a_time(open_workspace, documents):
     first, second = open_workspace(), open_workspace()
     ingest_paths(first, [documents])
@@ -485,7 +605,7 @@ def test_discovery_order_and_rules(tmp_path):
     found = discover([tmp_path, tmp_path / "b.txt", tmp_path / ".git" / "x.txt"])
     names = [str(path.relative_to(tmp_path)) for path in found.files]
     assert names == ["a.md", "b.txt", "sub/c.PDF", ".git/x.txt"]
-    assert [path.name for path in found.skipped] == ["d.exe"] and found.failed == ()
+    assert [path.name for path in found.skipped] == [".git", "d.exe"] and found.failed == ()
 
 
 def test_only_links_given_by_the_user_are_followed(tmp_path):

@@ -14,6 +14,7 @@ from waiting import SOON_S, at_once, idle, until
 from ragblend.app.library.documents import DocumentState
 from ragblend.app.library.ingest import MANY_FILES, SKETCHED, ingest, ingest_file
 from ragblend.app.library.jobs import JobQueue
+from ragblend.app.library.removal import remove_document
 from ragblend.app.library.uploads import safe_name
 from ragblend.app.workspace import Workspaces
 from ragblend.kvstore.errors import Cancelled, StoreFullError, StoreLockedError
@@ -379,12 +380,34 @@ def test_the_home_itself_is_never_ingested(jobs, home, tmp_path, documents):
     assert "notes.txt" not in states(jobs)
 
 
-def test_finished_jobs_are_cleared_and_missing_files_fail(jobs, documents):
+def test_finished_jobs_are_cleared_and_vanished_files_do_not_fail(jobs, workspaces, documents):
+    """Files of a build or a download that were gone before their turn stayed as failed rows."""
+    (documents / "empty.txt").touch()
     jobs.add([documents], "default")
     (documents / "sky.txt").unlink()
     finish(jobs)
-    assert jobs.clear_finished() == 2 and list(states(jobs)) == ["sky.txt"]
-    assert "no such file" in jobs.page(state="failed")[0][0].reason
+    assert states(jobs)["sky.txt"] == "unchanged"
+    assert documents_of(workspaces).keys() == {"bread.md", "boats.txt", "empty.txt"}
+    assert jobs.clear_finished() == 3 and list(states(jobs)) == ["empty.txt"]
+    assert "is empty" in jobs.page(state="failed")[0][0].reason
+
+
+def test_a_file_that_comes_back_while_it_is_removed_is_ingested(jobs, workspaces, documents, monkeypatch):
+    """Its new job was taken for the removal, and marked as done with that."""
+    sky = documents / "sky.txt"
+    jobs.add([sky], "default")
+    finish(jobs)
+    sky.unlink()
+
+    def removed(*given):
+        remove_document(*given)
+        sky.write_text("The sky is back.")
+        jobs.add([sky], "default")
+
+    monkeypatch.setattr("ragblend.app.library.jobs.remove_document", removed)
+    jobs.remove_missing([sky], "default")
+    assert idle(jobs)
+    assert documents_of(workspaces) == {"sky.txt": DocumentState.DONE}
 
 
 def test_ingest_of_a_file_can_be_cancelled_while_reading_and_cutting(

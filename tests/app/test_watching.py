@@ -1,7 +1,9 @@
 """Watched folders: changes become jobs, and a missing folder loses no documents."""
 
+import os
 import shutil
 import threading
+import unicodedata
 from contextlib import closing
 from pathlib import Path
 
@@ -67,6 +69,37 @@ def test_changes_in_a_watched_folder_are_ingested(watcher, jobs, workspaces, doc
     until(lambda: names(workspaces) == everything | {"moved.txt": "done"})
     (documents / "bread.md").unlink()
     until(lambda: set(names(workspaces)) == {"sky.txt", "boats.txt", "moved.txt"})
+
+
+def test_a_file_that_becomes_a_folder_loses_its_passages(watcher, workspaces, documents):
+    watched(watcher, documents)
+    until(lambda: names(workspaces).get("sky.txt") == "done")
+    (documents / "sky.txt").unlink()
+    (documents / "sky.txt").mkdir()
+    (documents / "sky.txt" / "inner.txt").write_text("A letter in a folder.")
+    until(lambda: names(workspaces).get("inner.txt") == "done" and "sky.txt" not in names(workspaces))
+    shutil.rmtree(documents / "sky.txt")
+    (documents / "sky.txt").write_text("The sky is a file again.")
+    until(lambda: names(workspaces).get("sky.txt") == "done" and "inner.txt" not in names(workspaces))
+
+
+def test_a_file_renamed_to_the_other_unicode_form_stays_one_document(watcher, jobs, workspaces, documents):
+    one, other = (documents / unicodedata.normalize(form, "Prüfung.txt") for form in ("NFC", "NFD"))
+    one.write_text("The exam is in May.")
+    watched(watcher, documents)
+    until(lambda: names(workspaces).get(one.name) == "done")
+    one.rename(other)
+    until(lambda: other.name in names(workspaces))
+    assert idle(jobs) and len(names(workspaces)) == 4
+
+
+def test_a_file_whose_name_is_not_utf8_is_watched(watcher, workspaces, documents):
+    watched(watcher, documents)
+    odd = documents / os.fsdecode(b"caf\xe9.txt")
+    odd.write_text("The café opens at nine.")
+    until(lambda: names(workspaces).get("caf\\xe9.txt") == "done")
+    odd.unlink()
+    until(lambda: "caf\\xe9.txt" not in names(workspaces))
 
 
 def test_moved_folder_moves_its_documents(watcher, workspaces, documents, tmp_path):

@@ -22,6 +22,11 @@ SENTENCES = [
     ("It is so. [1", "It is so."),
     ("It is so.[", "It is so.["),
     ("Only one, open", "Only one, open"),
+    ("船は港を出た。北の岸壁で待つ。", "船は港を出た。"),
+    ("「もう行く。」次の文。", "「もう行く。」"),
+    ("नाव निकली। वह लौटेगी।", "नाव निकली।"),
+    ("船は出た。[1] 次。", "船は出た。[1]"),
+    ("„Das Boot sinkt!“ Er ging.", "„Das Boot sinkt!“"),
     ("The end.", "The end."),
 ]
 
