@@ -70,7 +70,8 @@ def read_document(path: Path, on_page: OnPage = silent) -> DocumentText:
     times a second, and if it raises, reading is cancelled.
     """
     check_file(path)
-    found = run_in_sandbox(parse, path, on_page=on_page)
+    libraries = LIBRARIES.get(path.suffix.lower(), ())
+    found = run_in_sandbox(parse, path, on_page=on_page, imports=libraries)
     parts, notes = list(starmap(DocumentPart, found["parts"])), list(found["notes"])
     without = [number for number, part in enumerate(parts, start=1) if not part.text]
     if without and can_recognise():
@@ -190,6 +191,13 @@ READERS: dict[str, Reader] = {
     ".eml": lambda path, notes: starmap(DocumentPart, mail_parts(path)),
     ".mbox": lambda path, notes: starmap(DocumentPart, mail_parts(path)),
 }
+
+
+# What takes more than 20 ms to import: a reader's process is new for each file, and gets these imported.
+LIBRARIES = {
+    ".pdf": ("pypdfium2", "pypdf"), ".docx": ("mammoth",), ".xlsx": ("openpyxl",), ".pptx": ("pptx",),
+    ".csv": ("clevercsv",), ".tsv": ("clevercsv",), ".md": ("markdown_it",), ".rst": ("docutils.core",),
+}  # fmt: skip
 
 
 def _no_text(path: Path) -> str:

@@ -200,6 +200,14 @@ def test_doctor_reports_problems(told, home):
     assert found["home"] == "warning" and found["vector index"] == "failed" and found["library"] == "ok"
 
 
+def test_doctor_says_what_a_parser_may_do(filled, told, monkeypatch):
+    """A kernel without Landlock is named there and nowhere else."""
+    assert [check["status"] for check in told("doctor")["checks"] if check["name"] == "parser"] == ["ok"]
+    monkeypatch.setattr("ragblend.app.doctor.run_in_sandbox", lambda *_: ["use the network"])
+    (found,) = (check for check in told("doctor")["checks"] if check["name"] == "parser")
+    assert found["status"] == "warning" and found["detail"].endswith("could use the network")
+
+
 def test_pull_prints_its_command(cli, capfd, monkeypatch):
     ran = []
     done = subprocess.CompletedProcess([], 0)
