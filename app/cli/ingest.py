@@ -48,6 +48,8 @@ def ingest(
 def _print_report(cli: Cli, report: "IngestReport") -> None:
     for path, (_, reason) in report.failed.items():
         cli.note(f"failed   {path}\n         {reason}")
+    for path, notes in report.notes.items():
+        cli.note(f"noted    {path}: {'; '.join(notes)}")
     for label, listed in (("skipped", report.skipped), ("gone", report.gone), ("removed", report.pruned)):
         for path in listed:
             cli.note(f"{label:<8} {path}")
@@ -61,5 +63,6 @@ def _print_report(cli: Cli, report: "IngestReport") -> None:
         cli.note(report.notice)
     kinds = ("added", "updated", "resumed", "unchanged", "failed", "skipped", "pruned")
     counts = ", ".join(f"{len(getattr(report, kind))} {kind}" for kind in kinds if getattr(report, kind))
+    counts += f", {len(report.notes)} with notes" if report.notes else ""
     work = f"{plural(report.embedded, 'passage')} embedded, {plural(report.encoded, 'passage')} encoded"
     cli.result(report.to_json(), f"{counts or 'nothing to do'}; {work}")

@@ -57,7 +57,7 @@ class DocumentPart:
 
 @dataclass(frozen=True)
 class DocumentText:
-    """A document's parts in reading order. notes: what was guessed, replaced or left out, a sentence each."""
+    """A document's parts in reading order. notes: what was guessed, replaced or left out, a line each."""
 
     parts: list[DocumentPart]
     notes: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ def read_document(path: Path, on_page: OnPage = silent) -> DocumentText:
     parts = [part for part in parts if part.text]
     if not parts:
         raise EmptyDocumentError(_no_text(path))
-    return DocumentText(parts, tuple(notes))
+    return DocumentText(parts, tuple(dict.fromkeys(" ".join(clean(note).split()) for note in notes)))
 
 
 def parse(path: Path, on_page: OnPage = silent) -> dict[str, Any]:
