@@ -6,17 +6,18 @@ they load a PDF three times and hide why it failed, and join table cells without
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any
 
-from ragblend.app.library.documents import SCANNED
+from ragblend.app.library.documents import SCANNED, shortened
 from ragblend.app.library.encodings import decode
 from ragblend.app.library.epub import epub_chapters
 from ragblend.app.library.file_checks import check_content, check_file
 from ragblend.app.library.html_text import Section, html_sections
+from ragblend.app.library.legibility import is_garbled
 from ragblend.app.library.more_formats import (
     latex_text,
     mail_parts,
@@ -40,7 +41,8 @@ MAX_PARTS = 300_000  # pages, sections, rows
 INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\ufeff"))
 # Control characters, and those that mean something in one font only.
 NOT_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
-VERSION = 2  # part of a document's recipe: raise it when the text that comes out changes
+JUDGED_CHARACTERS = 20_000  # of a page or document: enough to see whether it is a language's
+VERSION = 3  # part of a document's recipe: raise it when the text that comes out changes
 
 
 Notes = list[str]  # sentences on what was guessed, replaced or left out
@@ -72,31 +74,68 @@ def read_document(path: Path, on_page: OnPage = silent) -> DocumentText:
     check_file(path)
     libraries = LIBRARIES.get(path.suffix.lower(), ())
     found = run_in_sandbox(parse, path, on_page=on_page, imports=libraries)
-    parts, notes = list(starmap(DocumentPart, found["parts"])), list(found["notes"])
-    without = [number for number, part in enumerate(parts, start=1) if not part.text]
-    if without and can_recognise():
-        recognised_pages = run_in_sandbox(recognised, path, without, on_page=on_page, memory_bytes=OCR_BYTES)
-        for number, text in recognised_pages:
-            parts[number - 1] = DocumentPart(clean(text), parts[number - 1].location)
-        if count := sum(bool(parts[number - 1].text) for number in without):
-            notes.append(f"the text of {count} pages was recognised from pictures")
+    parts, notes, garbled = (
+        list(starmap(DocumentPart, found["parts"])),
+        list(found["notes"]),
+        found["garbled"],
+    )
+    wanted = sorted({number for number, part in enumerate(parts) if not part.text} | set(garbled))
+    read = _recognise(path, parts, wanted, on_page) if wanted and can_recognise() else []
+    unread = [number for number in wanted if number not in read]
+    notes += _notes_on_pages(parts, read, unread, garbled)
     parts = [part for part in parts if part.text]
     if not parts:
         raise EmptyDocumentError(_no_text(path))
     return DocumentText(parts, tuple(dict.fromkeys(" ".join(clean(note).split()) for note in notes)))
 
 
+def _recognise(path: Path, parts: list[DocumentPart], wanted: Sequence[int], on_page: OnPage) -> list[int]:
+    """Replace these pages (from 0) by the text in their pictures. Returns those that have any."""
+    numbers = [number + 1 for number in wanted]
+    found = run_in_sandbox(recognised, path, numbers, on_page=on_page, memory_bytes=OCR_BYTES)
+    texts = {number - 1: clean(text) for number, text in found}
+    for number in (read := [number for number in wanted if texts[number]]):
+        parts[number] = DocumentPart(texts[number], parts[number].location)
+    return read
+
+
+def _notes_on_pages(
+    parts: Sequence[DocumentPart], read: Sequence[int], unread: Sequence[int], garbled: Sequence[int]
+) -> Iterator[str]:
+    """On a PDF's pages (from 0) that were read from their pictures, and those without legible text that were not."""
+
+    def named(numbers: Iterable[int]) -> str:
+        return shortened([parts[number].location for number in numbers])
+
+    if read:
+        yield f"the text of these pages was recognised from pictures: {named(read)}"
+    if doubtful := [number for number in unread if number in garbled]:
+        yield f"the text of these pages may be unreadable, as their fonts are broken: {named(doubtful)}"
+    if not can_recognise() and (empty := [number for number in unread if not parts[number].text]):
+        yield f"these pages have no text, and were left out; if they are scans, install ragblend[ocr]: {named(empty)}"
+
+
 def parse(path: Path, on_page: OnPage = silent) -> dict[str, Any]:
     """In the sandbox: `parts`, (text, location) with text, PDF pages without any too, and `notes`.
 
-    Raises whatever parsers raise.
+    garbled: the PDF pages (from 0) whose text is no language's (`legibility`); of other formats it is noted. Raises
+    whatever parsers raise.
     """
     check_content(path)
     suffix, notes = path.suffix.lower(), list[str]()
     found = _read_pdf(path, notes, on_page) if suffix == ".pdf" else READERS[suffix](path, notes)
-    cleaned = (DocumentPart(clean(part.text), part.location) for part in found)
-    parts = _within_limits(path, (part for part in cleaned if part.text or suffix == ".pdf"))
-    return {"parts": [(part.text, part.location) for part in parts], "notes": notes}
+    garbled, beginning = list[int](), ""
+    parts = []
+    for number, part in enumerate(_within_limits(path, found)):
+        if suffix == ".pdf" and is_garbled(part.text[:JUDGED_CHARACTERS]):
+            garbled.append(number)
+        elif suffix != ".pdf" and len(beginning) < JUDGED_CHARACTERS:
+            beginning += f"{part.text[:JUDGED_CHARACTERS]}\n"
+        if (text := clean(part.text)) or suffix == ".pdf":
+            parts.append((text, part.location))
+    if is_garbled(beginning):
+        notes.append("its text may be unreadable: it is not like that of any language")
+    return {"parts": parts, "notes": notes, "garbled": garbled}
 
 
 def _within_limits(path: Path, parts: Iterable[DocumentPart]) -> Iterator[DocumentPart]:
