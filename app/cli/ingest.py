@@ -24,7 +24,10 @@ def ingest(
         bool, typer.Option("--no-encode", help="Do not store KV now; it is stored as questions are asked.")
     ] = False,
 ) -> int:
-    """Read documents and make them askable, then store each passage's KV. Unchanged files cost nothing."""
+    """Read documents and make them askable, then store each passage's KV. Unchanged files cost nothing.
+
+    Scans in other letters than Latin, Chinese or Japanese need a setting, such as RAGBLEND_OCR_LANGUAGE=korean.
+    """
     from ragblend.app.library.ingest import embed_in_full, encode_and_report, ingest_paths
 
     with cli.open(collection=collection) as workspace:

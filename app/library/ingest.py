@@ -20,6 +20,7 @@ from ragblend.app.library.encoding import KvProgress, KvReport, encode_missing
 from ragblend.app.library.file_checks import check_file
 from ragblend.app.library.registry import Embeddings
 from ragblend.app.library.removal import remove_document
+from ragblend.app.library.text_recognition import TextRecognition
 from ragblend.app.progress import OnProgress, ProgressCounter, silent
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.embeddings import Part, joined
@@ -241,7 +242,8 @@ class _IngestRun:
             self._meter.check()
             return engine.count_tokens(piece)
 
-        text = readers.read_document(path, self._show_pages)
+        recognition = TextRecognition(settings.ocr_language, self._workspace.home.models / "ocr")
+        text = readers.read_document(path, self._show_pages, recognition)
         if not facts.fit(path):  # it changed while it was read: the next run reads it again
             facts = replace(facts, mtime_ns=-1, sha256="")
         passages = cut_document(document, text.parts, count, settings.chunk_tokens, settings.chunk_overlap)
@@ -301,7 +303,8 @@ class _IngestRun:
         """Everything besides a file's content that decides what its passages and embeddings are."""
         settings = self._workspace.settings
         cut = f"{settings.chunk_tokens}/{settings.chunk_overlap}"
-        return f"readers {readers.VERSION}, {settings.model}, {cut}, {self._workspace.embedder.name}"
+        scans = "" if settings.ocr_language == "default" else f"scans in {settings.ocr_language}, "
+        return f"readers {readers.VERSION}, {scans}{settings.model}, {cut}, {self._workspace.embedder.name}"
 
 
 def register(workspace: Workspace, passages: Sequence[DocumentPassage]) -> None:

@@ -28,9 +28,9 @@ from ragblend.app.library.more_formats import (
     rst_sections,
     rtf_text,
 )
-from ragblend.app.library.pdf_pages import OCR_BYTES, can_recognise, recognised
 from ragblend.app.library.sandbox import OnPage, run_in_sandbox
 from ragblend.app.library.tables import csv_rows, xlsx_rows
+from ragblend.app.library.text_recognition import TextRecognition, can_recognise
 from ragblend.app.library.word_documents import docx_sections
 from ragblend.app.progress import silent
 from ragblend.kvstore.errors import EmptyDocumentError, OversizedDocumentError
@@ -45,6 +45,7 @@ JUDGED_CHARACTERS = 20_000  # of a page or document: enough to see whether it is
 VERSION = 3  # part of a document's recipe: raise it when the text that comes out changes
 
 
+RECOGNITION = TextRecognition()
 Notes = list[str]  # sentences on what was guessed, replaced or left out
 Reader = Callable[[Path, Notes], Iterable["DocumentPart"]]
 
@@ -65,8 +66,10 @@ class DocumentText:
     notes: tuple[str, ...] = ()
 
 
-def read_document(path: Path, on_page: OnPage = silent) -> DocumentText:
-    """Read the text of a document, in reading order. Raises DocumentError.
+def read_document(
+    path: Path, on_page: OnPage = silent, recognition: TextRecognition = RECOGNITION
+) -> DocumentText:
+    """Read the text of a document, in reading order. Raises as `TextRecognition.pages` does.
 
     on_page(done, total): a PDF's pages, and then those that need text recognition (seconds each); it is called several
     times a second, and if it raises, reading is cancelled.
@@ -80,23 +83,19 @@ def read_document(path: Path, on_page: OnPage = silent) -> DocumentText:
         found["garbled"],
     )
     wanted = sorted({number for number, part in enumerate(parts) if not part.text} | set(garbled))
-    read = _recognise(path, parts, wanted, on_page) if wanted and can_recognise() else []
+    read = []
+    if wanted and can_recognise():
+        found_texts = recognition.pages(path, [number + 1 for number in wanted], on_page)
+        texts = {number - 1: clean(text) for number, text in found_texts}
+        read = [number for number in wanted if texts[number]]
+        for number in read:
+            parts[number] = DocumentPart(texts[number], parts[number].location)
     unread = [number for number in wanted if number not in read]
     notes += _notes_on_pages(parts, read, unread, garbled)
     parts = [part for part in parts if part.text]
     if not parts:
         raise EmptyDocumentError(_no_text(path))
     return DocumentText(parts, tuple(dict.fromkeys(" ".join(clean(note).split()) for note in notes)))
-
-
-def _recognise(path: Path, parts: list[DocumentPart], wanted: Sequence[int], on_page: OnPage) -> list[int]:
-    """Replace these pages (from 0) by the text in their pictures. Returns those that have any."""
-    numbers = [number + 1 for number in wanted]
-    found = run_in_sandbox(recognised, path, numbers, on_page=on_page, memory_bytes=OCR_BYTES)
-    texts = {number - 1: clean(text) for number, text in found}
-    for number in (read := [number for number in wanted if texts[number]]):
-        parts[number] = DocumentPart(texts[number], parts[number].location)
-    return read
 
 
 def _notes_on_pages(

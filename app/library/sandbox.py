@@ -72,6 +72,7 @@ def run_in_sandbox(
     *arguments: Any,
     on_page: OnPage = silent,
     imports: Sequence[str] = (),
+    readable: Sequence[str] = (),
     memory_bytes: int = MEMORY_BYTES,
     silent_s: float = SILENT_S,
 ) -> Any:
@@ -79,12 +80,14 @@ def run_in_sandbox(
 
     Nothing that comes from that process is unpickled: a parser that a file took over must not reach this one.
     on_page(done, total) is called here several times a second ((0, 0): not known yet); if it raises, the work is
-    cancelled. imports: modules of the work, which are imported once for all files. Raises the work's DocumentError,
-    OversizedDocumentError where a limit is exceeded, and UnreadableDocumentError for any other failure, a crash
-    included.
+    cancelled. imports: modules of the work, which are imported once for all files; readable: more files that it
+    reads. Raises the work's DocumentError, OversizedDocumentError where a limit is exceeded, and
+    UnreadableDocumentError for any other failure, a crash included.
     """
     reply = None
-    request = _Request(work.__module__, work.__qualname__, str(path), arguments, imports, memory_bytes)
+    request = _Request(
+        work.__module__, work.__qualname__, str(path), arguments, imports, readable, memory_bytes
+    )
     while reply is None:
         with _idle_lock:
             process = _idle.pop() if _idle else _Process()
@@ -103,6 +106,7 @@ class _Request:
     path: str
     arguments: Sequence[Any]
     imports: Sequence[str]
+    readable: Sequence[str]
     memory_bytes: int
 
 
@@ -266,7 +270,7 @@ def _work(request: _Request, connection: Connection, others: Sequence[Connection
         # Stops allocations that are faster than the caller's checks. Twice the limit, because Python that reaches it in
         # small steps may lose its own errors and hang.
         limit_allocations(2 * request.memory_bytes)
-        restrict_process([request.path, *READABLE, *_code_folders()], [os.devnull])
+        restrict_process([request.path, *request.readable, *READABLE, *_code_folders()], [os.devnull])
         _send(connection, _answer(connection, request))
     except MemoryError:
         os._exit(MEMORY_EXIT)  # there may be no memory for a message

@@ -544,3 +544,9 @@ def test_notes_outlive_an_interruption_and_the_second_embedding(open_workspace, 
     workspace.library.begin("default", found[0].path)
     again = ingest(workspace, [tmp_path])
     assert again.resumed == [found[0].path] and again.notes == {found[0].path: (REPLACED,)}
+
+
+def test_another_language_of_scans_reads_documents_again(open_workspace, documents):
+    ingest(open_workspace(), [documents])
+    again = ingest(open_workspace(ocr_language="thai"), [documents])
+    assert len(again.updated) == 3 and not again.unchanged and again.embedded == 0

@@ -10,6 +10,7 @@ import pytest
 from ragblend.app.library import readers
 from ragblend.app.library.legibility import is_garbled
 from ragblend.app.library.readers import read_document
+from ragblend.app.library.text_recognition import TextRecognition
 
 # The Universal Declaration of Human Rights, article 1.
 ENGLISH = (
@@ -124,12 +125,16 @@ def test_a_garbled_page_is_kept_and_noted_without_text_recognition(pdf, monkeypa
     ("picture", "says"), [("What a person sees.", "recognised from pictures"), ("", "unreadable")]
 )
 def test_a_garbled_page_is_read_from_its_picture_if_that_has_text(pdf, monkeypatch, picture, says):
-    def run(work, path, *more, **named):
-        return [(2, picture), (3, "")] if work is readers.recognised else work(path)
+    asked = []
+
+    class Recognition(TextRecognition):
+        def pages(self, path, numbers, on_page):
+            asked.append((path, numbers))
+            return [(2, picture), (3, "")]
 
     monkeypatch.setattr(readers, "can_recognise", lambda: True)
-    monkeypatch.setattr(readers, "run_in_sandbox", run)
-    found = read_document(pdf)
+    found = read_document(pdf, recognition=Recognition())
+    assert asked == [(pdf, [2, 3])]
     assert [part.location for part in found.parts] == ["p. 1", "p. 2"]
     assert (found.parts[1].text == picture) == bool(picture)
     (note,) = found.notes

@@ -1,17 +1,22 @@
 """Document readers: text with its location, and a named error with advice for every document that is refused."""
 
 import os
+import shutil
 import struct
 import zipfile
+from pathlib import Path
 
 import pytest
 
 from ragblend.app.library import file_checks, readers
+from ragblend.app.library.documents import content_digest
 from ragblend.app.library.readers import clean, parse, read_document
+from ragblend.app.library.text_recognition import TextRecognition
 from ragblend.kvstore.errors import (
     Cancelled,
     EmptyDocumentError,
     EncryptedDocumentError,
+    ModelNotFoundError,
     OversizedDocumentError,
     UnreadableDocumentError,
 )
@@ -167,6 +172,34 @@ def test_a_scan_is_read(scan):
     assert [part.text for part in parts] == [written, "Printed as text."]
     told = [numbers for numbers in pages if numbers[1]]
     assert told == [*((n, 3) for n in range(4)), *((n, 2) for n in range(3))]
+
+
+def test_a_scan_in_another_language_is_read_by_that_languages_model(scan, tmp_path, monkeypatch):
+    """The model is outside of what the parsing process may read, unless it is named. (A copy of the usual one.)"""
+    import rapidocr
+    from rapidocr.inference_engine.base import InferSession
+
+    (bundled,) = (Path(rapidocr.__file__).parent / "models").glob("*rec*.onnx")
+    (tmp_path / "models").mkdir()
+    shutil.copy(bundled, tmp_path / "models" / "korean.onnx")
+    found = {"model_dir": "https://models.invalid/korean.onnx", "SHA256": content_digest(bundled)}
+    asked = []
+    monkeypatch.setattr(
+        InferSession, "get_model_url", lambda info: asked.append(info.lang_type.value) or found
+    )
+    recognition = TextRecognition("korean", tmp_path / "models")
+    assert read_document(scan, recognition=recognition).parts[0].text.startswith("The harbour master")
+    assert asked == ["korean"]
+    (tmp_path / "models" / "korean.onnx").unlink()
+    monkeypatch.setattr("requests.get", refused)
+    with pytest.raises(
+        ModelNotFoundError, match=r"korean text, https://models\.invalid/korean\.onnx: .*default"
+    ):
+        read_document(scan, recognition=recognition)
+
+
+def refused(*_, **__):
+    raise OSError("no network")
 
 
 def test_text_recognition_can_be_cancelled_between_pages(scan):
