@@ -187,7 +187,7 @@ def _markdown_sections(text: str) -> Iterator[DocumentPart]:
 
 
 def _read_csv(path: Path, notes: Notes) -> Iterable[DocumentPart]:
-    return starmap(DocumentPart, csv_rows(decode(path.read_bytes(), path, notes)))
+    return starmap(DocumentPart, csv_rows(decode(path.read_bytes(), path, notes), notes))
 
 
 def _sections(read: Callable[[str], Iterable[Section]]) -> Reader:
@@ -216,8 +216,8 @@ READERS: dict[str, Reader] = {
     ".docx": lambda path, notes: _parts(docx_sections(path)),
     ".odt": lambda path, notes: _parts(opendocument_sections(path)),
     ".odp": lambda path, notes: _parts(opendocument_sections(path)),
-    ".pptx": lambda path, notes: starmap(DocumentPart, pptx_slides(path)),
-    ".rtf": lambda path, notes: [DocumentPart(rtf_text(path.read_bytes().decode("latin-1")), "")],
+    ".pptx": lambda path, notes: starmap(DocumentPart, pptx_slides(path, notes)),
+    ".rtf": lambda path, notes: [DocumentPart(rtf_text(path.read_bytes().decode("latin-1"), notes), "")],
     ".epub": lambda path, notes: _parts(epub_chapters(path)),
     ".csv": _read_csv,
     ".tsv": _read_csv,
@@ -226,8 +226,8 @@ READERS: dict[str, Reader] = {
     ".rst": _sections(rst_sections),
     ".org": _sections(org_sections),
     ".tex": lambda path, notes: [DocumentPart(latex_text(decode(path.read_bytes(), path, notes)), "")],
-    ".eml": lambda path, notes: starmap(DocumentPart, mail_parts(path)),
-    ".mbox": lambda path, notes: starmap(DocumentPart, mail_parts(path)),
+    ".eml": lambda path, notes: starmap(DocumentPart, mail_parts(path, notes)),
+    ".mbox": lambda path, notes: starmap(DocumentPart, mail_parts(path, notes)),
 }
 
 

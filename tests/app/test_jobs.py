@@ -430,4 +430,4 @@ def test_what_was_guessed_is_stored_with_the_document(jobs, workspaces, tmp_path
     getattr(jobs, way)([tmp_path / "a.txt"], "default")
     finish(jobs)
     (found,) = workspaces.library.documents("default")
-    assert len(found.notes) == 1 and found.notes[0].startswith("its encoding was guessed: cp125")
+    assert len(found.notes) == 1 and found.notes[0].startswith("its encoding was guessed: ")
