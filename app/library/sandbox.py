@@ -278,8 +278,9 @@ def _work(request: _Request, connection: Connection, others: Sequence[Connection
 
 @cache
 def _code_folders() -> list[str]:
-    """Where Python and its packages are; not a folder that has the user's home in it."""
-    folders = {*sys.path, sys.prefix, sys.base_prefix, str(Path(__file__).resolve().parents[2])}
+    """Where Python and its packages are; not the folder of the user's script, nor one that has the home in it."""
+    folders = {each for each in sys.path if next(Path(each).glob("*.dist-info"), None) is not None}
+    folders |= {sys.prefix, sys.base_prefix, str(Path(__file__).resolve().parents[2])}
     return [folder for folder in folders if not Path.home().is_relative_to(os.path.realpath(folder))]
 
 
