@@ -124,6 +124,7 @@ def tools_over(conversations: Conversations, workspaces: Workspaces) -> MCPServe
             page = library.page(name, words, None, offset, limit)
             rows = [
                 {"id": each.id, "name": each.name, "state": str(each.state), "passages": each.passages}
+                | ({"notes": each.notes} if each.notes else {})
                 for each in page.documents
             ]
             return {

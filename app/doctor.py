@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 from ragblend.app.library.maintenance import check_index, check_library
+from ragblend.app.library.sandbox import rights_left, run_in_sandbox
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.errors import RagBlendError, UnsupportedModelError
 
@@ -108,6 +109,13 @@ def _library(workspace: Workspace) -> tuple[Status, str]:
     return "ok", f"{states.total()} documents{where}" + (f" ({counts})" if counts else "")
 
 
+def _parser(workspace: Workspace) -> tuple[Status, str]:
+    registry = workspace.library.path
+    if left := run_in_sandbox(rights_left, registry.with_name("none"), str(registry)):
+        return "warning", f"on this system a document that takes over its parser could {' and '.join(left)}"
+    return "ok", "may read its document, and not change files or use the network"
+
+
 def _store(workspace: Workspace) -> tuple[Status, str]:
     problems, stats = workspace.store.check(), workspace.store.stats()
     if problems:
@@ -137,6 +145,6 @@ def _index(workspace: Workspace) -> tuple[Status, str]:
 
 CHECKS: dict[str, Check] = {
     "python": _python, "packages": _packages, "device": _device, "model": _model, "model gate": _gate,
-    "embedder": _embedder, "home": _home, "disk": _disk, "library": _library, "kv store": _store,
-    "shared store": _remote, "vector index": _index,
+    "embedder": _embedder, "home": _home, "disk": _disk, "library": _library, "parser": _parser,
+    "kv store": _store, "shared store": _remote, "vector index": _index,
 }  # fmt: skip

@@ -29,6 +29,30 @@ def limit_allocations(more_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (used + more_bytes, hard))
 
 
+def fork(work: Callable[[], None]) -> int:
+    """Run work() in a copy of this process, which ends with it. Returns the copy's id; `reap` it."""
+    if child := os.fork():
+        return child
+    try:
+        work()
+    finally:
+        os._exit(0)
+
+
+def reap(child: int) -> int:
+    """Kill a copy of this process, unless it has ended. Returns its exit code, or minus the signal that ended it."""
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def end_process_group(leader: int) -> None:
+    """Kill a process that began a group, and all in the group."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
 def raise_open_file_limit(wanted: int) -> None:
     """Raise the limit of open files to this number, or to the most that is allowed without being root."""
     with suppress(OSError, ValueError):

@@ -46,6 +46,11 @@ ANSWER_STYLES = {
 }
 BUNDLED = "smollm2-135m-instruct"  # the model named `default`
 SEARCHES = ("hybrid", "vectors")
+# What RapidOCR calls the models that recognise text. Its own package has the first: Chinese, Japanese, Latin letters.
+OCR_LANGUAGES = {
+    "default": "ch", "arabic": "arabic", "cyrillic": "cyrillic", "devanagari": "devanagari", "east-slavic": "eslav",
+    "greek": "el", "korean": "korean", "tamil": "ta", "telugu": "te", "thai": "th",
+}  # fmt: skip
 KV_CODECS = ("raw", "int8", "int4")  # `kvstore.codec.CODECS`, whose module needs torch
 
 
@@ -61,6 +66,7 @@ class Settings:
     that machines share. kv_codec `int8` and `int4` take a half and a third of the bytes for new KV, at a small loss.
     search `hybrid` finds passages by meaning and by words, `vectors` by meaning alone; reranker: the hub id or the
     folder of a cross-encoder that ranks the best of them (None or "": none).
+    ocr_language: what scans are in (`OCR_LANGUAGES`); `default`: Chinese, Japanese, and languages in Latin letters.
     ratio may be `auto`: what loading hides on this device, 0.15 at least (`ragblend doctor --profile` measures it).
     repetition_penalty: of the answer's own tokens; at temperature 0 small models repeat themselves without one.
     max_new_tokens None: the model's own (`ANSWER_STYLES`, else 256).
@@ -79,6 +85,7 @@ class Settings:
     top_k: int = 6
     search: str = "hybrid"
     reranker: str | None = None
+    ocr_language: str = "default"
     chunk_tokens: int = 512
     chunk_overlap: int = 0
     store_budget_bytes: int | None = None
@@ -193,6 +200,7 @@ RULES: dict[str, Rule] = {
         lambda name: not name or (name.strip() and name != "default" and not name.lower().endswith(".gguf")),
         "the hub id (owner/name) or the folder of a cross-encoder, or empty for none",
     ),
+    "ocr_language": (lambda name: name in OCR_LANGUAGES, f"one of {', '.join(OCR_LANGUAGES)}"),
     "chunk_tokens": (lambda count: 16 <= count <= 8192, "16 to 8192 tokens"),
     "store_budget_bytes": _COUNT,
     "memory_budget_bytes": _NOT_NEGATIVE,
@@ -281,7 +289,7 @@ def save_settings(path: Path, changes: Mapping[str, Any]) -> None:
 
 
 # Another model needs other KV and, since chunks are counted in its tokens, other passages.
-REQUIRES_CHUNKING = ("model", "chunk_tokens", "chunk_overlap")
+REQUIRES_CHUNKING = ("model", "chunk_tokens", "chunk_overlap", "ocr_language")
 REQUIRES_ENCODING = ("dtype",)
 
 

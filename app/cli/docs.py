@@ -130,17 +130,21 @@ def remove_collection(
 
 
 def _row(document: Document) -> dict[str, Any]:
-    names = ("id", "collection", "path", "state", "reason", "passages", "updated_at")
+    names = ("id", "collection", "path", "state", "reason", "notes", "passages", "updated_at")
     row = {name: getattr(document, name) for name in names}
     return row | {"document": document.name, "size": document.facts.size}
+
+
+def _remarks(document: Document) -> list[str]:
+    """What is shown under its row: why it failed, and what was guessed, replaced or left out."""
+    return [document.reason] * bool(document.reason) + [f"note: {note}" for note in document.notes]
 
 
 def _table(documents: list[Document]) -> str:
     if not documents:
         return "No documents yet. Run `ragblend ingest PATH...`."
     lines = (
-        f"{d.id}  {d.state:<8}{d.passages:>5}  {on_one_line(d.path)}"
-        + (f"\n{'':>33}{on_one_line(d.reason)}" if d.reason else "")
+        f"\n{'':>33}".join([f"{d.id}  {d.state:<8}{d.passages:>5}  {on_one_line(d.path)}", *_remarks(d)])
         for d in documents
     )
     return "\n".join([f"{'id':<16}  {'state':<8}{'parts':>5}  path", *lines])

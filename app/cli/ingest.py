@@ -25,7 +25,10 @@ def ingest(
         bool, typer.Option("--no-encode", help="Do not store KV now; it is stored as questions are asked.")
     ] = False,
 ) -> int:
-    """Read documents and make them askable, then store each passage's KV. Unchanged files cost nothing."""
+    """Read documents and make them askable, then store each passage's KV. Unchanged files cost nothing.
+
+    Scans in other letters than Latin, Chinese or Japanese need a setting, such as RAGBLEND_OCR_LANGUAGE=korean.
+    """
     from ragblend.app.library.ingest import embed_in_full, encode_and_report, ingest_paths
 
     with cli.open(collection=collection) as workspace:
@@ -49,6 +52,8 @@ def ingest(
 def _print_report(cli: Cli, report: "IngestReport") -> None:
     for path, (_, reason) in report.failed.items():
         cli.note(f"failed   {on_one_line(path)}\n         {on_one_line(reason)}")
+    for path, notes in report.notes.items():
+        cli.note(f"noted    {on_one_line(path)}: {'; '.join(map(on_one_line, notes))}")
     for label, listed in (("skipped", report.skipped), ("gone", report.gone), ("removed", report.pruned)):
         for path in listed:
             cli.note(f"{label:<8} {on_one_line(path)}")
@@ -62,5 +67,6 @@ def _print_report(cli: Cli, report: "IngestReport") -> None:
         cli.note(report.notice)
     kinds = ("added", "updated", "resumed", "unchanged", "failed", "skipped", "pruned")
     counts = ", ".join(f"{len(getattr(report, kind))} {kind}" for kind in kinds if getattr(report, kind))
+    counts += f", {len(report.notes)} with notes" if report.notes else ""
     work = f"{plural(report.embedded, 'passage')} embedded, {plural(report.encoded, 'passage')} encoded"
     cli.result(report.to_json(), f"{counts or 'nothing to do'}; {work}")

@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 import unicodedata
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,6 +13,7 @@ from pathlib import Path
 ESCAPED = re.compile(rb"\\x([89a-f][0-9a-f])")
 # Control characters, and those that turn the direction of all that follows on a line.
 UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+MOST_NAMED = 10  # pages or files in one note
 SCANNED = "it is probably scanned"  # part of the reason of such a failure
 
 
@@ -43,8 +45,8 @@ class FileFacts:
 class Document:
     """One row of the registry. `recipe` says how its text was cut and embedded: another recipe means doing it again.
 
-    path: as `printable` writes it; reason: why it failed; uploaded: the home has a copy of the file (set by
-    `Library.page` only).
+    path: as `printable` writes it; reason: why it failed; notes: what was guessed, replaced or left out of its text, a
+    sentence each; uploaded: the home has a copy of the file (set by `Library.page` only).
     """
 
     id: str
@@ -56,6 +58,7 @@ class Document:
     recipe: str
     updated_at: str
     passages: int
+    notes: tuple[str, ...] = ()
     uploaded: bool = False
 
     @property
@@ -123,6 +126,12 @@ def document_id(collection: str, path: str) -> str:
 def node_id(document: str, index: int, text: str) -> str:
     """A stable id of a text at an index of a document, so that its KV survives edits elsewhere."""
     return _digest(document, str(index), text)[:32]
+
+
+def shortened(names: Sequence[str]) -> str:
+    """A list for a sentence: the first ten, and how many more there are."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def _digest(*parts: str) -> str:

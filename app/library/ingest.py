@@ -27,6 +27,7 @@ from ragblend.app.library.encoding import KvProgress, KvReport, encode_missing
 from ragblend.app.library.file_checks import check_file
 from ragblend.app.library.registry import Embeddings
 from ragblend.app.library.removal import remove_document
+from ragblend.app.library.text_recognition import TextRecognition
 from ragblend.app.progress import OnProgress, ProgressCounter, silent
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.embeddings import Part, joined
@@ -51,8 +52,9 @@ SKETCHED = ", sketched"  # the end of its recipe, until it is embedded in full
 class IngestReport:
     """The result of one run. failed: path -> (name of the error, reason); gone: ingested earlier, no longer a file.
 
-    skipped: as in `Discovery`, and files that vanished before their turn; pruned: gone, and therefore removed; kv: the
-    result of encoding, None if that was not requested.
+    skipped: as in `Discovery`, and files that vanished before their turn; notes: path -> what was guessed, replaced or
+    left out when it was read, in this run; pruned: gone, and therefore removed; kv: the result of encoding, None if
+    that was not requested.
     """
 
     added: list[str] = field(default_factory=list)
@@ -60,6 +62,7 @@ class IngestReport:
     resumed: list[str] = field(default_factory=list)
     unchanged: list[str] = field(default_factory=list)
     failed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
     pruned: list[str] = field(default_factory=list)
@@ -73,7 +76,8 @@ class IngestReport:
 
     def to_json(self) -> dict[str, Any]:
         failed = [{"path": path, "type": kind, "reason": why} for path, (kind, why) in self.failed.items()]
-        return {**self.__dict__, "failed": failed, "kv": asdict(self.kv) if self.kv else None}
+        notes = [{"path": path, "notes": said} for path, said in self.notes.items()]
+        return {**self.__dict__, "failed": failed, "notes": notes, "kv": asdict(self.kv) if self.kv else None}
 
 
 def ingest(workspace: Workspace, paths: Sequence[Path], on_progress: OnProgress = silent) -> IngestReport:
@@ -147,7 +151,7 @@ def _embed_rest(workspace: Workspace, document: Document, meter: ProgressCounter
         rows = [joined(*both) for both in zip(sketches, rest, strict=True)]
         workspace.index.upsert(nodes, rows)  # first: if we are killed after it, it is done again
         recipe = document.recipe.removesuffix(SKETCHED)
-        library.replace_passages(document.id, document.facts, recipe, passages, rows)
+        library.replace_passages(document.id, document.facts, recipe, passages, rows, document.notes)
 
 
 def encode_and_report(
@@ -251,12 +255,17 @@ class _IngestRun:
             self._cut_and_embed(path, document, facts, text, known, behind)
         self._write_to_index(document)
         self._library.finish(document)
+        if notes := self._library.documents_with([document])[document].notes:
+            self.report.notes[printable(path)] = notes
         return "added" if known is None or not known.passages else "resumed" if cut_before else "updated"
 
     def _read(self, path: Path, facts: FileFacts) -> tuple[FileFacts, readers.DocumentText]:
         """The file's text, and its facts when that was read; again if it changed meanwhile."""
+        recognition = TextRecognition(
+            self._workspace.settings.ocr_language, self._workspace.home.models / "ocr"
+        )
         for _ in range(READINGS):
-            text = readers.read_document(path, self._show_pages)
+            text = readers.read_document(path, self._show_pages, recognition)
             if facts.fit(path):
                 return facts, text
             facts = _read_facts(path)
@@ -285,7 +294,7 @@ class _IngestRun:
         is_sketch = is_new and (behind >= MANY_FILES or len(passages) >= MANY_PASSAGES)
         embeddings = self._embed(passages, known, "sketch" if is_sketch else "whole")
         recipe = self._recipe + (SKETCHED if is_sketch else "")
-        self._library.replace_passages(document, facts, recipe, passages, embeddings)
+        self._library.replace_passages(document, facts, recipe, passages, embeddings, text.notes)
 
     def _show_pages(self, done: int, total: int) -> None:
         if total:  # other formats have no pages, and call only to see whether they are cancelled
@@ -336,7 +345,8 @@ class _IngestRun:
         """Everything besides a file's content that decides what its passages and embeddings are."""
         settings = self._workspace.settings
         cut = f"{settings.chunk_tokens}/{settings.chunk_overlap}"
-        return f"readers {readers.VERSION}, {settings.model}, {cut}, {self._workspace.embedder.name}"
+        scans = "" if settings.ocr_language == "default" else f"scans in {settings.ocr_language}, "
+        return f"readers {readers.VERSION}, {scans}{settings.model}, {cut}, {self._workspace.embedder.name}"
 
 
 def register(workspace: Workspace, passages: Sequence[DocumentPassage]) -> None:

@@ -2,30 +2,35 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from email.message import EmailMessage
 from pathlib import Path
 from typing import Any
 
+from ragblend.app.library.documents import shortened
+from ragblend.app.library.encodings import REPLACED
 from ragblend.app.library.file_checks import open_archive
 from ragblend.app.library.html_text import Section, html_sections
 
 Part = tuple[str, str]  # text, location
 
 
-def pptx_slides(path: Path) -> Iterator[Part]:
-    """Each slide's texts, tables and notes."""
+def pptx_slides(path: Path, notes: list[str]) -> Iterator[Part]:
+    """Each slide's texts, tables and notes. notes: gets a sentence that names the slides without text."""
     from pptx import Presentation
 
     with open_archive(path):
-        slides = Presentation(str(path)).slides
+        slides, empty = Presentation(str(path)).slides, list[str]()
     for number, slide in enumerate(slides, start=1):
         lines = [line for shape in slide.shapes for line in _shape_lines(shape)]
         if slide.has_notes_slide and slide.notes_slide.notes_text_frame is not None:
-            notes = slide.notes_slide.notes_text_frame.text.strip()
-            lines += [f"Notes: {notes}"] if notes else []
+            spoken = slide.notes_slide.notes_text_frame.text.strip()
+            lines += [f"Notes: {spoken}"] if spoken else []
+        empty += [] if any(map(str.strip, lines)) else [str(number)]
         yield "\n".join(lines), f"slide {number}"
+    if empty:
+        notes.append(f"these slides have no text, and were left out: {shortened(empty)}")
 
 
 def _shape_lines(shape: Any) -> Iterator[str]:
@@ -62,11 +67,14 @@ def opendocument_sections(path: Path) -> list[Section]:
     return [section for section in sections if section.text]
 
 
-def rtf_text(text: str) -> str:
-    """The text of a rich text document."""
+def rtf_text(text: str, notes: list[str]) -> str:
+    """The text of a rich text document. notes: gets a sentence where characters were replaced."""
     from striprtf.striprtf import rtf_to_text  # type: ignore[import-untyped]
 
-    return str(rtf_to_text(text, errors="replace"))
+    found = str(rtf_to_text(text, errors="replace"))
+    if lost := found.count(REPLACED):
+        notes.append(f"{lost} characters that its encoding does not have were replaced by {REPLACED}")
+    return found
 
 
 def rst_sections(text: str) -> list[Section]:
@@ -127,28 +135,37 @@ def _joined(lines: Any) -> str:
     return "".join(lines) if isinstance(lines, list) else str(lines or "")
 
 
-def mail_parts(path: Path) -> Iterator[Part]:
-    """Each message of an .eml or .mbox: who, when, what about, its text; attachments are named only."""
+def mail_parts(path: Path, notes: list[str]) -> Iterator[Part]:
+    """Each message of an .eml or .mbox: who, when, what about, its text; attachments are named only.
+
+    notes: gets a sentence that names them.
+    """
+    attached = list[str]()
+    for message, place in _messages(path):
+        names = [part.get_filename() or part.get_content_type() for part in message.iter_attachments()]
+        attached += names
+        yield _message_text(message, names), place
+    if attached:
+        notes.append(f"attachments were not read: {shortened(attached)}")
+
+
+def _messages(path: Path) -> Iterator[tuple[EmailMessage, str]]:
     import mailbox
     from email import message_from_bytes, policy
 
-    if path.suffix.lower() == ".mbox":
-        with closing(mailbox.mbox(path, create=False)) as box:
-            for number, key in enumerate(box.keys(), start=1):
-                yield (
-                    _message_text(message_from_bytes(box.get_bytes(key), policy=policy.default)),
-                    f"message {number}",
-                )
-    else:
-        yield _message_text(message_from_bytes(path.read_bytes(), policy=policy.default)), ""
+    if path.suffix.lower() != ".mbox":
+        yield message_from_bytes(path.read_bytes(), policy=policy.default), ""
+        return
+    with closing(mailbox.mbox(path, create=False)) as box:
+        for number, key in enumerate(box.keys(), start=1):
+            yield message_from_bytes(box.get_bytes(key), policy=policy.default), f"message {number}"
 
 
-def _message_text(message: EmailMessage) -> str:
+def _message_text(message: EmailMessage, attachments: Sequence[str]) -> str:
     heads = [f"{name}: {message[name]}" for name in ("From", "To", "Cc", "Date", "Subject") if message[name]]
     body = message.get_body(("plain", "html"))
     text = str(body.get_content()) if body is not None else ""
     if body is not None and body.get_content_type() == "text/html":
         text = "\n\n".join(section.text for section in html_sections(text))
-    names = [name for part in message.iter_attachments() if (name := part.get_filename())]
-    attached = [f"Attachments: {', '.join(names)}"] if names else []
+    attached = [f"Attachments: {', '.join(attachments)}"] if attachments else []
     return "\n".join([*heads, *attached, "", text])

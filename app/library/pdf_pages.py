@@ -1,7 +1,4 @@
-"""Renders PDF pages with pdfium (extra `ui`): with a passage's boxes on them, or for text recognition.
-
-Text of scanned pages is recognised by RapidOCR (extra `ocr`). Its models are in its package: nothing is downloaded.
-"""
+"""Renders PDF pages with pdfium (extra `ui`): with a passage's boxes on them, or for text recognition."""
 
 import ctypes
 import io
@@ -10,8 +7,6 @@ from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +16,9 @@ if TYPE_CHECKING:
 
 from ragblend.app.answering.matching import find, fold
 from ragblend.app.library.pdf_reader import opened, page_label
-from ragblend.app.library.sandbox import MIB, OnPage
+from ragblend.app.library.sandbox import OnPage
 
 MAX_WIDTH, MAX_HEIGHT, MAX_SCALE = 1400, 2400, 2.0  # pixels; pixels per point
-OCR_PACKAGES = ("rapidocr", "onnxruntime", "pypdfium2")
-OCR_BYTES = 2048 * MIB  # its models take a third of that
-OCR_SCALE = 200 / 72  # pixels per point: the resolution that text recognition is made for
 MAX_PICTURE = 4000  # pixels, of the longer side
 MOST_PAGES = 50  # on which one passage is searched
 Span = tuple[int, int]
@@ -187,27 +179,3 @@ def _pixel(page: Any, x: float, y: float, size: tuple[int, int]) -> tuple[int, i
     across, down = ctypes.c_int(), ctypes.c_int()
     raw.FPDF_PageToDevice(page, 0, 0, *size, 0, x, y, ctypes.byref(across), ctypes.byref(down))
     return across.value, down.value
-
-
-def can_recognise() -> bool:
-    return all(find_spec(name) is not None for name in OCR_PACKAGES)
-
-
-def recognised(path: Path, numbers: Sequence[int], on_page: OnPage) -> list[tuple[int, str]]:
-    """(number, text) of these pages of a PDF (from 1) by text recognition; some seconds per page. Runs in the sandbox.
-
-    on_page(done, total) is called before each page and at the end.
-    """
-    texts = []
-    for done, picture in enumerate(page_pictures(path, numbers, OCR_SCALE)):
-        on_page(done, len(numbers))
-        texts.append("" if picture is None else "\n".join(_engine()(picture).txts or ()))
-    on_page(len(numbers), len(numbers))
-    return list(zip(numbers, texts, strict=True))
-
-
-@cache
-def _engine() -> Any:
-    from rapidocr import RapidOCR
-
-    return RapidOCR(params={"Global.log_level": "error"})

@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from ragblend.app.library.documents import shortened
 from ragblend.app.library.sandbox import OnPage
 from ragblend.kvstore.errors import (
     DocumentError,
@@ -58,7 +59,7 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
     if damaged and len(damaged) == count:
         raise UnreadableDocumentError(f"Reading {path}: all of its pages are damaged. {PRINT_AGAIN}")
     if damaged:
-        notes.append(f"the text of these pages is damaged and was left out: {', '.join(damaged)}")
+        notes.append(f"the text of these pages is damaged and was left out: {shortened(damaged)}")
 
 
 @contextmanager

@@ -6,17 +6,18 @@ they load a PDF three times and hide why it failed, and join table cells without
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any
 
-from ragblend.app.library.documents import SCANNED
+from ragblend.app.library.documents import SCANNED, shortened
 from ragblend.app.library.encodings import decode
 from ragblend.app.library.epub import epub_chapters
 from ragblend.app.library.file_checks import check_content, check_file
 from ragblend.app.library.html_text import Section, html_sections
+from ragblend.app.library.legibility import is_garbled
 from ragblend.app.library.more_formats import (
     latex_text,
     mail_parts,
@@ -27,9 +28,9 @@ from ragblend.app.library.more_formats import (
     rst_sections,
     rtf_text,
 )
-from ragblend.app.library.pdf_pages import OCR_BYTES, can_recognise, recognised
 from ragblend.app.library.sandbox import OnPage, run_in_sandbox
 from ragblend.app.library.tables import csv_rows, xlsx_rows
+from ragblend.app.library.text_recognition import TextRecognition, can_recognise
 from ragblend.app.library.word_documents import docx_sections
 from ragblend.app.progress import silent
 from ragblend.kvstore.errors import EmptyDocumentError, OversizedDocumentError
@@ -40,9 +41,11 @@ MAX_PARTS = 300_000  # pages, sections, rows
 INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\ufeff"))
 # Control characters, and those that mean something in one font only.
 NOT_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
-VERSION = 2  # part of a document's recipe: raise it when the text that comes out changes
+JUDGED_CHARACTERS = 20_000  # of a page or document: enough to see whether it is a language's
+VERSION = 3  # part of a document's recipe: raise it when the text that comes out changes
 
 
+RECOGNITION = TextRecognition()
 Notes = list[str]  # sentences on what was guessed, replaced or left out
 Reader = Callable[[Path, Notes], Iterable["DocumentPart"]]
 
@@ -57,45 +60,81 @@ class DocumentPart:
 
 @dataclass(frozen=True)
 class DocumentText:
-    """A document's parts in reading order. notes: what was guessed, replaced or left out, a sentence each."""
+    """A document's parts in reading order. notes: what was guessed, replaced or left out, a line each."""
 
     parts: list[DocumentPart]
     notes: tuple[str, ...] = ()
 
 
-def read_document(path: Path, on_page: OnPage = silent) -> DocumentText:
-    """Read the text of a document, in reading order. Raises DocumentError.
+def read_document(
+    path: Path, on_page: OnPage = silent, recognition: TextRecognition = RECOGNITION
+) -> DocumentText:
+    """Read the text of a document, in reading order. Raises as `TextRecognition.pages` does.
 
     on_page(done, total): a PDF's pages, and then those that need text recognition (seconds each); it is called several
     times a second, and if it raises, reading is cancelled.
     """
     check_file(path)
-    found = run_in_sandbox(parse, path, on_page=on_page)
-    parts, notes = list(starmap(DocumentPart, found["parts"])), list(found["notes"])
-    without = [number for number, part in enumerate(parts, start=1) if not part.text]
-    if without and can_recognise():
-        recognised_pages = run_in_sandbox(recognised, path, without, on_page=on_page, memory_bytes=OCR_BYTES)
-        for number, text in recognised_pages:
-            parts[number - 1] = DocumentPart(clean(text), parts[number - 1].location)
-        if count := sum(bool(parts[number - 1].text) for number in without):
-            notes.append(f"the text of {count} pages was recognised from pictures")
+    libraries = LIBRARIES.get(path.suffix.lower(), ())
+    found = run_in_sandbox(parse, path, on_page=on_page, imports=libraries)
+    parts, notes, garbled = (
+        list(starmap(DocumentPart, found["parts"])),
+        list(found["notes"]),
+        found["garbled"],
+    )
+    wanted = sorted({number for number, part in enumerate(parts) if not part.text} | set(garbled))
+    read = []
+    if wanted and can_recognise():
+        found_texts = recognition.pages(path, [number + 1 for number in wanted], on_page)
+        texts = {number - 1: clean(text) for number, text in found_texts}
+        read = [number for number in wanted if texts[number]]
+        for number in read:
+            parts[number] = DocumentPart(texts[number], parts[number].location)
+    unread = [number for number in wanted if number not in read]
+    notes += _notes_on_pages(parts, read, unread, garbled)
     parts = [part for part in parts if part.text]
     if not parts:
         raise EmptyDocumentError(_no_text(path))
-    return DocumentText(parts, tuple(notes))
+    return DocumentText(parts, tuple(dict.fromkeys(" ".join(clean(note).split()) for note in notes)))
+
+
+def _notes_on_pages(
+    parts: Sequence[DocumentPart], read: Sequence[int], unread: Sequence[int], garbled: Sequence[int]
+) -> Iterator[str]:
+    """On a PDF's pages (from 0) that were read from their pictures, and those without legible text that were not."""
+
+    def named(numbers: Iterable[int]) -> str:
+        return shortened([parts[number].location for number in numbers])
+
+    if read:
+        yield f"the text of these pages was recognised from pictures: {named(read)}"
+    if doubtful := [number for number in unread if number in garbled]:
+        yield f"the text of these pages may be unreadable, as their fonts are broken: {named(doubtful)}"
+    if not can_recognise() and (empty := [number for number in unread if not parts[number].text]):
+        yield f"these pages have no text, and were left out; if they are scans, install ragblend[ocr]: {named(empty)}"
 
 
 def parse(path: Path, on_page: OnPage = silent) -> dict[str, Any]:
     """In the sandbox: `parts`, (text, location) with text, PDF pages without any too, and `notes`.
 
-    Raises whatever parsers raise.
+    garbled: the PDF pages (from 0) whose text is no language's (`legibility`); of other formats it is noted. Raises
+    whatever parsers raise.
     """
     check_content(path)
     suffix, notes = path.suffix.lower(), list[str]()
     found = _read_pdf(path, notes, on_page) if suffix == ".pdf" else READERS[suffix](path, notes)
-    cleaned = (DocumentPart(clean(part.text), part.location) for part in found)
-    parts = _within_limits(path, (part for part in cleaned if part.text or suffix == ".pdf"))
-    return {"parts": [(part.text, part.location) for part in parts], "notes": notes}
+    garbled, beginning = list[int](), ""
+    parts = []
+    for number, part in enumerate(_within_limits(path, found)):
+        if suffix == ".pdf" and is_garbled(part.text[:JUDGED_CHARACTERS]):
+            garbled.append(number)
+        elif suffix != ".pdf" and len(beginning) < JUDGED_CHARACTERS:
+            beginning += f"{part.text[:JUDGED_CHARACTERS]}\n"
+        if (text := clean(part.text)) or suffix == ".pdf":
+            parts.append((text, part.location))
+    if is_garbled(beginning):
+        notes.append("its text may be unreadable: it is not like that of any language")
+    return {"parts": parts, "notes": notes, "garbled": garbled}
 
 
 def _within_limits(path: Path, parts: Iterable[DocumentPart]) -> Iterator[DocumentPart]:
@@ -148,7 +187,7 @@ def _markdown_sections(text: str) -> Iterator[DocumentPart]:
 
 
 def _read_csv(path: Path, notes: Notes) -> Iterable[DocumentPart]:
-    return starmap(DocumentPart, csv_rows(decode(path.read_bytes(), path, notes)))
+    return starmap(DocumentPart, csv_rows(decode(path.read_bytes(), path, notes), notes))
 
 
 def _sections(read: Callable[[str], Iterable[Section]]) -> Reader:
@@ -177,8 +216,8 @@ READERS: dict[str, Reader] = {
     ".docx": lambda path, notes: _parts(docx_sections(path)),
     ".odt": lambda path, notes: _parts(opendocument_sections(path)),
     ".odp": lambda path, notes: _parts(opendocument_sections(path)),
-    ".pptx": lambda path, notes: starmap(DocumentPart, pptx_slides(path)),
-    ".rtf": lambda path, notes: [DocumentPart(rtf_text(path.read_bytes().decode("latin-1")), "")],
+    ".pptx": lambda path, notes: starmap(DocumentPart, pptx_slides(path, notes)),
+    ".rtf": lambda path, notes: [DocumentPart(rtf_text(path.read_bytes().decode("latin-1"), notes), "")],
     ".epub": lambda path, notes: _parts(epub_chapters(path)),
     ".csv": _read_csv,
     ".tsv": _read_csv,
@@ -187,9 +226,16 @@ READERS: dict[str, Reader] = {
     ".rst": _sections(rst_sections),
     ".org": _sections(org_sections),
     ".tex": lambda path, notes: [DocumentPart(latex_text(decode(path.read_bytes(), path, notes)), "")],
-    ".eml": lambda path, notes: starmap(DocumentPart, mail_parts(path)),
-    ".mbox": lambda path, notes: starmap(DocumentPart, mail_parts(path)),
+    ".eml": lambda path, notes: starmap(DocumentPart, mail_parts(path, notes)),
+    ".mbox": lambda path, notes: starmap(DocumentPart, mail_parts(path, notes)),
 }
+
+
+# What takes more than 20 ms to import: a reader's process is new for each file, and gets these imported.
+LIBRARIES = {
+    ".pdf": ("pypdfium2", "pypdf"), ".docx": ("mammoth",), ".xlsx": ("openpyxl",), ".pptx": ("pptx",),
+    ".csv": ("clevercsv",), ".tsv": ("clevercsv",), ".md": ("markdown_it",), ".rst": ("docutils.core",),
+}  # fmt: skip
 
 
 def _no_text(path: Path) -> str:

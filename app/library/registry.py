@@ -42,14 +42,16 @@ log = logging.getLogger("ragblend")
 # `stale`: node ids whose vectors and KV are still to be deleted: written in the transaction that replaces the chunks,
 # and emptied once Chroma and the KV store have deleted them, so that a crash in between leaks nothing.
 # `unerased`: collections with deleted text whose bytes are still to be erased in other files.
-# `notes`: a model's notes on a document for its summary, by the prompt that they answer.
+# `documents.notes`: what was guessed, replaced or left out of the text, a line each.
+# `digest_notes`: a model's notes on a document for its summary, by the prompt that they answer.
 # `words`: the full-text index (FTS5) of passages, without a copy of the text, which it reads from a view; `numbers` has
 # row numbers that survive a VACUUM. A passage is deleted before its document, because the view needs both.
 TABLES = (
     "CREATE TABLE documents (id TEXT PRIMARY KEY, path TEXT NOT NULL, collection TEXT NOT NULL, "
     "state TEXT NOT NULL CHECK (state IN ('pending', 'done', 'failed')), reason TEXT NOT NULL DEFAULT '', "
     "size INTEGER NOT NULL DEFAULT -1, mtime_ns INTEGER NOT NULL DEFAULT -1, sha256 TEXT NOT NULL DEFAULT '', "
-    "recipe TEXT NOT NULL DEFAULT '', updated_at TEXT NOT NULL DEFAULT '', UNIQUE (collection, path))",
+    "recipe TEXT NOT NULL DEFAULT '', notes TEXT NOT NULL DEFAULT '', updated_at TEXT NOT NULL DEFAULT '', "
+    "UNIQUE (collection, path))",
     "CREATE INDEX documents_by_state ON documents (collection, state, path, id)",
     "CREATE TABLE chunks (node_id TEXT PRIMARY KEY, "
     "document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE, position INTEGER NOT NULL, "
@@ -59,8 +61,8 @@ TABLES = (
     "document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE, PRIMARY KEY (node_id, document_id))",
     "CREATE TABLE collections (name TEXT PRIMARY KEY) WITHOUT ROWID",
     "CREATE TABLE unerased (collection TEXT PRIMARY KEY) WITHOUT ROWID",
-    "CREATE TABLE notes (document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE, origin TEXT NOT NULL, "
-    "text TEXT NOT NULL, PRIMARY KEY (document_id, origin))",
+    "CREATE TABLE digest_notes (document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE, "
+    "origin TEXT NOT NULL, text TEXT NOT NULL, PRIMARY KEY (document_id, origin))",
     "CREATE TABLE numbers (id INTEGER PRIMARY KEY, node_id TEXT NOT NULL UNIQUE)",
     "CREATE VIEW wordings AS SELECT numbers.id, node_id, worded(collection, CAST(text AS BLOB)) AS text FROM numbers "
     "JOIN chunks USING (node_id) JOIN documents ON documents.id = document_id",
@@ -93,8 +95,8 @@ class DocumentPage:
 class Library(Database):
     """All reads and writes of the registry; every change is one transaction. Thread-safe."""
 
-    what, version, tables = "registry", 5, TABLES
-    copied = ("documents", "chunks", "stale", "collections", "unerased", "notes")
+    what, version, tables = "registry", 6, TABLES
+    copied = ("documents", "chunks", "stale", "collections", "unerased", "digest_notes")
     full_text = "words"
 
     @staticmethod
@@ -260,8 +262,9 @@ class Library(Database):
         recipe: str,
         passages: Sequence[DocumentPassage],
         embeddings: Sequence[Embeddings],
+        notes: Sequence[str] = (),
     ) -> None:
-        """Replace the document's passages; the earlier ones become stale. embeddings: (W, E) each."""
+        """Replace the document's passages and notes; the earlier ones become stale. embeddings: (W, E) each."""
         assert len(passages) == len(embeddings)
         kept = {passage.node_id for passage in passages}
         earlier = set(self.node_ids(document))
@@ -275,10 +278,11 @@ class Library(Database):
             connection.executemany("INSERT OR IGNORE INTO stale VALUES (?, ?)", gone)
             connection.executemany("DELETE FROM stale WHERE node_id = ?", ((node,) for node in kept))
             if gone:
-                connection.execute("DELETE FROM notes WHERE document_id = ?", (document,))
+                connection.execute("DELETE FROM digest_notes WHERE document_id = ?", (document,))
                 _note_unerased(connection, document)
             _update_facts(connection, document, facts)
-            connection.execute("UPDATE documents SET recipe = ? WHERE id = ?", (recipe, document))
+            query = "UPDATE documents SET recipe = ?, notes = ? WHERE id = ?"
+            connection.execute(query, (recipe, "\n".join(notes), document))
 
     def passages_of(self, document: str) -> list[DocumentPassage]:
         """A document's passages in reading order."""
@@ -407,20 +411,20 @@ class Library(Database):
         query = "SELECT count(*) FROM chunks JOIN documents ON id = document_id WHERE collection = ?"
         return int(self.column(query, collection)[0])
 
-    # --- notes -----------------------------------------------------------------------------------
+    # --- notes for summaries -----------------------------------------------------------------------------------
 
     def note(self, document: str, origin: str) -> str | None:
         """The stored note on a document for that prompt, or None."""
-        query = "SELECT text FROM notes WHERE document_id = ? AND origin = ?"
+        query = "SELECT text FROM digest_notes WHERE document_id = ? AND origin = ?"
         return next(iter(self.column(query, document, origin)), None)
 
     def keep_note(self, document: Document, origin: str, text: str) -> None:
         """Store a note until the document changes; nothing is stored if it has changed already."""
         with self.transaction() as connection:
             connection.execute(
-                "DELETE FROM notes WHERE document_id = ? AND origin = ?", (document.id, origin)
+                "DELETE FROM digest_notes WHERE document_id = ? AND origin = ?", (document.id, origin)
             )
-            query = "INSERT INTO notes SELECT id, ?, ? FROM documents WHERE id = ? AND sha256 = ?"
+            query = "INSERT INTO digest_notes SELECT id, ?, ? FROM documents WHERE id = ? AND sha256 = ?"
             connection.execute(query, (origin, text, document.id, document.facts.sha256))
 
     # --- damage and erasing ----------------------------------------------------------------------
@@ -498,6 +502,7 @@ def _document(row: sqlite3.Row) -> Document:
         recipe=row["recipe"],
         updated_at=row["updated_at"],
         passages=row["passages"],
+        notes=tuple(row["notes"].split("\n")) if row["notes"] else (),
     )
 
 

@@ -1,31 +1,35 @@
-"""Parses untrusted files in a limited subprocess, so that a parser cannot crash, fill or block the caller.
+"""Parses untrusted files in a limited subprocess, so that a parser cannot crash, fill, block or rob the caller.
 
 The process is a new interpreter: not forked, because the caller has torch and its threads, and not multiprocessing's,
-which runs the caller's main script again. It serves one call after the other, and exits when it has grown, when it is
-idle for a while, or when its caller has ended. A call that takes too much memory or time ends the process only.
+which runs the caller's main script again. It forks for each file, so that what a file does to its parser ends with
+that file. On Linux the fork may read its file and the installed programs, and nothing else: it may not write, connect,
+or start a program. One that takes too much memory or time is killed; so are all if the caller ends.
 """
 
 import atexit
 import json
 import logging
 import os
-import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from importlib import import_module
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from ragblend.app.posix import disable_core_dumps, limit_allocations
+from ragblend.app.linux import restrict_process
+from ragblend.app.posix import disable_core_dumps, end_process_group, fork, limit_allocations, reap
 from ragblend.app.progress import silent
 from ragblend.kvstore.errors import (
     DocumentError,
@@ -41,10 +45,14 @@ MEMORY_BYTES = 1024 * MIB  # what a call may allocate beyond the process's own m
 SILENT_S = 300.0  # how long a call may take without finishing a page
 BEAT_S = 0.2  # how often the caller's on_page is called, which may cancel the work
 IDLE_S = 60.0
-IDLE_EXIT, MEMORY_EXIT = 75, 76  # exit codes: idle or grown; out of memory
-# A process that has grown over this is not used again; text recognition alone takes 500 MiB.
-KEPT_BYTES = 768 * MIB
+MEMORY_EXIT = 76  # the exit code of a process that is out of memory
 MAX_REPLY_BYTES = 512 * MIB
+PAGE = b'{"page"'  # how a message begins that is not the reply
+# What parsers read besides their file, their code and that of Python: shared libraries, names of types, the processor.
+READABLE = (
+    "/usr", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime", "/etc/mime.types", "/proc/self",
+    "/proc/cpuinfo", "/proc/meminfo", "/sys/devices/system", "/dev/urandom",
+)  # fmt: skip
 ERRORS = {
     error.__name__: error
     for error in (
@@ -63,6 +71,8 @@ def run_in_sandbox(
     path: Path,
     *arguments: Any,
     on_page: OnPage = silent,
+    imports: Sequence[str] = (),
+    readable: Sequence[str] = (),
     memory_bytes: int = MEMORY_BYTES,
     silent_s: float = SILENT_S,
 ) -> Any:
@@ -70,15 +80,20 @@ def run_in_sandbox(
 
     Nothing that comes from that process is unpickled: a parser that a file took over must not reach this one.
     on_page(done, total) is called here several times a second ((0, 0): not known yet); if it raises, the work is
-    cancelled. Raises the work's DocumentError, OversizedDocumentError where a limit is exceeded, and
+    cancelled. imports: modules of the work, which are imported once for all files; readable: more files that it
+    reads. Raises the work's DocumentError, OversizedDocumentError where a limit is exceeded, and
     UnreadableDocumentError for any other failure, a crash included.
     """
     reply = None
-    request = _Request(work.__module__, work.__qualname__, str(path), arguments, memory_bytes)
+    request = _Request(
+        work.__module__, work.__qualname__, str(path), arguments, imports, readable, memory_bytes
+    )
     while reply is None:
         with _idle_lock:
             process = _idle.pop() if _idle else _Process()
         reply = process.reply(request, on_page, silent_s)
+    if (code := reply.get("exit")) is not None:
+        raise _crash_error(request, code)
     if (error := reply.get("error")) is not None:
         raise ERRORS.get(error, UnreadableDocumentError)(str(reply["message"]))
     return reply["result"]
@@ -90,6 +105,8 @@ class _Request:
     function: str
     path: str
     arguments: Sequence[Any]
+    imports: Sequence[str]
+    readable: Sequence[str]
     memory_bytes: int
 
 
@@ -108,12 +125,15 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
+                process_group=0,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
             )
 
     def reply(self, request: _Request, on_page: OnPage, silent_s: float) -> Any:
-        """`result`, or `error` and `message`; None if a new process should be used instead: one that has served before
-        may have exited or been killed while it was idle.
+        """`result`, or `error` and `message`, or `exit`, the code of a crash.
+
+        None if a new process should be used instead: one that has served before may have exited or been killed while
+        it was idle.
         """
         served, self._has_served = self._has_served, True
         try:
@@ -132,16 +152,19 @@ class _Process:
 
     def _wait_for_reply(self, request: _Request, on_page: OnPage, silent_s: float) -> Any:
         path, page, heard = Path(request.path), (0, 0), time.monotonic()
-        limit = _resident_bytes(self._process.pid) + request.memory_bytes
+        parser, limit = None, 0
         while True:
             if self._connection.poll(BEAT_S):
                 reply = json.loads(self._connection.recv_bytes(MAX_REPLY_BYTES))
                 if "page" not in reply:
                     return reply
                 page, heard = (int(reply["page"][0]), int(reply["page"][1])), time.monotonic()
+                if "process" in reply:
+                    parser = int(reply["process"])
+                    limit = _resident_bytes(parser) + request.memory_bytes
             elif time.monotonic() - heard > silent_s:
                 raise _timeout_error(path, page, silent_s)
-            if _resident_bytes(self._process.pid) > limit:
+            if parser is not None and _resident_bytes(parser) > limit:
                 raise _too_much_memory(path, request.memory_bytes)
             on_page(*page)
 
@@ -151,7 +174,7 @@ class _Process:
         try:
             self._process.wait(BEAT_S)  # for the exit code of a process that had exited or crashed
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            end_process_group(self._process.pid)
             self._process.wait()
 
 
@@ -205,32 +228,74 @@ def _timeout_error(path: Path, page: tuple[int, int], silent_s: float) -> Docume
 
 
 def serve_requests(descriptor: int) -> None:
-    """Answer requests, one after the other."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
+    """Answer requests, one after the other, until none comes for a while."""
     disable_core_dumps()
     warnings.simplefilter("ignore")  # parsers warn of oddities in files; real errors are raised
     logging.disable()
-    connection, requests = Connection(descriptor), queue.Queue[_Request]()
-    threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
-    try:
-        while _resident_bytes() < KEPT_BYTES:
-            _send(connection, _answer(connection, requests.get(timeout=IDLE_S)))
-    except (queue.Empty, OSError):
-        pass
-    os._exit(IDLE_EXIT)
+    connection = Connection(descriptor)
+    _code_folders()  # once, for all forks
+    with suppress(EOFError, OSError):  # the caller has ended
+        while connection.poll(IDLE_S):
+            _serve(connection, _Request(**json.loads(connection.recv_bytes())))
 
 
-def _receive(connection: Connection, requests: "queue.Queue[_Request]") -> None:
-    """Receive in a thread, so that the work ends when the caller does."""
+def _serve(connection: Connection, request: _Request) -> None:
+    """Have a fork do the work, and pass on its messages, unread: it may be in the power of the file."""
+    for module in (request.module, *request.imports):
+        import_module(module)
+    ours, theirs = Pipe(duplex=False)
+    with ours:
+        parser = fork(partial(_work, request, theirs, (connection, ours)))
+        theirs.close()
+        message = json.dumps({"page": (0, 0), "process": parser}).encode()
+        while message.startswith(PAGE):
+            connection.send_bytes(message)
+            if connection in wait([connection, ours]):  # the caller has ended
+                end_process_group(os.getpid())
+            try:
+                message = ours.recv_bytes(MAX_REPLY_BYTES)
+            except EOFError:
+                message = b""
+        code = reap(parser)
+    connection.send_bytes(message or json.dumps({"exit": code}).encode())
+
+
+# --- in its fork
+
+
+def _work(request: _Request, connection: Connection, others: Sequence[Connection]) -> None:
+    for other in others:
+        other.close()
     try:
-        while True:
-            requests.put(_Request(**json.loads(connection.recv_bytes())))
-    finally:
-        os._exit(1)
+        # Stops allocations that are faster than the caller's checks. Twice the limit, because Python that reaches it in
+        # small steps may lose its own errors and hang.
+        limit_allocations(2 * request.memory_bytes)
+        restrict_process([request.path, *request.readable, *READABLE, *_code_folders()], [os.devnull])
+        _send(connection, _answer(connection, request))
+    except MemoryError:
+        os._exit(MEMORY_EXIT)  # there may be no memory for a message
+
+
+@cache
+def _code_folders() -> list[str]:
+    """Where Python and its packages are; not the folder of the user's script, nor one that has the home in it."""
+    folders = {each for each in sys.path if next(Path(each).glob("*.dist-info"), None) is not None}
+    folders |= {sys.prefix, sys.base_prefix, str(Path(__file__).resolve().parents[2])}
+    return [folder for folder in folders if not Path.home().is_relative_to(os.path.realpath(folder))]
 
 
 def _send(connection: Connection, reply: dict[str, Any]) -> None:
     connection.send_bytes(json.dumps(reply).encode())
+
+
+def rights_left(_path: Path, other: str, _: OnPage) -> list[str]:
+    """In the sandbox: what a parser could do that it need not do. other: a file that is not its document."""
+    left = []
+    with suppress(PermissionError), open(other, "rb"):
+        left.append("read and change your files")
+    with suppress(PermissionError), socket.socket():
+        left.append("use the network")
+    return left
 
 
 def _answer(connection: Connection, request: _Request) -> dict[str, Any]:
@@ -239,15 +304,12 @@ def _answer(connection: Connection, request: _Request) -> dict[str, Any]:
 
     path = Path(request.path)
     try:
-        # Stops allocations that are faster than the caller's checks. Twice the limit, because Python that reaches it in
-        # small steps may lose its own errors and hang.
-        limit_allocations(2 * request.memory_bytes)
         work = getattr(import_module(request.module), request.function)
         return {"result": work(path, *request.arguments, on_page)}
     except DocumentError as error:
         return {"error": type(error).__name__, "message": str(error)}
     except MemoryError:
-        os._exit(MEMORY_EXIT)  # there may be no memory for a message
+        raise
     except Exception as error:  # parsers of hostile formats raise anything
         message = (
             f"Reading {path}: it cannot be read as {path.suffix.lower()} ({type(error).__name__}: {error}). "
@@ -256,7 +318,7 @@ def _answer(connection: Connection, request: _Request) -> dict[str, Any]:
         return {"error": UnreadableDocumentError.__name__, "message": message}
 
 
-def _resident_bytes(process_id: int | None = None) -> int:
+def _resident_bytes(process_id: int) -> int:
     """The resident memory of a process; 0 if it has ended."""
     try:
         return int(psutil.Process(process_id).memory_info().rss)

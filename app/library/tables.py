@@ -10,12 +10,16 @@ from ragblend.app.library.file_checks import MAX_TEXT_BYTES, open_archive
 
 SNIFF_CHARACTERS = 16_384
 DELIMITERS = ",;\t|"
+NAMES = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 NOT_USED = "\x1f"
 Row = tuple[str, str]  # its text as lines of "column: value", and its location
 
 
-def csv_rows(text: str) -> Iterator[Row]:
-    """One for each row with values; the header is row 1. A first line `sep=;` names the delimiter, as in Excel."""
+def csv_rows(text: str, notes: list[str]) -> Iterator[Row]:
+    """One for each row with values; the header is row 1. A first line `sep=;` names the delimiter, as in Excel.
+
+    notes: gets a sentence where the delimiter was guessed.
+    """
     csv.field_size_limit(MAX_TEXT_BYTES)  # for the whole process; the default is 131,072
     first, _, rest = text.partition("\n")
     if first.strip().lower().startswith("sep=") and len(first.strip()) == len("sep=;"):
@@ -23,7 +27,7 @@ def csv_rows(text: str) -> Iterator[Row]:
     elif not any(delimiter in first for delimiter in DELIMITERS):
         rows = csv.reader(io.StringIO(text, newline=""), delimiter=NOT_USED)  # a single column
     else:
-        rows = csv.reader(io.StringIO(text, newline=""), _dialect(text))
+        rows = csv.reader(io.StringIO(text, newline=""), _dialect(text, notes))
     yield from table_rows(rows)
 
 
@@ -68,7 +72,7 @@ def _cell_text(value: Any) -> str:
     return text.removesuffix(" 00:00:00")  # a date without a time
 
 
-def _dialect(text: str) -> type[csv.Dialect] | csv.Dialect:
+def _dialect(text: str, notes: list[str]) -> type[csv.Dialect] | csv.Dialect:
     """RFC 4180 if all rows have the same number of columns by it, else the dialect with the most regular columns."""
     if _is_regular(text, csv.excel):
         return csv.excel
@@ -78,6 +82,10 @@ def _dialect(text: str) -> type[csv.Dialect] | csv.Dialect:
     if found is None or not found.delimiter:
         return csv.excel
     guessed = found.to_csv_dialect()
+    if guessed.delimiter != csv.excel.delimiter:
+        notes.append(
+            f"its columns were guessed to be separated by {NAMES.get(guessed.delimiter, guessed.delimiter)}"
+        )
     # Quotes are doubled in nearly every file, but the beginning that was looked at may have none.
     guessed.quotechar, guessed.quoting, guessed.doublequote = '"', csv.QUOTE_MINIMAL, True
     return guessed

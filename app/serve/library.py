@@ -186,7 +186,9 @@ async def documents(asked: Annotated[Listing, Depends()]) -> Response:
 
     def page(services: AppServices, name: str) -> tuple[list[dict[str, Any]], int]:
         found = services.workspaces.library.page(name, asked.search, None, asked.offset, asked.limit)
-        return [_shown("document", each, "passages", "updated_at") for each in found.documents], found.total
+        return [
+            _shown("document", each, "passages", "notes", "updated_at") for each in found.documents
+        ], found.total
 
     return await asked.of(page)
 

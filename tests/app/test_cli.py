@@ -184,6 +184,20 @@ def test_lost_indexes_and_kv_are_found_and_repaired(told, home, documents):
     assert told("ask", "Sky?")["sources"][0]["document"] == "sky.txt"
 
 
+def test_notes_are_shown_by_every_command_that_lists_the_document(cli, told, tmp_path, capfd):
+    path, note = tmp_path / "a.txt", "1 bytes that are not UTF-8 were replaced by \ufffd"
+    path.write_bytes(("Die Möwen schreien über dem Fluss. " * 20).encode() + b"\xe4")
+    assert cli("ingest", path) == 0
+    shown = capfd.readouterr()
+    assert f"noted    {path}: {note}\n" in shown.err and "1 added, 1 with notes; " in shown.out
+    path.touch()
+    assert told("ingest", path)["notes"] == []
+    for command in (("list",), ("show", "a.txt")):
+        assert cli("docs", *command) == 0
+        assert f"\n{'':>33}note: {note}\n" in capfd.readouterr().out
+    assert told("docs", "list")["documents"][0]["notes"] == told("docs", "show", "a.txt")["notes"] == [note]
+
+
 def test_doctor_prints_one_line_per_check(filled, capfd):
     assert filled("doctor") == 0
     lines = capfd.readouterr().out.splitlines()
@@ -198,6 +212,14 @@ def test_doctor_reports_problems(told, home):
     (home / "chroma" / "chroma.sqlite3").write_bytes(b"rubbish" * 1000)
     found = {check["name"]: check["status"] for check in told("doctor", code=1)["checks"]}
     assert found["home"] == "warning" and found["vector index"] == "failed" and found["library"] == "ok"
+
+
+def test_doctor_says_what_a_parser_may_do(filled, told, monkeypatch):
+    """A kernel without Landlock is named there and nowhere else."""
+    assert [check["status"] for check in told("doctor")["checks"] if check["name"] == "parser"] == ["ok"]
+    monkeypatch.setattr("ragblend.app.doctor.run_in_sandbox", lambda *_: ["use the network"])
+    (found,) = (check for check in told("doctor")["checks"] if check["name"] == "parser")
+    assert found["status"] == "warning" and found["detail"].endswith("could use the network")
 
 
 def test_pull_prints_its_command(cli, capfd, monkeypatch):

@@ -129,7 +129,7 @@ def test_stopping_a_summary_keeps_its_notes(talks, document, engine, workspaces)
 
 def test_notes_are_deleted_with_and_on_change_of_the_document(talks, document, engine, workspaces, log):
     def kept():
-        return workspaces.library.column("SELECT count(*) FROM notes")[0]
+        return workspaces.library.column("SELECT count(*) FROM digest_notes")[0]
 
     talks.digest(document).whole()
     assert kept() == 5
@@ -183,7 +183,7 @@ def test_killed_command_is_continued(home, log, tiny_folder):
         if not (home / "library.sqlite").exists():
             return 0
         with Library(home / "library.sqlite") as library:
-            return library.column("SELECT count(*) FROM notes")[0]
+            return library.column("SELECT count(*) FROM digest_notes")[0]
 
     until(lambda: notes() >= 2, 240)
     running.send_signal(signal.SIGKILL)

@@ -630,3 +630,43 @@ def test_only_links_given_by_the_user_are_followed(tmp_path):
 def run_worker(home, signal_name, point, path):
     arguments = [sys.executable, str(WORKER), str(home), signal_name, point, str(path)]
     return subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
+
+
+BROKEN = "Die Möwen schreien über dem Fluss, während die Fähre ablegt. " * 20
+REPLACED = "1 bytes that are not UTF-8 were replaced by \ufffd"
+
+
+def test_what_was_replaced_is_said_until_the_file_is_mended(open_workspace, tmp_path):
+    """It was known to the reader alone, and dropped."""
+    path, workspace = tmp_path / "a.txt", open_workspace()
+    path.write_bytes(BROKEN.encode() + b"\xe4")
+    report = ingest(workspace, [path])
+    assert report.notes == {str(path): (REPLACED,)}
+    assert report.to_json()["notes"] == [{"path": str(path), "notes": (REPLACED,)}]
+    assert workspace.library.document("default", str(path)).notes == (REPLACED,)
+    assert ingest(workspace, [path]).notes == {}, "it was not read again"
+    path.write_text(BROKEN)
+    assert ingest(workspace, [path]).notes == {}
+    assert workspace.library.document("default", str(path)).notes == ()
+
+
+def test_notes_outlive_an_interruption_and_the_second_embedding(open_workspace, tmp_path):
+    for number in range(MANY_FILES + 1):
+        (tmp_path / f"{number:02}.txt").write_bytes(BROKEN.encode() + b"\xe4")
+    workspace = open_workspace()
+    ingest_paths(workspace, [tmp_path])
+    assert workspace.library.document("default", str(tmp_path / "00.txt")).recipe.endswith(SKETCHED)
+    embed_in_full(workspace)
+    found = workspace.library.documents("default")
+    assert {each.notes for each in found} == {(REPLACED,)} and not any(
+        SKETCHED in each.recipe for each in found
+    )
+    workspace.library.begin("default", found[0].path)
+    again = ingest(workspace, [tmp_path])
+    assert again.resumed == [found[0].path] and again.notes == {found[0].path: (REPLACED,)}
+
+
+def test_another_language_of_scans_reads_documents_again(open_workspace, documents):
+    ingest(open_workspace(), [documents])
+    again = ingest(open_workspace(ocr_language="thai"), [documents])
+    assert len(again.updated) == 3 and not again.unchanged and again.embedded == 0

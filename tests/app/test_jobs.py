@@ -445,3 +445,12 @@ def test_ingest_of_a_file_can_be_cancelled_while_reading_and_cutting(
 )
 def test_names_of_uploads(name, safe):
     assert safe_name(name) == safe
+
+
+@pytest.mark.parametrize("way", ["add", "upload"])
+def test_what_was_guessed_is_stored_with_the_document(jobs, workspaces, tmp_path, way):
+    (tmp_path / "a.txt").write_bytes("Die Möwen schreien über dem Fluss. ".encode("cp1252") * 20)
+    getattr(jobs, way)([tmp_path / "a.txt"], "default")
+    finish(jobs)
+    (found,) = workspaces.library.documents("default")
+    assert len(found.notes) == 1 and found.notes[0].startswith("its encoding was guessed: ")

@@ -16,14 +16,14 @@ from ragblend.kvstore.errors import LibraryError
 FACTS = FileFacts(10, 20, "ab" * 32)
 
 
-def fill(library, path, texts, recipe="r"):
+def fill(library, path, texts, recipe="r", notes=()):
     document = library.begin("default", path)
     numbered = enumerate(texts)
     passages = [
         DocumentPassage(node_id(document, i, text), document, i, text, f"p. {i}") for i, text in numbered
     ]
     rows = [np.full((2 + i, 3), i, dtype=np.float32) for i in range(len(texts))]
-    library.replace_passages(document, FACTS, recipe, passages, rows)
+    library.replace_passages(document, FACTS, recipe, passages, rows, notes)
     return document, [passage.node_id for passage in passages]
 
 
@@ -39,6 +39,20 @@ def test_round_trip(library, tmp_path):
         assert ids == nodes and [r.dtype for r in rows] == [np.float32] * 2
         assert [r.tolist() for r in rows] == [[[0] * 3] * 2, [[1] * 3] * 3]
         assert again.passages([nodes[1], "unknown"]).keys() == {nodes[1]}
+
+
+def test_notes_are_stored_with_the_passages_and_replaced_with_them(library):
+    document, _ = fill(
+        library, "/a", ["one"], notes=["its encoding was guessed: cp1252", "page 3 is damaged"]
+    )
+    assert library.document("default", "/a").notes == (
+        "its encoding was guessed: cp1252",
+        "page 3 is damaged",
+    )
+    library.fail(document, "Another reason.")
+    assert len(library.document("default", "/a").notes) == 2, "of the passages, which stay"
+    fill(library, "/a", ["two"])
+    assert library.document("default", "/a").notes == ()
 
 
 def test_file_is_private_and_durable(library):

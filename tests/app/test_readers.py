@@ -1,17 +1,22 @@
 """Document readers: text with its location, and a named error with advice for every document that is refused."""
 
 import os
+import shutil
 import struct
 import zipfile
+from pathlib import Path
 
 import pytest
 
 from ragblend.app.library import file_checks, readers
+from ragblend.app.library.documents import content_digest, shortened
 from ragblend.app.library.readers import clean, parse, read_document
+from ragblend.app.library.text_recognition import TextRecognition
 from ragblend.kvstore.errors import (
     Cancelled,
     EmptyDocumentError,
     EncryptedDocumentError,
+    ModelNotFoundError,
     OversizedDocumentError,
     UnreadableDocumentError,
 )
@@ -169,6 +174,34 @@ def test_a_scan_is_read(scan):
     assert told == [*((n, 3) for n in range(4)), *((n, 2) for n in range(3))]
 
 
+def test_a_scan_in_another_language_is_read_by_that_languages_model(scan, tmp_path, monkeypatch):
+    """The model is outside of what the parsing process may read, unless it is named. (A copy of the usual one.)"""
+    import rapidocr
+    from rapidocr.inference_engine.base import InferSession
+
+    (bundled,) = (Path(rapidocr.__file__).parent / "models").glob("*rec*.onnx")
+    (tmp_path / "models").mkdir()
+    shutil.copy(bundled, tmp_path / "models" / "korean.onnx")
+    found = {"model_dir": "https://models.invalid/korean.onnx", "SHA256": content_digest(bundled)}
+    asked = []
+    monkeypatch.setattr(
+        InferSession, "get_model_url", lambda info: asked.append(info.lang_type.value) or found
+    )
+    recognition = TextRecognition("korean", tmp_path / "models")
+    assert read_document(scan, recognition=recognition).parts[0].text.startswith("The harbour master")
+    assert asked == ["korean"]
+    (tmp_path / "models" / "korean.onnx").unlink()
+    monkeypatch.setattr("requests.get", refused)
+    with pytest.raises(
+        ModelNotFoundError, match=r"korean text, https://models\.invalid/korean\.onnx: .*default"
+    ):
+        read_document(scan, recognition=recognition)
+
+
+def refused(*_, **__):
+    raise OSError("no network")
+
+
 def test_text_recognition_can_be_cancelled_between_pages(scan):
     def leave(done, total):
         if done and total == 2:
@@ -319,3 +352,62 @@ def test_the_time_for_one_pdf_is_bounded(tmp_path, make, monkeypatch):
     monkeypatch.setattr("ragblend.app.library.pdf_reader.MAX_SECONDS", 0.0)
     path = make["pdf"](tmp_path / "a.pdf", ["x"] * 3)
     fails_with(OversizedDocumentError, path, "of its 3 pages", read=parse)
+
+
+MAIL = """From: a@example.org
+To: b@example.org
+Subject: The minutes
+Content-Type: multipart/mixed; boundary=x
+
+--x
+Content-Type: text/plain
+
+They are attached.
+--x
+Content-Type: application/pdf
+Content-Disposition: attachment; filename=minutes.pdf
+
+%PDF
+--x--
+"""
+
+
+def slides_of(*texts):
+    def write(path):
+        from pptx import Presentation
+
+        slides = Presentation()
+        for text in texts:
+            slide = slides.slides.add_slide(slides.slide_layouts[5])
+            slide.shapes.title.text = text
+        slides.save(path)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "note"),
+    [
+        ("a.csv", b"a;b\n1,5;2\n2,5;3\n", "its columns were guessed to be separated by semicolons"),
+        ("a.csv", b"a,b\n1,2\n", None),
+        ("a.csv", b"sep=;\na;b\n1,5;2\n", None),
+        ("a.eml", MAIL.encode(), "attachments were not read: minutes.pdf"),
+        ("a.mbox", f"From a\n{MAIL}\nFrom a\n{MAIL}".encode(), "attachments were not read: minutes.pdf, minutes.pdf"),
+        ("a.rtf", rb"{\rtf1\ansi\ansicpg932 Text \'85\'7f.}", "1 characters that its encoding does not have"),
+        ("a.pptx", slides_of("One", "", "Three", ""), "these slides have no text, and were left out: 2, 4"),
+        ("a.txt", "Möwen über dem Fluss. ".encode() * 20 + b"\xe4", "1 bytes that are not UTF-8 were replaced"),
+        ("a.txt", "Möwen über dem Fluss. ".encode(), None),
+    ],
+)  # fmt: skip
+def test_what_was_guessed_or_left_out_is_noted(tmp_path, name, content, note):
+    if callable(content):
+        content(tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(content)
+    notes = read_document(tmp_path / name).notes
+    assert len(notes) == bool(note) and all(found.startswith(note) for found in notes)
+
+
+def test_many_pages_in_a_note_are_shortened():
+    assert shortened([f"p. {n}" for n in range(1, 4)]) == "p. 1, p. 2, p. 3"
+    assert shortened([str(n) for n in range(1, 1000)]).endswith("9, 10 and 989 more")

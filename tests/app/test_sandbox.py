@@ -1,7 +1,9 @@
 """The sandbox: whatever a parser does ends in a named error, and the next call works."""
 
 import os
+import platform
 import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,9 @@ import hostile_work
 import pytest
 from waiting import until
 
+from ragblend.app import linux, posix
 from ragblend.app.library.sandbox import run_in_sandbox
+from ragblend.app.linux import PROCESSORS, landlock_version
 from ragblend.kvstore.errors import Cancelled, OversizedDocumentError, UnreadableDocumentError
 
 PATH = Path("/somewhere/a.pdf")
@@ -31,8 +35,59 @@ def is_alive(process_id):
     return state != "Z"
 
 
-def test_subprocess_is_reused():
-    assert run_in_sandbox(hostile_work.process_id, PATH) == run_in_sandbox(hostile_work.process_id, PATH)
+def test_each_file_has_a_process_of_its_own_and_all_have_one_parent():
+    assert run_in_sandbox(hostile_work.process_id, PATH) != run_in_sandbox(hostile_work.process_id, PATH)
+    parents = {run_in_sandbox(hostile_work.parent_id, PATH) for _ in range(2)}
+    assert len(parents) == 1 and os.getpid() not in parents
+
+
+def test_modules_are_imported_once_for_all_files():
+    assert run_in_sandbox(hostile_work.modules, PATH) == []
+    assert run_in_sandbox(hostile_work.modules, PATH, imports=["colorsys"]) == ["colorsys"]
+    assert run_in_sandbox(hostile_work.modules, PATH) == ["colorsys"]
+
+
+ALLOWED = {
+    "read the document", "discard what is written", "start a thread", "import a package", "import more of Python",
+}  # fmt: skip
+
+
+@pytest.mark.skipif(
+    landlock_version() < 6 or platform.machine() not in PROCESSORS,
+    reason="this kernel takes fewer rights away",
+)
+def test_a_parser_may_read_its_document_and_nothing_else(tmp_path, monkeypatch):
+    """It had all rights of the user. The files are in a folder that modules are imported from, as a script's is."""
+    os.kill(run_in_sandbox(hostile_work.parent_id, PATH), signal.SIGKILL)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("document.pdf", "id_ed25519"):
+        (tmp_path / name).write_text("secret")
+    found = run_in_sandbox(
+        hostile_work.attempts, tmp_path / "document.pdf", str(tmp_path / "id_ed25519"), imports=["pypdf"]
+    )
+    assert {what for what, outcome in found.items() if outcome == "done"} == ALLOWED
+    assert set(found.values()) <= {"done", "PermissionError"}
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "document.pdf": "secret",
+        "id_ed25519": "secret",
+    }
+
+
+def test_a_kernel_without_landlock_reads_documents_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(linux, "landlock_version", lambda: 0)
+    monkeypatch.setattr(linux, "PROCESSORS", {})
+    (tmp_path / "a.txt").write_text("x")
+    assert os.waitpid(posix.fork(lambda: linux.restrict_process([]) or (tmp_path / "b").touch()), 0)[1] == 0
+    assert (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("version", "files", "tcp", "scopes"),
+    [(1, 0x1FFF, 0, 0), (2, 0x3FFF, 0, 0), (3, 0x7FFF, 0, 0), (4, 0x7FFF, 3, 0), (5, 0xFFFF, 3, 0), (7, 0xFFFF, 3, 3)],
+)  # fmt: skip
+def test_each_kernel_is_asked_for_what_it_knows(version, files, tcp, scopes):
+    """A kernel refuses all if it is asked for a right that it does not know."""
+    assert struct.unpack("QQQ", linux.ruleset_attributes(version)) == (files, tcp, scopes)
 
 
 @pytest.mark.parametrize(("work", "how"), [("crash", "SIGSEGV"), ("leave", "exit code 0")])
@@ -51,41 +106,37 @@ def test_stuck_parser_is_killed():
         run_in_sandbox(hostile_work.hang, PATH, silent_s=1.0)
 
 
-def test_caller_can_cancel_at_any_time(tmp_path):
+def test_caller_can_cancel_at_any_time():
     """Also while the work does not ask."""
+    told = []
 
     def leave(done, total):
-        if (tmp_path / "started").exists():
+        if done:
+            told.append(done)
             raise Cancelled("left")
 
     with pytest.raises(Cancelled):
-        run_in_sandbox(hostile_work.spin, PATH, str(tmp_path / "started"), on_page=leave)
-    assert not is_alive((tmp_path / "started").read_text())
-
-
-def test_grown_subprocess_is_not_reused():
-    grown = run_in_sandbox(hostile_work.grow, PATH, memory_bytes=2 * 2**30)
-    assert run_in_sandbox(hostile_work.process_id, PATH) != grown
+        run_in_sandbox(hostile_work.spin, PATH, on_page=leave)
+    until(lambda: not is_alive(told[0]))
 
 
 def test_killed_idle_subprocess_is_replaced():
-    idle = run_in_sandbox(hostile_work.process_id, PATH)
+    idle = run_in_sandbox(hostile_work.parent_id, PATH)
     os.kill(idle, signal.SIGKILL)
     until(lambda: not is_alive(idle))
-    assert run_in_sandbox(hostile_work.process_id, PATH) != idle
+    assert run_in_sandbox(hostile_work.parent_id, PATH) != idle
 
 
-def test_subprocess_ends_with_its_caller(tmp_path):
+def test_subprocess_ends_with_its_caller():
     code = (
-        "import sys, hostile_work; from pathlib import Path; from ragblend.app.library.sandbox import run_in_sandbox\n"
-        "run_in_sandbox(hostile_work.spin, Path('a'), sys.argv[1])"
+        "import hostile_work; from pathlib import Path; from ragblend.app.library.sandbox import run_in_sandbox\n"
+        "run_in_sandbox(hostile_work.spin, Path('a'), on_page=lambda done, _: done and print(done, flush=True))"
     )
-    started = tmp_path / "started"
-    caller = subprocess.Popen([sys.executable, "-c", code, started], env=os.environ | PYTHONPATH)
-    until(lambda: started.exists() and started.read_text())
-    caller.kill()
-    caller.wait()
-    until(lambda: not is_alive(started.read_text()))
+    command, environment = [sys.executable, "-c", code], os.environ | PYTHONPATH
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as caller:
+        parser = int(caller.stdout.readline())
+        caller.kill()
+    until(lambda: not is_alive(parser))
 
 
 def test_the_callers_script_is_not_run_again(tmp_path):

@@ -1,6 +1,5 @@
 """Makers of documents whose size or shape is an attack; each writes one and returns its path."""
 
-import os
 import zipfile
 import zlib
 from pathlib import Path
@@ -137,8 +136,3 @@ def _objects_pdf(path: Path, objects: list[bytes]) -> Path:
         file.writelines(b"%010d 00000 n \n" % place for place in places)
         file.write(b"trailer << /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF" % (len(objects) + 1, table))
     return path
-
-
-def process_id(path: Path, on_page: object) -> int:
-    """The parsing process's own, which is run in it."""
-    return os.getpid()

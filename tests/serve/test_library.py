@@ -46,6 +46,13 @@ def test_uploads_are_listed_with_their_job_and_without_paths(served, ada, docume
     assert served.service.home not in said
 
 
+def test_what_was_replaced_in_a_document_is_listed(ada) -> None:
+    ada.post("/v1/documents", files={"file": ("mixed.txt", "Möwen über dem Fluss. ".encode() * 20 + b"\xe4")})
+    [found] = until(lambda: [d for d in ada.get("/v1/documents").json()["data"] if d["state"] == "done"])
+    assert found["notes"] == ["1 bytes that are not UTF-8 were replaced by \ufffd"]
+    ada.delete(f"/v1/documents/{found['id']}")
+
+
 def test_a_question_is_answered_with_its_sources(ada, document) -> None:
     answer = ada.post("/v1/rag/ask", json={"question": QUESTION, "max_tokens": 5}).json()
     assert [source["document"] for source in answer["sources"]] == ["tramway.txt"]

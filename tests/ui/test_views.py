@@ -102,6 +102,15 @@ def test_a_failed_document_says_why_and_can_be_tried_again() -> None:
     assert acts(html) == ["retry-document", "delete-document", "digest", "delete-document"]
 
 
+def test_what_was_guessed_or_left_out_is_shown_with_its_document() -> None:
+    page = DocumentPage(
+        (document(notes=("its encoding was guessed: cp1252", "p. 3 <b>is</b> damaged")),), 1, {}
+    )
+    html = views.library.documents(page, 0, 50)
+    assert '<div class="remark">Note: its encoding was guessed: cp1252</div>' in html
+    assert "Note: p. 3 &lt;b&gt;is&lt;/b&gt; damaged" in html
+
+
 def test_cancelled_document_is_not_shown_as_queued() -> None:
     """A cancelled one was said to be in the queue, with no way to have it read after all."""
     page = DocumentPage((document(state="pending"),), 1, {})

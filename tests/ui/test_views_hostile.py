@@ -51,7 +51,9 @@ def drawn(text):
     yield "passage.view", source(text), Highlight(text, reason=text)
     yield ("hood.empty",)
     yield "hood.view", hood(text), 1
-    rows = tuple(document(text, state=state, reason=text + SCANNED) for state in ("done", "failed"))
+    rows = tuple(
+        document(text, state=state, reason=text + SCANNED, notes=(text,)) for state in ("done", "failed")
+    )
     yield "library.documents", DocumentPage(rows, 200, {}), 0, 50, text
     yield "library.documents", DocumentPage((), 0, {}), 0, 50, text
     yield "library.collection_tools", text, 3
