@@ -119,6 +119,33 @@ def test_html_in_its_declared_encoding(tmp_path):
     assert text_of(tmp_path / "a.html") == "Ключ висит у двери"
 
 
+CZECH = "Většina měst má už své nejluxusnější hotely, především pařížské; množství škod tím ale neroste."
+    "Kazališni je dan završila jednodušna odluka: našu su optužnicu potrošili, pooštrili i vratili sudu."
+)
+SPANISH = "El español señalado tenía años y niños; según la tasación varía la función de las autónomas."
+TURKISH = "Adım ne, savaşçısı kim? Başka seçeneğim yoktu, meleğin olduğunu söyledi hayır eğer gelirse."
+JAPANESE = "鍵は青い扉の裏に掛かっている。JISの規格は情報技術を規定する。"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text"),
+    [
+        ("iso2022_jp", JAPANESE),
+        ("iso2022_kr", "열쇠는 파란 문 뒤에 걸려 있다. 역사적 사실이다."),
+        ("utf-16-be", JAPANESE * 3),  # without a mark
+        ("utf-32-le", SPANISH),
+        ("utf-32-be", SPANISH),
+        ("iso8859-2", CZECH),
+        ("iso8859-9", TURKISH),
+        ("cp1252", SPANISH),
+        ("koi8-r", "Ключ висит за синей дверью, а лодка стоит у причала."),
+    ],
+)
+def test_text_of_an_old_encoding_that_nothing_declares(tmp_path, encoding, text):
+    (tmp_path / "a.txt").write_bytes(text.encode(encoding))
+    assert text_of(tmp_path / "a.txt") == text
+
+
 WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 MATH = "http://schemas.openxmlformats.org/officeDocument/2006/math"
 OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
@@ -159,6 +186,11 @@ def paragraph(text):
     return f"<w:p>{run(text)}</w:p>"
 
 
+BOX = (
+    "<w:drawing xmlns:wp='http://schemas.openxmlformats.org/drawingml/2006/wordprocessingDrawing' "
+    "xmlns:wps='http://schemas.microsoft.com/office/word/2010/wordprocessingShape'><wp:inline><wps:txbx><w:txbxContent>"
+    f"{paragraph('{}')}</w:txbxContent></wps:txbx></wp:inline></w:drawing>"
+)
 FRACTION = (
     "<m:oMath><m:f><m:num><m:r><m:t>a+b</m:t></m:r></m:num>"
     "<m:den><m:r><m:t>2</m:t></m:r></m:den></m:f></m:oMath>"
@@ -184,6 +216,27 @@ FRACTION = (
             f"<mc:AlternateContent><mc:Choice Requires='x'>{paragraph('chosen')}</mc:Choice></mc:AlternateContent>",
             "chosen",
         ),
+        (f"<w:p><w:fldSimple w:instr='DATE'>{run('17 March')}</w:fldSimple></w:p>", "17 March"),
+        (
+            f"<w:p><w:r><w:ruby><w:rt>{run('reading')}</w:rt><w:rubyBase>{run('base')}</w:rubyBase></w:ruby></w:r></w:p>",
+            "base",
+        ),
+        (f"<w:p><w:bdo w:val='ltr'>{run('directed')}</w:bdo></w:p>", "directed"),
+        (
+            f"<w:p>{run('Before.')}<w:r>{BOX.format('Boxed.')}</w:r></w:p>{paragraph('After.')}",
+            "Before. Boxed. After.",
+        ),
+        (
+            "<w:p><w:r><mc:AlternateContent><mc:Choice Requires='wps'>" + BOX.format("new") + "</mc:Choice>"
+            "<mc:Fallback><w:t/></mc:Fallback></mc:AlternateContent></w:r></w:p>",
+            "new",
+        ),
+        (
+            "<w:p><w:r><w:pict xmlns:v='urn:schemas-microsoft-com:vml'><v:oval><v:textbox><w:txbxContent>"
+            + paragraph("oval")
+            + "</w:txbxContent></v:textbox></v:oval></w:pict></w:r></w:p>",
+            "oval",
+        ),
     ],
 )
 def test_word_document(tmp_path, body, wanted):
@@ -202,6 +255,20 @@ def test_word_headers_footers_and_embedded_html(tmp_path):
         aFChunk=("chunk.html", "<p>From <b>HTML</b>.</p>"),
     )
     assert text_of(path).split("\n\n") == ["Letterhead", "Body.", "From HTML.", "End.", "Page foot"]
+
+
+def test_word_comments_on_the_same_words(tmp_path):
+    comments = "".join(
+        f'<w:comment w:id="{n}" w:initials="A">{paragraph(text)}</w:comment>'
+        for n, text in enumerate(("One.", "Two."))
+    )
+    references = "".join(f"<w:r><w:commentReference w:id='{n}'/></w:r>" for n in (0, 1))
+    path = docx(
+        tmp_path / "a.docx",
+        f"<w:p>{run('Text')}{references}</w:p>",
+        comments=("comments.xml", f'<w:comments xmlns:w="{WORD}">{comments}</w:comments>'),
+    )
+    assert " ".join(text_of(path).split()) == "Text (One.) (Two.)"
 
 
 @pytest.mark.parametrize(
