@@ -68,7 +68,7 @@ def pdf_words(path: Path) -> str:
     """The text of a PDF by pdfminer."""
     from pdfminer.high_level import extract_text
 
-    return extract_text(path)
+    return re.sub(r"\(cid:\d+\)", "", extract_text(path))  # what it writes for a glyph without a letter
 
 
 def html_words(markup: bytes | str) -> str:
@@ -78,6 +78,9 @@ def html_words(markup: bytes | str) -> str:
     tree = BeautifulSoup(markup, "html5lib")
     for hidden in tree(HIDDEN) + tree.select("[hidden], annotation, annotation-xml"):
         hidden.decompose()
+    for menu in tree("select"):
+        chosen = menu.find("option", selected=True) or menu.find("option")
+        menu.replace_with(f"\n{chosen.get_text() if chosen else ''}\n")
     for line_break in tree("br"):
         line_break.replace_with("\n")
     for tag in tree(re.compile("^(p|div|t[dhr]|li|h[1-6]|d[dt]|option|text|figcaption|caption|label)$")):
@@ -94,7 +97,10 @@ def epub_words(path: Path) -> str:
         container = etree.fromstring(archive.read("META-INF/container.xml"))
         package = container.xpath("string(//*[local-name()='rootfile']/@full-path)")
         root = etree.fromstring(archive.read(package))
-        listed = root.xpath("//*[local-name()='item'][@id=//*[local-name()='itemref']/@idref]/@href")
+        listed = root.xpath(
+            "//*[local-name()='item'][@id=//*[local-name()='itemref']/@idref]"
+            "[not(contains(@properties, 'nav'))]/@href"
+        )
         names = {(Path(package).parent / name.split("#")[0]).as_posix() for name in listed}
         chapters = [name for name in archive.namelist() if name in names and re.search(r"html?$", name)]
         return "\n".join(html_words(archive.read(name)) for name in chapters)

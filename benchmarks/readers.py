@@ -40,6 +40,9 @@ from ragblend.kvstore.errors import DocumentError
 
 PAGE_CHARACTERS = 3000
 EXPECTED_S = 60.0
+FORM_WORDS = (
+    50  # in a PDF of fewer words its form's values and remarks, which we add, would seem doubled text
+)
 COMPLETE = 0.99
 WRONG = 0.1  # a smaller share of the words is another text
 DOUBLED = 0.05  # a larger share of the words stands there more often than in the file
@@ -98,6 +101,8 @@ def judge(kind: str, path: Path) -> Read:
     share = 1 - missing.total() / max(1, len(theirs))
     more = {word: count for word, count in (Counter(ours) - Counter(theirs)).items() if word in set(theirs)}
     doubled = sum(more.values()) / max(1, len(theirs))
+    if kind == "pdf" and len(theirs) < FORM_WORDS:
+        doubled = 0.0
     verdict = _verdict(kind, share, doubled, bool(reason)) if theirs else "no text"
     absent = [*missing][:40] or [*more][:40]
     return Read(kind, str(path), verdict, share, doubled, found["notes"], reason, pages, seconds, absent)
@@ -113,11 +118,13 @@ def _verdict(kind: str, share: float, doubled: float, is_refused: bool) -> str:
 
 
 def _missing(ours: Iterable[str], theirs: Iterable[str]) -> Counter[str]:
-    """The words that were not read; those that are only divided or joined otherwise were."""
+    """The words that were not read; those that are divided, joined or, by pdfminer, turned around were."""
     ours = list(ours)
     joined = "".join(ours)
     absent = Counter(theirs) - Counter(ours)
-    return Counter({word: count for word, count in absent.items() if word not in joined})
+    return Counter(
+        {word: count for word, count in absent.items() if word not in joined and word[::-1] not in joined}
+    )
 
 
 def table(found: Iterable[Read]) -> Iterator[str]:

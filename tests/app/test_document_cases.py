@@ -5,6 +5,7 @@ from email.message import EmailMessage
 from pathlib import Path
 
 import pytest
+from document_files import write_epub, write_pdf
 
 from ragblend.app.library import readers
 from ragblend.app.library.discovery import discover
@@ -120,8 +121,6 @@ def test_html_in_its_declared_encoding(tmp_path):
 
 
 CZECH = "Většina měst má už své nejluxusnější hotely, především pařížské; množství škod tím ale neroste."
-    "Kazališni je dan završila jednodušna odluka: našu su optužnicu potrošili, pooštrili i vratili sudu."
-)
 SPANISH = "El español señalado tenía años y niños; según la tasación varía la función de las autónomas."
 TURKISH = "Adım ne, savaşçısı kim? Başka seçeneğim yoktu, meleğin olduğunu söyledi hayır eğer gelirse."
 JAPANESE = "鍵は青い扉の裏に掛かっている。JISの規格は情報技術を規定する。"
@@ -384,6 +383,36 @@ def test_pdf_form_values_and_remarks_are_read(tmp_path):
     writer.write(tmp_path / "a.pdf")
     text = text_of(tmp_path / "a.pdf")
     assert "Name of the boat" in text and "Boat: Seagull" in text
+
+
+def test_pdf_values_that_are_no_text_are_left_out_and_several_are_listed(tmp_path):
+    """A signature's bytes stood in the text of signed documents."""
+    from pypdf import PdfWriter
+    from pypdf.generic import ArrayObject, DictionaryObject, NameObject, TextStringObject
+
+    writer = PdfWriter(clone_from=write_pdf(tmp_path / "plain.pdf", ["Signed by the harbour master."]))
+    signature = DictionaryObject({NameObject("/Contents"): TextStringObject("x82x00")})
+    listed = ArrayObject([TextStringObject("oak"), TextStringObject("elm")])
+    for name, value in (("Signature1", signature), ("Wood", listed), ("Empty", TextStringObject(""))):
+        field = {"/Subtype": NameObject("/Widget"), "/T": TextStringObject(name), "/V": value}
+        widget = DictionaryObject({NameObject(key): each for key, each in field.items()})
+        writer.pages[0].setdefault(NameObject("/Annots"), ArrayObject()).append(widget)
+    writer.write(tmp_path / "a.pdf")
+    assert text_of(tmp_path / "a.pdf") == "Signed by the harbour master.\nWood: oak, elm"
+
+
+def test_contents_page_of_a_book_is_not_read_as_a_chapter(tmp_path):
+    chapters = [("toc.xhtml", "Contents", "<nav>Tides</nav>"), ("1.xhtml", "One", "Tides rise.")]
+    path = write_epub(tmp_path / "a.epub", chapters)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name).decode() for name in archive.namelist()}
+    members["OEBPS/b.opf"] = members["OEBPS/b.opf"].replace(
+        'href="toc.xhtml"', 'href="toc.xhtml" properties="nav"'
+    )
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    assert text_of(path) == "Tides rise."
 
 
 def test_every_format_has_a_reader_and_is_named_once():
