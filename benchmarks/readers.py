@@ -40,6 +40,7 @@ from ragblend.kvstore.errors import DocumentError
 
 PAGE_CHARACTERS = 3000
 EXPECTED_S = 60.0
+ADDED = re.compile(r"^[^:\n]{1,200}: .*$", re.MULTILINE)  # a form's value or a remark, which only we read
 FORM_WORDS = (
     50  # in a PDF of fewer words its form's values and remarks, which we add, would seem doubled text
 )
@@ -99,10 +100,9 @@ def judge(kind: str, path: Path) -> Read:
     ours = text.split("\n") if kind == "csv" else words_of(text)
     missing = _missing(ours, theirs)
     share = 1 - missing.total() / max(1, len(theirs))
-    more = {word: count for word, count in (Counter(ours) - Counter(theirs)).items() if word in set(theirs)}
+    once = words_of(ADDED.sub("", text)) if kind == "pdf" else ours
+    more = {word: count for word, count in (Counter(once) - Counter(theirs)).items() if word in set(theirs)}
     doubled = sum(more.values()) / max(1, len(theirs))
-    if kind == "pdf" and len(theirs) < FORM_WORDS:
-        doubled = 0.0
     verdict = _verdict(kind, share, doubled, bool(reason)) if theirs else "no text"
     absent = [*missing][:40] or [*more][:40]
     return Read(kind, str(path), verdict, share, doubled, found["notes"], reason, pages, seconds, absent)

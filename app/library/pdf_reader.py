@@ -44,7 +44,7 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
                     "all of them. Split it into parts."
                 )
             label, text = page_label(document, number), _pdfium_text(document, number)
-            if not text and reader is not None:
+            if not (text and any(map(str.isprintable, text))) and reader is not None:
                 try:
                     text = reader.pages[number].extract_text() or text
                 except LimitReachedError as error:

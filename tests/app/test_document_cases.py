@@ -327,7 +327,23 @@ def test_opendocument(tmp_path):
     ("name", "content", "wanted"),
     [
         ("a.rtf", r"{\rtf1\ansi The d\'e9p\'f4t is \b open\b0.}", "The dépôt is open."),
-        ("a.rst", "Tides\n=====\n\nHigh at *nine*.\n\n.. include:: /etc/passwd\n", "Tides\n\nHigh at nine."),
+        (
+            "a.rst",
+            "Tides\n=====\n\nHigh at *nine*.\n\n.. include:: /etc/hosts\n",
+            "Tides\n\nHigh at nine.\n\n.. include:: /etc/hosts",
+        ),
+        (
+            "a.rst",
+            "Tides\n=====\n\n.. versionadded:: 3\n   Neaps too.\n",
+            "Tides\n\n.. versionadded:: 3\n   Neaps too.",
+        ),
+        (
+            "a.rst",
+            ".. glossary::\n\n   neap\n      A small tide.\n",
+            ".. glossary::\n\n   neap\n      A small tide.",
+        ),
+        ("a.rst", "See :func:`open` and |tides|.\n", "See :func:`open` and |tides|."),
+        ("a.rst", f"{'word ' * 3000}end.\n", f"{'word ' * 3000}end."),
         ("a.org", "* Tides\nHigh at nine.\n", "Tides\n\nHigh at nine."),
         (
             "a.tex",
@@ -399,6 +415,12 @@ def test_pdf_values_that_are_no_text_are_left_out_and_several_are_listed(tmp_pat
         writer.pages[0].setdefault(NameObject("/Annots"), ArrayObject()).append(widget)
     writer.write(tmp_path / "a.pdf")
     assert text_of(tmp_path / "a.pdf") == "Signed by the harbour master.\nWood: oak, elm"
+
+
+@pytest.mark.parametrize("unmapped", ["\x01\x02\r\n\x03", "\x07", "\x0b\x0e"])
+def test_pdf_page_whose_letters_pdfium_cannot_map_is_read_by_pypdf(tmp_path, monkeypatch, unmapped):
+    monkeypatch.setattr("pypdfium2.PdfTextPage.get_text_bounded", lambda page: unmapped)
+    assert text_of(write_pdf(tmp_path / "a.pdf", ["The key hangs here."])) == "The key hangs here."
 
 
 def test_contents_page_of_a_book_is_not_read_as_a_chapter(tmp_path):
