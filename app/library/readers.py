@@ -40,7 +40,7 @@ MAX_PARTS = 300_000  # pages, sections, rows
 INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\ufeff"))
 # Control characters, and those that mean something in one font only.
 NOT_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
-VERSION = 2  # part of a document's recipe: raise it when the text that comes out changes
+VERSION = 3  # part of a document's recipe: raise it when the text that comes out changes
 
 
 Notes = list[str]  # sentences on what was guessed, replaced or left out
