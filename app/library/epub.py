@@ -40,7 +40,9 @@ def _spine(archive: zipfile.ZipFile, path: Path) -> list[str]:
     return [
         posixpath.normpath(posixpath.join(folder, unquote(item.get("href", ""))))
         for item in order
-        if item is not None and item.get("media-type") in TEXT_TYPES
+        if item is not None
+        and item.get("media-type") in TEXT_TYPES
+        and "nav" not in item.get("properties", "").split()  # the table of contents repeats the headings
     ]
 
 

@@ -49,10 +49,10 @@ def html_sections(markup: str, is_titled: bool = False) -> list[Section]:
 
     is_titled: sections without a heading get the page's title.
     """
-    tree = _parsed(markup.replace(_BLANK, ""))
+    tree = _without_menus(markup.replace(_BLANK, ""))
     sections = [Section("")]
     if tree.root is not None:
-        _walk(tree.root, sections, hides_menus=_menu_share(tree) <= MENU_SHARE)
+        _walk(tree.root, sections)
     title = tree.css_first("title") if is_titled else None
     if title is not None:
         for section in sections:
@@ -69,22 +69,19 @@ def _parsed(markup: str) -> Any:
         raise MemoryError from error
 
 
-def _menu_share(tree: Any) -> float:
-    """The share of the page's characters that stand in `nav`."""
-    body = tree.body
-    whole = len(body.text(separator=" ")) if body is not None else 0
-    menus = [menu for menu in tree.css("nav") if not _is_inside(menu, "nav")]
-    return sum(len(menu.text(separator=" ")) for menu in menus) / whole if whole else 0.0
+def _without_menus(markup: str) -> Any:
+    """The page without `nav`; with it where most of the text stands in it."""
+    tree = _parsed(markup)
+    whole = _characters(tree)
+    tree.strip_tags(["nav"])
+    return tree if _characters(tree) >= (1 - MENU_SHARE) * whole else _parsed(markup)
 
 
-def _is_inside(node: Any, tag: str) -> bool:
-    while (node := node.parent) is not None:
-        if node.tag == tag:
-            return True
-    return False
+def _characters(tree: Any) -> int:
+    return len(tree.body.text(separator=" ")) if tree.body is not None else 0
 
 
-def _walk(root: Any, sections: list[Section], hides_menus: bool) -> None:
+def _walk(root: Any, sections: list[Section]) -> None:
     """Walk depth first with an explicit stack: a page nested ten thousand deep must not overflow Python's."""
     stack: list[tuple[Any, bool]] = [(root, False)]  # with whether all of it stands in one line
     while stack:
@@ -93,13 +90,13 @@ def _walk(root: Any, sections: list[Section], hides_menus: bool) -> None:
             sections[-1].pieces.append(node)
         elif node.tag == "-text":
             sections[-1].pieces.append(re.sub(r"\s+", " ", node.text_content or ""))
-        elif not _is_hidden(node, hides_menus):
+        elif not _is_hidden(node):
             stack += reversed(_opened(node, sections, in_line))
 
 
-def _is_hidden(node: Any, hides_menus: bool) -> bool:
+def _is_hidden(node: Any) -> bool:
     tag = node.tag
-    if tag is None or tag.startswith(("-", "!")) or tag in HIDDEN or (tag == "nav" and hides_menus):
+    if tag is None or tag.startswith(("-", "!")) or tag in HIDDEN:
         return True
     attributes = node.attributes
     is_formula_source = tag in {"annotation", "annotation-xml"}

@@ -78,18 +78,26 @@ def rtf_text(text: str, notes: list[str]) -> str:
 
 
 def rst_sections(text: str) -> list[Section]:
-    """reStructuredText, without what would read other files or run."""
-    from docutils.core import publish_parts  # type: ignore[import-untyped]
+    """reStructuredText, without what would read other files or run; what docutils does not know is kept as written."""
+    from docutils import nodes  # type: ignore[import-untyped]
+    from docutils.core import publish_doctree, publish_from_doctree  # type: ignore[import-untyped]
 
     settings = {
         "file_insertion_enabled": False,
         "raw_enabled": False,
-        "report_level": 5,
+        "report_level": 3,  # errors, which have the source of unknown directives such as Sphinx's
         "halt_level": 5,
+        "warning_stream": False,
         "initial_header_level": 1,
         "doctitle_xform": False,
+        "line_length_limit": len(text) + 1,  # by default a longer line makes the document empty
     }
-    return html_sections(publish_parts(text, writer="html5", settings_overrides=settings)["html_body"])
+    tree = publish_doctree(text, settings_overrides=settings)
+    for message in list(tree.findall(nodes.system_message)):
+        message.parent.replace(message, list(message.findall(nodes.literal_block)))
+    tree.parse_messages, tree.transform_messages = [], []  # or they are written at the end
+    html = publish_from_doctree(tree, writer="html5", settings_overrides=settings)
+    return html_sections(html.decode("utf-8"))
 
 
 def org_sections(text: str) -> list[Section]:

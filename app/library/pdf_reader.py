@@ -45,7 +45,7 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
                     "all of them. Split it into parts."
                 )
             label, text = page_label(document, number), _pdfium_text(document, number)
-            if not text and reader is not None:
+            if not (text and any(map(str.isprintable, text))) and reader is not None:
                 try:
                     text = reader.pages[number].extract_text() or text
                 except LimitReachedError as error:
@@ -113,12 +113,20 @@ def _filled_in(reader: "PdfReader | None", number: int) -> list[str]:
         for reference in reader.pages[number].get("/Annots") or ():
             annotation = reference.get_object()
             kind = annotation.get("/Subtype")
-            if kind == "/Widget" and (value := _inherited(annotation, "/V")) not in (None, "", "/Off"):
+            if kind == "/Widget" and (value := _shown(_inherited(annotation, "/V"))) not in ("", "Off"):
                 label = _inherited(annotation, "/TU") or _inherited(annotation, "/T") or "field"
-                lines.append(f"{label}: {str(value).removeprefix('/')}")
+                lines.append(f"{label}: {value}")
             elif kind in REMARKS and (remark := annotation.get("/Contents")):
                 lines.append(f"Note: {remark}")
     return lines
+
+
+def _shown(value: Any) -> str:
+    """A form field's value as text; a signature, which is a dictionary, has none."""
+    if value is None or isinstance(value, dict):
+        return ""
+    values = value if isinstance(value, list) else [value]
+    return ", ".join(str(each).removeprefix("/") for each in values)
 
 
 def _inherited(field: Any, name: str) -> Any:

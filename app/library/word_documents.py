@@ -19,7 +19,14 @@ COMPATIBILITY = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
 # Separators between the arguments of Office Math elements.
 BETWEEN = {"f": "/", "sSup": "^", "sSub": "_", "func": " ", "limLow": " ", "limUpp": " "}
 ENDS_OF = {"rad": ("√(", ")"), "d": ("(", ")"), "m": ("[", "]")}
-REFERENCE = re.compile(r'<sup><a href="#((?:footnote|endnote|comment)-[^"]+)"[^>]*>\[[^\]]*\]</a></sup>')
+# What mammoth passes over, read as what it knows: fields, ruby's base text, directions; shapes of the old kind.
+READ_AS = dict.fromkeys(("fldSimple", "ruby", "rubyBase", "dir", "bdo"), "smartTag") | dict.fromkeys(
+    ("arc", "curve", "image", "line", "oval", "polyline"), "shape"
+)
+# Several references may share a `sup`.
+REFERENCE = re.compile(
+    r'(?:<sup>)?<a href="#((?:footnote|endnote|comment)-[^"]+)"[^>]*>\[[^\]]*\]</a>(?:</sup>)?'
+)
 NOTE = re.compile(
     r'<li id="((?:footnote|endnote)-[^"]+)">(.*?)</li>|<dt id="(comment-[^"]+)">.*?</dt><dd>(.*?)</dd>',
     re.DOTALL,
@@ -64,6 +71,8 @@ def _prepared(archive: zipfile.ZipFile, path: Path) -> io.BytesIO:
     bodies = [(name, root) for name, root in parts.items() if _body(root) is not None]
     for root in parts.values():
         _write_formulas(root)
+        _rename_unknown(root)
+        _take_boxes_out(root)
         _take_alternatives(root)
     edges = [part for part in parts.values() if local_name(part) in {"hdr", "ftr"}]
     for name, root in bodies:
@@ -119,6 +128,21 @@ def _formula(element: Element) -> str:
         return BETWEEN[name].join(f"({part})" if re.search(r"[-+*/ ]", part) else part for part in parts)
     before, after = ENDS_OF.get(name, ("", ""))
     return before + "".join(parts) + after
+
+
+def _rename_unknown(root: Element) -> None:
+    for element in root.iter():
+        element.tag = _namespace(element) + READ_AS.get(local_name(element), local_name(element))
+
+
+def _take_boxes_out(root: Element) -> None:
+    """Put the text boxes of drawings behind these, as text boxes of the old kind."""
+    word = _namespace(root)
+    for parent in list(root.iter()):
+        for drawing in [child for child in parent if local_name(child) == "drawing"]:
+            box = Element(f"{word}pict")
+            box.extend(element for element in drawing.iter() if local_name(element) == "txbxContent")
+            parent.insert(list(parent).index(drawing) + 1, box)
 
 
 def _take_alternatives(root: Element) -> None:

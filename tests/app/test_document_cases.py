@@ -5,6 +5,7 @@ from email.message import EmailMessage
 from pathlib import Path
 
 import pytest
+from document_files import write_epub, write_pdf
 
 from ragblend.app.library import readers
 from ragblend.app.library.discovery import discover
@@ -119,6 +120,31 @@ def test_html_in_its_declared_encoding(tmp_path):
     assert text_of(tmp_path / "a.html") == "Ключ висит у двери"
 
 
+CZECH = "Většina měst má už své nejluxusnější hotely, především pařížské; množství škod tím ale neroste."
+SPANISH = "El español señalado tenía años y niños; según la tasación varía la función de las autónomas."
+TURKISH = "Adım ne, savaşçısı kim? Başka seçeneğim yoktu, meleğin olduğunu söyledi hayır eğer gelirse."
+JAPANESE = "鍵は青い扉の裏に掛かっている。JISの規格は情報技術を規定する。"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text"),
+    [
+        ("iso2022_jp", JAPANESE),
+        ("iso2022_kr", "열쇠는 파란 문 뒤에 걸려 있다. 역사적 사실이다."),
+        ("utf-16-be", JAPANESE * 3),  # without a mark
+        ("utf-32-le", SPANISH),
+        ("utf-32-be", SPANISH),
+        ("iso8859-2", CZECH),
+        ("iso8859-9", TURKISH),
+        ("cp1252", SPANISH),
+        ("koi8-r", "Ключ висит за синей дверью, а лодка стоит у причала."),
+    ],
+)
+def test_text_of_an_old_encoding_that_nothing_declares(tmp_path, encoding, text):
+    (tmp_path / "a.txt").write_bytes(text.encode(encoding))
+    assert text_of(tmp_path / "a.txt") == text
+
+
 WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 MATH = "http://schemas.openxmlformats.org/officeDocument/2006/math"
 OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
@@ -159,6 +185,11 @@ def paragraph(text):
     return f"<w:p>{run(text)}</w:p>"
 
 
+BOX = (
+    "<w:drawing xmlns:wp='http://schemas.openxmlformats.org/drawingml/2006/wordprocessingDrawing' "
+    "xmlns:wps='http://schemas.microsoft.com/office/word/2010/wordprocessingShape'><wp:inline><wps:txbx><w:txbxContent>"
+    f"{paragraph('{}')}</w:txbxContent></wps:txbx></wp:inline></w:drawing>"
+)
 FRACTION = (
     "<m:oMath><m:f><m:num><m:r><m:t>a+b</m:t></m:r></m:num>"
     "<m:den><m:r><m:t>2</m:t></m:r></m:den></m:f></m:oMath>"
@@ -184,6 +215,27 @@ FRACTION = (
             f"<mc:AlternateContent><mc:Choice Requires='x'>{paragraph('chosen')}</mc:Choice></mc:AlternateContent>",
             "chosen",
         ),
+        (f"<w:p><w:fldSimple w:instr='DATE'>{run('17 March')}</w:fldSimple></w:p>", "17 March"),
+        (
+            f"<w:p><w:r><w:ruby><w:rt>{run('reading')}</w:rt><w:rubyBase>{run('base')}</w:rubyBase></w:ruby></w:r></w:p>",
+            "base",
+        ),
+        (f"<w:p><w:bdo w:val='ltr'>{run('directed')}</w:bdo></w:p>", "directed"),
+        (
+            f"<w:p>{run('Before.')}<w:r>{BOX.format('Boxed.')}</w:r></w:p>{paragraph('After.')}",
+            "Before. Boxed. After.",
+        ),
+        (
+            "<w:p><w:r><mc:AlternateContent><mc:Choice Requires='wps'>" + BOX.format("new") + "</mc:Choice>"
+            "<mc:Fallback><w:t/></mc:Fallback></mc:AlternateContent></w:r></w:p>",
+            "new",
+        ),
+        (
+            "<w:p><w:r><w:pict xmlns:v='urn:schemas-microsoft-com:vml'><v:oval><v:textbox><w:txbxContent>"
+            + paragraph("oval")
+            + "</w:txbxContent></v:textbox></v:oval></w:pict></w:r></w:p>",
+            "oval",
+        ),
     ],
 )
 def test_word_document(tmp_path, body, wanted):
@@ -202,6 +254,20 @@ def test_word_headers_footers_and_embedded_html(tmp_path):
         aFChunk=("chunk.html", "<p>From <b>HTML</b>.</p>"),
     )
     assert text_of(path).split("\n\n") == ["Letterhead", "Body.", "From HTML.", "End.", "Page foot"]
+
+
+def test_word_comments_on_the_same_words(tmp_path):
+    comments = "".join(
+        f'<w:comment w:id="{n}" w:initials="A">{paragraph(text)}</w:comment>'
+        for n, text in enumerate(("One.", "Two."))
+    )
+    references = "".join(f"<w:r><w:commentReference w:id='{n}'/></w:r>" for n in (0, 1))
+    path = docx(
+        tmp_path / "a.docx",
+        f"<w:p>{run('Text')}{references}</w:p>",
+        comments=("comments.xml", f'<w:comments xmlns:w="{WORD}">{comments}</w:comments>'),
+    )
+    assert " ".join(text_of(path).split()) == "Text (One.) (Two.)"
 
 
 @pytest.mark.parametrize(
@@ -261,7 +327,23 @@ def test_opendocument(tmp_path):
     ("name", "content", "wanted"),
     [
         ("a.rtf", r"{\rtf1\ansi The d\'e9p\'f4t is \b open\b0.}", "The dépôt is open."),
-        ("a.rst", "Tides\n=====\n\nHigh at *nine*.\n\n.. include:: /etc/passwd\n", "Tides\n\nHigh at nine."),
+        (
+            "a.rst",
+            "Tides\n=====\n\nHigh at *nine*.\n\n.. include:: /etc/hosts\n",
+            "Tides\n\nHigh at nine.\n\n.. include:: /etc/hosts",
+        ),
+        (
+            "a.rst",
+            "Tides\n=====\n\n.. versionadded:: 3\n   Neaps too.\n",
+            "Tides\n\n.. versionadded:: 3\n   Neaps too.",
+        ),
+        (
+            "a.rst",
+            ".. glossary::\n\n   neap\n      A small tide.\n",
+            ".. glossary::\n\n   neap\n      A small tide.",
+        ),
+        ("a.rst", "See :func:`open` and |tides|.\n", "See :func:`open` and |tides|."),
+        ("a.rst", f"{'word ' * 3000}end.\n", f"{'word ' * 3000}end."),
         ("a.org", "* Tides\nHigh at nine.\n", "Tides\n\nHigh at nine."),
         (
             "a.tex",
@@ -317,6 +399,42 @@ def test_pdf_form_values_and_remarks_are_read(tmp_path):
     writer.write(tmp_path / "a.pdf")
     text = text_of(tmp_path / "a.pdf")
     assert "Name of the boat" in text and "Boat: Seagull" in text
+
+
+def test_pdf_values_that_are_no_text_are_left_out_and_several_are_listed(tmp_path):
+    """A signature's bytes stood in the text of signed documents."""
+    from pypdf import PdfWriter
+    from pypdf.generic import ArrayObject, DictionaryObject, NameObject, TextStringObject
+
+    writer = PdfWriter(clone_from=write_pdf(tmp_path / "plain.pdf", ["Signed by the harbour master."]))
+    signature = DictionaryObject({NameObject("/Contents"): TextStringObject("x82x00")})
+    listed = ArrayObject([TextStringObject("oak"), TextStringObject("elm")])
+    for name, value in (("Signature1", signature), ("Wood", listed), ("Empty", TextStringObject(""))):
+        field = {"/Subtype": NameObject("/Widget"), "/T": TextStringObject(name), "/V": value}
+        widget = DictionaryObject({NameObject(key): each for key, each in field.items()})
+        writer.pages[0].setdefault(NameObject("/Annots"), ArrayObject()).append(widget)
+    writer.write(tmp_path / "a.pdf")
+    assert text_of(tmp_path / "a.pdf") == "Signed by the harbour master.\nWood: oak, elm"
+
+
+@pytest.mark.parametrize("unmapped", ["\x01\x02\r\n\x03", "\x07", "\x0b\x0e"])
+def test_pdf_page_whose_letters_pdfium_cannot_map_is_read_by_pypdf(tmp_path, monkeypatch, unmapped):
+    monkeypatch.setattr("pypdfium2.PdfTextPage.get_text_bounded", lambda page: unmapped)
+    assert text_of(write_pdf(tmp_path / "a.pdf", ["The key hangs here."])) == "The key hangs here."
+
+
+def test_contents_page_of_a_book_is_not_read_as_a_chapter(tmp_path):
+    chapters = [("toc.xhtml", "Contents", "<nav>Tides</nav>"), ("1.xhtml", "One", "Tides rise.")]
+    path = write_epub(tmp_path / "a.epub", chapters)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name).decode() for name in archive.namelist()}
+    members["OEBPS/b.opf"] = members["OEBPS/b.opf"].replace(
+        'href="toc.xhtml"', 'href="toc.xhtml" properties="nav"'
+    )
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    assert text_of(path) == "Tides rise."
 
 
 def test_every_format_has_a_reader_and_is_named_once():

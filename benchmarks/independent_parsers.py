@@ -1,0 +1,165 @@
+"""Words of files by other parsers than the product's, one for each format: the reference of `benchmarks.readers`."""
+
+import codecs
+import csv
+import re
+import unicodedata
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragblend.app.library.readers import clean
+from ragblend.app.library.sandbox import OnPage
+
+PARTS = {"document", "footnotes", "endnotes", "comments", "hdr", "ftr"}
+LEFT_OUT = {"Fallback", "del", "moveFrom", "instrText", "delText", "rt"}
+HIDDEN = "script style title noscript template head iframe object datalist nav button".split()  # noqa: SIM905
+WORDS = re.compile(r"\w+")
+DIALECTS: dict[str, dict[str, Any]] = {
+    "comma": {},
+    "semicolon": {"delimiter": ";"},
+    "tab": {"delimiter": "\t"},
+    "pipe": {"delimiter": "|", "lineterminator": "\n"},
+    "all quoted": {"quoting": csv.QUOTE_ALL},
+    "single quotes": {"quotechar": "'"},
+    "backslash": {"doublequote": False, "escapechar": "\\"},
+}
+
+
+def docx_words(path: Path) -> str:
+    """The text elements of a DOCX's parts, each run once, except deleted ones."""
+    from lxml import etree
+
+    texts = []
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            if not name.endswith(".xml"):
+                continue
+            root = etree.fromstring(archive.read(name), etree.XMLParser(huge_tree=True))
+            if etree.QName(root).localname in PARTS:
+                texts.append("".join(_docx_texts(root)))
+    return "\n".join(texts)
+
+
+def _docx_texts(root: Any) -> Iterator[str]:
+    from lxml import etree
+
+    inside = [root]
+    while inside:
+        node = inside.pop()
+        if isinstance(node, str):
+            yield node
+            continue
+        name = etree.QName(node).localname if isinstance(node.tag, str) else "del"
+        if name in LEFT_OUT:
+            continue
+        if name == "t":
+            yield node.text or ""
+        elif name in {"tab", "br", "cr"}:
+            yield " "
+        if name in {"p", "tc", "oMath", "f", "num", "den", "sup", "sub", "e"}:
+            inside.append("\n")
+        inside += reversed(node)
+
+
+def pdf_words(path: Path) -> str:
+    """The text of a PDF by pdfminer."""
+    from pdfminer.high_level import extract_text
+
+    return re.sub(r"\(cid:\d+\)", "", extract_text(path))  # what it writes for a glyph without a letter
+
+
+def html_words(markup: bytes | str) -> str:
+    """The text of a page by html5lib, without what browsers do not show."""
+    from bs4 import BeautifulSoup
+
+    tree = BeautifulSoup(markup, "html5lib")
+    for hidden in tree(HIDDEN) + tree.select("[hidden], annotation, annotation-xml"):
+        hidden.decompose()
+    for menu in tree("select"):
+        chosen = menu.find("option", selected=True) or menu.find("option")
+        menu.replace_with(f"\n{chosen.get_text() if chosen else ''}\n")
+    for line_break in tree("br"):
+        line_break.replace_with("\n")
+    for tag in tree(re.compile("^(p|div|t[dhr]|li|h[1-6]|d[dt]|option|text|figcaption|caption|label)$")):
+        tag.insert_before("\n")
+        tag.insert_after("\n")
+    return tree.get_text()
+
+
+def epub_words(path: Path) -> str:
+    """The text of the chapters of an EPUB, in any order."""
+    from lxml import etree
+
+    with zipfile.ZipFile(path) as archive:
+        container = etree.fromstring(archive.read("META-INF/container.xml"))
+        package = container.xpath("string(//*[local-name()='rootfile']/@full-path)")
+        root = etree.fromstring(archive.read(package))
+        listed = root.xpath(
+            "//*[local-name()='item'][@id=//*[local-name()='itemref']/@idref]"
+            "[not(contains(@properties, 'nav'))]/@href"
+        )
+        names = {(Path(package).parent / name.split("#")[0]).as_posix() for name in listed}
+        chapters = [name for name in archive.namelist() if name in names and re.search(r"html?$", name)]
+        return "\n".join(html_words(archive.read(name)) for name in chapters)
+
+
+def encoded_words(path: Path) -> str:
+    """The text in the encoding that its folder or name declares."""
+    return path.read_bytes().decode(declared_encoding(path) or "", "strict")
+
+
+def declared_encoding(path: Path) -> str | None:
+    for name in (path.stem, path.parent.name):
+        for length in range(4, 0, -1):
+            pieces = re.split(r"[._-]", name.lower())
+            with_known = "_".join(pieces[:length])
+            try:
+                return codecs.lookup(with_known).name
+            except (LookupError, ValueError):
+                continue
+    return None
+
+
+@dataclass(frozen=True)
+class Kind:
+    suffixes: frozenset[str]
+    words: Callable[[Path], str]
+
+
+KINDS = {
+    "docx": Kind(frozenset({".docx"}), docx_words),
+    "pdf": Kind(frozenset({".pdf"}), pdf_words),
+    "html": Kind(frozenset({".html", ".htm", ".xhtml"}), lambda path: html_words(path.read_bytes())),
+    "epub": Kind(frozenset({".epub"}), epub_words),
+    "encodings": Kind(frozenset({".txt", ".srt", ".html", ".xml", ".smi"}), encoded_words),
+    "csv": Kind(frozenset({".csv", ".tsv"}), lambda path: "\n".join(csv_cells(path))),
+}
+
+
+def csv_cells(path: Path) -> list[str]:
+    """The values of a file of the dialect that its name begins with, under their columns' names."""
+    dialect = DIALECTS[path.name.split("~")[0]]
+    with path.open(encoding="utf-8", newline="") as file:
+        header, *rows = [row for row in csv.reader(file, **dialect) if any(map(str.strip, row))]
+    names = [" ".join(name.split()) for name in header]
+    return [
+        f"{name}: {value}" if name else value
+        for row in rows
+        for name, value in zip(names, (" ".join(value.split()) for value in row), strict=True)
+        if value
+    ]
+
+
+def words_of(text: str) -> list[str]:
+    """Words without accents' composition, case, and division at line ends."""
+    folded = unicodedata.normalize("NFKC", clean(text)).casefold()
+    return WORDS.findall(re.sub(r"(?<=\w)[-‐]\n(?=\w)", "", folded))
+
+
+def expected(path: Path, kind: str, on_page: OnPage) -> list[str]:
+    """What the independent parser reads: words, or the cells of a CSV."""
+    text = KINDS[kind].words(path)
+    return clean(text).split("\n") if kind == "csv" else words_of(text)

