@@ -24,13 +24,16 @@ from ragblend.kvstore.sqlite import (
 )
 
 BATCH_ROWS = 500
-WORD = re.compile(r"[^\W_]+")
-# Scripts without blanks between words.
+# Signs that belong to the letter before them and are no letters to Python: accents, vowels of Indic scripts.
+SIGNS = "\u0300-\u036f\u0591-\u05c7\u0610-\u061a\u064b-\u065f\u0670\u0900-\u0963\u0966-\u0dff"
+WORD = re.compile(rf"(?:[^\W_]|[{SIGNS}])+")
+# Scripts whose blanks do not separate words: there are none, or endings are joined to a word (Korean).
 UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai and Lao, Burmese, Khmer
     "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Japanese, Chinese
+    "\uac00-\ud7a3"  # Korean
 )
-RUN = re.compile(rf"[{UNSPACED}]+|(?:(?![{UNSPACED}])[^\W_])+")
+RUN = re.compile(rf"[{UNSPACED}]+|(?:(?![{UNSPACED}])(?:[^\W_]|[{SIGNS}]))+")
 IS_UNSPACED = re.compile(rf"[{UNSPACED}]")
 READ_ONLY = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR)
 
@@ -89,7 +92,7 @@ class Database(SqliteFile):
         # Text that damage has made no UTF-8 must not keep the rows beside it from being read.
         sql.text_factory = lenient_text
         sql.execute("PRAGMA foreign_keys = ON")
-        sql.create_function("folded", 1, _folded, deterministic=True)
+        sql.create_function("folded", 1, lambda text: folded(str(text)), deterministic=True)
         sql.create_function("worded", 2, _worded, deterministic=True)
 
     # --- what is wrong with a file
@@ -159,9 +162,9 @@ def storable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _folded(text: object) -> str:
-    """What is compared when somebody searches: SQLite's own LIKE folds ASCII alone."""
-    return str(text).casefold()
+def folded(text: str) -> str:
+    """The text for comparisons: without case, and without the width and form of letters (Unicode's NFKC)."""
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
 
 
 def words_of(collection: str, text: str) -> list[str]:
@@ -170,9 +173,7 @@ def words_of(collection: str, text: str) -> list[str]:
     Digits and consonants before a word change nothing for FTS5's stemmer.
     """
     mark = int.from_bytes(hashlib.blake2b(collection.encode(), digest_size=6).digest())
-    return [
-        f"x{mark}{word}" for run in RUN.findall(unicodedata.normalize("NFKC", text)) for word in _words(run)
-    ]
+    return [f"x{mark}{word}" for run in RUN.findall(folded(text)) for word in _words(run)]
 
 
 def _words(run: str) -> list[str]:

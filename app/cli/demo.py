@@ -50,9 +50,9 @@ def demo(cli: Cli) -> None:
 
 def compare(talks: "Conversations", question: str) -> tuple[Answer, Answer]:
     """Both answers, each from the round with the median time to first token; one round before warms up."""
-    from ragblend.app.answering.conversation import ANY_SCORE, AskOptions
+    from ragblend.app.answering.conversation import AskOptions
 
-    fused_way, full_way = AskOptions(least_score=ANY_SCORE), AskOptions(least_score=ANY_SCORE, method="full")
+    fused_way, full_way = AskOptions(), AskOptions(method="full")
     talks.warm_up()
     talks.answer(question, fused_way).whole()
     full, fused = [], []

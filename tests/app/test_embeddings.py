@@ -5,13 +5,13 @@ import threading
 import numpy as np
 import pytest
 
-from ragblend.integrations.embeddings import MiniLMEmbedder, joined
+from ragblend.integrations.embeddings import Embedder, joined
 from ragblend.kvstore.errors import Cancelled
 
 
 @pytest.fixture(scope="module")
 def embedder():
-    return MiniLMEmbedder()
+    return Embedder()
 
 
 def test_meaning_beats_words(embedder):
@@ -36,7 +36,7 @@ def test_vectors_are_those_of_sentence_transformers():
         " ",
         "",
     ]
-    rows = np.concatenate(MiniLMEmbedder("float32").embed_passages(texts))
+    rows = np.concatenate(Embedder(dtype="float32").embed_passages(texts))
     theirs = SentenceTransformer(str(get_model_path()), device="cpu", local_files_only=True).encode(texts)
     np.testing.assert_allclose(rows, theirs, atol=1e-5)
 
@@ -91,7 +91,7 @@ def test_vectors_of_bfloat16_stand_beside_those_of_float32():
     """A home that moves to another processor is searched with the other ones."""
     texts = ["The captain steers the ship into port.", "Taxes are due in May. " * 40]
     both = ("bfloat16", "float32")
-    rows = {dtype: np.concatenate(MiniLMEmbedder(dtype).embed_passages(texts)) for dtype in both}
+    rows = {dtype: np.concatenate(Embedder(dtype=dtype).embed_passages(texts)) for dtype in both}
     assert np.linalg.norm(rows["bfloat16"], axis=1) == pytest.approx(1, abs=1e-5)
     near = (rows["bfloat16"] * rows["float32"]).sum(axis=1)
     assert (near > 0.99).all() and not np.array_equal(rows["bfloat16"], rows["float32"])
@@ -99,7 +99,7 @@ def test_vectors_of_bfloat16_stand_beside_those_of_float32():
 
 def test_sketch_and_rest_equal_the_whole_embedding():
     """Of one window, of two, of many; in one batch with others and across batches."""
-    embedder = MiniLMEmbedder("float32")  # bfloat16 rounds otherwise in other batches
+    embedder = Embedder(dtype="float32")  # bfloat16 rounds otherwise in other batches
     ships = [f"Ship {n} sails to port {n} with herring." for n in range(600)]
     texts = [" ".join(ships[-count:]) for count in (1, 8, 60, 500, 2)]
     whole, sketch, rest = (embedder.embed_passages(texts, part=part) for part in ("whole", "sketch", "rest"))
