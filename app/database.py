@@ -167,13 +167,18 @@ def folded(text: str) -> str:
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
 
 
+def split_words(text: str) -> list[str]:
+    """The words of a text, folded; of scripts without blanks each two neighbouring letters."""
+    return [word for run in RUN.findall(folded(text)) for word in _words(run)]
+
+
 def words_of(collection: str, text: str) -> list[str]:
     """The words of a text as they are indexed: each with its collection, so that no two collections share one.
 
     Digits and consonants before a word change nothing for FTS5's stemmer.
     """
     mark = int.from_bytes(hashlib.blake2b(collection.encode(), digest_size=6).digest())
-    return [f"x{mark}{word}" for run in RUN.findall(folded(text)) for word in _words(run)]
+    return [f"x{mark}{word}" for word in split_words(text)]
 
 
 def _words(run: str) -> list[str]:

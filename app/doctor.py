@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
+from ragblend.app.answering.relevance import recorded_noise
 from ragblend.app.library.maintenance import check_index, check_library
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.errors import RagBlendError, UnsupportedModelError
@@ -79,8 +80,15 @@ def _gate(workspace: Workspace) -> tuple[Status, str]:
 
 
 def _embedder(workspace: Workspace) -> tuple[Status, str]:
-    workspace.embedder.load()
-    return "ok", workspace.embedder.name
+    embedder, known = workspace.embedder, workspace.library.embedder(workspace.settings.collection)
+    embedder.load()
+    if recorded_noise(embedder.name) is not None:
+        return "ok", embedder.name
+    if known is None or known.noise is None:
+        how = "too few passages to measure which ones are unrelated to a question: all are taken"
+    else:
+        how = f"similarity of unrelated texts {known.noise:.2f}, measured with {known.measured} of your passages"
+    return "ok", f"{embedder.name}; {how}"
 
 
 def _home(workspace: Workspace) -> tuple[Status, str]:

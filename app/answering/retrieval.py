@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragblend.app.answering.answer import AnswerSource
-from ragblend.app.answering.relevance import known_least_score, relevant
+from ragblend.app.answering.relevance import recorded_noise, relevant
 from ragblend.app.library.registry import Library, WordMatch
 from ragblend.app.workspace import Workspace
 from ragblend.engine.scheduling.queue import Cancel
@@ -86,16 +86,22 @@ def _rank_together(
 
     Those with a code or quoted phrase of the question come first: who asks for one means exactly that.
     """
-    first = workspaces[0]
-    library, vector = first.library, first.embedder.embed_question(question, cancel)
-    scores = dict[str, float]()
-    for workspace in workspaces:
-        scores |= nearest(workspace, vector, count)
+    first, library = workspaces[0], workspaces[0].library
+    scores, embedder = dict[str, float](), None
+    while embedder is not first.embedder:  # it may be replaced in the middle
+        embedder = first.embedder
+        vector, scores = embedder.embed_question(question, cancel), {}
+        try:
+            for workspace in workspaces:
+                scores |= nearest(workspace, vector, count)
+        except LibraryError:
+            if embedder is first.embedder:
+                raise
     words = dict[str, WordMatch]()
     if first.settings.search == "hybrid":
         words = library.by_words([each.settings.collection for each in workspaces], question, count)
         scores |= library.scores([node for node in words if node not in scores], vector)
-    found = relevant(scores, words, _least_score(workspaces))
+    found = relevant(scores, words, _noise(workspaces))
     sources = _sources(library, {node: scores[node] for node in found})
     by_nearness = sorted(sources, key=lambda node: -scores[node])
     order = reciprocal_rank_fusion(by_nearness, [node for node in words if node in sources])
@@ -103,13 +109,12 @@ def _rank_together(
     return [sources[node] for node in order]
 
 
-def _least_score(workspaces: Sequence[Workspace]) -> float | None:
+def _noise(workspaces: Sequence[Workspace]) -> float | None:
     """The recorded one of their embedder, else the lowest that was measured in one of them."""
-    if (recorded := known_least_score(workspaces[0].embedder.name)) is not None:
+    if (recorded := recorded_noise(workspaces[0].embedder.name)) is not None:
         return recorded
     known = [each.library.embedder(each.settings.collection) for each in workspaces]
-    measured = [each.least_score for each in known if each is not None and each.least_score is not None]
-    return min(measured, default=None)
+    return min((each.noise for each in known if each is not None and each.noise is not None), default=None)
 
 
 def reciprocal_rank_fusion(*rankings: Sequence[str]) -> list[str]:

@@ -34,6 +34,7 @@ def ingest(
 ) -> int:
     """Read documents and make them askable, then store each passage's KV. Unchanged files cost nothing."""
     from ragblend.app.library.ingest import embed_in_full, encode_and_report, ingest_paths
+    from ragblend.app.library.language import language_notice
     from ragblend.app.library.switching import embed_anew
 
     with cli.open(collection=collection, embedder=embedder) as workspace:
@@ -50,6 +51,8 @@ def ingest(
                     embed_in_full(workspace, show, cli.terminal.check)
                     and embed_anew(workspace, show, cli.terminal.check)
                 )
+            if notice := language_notice(workspace):
+                cli.note(notice)
         if not (no_encode or report.interrupted):
             with encoding_bar(cli) as follow:
                 encode_and_report(workspace, report, follow, cli.terminal.check)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ragblend.app.database import WORD, Database, folded, now, words_of
+from ragblend.app.database import WORD, Database, folded, now, split_words, words_of
 from ragblend.app.home import absolute
 from ragblend.app.library.documents import Document, DocumentPassage, DocumentState, FileFacts, document_id
 from ragblend.app.rescue import Gap
@@ -56,7 +56,7 @@ TABLES = (
     "CREATE TABLE stale (node_id TEXT NOT NULL, "
     "document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE, PRIMARY KEY (node_id, document_id))",
     "CREATE TABLE collections (name TEXT PRIMARY KEY) WITHOUT ROWID",
-    "CREATE TABLE embedders (collection TEXT PRIMARY KEY, name TEXT NOT NULL, next TEXT, old TEXT, least_score REAL, "
+    "CREATE TABLE embedders (collection TEXT PRIMARY KEY, name TEXT NOT NULL, next TEXT, old TEXT, noise REAL, "
     "measured INTEGER NOT NULL DEFAULT 0, told INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID",
     "CREATE TABLE next_embeddings (node_id TEXT PRIMARY KEY REFERENCES chunks (node_id) ON DELETE CASCADE, "
     "windows INTEGER NOT NULL, embedding BLOB NOT NULL)",
@@ -98,14 +98,14 @@ class DocumentPage:
 class CollectionEmbedder:
     """The embedder of a collection's vectors, as in the settings. next: the one that replaces it, if any.
 
-    old: one whose index is still to be deleted; least_score: below it a passage is unrelated, as measured with so many
+    old: one whose index is still to be deleted; noise: the similarity of unrelated texts, as measured with so many
     passages (None: not measured, or too few); told: whether the user was told that it does not know their language.
     """
 
     name: str
     next: str | None
     old: str | None
-    least_score: float | None
+    noise: float | None
     measured: int
     told: bool
 
@@ -338,7 +338,7 @@ class Library(Database):
                 f"WHERE n.node_id = chunks.node_id AND chunks.{IN_COLLECTION}",
                 f"DELETE FROM next_embeddings WHERE {IN_COLLECTION}",
                 f"UPDATE documents SET recipe = replace(recipe, '{SKETCHED}', '') WHERE collection = ?",
-                "UPDATE embedders SET old = name, name = next, next = NULL, least_score = NULL, measured = 0, "
+                "UPDATE embedders SET old = name, name = next, next = NULL, noise = NULL, measured = 0, "
                 "told = 0 WHERE collection = ?",
             ):
                 connection.execute(query, (collection,))
@@ -347,10 +347,10 @@ class Library(Database):
         """Note that the index of the embedder before is deleted."""
         self.execute("UPDATE embedders SET old = NULL WHERE collection = ?", collection)
 
-    def keep_least_score(self, collection: str, score: float | None, passages: int) -> None:
-        """Store what was measured with so many passages; None: there were too few."""
-        query = "UPDATE embedders SET least_score = ?, measured = ? WHERE collection = ?"
-        self.execute(query, score, passages, collection)
+    def keep_noise(self, collection: str, noise: float, passages: int) -> None:
+        """Store the similarity of unrelated texts, as measured with so many passages."""
+        query = "UPDATE embedders SET noise = ?, measured = ? WHERE collection = ?"
+        self.execute(query, noise, passages, collection)
 
     def tell_once(self, collection: str) -> bool:
         """Whether the user was not told yet; from now on they were."""
@@ -435,8 +435,9 @@ class Library(Database):
         whole = 0.0
         asked = sum(map(self.count_passages, collections))
         everywhere = self.column("SELECT count(*) FROM numbers")[0]
-        of_codes = {word for part in exact_parts(question) for word in words_of("", part)}
-        ways = zip(*(words_of(each, question) for each in ("", *collections)), strict=True)
+        # A part of a code is another code's, too.
+        of_codes = {word for part in exact_parts(question) for word in split_words(part)}
+        ways = zip(split_words(question), *(words_of(each, question) for each in collections), strict=True)
         for plain, *words in list(dict.fromkeys(ways))[:MOST_WORDS]:  # a word, as each collection indexes it
             having = [
                 self.column("SELECT count(*) FROM words WHERE words MATCH ?", f'"{w}"')[0] for w in words
@@ -451,7 +452,7 @@ class Library(Database):
                 query = "SELECT rowid, bm25(words) FROM words WHERE words MATCH ?"
                 for number, score in self.rows(query, f'"{word}"') if here else ():
                     scores[number] += weight * score
-                    if plain not in of_codes:  # a part of a code is another code's, too
+                    if plain not in of_codes:
                         counts[number] += 1
                         shares[number] += rarity
         return scores, counts, {number: share / whole for number, share in shares.items()}

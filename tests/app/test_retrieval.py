@@ -15,7 +15,7 @@ from ragblend.app.library.ingest import ingest
 @pytest.fixture
 def far(monkeypatch):
     """No passage is near enough."""
-    monkeypatch.setattr("ragblend.app.answering.retrieval.known_least_score", lambda name: 2.0)
+    monkeypatch.setattr("ragblend.app.answering.retrieval.recorded_noise", lambda name: 0.999)
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -83,6 +83,7 @@ class Blurred:
 
 def test_a_number_is_found_that_vectors_miss(open_workspace, logs, monkeypatch):
     """The two values of the setting."""
+    monkeypatch.setattr("ragblend.app.answering.retrieval.recorded_noise", lambda name: 0.0)
     found = {}
     for way in ("vectors", "hybrid"):
         workspace = open_workspace(search=way)
