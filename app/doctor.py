@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
-from ragblend.app.answering.relevance import recorded_noise
+from ragblend.app.answering.relevance import recorded_similarity
 from ragblend.app.library.maintenance import check_index, check_library
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.errors import RagBlendError, UnsupportedModelError
@@ -82,12 +82,12 @@ def _gate(workspace: Workspace) -> tuple[Status, str]:
 def _embedder(workspace: Workspace) -> tuple[Status, str]:
     embedder, known = workspace.embedder, workspace.library.embedder(workspace.settings.collection)
     embedder.load()
-    if recorded_noise(embedder.name) is not None:
+    if recorded_similarity(embedder.name) is not None:
         return "ok", embedder.name
-    if known is None or known.noise is None:
+    if known is None or known.unrelated is None:
         how = "too few passages to measure which ones are unrelated to a question: all are taken"
     else:
-        how = f"similarity of unrelated texts {known.noise:.2f}, measured with {known.measured} of your passages"
+        how = f"unrelated to a question below {known.unrelated.best:.2f}, measured with {known.measured} passages"
     return "ok", f"{embedder.name}; {how}"
 
 

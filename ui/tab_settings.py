@@ -32,8 +32,8 @@ SET_THEME = "(name) => { window.ragblend.theme(name); return name; }"
 GET_THEME = "() => window.ragblend.keptTheme()"
 INFO = {
     "model": "default (bundled), a folder, a .gguf file, or a hub id, which is downloaded on first use",
-    "embedder": "default (bundled, knows English), a folder or a hub id of sentence-transformers; passages are embedded "
-    "anew in the background while the old one answers",
+    "embedder": "default (bundled, knows English), or a folder or hub id of sentence-transformers. Passages are "
+    "embedded anew in the background, while the embedder in use answers.",
     "reranker": "a cross-encoder that sorts the passages found: a folder or a hub id; empty for none",
     "method": "Passages were read separately. Re-reading parts of them together makes answers better.",
     "top_k": "How many passages of your documents the model gets to answer from.",

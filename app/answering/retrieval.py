@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragblend.app.answering.answer import AnswerSource
-from ragblend.app.answering.relevance import recorded_noise, relevant
-from ragblend.app.library.registry import Library, WordMatch
+from ragblend.app.answering.relevance import recorded_similarity, relevant
+from ragblend.app.library.registry import Library, UnrelatedSimilarity, WordMatch
 from ragblend.app.workspace import Workspace
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.kvstore.errors import LibraryError, UsageError, did_you_mean
@@ -101,7 +101,7 @@ def _rank_together(
     if first.settings.search == "hybrid":
         words = library.by_words([each.settings.collection for each in workspaces], question, count)
         scores |= library.scores([node for node in words if node not in scores], vector)
-    found = relevant(scores, words, _noise(workspaces))
+    found = relevant(scores, words, _unrelated(workspaces))
     sources = _sources(library, {node: scores[node] for node in found})
     by_nearness = sorted(sources, key=lambda node: -scores[node])
     order = reciprocal_rank_fusion(by_nearness, [node for node in words if node in sources])
@@ -109,12 +109,12 @@ def _rank_together(
     return [sources[node] for node in order]
 
 
-def _noise(workspaces: Sequence[Workspace]) -> float | None:
-    """The recorded one of their embedder, else the lowest that was measured in one of them."""
-    if (recorded := recorded_noise(workspaces[0].embedder.name)) is not None:
+def _unrelated(workspaces: Sequence[Workspace]) -> UnrelatedSimilarity | None:
+    """The recorded one of their embedder, else the first that was measured in one of them."""
+    if (recorded := recorded_similarity(workspaces[0].embedder.name)) is not None:
         return recorded
     known = [each.library.embedder(each.settings.collection) for each in workspaces]
-    return min((each.noise for each in known if each is not None and each.noise is not None), default=None)
+    return next((each.unrelated for each in known if each is not None and each.unrelated), None)
 
 
 def reciprocal_rank_fusion(*rankings: Sequence[str]) -> list[str]:

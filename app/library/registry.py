@@ -56,8 +56,8 @@ TABLES = (
     "CREATE TABLE stale (node_id TEXT NOT NULL, "
     "document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE, PRIMARY KEY (node_id, document_id))",
     "CREATE TABLE collections (name TEXT PRIMARY KEY) WITHOUT ROWID",
-    "CREATE TABLE embedders (collection TEXT PRIMARY KEY, name TEXT NOT NULL, next TEXT, old TEXT, noise REAL, "
-    "measured INTEGER NOT NULL DEFAULT 0, told INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID",
+    "CREATE TABLE embedders (collection TEXT PRIMARY KEY, name TEXT NOT NULL, next TEXT, old TEXT, "
+    "noise REAL, least REAL, measured INTEGER NOT NULL DEFAULT 0, told INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID",
     "CREATE TABLE next_embeddings (node_id TEXT PRIMARY KEY REFERENCES chunks (node_id) ON DELETE CASCADE, "
     "windows INTEGER NOT NULL, embedding BLOB NOT NULL)",
     "CREATE TABLE unerased (collection TEXT PRIMARY KEY) WITHOUT ROWID",
@@ -95,19 +95,35 @@ class DocumentPage:
 
 
 @dataclass(frozen=True)
+class UnrelatedSimilarity:
+    """The cosine similarity of a question to passages about other things: of a typical one, and of the best one."""
+
+    typical: float
+    best: float
+
+
+@dataclass(frozen=True)
 class CollectionEmbedder:
     """The embedder of a collection's vectors, as in the settings. next: the one that replaces it, if any.
 
-    old: one whose index is still to be deleted; noise: the similarity of unrelated texts, as measured with so many
-    passages (None: not measured, or too few); told: whether the user was told that it does not know their language.
+    old: one whose index is still to be deleted; noise, least: of `unrelated`, as measured with so many passages;
+    told: whether the user was told that it does not know the documents' language.
     """
 
     name: str
     next: str | None
     old: str | None
     noise: float | None
+    least: float | None
     measured: int
     told: bool
+
+    @property
+    def unrelated(self) -> UnrelatedSimilarity | None:
+        """None if it was not measured, or with too few passages."""
+        if self.noise is None or self.least is None:
+            return None
+        return UnrelatedSimilarity(self.noise, self.least)
 
 
 @dataclass(frozen=True)
@@ -338,7 +354,7 @@ class Library(Database):
                 f"WHERE n.node_id = chunks.node_id AND chunks.{IN_COLLECTION}",
                 f"DELETE FROM next_embeddings WHERE {IN_COLLECTION}",
                 f"UPDATE documents SET recipe = replace(recipe, '{SKETCHED}', '') WHERE collection = ?",
-                "UPDATE embedders SET old = name, name = next, next = NULL, noise = NULL, measured = 0, "
+                "UPDATE embedders SET old = name, name = next, next = NULL, noise = NULL, least = NULL, measured = 0, "
                 "told = 0 WHERE collection = ?",
             ):
                 connection.execute(query, (collection,))
@@ -347,10 +363,10 @@ class Library(Database):
         """Note that the index of the embedder before is deleted."""
         self.execute("UPDATE embedders SET old = NULL WHERE collection = ?", collection)
 
-    def keep_noise(self, collection: str, noise: float, passages: int) -> None:
+    def keep_similarity(self, collection: str, unrelated: UnrelatedSimilarity, passages: int) -> None:
         """Store the similarity of unrelated texts, as measured with so many passages."""
-        query = "UPDATE embedders SET noise = ?, measured = ? WHERE collection = ?"
-        self.execute(query, noise, passages, collection)
+        query = "UPDATE embedders SET noise = ?, least = ?, measured = ? WHERE collection = ?"
+        self.execute(query, unrelated.typical, unrelated.best, passages, collection)
 
     def tell_once(self, collection: str) -> bool:
         """Whether the user was not told yet; from now on they were."""

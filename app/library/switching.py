@@ -8,7 +8,7 @@ index is built -> one transaction switches -> the old index is deleted. Every st
 import os
 from collections.abc import Callable
 
-from ragblend.app.answering.relevance import measure_noise
+from ragblend.app.answering.relevance import measure_similarity
 from ragblend.app.library.documents import Document
 from ragblend.app.progress import OnProgress, ProgressCounter, silent
 from ragblend.app.workspace import Workspace
@@ -53,7 +53,7 @@ def embed_anew(
     except (Cancelled, KeyboardInterrupt):
         return False
     _drop_old_index(workspace)
-    measure_noise(workspace)
+    measure_similarity(workspace)
     return True
 
 

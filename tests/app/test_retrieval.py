@@ -10,12 +10,15 @@ from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.retrieval import reciprocal_rank_fusion, search, without_duplicates
 from ragblend.app.library.documents import DocumentPassage, FileFacts, node_id
 from ragblend.app.library.ingest import ingest
+from ragblend.app.library.registry import UnrelatedSimilarity
 
 
 @pytest.fixture
 def far(monkeypatch):
     """No passage is near enough."""
-    monkeypatch.setattr("ragblend.app.answering.retrieval.recorded_noise", lambda name: 0.999)
+    monkeypatch.setattr(
+        "ragblend.app.answering.retrieval.recorded_similarity", lambda name: UnrelatedSimilarity(0.0, 9.0)
+    )
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -83,7 +86,7 @@ class Blurred:
 
 def test_a_number_is_found_that_vectors_miss(open_workspace, logs, monkeypatch):
     """The two values of the setting."""
-    monkeypatch.setattr("ragblend.app.answering.retrieval.recorded_noise", lambda name: 0.0)
+    monkeypatch.setattr("ragblend.app.answering.retrieval.recorded_similarity", lambda name: None)
     found = {}
     for way in ("vectors", "hybrid"):
         workspace = open_workspace(search=way)
