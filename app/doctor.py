@@ -82,9 +82,9 @@ def _gate(workspace: Workspace) -> tuple[Status, str]:
 def _embedder(workspace: Workspace) -> tuple[Status, str]:
     embedder, known = workspace.embedder, workspace.library.embedder(workspace.settings.collection)
     embedder.load()
-    if recorded_similarity(embedder.name) is not None:
-        return "ok", embedder.name
     if known is None or known.unrelated is None:
+        if recorded_similarity(embedder.name) is not None:
+            return "ok", embedder.name
         how = "too few passages to measure which ones are unrelated to a question: all are taken"
     else:
         how = f"unrelated to a question below {known.unrelated.best:.2f}, measured with {known.measured} passages"

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ragblend.app.library.language import knows_language
 from ragblend.app.library.registry import UnrelatedSimilarity, WordMatch
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.embeddings import BUNDLED
 
-# By a part of the embedder's name.
-RECORDED = {BUNDLED: UnrelatedSimilarity(0.12, 0.47)}
+# By a part of the embedder's name; for documents in a language that it knows.
+RECORDED = {BUNDLED: UnrelatedSimilarity(0.12, 0.5)}
 LEAST_RELEVANCE = 0.4  # that of a question about other things
 LEAST_OF_BEST = 0.4  # of the best passage's relevance
 WORDS_WEIGHT, LEAST_WORDS = 0.3, 2  # one word may be shared by chance
@@ -56,13 +57,16 @@ def recorded_similarity(embedder: str) -> UnrelatedSimilarity | None:
 def measure_similarity(workspace: Workspace) -> None:
     """Store how similar unrelated questions are to a collection's passages, each time that it has grown twofold.
 
-    Not for recorded embedders. The questions are FOREIGN: pairs of the collection's own passages are much more similar
-    (all questions in five languages were refused by multilingual-e5-small), because they are about one thing.
+    Not for recorded embedders, if they know the documents' language. The questions are FOREIGN: pairs of the
+    collection's own passages are much more similar, because they are about one thing (all questions in five languages
+    were refused by multilingual-e5-small).
     """
     library, collection = workspace.library, workspace.settings.collection
     known, count = library.embedder(collection), library.count_passages(collection)
     is_measured = known is not None and count < 2 * known.measured
-    if recorded_similarity(workspace.embedder.name) is not None or is_measured or count < LEAST_PASSAGES:
+    if is_measured or count < LEAST_PASSAGES:
+        return
+    if recorded_similarity(workspace.embedder.name) is not None and knows_language(workspace):
         return
     nodes = list(library.nodes(collection))
     sample = [nodes[at] for at in np.random.default_rng(0).permutation(len(nodes))[:MEASURED_PASSAGES]]

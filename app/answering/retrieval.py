@@ -110,11 +110,10 @@ def _rank_together(
 
 
 def _unrelated(workspaces: Sequence[Workspace]) -> UnrelatedSimilarity | None:
-    """The recorded one of their embedder, else the first that was measured in one of them."""
-    if (recorded := recorded_similarity(workspaces[0].embedder.name)) is not None:
-        return recorded
+    """The first that was measured in one of them, else the recorded one of their embedder."""
     known = [each.library.embedder(each.settings.collection) for each in workspaces]
-    return next((each.unrelated for each in known if each is not None and each.unrelated), None)
+    measured = (each.unrelated for each in known if each is not None and each.unrelated is not None)
+    return next(measured, None) or recorded_similarity(workspaces[0].embedder.name)
 
 
 def reciprocal_rank_fusion(*rankings: Sequence[str]) -> list[str]:

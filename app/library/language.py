@@ -1,13 +1,11 @@
 """Whether the bundled embedder knows the language of a collection's documents: it knows English only."""
 
-from itertools import islice
-
 from ragblend.app.answering.support import STOP
 from ragblend.app.database import split_words
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.embeddings import DEFAULT
 
-LOOKED_AT, LEAST_WORDS = 200, 20
+LOOKED_AT, LEAST_WORDS = 200, 10
 ENGLISH_SHARE = (
     0.15  # of little words such as "the" and "of"; English has about 0.4, other languages hardly any
 )
@@ -20,17 +18,19 @@ NOTICE = (
 
 def language_notice(workspace: Workspace) -> str:
     """What to tell the user of a collection whose language the embedder does not know; "" if it was told before."""
-    library, collection = workspace.library, workspace.settings.collection
-    if workspace.embedder_name != DEFAULT:
+    collection = workspace.settings.collection
+    if knows_language(workspace) or not workspace.library.tell_once(collection):
         return ""
-    nodes = list(library.nodes(collection))
-    some = library.passages(list(islice(nodes, 0, None, max(1, len(nodes) // LOOKED_AT))))
-    foreign = sum(not is_english(passage.text) for passage in some.values())
-    return (
-        NOTICE.format(collection=collection)
-        if 3 * foreign > len(some) and library.tell_once(collection)
-        else ""
-    )
+    return NOTICE.format(collection=collection)
+
+
+def knows_language(workspace: Workspace) -> bool:
+    """Whether two thirds of the passages are in English, or the embedder is another one, of which this is not known."""
+    if workspace.embedder_name != DEFAULT:
+        return True
+    nodes = list(workspace.library.nodes(workspace.settings.collection))
+    some = workspace.library.passages(nodes[:: max(1, len(nodes) // LOOKED_AT)])
+    return 3 * sum(not is_english(passage.text) for passage in some.values()) <= len(some)
 
 
 def is_english(text: str) -> bool:

@@ -17,7 +17,7 @@ from ragblend.app.library.registry import UnrelatedSimilarity
 def far(monkeypatch):
     """No passage is near enough."""
     monkeypatch.setattr(
-        "ragblend.app.answering.retrieval.recorded_similarity", lambda name: UnrelatedSimilarity(0.0, 9.0)
+        "ragblend.app.answering.retrieval._unrelated", lambda workspaces: UnrelatedSimilarity(0.0, 9.0)
     )
 
 
@@ -86,7 +86,7 @@ class Blurred:
 
 def test_a_number_is_found_that_vectors_miss(open_workspace, logs, monkeypatch):
     """The two values of the setting."""
-    monkeypatch.setattr("ragblend.app.answering.retrieval.recorded_similarity", lambda name: None)
+    monkeypatch.setattr("ragblend.app.answering.retrieval._unrelated", lambda workspaces: None)
     found = {}
     for way in ("vectors", "hybrid"):
         workspace = open_workspace(search=way)
