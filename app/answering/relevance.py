@@ -16,7 +16,7 @@ from ragblend.app.workspace import Workspace
 from ragblend.integrations.embeddings import BUNDLED
 
 # By a part of the embedder's name; for documents in a language that it knows.
-RECORDED = {BUNDLED: UnrelatedSimilarity(0.12, 0.5)}
+RECORDED = {BUNDLED: UnrelatedSimilarity(0.12, 0.49)}
 LEAST_RELEVANCE = 0.4  # that of a question about other things
 LEAST_OF_BEST = 0.4  # of the best passage's relevance
 WORDS_WEIGHT, LEAST_WORDS = 0.3, 2  # one word may be shared by chance
