@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import ragblend
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.answer_stream import AnswerStream
-from ragblend.app.answering.conversation import ANY_SCORE, AskOptions, Conversations
+from ragblend.app.answering.conversation import AskOptions, Conversations
 from ragblend.app.answering.retrieval import check_askable, check_collection
 from ragblend.app.answering.retrieval import search as searched
 from ragblend.app.cli.common import Terminal
@@ -80,7 +80,7 @@ def tools_over(conversations: Conversations, workspaces: Workspaces) -> MCPServe
         def found() -> Json:
             if not question.strip():
                 raise UsageError("The question is empty.")
-            passages = searched([opened(collection)], [question], limit, ANY_SCORE)
+            passages = searched([opened(collection)], [question], limit)
             return {"passages": [_passage(each) for each in passages]}
 
         return await told(found)
@@ -92,7 +92,7 @@ def tools_over(conversations: Conversations, workspaces: Workspaces) -> MCPServe
 
         def answered() -> Json:
             workspace = opened(collection)
-            options = AskOptions((workspace.settings.collection,), least_score=ANY_SCORE, cancel=stopped)
+            options = AskOptions((workspace.settings.collection,), cancel=stopped)
             turns.append(conversations.answer(question, options))
             if stopped.is_set():
                 turns[0].stop()

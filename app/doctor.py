@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
+from ragblend.app.answering.relevance import recorded_similarity
 from ragblend.app.library.maintenance import check_index, check_library
 from ragblend.app.library.sandbox import rights_left, run_in_sandbox
 from ragblend.app.workspace import Workspace
@@ -80,8 +81,15 @@ def _gate(workspace: Workspace) -> tuple[Status, str]:
 
 
 def _embedder(workspace: Workspace) -> tuple[Status, str]:
-    workspace.embedder.load()
-    return "ok", workspace.embedder.name
+    embedder, known = workspace.embedder, workspace.library.embedder(workspace.settings.collection)
+    embedder.load()
+    if known is None or known.unrelated is None:
+        if recorded_similarity(embedder.name) is not None:
+            return "ok", embedder.name
+        how = "too few passages to measure which ones are unrelated to a question: all are taken"
+    else:
+        how = f"unrelated to a question below {known.unrelated.best:.2f}, measured with {known.measured} passages"
+    return "ok", f"{embedder.name}; {how}"
 
 
 def _home(workspace: Workspace) -> tuple[Status, str]:

@@ -67,6 +67,8 @@ class Settings:
     search `hybrid` finds passages by meaning and by words, `vectors` by meaning alone; reranker: the hub id or the
     folder of a cross-encoder that ranks the best of them (None or "": none).
     ocr_language: what scans are in (`OCR_LANGUAGES`); `default`: Chinese, Japanese, and languages in Latin letters.
+    embedder: `default` (bundled), the hub id or the folder of a model of sentence-transformers (None: each collection
+    keeps its own, a new one has the bundled one).
     ratio may be `auto`: what loading hides on this device, 0.15 at least (`ragblend doctor --profile` measures it).
     repetition_penalty: of the answer's own tokens; at temperature 0 small models repeat themselves without one.
     max_new_tokens None: the model's own (`ANSWER_STYLES`, else 256).
@@ -83,6 +85,7 @@ class Settings:
     method: str = DEFAULT_METHOD
     ratio: float | str = DEFAULT_RATIO
     top_k: int = 6
+    embedder: str | None = None
     search: str = "hybrid"
     reranker: str | None = None
     ocr_language: str = "default"
@@ -201,6 +204,10 @@ RULES: dict[str, Rule] = {
         "the hub id (owner/name) or the folder of a cross-encoder, or empty for none",
     ),
     "ocr_language": (lambda name: name in OCR_LANGUAGES, f"one of {', '.join(OCR_LANGUAGES)}"),
+    "embedder": (
+        lambda name: name is None or (name.strip() and not name.lower().endswith(".gguf")),
+        "default, or the hub id (owner/name) or the folder of a model of sentence-transformers",
+    ),
     "chunk_tokens": (lambda count: 16 <= count <= 8192, "16 to 8192 tokens"),
     "store_budget_bytes": _COUNT,
     "memory_budget_bytes": _NOT_NEGATIVE,
@@ -297,7 +304,8 @@ REQUIRES_ENCODING = ("dtype",)
 class Cost:
     """The work that a change of settings causes. changed: the settings that differ.
 
-    cuts_again: documents must be parsed, chunked and embedded again; encodes_again: passages must be encoded again.
+    cuts_again: documents must be parsed, chunked and embedded again; encodes_again: passages must be encoded again;
+    embeds_again: passages are embedded again in the background.
     seconds: an estimate from the measured profile; None without one.
     """
 
@@ -307,6 +315,7 @@ class Cost:
     documents: int
     passages: int
     seconds: float | None
+    embeds_again: bool = False
 
 
 def cost_of(
@@ -322,4 +331,6 @@ def cost_of(
     if encodes and profile is not None and same_machine:
         cut_again = passages * before.chunk_tokens / after.chunk_tokens
         seconds = cut_again * profile.ms(0, after.chunk_tokens) / 1e3
-    return Cost(changed, cuts, encodes, documents if encodes else 0, passages if encodes else 0, seconds)
+    embeds = "embedder" in changed and not cuts
+    counts = (documents, passages) if encodes or embeds else (0, 0)
+    return Cost(changed, cuts, encodes, *counts, seconds, embeds)

@@ -18,7 +18,7 @@ from ragblend.app.settings import Settings
 from ragblend.engine.model.checkpoints import find_model
 from ragblend.engine.scheduling.queue import DeviceQueue
 from ragblend.integrations.chroma import VectorIndex
-from ragblend.integrations.embeddings import MiniLMEmbedder
+from ragblend.integrations.embeddings import DEFAULT, Embedder, find_embedder
 from ragblend.integrations.passages import PassageRegistry
 from ragblend.kvstore.errors import SettingsError, UsageError
 from ragblend.kvstore.files import Closing
@@ -47,7 +47,7 @@ class _SharedState:
         self.lock, self.files = threading.RLock(), dict[tuple[str, str], Any]()
         self.waiting = list[bool]()
         self.lock_mark: str | None = None
-        self.embedder, self.reranking = MiniLMEmbedder(), DeviceQueue()
+        self.embedders, self.reranking = dict[str, Embedder](), DeviceQueue()
         self._next_writer, self._writer = threading.Lock(), threading.Lock()
 
     @contextmanager
@@ -101,9 +101,11 @@ class Workspaces(Closing):
             "chats", lambda: Chats(self.home.chats, lambda nodes: self.library.known(nodes))
         )
 
-    @cached_property
-    def embedder(self) -> MiniLMEmbedder:
-        return self._shared.embedder
+    def embedder(self, model: str) -> Embedder:
+        """The embedder of that name (as in the settings), one object for all collections."""
+        device = "cpu" if self.settings.vllm else self.settings.device
+        with self._lock:
+            return self._shared.embedders.setdefault(model, Embedder(model, device))
 
     def of(self, collection: str) -> "Workspace":
         """The workspace of that collection. Raises SettingsError for an invalid name."""
@@ -196,7 +198,7 @@ class Workspaces(Closing):
     def close_indexes(self) -> None:
         """Close all vector indexes; the next search opens them again from the files."""
         with self._lock:
-            for index in (each for (kind, _), each in self._files.items() if kind == "index"):
+            for index in (each for (kind, _), each in self._files.items() if kind.startswith("index")):
                 index.close()
 
     def with_settings(self, settings: Settings) -> "Workspaces":
@@ -243,6 +245,8 @@ class Workspace(Closing):
                 f"The setting method: {self.settings.method!r} is a control for `ragblend bench quality` only. Choose "
                 "another one (docs/methods.md)."
             )
+        if self.settings.embedder:
+            find_embedder(self.settings.embedder)
         if self.settings.reranker:
             from ragblend.app.answering.rerank import find_reranker
 
@@ -253,13 +257,31 @@ class Workspace(Closing):
         return self.workspaces.library
 
     @property
-    def index(self) -> VectorIndex:
-        name = self.settings.collection
-        return self.workspaces.open_once("index", lambda: VectorIndex(self.home.chroma, name), name)
+    def embedder_name(self) -> str:
+        """The embedder of the collection's vectors, as in the settings."""
+        known = self.library.embedder(self.settings.collection)
+        return known.name if known else self.settings.embedder or DEFAULT
 
     @property
-    def embedder(self) -> MiniLMEmbedder:
-        return self.workspaces.embedder
+    def embedder(self) -> Embedder:
+        return self.workspaces.embedder(self.embedder_name)
+
+    @property
+    def index(self) -> VectorIndex:
+        """The vectors by `embedder`."""
+        return self.index_by(self.embedder_name)
+
+    @property
+    def indexes(self) -> list[VectorIndex]:
+        """`index`, and that of the next embedder if there is one: what is deleted is deleted from both."""
+        known = self.library.embedder(self.settings.collection)
+        return [self.index, *([self.index_by(known.next)] if known and known.next else [])]
+
+    def index_by(self, embedder: str) -> VectorIndex:
+        name = self.settings.collection
+        return self.workspaces.open_once(
+            f"index by {embedder}", lambda: VectorIndex(self.home.chroma, name, embedder), name
+        )
 
     @property
     def reranker(self) -> "CrossEncoder | None":

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from benchmarks.common import markdown, run
 from ragblend.app import samples
-from ragblend.app.answering.conversation import LEAST_SCORE
 from ragblend.app.answering.retrieval import search
 from ragblend.app.library.documents import DocumentPassage, FileFacts, document_id, node_id
 from ragblend.app.library.ingest import embed_in_full, ingest_paths
@@ -65,11 +64,11 @@ def compared(home: Path, what: str, cases: Sequence[Case]) -> Iterator[list[str]
     recalls, ms = dict[tuple[str, int], list[float]](), dict[str, list[float]]()
     for name in SEARCHES:
         with Workspace.open(home, search=name) as workspace:
-            search([workspace], ["warm up"], 1, LEAST_SCORE)
+            search([workspace], ["warm up"], 1)
             ms[name] = []
             for depth, case in product(DEPTHS, asked):
                 begun = time.process_time()
-                found = search([workspace], [case.question], depth, LEAST_SCORE)
+                found = search([workspace], [case.question], depth)
                 ms[name].append(1e3 * (time.process_time() - begun))
                 share = len({source.text for source in found} & case.relevant) / min(
                     depth, len(case.relevant)

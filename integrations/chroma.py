@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ragblend.integrations.embeddings import DEFAULT
 from ragblend.kvstore.errors import LibraryError
 
 Embeddings = NDArray[np.float32]
@@ -47,11 +48,12 @@ class Hit:
 
 
 class VectorIndex:
-    """The vectors of one collection. Raises LibraryError, with the repair command, for whatever Chroma raises."""
+    """The vectors of one collection by one embedder. Raises LibraryError, naming the repair, for Chroma's errors."""
 
-    def __init__(self, folder: Path, collection: str) -> None:
+    def __init__(self, folder: Path, collection: str, embedder: str = DEFAULT) -> None:
         self.folder = folder
-        self.name = f"ragblend-{collection}"  # Chroma refuses names of fewer than three letters
+        other = "" if embedder == DEFAULT else f".{hashlib.sha256(embedder.encode()).hexdigest()[:12]}"
+        self.name = f"ragblend{other}-{collection}"  # Chroma refuses names of fewer than three letters
         self._client: Any = None
 
     def upsert(self, node_ids: Sequence[str], embeddings: Sequence[Embeddings]) -> None:
@@ -147,6 +149,13 @@ class VectorIndex:
             self._sweep(self._collection())
         return total
 
+    def drop(self) -> None:
+        """Delete all of it, and erase it from the files."""
+        with self._named_errors("deleting"):
+            self._any_collection()
+            self._connect().delete_collection(self.name)
+            self._sweep(None)
+
     def close(self) -> None:
         with _starting:
             if self._client is not None:
@@ -199,7 +208,13 @@ class VectorIndex:
 
     def _sweep(self, collection: Any) -> None:
         script = Path(__file__).with_name("chroma_sweep.py")
-        command = [sys.executable, "-I", str(script), str(self.folder), str(collection.id)]
+        command = [
+            sys.executable,
+            "-I",
+            str(script),
+            str(self.folder),
+            str(collection.id if collection else ""),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise OSError(f"deleted vectors may still be in its files ({done.stderr.strip()})")

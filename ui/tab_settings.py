@@ -10,6 +10,7 @@ from ragblend.app.model_offers import MachineCapacity, machine_of, offers
 from ragblend.app.models import ModelDownload, check_model, models_here, must_be_fetched
 from ragblend.app.settings import Cost, Settings, cost_of, save_settings
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
+from ragblend.integrations.embeddings import find_embedder
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import views
 from ragblend.ui.page_context import EMPTY, QUEUED, QUICK, PageContext, Updates, drawn
@@ -30,6 +31,8 @@ SET_THEME = "(name) => { window.ragblend.theme(name); return name; }"
 GET_THEME = "() => window.ragblend.keptTheme()"
 INFO = {
     "model": "default (bundled), a folder, a .gguf file, or a hub id, which is downloaded on first use",
+    "embedder": "default (bundled, knows English), or a folder or hub id of sentence-transformers. Passages are "
+    "embedded anew in the background, while the embedder in use answers.",
     "reranker": "a cross-encoder that sorts the passages found: a folder or a hub id; empty for none",
     "method": "Passages were read separately. Re-reading parts of them together makes answers better.",
     "top_k": "How many passages of your documents the model gets to answer from.",
@@ -53,6 +56,9 @@ def _form() -> dict[str, Any]:
         "model": gr.Textbox("default", label="Model", elem_id="rb-model", max_lines=1, info=INFO["model"]),
         "device": gr.Dropdown(DEVICES, value="", label="Device", elem_id="rb-device"),
         "search": gr.Dropdown(SEARCHES, value="hybrid", label="Search by", elem_id="rb-search"),
+        "embedder": gr.Textbox(
+            "default", label="Embedder", elem_id="rb-embedder", max_lines=1, info=INFO["embedder"]
+        ),
         "reranker": gr.Textbox(
             "", label="Reranker", elem_id="rb-reranker", max_lines=1, info=INFO["reranker"]
         ),
@@ -119,6 +125,7 @@ class SettingsTab:
             **{form[name]: getattr(settings, name) for name in as_they_are},
             form["max_new_tokens"]: settings.answer_tokens,
             form["device"]: settings.device or "",
+            form["embedder"]: settings.embedder or self._services.workspaces.first.embedder_name,
             form["reranker"]: settings.reranker or "",
             form["method"]: gr.update(choices=with_chosen(settings.method), value=settings.method),
             form["mode"]: MANUAL if by_hand else AUTO,
@@ -162,6 +169,8 @@ class SettingsTab:
         before, changes = workspaces.settings, chosen(given)
         if changes["max_new_tokens"] == before.answer_tokens:  # the model's own, unless it was set
             changes["max_new_tokens"] = before.max_new_tokens
+        if before.embedder is None and changes["embedder"] == workspaces.first.embedder_name:
+            changes["embedder"] = None
         for name in ("device", "reranker"):  # None would leave it as it was
             changes[name] = changes[name] or (getattr(before, name) and "")
         wanted = before.changed(changes)
@@ -189,6 +198,10 @@ class SettingsTab:
                 check_model(model, workspaces.home.models)
                 if must_be_fetched(model):
                     yield from self._fetched(model)
+            if (embedder := changes["embedder"]) and embedder != workspaces.settings.embedder:
+                if must_be_fetched(embedder):
+                    yield from self._fetched(embedder)
+                find_embedder(embedder)
             if (reranker := changes["reranker"]) and reranker != workspaces.settings.reranker:
                 if must_be_fetched(reranker):
                     yield from self._fetched(reranker)
@@ -199,6 +212,7 @@ class SettingsTab:
             workspaces.change(**changes)
             way_back = before if model != before else None
             again = self._read_again() if price.encodes_again else 0
+            self._services.jobs.wake()  # a new embedder is background work
             saved = {self.outcome: views.settings.saved(again, way_back), self._cost: ""}
         except RagBlendError as error:
             saved = {self.outcome: problem(str(error))}
@@ -254,6 +268,7 @@ def chosen(given: dict[str, Any]) -> dict[str, Any]:
         "model": (given["model"] or "").strip() or "default",
         "device": given["device"] or None,
         "search": given["search"],
+        "embedder": (given["embedder"] or "").strip() or "default",
         "reranker": (given["reranker"] or "").strip(),
         "method": given["method"] or None,
         "ratio": AUTO if given["mode"] == AUTO else round(given["ratio"] / 100, 4),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.citations import with_marks
-from ragblend.app.database import Database, now, storable
+from ragblend.app.database import Database, folded, now, storable
 from ragblend.kvstore.errors import LibraryError, UsageError
 
 TITLE_CHARACTERS = 60
@@ -123,7 +123,7 @@ class Chats(Database):
 
     def search(self, text: str, limit: int = 50) -> list[tuple[Chat, str]]:
         """Conversations with all these words in the title or in one message, newest first, each with a snippet."""
-        words = text.casefold().split()
+        words = folded(text).split()
         if not words:
             return [(chat, "") for chat in self.page(limit=limit)[0]]
         title, message = (
@@ -327,7 +327,7 @@ def _shortened(title: str) -> str:
 def _around(texts: Sequence[str], word: str) -> str:
     """About 120 characters around the first occurrence of a folded word in the first text, if there is one."""
     line = " ".join("".join(texts[:1]).split())
-    at = line.casefold().find(word)
+    at = folded(line).find(word)
     start = max(0, at - SNIPPET_CHARACTERS // 3)
     piece = line[start : start + SNIPPET_CHARACTERS]
     return ("… " if start else "") + piece + (" …" if start + len(piece) < len(line) else "")

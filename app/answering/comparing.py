@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.answering.conversation import ANY_SCORE, AskOptions, Conversations
+from ragblend.app.answering.conversation import AskOptions, Conversations
 from ragblend.engine.config import TokenCounts
 from ragblend.kvstore.errors import Cancelled, LibraryError
 from ragblend.measuring.metrics import kl_divergence, top1_agreement
@@ -66,9 +66,7 @@ def compare(
     from ragblend.engine.engine import loaded_here
 
     longest = min(conversations.settings.answer_tokens, ANSWER_TOKENS)
-    asked = conversations.prepare(
-        question, AskOptions((collection,), max_new_tokens=longest, least_score=ANY_SCORE)
-    )
+    asked = conversations.prepare(question, AskOptions((collection,), max_new_tokens=longest))
     context = asked.context
     if context is None:
         raise LibraryError(f"Comparing: {asked.notice}")

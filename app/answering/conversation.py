@@ -34,10 +34,6 @@ if TYPE_CHECKING:
     from ragblend.engine.prompts.session import Session
     from ragblend.engine.results import Stream
 
-# A passage with a lower cosine similarity is unrelated to the question. Measured with MiniLM over the samples: the best
-# passage had 0.47 to 0.78 for the 24 sample questions, and 0.11 to 0.33 for 20 questions about other things.
-LEAST_SCORE = 0.25
-ANY_SCORE = -1.0  # take the nearest passages, however far
 SESSIONS = 2  # conversations whose KV stays in memory
 MODES = ("documents", "chat")
 ANSWERING = ("method", "ratio", "top_k", "max_new_tokens", "temperature")
@@ -48,8 +44,8 @@ class AskOptions:
     """How to answer one question; None and () mean the settings' value.
 
     mode `documents`: from passages only; if none is found, the answer says so without asking the model. `chat`: with
-    passages if some are found, else a plain conversation. least_score: passages with a lower cosine similarity are not
-    used. client: who asks, where the device is shared. cancel: checked during retrieval, which then raises Cancelled.
+    passages if some are found, else a plain conversation. client: who asks, where the device is shared. cancel:
+    checked during retrieval, which then raises Cancelled.
     """
 
     collections: tuple[str, ...] = ()
@@ -59,7 +55,6 @@ class AskOptions:
     top_k: int | None = None
     max_new_tokens: int | None = None
     temperature: float | None = None
-    least_score: float = LEAST_SCORE
     client: str = ""
     cancel: Cancel | None = None
 
@@ -282,7 +277,7 @@ class Conversations:
         empty = [name for name in names if name not in full]
         notice = f"Nothing has been ingested in {_quoted(empty)} yet." if empty else None
         spaces = [self._workspaces.of(name) for name in full]
-        for found in search_in_stages(spaces, queries, top_k, options.least_score, options.cancel):
+        for found in search_in_stages(spaces, queries, top_k, options.cancel):
             yield found, notice
 
     def _prompt_of(self, answer: ChatMessage, messages: Sequence[ChatMessage]) -> Prompt:

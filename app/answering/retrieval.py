@@ -1,8 +1,9 @@
 """Retrieval: finds the passages that answer a question best, in one or several collections, each text once.
 
-MiniLM embeds the question; the registry or Chroma finds the nearest passages, the registry those that share its words.
-Both rankings are combined (`search = "hybrid"`), or the vectors alone decide (`"vectors"`). A cross-encoder, if the
-settings name one (`reranker`), scores the best of them with the question and decides their order.
+An embedder embeds the question; the registry or Chroma finds the nearest passages, the registry those that share its
+words. What is unrelated to the question is left out (`relevance`). Both rankings are combined (`search = "hybrid"`), or
+the vectors alone decide (`"vectors"`). A cross-encoder, if the settings name one (`reranker`), scores the best of them
+with the question and decides their order.
 """
 
 from collections import defaultdict
@@ -14,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragblend.app.answering.answer import AnswerSource
-from ragblend.app.library.registry import Library
+from ragblend.app.answering.relevance import recorded_similarity, relevant
+from ragblend.app.library.registry import Library, UnrelatedSimilarity, WordMatch
 from ragblend.app.workspace import Workspace
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.kvstore.errors import LibraryError, UsageError, did_you_mean
@@ -29,15 +31,13 @@ RANK_CONSTANT = 60  # the paper's: the larger, the less the first ranks differ
 COMPARED_PASSAGES = 500
 
 
-def search(
-    workspaces: Sequence[Workspace], queries: Sequence[str], top_k: int, least_score: float
-) -> list[AnswerSource]:
-    """At most top_k passages of these collections, best first, without numbers.
+def search(workspaces: Sequence[Workspace], queries: Sequence[str], top_k: int) -> list[AnswerSource]:
+    """At most top_k passages of these collections that have to do with a question, best first, without numbers.
 
     queries: the question, and perhaps another one; their results alternate. Raises LibraryError for a lost index,
     ModelError for a reranker that cannot be loaded.
     """
-    *_, found = search_in_stages(workspaces, queries, top_k, least_score)
+    *_, found = search_in_stages(workspaces, queries, top_k)
     return found
 
 
@@ -45,14 +45,13 @@ def search_in_stages(
     workspaces: Sequence[Workspace],
     queries: Sequence[str],
     top_k: int,
-    least_score: float,
     cancel: Cancel | None = None,
 ) -> Iterator[list[AnswerSource]]:
     """The results of `search`, preceded by those before reranking, if there is a reranker.
 
     cancel: checked while a question is embedded; Cancelled is raised once it is set.
     """
-    ranked = [_rank(workspaces, query, DEPTH * top_k, least_score, cancel) for query in queries]
+    ranked = [_rank(workspaces, query, DEPTH * top_k, cancel) for query in queries]
     found = _interleave(ranked)[: DEPTH * top_k]
     yield found[:top_k]
     reranker = workspaces[0].reranker if len(found) > 1 else None
@@ -71,31 +70,50 @@ def _interleave(ranked: Sequence[Sequence[AnswerSource]]) -> list[AnswerSource]:
 
 
 def _rank(
-    workspaces: Sequence[Workspace], question: str, count: int, least_score: float, cancel: Cancel | None
+    workspaces: Sequence[Workspace], question: str, count: int, cancel: Cancel | None
 ) -> list[AnswerSource]:
-    """The passages that are near enough, in the combined order of vectors and words.
-
-    A shared word alone is not enough: it may be shared by chance. A number or code of the question is: embedders do
-    not represent them, and who asks for one means exactly that.
-    """
-    if not workspaces:
-        return []
-    first = workspaces[0]
-    library, vector = first.library, first.embedder.embed_question(question, cancel)
-    scores = dict[str, float]()
+    """The relevant passages, best first; those of collections with different embedders alternate."""
+    by_embedder = defaultdict[str, list[Workspace]](list)
     for workspace in workspaces:
-        scores |= nearest(workspace, vector, count)
-    words = dict[str, bool]()
+        by_embedder[workspace.embedder_name].append(workspace)
+    return _interleave([_rank_together(group, question, count, cancel) for group in by_embedder.values()])
+
+
+def _rank_together(
+    workspaces: Sequence[Workspace], question: str, count: int, cancel: Cancel | None
+) -> list[AnswerSource]:
+    """The relevant passages of collections with one embedder, in the combined order of vectors and words.
+
+    Those with a code or quoted phrase of the question come first: who asks for one means exactly that.
+    """
+    first, library = workspaces[0], workspaces[0].library
+    scores, embedder = dict[str, float](), None
+    while embedder is not first.embedder:  # it may be replaced in the middle
+        embedder = first.embedder
+        vector, scores = embedder.embed_question(question, cancel), {}
+        try:
+            for workspace in workspaces:
+                scores |= nearest(workspace, vector, count)
+        except LibraryError:
+            if embedder is first.embedder:
+                raise
+    words = dict[str, WordMatch]()
     if first.settings.search == "hybrid":
         words = library.by_words([each.settings.collection for each in workspaces], question, count)
         scores |= library.scores([node for node in words if node not in scores], vector)
-    found = {node: score for node, score in scores.items() if score >= least_score or words.get(node)}
-    sources = _sources(library, found)
+    found = relevant(scores, words, _unrelated(workspaces))
+    sources = _sources(library, {node: scores[node] for node in found})
     by_nearness = sorted(sources, key=lambda node: -scores[node])
-    return [
-        sources[node]
-        for node in reciprocal_rank_fusion(by_nearness, [node for node in words if node in sources])
-    ]
+    order = reciprocal_rank_fusion(by_nearness, [node for node in words if node in sources])
+    order.sort(key=lambda node: node not in words or not words[node].is_exact)
+    return [sources[node] for node in order]
+
+
+def _unrelated(workspaces: Sequence[Workspace]) -> UnrelatedSimilarity | None:
+    """The first that was measured in one of them, else the recorded one of their embedder."""
+    known = [each.library.embedder(each.settings.collection) for each in workspaces]
+    measured = (each.unrelated for each in known if each is not None and each.unrelated is not None)
+    return next(measured, None) or recorded_similarity(workspaces[0].embedder.name)
 
 
 def reciprocal_rank_fusion(*rankings: Sequence[str]) -> list[str]:

@@ -46,9 +46,9 @@ def ask(
         check_timeline(trace)
     with cli.open_collection(collection, **vars(answering)) as workspace:
         conversations = load_conversations(cli, workspace)
-        from ragblend.app.answering.conversation import ANY_SCORE, AskOptions
+        from ragblend.app.answering.conversation import AskOptions
 
-        answer = _print_answer(cli, conversations.answer(question, AskOptions(least_score=ANY_SCORE)))
+        answer = _print_answer(cli, conversations.answer(question, AskOptions()))
         cli.result(answer.to_json(), sources_text(answer.sources))
         if trace is not None:
             _write_trace(cli, answer, trace)

@@ -49,12 +49,9 @@ def demo(cli: Cli) -> None:
 
 def compare(talks: "Conversations", question: str) -> tuple[Answer, Answer]:
     """Both answers, each of the round with the median time to first token, after a warm-up."""
-    from ragblend.app.answering.conversation import ANY_SCORE, AskOptions
+    from ragblend.app.answering.conversation import AskOptions
 
-    fused_options, full_options = (
-        AskOptions(least_score=ANY_SCORE),
-        AskOptions(least_score=ANY_SCORE, method="full"),
-    )
+    fused_options, full_options = AskOptions(), AskOptions(method="full")
     talks.warm_up()
     talks.answer(question, fused_options).whole()
     full, fused = [], []

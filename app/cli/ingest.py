@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ragblend.app.cli.bars import encoding_bar, progress_bars
-from ragblend.app.cli.common import Cli, plural
+from ragblend.app.cli.common import Cli, absolute_folder, plural
 from ragblend.app.cli.models import name_better_ones
 from ragblend.app.library.documents import on_one_line
 
@@ -18,6 +18,14 @@ def ingest(
     cli: Cli,
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files and folders.")],
     collection: Annotated[str | None, typer.Option(help="Which collection to put them in.")] = None,
+    embedder: Annotated[
+        str | None,
+        typer.Option(
+            help="Embedder of the collection: `default`, a hub id or a folder of sentence-transformers. Another one "
+            "embeds everything anew [the collection's].",
+            parser=absolute_folder,
+        ),
+    ] = None,
     prune: Annotated[
         bool, typer.Option("--prune", help="Remove documents of these folders whose file is gone.")
     ] = False,
@@ -30,8 +38,10 @@ def ingest(
     Scans in other letters than Latin, Chinese or Japanese need a setting, such as RAGBLEND_OCR_LANGUAGE=korean.
     """
     from ragblend.app.library.ingest import embed_in_full, encode_and_report, ingest_paths
+    from ragblend.app.library.language import language_notice
+    from ragblend.app.library.switching import embed_anew
 
-    with cli.open(collection=collection) as workspace:
+    with cli.open(collection=collection, embedder=embedder) as workspace:
         workspace.check_engine()
         with progress_bars(cli.terminal) as show:
             report = ingest_paths(workspace, paths, show, prune, cli.terminal.check)
@@ -41,7 +51,12 @@ def ingest(
             name_better_ones(cli, workspace)
         if not report.interrupted:
             with progress_bars(cli.terminal) as show:
-                report.interrupted = not embed_in_full(workspace, show, cli.terminal.check)
+                report.interrupted = not (
+                    embed_in_full(workspace, show, cli.terminal.check)
+                    and embed_anew(workspace, show, cli.terminal.check)
+                )
+            if notice := language_notice(workspace):
+                cli.note(notice)
         if not (no_encode or report.interrupted):
             with encoding_bar(cli) as follow:
                 encode_and_report(workspace, report, follow, cli.terminal.check)

@@ -7,6 +7,7 @@ from ragblend.app.answering.chats import Chats
 from ragblend.app.home import Home
 from ragblend.app.library.registry import Library
 from ragblend.integrations.chroma import VectorIndex
+from ragblend.integrations.embeddings import DEFAULT
 from ragblend.kvstore.nodes import NodeIndex
 
 log = logging.getLogger("ragblend")
@@ -27,8 +28,10 @@ def erase_removed(library: Library, home: Home) -> None:
             erased = chats.forget_removed(library.known) and erased
     erased = library.erase() and erased
     for collection in unerased:
-        with closing(VectorIndex(home.chroma, collection)) as index:
-            index.erase()
+        known = library.embedder(collection)
+        for embedder in filter(None, (known.name, known.next) if known else (DEFAULT,)):
+            with closing(VectorIndex(home.chroma, collection, embedder)) as index:
+                index.erase()
         if erased:
             library.erased(collection)
     if not erased:

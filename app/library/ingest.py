@@ -25,8 +25,9 @@ from ragblend.app.library.documents import (
 )
 from ragblend.app.library.encoding import KvProgress, KvReport, encode_missing
 from ragblend.app.library.file_checks import check_file
-from ragblend.app.library.registry import Embeddings
+from ragblend.app.library.registry import SKETCHED, Embeddings
 from ragblend.app.library.removal import remove_document
+from ragblend.app.library.switching import choose_embedder, embed_anew
 from ragblend.app.library.text_recognition import TextRecognition
 from ragblend.app.progress import OnProgress, ProgressCounter, silent
 from ragblend.app.workspace import Workspace
@@ -45,7 +46,6 @@ READINGS = 3  # of a file that changes while it is read
 CHANGED = (
     "it changed while it was read, so parts of two versions may be in it; the next ingest reads it again"
 )
-SKETCHED = ", sketched"  # the end of its recipe, until it is embedded in full
 
 
 @dataclass
@@ -83,7 +83,10 @@ class IngestReport:
 def ingest(workspace: Workspace, paths: Sequence[Path], on_progress: OnProgress = silent) -> IngestReport:
     """Ingest files and folders, and encode passages without KV. Raises as `ingest_paths` and `encode_missing` do."""
     report = ingest_paths(workspace, paths, on_progress)
-    report.interrupted = report.interrupted or not embed_in_full(workspace, on_progress)
+    if not report.interrupted:
+        report.interrupted = not (
+            embed_in_full(workspace, on_progress) and embed_anew(workspace, on_progress)
+        )
 
     def show(kv: KvProgress) -> None:
         on_progress("encode", kv.done, kv.total)
@@ -193,6 +196,7 @@ class _IngestRun:
         self._library = workspace.library
         self._collection = workspace.settings.collection
         self.report = IngestReport()
+        choose_embedder(workspace)
 
     def ingest_all(self, found: Discovery, prune: bool) -> Iterator[None]:
         """Yields after each file, where the writer lock may be released and acquired again."""
@@ -307,7 +311,7 @@ class _IngestRun:
         """The embeddings, (W, E) each; those of unchanged passages come from the registry."""
         embedder = self._workspace.embedder
         earlier: dict[str, Embeddings] = {}
-        if known and known.passages and known.recipe.endswith(f" {embedder.name}"):
+        if known and known.passages:
             earlier = dict(zip(*self._library.embeddings_of(known.id), strict=True))
         new = [passage for passage in passages if passage.node_id not in earlier]
         self._meter.count("embed", more=len(new))
@@ -322,7 +326,8 @@ class _IngestRun:
         """Copy a document from the registry to Chroma and the engine's nodes; then delete stale nodes from both."""
         workspace, stale = self._workspace, self._library.stale(document)
         workspace.index.upsert(*self._library.embeddings_of(document))
-        workspace.index.delete(stale)
+        for index in workspace.indexes:
+            index.delete(stale)
         passages = self._library.passages_of(document)
         register(workspace, passages)  # KV of nodes that are deleted from now on is deleted too
         if stale:
@@ -342,11 +347,11 @@ class _IngestRun:
 
     @property
     def _recipe(self) -> str:
-        """Everything besides a file's content that decides what its passages and embeddings are."""
+        """Everything besides a file's content that decides what its passages are."""
         settings = self._workspace.settings
         cut = f"{settings.chunk_tokens}/{settings.chunk_overlap}"
         scans = "" if settings.ocr_language == "default" else f"scans in {settings.ocr_language}, "
-        return f"readers {readers.VERSION}, {scans}{settings.model}, {cut}, {self._workspace.embedder.name}"
+        return f"readers {readers.VERSION}, {scans}{settings.model}, {cut}"
 
 
 def register(workspace: Workspace, passages: Sequence[DocumentPassage]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ragblend.app.database import Database, now
+from ragblend.app.database import Database, folded, now
 
 JobState = Literal["queued", "parsing", "embedding", "done", "unchanged", "failed", "cancelled"]
 Kind = Literal["ingest", "remove"]
@@ -161,7 +161,7 @@ class JobStore(Database):
         """
         where = "WHERE state = coalesce(?, state) AND collection = coalesce(?, collection)"
         values = list[Any]([state, collection])
-        for word in search.casefold().split():
+        for word in folded(search).split():
             where += " AND instr(folded(path), ?)"
             values.append(word)
         order = (

@@ -16,17 +16,19 @@ from pathlib import Path
 
 from ragblend.app.library.discovery import discover, is_gone
 from ragblend.app.library.documents import as_path, printable
-from ragblend.app.library.encoding import KvProgress, encode_missing
+from ragblend.app.library.encoding import KvProgress, KvReport, encode_missing
 from ragblend.app.library.erasure import erase_removed
 from ragblend.app.library.file_checks import check_file
 from ragblend.app.library.ingest import embed_in_full, ingest_file
 from ragblend.app.library.job_store import OPEN, RUNNING, FileJob, JobState, JobStore
+from ragblend.app.library.language import language_notice
 from ragblend.app.library.removal import RemovedDocument, remove_document
+from ragblend.app.library.switching import embed_anew
 from ragblend.app.library.uploads import delete_upload, delete_uploads, store_upload
 from ragblend.app.progress import Pace, Stage
 from ragblend.app.workspace import Workspaces
 from ragblend.engine.scheduling.background import end_at_exit
-from ragblend.kvstore.errors import Cancelled, DocumentError, RagBlendError
+from ragblend.kvstore.errors import Cancelled, DocumentError, ModelError, RagBlendError
 
 log = logging.getLogger("ragblend")
 STATES_OF: dict[Stage, JobState] = {"parse": "parsing", "recognise": "parsing", "embed": "embedding"}
@@ -49,7 +51,8 @@ class QueueOverview:
     """The state of the queue. waiting: why the worker cannot work at the moment; current: the file that it works on.
 
     changes: a number that differs whenever the queue was written to, even if all counts are the same; kv: the progress
-    of encoding, None when nothing is encoded; kv_message: why some passages have no KV; is_idle: nothing is left to do.
+    of encoding, None when nothing is encoded; kv_message: why some passages have no KV, and what to know of the
+    embedder; is_idle: nothing is left to do.
     """
 
     counts: dict[JobState, int]
@@ -278,18 +281,25 @@ class JobQueue:
         def show_embedding(stage: Stage, done: int, total: int, name: str = "") -> None:
             show(KvProgress("embedding", collection, done, total, document=name))
 
-        reports = []
+        reports, messages = list[KvReport](), list[str]()
         for collection in self.workspaces.names():
             if is_cancelled():
                 return
             workspace = self.workspaces.of(collection)
             if not embed_in_full(workspace, show_embedding, is_cancelled):
                 return
+            try:
+                if not embed_anew(workspace, show_embedding, is_cancelled):
+                    return
+                messages.append(language_notice(workspace))
+            except ModelError as error:  # of the next embedder; the old one goes on answering
+                messages.append(str(error))
             reports.append(encode_missing(workspace, show, is_cancelled))
         self._kv, self._waiting = None, None
         if is_cancelled():
             return
-        self._kv_message = " ".join(dict.fromkeys(each.message for each in reports if each.message))
+        messages += [each.message for each in reports]
+        self._kv_message = " ".join(filter(None, dict.fromkeys(messages)))
         self._is_idle = True
         elsewhere = any(each.stopped == "elsewhere" for each in reports)
         while not self._woken.wait(RECHECK_S):

@@ -9,7 +9,7 @@ import os
 import re
 import sqlite3
 import unicodedata
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ragblend.app.database import WORD, Database, now, words_of
+from ragblend.app.database import WORD, Database, folded, now, split_words, words_of
 from ragblend.app.home import absolute
 from ragblend.app.library.documents import (
     Document,
@@ -37,12 +37,19 @@ from ragblend.kvstore.errors import LibraryError
 Embeddings = NDArray[np.float32]
 PASSAGE_COUNT = "(SELECT count(*) FROM chunks WHERE document_id = documents.id) AS passages"
 COLUMNS = f"documents.*, {PASSAGE_COUNT} FROM documents"
+IN_COLLECTION = (
+    "node_id IN (SELECT node_id FROM chunks JOIN documents ON documents.id = document_id "
+    "WHERE collection = ?)"
+)
+SKETCHED = ", sketched"  # the end of a document's recipe, until it is embedded in full
 LOST = "Passages of it were lost to damage on the disk. Run `ragblend store repair`, or ingest it again."
 log = logging.getLogger("ragblend")
 # `stale`: node ids whose vectors and KV are still to be deleted: written in the transaction that replaces the chunks,
 # and emptied once Chroma and the KV store have deleted them, so that a crash in between leaks nothing.
 # `unerased`: collections with deleted text whose bytes are still to be erased in other files.
 # `documents.notes`: what was guessed, replaced or left out of the text, a line each.
+# `embedders`: by which embedder a collection's vectors are, and by which they are to be: the vectors by `next` are in
+# `next_embeddings` until all are there. See `CollectionEmbedder`.
 # `digest_notes`: a model's notes on a document for its summary, by the prompt that they answer.
 # `words`: the full-text index (FTS5) of passages, without a copy of the text, which it reads from a view; `numbers` has
 # row numbers that survive a VACUUM. A passage is deleted before its document, because the view needs both.
@@ -60,6 +67,10 @@ TABLES = (
     "CREATE TABLE stale (node_id TEXT NOT NULL, "
     "document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE, PRIMARY KEY (node_id, document_id))",
     "CREATE TABLE collections (name TEXT PRIMARY KEY) WITHOUT ROWID",
+    "CREATE TABLE embedders (collection TEXT PRIMARY KEY, name TEXT NOT NULL, next TEXT, old TEXT, "
+    "noise REAL, least REAL, measured INTEGER NOT NULL DEFAULT 0, told INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID",
+    "CREATE TABLE next_embeddings (node_id TEXT PRIMARY KEY REFERENCES chunks (node_id) ON DELETE CASCADE, "
+    "windows INTEGER NOT NULL, embedding BLOB NOT NULL)",
     "CREATE TABLE unerased (collection TEXT PRIMARY KEY) WITHOUT ROWID",
     "CREATE TABLE digest_notes (document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE, "
     "origin TEXT NOT NULL, text TEXT NOT NULL, PRIMARY KEY (document_id, origin))",
@@ -67,7 +78,7 @@ TABLES = (
     "CREATE VIEW wordings AS SELECT numbers.id, node_id, worded(collection, CAST(text AS BLOB)) AS text FROM numbers "
     "JOIN chunks USING (node_id) JOIN documents ON documents.id = document_id",
     "CREATE VIRTUAL TABLE words USING fts5 (text, content = 'wordings', content_rowid = 'id', "
-    "tokenize = 'porter unicode61 remove_diacritics 2')",
+    "tokenize = \"porter unicode61 remove_diacritics 2 categories 'L* N* Co M*'\")",
     "CREATE TRIGGER chunks_worded AFTER INSERT ON chunks BEGIN INSERT INTO numbers (node_id) VALUES (new.node_id); "
     "INSERT INTO words (rowid, text) SELECT id, text FROM wordings WHERE node_id = new.node_id; END",
     "CREATE TRIGGER chunks_unworded BEFORE DELETE ON chunks BEGIN INSERT INTO words (words, rowid, text) "
@@ -76,6 +87,8 @@ TABLES = (
     "CREATE TRIGGER documents_unworded BEFORE DELETE ON documents BEGIN "
     "DELETE FROM chunks WHERE document_id = old.id; END",
 )
+# In quotation marks of one kind or another.
+QUOTED = re.compile('"([^"]+)"|“([^”]+)”|„([^“”]+)[“”]|«([^»]+)»|»([^«]+)«|「([^」]+)」|『([^』]+)』')
 MOST_WORDS = 100  # of a question that are searched
 # A number or code with its parts: INV-2024-0817, 48213, 4711. A year, a round number, or a number with its unit is not
 # one: passages contain them by chance.
@@ -92,11 +105,57 @@ class DocumentPage:
     counts: dict[str, int]
 
 
+@dataclass(frozen=True)
+class UnrelatedSimilarity:
+    """The cosine similarity of a question to passages about other things: of a typical one, and of the best one."""
+
+    typical: float
+    best: float
+
+
+@dataclass(frozen=True)
+class CollectionEmbedder:
+    """The embedder of a collection's vectors, as in the settings. next: the one that replaces it, if any.
+
+    old: one whose index is still to be deleted; noise, least: of `unrelated`, as measured with so many passages;
+    told: whether the user was told that it does not know the documents' language.
+    """
+
+    name: str
+    next: str | None
+    old: str | None
+    noise: float | None
+    least: float | None
+    measured: int
+    told: bool
+
+    @property
+    def unrelated(self) -> UnrelatedSimilarity | None:
+        """None if it was not measured, or with too few passages."""
+        if self.noise is None or self.least is None:
+            return None
+        return UnrelatedSimilarity(self.noise, self.least)
+
+
+@dataclass(frozen=True)
+class WordMatch:
+    """How a passage matches a question's words.
+
+    is_exact: it has a code or quoted phrase of the question; words: how many of its words the passage has, without
+    those of codes; share: of the question's words, weighed by their rarity in the collections (0 to 1). Words that half
+    of the passages have do not count.
+    """
+
+    is_exact: bool
+    words: int
+    share: float
+
+
 class Library(Database):
     """All reads and writes of the registry; every change is one transaction. Thread-safe."""
 
     what, version, tables = "registry", 6, TABLES
-    copied = ("documents", "chunks", "stale", "collections", "unerased", "digest_notes")
+    copied = ("documents", "chunks", "stale", "collections", "embedders", "unerased", "digest_notes")
     full_text = "words"
 
     @staticmethod
@@ -145,7 +204,7 @@ class Library(Database):
         if state is not None:
             where += " AND state = ?"
             values.append(state)
-        for word in search.casefold().split():
+        for word in folded(search).split():
             where += " AND instr(folded(path), ?)"
             values.append(word)
         counts = self.counts_by_state(collection)
@@ -250,8 +309,89 @@ class Library(Database):
         self.execute("INSERT OR IGNORE INTO collections VALUES (?)", name)
 
     def forget_collection(self, name: str) -> None:
-        """Stop keeping a collection while it is empty."""
-        self.execute("DELETE FROM collections WHERE name = ?", name)
+        """Stop keeping a collection while it is empty, and forget its embedder."""
+        with self.transaction() as connection:
+            connection.execute("DELETE FROM collections WHERE name = ?", (name,))
+            connection.execute("DELETE FROM embedders WHERE collection = ?", (name,))
+
+    # --- embedders -------------------------------------------------------------------------------
+
+    def embedder(self, collection: str) -> CollectionEmbedder | None:
+        """The embedder of a collection's vectors; None before the first one."""
+        rows = self.rows("SELECT * FROM embedders WHERE collection = ?", collection)
+        return CollectionEmbedder(*rows[0][1:]) if rows else None
+
+    def want_embedder(self, collection: str, name: str) -> None:
+        """Choose the embedder of a collection: at once if there are no passages, else as the next one.
+
+        Vectors of another next one are deleted.
+        """
+        known = self.embedder(collection)
+        if known is None or (known.name != name and not self.has_passages(collection)):
+            self.execute(
+                "INSERT OR REPLACE INTO embedders (collection, name) VALUES (?, ?)", collection, name
+            )
+        elif name != (known.next or known.name):
+            wanted = None if name == known.name else name
+            with self.transaction() as connection:
+                connection.execute(f"DELETE FROM next_embeddings WHERE {IN_COLLECTION}", (collection,))
+                query = "UPDATE embedders SET old = coalesce(next, old), next = ? WHERE collection = ?"
+                connection.execute(query, (wanted, collection))
+
+    def without_next(self, collection: str) -> list[Document]:
+        """Documents with passages that have no vectors by the next embedder."""
+        query = (
+            "SELECT DISTINCT document_id FROM chunks JOIN documents ON documents.id = document_id "
+            "WHERE collection = ? AND node_id NOT IN (SELECT node_id FROM next_embeddings)"
+        )
+        found = self.documents_with(self.column(query, collection))
+        return sorted(found.values(), key=lambda document: document.path)
+
+    def keep_next(self, embedder: str, node_ids: Sequence[str], embeddings: Sequence[Embeddings]) -> None:
+        """Store vectors by the next embedder, (W, E) each; passages that were deleted meanwhile get none."""
+        query = (
+            "INSERT OR REPLACE INTO next_embeddings SELECT node_id, ?, ? FROM chunks "
+            "JOIN documents ON documents.id = document_id JOIN embedders USING (collection) "
+            "WHERE node_id = ? AND next = ?"
+        )
+        with self.transaction() as connection:
+            for node, rows in zip(node_ids, embeddings, strict=True):
+                connection.execute(query, (len(rows), _blob(rows), node, embedder))
+
+    def next_embeddings(self, node_ids: Sequence[str]) -> tuple[list[str], list[Embeddings]]:
+        """The vectors by the next embedder of those of these passages that have some."""
+        rows = self.among("SELECT * FROM next_embeddings WHERE node_id IN", node_ids)
+        return [row["node_id"] for row in rows], [_embedding(row) for row in rows]
+
+    def switch_embedder(self, collection: str, name: str) -> None:
+        """Use the vectors by the next embedder from now on, if it is this one and every passage has some."""
+        with self.transaction() as connection:
+            known = self.embedder(collection)
+            if known is None or known.next != name or self.without_next(collection):
+                return
+            for query in (
+                "UPDATE chunks SET windows = n.windows, embedding = n.embedding FROM next_embeddings AS n "
+                f"WHERE n.node_id = chunks.node_id AND chunks.{IN_COLLECTION}",
+                f"DELETE FROM next_embeddings WHERE {IN_COLLECTION}",
+                f"UPDATE documents SET recipe = replace(recipe, '{SKETCHED}', '') WHERE collection = ?",
+                "UPDATE embedders SET old = name, name = next, next = NULL, noise = NULL, least = NULL, measured = 0, "
+                "told = 0 WHERE collection = ?",
+            ):
+                connection.execute(query, (collection,))
+
+    def forget_old_embedder(self, collection: str) -> None:
+        """Note that the index of the embedder before is deleted."""
+        self.execute("UPDATE embedders SET old = NULL WHERE collection = ?", collection)
+
+    def keep_similarity(self, collection: str, unrelated: UnrelatedSimilarity, passages: int) -> None:
+        """Store the similarity of unrelated texts, as measured with so many passages."""
+        query = "UPDATE embedders SET noise = ?, least = ?, measured = ? WHERE collection = ?"
+        self.execute(query, unrelated.typical, unrelated.best, passages, collection)
+
+    def tell_once(self, collection: str) -> bool:
+        """Whether the user was not told yet; from now on they were."""
+        query = "UPDATE embedders SET told = 1 WHERE collection = ? AND told = 0"
+        return bool(self.execute(query, collection).rowcount)
 
     # --- passages --------------------------------------------------------------------------------
 
@@ -271,8 +411,7 @@ class Library(Database):
         with self.transaction() as connection:
             connection.execute("DELETE FROM chunks WHERE document_id = ?", (document,))
             for p, rows in zip(passages, embeddings, strict=True):
-                blob = np.ascontiguousarray(rows, dtype="<f4").tobytes()
-                values = (p.node_id, document, p.index, p.text, p.location, len(rows), blob)
+                values = (p.node_id, document, p.index, p.text, p.location, len(rows), _blob(rows))
                 connection.execute("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?)", values)
             gone = [(node, document) for node in earlier - kept]
             connection.executemany("INSERT OR IGNORE INTO stale VALUES (?, ?)", gone)
@@ -304,54 +443,66 @@ class Library(Database):
         )
         return {row["node_id"]: float((_embedding(row) @ question).max()) for row in rows}
 
-    def by_words(self, collections: Sequence[str], question: str, count: int) -> dict[str, bool]:
-        """Passages of these collections that share words with a question: node id -> whether it has one of the codes.
+    def by_words(self, collections: Sequence[str], question: str, count: int) -> dict[str, WordMatch]:
+        """Passages of these collections that share words with a question, best first, by node id.
 
-        Those with a code (`codes_of`) come first, then the best by BM25. Words that half of the passages have are
-        ignored. Other collections do not influence the score, so that it reveals nothing about them. An index that
-        cannot be read is treated as empty, with a warning.
+        Those with a code or quoted phrase of it (`exact_parts`) come first, then the best by BM25. Words that half of
+        the passages have are ignored. Other collections do not influence the score, so that it reveals nothing about
+        them. An index that cannot be read is treated as empty, with a warning.
         """
         try:
-            scores = self._by_words(collections, question)
-            with_code = self._with_code(collections, question, count)
+            scores, words, shares = self._by_words(collections, question)
+            exact = self._with_exact_parts(collections, question, count)
             best = nlargest(
-                count,
-                dict.fromkeys((*scores, *with_code)),
-                key=lambda each: (each in with_code, scores[each]),
+                count, dict.fromkeys((*scores, *exact)), key=lambda each: (each in exact, scores[each])
             )
             rows = self.among("SELECT id, node_id FROM numbers WHERE id IN", best)
         except LibraryError as error:
             log.warning("searching without words: %s", error)
             return {}
         nodes = {row["id"]: row["node_id"] for row in rows}
-        return {nodes[number]: number in with_code for number in best if number in nodes}
+        return {
+            nodes[n]: WordMatch(n in exact, int(words[n]), shares.get(n, 0.0)) for n in best if n in nodes
+        }
 
-    def _by_words(self, collections: Sequence[str], question: str) -> Counter[int]:
-        scores = Counter[int]()
+    def _by_words(
+        self, collections: Sequence[str], question: str
+    ) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
+        """For each passage its BM25 score, and the question's words that it has: their number and share."""
+        scores, counts, shares = (defaultdict[int, float](float) for _ in range(3))
+        whole = 0.0
         asked = sum(map(self.count_passages, collections))
         everywhere = self.column("SELECT count(*) FROM numbers")[0]
-        ways = zip(*(words_of(each, question.lower()) for each in collections), strict=True)
-        for words in list(dict.fromkeys(ways))[:MOST_WORDS]:  # a word, as it is indexed in each collection
+        # A part of a code is another code's, too.
+        of_codes = {word for part in exact_parts(question) for word in split_words(part)}
+        ways = zip(split_words(question), *(words_of(each, question) for each in collections), strict=True)
+        for plain, *words in list(dict.fromkeys(ways))[:MOST_WORDS]:  # a word, as each collection indexes it
             having = [
                 self.column("SELECT count(*) FROM words WHERE words MATCH ?", f'"{w}"')[0] for w in words
             ]
+            if 2 * sum(having) >= asked:
+                continue
+            rarity = _rarity(sum(having), asked)
+            whole += rarity
             for word, here in zip(words, having, strict=True):
-                if here and 2 * sum(having) < asked:
-                    # FTS5 computes the rarity over all collections.
-                    weight = -_rarity(sum(having), asked) / _rarity(here, everywhere)
-                    query = "SELECT rowid, bm25(words) FROM words WHERE words MATCH ?"
-                    for number, score in self.rows(query, f'"{word}"'):
-                        scores[number] += weight * score
-        return scores
+                # FTS5 computes the rarity over all collections.
+                weight = -rarity / _rarity(here, everywhere)
+                query = "SELECT rowid, bm25(words) FROM words WHERE words MATCH ?"
+                for number, score in self.rows(query, f'"{word}"') if here else ():
+                    scores[number] += weight * score
+                    if plain not in of_codes:
+                        counts[number] += 1
+                        shares[number] += rarity
+        return scores, counts, {number: share / whole for number, share in shares.items()}
 
-    def _with_code(self, collections: Sequence[str], question: str, count: int) -> set[int]:
-        """Passages with a code of the question, its parts in order; at most `count` for each code."""
+    def _with_exact_parts(self, collections: Sequence[str], question: str, count: int) -> set[int]:
+        """Passages with a code or quoted phrase of the question, its words in order; at most `count` for each."""
         query = "SELECT rowid FROM words WHERE words MATCH ? ORDER BY rank LIMIT ?"
         return {
             number
             for collection in collections
-            for code in codes_of(question)[:MOST_WORDS]
-            for number in self.column(query, f'"{" ".join(words_of(collection, code))}"', count)
+            for part in exact_parts(question)[:MOST_WORDS]
+            for number in self.column(query, f'"{" ".join(words_of(collection, part))}"', count)
         }
 
     def known(self, node_ids: Sequence[str]) -> set[str]:
@@ -459,19 +610,18 @@ class Library(Database):
         return self.rows("SELECT * FROM chunks WHERE document_id = ? ORDER BY position", document)
 
 
-def codes_of(question: str) -> list[str]:
-    """Numbers and codes in a question that identify something, such as an invoice: at least four letters or digits.
+def exact_parts(question: str) -> list[str]:
+    """Numbers and codes in a question that identify something, such as an invoice, and what it puts in quotes.
 
-    If the question is only the code, three are enough, and a year counts too.
+    A code has at least four letters or digits. If the question is only the code, three are enough, and a year counts.
     """
-    found = [text for text in CODE.findall(unicodedata.normalize("NFKC", question)) if re.search(r"\d", text)]
+    text = unicodedata.normalize("NFKC", question)
+    quoted = [each for found in QUOTED.findall(text) for each in found if len(WORD.findall(each)) > 1]
+    found = [code for code in CODE.findall(text) if re.search(r"\d", code)]
     if found and len(WORD.findall(question)) == len(WORD.findall(found[0])):
-        return [text for text in found if len(text) >= 3]
-    return list(
-        dict.fromkeys(
-            text for text in found if len("".join(WORD.findall(text))) >= 4 and not COMMON.fullmatch(text)
-        )
-    )
+        return [code for code in found if len(code) >= 3]
+    codes = [c for c in found if len("".join(WORD.findall(c))) >= 4 and not COMMON.fullmatch(c)]
+    return list(dict.fromkeys([*codes, *quoted]))
 
 
 def _rarity(having: int, passages: int) -> float:
@@ -508,6 +658,10 @@ def _document(row: sqlite3.Row) -> Document:
 
 def _passage(row: sqlite3.Row) -> DocumentPassage:
     return DocumentPassage(row["node_id"], row["document_id"], row["position"], row["text"], row["location"])
+
+
+def _blob(rows: Embeddings) -> bytes:
+    return np.ascontiguousarray(rows, dtype="<f4").tobytes()
 
 
 def _embedding(row: sqlite3.Row) -> Embeddings:

@@ -28,7 +28,8 @@ def remove_document(workspace: Workspace, document: Document) -> RemovedDocument
     everything = [*nodes, *library.stale(document.id)]
     freed = 0
     if everything:
-        workspace.index.delete(everything)
+        for index in workspace.indexes:
+            index.delete(everything)
         workspace.known_passages.remove(everything)
         freed = workspace.engine.forget(everything)
     if home.jobs.exists():

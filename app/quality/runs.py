@@ -177,7 +177,6 @@ def report_ttft(engine_arguments: Row, request: "TtftRequest") -> Row:
 @contextmanager
 def retriever(home: Path) -> Iterator[Callable[[str, int], object] | None]:
     """Retrieval from the documents of that home, with its models loaded; None if nothing was ingested."""
-    from ragblend.app.answering.conversation import ANY_SCORE
     from ragblend.app.answering.retrieval import search
     from ragblend.app.workspace import Workspace
 
@@ -189,7 +188,7 @@ def retriever(home: Path) -> Iterator[Callable[[str, int], object] | None]:
             yield None
             return
         workspace.embedder.load()
-        yield lambda question, count: search([workspace], [question], count, ANY_SCORE)
+        yield lambda question, count: search([workspace], [question], count)
 
 
 def _write_timelines(folder: Path, row: Row, trace: "Trace") -> None:

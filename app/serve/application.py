@@ -29,7 +29,7 @@ from ragblend.app.serve.metrics import MEDIA_TYPE
 from ragblend.app.serve.service import Limits, Service, client_of, service_of, until_gone
 from ragblend.app.services import AppServices
 from ragblend.engine.scheduling.queue import Cancel
-from ragblend.integrations.embeddings import DIMENSIONS, Embeddings
+from ragblend.integrations.embeddings import Embeddings
 from ragblend.integrations.threads import in_thread
 from ragblend.kvstore.errors import RagBlendError
 
@@ -172,7 +172,7 @@ def _metrics_text(service: Service) -> str:
 async def models(request: Request) -> Response:
     """List the model that answers and the one that embeds."""
     service = service_of(request)
-    names = (service.model, service.app.workspaces.embedder.name)
+    names = (service.model, service.app.workspaces.first.embedder.name)
     return json_response({"object": "list", "data": [_model(service, name) for name in names]})
 
 
@@ -180,7 +180,7 @@ async def models(request: Request) -> Response:
 async def model(request: Request, name: str) -> Response:
     """Describe one model."""
     service = service_of(request)
-    if name != service.app.workspaces.embedder.name:
+    if name != service.app.workspaces.first.embedder.name:
         service.check_model(name)
     return json_response(_model(service, name))
 
@@ -193,14 +193,15 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 async def embed(request: Request, body: EmbeddingBody) -> Response:
     """Embed texts; each vector has length 1."""
     service, texts = service_of(request), [body.input] if isinstance(body.input, str) else body.input
-    embedder = service.app.workspaces.embedder
+    embedder = service.app.workspaces.first.embedder
     if body.model != embedder.name:
         message = f"There is no model {body.model!r:.100}; the embedding model is {embedder.name!r}."
         raise ApiError(404, message, "model_not_found", "model")
-    if body.dimensions not in (None, DIMENSIONS):
-        raise ApiError(400, f"dimensions can only be {DIMENSIONS}.", "invalid_value", "dimensions")
 
     def work(stopped: Cancel) -> tuple[list[Embeddings], int]:
+        if body.dimensions not in (None, embedder.dimensions):
+            message = f"dimensions can only be {embedder.dimensions}."
+            raise ApiError(400, message, "invalid_value", "dimensions")
         return embedder.embed_means(texts, stopped), embedder.count_tokens(texts, stopped)
 
     with service.admission.enter(client_of(request)):

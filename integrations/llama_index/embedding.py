@@ -6,7 +6,7 @@ from typing import Any
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.bridge.pydantic import PrivateAttr
 
-from ragblend.integrations.embeddings import MiniLMEmbedder
+from ragblend.integrations.embeddings import BUNDLED, Embedder
 
 
 class RAGBlendEmbedding(BaseEmbedding):
@@ -16,8 +16,8 @@ class RAGBlendEmbedding(BaseEmbedding):
     embedder's package is not installed.
     """
 
-    model_name: str = MiniLMEmbedder.name
-    _embedder: MiniLMEmbedder = PrivateAttr(default_factory=MiniLMEmbedder)
+    model_name: str = BUNDLED
+    _embedder: Embedder = PrivateAttr(default_factory=Embedder)
 
     def __init__(self, **data: Any) -> None:
         data.setdefault("embed_batch_size", 64)

@@ -7,7 +7,7 @@ from zlib import crc32
 
 import numpy as np
 
-from ragblend.app.answering.conversation import ANY_SCORE, AskOptions, Conversations
+from ragblend.app.answering.conversation import AskOptions, Conversations
 from ragblend.engine.config import DecodeOptions, Report, Timings, TokenCounts
 from ragblend.engine.model.gate import GateVerdict
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt, with_ids
@@ -51,7 +51,7 @@ def make_cross_encoder(folder, texts, labels=1, positions=64):
 
 def answer_of(workspace, question, **options):
     """The whole answer from the nearest passages, however far, by whatever engine the workspace has."""
-    options = AskOptions(least_score=ANY_SCORE, **options)
+    options = AskOptions(**options)
     return Conversations(workspace.workspaces).answer(question, options).whole()
 
 

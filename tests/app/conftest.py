@@ -16,11 +16,10 @@ from ragblend.app.workspace import Workspace, Workspaces
 @pytest.fixture
 def fakes(home, monkeypatch):
     """Every workspace has an engine of its own, and every home an embedder."""
-    engine, embedder = cached_property(lambda _: FakeEngine(home)), cached_property(lambda _: FakeEmbedder())
+    engine, fakes = cached_property(lambda _: FakeEngine(home)), dict[Workspaces, FakeEmbedder]()
     engine.__set_name__(Workspace, "engine")
-    embedder.__set_name__(Workspaces, "embedder")
     monkeypatch.setattr(Workspace, "engine", engine)
-    monkeypatch.setattr(Workspaces, "embedder", embedder)
+    monkeypatch.setattr(Workspaces, "embedder", lambda self, _: fakes.setdefault(self, FakeEmbedder()))
 
 
 @pytest.fixture
@@ -56,7 +55,7 @@ def engine(workspaces):
 
 @pytest.fixture
 def embedder(workspaces):
-    return workspaces.embedder
+    return workspaces.first.embedder
 
 
 @pytest.fixture

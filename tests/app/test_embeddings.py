@@ -1,17 +1,18 @@
 """The real bundled embedder: offline, unit length, and no part of a long passage is ignored."""
 
+import shutil
 import threading
 
 import numpy as np
 import pytest
 
-from ragblend.integrations.embeddings import MiniLMEmbedder, joined
-from ragblend.kvstore.errors import Cancelled
+from ragblend.integrations.embeddings import Embedder, joined
+from ragblend.kvstore.errors import Cancelled, CorruptModelError, ModelNotFoundError
 
 
 @pytest.fixture(scope="module")
 def embedder():
-    return MiniLMEmbedder()
+    return Embedder()
 
 
 def test_meaning_beats_words(embedder):
@@ -36,7 +37,7 @@ def test_vectors_are_those_of_sentence_transformers():
         " ",
         "",
     ]
-    rows = np.concatenate(MiniLMEmbedder("float32").embed_passages(texts))
+    rows = np.concatenate(Embedder(dtype="float32").embed_passages(texts))
     theirs = SentenceTransformer(str(get_model_path()), device="cpu", local_files_only=True).encode(texts)
     np.testing.assert_allclose(rows, theirs, atol=1e-5)
 
@@ -91,7 +92,7 @@ def test_vectors_of_bfloat16_stand_beside_those_of_float32():
     """A home that moves to another processor is searched with the other ones."""
     texts = ["The captain steers the ship into port.", "Taxes are due in May. " * 40]
     both = ("bfloat16", "float32")
-    rows = {dtype: np.concatenate(MiniLMEmbedder(dtype).embed_passages(texts)) for dtype in both}
+    rows = {dtype: np.concatenate(Embedder(dtype=dtype).embed_passages(texts)) for dtype in both}
     assert np.linalg.norm(rows["bfloat16"], axis=1) == pytest.approx(1, abs=1e-5)
     near = (rows["bfloat16"] * rows["float32"]).sum(axis=1)
     assert (near > 0.99).all() and not np.array_equal(rows["bfloat16"], rows["float32"])
@@ -99,7 +100,7 @@ def test_vectors_of_bfloat16_stand_beside_those_of_float32():
 
 def test_sketch_and_rest_equal_the_whole_embedding():
     """Of one window, of two, of many; in one batch with others and across batches."""
-    embedder = MiniLMEmbedder("float32")  # bfloat16 rounds otherwise in other batches
+    embedder = Embedder(dtype="float32")  # bfloat16 rounds otherwise in other batches
     ships = [f"Ship {n} sails to port {n} with herring." for n in range(600)]
     texts = [" ".join(ships[-count:]) for count in (1, 8, 60, 500, 2)]
     whole, sketch, rest = (embedder.embed_passages(texts, part=part) for part in ("whole", "sketch", "rest"))
@@ -108,3 +109,93 @@ def test_sketch_and_rest_equal_the_whole_embedding():
     assert [len(rows) for rows in sketch] == [-(-count // 3) for count in counts]
     for all_rows, *both in zip(whole, sketch, rest, strict=True):
         np.testing.assert_allclose(joined(*both), all_rows, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def make_sentence_model(tmp_path_factory):
+    """A sentence-transformers folder of that name: two random layers, mean pooling and a dense layer."""
+
+    def make(name, prompts=None):
+        from sentence_transformers import SentenceTransformer
+        from sentence_transformers.models import Dense, Normalize, Pooling, Transformer
+
+        base = make_bert(tmp_path_factory.mktemp("bert") / "model", TEXTS)
+        read = Transformer(str(base), max_seq_length=48)
+        modules = [read, Pooling(32, pooling_mode="mean"), Dense(32, 16), Normalize()]
+        model = SentenceTransformer(modules=modules, prompts=prompts, device="cpu")
+        folder = tmp_path_factory.mktemp("models") / name
+        model.save_pretrained(str(folder))
+        return folder
+
+    return make
+
+
+def make_bert(folder, texts):
+    import torch
+    from tokenizers import BertWordPieceTokenizer
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    words = BertWordPieceTokenizer()
+    words.train_from_iterator(texts, vocab_size=2000, min_frequency=1, show_progress=False)
+    folder.mkdir()
+    words.save(str(folder / "tokenizer.json"))
+    BertTokenizerFast(tokenizer_file=str(folder / "tokenizer.json")).save_pretrained(folder)
+    torch.manual_seed(5)
+    config = BertConfig(
+        vocab_size=2000, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=64, initializer_range=0.5,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(folder)
+    return folder
+
+
+TEXTS = [
+    "query: passage: The captain steers the ship into port.",
+    "Taxes are due in May.",
+    "search for this:",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "prompts", "question", "passage"),
+    [
+        ("plain", None, "", ""),
+        ("multilingual-e5-small", None, "query: ", "passage: "),  # its configuration names none
+        ("own-e5-prompts", {"query": "search: ", "document": "this: "}, "search: ", "this: "),
+        ("bge-small-en-v1.5", None, "Represent this sentence for searching relevant passages: ", ""),
+    ],
+)
+def test_other_embedders_read_their_own_prefixes(make_sentence_model, name, prompts, question, passage):
+    """And pool, project and normalise as their folder says."""
+    from sentence_transformers import SentenceTransformer
+
+    folder = make_sentence_model(name, prompts)
+    ours, theirs = Embedder(str(folder), "cpu"), SentenceTransformer(str(folder), device="cpu")
+    text = "The captain steers the ship."
+    expected = theirs.encode([question + text, passage + text], prompt="")
+    np.testing.assert_allclose(ours.embed_question(text), expected[0], atol=1e-5)
+    np.testing.assert_allclose(ours.embed_passages([text])[0], expected[1:], atol=1e-5)
+    assert ours.dimensions == 16 and ours.name == str(folder)
+
+
+def test_no_window_of_another_embedder_is_cut_off(make_sentence_model):
+    embedder = Embedder(str(make_sentence_model("short")), "cpu")
+    (rows,) = embedder.embed_passages(["ship " * 200])
+    assert len(rows) == 5, "48 tokens, of which 4 are left for a prefix and the two ends"
+    assert embedder.count_tokens(["ship " * 200]) == 200, "also after it was embedded"
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "words"),
+    [
+        (lambda folder: (folder / "modules.json").unlink(), ModelNotFoundError, "no modules.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), CorruptModelError, "cannot be used"),
+        (lambda folder: shutil.rmtree(folder), ModelNotFoundError, "there is no folder"),
+    ],
+)
+def test_what_is_no_embedder_is_refused(make_sentence_model, damage, error, words):
+    folder = make_sentence_model("damaged")
+    damage(folder)
+    with pytest.raises(error, match=words) as caught:
+        Embedder(str(folder), "cpu").load()
+    assert str(folder) in str(caught.value) and "default" in str(caught.value)

@@ -8,7 +8,7 @@ import sys
 import pytest
 from app_fakes import make_cross_encoder
 
-from ragblend.app.answering.conversation import ANY_SCORE, Conversations
+from ragblend.app.answering.conversation import Conversations
 from ragblend.app.answering.rerank import BATCH_PAIRS, CrossEncoder
 from ragblend.app.answering.retrieval import DEPTH, search, search_in_stages
 from ragblend.app.library.ingest import ingest
@@ -122,16 +122,14 @@ def test_reranker_orders_the_best_passages(open_workspace, folder, boats, asked)
     (boats / "again.txt").write_text(TEXTS[10])  # which is among the nearest
     workspace = open_workspace()
     ingest(workspace, [boats])
-    fused = search([workspace], [QUESTION], 3, ANY_SCORE)
+    fused = search([workspace], [QUESTION], 3)
     assert asked == []
-    first, last = search_in_stages([open_workspace(reranker=str(folder))], [QUESTION], 3, ANY_SCORE)
+    first, last = search_in_stages([open_workspace(reranker=str(folder))], [QUESTION], 3)
     ((question, texts),) = asked
     assert (question, len(texts), first) == (QUESTION, DEPTH * 3 - 1, fused)
     assert [source.text for source in fused] == texts[:3] and texts.count(TEXTS[10]) == 1
     assert [source.text for source in last] == best_first(folder, QUESTION, texts)[:3] != texts[:3]
-    cosines = dict(
-        sorted((source.text, source.score) for source in search([workspace], [QUESTION], 40, ANY_SCORE))
-    )
+    cosines = dict(sorted((source.text, source.score) for source in search([workspace], [QUESTION], 40)))
     assert [source.score for source in last] == [cosines[source.text] for source in last]
     assert search([open_workspace(reranker=str(folder))], [QUESTION], 3, 2.0) == [], "it adds no passage"
 
@@ -140,7 +138,7 @@ def test_results_of_both_wordings_alternate(open_workspace, folder, boats, asked
     workspace = open_workspace(reranker=str(folder))
     ingest(workspace, [boats])
     ways = [QUESTION, "Is it golden?"]
-    found = search([workspace], ways, 2, ANY_SCORE)
+    found = search([workspace], ways, 2)
     texts = asked[0][1]
     assert asked == [(way, texts) for way in ways] and len(texts) == DEPTH * 2
     orders = [best_first(folder, way, texts) for way in ways]

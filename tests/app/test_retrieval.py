@@ -7,12 +7,18 @@ import numpy as np
 import pytest
 
 from ragblend.app.answering.answer import AnswerSource
-from ragblend.app.answering.conversation import ANY_SCORE
 from ragblend.app.answering.retrieval import reciprocal_rank_fusion, search, without_duplicates
 from ragblend.app.library.documents import DocumentPassage, FileFacts, node_id
 from ragblend.app.library.ingest import ingest
+from ragblend.app.library.registry import UnrelatedSimilarity
 
-FAR = 2.0  # no passage is as near
+
+@pytest.fixture
+def far(monkeypatch):
+    """No passage is near enough."""
+    monkeypatch.setattr(
+        "ragblend.app.answering.retrieval._unrelated", lambda workspaces: UnrelatedSimilarity(0.0, 9.0)
+    )
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -80,19 +86,20 @@ class Blurred:
 
 def test_a_number_is_found_that_vectors_miss(open_workspace, logs, monkeypatch):
     """The two values of the setting."""
+    monkeypatch.setattr("ragblend.app.answering.retrieval._unrelated", lambda workspaces: None)
     found = {}
     for way in ("vectors", "hybrid"):
         workspace = open_workspace(search=way)
         monkeypatch.setattr(type(workspace), "embedder", Blurred())
         ingest(workspace, [logs])
         questions = [f"What became of pump {7000 + 13 * n}?" for n in range(30)]
-        best = [search([workspace], [question], 1, ANY_SCORE)[0] for question in questions]
+        best = [search([workspace], [question], 1)[0] for question in questions]
         found[way] = sum(source.document == f"{n}.txt" for n, source in enumerate(best))
         assert all(0.5 < source.score <= 1 for source in best), "the score is the cosine in both"
     assert found["hybrid"] == 30 and found["vectors"] < 5
 
 
-def test_a_code_is_found_however_far_its_passage_is_and_a_word_is_not(workspace, logs, tmp_path):
+def test_a_code_is_found_however_far_its_passage_is_and_a_word_is_not(workspace, logs, far, tmp_path):
     """Far from every question are all passages here, but for what words bring."""
     letter = tmp_path / "letter.txt"
     letter.write_text(
@@ -101,29 +108,29 @@ def test_a_code_is_found_however_far_its_passage_is_and_a_word_is_not(workspace,
     )
     ingest(workspace, [logs, letter])
     for asked in ("7013", "Who has tested 7013?", "Is anything known of pump-7013, please?"):
-        (source,) = search([workspace], [asked], 6, FAR)
-        assert source.document == "1.txt" and source.score < FAR
+        (source,) = search([workspace], [asked], 6)
+        assert source.document == "1.txt"
     for asked in ("Is INV-2024-0817 paid?", "inv 2024-0817", "What is a4711/B?", "214", "2018"):
-        assert [source.document for source in search([workspace], [asked], 6, FAR)] == ["letter.txt"], asked
+        assert [source.document for source in search([workspace], [asked], 6)] == ["letter.txt"], asked
     for asked in (
         "Thanks!", "7", "7014", "INV-2024-0818", "0817-2024 or INV-0817", "Who won the cup in 2018?",
         "Who ruled in the 19th century?", "Are 5000 steps enough?", "25.000 feet in metres", "Do 250kg sink?",
         "What has 214 legs?", "Is it 10.30 yet?",
     ):  # fmt: skip
-        assert search([workspace], [asked], 6, FAR) == [], asked
+        assert search([workspace], [asked], 6) == [], asked
 
 
-def test_a_code_is_found_in_the_only_passage_there_is(workspace, tmp_path):
+def test_a_code_is_found_in_the_only_passage_there_is(workspace, far, tmp_path):
     """BM25 gives a word nothing that half of all passages have."""
     (tmp_path / "one.txt").write_text("The pump 7013 was tested.")
     ingest(workspace, [tmp_path / "one.txt"])
-    assert len(search([workspace], ["7013"], 6, FAR)) == 1
+    assert len(search([workspace], ["7013"], 6)) == 1
 
 
 def test_without_words_the_nearest_come_first(open_workspace, documents):
     workspace = open_workspace(search="vectors")
     ingest(workspace, [documents])
-    found = search([workspace], ["Is the sky over the harbour blue?"], 9, ANY_SCORE)
+    found = search([workspace], ["Is the sky over the harbour blue?"], 9)
     scores = [source.score for source in found]
     assert found[0].document == "sky.txt" and scores == sorted(scores, reverse=True)
     assert len(set(scores)) == workspace.library.count_passages("default") > 2
@@ -131,11 +138,11 @@ def test_without_words_the_nearest_come_first(open_workspace, documents):
 
 def test_both_wordings_are_searched(workspace, logs):
     ingest(workspace, [logs])
-    found = search([workspace], ["Pump 7013?", "Pump 7026?"], 2, ANY_SCORE)
+    found = search([workspace], ["Pump 7013?", "Pump 7026?"], 2)
     assert [source.document for source in found] == ["1.txt", "2.txt"]
 
 
-def test_collections_are_searched_separately_and_together(workspaces, tmp_path, logs):
+def test_collections_are_searched_separately_and_together(workspaces, tmp_path, logs, request):
     workspaces.create("trains")
     text = tmp_path / "train.txt"
     text.write_text("The train to the harbour is green. The pump 7013 is in it.")
@@ -143,14 +150,15 @@ def test_collections_are_searched_separately_and_together(workspaces, tmp_path, 
     ingest(default, [logs])
     ingest(trains, [text])
     question = ["Where is the pump 7013?"]
-    assert {source.collection for source in search([default], question, 30, ANY_SCORE)} == {"default"}
-    assert {source.document for source in search([trains], question, 30, ANY_SCORE)} == {"train.txt"}
-    both = search([default, trains], question, 2, ANY_SCORE)
+    assert {source.collection for source in search([default], question, 30)} == {"default"}
+    assert {source.document for source in search([trains], question, 30)} == {"train.txt"}
+    both = search([default, trains], question, 2)
     assert {source.document for source in both} == {"1.txt", "train.txt"}
+    request.getfixturevalue("far")
     for one, other in ((default, trains), (trains, default)):
-        far = search([one, other], question, 6, FAR)
+        far = search([one, other], question, 6)
         assert {source.document for source in far} == {"1.txt", "train.txt"}, "by its number in either"
-    assert search([], question, 2, ANY_SCORE) == []
+    assert search([], question, 2) == []
 
 
 def fill(library, path, texts, collection="default"):
@@ -217,9 +225,13 @@ def test_scripts_without_blanks_are_found_by_their_words(library, texts, questio
 
 def test_passages_with_the_code_come_first(library):
     _, nodes = fill(library, "/a", ["4711 b c d", "red boat e f", "red boat g h", *"ijklmn"])
-    assert dict(library.by_words(["default"], "red boat 4711", 1)) == {nodes[0]: True}
-    both = list(library.by_words(["default"], "red boat 4711", 9).items())
-    assert both[0] == (nodes[0], True) and sorted(both[1:]) == sorted((node, False) for node in nodes[1:3])
+    (first,) = library.by_words(["default"], "red boat 4711", 1).items()
+    assert first[0] == nodes[0] and first[1].is_exact
+    both = library.by_words(["default"], "red boat 4711", 9)
+    assert next(iter(both)) == nodes[0]
+    assert {node: match.is_exact for node, match in both.items()} == {
+        node: node == nodes[0] for node in nodes[:3]
+    }
 
 
 def test_words_in_half_of_the_passages_are_ignored(library):

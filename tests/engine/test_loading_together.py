@@ -10,7 +10,7 @@ import torch
 from waiting import at_once
 
 from ragblend.engine.model.load import load
-from ragblend.integrations.embeddings import MiniLMEmbedder
+from ragblend.integrations.embeddings import Embedder
 
 
 def test_a_model_with_a_tied_head_is_whole_beside_others_that_load(tmp_path) -> None:
@@ -25,7 +25,7 @@ def test_a_model_with_a_tied_head_is_whole_beside_others_that_load(tmp_path) -> 
         loaded = load(folder, torch.device("cpu"), "float32").model
         assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
 
-    loads = [model, lambda: MiniLMEmbedder("float32").load()] * 2
+    loads = [model, lambda: Embedder(dtype="float32").load()] * 2
     at_once(*(partial(work, one) for one in loads))
 
 

@@ -187,7 +187,7 @@ def test_embeddings_equal_the_apps(served, ada) -> None:
     told = {"model": "all-MiniLM-L6-v2", "input": ["A tram.", "A lighthouse by the sea."]}
     plain = ada.post("/v1/embeddings", json=told).json()
     packed = ada.post("/v1/embeddings", json=told | {"encoding_format": "base64"}).json()
-    expected = served.service.app.workspaces.embedder.embed_means(told["input"])
+    expected = served.service.app.workspaces.first.embedder.embed_means(told["input"])
     for one, other, vector in zip(plain["data"], packed["data"], expected, strict=True):
         assert np.allclose(one["embedding"], vector)
         assert np.array_equal(np.frombuffer(base64.b64decode(other["embedding"]), "<f4"), vector)
@@ -197,7 +197,7 @@ def test_embeddings_equal_the_apps(served, ada) -> None:
 @pytest.fixture
 def embedding(served, monkeypatch):
     """What is sent for a text of minutes, an event when it is begun, and what each such call ended with."""
-    embedder = served.service.app.workspaces.embedder
+    embedder = served.service.app.workspaces.first.embedder
     embed, begun, ended = embedder.embed_means, threading.Event(), []
 
     def watched(texts, *more):

@@ -15,7 +15,7 @@ from servers import serving
 from waiting import SOON_S, until
 
 from ragblend.app.serve.watchdog import EX_TEMPFAIL, watch
-from ragblend.integrations.embeddings import MiniLMEmbedder
+from ragblend.integrations.embeddings import BUNDLED, Embedder
 
 LIMIT_S = 0.5
 SERVER_OF_AN_EMBEDDER_THAT_HANGS = """
@@ -126,7 +126,7 @@ def test_a_server_with_a_hanging_embedder_exits(home_of, tiny_folder) -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         url = json.loads(process.stdout.readline())["url"]
-        told = {"model": MiniLMEmbedder.name, "input": "A lighthouse by the sea."}
+        told = {"model": BUNDLED, "input": "A lighthouse by the sea."}
         with pytest.raises(httpx.RemoteProtocolError):
             httpx.post(f"{url}/embeddings", json=told, timeout=SOON_S)
         assert process.wait(SOON_S) == EX_TEMPFAIL
@@ -140,7 +140,7 @@ def test_each_batch_of_a_long_ingest_counts_as_progress(monkeypatch) -> None:
     """Each pass of it moves, if all of them together take longer than the limit."""
     from transformers import BertModel
 
-    embedder, forward, passes = MiniLMEmbedder("float32"), BertModel.forward, []
+    embedder, forward, passes = Embedder(dtype="float32"), BertModel.forward, []
 
     def timed(*given, **named):
         begun, still_s = time.monotonic(), embedder.queue.still_s

@@ -60,11 +60,11 @@ def fake_engine(tmp_path, monkeypatch):
     """What answers and encodes in a page that is built without a server (`serverless.built`), in all collections."""
     from app_fakes import FakeEmbedder, FakeEngine
 
-    from ragblend.app.workspace import Workspace, Workspaces
+    from ragblend.app.workspace import Workspace
 
     engine = FakeEngine(tmp_path / "home")
     monkeypatch.setattr(Workspace, "engine", engine)
-    monkeypatch.setattr(Workspaces, "embedder", FakeEmbedder())
+    monkeypatch.setattr(Workspace, "embedder", FakeEmbedder())
     return engine
 
 

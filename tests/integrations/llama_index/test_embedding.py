@@ -9,7 +9,7 @@ import pytest
 from llama_helpers import STORIES, story_nodes
 from llama_index.core import VectorStoreIndex
 
-from ragblend.integrations.embeddings import MiniLMEmbedder
+from ragblend.integrations.embeddings import Embedder
 from ragblend.integrations.llama_index import RAGBlendEmbedding
 
 
@@ -34,7 +34,7 @@ def same(one, other):
 def test_vectors_are_the_embedders_own_and_normalised(embedding):
     short, long = "The harbour.", " ".join(STORIES)
     batch = embedding.get_text_embedding_batch([short, long])
-    own = MiniLMEmbedder().embed_question(short)
+    own = Embedder().embed_question(short)
     assert same(batch[0], own) and same(embedding.get_query_embedding(short), own)
     assert not same(batch[1], own)
     assert [len(vector) for vector in batch] == [384, 384]

@@ -1,0 +1,39 @@
+"""Whether the bundled embedder knows the language of a collection's documents: it knows English only."""
+
+from ragblend.app.answering.support import STOP
+from ragblend.app.database import split_words
+from ragblend.app.workspace import Workspace
+from ragblend.integrations.embeddings import DEFAULT
+
+LOOKED_AT, LEAST_WORDS = 200, 10
+ENGLISH_SHARE = (
+    0.15  # of little words such as "the" and "of"; English has about 0.4, other languages hardly any
+)
+NOTICE = (
+    "Many documents in {collection!r} are not in English, which is the only language that the bundled embedder knows: "
+    "passages are found by their words, hardly by their meaning. A multilingual embedder finds both, such as "
+    "`ragblend ingest --embedder intfloat/multilingual-e5-small`, or Embedder in the page's settings."
+)
+
+
+def language_notice(workspace: Workspace) -> str:
+    """What to tell the user of a collection whose language the embedder does not know; "" if it was told before."""
+    collection = workspace.settings.collection
+    if knows_language(workspace) or not workspace.library.tell_once(collection):
+        return ""
+    return NOTICE.format(collection=collection)
+
+
+def knows_language(workspace: Workspace) -> bool:
+    """Whether two thirds of the passages are in English, or the embedder is another one, of which this is not known."""
+    if workspace.embedder_name != DEFAULT:
+        return True
+    nodes = list(workspace.library.nodes(workspace.settings.collection))
+    some = workspace.library.passages(nodes[:: max(1, len(nodes) // LOOKED_AT)])
+    return 3 * sum(not is_english(passage.text) for passage in some.values()) <= len(some)
+
+
+def is_english(text: str) -> bool:
+    """Also true for a text too short to tell."""
+    words = split_words(text)
+    return len(words) < LEAST_WORDS or sum(word in STOP for word in words) >= ENGLISH_SHARE * len(words)

@@ -1,0 +1,102 @@
+"""The one rule that says which passages have to do with a question, and how it is measured."""
+
+import numpy as np
+import pytest
+
+from ragblend.app.answering.conversation import AskOptions
+from ragblend.app.answering.relevance import FOREIGN, RECORDED, relevant
+from ragblend.app.answering.retrieval import search
+from ragblend.app.library.ingest import ingest
+from ragblend.app.library.language import is_english
+from ragblend.app.library.registry import UnrelatedSimilarity, WordMatch
+from ragblend.integrations.embeddings import BUNDLED, DEFAULT
+
+LEVEL = UnrelatedSimilarity(0.1, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("scores", "words", "found"),
+    [
+        ({"a": 0.8, "b": 0.5, "c": 0.2}, {}, "ab"),  # relative to the best
+        ({"a": 0.49, "b": 0.48}, {}, ""),  # nothing is near enough
+        ({"a": 0.3, "b": 0.2}, {"a": WordMatch(False, 3, 0.9)}, "a"),  # words that the embedder does not know
+        ({"a": 0.3, "b": 0.2}, {"a": WordMatch(False, 1, 1.0)}, ""),  # one word may be shared by chance
+        ({"a": -0.2, "b": 0.2}, {"a": WordMatch(True, 0, 0.0)}, "a"),  # a code, however far
+        ({"a": -0.2, "b": 0.7}, {"a": WordMatch(True, 0, 0.0)}, "ab"),
+        ({}, {}, ""),
+    ],
+)
+def test_what_has_to_do_with_a_question(scores, words, found):
+    assert sorted(relevant(scores, words, LEVEL)) == list(found)
+
+
+def test_everything_is_relevant_to_an_embedder_that_was_not_measured():
+    assert relevant({"a": -0.5, "b": 0.9}, {}, None) == {"a", "b"}
+
+
+def test_no_way_in_has_a_least_score_of_its_own():
+    """`ask`, Compare, the demo and MCP took whatever was nearest."""
+    assert "least_score" not in AskOptions.__dataclass_fields__
+
+
+class Scaled:
+    """Whatever is unrelated has a similarity of 0.8, as of multilingual-e5-small."""
+
+    name = "scaled"
+
+    def load(self):
+        pass
+
+    def embed_passages(self, texts, progress=None, part="whole"):
+        return [self.embed_question(text)[None] for text in texts]
+
+    def embed_question(self, text, cancel=None):
+        vector = np.full(65, 0.0, np.float32)
+        vector[0] = 2.0
+        for word in text.lower().strip("?.").split():
+            if len(word) > 3:
+                vector[1 + sum(word.encode()) % 64] += 0.6
+        return vector / np.linalg.norm(vector)
+
+
+def test_an_unknown_embedder_is_measured_in_the_collection(open_workspace, tmp_path, monkeypatch):
+    workspace = open_workspace(chunk_tokens=64)
+    monkeypatch.setattr(type(workspace), "embedder", Scaled())
+    (tmp_path / "few.txt").write_text("The ferry sails at noon.")
+    ingest(workspace, [tmp_path / "few.txt"])
+    assert workspace.library.embedder("default").unrelated is None, "too few passages"
+    for n in range(30):
+        (tmp_path / f"{n}.txt").write_text(f"harbour{n} closes gate{n} when pilot{n} sleeps")
+    ingest(workspace, [tmp_path])
+    known = workspace.library.embedder("default")
+    assert known.measured == 31 and 0.5 < known.unrelated.typical <= known.unrelated.best < 0.95
+    assert search([workspace], ["gate7 harbour7 pilot7"], 3)[0].document == "7.txt"
+    assert [s.document for s in search([workspace], ["Spinach contains vitamins"], 3)] == []
+
+
+def test_the_bundled_embedder_is_recorded():
+    assert BUNDLED in RECORDED and len(set(FOREIGN)) == len(FOREIGN) and DEFAULT != BUNDLED
+
+
+@pytest.mark.parametrize(
+    ("text", "is_known"),
+    [
+        ("The key to the boathouse hangs behind the blue door and is not to be taken home.", True),
+        ("Der Schlüssel hängt hinter der blauen Tür, und niemand darf ihn mitnehmen.", False),
+        ("船库的钥匙挂在工场的蓝色门后面。图书馆星期五六点半关门。", False),
+        ("INV-2024-0817", True),  # too short to tell
+    ],
+)  # fmt: skip
+def test_english_is_known_by_its_little_words(text, is_known):
+    assert is_english(text) is is_known
+
+
+def test_a_language_that_the_embedder_does_not_know_is_said_once(cli, tmp_path, capfd):
+    text = "Die Schlüssel hängen hinter der blauen Tür, und niemand darf sie ohne Erlaubnis mit nach Hause nehmen, "
+    for n in range(3):
+        (tmp_path / f"{n}.txt").write_text(text * 3 + f"sagt Wart {n}.")
+    said = []
+    for n in range(3):
+        cli("ingest", tmp_path / f"{n}.txt")
+        said.append("multilingual-e5-small" in capfd.readouterr().err)
+    assert said == [True, False, False]
