@@ -124,18 +124,18 @@ def declared_encoding(path: Path) -> str | None:
 
 
 @dataclass(frozen=True)
-class Kind:
+class DocumentKind:
     suffixes: frozenset[str]
     words: Callable[[Path], str]
 
 
 KINDS = {
-    "docx": Kind(frozenset({".docx"}), docx_words),
-    "pdf": Kind(frozenset({".pdf"}), pdf_words),
-    "html": Kind(frozenset({".html", ".htm", ".xhtml"}), lambda path: html_words(path.read_bytes())),
-    "epub": Kind(frozenset({".epub"}), epub_words),
-    "encodings": Kind(frozenset({".txt", ".srt", ".html", ".xml", ".smi"}), encoded_words),
-    "csv": Kind(frozenset({".csv", ".tsv"}), lambda path: "\n".join(csv_cells(path))),
+    "docx": DocumentKind(frozenset({".docx"}), docx_words),
+    "pdf": DocumentKind(frozenset({".pdf"}), pdf_words),
+    "html": DocumentKind(frozenset({".html", ".htm", ".xhtml"}), lambda path: html_words(path.read_bytes())),
+    "epub": DocumentKind(frozenset({".epub"}), epub_words),
+    "encodings": DocumentKind(frozenset({".txt", ".srt", ".html", ".xml", ".smi"}), encoded_words),
+    "csv": DocumentKind(frozenset({".csv", ".tsv"}), lambda path: "\n".join(csv_cells(path))),
 }
 
 
