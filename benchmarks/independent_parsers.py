@@ -81,6 +81,8 @@ def html_words(markup: bytes | str) -> str:
     for menu in tree("select"):
         chosen = menu.find("option", selected=True) or menu.find("option")
         menu.replace_with(f"\n{chosen.get_text() if chosen else ''}\n")
+    for picture in tree("img"):
+        picture.replace_with(f" {picture.get('alt') or ''} ")
     for line_break in tree("br"):
         line_break.replace_with("\n")
     for tag in tree(re.compile("^(p|div|t[dhr]|li|h[1-6]|d[dt]|option|text|figcaption|caption|label)$")):
