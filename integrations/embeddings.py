@@ -287,7 +287,7 @@ class _SentenceTransformer:
         )  # its own truncates
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        longest = max((len(each) for each in self._model.prompts.values()), default=0)
+        longest = max((len(each or "") for each in self._model.prompts.values()), default=0)
         self.window = max(
             16, min(WINDOW_TOKENS, (self._model.max_seq_length or WINDOW_TOKENS) - 4 - longest // 2)
         )
