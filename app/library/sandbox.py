@@ -201,7 +201,7 @@ os.register_at_fork(after_in_child=_idle.clear)  # they belong to the parent
 
 def _crash_error(request: _Request, code: int) -> DocumentError:
     path = Path(request.path)
-    if code == MEMORY_EXIT:
+    if code in (MEMORY_EXIT, -signal.SIGABRT):  # C libraries abort if they get no memory
         return _too_much_memory(path, request.memory_bytes)
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return UnreadableDocumentError(

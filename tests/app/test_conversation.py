@@ -12,6 +12,7 @@ from ragblend.app.answering.conversation import AskOptions, Conversations
 from ragblend.app.answering.retrieval import nearest
 from ragblend.app.database import now
 from ragblend.app.library.ingest import ingest
+from ragblend.app.library.registry import UnrelatedSimilarity
 from ragblend.app.library.removal import remove_document
 from ragblend.app.services import AppServices
 from ragblend.kvstore.errors import (
@@ -110,6 +111,13 @@ def test_several_collections_each_with_its_kv(talks, workspaces, chat, engine, t
     assert [s.score for s in answer.sources] == sorted((s.score for s in answer.sources), reverse=True)
 
 
+@pytest.fixture
+def unrelated(monkeypatch):
+    """The fake embedder's similarity of unrelated texts is known."""
+    known = UnrelatedSimilarity(0.0, 0.2)
+    monkeypatch.setattr("ragblend.app.answering.retrieval.recorded_similarity", lambda name: known)
+
+
 @pytest.mark.parametrize("mode", ["documents", "chat"])
 @pytest.mark.parametrize(
     ("collection", "said"),
@@ -119,7 +127,7 @@ def test_several_collections_each_with_its_kv(talks, workspaces, chat, engine, t
     ],
 )
 def test_where_nothing_is_found_the_model_is_asked_in_chats_alone(
-    talks, workspaces, chat, engine, mode, collection, said
+    talks, workspaces, chat, engine, mode, collection, said, unrelated
 ):
     workspaces.create("empty")
     answer = asked(talks, chat, "Photosynthesis?", collections=(collection,), mode=mode)
@@ -388,7 +396,7 @@ def test_unsaved_answer_equals_saved_answer(talks, chats, chat, engine):
     assert engine.sessions[1] is None and len(chats.messages(chat)) == 2 and chats.page()[1] == 1
 
 
-def test_answer_json_matches_the_contract(talks):
+def test_answer_json_matches_the_contract(talks, unrelated):
     value = talks.answer(SKY, AskOptions(top_k=2)).whole().to_json()
     assert list(value) == [
         "answer", "model", "device", "method", "ratio", "sources", "citations", "tokens", "timings",

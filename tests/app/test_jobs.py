@@ -421,7 +421,7 @@ def test_ingest_of_a_file_can_be_cancelled_while_reading_and_cutting(
     assert len(counted) == 1 and workspaces.library.counts_by_state("default")["pending"] == 1
     reading = []
 
-    def read(path, on_page):
+    def read(path, on_page, recognition):
         reading.append(path)
         on_page(0, 0)
         pytest.fail("it was not left")

@@ -57,7 +57,7 @@ def test_stored_kv_is_reused_for_the_same_prompt(workspace):
         assert tokens.reused + tokens.recomputed + tokens.fresh + tokens.missing == tokens.prompt
     assert fused.report.tokens.prompt == full.report.tokens.prompt
     assert (fused.report.hits, fused.report.misses) == (len(fused.sources), 0)
-    assert fused.report.tokens.reused > fused.report.tokens.prompt / 2 > full.report.tokens.reused == 0
+    assert fused.report.tokens.reused > fused.report.tokens.prompt / 3 > full.report.tokens.reused == 0
     assert full.text.strip() and fused.text.strip()
 
 
