@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.model.decoder import Decoder
-from ragblend.engine.model.rope import rotated
+from ragblend.engine.model.rope import angles, rotated
 from ragblend.engine.plan import Kind, Plan
 from ragblend.engine.selection.base import Policy
 from ragblend.engine.selection.shift import LayerChange, ShiftContext
@@ -60,6 +60,6 @@ class Correction:
         if (kind, dtype, sign) not in self._tables:
             inv_freq = self._decoder.ropes[kind]
             positions = torch.arange(self._plan.tokens, device=inv_freq.device, dtype=inv_freq.dtype)
-            angles = sign * positions[:, None] * inv_freq
-            self._tables[kind, dtype, sign] = angles.cos().to(dtype), angles.sin().to(dtype)
+            cos, sin = angles(sign * positions, inv_freq)
+            self._tables[kind, dtype, sign] = cos.to(dtype), sin.to(dtype)
         return self._tables[kind, dtype, sign]

@@ -44,7 +44,7 @@ class Span:
         assert self.reader is not None
         return self.reader
 
-    def rotation(self, moves_keys: bool = True) -> int | Tensor:
+    def rotation(self, moves_keys: bool) -> int | Tensor:
         """How far the keys that are read must be rotated, in tokens: one number, or (T,) on the CPU.
 
         moves_keys: else they stay where they were encoded.

@@ -3,7 +3,7 @@
 The relevance of a passage is its similarity beyond that of unrelated texts, and more for each of the question's words
 that it has: embedders know few languages, and no codes and names. If the best passage is too little relevant, nothing
 was found; else what is much less relevant than the best one is left out. A code or quoted phrase of the question is
-always relevant. `python -m benchmarks.measure_relevance` measures the numbers below.
+always relevant. `python -m benchmarks.measure_languages` measures the numbers below.
 """
 
 from collections.abc import Mapping

@@ -201,8 +201,13 @@ os.register_at_fork(after_in_child=_idle.clear)  # they belong to the parent
 
 def _crash_error(request: _Request, code: int) -> DocumentError:
     path = Path(request.path)
-    if code in (MEMORY_EXIT, -signal.SIGABRT):  # C libraries abort if they get no memory
+    if code == MEMORY_EXIT:
         return _too_much_memory(path, request.memory_bytes)
+    if code == -signal.SIGABRT:  # pdfium, if it gets no memory; the process cannot say why
+        return OversizedDocumentError(
+            f"Reading {path}: the parser aborted, as it does if {request.memory_bytes // MIB} MiB of memory, the "
+            "limit, are not enough. Split it into parts, or save it as plain text."
+        )
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return UnreadableDocumentError(
         f"Reading {path}: the parser crashed ({how}). Open it in its own program and save it again."
