@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
-from ragblend.app.answering.relevance import recorded_similarity
 from ragblend.app.library.maintenance import check_index, check_library
 from ragblend.app.library.sandbox import rights_left, run_in_sandbox
+from ragblend.app.library.similarity import recorded_similarity
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.errors import RagBlendError, UnsupportedModelError
 

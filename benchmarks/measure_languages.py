@@ -20,9 +20,9 @@ from pathlib import Path
 from benchmarks.common import markdown, run
 from benchmarks.measure_retrieval import fill
 from ragblend.app import samples
-from ragblend.app.answering.relevance import measure_similarity
 from ragblend.app.answering.retrieval import search
 from ragblend.app.library.ingest import embed_in_full, ingest_paths
+from ragblend.app.library.similarity import measure_similarity
 from ragblend.app.library.switching import choose_embedder
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.errors import UsageError

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragblend.app.answering.answer import AnswerSource
-from ragblend.app.answering.relevance import recorded_similarity, relevant
+from ragblend.app.answering.relevance import relevant
 from ragblend.app.library.registry import Library, UnrelatedSimilarity, WordMatch
+from ragblend.app.library.similarity import recorded_similarity
 from ragblend.app.workspace import Workspace
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.kvstore.errors import LibraryError, UsageError, did_you_mean

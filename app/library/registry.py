@@ -68,7 +68,7 @@ TABLES = (
     "document_id TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE, PRIMARY KEY (node_id, document_id))",
     "CREATE TABLE collections (name TEXT PRIMARY KEY) WITHOUT ROWID",
     "CREATE TABLE embedders (collection TEXT PRIMARY KEY, name TEXT NOT NULL, next TEXT, old TEXT, "
-    "noise REAL, least REAL, measured INTEGER NOT NULL DEFAULT 0, told INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID",
+    "typical REAL, best REAL, measured INTEGER NOT NULL DEFAULT 0, told INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID",
     "CREATE TABLE next_embeddings (node_id TEXT PRIMARY KEY REFERENCES chunks (node_id) ON DELETE CASCADE, "
     "windows INTEGER NOT NULL, embedding BLOB NOT NULL)",
     "CREATE TABLE unerased (collection TEXT PRIMARY KEY) WITHOUT ROWID",
@@ -117,24 +117,24 @@ class UnrelatedSimilarity:
 class CollectionEmbedder:
     """The embedder of a collection's vectors, as in the settings. next: the one that replaces it, if any.
 
-    old: one whose index is still to be deleted; noise, least: of `unrelated`, as measured with so many passages;
+    old: one whose index is still to be deleted; typical, best: of `unrelated`, as measured with so many passages;
     told: whether the user was told that it does not know the documents' language.
     """
 
     name: str
     next: str | None
     old: str | None
-    noise: float | None
-    least: float | None
+    typical: float | None
+    best: float | None
     measured: int
     told: bool
 
     @property
     def unrelated(self) -> UnrelatedSimilarity | None:
         """None if it was not measured, or with too few passages."""
-        if self.noise is None or self.least is None:
+        if self.typical is None or self.best is None:
             return None
-        return UnrelatedSimilarity(self.noise, self.least)
+        return UnrelatedSimilarity(self.typical, self.best)
 
 
 @dataclass(frozen=True)
@@ -374,7 +374,7 @@ class Library(Database):
                 f"WHERE n.node_id = chunks.node_id AND chunks.{IN_COLLECTION}",
                 f"DELETE FROM next_embeddings WHERE {IN_COLLECTION}",
                 f"UPDATE documents SET recipe = replace(recipe, '{SKETCHED}', '') WHERE collection = ?",
-                "UPDATE embedders SET old = name, name = next, next = NULL, noise = NULL, least = NULL, measured = 0, "
+                "UPDATE embedders SET old = name, name = next, next = NULL, typical = NULL, best = NULL, measured = 0, "
                 "told = 0 WHERE collection = ?",
             ):
                 connection.execute(query, (collection,))
@@ -385,7 +385,7 @@ class Library(Database):
 
     def keep_similarity(self, collection: str, unrelated: UnrelatedSimilarity, passages: int) -> None:
         """Store the similarity of unrelated texts, as measured with so many passages."""
-        query = "UPDATE embedders SET noise = ?, least = ?, measured = ? WHERE collection = ?"
+        query = "UPDATE embedders SET typical = ?, best = ?, measured = ? WHERE collection = ?"
         self.execute(query, unrelated.typical, unrelated.best, passages, collection)
 
     def tell_once(self, collection: str) -> bool:

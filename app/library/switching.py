@@ -8,8 +8,8 @@ index is built -> one transaction switches -> the old index is deleted. Every st
 import os
 from collections.abc import Callable
 
-from ragblend.app.answering.relevance import measure_similarity
 from ragblend.app.library.documents import Document
+from ragblend.app.library.similarity import measure_similarity
 from ragblend.app.progress import OnProgress, ProgressCounter, silent
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.embeddings import DEFAULT

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from ragblend.app.answering.conversation import AskOptions
-from ragblend.app.answering.relevance import FOREIGN, RECORDED, relevant
+from ragblend.app.answering.relevance import relevant
 from ragblend.app.answering.retrieval import search
 from ragblend.app.library.ingest import ingest
 from ragblend.app.library.language import is_english
 from ragblend.app.library.registry import UnrelatedSimilarity, WordMatch
+from ragblend.app.library.similarity import FOREIGN, RECORDED
 from ragblend.integrations.embeddings import BUNDLED, DEFAULT
 
 LEVEL = UnrelatedSimilarity(0.1, 0.5)
