@@ -39,7 +39,8 @@ class Server(ThreadingHTTPServer):
     until the client has gone (`left` is set then); told_status, told_late: the same two for reports; silent: whoever
     asks what the server is waits (`asking` is set then) until he has gone, too;
     encodes: whether a passage that is to be encoded is; fails: an error that the stream says in the place
-    of a first token.
+    of a first token; rivals: further log-probabilities beside a token; alone: those with one passage alone in the
+    prompt; exact: the answer of a request that is not fused.
     """
 
     daemon_threads = True
@@ -59,6 +60,9 @@ class Server(ThreadingHTTPServer):
         self.asking = threading.Event()
         self.left, self.encodes = threading.Event(), True
         self.fails: dict | None = None
+        self.most_logprobs, self.alone = 20, dict[str, float]()
+        self.rivals: dict[int, dict[str, float]] = {}
+        self.exact: list[int] | None = None
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -73,7 +77,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/tokenize":
             return self._json({"tokens": server.tokenize(body["prompt"])})
         wish = body.get("kv_transfer_params") or {}
-        if wish.get("report") != "":  # else it asks what the server is
+        is_limit_asked = body["prompt"] == [0] and "report" not in wish
+        if wish.get("report") != "" and not is_limit_asked:  # else it asks what the server is
             server.sessions.append(self.headers["X-Session-ID"])
         if server.key and self.headers["Authorization"] != f"Bearer {server.key}":
             return self._json({"error": {"message": "Unauthorized"}}, 401)
@@ -88,7 +93,12 @@ class Handler(BaseHTTPRequestHandler):
         if "report" in wish:
             report = server.about and {"ragblend": server.about | {"report": server.told}}
             return self._json({"kv_transfer_params": report})
+        if is_limit_asked:
+            limited = {"error": {"message": "20 logprobs are more than 5"}}
+            return self._json({}) if server.most_logprobs >= body["logprobs"] else self._json(limited, 400)
         server.asked.append(body)
+        if body["max_tokens"] == 1 and "logprobs" in body and not body.get("stream"):
+            return self._json({"choices": [{"logprobs": {"top_logprobs": [server.alone]}}]})
         if server.status:
             code, said = server.status
             return self._json({"error": {"message": said}}, code)
@@ -103,6 +113,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _stream(self, body):
         server, ids = self.server, self.server.answer
+        if (body.get("kv_transfer_params") or {}).get("off") and server.exact is not None:
+            ids = server.exact
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
@@ -119,6 +131,7 @@ class Handler(BaseHTTPRequestHandler):
             choice = {"token_ids": [token_id], "finish_reason": "stop" if is_last else None}
             if "logprobs" in body:
                 top = {f"token_id:{token_id}": -0.5, "token_id:3": -0.25, "token_id:4": -3.0}
+                top |= server.rivals.get(token_id, {})
                 choice["logprobs"] = {"token_logprobs": [-0.5], "top_logprobs": [top]}
             self._chunk(f"data: {json.dumps({'choices': [choice]})}\n\n")
         self._chunk("data: [DONE]\n\n")

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ragblend.engine.decoding.passage_view import PassageView
 from ragblend.engine.decoding.prompt_lookup import PromptLookup
 from ragblend.engine.decoding.sampling import LogprobRecorder, logits_processors
 from ragblend.engine.decoding.text import TextStream, decode_text
-from ragblend.engine.decoding.uncertainty import UncertaintyCheck, View
+from ragblend.engine.decoding.uncertainty import UncertaintyCheck, View, likely_tokens
 from ragblend.engine.model.attention import ROOM_STEP
 from ragblend.engine.model.decoder import constant_rope_tokens
 from ragblend.engine.model.load import end_ids
@@ -150,7 +151,9 @@ def _decode_fused(answer: _Answer) -> tuple[list[int], int | None]:
         for number, logits in enumerate(rows):  # after the last token, and after each guess
             end = len(prompt) + len(ids)
             token = int(processors(sequence[:, :end], logits[None]).argmax())
-            if uncertainty is not None and uncertainty.needs_full_prefill(token, logits, ids):
+            if uncertainty is not None and uncertainty.needs_full_prefill(
+                token, partial(likely_tokens, logits), ids
+            ):
                 cache.truncate(len(ids))  # a session keeps the cache, without the rejected guesses
                 cache, again = _full_prefill(runtime, prompt, ids, turn)
                 uncertainty, read_again_at = None, len(ids)
@@ -182,7 +185,8 @@ def _decode_fused(answer: _Answer) -> tuple[list[int], int | None]:
 def _uncertainty_check(runtime: Runtime, prefilled: Prefilled, turn: DeviceTurn) -> UncertaintyCheck:
     def view_of(prompt: Prompt) -> View:
         assert prefilled.read_alone is not None
-        return PassageView(runtime.decoder, prefilled.read_alone(prompt, turn)).logits
+        view = PassageView(runtime.decoder, prefilled.read_alone(prompt, turn))
+        return lambda answer: likely_tokens(view.logits(answer))
 
     given = runtime.tokenizing.tokenizer, prefilled.prompt, prefilled.sure
     return UncertaintyCheck(*given, None if prefilled.read_alone is None else view_of)

@@ -18,9 +18,10 @@ from ragblend.engine.prompts.figure_rows import text_of_token
 from ragblend.engine.prompts.passage_match import matching_passage, with_passage_alone
 from ragblend.engine.prompts.segments import Prompt
 
-View = Callable[[Sequence[int]], Tensor]  # logits (vocab,) after these tokens of the answer
+Likely = Sequence[tuple[int, float]]  # the most likely next tokens, with their probabilities
+View = Callable[[Sequence[int]], Likely]  # after these tokens of the answer
 NEAR_TOKENS = 12
-LIKELY = 20  # the most likely tokens that are compared
+LIKELY = 20  # so many tokens are compared
 CONFIRMED = 0.3  # the share at which the passage alone confirms a token
 SURE_WITHOUT_VIEW = 0.8  # the confident share if no passage can be asked
 # A prompt with one passage must be much shorter than the whole; else the full prefill is run at once.
@@ -31,12 +32,18 @@ _IN_CITATION = re.compile(r"\[[\d\s,;]*$")
 _QUOTES = "\"'([{«„“”’‚"
 
 
+def likely_tokens(logits: Tensor) -> Likely:
+    """The `LIKELY` most likely tokens of logits (vocab,)."""
+    likely, ids = logits.float().softmax(-1).topk(min(LIKELY, logits.numel()))
+    return list(zip(ids.tolist(), likely.tolist(), strict=True))
+
+
 @dataclass(frozen=True)
 class UncertaintyCheck:
     """Decides whether the next token needs a full prefill. sure: the share from which the model counts as confident.
 
-    prompt: names in its question, after the last chunk, are never uncertain. view_of(prompt): a `PassageView` of a
-    prompt; None: not available.
+    prompt: names in its question, after the last chunk, are never uncertain. view_of(prompt): opens another prompt, to
+    continue it by the answer; None: not available.
     """
 
     tokenizer: Any
@@ -44,20 +51,20 @@ class UncertaintyCheck:
     sure: float
     view_of: Callable[[Prompt], View] | None = None
 
-    def needs_full_prefill(self, token: int, logits: Tensor, before: Sequence[int]) -> bool:
+    def needs_full_prefill(self, token: int, likely: Callable[[], Likely], before: Sequence[int]) -> bool:
         """Whether the token after the answer's tokens `before` belongs to a figure, ends one or begins a name, and the
         model is not sure of it, and the passage alone does not confirm it.
 
-        logits (vocab,): the model's own. Its probability is compared only with likely tokens of the same kind: a choice
-        between a figure and a word says nothing about the figure. But after a digit the model chooses between further
-        digits and the end of the number. Citation numbers do not count as figures.
+        likely: returns the model's own probabilities. The token's is compared only with those of likely tokens of the
+        same kind: a choice between a figure and a word says nothing about the figure. But after a digit the model
+        chooses between further digits and the end of the number. Citation numbers do not count as figures.
         """
         kind = self._kind(token)
         in_number = kind != "name" and self._ends_with_digit(before)
         kind = "figure" if in_number else kind
         if not kind or not self._counts(token, kind, before):
             return False
-        confidence = max(self._shares(logits, kind, in_number).values(), default=1.0)
+        confidence = max(self._shares(likely(), kind, in_number).values(), default=1.0)
         if confidence >= self.sure:
             return False
         if self._view is None:
@@ -76,14 +83,13 @@ class UncertaintyCheck:
         text = self.tokenizer.decode([token]).strip().casefold()
         return not begins_sentence and not any(word.startswith(text) for word in self._question_words)
 
-    def _shares(self, logits: Tensor, kind: str, in_number: bool) -> dict[int, float]:
-        """The probabilities of the likely tokens of this kind, as shares of their sum.
+    def _shares(self, likely: Likely, kind: str, in_number: bool) -> dict[int, float]:
+        """The probabilities of the tokens of this kind, as shares of their sum.
 
         in_number: all other tokens count as well, together.
         """
-        likely, ids = logits.float().softmax(-1).topk(min(LIKELY, logits.numel()))
         alike: dict[int, float] = {}
-        for p, token in zip(likely.tolist(), ids.tolist(), strict=True):
+        for token, p in likely:
             if self._kind(token) == kind:
                 alike[token] = p
             elif in_number:

@@ -199,8 +199,7 @@ class VllmEngine(EngineInterface):
             raise Cancelled("the answer was cancelled before it began")
         try:
             runtime.ensure_connected(not_begun)  # None if another request failed meanwhile
-            completion = Completion(runtime, request, options, on_text)
-            result = completion.result(cancel or threading.Event())
+            result = Completion(runtime, request, options, on_text, cancel or threading.Event()).result()
         except ModelServerError:
             runtime.forget_server()
             raise

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.engine.config import EngineConfig
+from ragblend.engine.decoding.uncertainty import LIKELY
 from ragblend.engine.model.checkpoints import DEFAULT, find_model
 from ragblend.engine.model.gate import TEXT, GateVerdict
 from ragblend.engine.runtime_base import RuntimeBase, log
 from ragblend.engine.scheduling.queue import POLL_S, Cancel
 from ragblend.integrations.vllm.completions import CONNECT_S, SILENCE_S, Completions
 from ragblend.kvstore.chunks import Geometry
-from ragblend.kvstore.errors import Cancelled, ModelServerError, UnsupportedModelError
+from ragblend.kvstore.errors import Cancelled, ModelServerError, UnsupportedModelError, UsageError
 from ragblend.kvstore.fingerprint import ModelFingerprint
 
 INTRODUCTION_S = 30.0  # timeout for querying a server: one token, which may wait for others
@@ -26,7 +27,7 @@ INTRODUCTION_S = 30.0  # timeout for querying a server: one token, which may wai
 @dataclass(frozen=True)
 class ServerInfo:
     """name: of the model, in requests; window: in tokens; fingerprint: of its KV; method, ratio: its defaults for
-    prompts; refusal: why it fuses nothing, None if it does.
+    prompts; refusal: why it fuses nothing, None if it does; has_logprobs: enough of them to check figures.
     """
 
     name: str
@@ -35,6 +36,7 @@ class ServerInfo:
     method: str = ""
     ratio: float = 0.0
     refusal: str | None = None
+    has_logprobs: bool = False
 
 
 class ServerRuntime(RuntimeBase):
@@ -86,7 +88,18 @@ class ServerRuntime(RuntimeBase):
             return replace(found, refusal=none)
         model = told["model"] | {"geometry": Geometry(**told["model"]["geometry"])}
         defaults = {name: told[name] for name in ("method", "ratio", "refusal")}
-        return replace(found, fingerprint=ModelFingerprint(**model), **defaults)
+        has_logprobs = self._has_logprobs(found.name, cancel)
+        return replace(found, fingerprint=ModelFingerprint(**model), has_logprobs=has_logprobs, **defaults)
+
+    def _has_logprobs(self, name: str, cancel: Cancel | None) -> bool:
+        """Whether the server's limit (`--max-logprobs`) allows as many as checking figures takes."""
+        body = {"model": name, "prompt": [0], "max_tokens": 1, "logprobs": LIKELY}
+        try:
+            self.server.fetch("/v1/completions", body, cancel, silence_s=INTRODUCTION_S)
+        except UsageError as error:
+            log.warning("figures in answers are not checked by their passage: %s", error)
+            return False
+        return True
 
     def report_of(
         self,

@@ -1,6 +1,7 @@
 """Before an uncertain figure or name the answer continues from a full prefill, once."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -68,17 +69,19 @@ def test_which_tokens_are_uncertain(before, token, sure, wanted):
     chunk, question = Chunk("x", token_ids=(IDS[" is"],)), Literal("", ASKED)
     look = UncertaintyCheck(WORDS, Prompt([chunk, question]), 0.7)
     rival = " 339" if token.strip().isdigit() else " Elin"
-    logits = probabilities(**{token: sure, rival: 1 - sure})
-    assert look.needs_full_prefill(IDS[token], logits, [IDS[each] for each in before]) is wanted
+    likely = probabilities(**{token: sure, rival: 1 - sure})
+    assert look.needs_full_prefill(IDS[token], lambda: likely, [IDS[each] for each in before]) is wanted
 
 
 def test_choosing_between_a_figure_and_a_word_is_not_uncertain():
     """A model that answers "41" or "The ferry ..." has one figure in mind."""
     look = UncertaintyCheck(WORDS, Prompt([Literal("", ASKED)]), 0.7)
     assert not look.needs_full_prefill(
-        IDS[" 41"], probabilities(**{" 41": 0.5, " is": 0.45, " 339": 0.05}), []
+        IDS[" 41"], lambda: probabilities(**{" 41": 0.5, " is": 0.45, " 339": 0.05}), []
     )
-    assert look.needs_full_prefill(IDS[" 41"], probabilities(**{" 41": 0.5, " is": 0.2, " 339": 0.3}), [])
+    assert look.needs_full_prefill(
+        IDS[" 41"], lambda: probabilities(**{" 41": 0.5, " is": 0.2, " 339": 0.3}), []
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,7 +96,9 @@ def test_choosing_between_a_figure_and_a_word_is_not_uncertain():
 )  # fmt: skip
 def test_within_a_number_its_end_is_a_choice_too(before, token, given, wanted):
     check = UncertaintyCheck(WORDS, Prompt([Literal("", ASKED)]), 0.7)
-    found = check.needs_full_prefill(IDS[token], probabilities(**given), [IDS[each] for each in before])
+    found = check.needs_full_prefill(
+        IDS[token], lambda: probabilities(**given), [IDS[each] for each in before]
+    )
     assert found is wanted
 
 
@@ -103,15 +108,12 @@ def test_passage_alone_confirms_the_end_of_a_number(ends, wanted):
     alone = probabilities(**{".": ends, "4": 1 - ends})
     check = UncertaintyCheck(WORDS, prompt, 0.98, lambda prompt: lambda answer: alone)
     given = probabilities(**{" metres": 0.6, "4": 0.4})
-    assert check.needs_full_prefill(IDS[" metres"], given, [IDS[" 41"]]) is wanted
+    assert check.needs_full_prefill(IDS[" metres"], lambda: given, [IDS[" 41"]]) is wanted
 
 
 def probabilities(**given):
-    """Logits of the words with these probabilities."""
-    found = torch.full((len(WORDS.words),), 1e-9)
-    for word, p in given.items():
-        found[IDS[word]] = p
-    return found.log()
+    """The words with these probabilities."""
+    return [(IDS[word], p) for word, p in given.items()]
 
 
 ELSEWHERE = Chunk("other", token_ids=(IDS[" is"], IDS[" metres"], IDS["."]) * 9)
@@ -136,9 +138,9 @@ def test_passage_alone_confirms_a_figure(alone, confidence, wanted):
 
     prompt = Prompt([ELSEWHERE, Literal("", (IDS["."],)), FERRY, ELSEWHERE, Literal("", ASKED)])
     check = UncertaintyCheck(WORDS, prompt, 0.98, view_of)
-    logits = probabilities(**{" 41": confidence, " 339": 1 - confidence})
+    likely = probabilities(**{" 41": confidence, " 339": 1 - confidence})
     for _ in range(2):
-        assert check.needs_full_prefill(IDS[" 41"], logits, [IDS[" carries"]]) is wanted
+        assert check.needs_full_prefill(IDS[" 41"], lambda: likely, [IDS[" carries"]]) is wanted
     assert asked == ([["ferry"]] if confidence < 0.98 else []), "opened once, and only where it is needed"
 
 
@@ -146,8 +148,8 @@ def test_passage_alone_is_not_read_where_that_is_most_of_the_prompt():
     prompt = Prompt([FERRY, Literal("", ASKED)])
     check = UncertaintyCheck(WORDS, prompt, 0.98, lambda prompt: pytest.fail("read"))
     for confidence, wanted in ((0.7, True), (0.9, False)):
-        logits = probabilities(**{" 41": confidence, " 339": 1 - confidence})
-        assert check.needs_full_prefill(IDS[" 41"], logits, [IDS[" carries"]]) is wanted
+        likely = probabilities(**{" 41": confidence, " 339": 1 - confidence})
+        assert check.needs_full_prefill(IDS[" 41"], partial(tuple, likely), [IDS[" carries"]]) is wanted
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,7 @@ def test_view_of_a_passage_alone_is_exact(fresh):
 class Unsure(UncertaintyCheck):
     """Of the third token, whatever it is."""
 
-    def needs_full_prefill(self, token, logits, before):
+    def needs_full_prefill(self, token, likely, before):
         return len(before) == 2
 
 

@@ -13,6 +13,7 @@ import vllm_fake
 from benches import make_prompt, make_text
 from waiting import until
 
+from ragblend.engine.decoding.grammar import Grammar
 from ragblend.engine.engine import Engine, loaded_here
 from ragblend.engine.model.gate import TEXT
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
@@ -129,6 +130,67 @@ def test_log_probabilities_have_token_ids(opened):
     assert len(result.logprobs) == 2, "the end token has none"
     assert result.logprobs[0].token_id == 7 and result.logprobs[0].logprob == -0.5
     assert result.logprobs[0].most_likely == ((3, -0.25), (7, -0.5))
+
+
+@pytest.fixture
+def unsure(opened):
+    """The server says "moored at 9", but 4 is as likely to it."""
+    engine, server = opened
+    server.answer = ids_of(engine, "moored at 9 of the year")
+    server.exact = [*ids_of(engine, "4 of the year"), 2]
+    nine, four = (ids_of(engine, digit)[-1] for digit in "94")
+    server.rivals = {nine: {f"token_id:{four}": -0.6}}
+    return engine, server, nine, four
+
+
+@pytest.mark.parametrize("confirmed", [True, False])
+def test_an_uncertain_figure_is_checked_by_its_passage_alone(unsure, confirmed):
+    engine, server, nine, four = unsure
+    by_passage = {nine: -0.1, four: -3.0} if confirmed else {nine: -5.0, four: -0.01}
+    server.alone = {f"token_id:{token}": p for token, p in by_passage.items()}
+    pieces = []
+    result = engine.generate(ASKED, max_new_tokens=20, on_text=pieces.append)
+    fused, alone, *again = server.asked
+    begun = fused["prompt"]
+    at = server.answer.index(nine)
+    (span,) = alone["kv_transfer_params"]["spans"]
+    assert len(alone["prompt"]) < len(begun) and alone["prompt"][-at:] == server.answer[:at]
+    assert alone["prompt"][slice(*span)] in [list(chunk.token_ids) for chunk in engine.tokenize(ASKED).chunks]
+    assert alone["kv_transfer_params"]["method"] == "reuse"
+    assert result.text == "".join(pieces)
+    if confirmed:
+        assert list(result.token_ids) == server.answer and not again
+        assert result.report.read_again_at is None
+    else:
+        assert list(result.token_ids) == [*server.answer[:at], *server.exact]
+        assert result.report.read_again_at == at and result.report.method == "probe-shift"
+        (again,) = again
+        assert again["prompt"] == [*begun, *server.answer[:at]] and again["max_tokens"] == 20 - at
+        assert again["kv_transfer_params"] == {"off": True} and "logprobs" not in again
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "probe-shift:sure=0"},
+        {"method": "epic"},
+        {"ratio": 1.0},
+        {"grammar": Grammar("start: /.*/")},
+    ],
+)
+def test_figures_are_not_checked_where_that_is_off_exact_or_under_a_grammar(unsure, options):
+    engine, server, *_ = unsure
+    result = engine.generate(ASKED, **options)
+    (body,) = server.asked
+    assert "logprobs" not in body and list(result.token_ids) == server.answer
+
+
+def test_a_server_with_too_few_log_probabilities_answers_without_checks(unsure, caplog):
+    engine, server, *_ = unsure
+    server.most_logprobs = 5
+    assert list(engine.generate(ASKED).token_ids) == server.answer
+    assert "logprobs" not in server.asked[0]
+    assert [record for record in caplog.records if "figures in answers are not checked" in record.message]
 
 
 def test_full_prefill_and_other_methods_are_requested(opened):

@@ -10,7 +10,7 @@ from vllm_helpers import QUESTION, STORED, asked, counted, listening_on, passage
 
 from ragblend.engine import config
 from ragblend.engine.decoding.grammar import Grammar, json_grammar
-from ragblend.engine.engine import Engine
+from ragblend.engine.engine import Engine, loaded_here
 from ragblend.engine.prompts.segments import Chunk
 from ragblend.kvstore.errors import Cancelled, UnsupportedModelError, UsageError
 
@@ -43,6 +43,24 @@ def test_answers_and_reports_equal_the_built_in_engines(engines, how):
     assert report.served == mine.served and report.ratio == pytest.approx(mine.ratio, abs=1e-3)
     assert report.recomputed_fraction == pytest.approx(mine.recomputed_fraction, abs=1e-3)
     assert report.timings.load_ms > 0 and report.timings.ttft_ms > 0 and report.warning is None
+
+
+def test_uncertain_figures_are_read_again_where_the_built_in_engine_does(engines):
+    """Each prompt begins with another passage, as vLLM would reuse the exact blocks of what was read again."""
+    theirs, ours = engines
+    texts = [f"{passage(100 + n)} {n}{7 * n} of {13 * n}" for n in range(12)]
+    ours.encode(texts)
+    read_again = []
+    for number in range(12):
+        found = [*texts[number:], *texts[:number]][:6]
+        prompt = asked(theirs, found, f"What of {number} harbour masters?")
+        expected = ours.generate(prompt, max_new_tokens=24, logprobs=2)
+        result = theirs.generate(prompt, max_new_tokens=24, logprobs=2)
+        assert result.token_ids == expected.token_ids
+        assert [each.token_id for each in result.logprobs] == [each.token_id for each in expected.logprobs]
+        assert result.report.read_again_at == expected.report.read_again_at
+        read_again.append(result.report.read_again_at)
+    assert any(read_again)
 
 
 def test_both_engines_share_the_store_of_encoded_passages(engines):
@@ -108,7 +126,7 @@ def test_what_the_server_refuses_is_reported(engines):
     with pytest.raises(UsageError, match=r"refuses the request.*[Gg]rammar"):
         theirs.generate(prompt, grammar=Grammar("start: no_such_rule\n"))
     with pytest.raises(UnsupportedModelError):
-        theirs.profile()
+        loaded_here(theirs, "measuring the device")
 
 
 # --- the frameworks
