@@ -17,7 +17,7 @@ from ragblend.engine.model.device import pick_device, pick_dtype
 from ragblend.engine.model.gate import GateVerdict
 from ragblend.engine.prompts.tokenizing import LONG_CHARACTERS, MAX_TOKEN_CHARACTERS, PromptTokenizer
 from ragblend.engine.prompts.tools import CallFormat, call_format
-from ragblend.engine.scheduling.background import BackgroundTasks
+from ragblend.engine.scheduling.background import BackgroundTasks, end_at_exit
 from ragblend.kvstore.codec import RAW, Codec, codec_named
 from ragblend.kvstore.errors import PromptTooLongError
 from ragblend.kvstore.files import replace_durably
@@ -76,6 +76,7 @@ class RuntimeBase(ABC):
         self._store_policy: str | None = None
         self._digests = home / "models" / "digests.json"
         self._adopt(config)
+        end_at_exit(self)
 
     @classmethod
     def shared(cls, config: EngineConfig, home: Path) -> Self:
@@ -108,6 +109,12 @@ class RuntimeBase(ABC):
                 tiers: list[KVStore | MemoryTier] = [self.store, *self.store.tiers]
                 for tier in tiers:
                     tier.budget_bytes = self._budgets.get(tier.name, tier.budget_bytes)
+
+    def end(self) -> None:
+        """When the process exits: store what was requested, and save which values were used."""
+        self.background.end()
+        if "store" in vars(self):
+            self.store.save_uses(is_last=True)
 
     def close(self) -> None:
         """Stop background tasks and free everything that was loaded or opened."""

@@ -382,10 +382,10 @@ class KVStore(Closing):
         if not self.contains(key):  # deleted meanwhile
             wanting.delete([key])
 
-    def save_uses(self) -> None:
-        """Save the ledger for other processes, if enough has changed; a background task."""
+    def save_uses(self, is_last: bool = False) -> None:
+        """Save the ledger for other processes, if enough has changed, or anything before the process ends."""
         self._live_index()
-        if self._ledger.is_due:
+        if self._ledger.is_due or (is_last and self._ledger.has_changed):
             self._try_to_save()
 
     def _try_to_save(self) -> None:

@@ -3,6 +3,16 @@
 import json
 import subprocess
 import sys
+from contextlib import closing
+
+from ragblend.engine.engine import Engine
+
+
+def town(number):
+    return (
+        f"The harbour master of town {number} is called Keeper {number}, and his boat has {number + 2} oars."
+    )
+
 
 SCRIPT = """
 import json, sys
@@ -10,7 +20,7 @@ import ragblend.engine.scheduling.background as background
 from ragblend import Chunk, Engine, Literal, Prompt
 background.EXIT_S = float(sys.argv[2])
 engine = Engine.open(home=sys.argv[1], device="cpu", dtype="bfloat16")
-texts = [f"The harbour master of town {n} is called Keeper {n}, and his boat has {n + 2} oars." for n in range(5)]
+texts = json.loads(sys.argv[4])
 engine.enter(texts, [f"node{n}" for n in range(5)])
 for question in map(int, sys.argv[3]):
     chunks = [Chunk(texts[n], f"node{n}", entered=True) for n in (question, question + 1, question + 2)]
@@ -22,17 +32,29 @@ SLOW_S = 600  # as long as a slow machine may take
 
 def run(home, exit_s=SLOW_S, questions="012"):
     """(hits, misses) of each question, and what was logged."""
-    command = [sys.executable, "-c", SCRIPT, home, str(exit_s), questions]
+    texts = json.dumps([town(number) for number in range(5)])
+    command = [sys.executable, "-c", SCRIPT, home, str(exit_s), questions, texts]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SLOW_S)
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()], done.stderr
+
+
+def times_asked(home):
+    """How often the KV of town 0 was asked for."""
+    with closing(Engine.open(home=home, device="cpu", dtype="bfloat16")) as engine:
+        runtime = engine.runtime
+        ids = tuple(runtime.tokenizing.passage_ids(town(0)))
+        return runtime.store.times_asked(runtime.key_of(runtime.canonical_prefix, ids, "default"))
 
 
 def test_a_script_of_three_questions_reuses_from_its_second_run_on(smollm2_home, tmp_path, with_smollm2):
     home = with_smollm2(tmp_path)
     counts, log = run(home)
     assert counts[0] == (0, 3) and "have no KV yet" not in log
+    before = times_asked(home)
     for _ in range(2):
         assert run(home)[0] == [(3, 0)] * 3
+        before, already = times_asked(home), before
+        assert before > already, "what a process used is known to the next one"
 
 
 def test_passages_not_stored_before_exit_are_stored_first_in_the_next_process(tmp_path, with_smollm2):
