@@ -17,9 +17,9 @@ from ragblend.engine.model.device import pick_device, pick_dtype
 from ragblend.engine.model.gate import GateVerdict
 from ragblend.engine.prompts.tokenizing import LONG_CHARACTERS, MAX_TOKEN_CHARACTERS, PromptTokenizer
 from ragblend.engine.prompts.tools import CallFormat, call_format
-from ragblend.engine.scheduling.background import BackgroundTasks
+from ragblend.engine.scheduling.background import BackgroundTasks, end_at_exit
 from ragblend.kvstore.codec import RAW, Codec, codec_named
-from ragblend.kvstore.errors import PromptTooLongError
+from ragblend.kvstore.errors import PromptTooLongError, StoreError
 from ragblend.kvstore.files import replace_durably
 from ragblend.kvstore.fingerprint import ModelFingerprint, chunk_key
 from ragblend.kvstore.keys import ChunkKey
@@ -76,6 +76,7 @@ class RuntimeBase(ABC):
         self._store_policy: str | None = None
         self._digests = home / "models" / "digests.json"
         self._adopt(config)
+        end_at_exit(self)
 
     @classmethod
     def shared(cls, config: EngineConfig, home: Path) -> Self:
@@ -114,6 +115,12 @@ class RuntimeBase(ABC):
         self.background.finish(stopping=True)
         with self.store_lock:
             self._free()
+
+    def end(self) -> None:
+        """Save the uses of stored KV that were counted since the last save, as the process exits."""
+        with suppress(StoreError):  # the home may be gone
+            if "store" in vars(self):
+                self.store.save_uses(exiting=True)
 
     def _free(self) -> None:
         """Drop every part. The caller holds the locks."""

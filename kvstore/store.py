@@ -382,10 +382,10 @@ class KVStore(Closing):
         if not self.contains(key):  # deleted meanwhile
             wanting.delete([key])
 
-    def save_uses(self) -> None:
-        """Save the ledger for other processes, if enough has changed; a background task."""
+    def save_uses(self, exiting: bool = False) -> None:
+        """Save the ledger for other processes, if enough has changed, or anything and the process exits."""
         self._live_index()
-        if self._ledger.is_due:
+        if self._ledger.is_due or (exiting and self._ledger.has_changed):
             self._try_to_save()
 
     def _try_to_save(self) -> None:
