@@ -152,7 +152,7 @@ def _index(workspace: Workspace) -> tuple[Status, str]:
 
 
 CHECKS: dict[str, Check] = {
-    "python": _python, "packages": _packages, "device": _device, "model": _model, "model gate": _gate,
+    "python": _python, "packages": _packages, "device": _device, "model": _model, "self-test": _gate,
     "embedder": _embedder, "home": _home, "disk": _disk, "library": _library, "parser": _parser,
     "kv store": _store, "shared store": _remote, "vector index": _index,
 }  # fmt: skip

@@ -59,7 +59,7 @@ def offered(offer: Offer) -> str:
     """A suggestion in one line, with its cost on this machine."""
     return (
         f"{offer.model.name} ({offer.model.download_bytes / GIGABYTE:.1f} GB, about {offer.first_token_s:.0f} s "
-        f"to read {PROMPT_TOKENS:,} tokens, {offer.tokens_per_s:.0f} tokens/s)"
+        f"to read {PROMPT_TOKENS:,} tokens, then {offer.tokens_per_s:.1f} tokens/s)"
     )
 
 

@@ -19,7 +19,7 @@ from ragblend.engine.prompts.tokenizing import LONG_CHARACTERS, MAX_TOKEN_CHARAC
 from ragblend.engine.prompts.tools import CallFormat, call_format
 from ragblend.engine.scheduling.background import BackgroundTasks, end_at_exit
 from ragblend.kvstore.codec import RAW, Codec, codec_named
-from ragblend.kvstore.errors import PromptTooLongError
+from ragblend.kvstore.errors import PromptTooLongError, StoreError
 from ragblend.kvstore.files import replace_durably
 from ragblend.kvstore.fingerprint import ModelFingerprint, chunk_key
 from ragblend.kvstore.keys import ChunkKey
@@ -113,8 +113,9 @@ class RuntimeBase(ABC):
     def end(self) -> None:
         """When the process exits: store what was requested, and save which values were used."""
         self.background.end()
-        if "store" in vars(self):
-            self.store.save_uses(is_last=True)
+        with suppress(StoreError):  # the home may be gone
+            if "store" in vars(self):
+                self.store.save_uses(is_last=True)
 
     def close(self) -> None:
         """Stop background tasks and free everything that was loaded or opened."""

@@ -30,7 +30,7 @@ def main() -> None:
         result = engine.generate(prompt, method=method, max_new_tokens=12)
         tokens = result.report.tokens
         print(f"{method}: {result.text!r}, first token after {result.report.timings.ttft_ms:.0f} ms")
-        print(f"  {tokens.reused} tokens reused, {tokens.recomputed} recomputed, {tokens.fresh} new")
+        print(f"  {tokens.reused} tokens reused, {tokens.recomputed} recomputed, {tokens.fresh} fresh")
     engine.close()
 
 

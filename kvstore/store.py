@@ -385,14 +385,16 @@ class KVStore(Closing):
     def save_uses(self, is_last: bool = False) -> None:
         """Save the ledger for other processes, if enough has changed, or anything before the process ends."""
         self._live_index()
-        if self._ledger.is_due or (is_last and self._ledger.has_changed):
+        if self._ledger.is_due:
             self._try_to_save()
+        elif is_last and self._ledger.has_changed:
+            self._try_to_save(logging.INFO)  # a read-only home would warn after every question
 
-    def _try_to_save(self) -> None:
+    def _try_to_save(self, level: int = logging.WARNING) -> None:
         try:
             self._save()
         except StoreError as error:  # a later save includes it
-            log.warning("what was used and counted cannot be saved: %s", error)
+            log.log(level, "what was used and counted cannot be saved: %s", error)
 
     def _others_saved(self, index: Index) -> bool:
         return index.ledger_serial() != self._ledger.serial

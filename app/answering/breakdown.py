@@ -36,7 +36,7 @@ def breakdown_of(
     report, device = answer.report, answer.device
     estimate = profile.rows_ms(0, len(prompt.token_ids)) if profile else None
     return {
-        "hood": 1,
+        "hood": 1,  # the version of this format
         "model": answer.model,
         "device": device,
         "dtype": dtype,
@@ -78,9 +78,9 @@ def has_breakdown(report: Mapping[str, Any]) -> bool:
 
 
 def segments_of(prompt: Prompt, served: str, labels: Mapping[str, tuple[int, str]]) -> list[dict[str, Any]]:
-    """The prompt in order: passages, and the text between them, which has no number; text: the beginning.
+    """The prompt's passages and the texts between them, in order. number: of a passage, else None; text: its beginning.
 
-    runs: neighbouring tokens that were served the same way, (letter, count) each. Without `served` all are fresh.
+    served: a letter of KINDS per token; empty: all are fresh. runs: (letter, count) of neighbouring equal letters.
     """
     served = served or "f" * len(prompt.token_ids)
     pieces: list[tuple[int | None, str, str, str]] = []  # number, label, letters, text
@@ -128,7 +128,7 @@ def memory_bytes(device: str) -> dict[str, int]:
 def _words_label(place: int, last: int) -> str:
     if place == 0:
         return "Instructions"
-    return "Question" if place == last else "Words between"
+    return "Question" if place == last else "Between passages"
 
 
 def _beginning(text: str) -> str:

@@ -1,8 +1,8 @@
 """Summarises a whole document by map and reduce: first windows of neighbouring passages, then the notes on them.
 
-Each passage is encoded once; two windows share the passage at their border, and its stored KV. Notes are stored with
-the document by the prompt that they answer: a summary that was stopped or killed continues there, and one that is
-requested again is ready at once.
+Each passage is encoded once; two windows share the passage at their border, and its stored KV. A note is
+stored with the document, under a hash of its prompt: a summary that was stopped or killed continues there, and one that
+is requested again is ready at once.
 """
 
 import hashlib
@@ -77,14 +77,14 @@ class DocumentSummariser:
                 f"Summarising {self.document.name}: it has no passages in the library. Ingest it again."
             )
         self._encode([passage.node_id for passage in passages], cancel)
-        prompts = self._of_passages(passages)
+        prompts = self._passage_prompts(passages)
         self.total = len(prompts)
         while len(prompts) > 1:
-            prompts = self._of_notes([self._written(prompt, NOTE_TOKENS, cancel) for prompt in prompts])
+            prompts = self._note_prompts([self._answer_to(prompt, NOTE_TOKENS, cancel) for prompt in prompts])
             self.total += len(prompts)
         before_ms = 1e3 * (time.perf_counter() - begun)
-        text = self._written(prompts[0], self._summary_tokens, cancel, on_text)
-        self._tell("digest", self.total, self.total)
+        text = self._answer_to(prompts[0], self._summary_tokens, cancel, on_text)
+        self._show_progress("digest", self.total, self.total)
         return Result(text, (), self._report(before_ms, 1e3 * (time.perf_counter() - begun)), prompts[0])
 
     def nearest(self, text: str) -> tuple[AnswerSource, ...]:
@@ -94,8 +94,8 @@ class DocumentSummariser:
         _, embeddings = library.embeddings_of(document.id)
         best: dict[int, float] = {}
         for start, stop in sentences(text) if embeddings else ():
-            asked = self.workspace.embedder.embed_question(text[start:stop])
-            scores = [float(np.max(rows @ asked)) for rows in embeddings]
+            vector = self.workspace.embedder.embed_question(text[start:stop])
+            scores = [float(np.max(rows @ vector)) for rows in embeddings]
             place = int(np.argmax(scores))
             best[place] = max(scores[place], best.get(place, -1.0))
         return tuple(
@@ -105,7 +105,7 @@ class DocumentSummariser:
 
     # --- inside
 
-    def _tell(self, stage: Stage, done: int, total: int) -> None:
+    def _show_progress(self, stage: Stage, done: int, total: int) -> None:
         self.status = f"{STATUS[stage]} {min(done + 1, total)} of {total} …"
         self.show(stage, done, total, self.document.name)
 
@@ -113,9 +113,9 @@ class DocumentSummariser:
         missing = self.engine.missing(nodes).node_ids
         for done, tokens in enumerate(self.engine.encode_nodes(missing, cancel), start=1):
             self.encoded += bool(tokens)
-            self._tell("encode", done, len(missing))
+            self._show_progress("encode", done, len(missing))
 
-    def _of_passages(self, passages: Sequence[DocumentPassage]) -> list[Prompt]:
+    def _passage_prompts(self, passages: Sequence[DocumentPassage]) -> list[Prompt]:
         """A prompt for each window of `top_k` passages, or fewer if the model's window is small.
 
         Each starts with the last passage of the window before, if there is room for another.
@@ -126,7 +126,7 @@ class DocumentSummariser:
         windows = self._packed([passage.text for passage in passages], most, overlap=1)
         return [self._prompt(chunks[start:stop]) for start, stop in windows]
 
-    def _of_notes(self, texts: Sequence[str]) -> list[Prompt]:
+    def _note_prompts(self, texts: Sequence[str]) -> list[Prompt]:
         """A prompt for each group of as many notes as fit into one. Raises PromptTooLongError if two do not fit."""
         notes = [Literal(text.strip(), verbatim=True) for text in texts]
         groups = list(self._packed(texts, len(texts)))
@@ -139,11 +139,11 @@ class DocumentSummariser:
 
     def _packed(self, texts: Sequence[str], most: int, overlap: int = 0) -> Iterator[tuple[int, int]]:
         """(start, stop) of runs of at most `most` texts that fit into one prompt; a run has one text at least."""
-        lengths = [self.engine.count_tokens(text) + self._around for text in texts]
+        lengths = [self.engine.count_tokens(text) + self._separator_tokens for text in texts]
         start = stop = 0
         while stop < len(texts):
             stop, tokens = start + 1, lengths[start]
-            while stop < min(len(texts), start + most) and tokens + lengths[stop] <= self._room:
+            while stop < min(len(texts), start + most) and tokens + lengths[stop] <= self._room_tokens:
                 stop, tokens = stop + 1, tokens + lengths[stop]
             yield start, stop
             start = stop - overlap if stop - start > 1 else stop
@@ -160,24 +160,24 @@ class DocumentSummariser:
         return self.workspace.settings.max_new_tokens or SUMMARY_TOKENS
 
     @cached_property
-    def _room(self) -> int:
+    def _room_tokens(self) -> int:
         """Tokens available for passages or notes and their separators."""
         words = max(len(self._prompt([], NOTES, WHOLE).token_ids), len(self._prompt([]).token_ids))
         return self.engine.context_window - words - max(NOTE_TOKENS, self._summary_tokens)
 
     @cached_property
-    def _around(self) -> int:
+    def _separator_tokens(self) -> int:
         return self.engine.count_tokens(SEPARATOR)
 
-    def _written(
+    def _answer_to(
         self,
         prompt: Prompt,
         most_tokens: int,
         cancel: threading.Event,
         on_text: Callable[[str], None] = silent,
     ) -> str:
-        """The answer to a prompt: the stored note, or a new one, which is stored. Raises Cancelled."""
-        self._tell("digest", self.steps + self.kept, self.total)
+        """The answer to a prompt: the stored one, or a new one, which is then stored. Raises Cancelled."""
+        self._show_progress("digest", self.steps + self.kept, self.total)
         library, settings = self.workspace.library, self.workspace.settings
         options = settings.answering | {"max_new_tokens": most_tokens, "one_sentence": False}
         cache_key = json.dumps([settings.model, options, prompt.token_ids])

@@ -21,7 +21,7 @@ from ragblend.app.library.sandbox import run_in_sandbox
 from ragblend.kvstore.errors import DocumentError
 
 AROUND_CHARACTERS = 3000  # of text shown before and after the passage
-Place = tuple[int, int] | None
+Place = tuple[int, int] | None  # (start, stop), characters of a source's text
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,9 @@ def _up_to(library: Library, source: AnswerSource) -> Sequence[DocumentPassage]:
 
 
 def _start(text: str, passages: Sequence[str], wanted: str) -> int | None:
-    """Where the wanted passage starts: of several equal places the one after the passages before it.
+    """The index in `text` where the wanted passage starts, as `_find` counts it; of several, the one after `passages`.
 
-    Where it begins with a table's header or a cell's name that the document has further up, it starts by so much before
-    its own text. None if the text no longer contains it, or contains it several times without a way to tell which.
+    None if the text no longer contains it, or contains it several times without a way to tell which.
     """
     cursor = 0
     for passage in passages:
@@ -101,6 +100,9 @@ def _start(text: str, passages: Sequence[str], wanted: str) -> int | None:
 
 
 def _find(passage: str, text: str, cursor: int = 0) -> int:
+    """As `str.find`. A table header or cell name that the chunker repeated before the passage need not be there: then
+    the index is that of the rest of the passage, minus the header's length.
+    """
     found = text.find(passage, cursor)
     header = _header_length(passage)
     if found < 0 and header:

@@ -52,7 +52,7 @@ class CrossEncoder(Closing):
             self._load(turn)
 
     def close(self) -> None:
-        """Release the weights; they are loaded again at the next use."""
+        """Free the weights; the next use loads them again."""
         with self._queue.turn():
             self._model = self._tokenizer = None
 

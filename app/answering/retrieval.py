@@ -89,7 +89,7 @@ def _rank_together(
     """
     first, library = workspaces[0], workspaces[0].library
     scores, embedder = dict[str, float](), None
-    while embedder is not first.embedder:  # it may be replaced in the middle
+    while embedder is not first.embedder:  # again if another thread has replaced the embedder meanwhile
         embedder = first.embedder
         vector, scores = embedder.embed_question(question, cancel), {}
         try:
@@ -111,7 +111,7 @@ def _rank_together(
 
 
 def _unrelated(workspaces: Sequence[Workspace]) -> UnrelatedSimilarity | None:
-    """The first that was measured in one of them, else the recorded one of their embedder."""
+    """How similar unrelated texts are: as measured in one of these collections, else as recorded for their embedder."""
     known = [each.library.embedder(each.settings.collection) for each in workspaces]
     measured = (each.unrelated for each in known if each is not None and each.unrelated is not None)
     return next(measured, None) or recorded_similarity(workspaces[0].embedder.name)

@@ -15,7 +15,7 @@ LABELS: dict[Stage, str] = {
     "recognise": "Pages",
     "embed": "Embedding",
     "encode": "Encoding KV",
-    "digest": "Summing up",
+    "digest": "Summarising",
     "measure": "Measuring",
 }
 PREPARING = {

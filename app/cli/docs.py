@@ -144,7 +144,7 @@ def _table(documents: list[Document]) -> str:
     if not documents:
         return "No documents yet. Run `ragblend ingest PATH...`."
     lines = (
-        f"\n{'':>33}".join([f"{d.id}  {d.state:<8}{d.passages:>5}  {on_one_line(d.path)}", *_remarks(d)])
+        f"\n{'':>36}".join([f"{d.id}  {d.state:<8}{d.passages:>8}  {on_one_line(d.path)}", *_remarks(d)])
         for d in documents
     )
-    return "\n".join([f"{'id':<16}  {'state':<8}{'parts':>5}  path", *lines])
+    return "\n".join([f"{'id':<16}  {'state':<8}{'passages':>8}  path", *lines])

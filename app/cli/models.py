@@ -138,7 +138,7 @@ def offer_line(offer: Offer) -> str:
     return (
         f"{model.name:<36}{model.download_bytes / GIGABYTE:>5.1f} GB to download, "
         f"{offer.memory_bytes / GIGABYTE:.1f} GB of memory; about {offer.first_token_s:.0f} s to read "
-        f"{PROMPT_TOKENS:,} new tokens, {offer.tokens_per_s:.0f} tokens/s; KV {size(model.kv_bytes)} a token; "
+        f"{PROMPT_TOKENS:,} new tokens, then {offer.tokens_per_s:.1f} tokens/s; KV {size(model.kv_bytes)} a token; "
         f"window {model.window:,}; {model.licence}"
     )
 

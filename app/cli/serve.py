@@ -42,7 +42,7 @@ def serve(cli: Cli, options: ServerOptions) -> None:
     with AppServices.open(cli.home, **cli.overrides) as services:
         known = Keys(services.workspaces.home.root)
         check_reach(options.host, options.allow_host, known)
-        with listening(options.host, options.port, options.allow_host) as (address, at):
+        with listening(options.host, options.port, options.allow_host) as (address, socket):
             is_open = address.is_private and not known.clients()
 
             def ready() -> None:
@@ -59,7 +59,7 @@ def serve(cli: Cli, options: ServerOptions) -> None:
 
             limits = Limits(options.max_requests, answer_s=options.timeout, hang_s=options.hang)
             with contextlib.suppress(KeyboardInterrupt):  # the usual way to stop it
-                run(services, address, at, known, ready, limits, options.max_upload_mib * MIB)
+                run(services, address, socket, known, ready, limits, options.max_upload_mib * MIB)
 
 
 def list_keys(cli: Cli, context: typer.Context) -> None:
@@ -90,7 +90,7 @@ def add_key(
         bool, typer.Option("--owner", help="It may use all collections, and read /metrics.")
     ] = False,
 ) -> None:
-    """Make an API key, and show it once. KV of its requests is stored under a salt of its own."""
+    """Make an API key, and show it once. Keys without a common collection never share KV."""
     from ragblend.app.serve.keys import OWNER, Client
 
     if owner and collection:

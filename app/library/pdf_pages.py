@@ -18,8 +18,8 @@ from ragblend.app.answering.matching import find, fold
 from ragblend.app.library.pdf_reader import opened, page_label
 from ragblend.app.library.sandbox import OnPage
 
-MAX_WIDTH, MAX_HEIGHT, MAX_SCALE = 1400, 2400, 2.0  # pixels; pixels per point
-MAX_PICTURE = 4000  # pixels, of the longer side
+MAX_WIDTH, MAX_HEIGHT, MAX_SCALE = 1400, 2400, 2.0  # of a page with marks: pixels, pixels, pixels per point
+MAX_PICTURE = 4000  # of a page for text recognition: pixels of the longer side
 MOST_PAGES = 50  # on which one passage is searched
 Span = tuple[int, int]
 PAGE = re.compile(r"^p\. (.+?)(?: – p\. (.+))?$")
@@ -37,7 +37,7 @@ class Box:
 
 @dataclass(frozen=True)
 class PageImage:
-    """One page as a picture. number counts from 1; label: the document's own; png: the bytes."""
+    """One page as a picture. number: from 1; label: "p. " and the page's own label, such as "p. iv"; sizes: pixels."""
 
     number: int
     label: str
@@ -100,9 +100,9 @@ def _page_images(
 
 
 def page_pictures(path: Path, numbers: Sequence[int], scale: float) -> "Iterator[NDArray[np.uint8] | None]":
-    """Pages (from 1) as (height, width, 3), at `scale` pixels per point, or fewer where the picture would be huge.
+    """Pages (from 1) as (height, width, 3), BGR; None for a page that pdfium cannot read.
 
-    None for a page that pdfium cannot read.
+    scale: pixels per point; less is used where the longer side would exceed MAX_PICTURE.
     """
     from pypdfium2 import PdfiumError
 

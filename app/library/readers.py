@@ -69,7 +69,7 @@ class DocumentText:
 def read_document(
     path: Path, on_page: OnPage = silent, recognition: TextRecognition = RECOGNITION
 ) -> DocumentText:
-    """Read the text of a document, in reading order. Raises as `TextRecognition.pages` does.
+    """Read the text of a document, in reading order. Raises DocumentError, ModelNotFoundError (of text recognition).
 
     on_page(done, total): a PDF's pages, and then those that need text recognition (seconds each); it is called several
     times a second, and if it raises, reading is cancelled.

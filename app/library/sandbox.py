@@ -1,4 +1,4 @@
-"""Parses untrusted files in a limited subprocess, so that a parser cannot crash, fill, block or rob the caller.
+"""Parses untrusted files in a limited subprocess: no parser can crash or block the caller, or use its files.
 
 The process is a new interpreter: not forked, because the caller has torch and its threads, and not multiprocessing's,
 which runs the caller's main script again. It forks for each file, so that what a file does to its parser ends with

@@ -11,14 +11,14 @@ from ragblend.app.library.file_checks import MAX_TEXT_BYTES, open_archive
 SNIFF_CHARACTERS = 16_384
 DELIMITERS = ",;\t|"
 NAMES = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
-NOT_USED = "\x1f"
+NOT_USED = "\x1f"  # a delimiter that no table has
 Row = tuple[str, str]  # its text as lines of "column: value", and its location
 
 
 def csv_rows(text: str, notes: list[str]) -> Iterator[Row]:
-    """One for each row with values; the header is row 1. A first line `sep=;` names the delimiter, as in Excel.
+    """The rows with values except the header, which is row 1. A first line `sep=;` names the delimiter, as in Excel.
 
-    notes: gets a sentence where the delimiter was guessed.
+    notes: a sentence is added if the delimiter was guessed.
     """
     csv.field_size_limit(MAX_TEXT_BYTES)  # for the whole process; the default is 131,072
     first, _, rest = text.partition("\n")
@@ -32,19 +32,19 @@ def csv_rows(text: str, notes: list[str]) -> Iterator[Row]:
 
 
 def table_rows(rows: Iterable[Sequence[str]], place: str = "") -> Iterator[Row]:
-    """Each row with its header's names; place: before the location, such as a sheet's name."""
+    """The rows, each value after its column's name. place: put before each location, such as a sheet's name."""
     header: list[str] = []
-    last, empty = 1, True
+    header_number, has_rows = 1, False
     for number, row in enumerate(rows, start=1):
         if not any(value.strip() for value in row):
             continue
         if not header:
-            header, last = [" ".join(name.split()) for name in row], number
+            header, header_number = [" ".join(name.split()) for name in row], number
         else:
-            empty = False
+            has_rows = True
             yield _row_text(header, row), f"{place}row {number}"
-    if empty and header:  # the table is only a header, or a list of one line
-        yield ", ".join(name for name in header if name), f"{place}row {last}"
+    if header and not has_rows:  # the table is only a header, or a list of one line
+        yield ", ".join(name for name in header if name), f"{place}row {header_number}"
 
 
 def xlsx_rows(path: Path) -> Iterator[Row]:

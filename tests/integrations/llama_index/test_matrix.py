@@ -1,5 +1,5 @@
 """Every engine, style and response mode of LlamaIndex, with Chroma: the answers are the engine's own, and every
-retrieved passage is found and reused. `docs/frameworks.md` has the table. Each pair of kind, mode and style is tested.
+retrieved passage is found and reused, as docs/frameworks.md says. Each pair of kind, mode and style is tested.
 """
 
 import asyncio
