@@ -30,12 +30,12 @@ def test_a_family_is_fused_in_vllm_as_by_the_engine(serving, family, tmp_path):
     prompt = made.prompt(TEXTS[::-1])
     own, recomputed, fused = (
         made.ask([list(prompt.token_ids)], [options])[0]
-        for options in ({"off": True}, {"method": "recompute"}, {"method": "probe-shift", "ratio": 0.3})
+        for options in ({"off": True}, {"method": "recompute"}, {"method": "probe-shift", "ratio": 0.05})
     )
     assert own.kv_transfer_params is None and report_of(recomputed)["reused_tokens"] == 0
     assert kl(recomputed, logprobs_of(own)) < 1e-6
     assert recomputed.outputs[0].token_ids == own.outputs[0].token_ids
     assert report_of(fused)["reused_tokens"] > 100 and report_of(fused)["missing_tokens"] == 0
-    logits = made.engine.prefill(prompt, method="probe-shift", ratio=0.3).logits
+    logits = made.engine.prefill(prompt, method="probe-shift", ratio=0.05).logits
     assert kl(fused, logits.log_softmax(-1).tolist()) < 1e-6
     assert kl(fused, logprobs_of(own)) > 1e-5, "the policy changes nothing, so nothing was compared"
