@@ -26,12 +26,12 @@ def model_folder(tmp_path_factory):
 
 
 @pytest.fixture
-def engine(model_folder, home):
+def engine(model_folder, judged, home):
     """The real engine over the tiny model, closed afterwards."""
     from ragblend import Engine
 
     engine = Engine.open(
-        model=str(model_folder), home=home, device="cpu", dtype="float32", collection="bench"
+        model=str(model_folder), home=judged(home), device="cpu", dtype="float32", collection="bench"
     )
     yield engine
     engine.close()

@@ -35,8 +35,6 @@ def die_at(point, number):
 
 if __name__ == "__main__":
     home, number, point, path = sys.argv[1:]
-    # A shell starts background jobs with SIGINT ignored, and that is inherited: tests must not depend on who ran them.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     Workspace.engine, Workspace.embedder = FakeEngine(home), FakeEmbedder()
     os.environ["RAGBLEND_CHUNK_TOKENS"] = "16"
     die_at(point, getattr(signal, number))

@@ -28,13 +28,13 @@ def model_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def bench_for(model_folder, tmp_path_factory):
+def bench_for(model_folder, judged, tmp_path_factory):
     """A `Bench` with an engine on a home of its own, in float32; one a model and session."""
     made: dict[str, Bench] = {}
 
     def bench(name: str) -> Bench:
         if name not in made:
-            home = tmp_path_factory.mktemp(f"home-{name}")
+            home = judged(tmp_path_factory.mktemp(f"bench-{name}") / "home")
             engine = Engine.open(str(model_folder(name)), home=home, device="cpu", dtype="float32")
             made[name] = Bench(name, model_folder(name), engine)
         return made[name]
@@ -45,12 +45,13 @@ def bench_for(model_folder, tmp_path_factory):
 
 
 @pytest.fixture
-def fresh_bench_for(model_folder, tmp_path):
-    """The same, on an empty home: for tests that count, break or evict what is stored."""
+def fresh_bench_for(model_folder, judged, tmp_path):
+    """The same, on an empty home (judged, unless a test gives one): for tests that count, break or evict."""
     made: list[Bench] = []
 
     def bench(name: str = "llama", **options: Any) -> Bench:
-        arguments = {"home": tmp_path / f"home{len(made)}", "device": "cpu", "dtype": "float32"} | options
+        home = options.pop("home", None) or judged(tmp_path / f"home{len(made)}")
+        arguments = {"home": home, "device": "cpu", "dtype": "float32"} | options
         made.append(Bench(name, model_folder(name), Engine.open(str(model_folder(name)), **arguments)))
         return made[-1]
 

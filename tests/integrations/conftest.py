@@ -17,9 +17,8 @@ def other_folder(tmp_path_factory) -> Path:
 @pytest.fixture
 def place(tiny_folder, judged, tmp_path):
     """The arguments that open the tiny model on an empty home, in either framework."""
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "models").symlink_to(judged, target_is_directory=True)
-    where = {"model": str(tiny_folder), "home": str(tmp_path / "home"), "device": "cpu", "dtype": "float32"}
+    home = judged(tmp_path / "home")
+    where = {"model": str(tiny_folder), "home": str(home), "device": "cpu", "dtype": "float32"}
     yield where
     Backend(**where).engine.close()
     Backend(**where).registry.close()

@@ -8,12 +8,7 @@ from ragblend.app.serve.service import Limits
 
 @pytest.fixture(scope="module")
 def home_of(tmp_path_factory, judged):
-    def make():
-        home = tmp_path_factory.mktemp("home")
-        (home / "models").symlink_to(judged, target_is_directory=True)
-        return home
-
-    return make
+    return lambda: judged(tmp_path_factory.mktemp("served") / "home")
 
 
 @pytest.fixture(scope="module")
