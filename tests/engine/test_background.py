@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 from benches import make_prompt, make_text, watch_lock
-from waiting import until
+from waiting import SOON_S, until
 
 from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.engine.encode import ChunkEncoder
@@ -108,7 +108,7 @@ def test_cancelling_does_not_wait_for_an_idle_device(fresh):
     with engine.runtime.queue.turn():
         work = threading.Thread(target=encode, daemon=True)
         work.start()
-        assert stopped.wait(5)
+        assert stopped.wait(SOON_S)
     work.join(60)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from benches import make_prompt, make_text
-from waiting import until
+from waiting import SOON_S, until
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.scheduling.queue import DeviceQueue
@@ -135,9 +135,9 @@ def test_cancelled_while_it_waits(stored, serves):
 
     with stored.engine.runtime.queue.turn(), ThreadPoolExecutor(1) as pool:
         done = pool.submit(wait)
-        waiting.wait(5)
+        assert waiting.wait(SOON_S)
         event.set()
-        done.result(timeout=10)
+        done.result(timeout=SOON_S)
 
 
 def test_a_failing_policy_fails_its_request_alone(stored, serves):

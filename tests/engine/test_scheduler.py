@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
-from waiting import until
+from waiting import SOON_S, until
 
 from ragblend.engine.scheduling.background import BackgroundTasks, Priority
 from ragblend.engine.scheduling.order import Claim
@@ -33,7 +33,7 @@ def test_first_come_first_served_and_one_at_a_time():
             until(lambda n=number: queue.inside == n + 2)
         assert order == []
     for thread in threads:
-        thread.join(10)
+        thread.join(SOON_S)
     assert order == list(range(8))
 
 
@@ -57,9 +57,9 @@ def test_a_cancelled_request_does_not_block_others():
         two.start()
         until(lambda: queue.inside == 3)
         cancel.set()
-        one.join(10)
+        one.join(SOON_S)
         assert outcome == ["gave up"]
-    two.join(10)
+    two.join(SOON_S)
     assert outcome == ["gave up", "served"]
 
 
@@ -77,7 +77,7 @@ def test_a_request_that_has_begun_goes_on_after_its_deadline():
         until(lambda: queue.inside == 2)
         turn.between_tokens()
         assert time.monotonic() > deadline
-    thread.join(10)
+    thread.join(SOON_S)
     with pytest.raises(Cancelled), queue.turn(claim=Claim(shares=True, deadline=deadline)):
         pass
 
@@ -98,7 +98,7 @@ def test_background_work_begins_after_a_pause(monkeypatch):
             if not number:
                 thread.start()
         time.sleep(0.02)
-    thread.join(10)
+    thread.join(SOON_S)
     assert order == [0, 1, 2, "background"]
 
 
@@ -118,7 +118,7 @@ class BusyTasks(BackgroundTasks):
         super().__init__(*given)
         self.done, self.go, begun = [], threading.Event(), threading.Event()
         self.add(lambda: (begun.set(), self.go.wait(60)))
-        assert begun.wait(10)
+        assert begun.wait(SOON_S)
 
     def note(self, what, name=None, priority=Priority.PREPARE):
         self.add(partial(self.done.append, what), name, priority)
@@ -205,7 +205,7 @@ def test_a_task_that_made_way_runs_again_and_another_cancelled_one_is_dropped():
         done.append("prepared")
 
     tasks.add(prepare)
-    assert begun.wait(10)
+    assert begun.wait(SOON_S)
     tasks.add(partial(done.append, "stored"), priority=Priority.STORE)
     go.set()
     assert tasks.finish(10) and done == ["cancelled", "stored", "prepared"]
@@ -252,5 +252,5 @@ def test_background_work_waits_for_all_requests():
             until(lambda n=wanted: queue.inside == n)
         assert queue.has_waiting
     for thread in threads:
-        thread.join(10)
+        thread.join(SOON_S)
     assert order == [("first", True), ("second", False), ("behind", False)]

@@ -12,6 +12,7 @@ import torch
 from benches import largest_error, make_prompt, make_text
 from shared_servers import RedisNames, free_port, proxy_to
 from test_controller import profile
+from waiting import SOON_S
 
 from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
@@ -328,7 +329,7 @@ def test_a_deletion_holds_no_lock_while_it_waits_for_the_shared_store(redis, fre
     def withdrawing(keys) -> None:
         asking = threading.Thread(target=question, daemon=True)
         asking.start()
-        assert passed.wait(20)
+        assert passed.wait(SOON_S)
         asking.join()
         withdraw(keys)
 

@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from waiting import SOON_S
 
 from ragblend.kvstore.errors import StoreLockedError
 from ragblend.kvstore.lock import WriterLock
@@ -37,6 +38,6 @@ def test_the_lock_is_one_threads_at_a_time_and_can_be_taken_again_inside(tmp_pat
         thread.start()
         time.sleep(0.05)
         order.append("first")
-    thread.join(5)
+    thread.join(SOON_S)
     lock.close()
     assert order == ["first", "second"]

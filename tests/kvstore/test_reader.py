@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from waiting import SOON_S
 
 from ragblend.kvstore import posix
 from ragblend.kvstore.chunks import Geometry
@@ -119,19 +120,19 @@ def test_closing_waits_for_the_reads_under_way(store, sample, monkeypatch):
 
     def slow(fd, buffers, offset):
         inside.set()
-        assert go_on.wait(10)
+        assert go_on.wait(SOON_S)
         return whole(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", slow)
     keys, values = fused_buffers(chunk.geometry, 5)
     with ThreadPoolExecutor(2) as pool:
         reading = pool.submit(reader.read_layer, 0, keys, values)
-        assert inside.wait(10)
+        assert inside.wait(SOON_S)
         closing = pool.submit(reader.close)
         assert not closing.done()
         go_on.set()
-        reading.result(10)
-        closing.result(10)
+        reading.result(SOON_S)
+        closing.result(SOON_S)
     assert torch.equal(bits(keys), bits(chunk.keys[0]))
     with pytest.raises(StoreError, match="closed"):
         reader.read_layer(0, keys, values)
