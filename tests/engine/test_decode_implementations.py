@@ -12,6 +12,7 @@ import pytest
 import torch
 from benches import largest_error, make_prompt, make_text
 from tiny_models import SUPPORTED, TOOLS_TEMPLATE
+from waiting import SOON_S
 
 from ragblend import Literal, Prompt
 from ragblend.engine.decoding import cuda_graph, implementations
@@ -37,6 +38,12 @@ TEXTS = [make_text(seed) for seed in range(3)]
 KNOWN = ("llama", "llama-llama3", "llama-linear", "llama-yarn", "qwen2", "qwen3")
 ANSWER = [9, 30, 77, 200, 41, 5, 6, 8]
 NEVER = partial(bool, 0)
+
+
+@pytest.fixture
+def fresh(fresh_bench_for, tmp_path):
+    """A llama on a home in which nothing was compared yet."""
+    return fresh_bench_for(home=tmp_path / "home")
 
 
 @pytest.fixture
@@ -325,10 +332,10 @@ def test_implementations_are_compared_after_the_answer(fresh, verdicts):
     next(pieces)
     assert isinstance(choice.current, TransformersDecode)
     first = "".join(pieces)
-    assert fresh.engine.finish_background(30)
+    assert fresh.engine.finish_background(SOON_S)
     assert isinstance(choice.current, DirectDecode) and not verdicts
     fresh.engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
-    assert fresh.engine.finish_background(30)
+    assert fresh.engine.finish_background(SOON_S)
     assert "".join(fresh.engine.stream(make_prompt(TEXTS), "full", max_new_tokens=20)).endswith(first)
 
 
@@ -347,14 +354,14 @@ def test_measuring_yields_to_requests_and_restarts(fresh, monkeypatch):
     monkeypatch.setattr(implementations, "compare_implementations", measure)
     answer = partial(engine.generate, make_prompt(TEXTS), "full", max_new_tokens=4)
     first = answer()
-    assert begun.wait(30)
+    assert begun.wait(SOON_S)
     assert answer().token_ids == first.token_ids, "it waits for no measurement"
     begun.clear()
-    assert begun.wait(30)
+    assert begun.wait(SOON_S)
     engine.close()  # nor does this
     assert len(times) == 2 and answer().token_ids == first.token_ids
     let_go.set()
-    assert engine.finish_background(30)
+    assert engine.finish_background(SOON_S)
     assert isinstance(engine.runtime.choice.current, DirectDecode)
 
 
@@ -362,7 +369,7 @@ def test_a_failed_comparison_is_not_repeated_after_every_answer(fresh, monkeypat
     monkeypatch.setattr(implementations, "compare_implementations", lambda *given: 1 / 0)
     for _ in range(2):
         fresh.engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
-        assert fresh.engine.finish_background(30)
+        assert fresh.engine.finish_background(SOON_S)
     assert sum("a background task failed" in record.message for record in caplog.records) == 1
 
 
