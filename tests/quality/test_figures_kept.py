@@ -20,6 +20,7 @@ SEED, PASSAGES, RATIO = 7, 4, 0.15
 # Places, in the list of that seed, of questions that SmolLM2 answers rightly by full prefill.
 RIGHT = (0, 12, 32, 35, 48, 51, 68, 81, 92, 98, 99, 100, 105, 106, 107, 120, 121, 124, 138, 145)
 FEWEST_KEPT, MOST_KL = 14, 0.0565
+pytestmark = pytest.mark.timeout(1800)  # on a slow machine
 SLACK = 1.5  # processors round differently, and a near tie falls to the other side
 
 
