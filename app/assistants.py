@@ -53,91 +53,72 @@ def tools_over(conversations: Conversations, workspaces: Workspaces) -> MCPServe
     server: MCPServer[Any] = MCPServer(
         "ragblend", instructions=ABOUT, version=ragblend.__version__, log_level="WARNING"
     )
-    library, admission = workspaces.library, Admission(Limits())
+    tools = _Tools(conversations, workspaces)
+    for tool in (tools.search, tools.ask, tools.list_documents, tools.read_document):
+        server.tool(annotations=LOOKS_ONLY)(tool)
+    return server
 
-    async def told(work: Callable[[], T]) -> T:
-        """Run a tool in a thread, as many at once as one key of the server may have requests."""
-        try:
-            with admission.enter(OWNER):
-                return await in_thread(work)
-        except (ApiError, RagBlendError) as error:
-            raise ToolError(str(error)) from error
 
-    def chosen(name: str | None) -> str:
-        if name is not None:
-            check_collection(library, name)
-        return workspaces.settings.collection if name is None else name
+class _Tools:
+    """The tools. Their docstrings are what the assistant reads."""
 
-    def opened(name: str | None) -> Workspace:
-        workspace = workspaces.of(chosen(name))
-        check_askable(workspace)
-        return workspace
+    def __init__(self, conversations: Conversations, workspaces: Workspaces) -> None:
+        self._conversations, self._workspaces = conversations, workspaces
+        self._library, self._admission = workspaces.library, Admission(Limits())
 
-    @server.tool(annotations=LOOKS_ONLY)
-    async def search(question: Question, collection: Collection = None, limit: Limit = 6) -> Json:
+    async def search(self, question: Question, collection: Collection = None, limit: Limit = 6) -> Json:
         """Find the passages of the user's documents that match a question best."""
 
         def found() -> Json:
             if not question.strip():
                 raise UsageError("The question is empty.")
-            passages = searched([opened(collection)], [question], limit)
+            passages = searched([self._opened(collection)], [question], limit)
             return {"passages": [_passage(each) for each in passages]}
 
-        return await told(found)
+        return await self._result(found)
 
-    @server.tool(annotations=LOOKS_ONLY)
-    async def ask(question: Question, collection: Collection = None) -> Json:
+    async def ask(self, question: Question, collection: Collection = None) -> Json:
         """Answer a question from the user's documents by a local model, with the passages that it was given."""
         turns, stopped = list[AnswerStream](), threading.Event()
 
         def answered() -> Json:
-            workspace = opened(collection)
+            workspace = self._opened(collection)
             options = AskOptions((workspace.settings.collection,), cancel=stopped)
-            turns.append(conversations.answer(question, options))
+            turns.append(self._conversations.answer(question, options))
             if stopped.is_set():
                 turns[0].stop()
             answer = turns[0].whole()
             notice = {"notice": answer.notice} if answer.notice else {}
             sources = [{"number": each.number, **_passage(each)} for each in answer.sources]
-            return {
-                "answer": answer.text,
-                "sources": sources,
-                "citations": list(answer.citations),
-                **notice,
-            }
+            return {"answer": answer.text, "sources": sources, "citations": list(answer.citations), **notice}
 
         try:
-            return await told(answered)
+            return await self._result(answered)
         finally:  # the assistant may have stopped waiting
             stopped.set()
             for turn in turns:
                 turn.stop()
 
-    @server.tool(annotations=LOOKS_ONLY)
     async def list_documents(
-        collection: Collection = None, words: str = "", offset: Offset = 0, limit: Limit = 50
+        self, collection: Collection = None, words: str = "", offset: Offset = 0, limit: Limit = 50
     ) -> Json:
         """List the user's documents; words: those whose name or folder has all of them. Names all collections too."""
 
         def listed() -> Json:
-            name = chosen(collection)
-            page = library.page(name, words, None, offset, limit)
+            name = self._chosen(collection)
+            page = self._library.page(name, words, None, offset, limit)
             rows = [
                 {"id": each.id, "name": each.name, "state": str(each.state), "passages": each.passages}
                 | ({"notes": each.notes} if each.notes else {})
                 for each in page.documents
             ]
-            return {
-                "collection": name,
-                "collections": workspaces.names(),
-                "total": page.total,
-                "documents": rows,
-            }
+            names = self._workspaces.names()
+            return {"collection": name, "collections": names, "total": page.total, "documents": rows}
 
-        return await told(listed)
+        return await self._result(listed)
 
-    @server.tool(annotations=LOOKS_ONLY)
     async def read_document(
+        self,
         document: Annotated[str, Field(description="Its id, or its file's name.")],
         collection: Collection = None,
         offset: Offset = 0,
@@ -145,15 +126,31 @@ def tools_over(conversations: Conversations, workspaces: Workspaces) -> MCPServe
         """Read a document's text, 20,000 characters at a time; offset: where to go on, from `next_offset`."""
 
         def read() -> Json:
-            found = library.find(opened(collection).settings.collection, document)
-            text = "\n\n".join(passage.text for passage in library.passages_of(found.id))
+            found = self._library.find(self._opened(collection).settings.collection, document)
+            text = "\n\n".join(passage.text for passage in self._library.passages_of(found.id))
             stop = offset + MOST_CHARACTERS
             part = {"id": found.id, "name": found.name, "characters": len(text), "text": text[offset:stop]}
             return part | ({"next_offset": stop} if stop < len(text) else {})
 
-        return await told(read)
+        return await self._result(read)
 
-    return server
+    async def _result(self, work: Callable[[], T]) -> T:
+        """Run a tool in a thread, as many at once as one key of the server may have requests."""
+        try:
+            with self._admission.enter(OWNER):
+                return await in_thread(work)
+        except (ApiError, RagBlendError) as error:
+            raise ToolError(str(error)) from error
+
+    def _chosen(self, collection: str | None) -> str:
+        if collection is not None:
+            check_collection(self._library, collection)
+        return self._workspaces.settings.collection if collection is None else collection
+
+    def _opened(self, collection: str | None) -> Workspace:
+        workspace = self._workspaces.of(self._chosen(collection))
+        check_askable(workspace)
+        return workspace
 
 
 def talk(server: MCPServer[Any], terminal: Terminal) -> None:

@@ -160,6 +160,9 @@ class Engine(EngineInterface):
             assert self.runtime.profile is not None
             return self.runtime.profile
 
+    def _connect(self, cancel: Cancel | None, deadline: float) -> None:
+        """Nothing: the model is in this process."""
+
     def _answering(
         self, request: Request, options: DecodeOptions, speculation: Speculation | None = None
     ) -> Callable[[OnText | None, Cancel | None], Result]:

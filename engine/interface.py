@@ -341,6 +341,10 @@ class EngineInterface(ABC):
     ) -> Result:
         """The answer to the last request. Raises UsageError if there is none."""
 
+    @abstractmethod
+    def _connect(self, cancel: Cancel | None, deadline: float) -> None:
+        """Query the server, if the engine is a client. Raises Cancelled after the deadline (by `time.monotonic`)."""
+
     def _request(
         self,
         prompt: Prompt,
@@ -352,7 +356,7 @@ class EngineInterface(ABC):
         deadline: float = math.inf,
         cancel: Cancel | None = None,
     ) -> Request:
-        """cancel: for an engine that must first query a server."""
+        self._connect(cancel, deadline)
         policy = policy_named(method)
         share = None if ratio == "auto" else policy.check_ratio(ratio)
         tokenized = self.tokenize(prompt)

@@ -3,7 +3,6 @@
 Unsupported operations (logits, `keep_tokens`) raise named errors. It imports neither vLLM nor the connector.
 """
 
-import math
 import secrets
 import threading
 import time
@@ -18,7 +17,6 @@ from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO, DecodeOptions,
 from ragblend.engine.interface import NO_PROMPT, EngineInterface
 from ragblend.engine.nodes import NodeEncoder, TokenIds
 from ragblend.engine.prompts.segments import Chunk, Prompt
-from ragblend.engine.prompts.session import Session
 from ragblend.engine.request import Request
 from ragblend.engine.results import Missing, OnText, Prefilled, Result
 from ragblend.engine.runtime_base import log
@@ -108,7 +106,10 @@ class ServerNodeEncoder(NodeEncoder):
 
 
 class VllmEngine(EngineInterface):
-    """Encodes chunks and answers prompts on a vLLM server, which answers many at once."""
+    """Encodes chunks and answers prompts on a vLLM server, which answers many at once.
+
+    A request's client and session have no effect: vLLM schedules, and its prefix cache holds conversations.
+    """
 
     runtime_type: ClassVar[type[ServerRuntime]] = ServerRuntime
     runtime: ServerRuntime
@@ -163,20 +164,8 @@ class VllmEngine(EngineInterface):
 
     # --- internals
 
-    def _request(
-        self,
-        prompt: Prompt,
-        method: str | Policy,
-        ratio: float | str,
-        options: DecodeOptions,
-        session: Session | None = None,
-        client: str = "",
-        deadline: float = math.inf,
-        cancel: Cancel | None = None,
-    ) -> Request:
-        """client and session have no effect: vLLM schedules, and its prefix cache holds conversations."""
+    def _connect(self, cancel: Cancel | None, deadline: float) -> None:
         self.runtime.ensure_connected(cancel_by(cancel, deadline))
-        return super()._request(prompt, method, ratio, options, session, client, deadline, cancel)
 
     def _answering(
         self, request: Request, options: DecodeOptions
