@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-from ragblend.app.answering.matching import find, fold
+from ragblend.app.library.matching import find, fold
 from ragblend.app.library.pdf_reader import opened, page_label
 from ragblend.app.library.sandbox import OnPage
 

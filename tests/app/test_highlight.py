@@ -8,8 +8,8 @@ import pytest
 
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.highlight import locate_source
-from ragblend.app.answering.matching import find, fold
 from ragblend.app.library.ingest import ingest
+from ragblend.app.library.matching import find, fold
 
 pytest.importorskip("pypdfium2")
 from PIL import Image
