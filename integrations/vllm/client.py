@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -159,6 +160,7 @@ class VllmEngine(EngineInterface):
         """The report of the prefill, without logits and cache, which a server does not return."""
         options = DecodeOptions(max_new_tokens=1, seed=seed)
         request = self._request(prompt, method, ratio, options, cancel=cancel)
+        request = replace(request, policy=replace(request.policy, sure=0.0))  # nothing is said
         report = self._answer(request, DecodeOptions(max_new_tokens=1), None, cancel).report
         return Prefilled(request.prompt, torch.empty(0), None, report)
 

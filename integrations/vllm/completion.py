@@ -115,15 +115,15 @@ class Completion:
             raise ModelServerError(
                 f"the server at {self._runtime.server.url} sends no token ids; it must be a vLLM of 0.10.2 or newer"
             )
-        logprobs: dict[str, Any] = choice.get("logprobs") or {}
+        logprobs: Any = choice.get("logprobs")  # None behind a proxy that drops them
+        check = None if logprobs is None else self._check
         for number, token_id in enumerate(found):
-            if self._check is not None and self._check.needs_full_prefill(
-                token_id, partial(_probabilities, logprobs, number), self._ids
-            ):
+            likely = partial(_probabilities, logprobs, number)
+            if check is not None and check.needs_full_prefill(token_id, likely, self._ids):
                 return False
             self._clock.tick()
             self._ids.append(token_id)
-            if self._options.logprobs is not None:
+            if logprobs is not None and self._options.logprobs is not None:
                 self._likely.append(_token_logprob(token_id, logprobs, number, self._options.logprobs))
             if piece := self._text.feed(token_id):
                 self._on_text(piece)

@@ -40,8 +40,8 @@ def nodes(bench):
 @pytest.mark.parametrize(
     ("kind", "count", "codec"),
     [
-        ("llama", 60, "raw"), ("llama", 60, "int4"), ("llama", 40, "int8"), ("gemma3", 30, "raw"),
-        ("gemma3", 40, "int4"), ("phi3-partial", 30, "raw"), ("gemma2", 30, "raw"),
+        ("llama", 200, "raw"), ("llama", 100, "int4"), ("llama", 40, "int8"), ("gemma3", 40, "raw"),
+        ("gemma3", 40, "int4"), ("phi3-partial", 40, "raw"), ("gemma2", 40, "raw"),
     ],
 )  # fmt: skip
 def test_logits_are_the_same_bits_whatever_is_stored(fresh_bench_for, monkeypatch, kind, count, codec):

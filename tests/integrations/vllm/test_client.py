@@ -197,6 +197,8 @@ def test_full_prefill_and_other_methods_are_requested(opened):
     engine, server = opened
     report = engine.prefill(ASKED, method="full").report
     assert report.timings.prefill_ms > 0
+    engine.prefill(ASKED)
+    assert "logprobs" not in server.asked.pop(), "figures are checked where they are said"
     engine.generate(ASKED, method="cacheblend", ratio=0.3)
     full, other = (body["kv_transfer_params"] for body in server.asked)
     assert full["off"] is True
