@@ -28,7 +28,7 @@ class Tab:
 
     @property
     def in_file(self):
-        return Settings.load(self.workspaces.home.settings, environment={})
+        return Settings.read(self.workspaces.home.settings, environment={})
 
     def save(self, **changes):
         """What is said."""
