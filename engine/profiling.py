@@ -67,8 +67,8 @@ def measure(runtime: Runtime, progress: Callable[[int, int], None] | None = None
     Sizes beyond the model's window are left out. progress(done, total).
     """
     decoder = runtime.decoder
-    new = (*NEW, MANY_NEW) if runtime.transfers.staged else NEW
-    cached, new = _axes(runtime.context_window, CACHED, new)
+    wanted = (*NEW, MANY_NEW) if runtime.transfers.staged else NEW
+    cached, new = _axes(runtime.context_window, CACHED, wanted)
     total, done = len(cached) * len(new) + (4 if runtime.transfers.staged else 3), 0
 
     def median(once_ms: Callable[[], float]) -> float:
@@ -106,7 +106,10 @@ def measure_layers(runtime: Runtime, turn: DeviceTurn) -> DeviceProfile:
     waiting = _UntilRequest(turn)
     _prefill_ms(runtime, cached[-1], new[0], waiting)  # the first pays for pages and kernels
     grid = PrefillProfile.of(
-        _about(runtime.decoder), cached, new, lambda *size: _prefill_ms(runtime, *size, waiting)
+        _about(runtime.decoder),
+        cached,
+        new,
+        lambda behind, count: _prefill_ms(runtime, behind, count, waiting),
     )
     return DeviceProfile(grid.about, grid, (), overlaps=runtime.transfers.staged)
 

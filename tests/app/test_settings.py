@@ -80,7 +80,7 @@ def test_the_codecs_are_the_stores():
 
 def test_the_bundled_model_ends_with_a_sentence_unless_a_longer_answer_is_wanted(path):
     """It invents what it says after that."""
-    bundled, other = Settings.read(path, {}), Settings.load(path, {}, {"model": "owner/large"})
+    bundled, other = Settings.read(path, {}), Settings.read(path, {}, {"model": "owner/large"})
     assert (bundled.answering["max_new_tokens"], bundled.answering["one_sentence"]) == (48, True)
     assert other.answering["max_new_tokens"] == 256 and "one_sentence" not in other.answering
     longer = bundled.changed({"max_new_tokens": 200})

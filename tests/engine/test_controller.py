@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from benches import PREFIX, largest_error, make_prompt, make_text
 from test_device import StagedTransfers
 
 from ragblend import Engine
-from ragblend.engine import controller, prefill, profiling
+from ragblend.engine import background_work, controller, prefill, profiling
 from ragblend.engine.config import EngineConfig
 from ragblend.engine.controller import (
     DeviceProfile,
@@ -25,6 +26,9 @@ from ragblend.engine.controller import (
     values_to_compute,
 )
 from ragblend.engine.runtime import Runtime
+from ragblend.engine.scheduling.queue import DeviceTurn
+from ragblend.kvstore import posix
+from ragblend.kvstore.codec import Part
 from ragblend.kvstore.errors import StoreError, UsageError
 from ragblend.kvstore.memory import held_nbytes
 from ragblend.kvstore.policy import PrefillProfile
@@ -359,3 +363,60 @@ def test_with_a_profile_a_tokens_cost_is_a_multiple_of_a_typical_one(runtime):
     assert runtime._token_cost(0, 512) == 1.0
     assert runtime._token_cost(0, 256) == pytest.approx((2.0) / (1.5))
     assert runtime._token_cost(1000, 512) == pytest.approx((2 + 0.5) / 1.5)
+
+
+def test_the_first_answer_from_stored_kv_has_the_layers_measured(fresh, monkeypatch):
+    """In the background, once; what is loaded shows the speed of its tier."""
+    monkeypatch.setattr(MeasuredSpeeds, "cannot_measure", False)
+    monkeypatch.setattr(MeasuredSpeeds, "LEAST_BYTES", 1)
+    engine, prompt = fresh.engine, make_prompt(TEXTS)
+    runtime = engine.runtime
+    assert engine.prefill(prompt).report.hits == 0 and engine.finish_background()
+    assert runtime.profile is None, "nothing was loaded"
+    runtime.load = "all"
+    assert engine.prefill(prompt).report.decision.predicted_ttft_ms is None and engine.finish_background()
+    assert runtime.profile is None, "nobody asks for it"
+    runtime.load = "auto"
+    assert engine.prefill(prompt).report.hits == 3 and engine.finish_background()
+    measured = runtime.profile
+    assert measured is not None and measured.tiers == () and measured.rows_ms(100, 50) > 0
+    assert DeviceProfile.read(runtime.profile_path) == measured
+    assert runtime.speeds.applied(measured).tier("page cache").bytes_per_s < math.inf
+    assert engine.prefill(prompt).report.decision.predicted_ttft_ms > 0
+
+
+def test_a_request_ends_the_measuring_and_an_error_is_not_repeated(fresh, monkeypatch):
+    monkeypatch.setattr(MeasuredSpeeds, "cannot_measure", False)
+    engine, prompt, begun = fresh.engine, make_prompt(TEXTS), []
+    engine.encode(TEXTS)
+
+    def waiting(turn):
+        begun.append(turn)
+        return len(begun) > 1  # in the second layer
+
+    monkeypatch.setattr(DeviceTurn, "is_wanted", waiting)
+    assert engine.prefill(prompt).report.hits == 3
+    engine.finish_background()
+    assert len(begun) == 2 and engine.runtime.profile is None and not engine.runtime.speeds.cannot_measure
+
+    def broken(*given):
+        begun.append(given)
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(background_work, "measure_layers", broken)
+    for _ in range(2):
+        engine.prefill(prompt)
+        engine.finish_background()
+    assert len(begun) == 3 and engine.runtime.speeds.cannot_measure
+
+
+def test_a_file_in_the_page_cache_is_told_from_one_that_is_not(fresh, monkeypatch):
+    engine = fresh.engine
+    (key,) = engine.encode(TEXTS[:1]).keys
+    (chunk,) = engine.tokenize(make_prompt(TEXTS[:1])).chunks
+    with engine.store.open_chunk(key, chunk.token_ids) as reader:
+        for known, expected in ((True, "page cache"), (False, "disk")):
+            monkeypatch.setattr(posix, "is_cached", lambda fd, offset, known=known: known)
+            assert reader.comes_from == expected and Part(reader, 1, 2).comes_from == expected
+        assert reader.tier == "disk"
+    assert not posix.is_cached(-1, 0)
