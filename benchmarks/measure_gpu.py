@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -323,6 +323,45 @@ def kernels(bench: GpuBench) -> Iterator[Row]:
         system = rows @ rows.T / unknowns + torch.eye(unknowns, device=bench.device)
         for name, way in inverses(system).items():
             yield {"what": f"{name}, {unknowns}", "ms": median_ms(bench.device, way)}
+    if bench.device == "cuda":
+        for rows_of_keys in ((60, 8300), (1280, 8300), (2560, 16600)):
+            yield from attentions(*rows_of_keys)
+
+
+def attentions(count: int, tokens: int) -> Iterator[Row]:
+    """Attention of so many scattered rows, 32 heads in groups of 4: torch's with a mask, then our kernel by blocks."""
+    from ragblend.engine.kernels import rows_attention
+
+    rows = torch.randperm(tokens, device="cuda")[:count].sort().values
+    query = torch.randn(32, count, 128, device="cuda").bfloat16()
+    key, value = (torch.randn(8, tokens, 128, device="cuda").bfloat16() for _ in "kv")
+    mask = (torch.arange(tokens, device="cuda")[None] <= rows[:, None])[None, None]
+
+    def by_torch() -> torch.Tensor:
+        keys, values = (each.repeat_interleave(4, 0)[None] for each in (key, value))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(query[None], keys, values, mask)[0].transpose(0, 1)
+
+    what = f"attention of {count} rows, {tokens} keys"
+    yield {"what": f"{what}, torch", "ms": median_ms("cuda", by_torch)}
+    expected, chosen = by_torch().float(), rows_attention.blocks_of(count, 128, True)
+    others = [
+        (16, 64, 4, 3),
+        (64, 64, 4, 3),
+        (64, 32, 4, 4),
+        (128, 64, 8, 3),
+        (128, 128, 8, 2),
+        (128, 32, 8, 4),
+    ]
+    for blocks in dict.fromkeys([chosen, *others]):
+        try:
+            found = rows_attention.attend(query, key, value, rows, None, None, blocks).float()
+            ms = median_ms(
+                "cuda", partial(rows_attention.attend, query, key, value, rows, None, None, blocks)
+            )
+            yield {"what": f"{what}, {blocks}", "ms": ms, "error": float((found - expected).abs().max())}
+        except Exception as error:  # whatever Triton raises for blocks that are too large for the card
+            yield {"what": f"{what}, {blocks}", "error": repr(error)[:200]}
 
 
 def inverses(system: torch.Tensor) -> dict[str, Callable[[], object]]:

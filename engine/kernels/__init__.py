@@ -1,0 +1,39 @@
+"""Triton kernels for CUDA devices. Each has a plain way beside it, which is used where Triton is absent or fails.
+
+Triton comes with torch for CUDA. Its interpreter (TRITON_INTERPRET=1) runs the same kernels on a CPU, for tests.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from importlib import util
+
+import torch
+
+log = logging.getLogger("ragblend")
+
+
+@functools.cache
+def available(device: torch.device) -> bool:
+    """Whether Triton's kernels run there, or its interpreter is on."""
+    if device.type not in ("cpu", "cuda") or util.find_spec("triton") is None:
+        return False
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret) == (device.type == "cpu")
+
+
+def passes(check: Callable[[], float], what: str, allowed: float) -> bool:
+    """Run a kernel's self-test, which also compiles it; False, with a warning, if it fails or its error is too large.
+
+    A card with little shared memory, a machine without a compiler or another Triton: the plain way is right there.
+    """
+    try:
+        error = check()
+    except Exception as failure:  # whatever compiling and launching raise
+        log.warning("%s runs without its Triton kernel: %s", what, str(failure).strip().splitlines()[-1:])
+        return False
+    if error <= allowed:
+        return True
+    log.warning("%s runs without its Triton kernel, whose error is %.1e", what, error)
+    return False
