@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib import import_module, metadata
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from ragblend.kvstore import posix
 from ragblend.kvstore.checksum import crc32
 from ragblend.measuring.variants import Variant, label
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
         "hidden_size": 4096,
         "intermediate_size": 14336,
@@ -200,8 +201,6 @@ def machine(bench: GpuBench) -> Row:
 
 
 def version(package: str) -> str | None:
-    from importlib import metadata
-
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return None
@@ -218,7 +217,7 @@ class Readers:
         # O_DIRECT needs aligned memory; pages are.
         self.host = staging(torch.empty(size + 4096, dtype=torch.uint8, device="meta"))
         first = -self.host.data_ptr() % 4096
-        self.view = memoryview(self.host[first : first + size].numpy())
+        self.view: Any = memoryview(self.host[first : first + size].numpy())  # type: ignore[arg-type]
 
     def gb_per_s(self, threads: int, piece: int, crc: bool, flags: int = 0, cold: bool = False) -> float:
         fd = os.open(self.path, os.O_RDONLY | flags)
@@ -296,14 +295,14 @@ def disk(bench: GpuBench) -> Iterator[Row]:
 
 def kvikio_rows(path: Path, size: int) -> Iterator[Row]:
     try:
-        import kvikio
-        import kvikio.defaults
+        kvikio = import_module("kvikio")
+        defaults = import_module("kvikio.defaults")
     except ImportError as error:
         yield {"way": "kvikio", "error": str(error)}
         return
     target = torch.empty(size, dtype=torch.uint8, device="cuda")
     for threads, cold in product((4, 8, 16), (False, True)):
-        kvikio.defaults.set("num_threads", threads)
+        defaults.set("num_threads", threads)
         with kvikio.CuFile(path, "r") as file:
             for _ in range(2 - cold):  # the first one warms up
                 if cold:
@@ -313,7 +312,7 @@ def kvikio_rows(path: Path, size: int) -> Iterator[Row]:
                 file.pread(target).get()
                 rate = size / (time.perf_counter() - begun) / 1e9
         row = {"way": "kvikio, cold" if cold else "kvikio, warm", "threads": threads, "gb_per_s": rate}
-        yield row | {"compat": str(kvikio.defaults.get("compat_mode"))}
+        yield row | {"compat": str(defaults.get("compat_mode"))}
 
 
 def kernels(bench: GpuBench) -> Iterator[Row]:
@@ -500,7 +499,7 @@ def profiled(profiler: Any) -> Row:
     launches = {each.key: each.count for each in averages if "Launch" in each.key}
     spans: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             spans[event.name.startswith("Mem")].append((event.time_range.start, event.time_range.end))
     kernels = sorted(averages, key=lambda each: -each.self_device_time_total)[:TOP]
     calls = sorted(averages, key=lambda each: -each.self_cpu_time_total)[:TOP]
@@ -524,11 +523,14 @@ def union_us(spans: list[tuple[float, float]]) -> float:
 
 def decode(bench: GpuBench) -> Iterator[Row]:
     from benchmarks import measure_decode
-    from ragblend.engine.decoding.implementations import TransformersDecode
+    from ragblend.engine.decoding.implementations import DecodeImplementation, TransformersDecode
 
     with bench.engine() as engine:
         rows, _ = packed_loop(engine)
-        ways = {"model": TransformersDecode(engine.runtime.loaded.model), "rows": rows}
+        ways: dict[str, DecodeImplementation] = {
+            "model": TransformersDecode(engine.runtime.loaded.model),
+            "rows": rows,
+        }
         for line in measure_decode.by_context(engine, ways, rows, [500, bench.chunks * bench.tokens], []):
             yield {"line": line}
 

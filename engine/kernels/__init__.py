@@ -6,7 +6,9 @@ Triton comes with torch for CUDA. Its interpreter (TRITON_INTERPRET=1) runs the 
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib import util
+from typing import Any
 
 import torch
 
@@ -37,3 +39,8 @@ def passes(check: Callable[[], float], what: str, allowed: float) -> bool:
         return True
     log.warning("%s runs without its Triton kernel, whose error is %.1e", what, error)
     return False
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Context for launching there: Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -6,7 +6,6 @@ head as it is. In sliding layers a row sees only keys at positions > p - window.
 """
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ragblend.engine.kernels import available, passes
+from ragblend.engine.kernels import available, on_device, passes
 
 LOG2_E = 1.4426950408889634
 HEAD_SIZES = (16, 32, 64, 128, 256)
@@ -114,7 +113,7 @@ def attend(
     strides = [*query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *out.stride()[:2]]
     grid = (triton.cdiv(count, tile), heads)
     shape = {"GROUP": heads // key.shape[0], "D": size, "M": tile, "N": keys, "WINDOWED": window is not None}
-    with _on(query.device):
+    with on_device(query.device):
         _attend[grid](
             query, key, value, rows.contiguous(), out, count, window or 0, scale, *strides, **shape,
             num_warps=warps, num_stages=stages,
@@ -175,8 +174,3 @@ def _large_shared(device: torch.device) -> bool:
         return True
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin) >= LARGE_SHARED_BYTES
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

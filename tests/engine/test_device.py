@@ -5,12 +5,13 @@ import threading
 
 import pytest
 import torch
-from benches import make_prompt, make_text
+from benches import StagedTransfers, make_prompt, make_text
 
+from ragblend.engine import kernels
 from ragblend.engine.cache import FusedLayer
 from ragblend.engine.loader import StagedLoader
 from ragblend.engine.model import device
-from ragblend.engine.model.device import MpsTransfers, TransferStream, pick_device, pick_dtype
+from ragblend.engine.model.device import MpsTransfers, pick_device, pick_dtype
 from ragblend.engine.model.load import load
 from ragblend.kvstore.blob import ChunkReader
 from ragblend.kvstore.errors import DeviceError, UsageError
@@ -18,39 +19,10 @@ from ragblend.kvstore.errors import DeviceError, UsageError
 TEXTS = [make_text(seed) for seed in range(4)]
 
 
-class StagedTransfers(TransferStream):
-    """As on CUDA: reads land in memory of their own, are delivered by the computing thread, and awaited by ticket."""
-
-    staged = True
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.calls: list[str] = []
-        self.arrived: list[object] = []
-        self.delivered: list[object] = []
-        self.threads: set[int] = set()
-
-    def begin(self):
-        self.calls.append("begin")
-
-    def staging(self, like):
-        return torch.full(like.shape, torch.nan if like.is_floating_point() else 255, dtype=like.dtype)
-
-    def deliver(self, copies):
-        self.threads.add(threading.get_ident())
-        copies()
-        self.delivered.append(ticket := object())
-        self.calls.append("deliver")
-        return ticket
-
-    def arrive(self, ticket):
-        self.arrived.append(ticket)
-
-    def pace(self):
-        self.calls.append("pace")
-
-    def finish(self):
-        self.calls.append("finish")
+@pytest.fixture(autouse=True)
+def plain_way(monkeypatch):
+    """Triton's kernels, interpreted here, round a product and a sum apart: without them."""
+    monkeypatch.setattr(kernels, "available", lambda device: False)
 
 
 @pytest.fixture
@@ -96,17 +68,32 @@ def test_files_are_read_only_a_few_layers_ahead(staged, monkeypatch):
     engine, transfers, _ = staged
     read, most = [], []
 
-    def watched(reader, layer, packed, own=ChunkReader.read_packed):
-        read.append(layer)
+    def watched(reader, first, packed, own=ChunkReader.read_packed_layers):
+        read.extend(range(first, first + len(packed)))
         most.append(max(read) - len(transfers.delivered))
-        own(reader, layer, packed)
+        own(reader, first, packed)
 
-    monkeypatch.setattr(ChunkReader, "read_packed", watched)
-    monkeypatch.setattr("ragblend.engine.loader.READ_AHEAD", 2)
+    monkeypatch.setattr(ChunkReader, "read_packed_layers", watched)
+    monkeypatch.setattr("ragblend.engine.loader.GROUP_BYTES", 1)
+    monkeypatch.setattr("ragblend.engine.loader.READ_AHEAD_BYTES", 1)
     engine.prefill(make_prompt(TEXTS), method="reuse")
     layers = engine.runtime.decoder.geometry.layers
     assert sorted(read) == sorted(list(range(layers)) * len(TEXTS)) and layers > 2
-    assert max(most) < 2
+    assert max(most) == 0
+
+
+def test_later_layers_are_read_together(staged, monkeypatch):
+    """A call for each layer of each chunk took the interpreter from the thread that computes."""
+    engine, _, expected = staged
+    runs = []
+
+    def watched(reader, first, packed, own=ChunkReader.read_packed_layers):
+        runs.append((first, len(packed)))
+        own(reader, first, packed)
+
+    monkeypatch.setattr(ChunkReader, "read_packed_layers", watched)
+    assert torch.equal(engine.prefill(make_prompt(TEXTS), method="reuse").logits, expected["reuse"])
+    assert sorted(runs) == sorted([(0, 1), (1, 1), (2, 2)] * len(TEXTS))
 
 
 def test_sources_of_apple_copies_live_until_the_copies_end(staged, monkeypatch):
@@ -116,12 +103,12 @@ def test_sources_of_apple_copies_live_until_the_copies_end(staged, monkeypatch):
     clear = StagedLoader.finish
 
     def finish(self):
-        held = len(self._fills)
+        held = len(self._sources)
         monkeypatch.setattr(
-            torch.mps, "synchronize", lambda: finished.append(held and held == len(self._fills))
+            torch.mps, "synchronize", lambda: finished.append(held and held == len(self._sources))
         )
         clear(self)
-        assert not self._fills
+        assert not self._sources
 
     monkeypatch.setattr(StagedLoader, "finish", finish)
     monkeypatch.setattr(torch.mps, "synchronize", lambda: None)

@@ -1,12 +1,20 @@
 """Triton's kernels equal the plain way: on a CUDA device if there is one, else in Triton's interpreter."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
-from benches import largest_error, make_prompt, make_text
+from benches import StagedTransfers, largest_error, make_prompt, make_text
 
 from ragblend.engine import kernels
 
-rows_attention = pytest.importorskip("ragblend.engine.kernels.rows_attention", exc_type=ImportError)
+pytest.importorskip("triton")
+from ragblend.engine.kernels import placement, rows_attention
+from ragblend.engine.kernels.placement import RowTable
+from ragblend.engine.model.rope import Rope, angles, rotate_
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(not kernels.available(DEVICE), reason="Triton does not run here")
 
@@ -88,3 +96,101 @@ def test_prefill_by_kernels_equals_the_plain_way(fresh_bench_for, kind, method, 
         monkeypatch.setattr(decoder, "kernels", by_kernels)
         told.append(engine.prefill(prompt, method=method, ratio=0.3).logits)
     assert largest_error(*told) < (0.05 if DEVICE.type == "cuda" else 1e-4)
+
+
+class Case:
+    """Raw spans in a room, some rotated, for a pair of buffers."""
+
+    def __init__(self, layout, size, value_size, rotated, dtype, heads=3):
+        draw = torch.Generator().manual_seed(size)
+        self.rope = Rope(torch.rand(rotated // 2, generator=draw).to(DEVICE), layout)
+        self.lengths, self.starts, by = (5, 16, 33), (4, 40, 60), [float(7), float(-3)]
+        self.turns = angles(torch.tensor(by, device=DEVICE), self.rope.inv_freq)
+        self.parts, begins, room = [], [], torch.zeros(0, dtype=dtype)
+        for tokens in self.lengths:
+            keys, values = (torch.randn(heads, tokens, each, generator=draw) for each in (size, value_size))
+            self.parts.append((keys.to(DEVICE, dtype), values.to(DEVICE, dtype)))
+            begins.append(len(room))
+            room = torch.cat([room, *(each.to(dtype).flatten() for each in (keys, values))])
+            room = torch.nn.functional.pad(room, (0, -len(room) % 64))
+        spans = zip(begins, self.lengths, self.starts, (True, False, True), strict=True)
+        self.room, self.table = room.to(DEVICE), RowTable(list(spans), heads, size, value_size, DEVICE)
+        self.buffers = [torch.full((heads, 100, each), -7.0).to(DEVICE, dtype) for each in (size, value_size)]
+
+    def expected(self, by_kernel=False):
+        keys, values = (buffer.clone() for buffer in self.buffers)
+        if by_kernel:
+            self.table.place(self.room, keys, values, self.rope, self.turns)
+            return keys, values
+        for number, (start, (own_keys, own_values)) in enumerate(zip(self.starts, self.parts, strict=True)):
+            at = slice(start, start + own_keys.shape[1])
+            keys[:, at], values[:, at] = own_keys, own_values
+            if number != 1:
+                rotate_(keys[:, at], self.turns[0][number // 2], self.turns[1][number // 2], self.rope)
+        return keys, values
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("layout", "size", "value_size", "rotated"),
+    [("half", 32, 32, 32), ("half", 48, 20, 24), ("interleaved", 16, 16, 16), ("unrotated", 32, 32, 32)],
+)
+def test_raw_spans_are_placed_and_rotated_by_one_launch(layout, size, value_size, rotated, dtype):
+    case = Case(layout, size, value_size, rotated, dtype)
+    (keys, values), (own_keys, own_values) = case.expected(by_kernel=True), case.expected()
+    assert torch.equal(values, own_values)
+    assert torch.equal(keys[:, 40:56], own_keys[:, 40:56]), "not rotated"
+    assert torch.equal(keys[:, 56:60], own_keys[:, 56:60]), "other rows keep what they have"
+    # A product and a sum are rounded once or twice: a unit in the last place, in few numbers.
+    assert largest_error(keys.float(), own_keys.float()) <= 4 * torch.finfo(dtype).eps
+    if dtype != torch.float32:
+        assert (keys == own_keys).float().mean() > 0.999
+    assert placement.supports(DEVICE, dtype, size, value_size, rotated // 2, layout)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8", "int4"])
+def test_staged_loading_by_kernels_equals_the_plain_way(fresh_bench_for, codec, monkeypatch):
+    engine = fresh_bench_for("llama", kv_codec=codec, memory_budget_bytes=1 << 28).engine
+    engine.encode(TEXTS)
+    prompt = make_prompt(TEXTS)
+    expected = engine.prefill(prompt, method="cacheblend").logits
+    assert engine.finish_background(30)
+    monkeypatch.setattr(engine.runtime, "transfers", StagedTransfers())
+    for _ in ("from memory", "from files"):
+        assert largest_error(engine.prefill(prompt, method="cacheblend").logits, expected) < 1e-4
+        assert engine.finish_background(30)
+        for tier in engine.store.tiers:
+            tier.clear()
+
+
+COMPILED = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from ragblend.engine.kernels import placement, rows_attention
+
+def compiled(kernel, dtype, shape, capability, **options):
+    kinds = {"count": "i32", "window": "i32", "scale": "fp32", "Cos": "*fp32", "Sin": "*fp32", "Rows": "*i64"}
+    kinds |= {name: f"*{dtype}" for name in ("Q", "K", "V", "Out", "Room", "Keys", "Values")}
+    kinds |= {name: "*i32" for name in ("Key_at", "Value_at", "Tokens", "Turns")}
+    signature = {name: "constexpr" if name in shape else kinds.get(name, "i32") for name in kernel.arg_names}
+    constants = {(kernel.arg_names.index(name),): value for name, value in shape.items()}
+    source = ASTSource(kernel, signature, constants)
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
+
+for capability, most in (80, 163 << 10), (90, 227 << 10):
+    for count in 1, 100, 1000:
+        rows, keys, warps, stages = rows_attention.blocks_of(count, 128, True)
+        shape = {"GROUP": 4, "D": 128, "M": rows, "N": keys, "WINDOWED": count == 100}
+        shared = compiled(rows_attention._attend, "bf16", shape, capability, num_warps=warps, num_stages=stages)
+        assert shared <= most, (capability, count, shared)
+    shape = {"SIZE": 128, "VALUE_SIZE": 128, "PAIRS": 64, "INTERLEAVED": False, "ALIGNED": True, "M": 16}
+    compiled(placement._place, "bf16", shape | {"K2": 128, "V2": 128, "P2": 64}, capability, num_warps=4)
+"""
+
+
+def test_kernels_compile_for_cards_that_are_not_here(tmp_path):
+    """What the interpreter lets pass, a compiler may refuse; blocks must fit into a card's shared memory."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
