@@ -365,6 +365,8 @@ def attentions(count: int, tokens: int) -> Iterator[Row]:
 
 def inverses(system: torch.Tensor) -> dict[str, Callable[[], object]]:
     """Ways to invert the shift's system, and a product of its size."""
+    from ragblend.engine.selection import shift
+
     identity = torch.eye(len(system), device=system.device)
 
     def factor() -> torch.Tensor:
@@ -375,6 +377,7 @@ def inverses(system: torch.Tensor) -> dict[str, Callable[[], object]]:
         "cholesky": factor,
         "cholesky and inverse": lambda: torch.cholesky_inverse(factor()),
         "cholesky and solve": lambda: torch.cholesky_solve(identity, factor()),
+        "inverse by products": lambda: shift.inverse_by_products(system),
         "inv_ex": lambda: torch.linalg.inv_ex(system),
     }
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragblend.engine import kernels
 from ragblend.engine.cache import FusedCache
+from ragblend.engine.kernels import works
 from ragblend.engine.model.decoder import Decoder
 from ragblend.engine.model.device import TransferStream
 from ragblend.engine.model.rope import UNROTATED, angles, rotate_
@@ -362,7 +362,7 @@ def _fillers(
     """What fills a layer's rows from the room; and the spans whose keys must be rotated afterwards."""
     g = cache.geometry
     raw = {number: spans[number] for number in room.places if spans[number].source.codec is RAW}
-    by_kernel = bool(raw) and _has_kernel(decoder)
+    by_kernel = bool(raw) and works("placement", decoder)
     if not by_kernel and g.key_size != g.value_size:
         raw = {}
     packed = {number: spans[number] for number in room.places if number not in raw}
@@ -375,17 +375,6 @@ def _fillers(
     elif raw:
         found.append(_RawRows(raw, room, cache))
     return found, moved
-
-
-def _has_kernel(decoder: Decoder) -> bool:
-    """Whether Triton's kernel works here for such keys, in all layers."""
-    if not kernels.available(decoder.device):
-        return False
-    from ragblend.engine.kernels.placement import supports
-
-    g = decoder.geometry
-    shapes = {(decoder.rope(layer).size // 2, decoder.rope(layer).layout) for layer in range(g.layers)}
-    return all(supports(decoder.device, g.torch_dtype, g.key_size, g.value_size, *each) for each in shapes)
 
 
 class _Rotation:

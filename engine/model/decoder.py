@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ragblend.engine.kernels import available
 from ragblend.engine.model.attention import (
     EAGER,
     NAME,
@@ -60,7 +61,8 @@ class Decoder(ABC):
     """A causal language model taken apart, on one device.
 
     layer_types: by layer, FULL or SLIDING; ropes: inv_freq by layer type; layouts: by layer, detected by the gate;
-    tiles, kernels: whether attention takes rows in tiles, or by a Triton kernel; shows_attention: whether it can be
+    tiles: whether attention takes rows in tiles; kernels: whether Triton kernels are used where they work;
+    passes_arguments, shows_attention: whether layers pass arguments of ours on to attention, and attention can be
     collected. rounding: the factor on the allowed error between `own_logits` and the parts, for parts that run on other
     kernels.
     """
@@ -77,12 +79,12 @@ class Decoder(ABC):
         self.layouts = [HALF] * self.geometry.layers
         self.ropes: dict[str, Tensor] = {}
         self.tiles = attention == NAME and passes and device.type == "cpu"
-        self.kernels = attention == NAME and passes and device.type == "cuda"
+        self.kernels, self.passes_arguments = device.type == "cuda", attention == NAME and passes
         self.shows_attention = attention in (NAME, EAGER) and passes
 
     def disable_attention_collection(self) -> None:
         """Disable what needs arguments of ours, for layers that do not pass arguments on to their attention."""
-        self.shows_attention = self.tiles = self.kernels = False
+        self.shows_attention = self.tiles = self.passes_arguments = False
 
     def rope(self, layer: int) -> Rope:
         return Rope(self.ropes[self.layer_types[layer]], self.layouts[layer])
@@ -170,15 +172,14 @@ class Decoder(ABC):
             return {"attention_mask": None}  # plain causal attention
         if self.tiles:
             return {"attention_mask": None, "tiles": tiles(rows, window, dtype, absent)}
-        if self.kernels and absent is None and self._has_kernel(dtype, window is not None):
+        if absent is None and self._has_kernel(dtype, window is not None):
             return {"attention_mask": None, "scattered": ScatteredRows(rows, window)}
         return {"attention_mask": position_mask(rows, tokens, window, absent)}
 
     def _has_kernel(self, dtype: torch.dtype, windowed: bool) -> bool:
         """Whether Triton's kernel works here for such heads."""
-        from ragblend.engine import kernels
-
-        if not kernels.available(self.device) or self.geometry.key_size != self.geometry.value_size:
+        usable = self.kernels and self.passes_arguments and available(self.device)
+        if not usable or self.geometry.key_size != self.geometry.value_size:
             return False
         from ragblend.engine.kernels.rows_attention import supports
 

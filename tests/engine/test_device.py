@@ -7,7 +7,6 @@ import pytest
 import torch
 from benches import StagedTransfers, make_prompt, make_text
 
-from ragblend.engine import kernels
 from ragblend.engine.cache import FusedLayer
 from ragblend.engine.loader import StagedLoader
 from ragblend.engine.model import device
@@ -17,12 +16,6 @@ from ragblend.kvstore.blob import ChunkReader
 from ragblend.kvstore.errors import DeviceError, UsageError
 
 TEXTS = [make_text(seed) for seed in range(4)]
-
-
-@pytest.fixture(autouse=True)
-def plain_way(monkeypatch):
-    """Triton's kernels, interpreted here, round a product and a sum apart: without them."""
-    monkeypatch.setattr(kernels, "available", lambda device: False)
 
 
 @pytest.fixture

@@ -11,13 +11,15 @@ from benches import StagedTransfers, largest_error, make_prompt, make_text
 from ragblend.engine import kernels
 
 pytest.importorskip("triton")
-from ragblend.engine.kernels import placement, rows_attention
+from ragblend.engine.kernels import placement, rows_attention, shift
 from ragblend.engine.kernels.placement import RowTable
-from ragblend.engine.model.rope import Rope, angles, rotate_
+from ragblend.engine.model.rope import Rope, angles, rotate_, rotated
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(not kernels.available(DEVICE), reason="Triton does not run here")
 
+# Layout, sizes of keys and values, and of what is rotated.
+SHAPES = [("half", 32, 32, 32), ("half", 48, 20, 24), ("interleaved", 16, 16, 16), ("unrotated", 32, 32, 32)]
 TEXTS = [make_text(seed) for seed in range(3)]
 # The interpreter is wrong for bfloat16, and a card multiplies float32 in fewer bits.
 DTYPES = (torch.float16, torch.bfloat16 if DEVICE.type == "cuda" else torch.float32)
@@ -131,12 +133,9 @@ class Case:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("layout", "size", "value_size", "rotated"),
-    [("half", 32, 32, 32), ("half", 48, 20, 24), ("interleaved", 16, 16, 16), ("unrotated", 32, 32, 32)],
-)
-def test_raw_spans_are_placed_and_rotated_by_one_launch(layout, size, value_size, rotated, dtype):
-    case = Case(layout, size, value_size, rotated, dtype)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_raw_spans_are_placed_and_rotated_by_one_launch(shape, dtype):
+    case = Case(*shape, dtype)
     (keys, values), (own_keys, own_values) = case.expected(by_kernel=True), case.expected()
     assert torch.equal(values, own_values)
     assert torch.equal(keys[:, 40:56], own_keys[:, 40:56]), "not rotated"
@@ -145,7 +144,7 @@ def test_raw_spans_are_placed_and_rotated_by_one_launch(layout, size, value_size
     assert largest_error(keys.float(), own_keys.float()) <= 4 * torch.finfo(dtype).eps
     if dtype != torch.float32:
         assert (keys == own_keys).float().mean() > 0.999
-    assert placement.supports(DEVICE, dtype, size, value_size, rotated // 2, layout)
+    assert placement.supports(DEVICE, dtype, shape[1], shape[2], shape[3] // 2, shape[0])
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8", "int4"])
@@ -156,6 +155,7 @@ def test_staged_loading_by_kernels_equals_the_plain_way(fresh_bench_for, codec, 
     expected = engine.prefill(prompt, method="cacheblend").logits
     assert engine.finish_background(30)
     monkeypatch.setattr(engine.runtime, "transfers", StagedTransfers())
+    monkeypatch.setattr(engine.runtime.decoder, "kernels", True)
     for _ in ("from memory", "from files"):
         assert largest_error(engine.prefill(prompt, method="cacheblend").logits, expected) < 1e-4
         assert engine.finish_background(30)
@@ -163,14 +163,63 @@ def test_staged_loading_by_kernels_equals_the_plain_way(fresh_bench_for, codec, 
             tier.clear()
 
 
+def shifted(layout, size, value_size, rotated, dtype, heads=3, tokens=60):
+    """New rows, stored rows, rows that were computed, their positions, cos and sin, and the rope."""
+    draw = torch.Generator().manual_seed(size)
+    rope = Rope(torch.rand(rotated // 2, generator=draw).to(DEVICE), layout)
+    new, stored = (
+        tuple(
+            torch.randn(tokens, heads, each, generator=draw).to(DEVICE, dtype).transpose(0, 1)
+            for each in sizes
+        )
+        for sizes in [(size, value_size)] * 2
+    )
+    at = torch.arange(1, 40, 3, device=DEVICE)
+    positions = torch.arange(20, 20 + len(at), device=DEVICE)
+    return (
+        new,
+        stored,
+        at,
+        positions,
+        angles(torch.arange(tokens, device=DEVICE).float(), rope.inv_freq),
+        rope,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_changes_of_computed_rows_are_unrotated(shape, dtype):
+    new, stored, at, positions, (cos, sin), rope = shifted(*shape, dtype)
+    keys, values = (a[:, at].float() - b[:, positions].float() for a, b in zip(new, stored, strict=True))
+    keys = rotated(keys, cos[positions], -sin[positions], rope)
+    expected = torch.cat([each.transpose(0, 1).flatten(1) for each in (keys, values)], 1)
+    assert largest_error(shift.observed(new, at, stored, positions, (cos, sin), rope), expected) < 1e-5
+    assert shift.supports(DEVICE, dtype, shape[1], shape[2], shape[3] // 2, shape[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_corrections_are_added_at_their_positions(shape, dtype):
+    more, stored, *_, (cos, sin), rope = shifted(*shape, dtype)
+    more = tuple(each[:, :33] for each in more)
+    expected = [each.float() for each in stored]
+    expected[0][:, 11:44] += rotated(more[0].float(), cos[11:44], sin[11:44], rope)
+    expected[1][:, 11:44] += more[1].float()
+    shift.add(more, stored, 11, (cos, sin), rope)
+    for found, wanted in zip(stored, expected, strict=True):
+        assert largest_error(found.float(), wanted) < 4 * torch.finfo(dtype).eps
+
+
 COMPILED = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from ragblend.engine.kernels import placement, rows_attention
+from ragblend.engine.kernels import placement, rows_attention, shift
 
 def compiled(kernel, dtype, shape, capability, **options):
     kinds = {"count": "i32", "window": "i32", "scale": "fp32", "Cos": "*fp32", "Sin": "*fp32", "Rows": "*i64"}
     kinds |= {name: f"*{dtype}" for name in ("Q", "K", "V", "Out", "Room", "Keys", "Values")}
+    kinds |= {name: f"*{dtype}" for name in ("New_keys", "New_values", "More_keys", "More_values")}
+    kinds |= {"At": "*i64", "Positions": "*i64"} | ({"Out": "*fp32"} if "HEADS" in shape else {})
     kinds |= {name: "*i32" for name in ("Key_at", "Value_at", "Tokens", "Turns")}
     signature = {name: "constexpr" if name in shape else kinds.get(name, "i32") for name in kernel.arg_names}
     constants = {(kernel.arg_names.index(name),): value for name, value in shape.items()}
@@ -183,8 +232,11 @@ for capability, most in (80, 163 << 10), (90, 227 << 10):
         shape = {"GROUP": 4, "D": 128, "M": rows, "N": keys, "WINDOWED": count == 100}
         shared = compiled(rows_attention._attend, "bf16", shape, capability, num_warps=warps, num_stages=stages)
         assert shared <= most, (capability, count, shared)
-    shape = {"SIZE": 128, "VALUE_SIZE": 128, "PAIRS": 64, "INTERLEAVED": False, "ALIGNED": True, "M": 16}
-    compiled(placement._place, "bf16", shape | {"K2": 128, "V2": 128, "P2": 64}, capability, num_warps=4)
+    shape = {"SIZE": 128, "VALUE_SIZE": 128, "PAIRS": 64, "INTERLEAVED": False, "M": 16}
+    shape |= {"K2": 128, "V2": 128, "P2": 64}
+    compiled(placement._place, "bf16", shape | {"ALIGNED": True}, capability, num_warps=4)
+    compiled(shift._observe, "bf16", shape | {"HEADS": 8}, capability, num_warps=4)
+    compiled(shift._add, "bf16", shape, capability, num_warps=4)
 """
 
 
