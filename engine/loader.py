@@ -17,7 +17,7 @@ from ragblend.engine.model.device import TransferStream
 from ragblend.engine.model.rope import UNROTATED, angles, rotate_
 from ragblend.engine.plan import Span
 from ragblend.engine.trace import Recorder
-from ragblend.kvstore.codec import RAW, Part
+from ragblend.kvstore.codec import RAW, Codec, Part
 from ragblend.kvstore.errors import CorruptBlobError, RemoteError, StoreError
 from ragblend.kvstore.memory import HeldChunk
 
@@ -319,8 +319,11 @@ class _RawRows:
         held.value_buffer[0].index_copy_(1, self._rows, values)
 
 
-class _RawRowsByKernel:
-    """The same in one launch (`kernels/placement.py`), with rotated keys. turns: by span number, in tokens."""
+class _RowsByKernel:
+    """Moves spans of one codec from the room to their rows in one launch (`kernels/placement.py`), with rotated keys.
+
+    by: by span number, how far its keys are rotated, in tokens.
+    """
 
     def __init__(
         self,
@@ -328,29 +331,27 @@ class _RawRowsByKernel:
         room: LayerRoom,
         cache: FusedCache,
         decoder: Decoder,
-        turns: Mapping[int, int],
+        by: Mapping[int, int | Tensor],
     ) -> None:
         from ragblend.engine.kernels.placement import RowTable
 
-        g = cache.geometry
-        begins = [room.places[number].start // g.torch_dtype.itemsize for number in spans]
-        rows = [
-            (begin, span.length, span.start, number in turns)
-            for begin, (number, span) in zip(begins, spans.items(), strict=True)
-        ]
-        self._table = RowTable(rows, g.kv_heads, g.key_size, g.value_size, decoder.device)
-        self._cache, self._decoder, self._room = cache, decoder, room.bytes.view(g.torch_dtype)
-        by = torch.tensor(
-            [float(turns[number]) for number in spans if number in turns], device=decoder.device
-        )
-        self._angles = {
-            kind: angles(by, inv_freq) if turns else None for kind, inv_freq in decoder.ropes.items()
-        }
+        rows, deltas = (
+            list[tuple[int, int, Tensor]](),
+            [torch.zeros(1)],
+        )  # one at least, for one compiled kernel
+        for number, span in spans.items():
+            delta, known = torch.as_tensor(by.get(number, ())).float().flatten(), sum(map(len, deltas))
+            turns = known + torch.arange(len(delta)) if len(delta) else torch.tensor([-1])
+            rows.append((room.places[number].start, span.start, turns.expand(span.length)))
+            deltas.append(delta)
+        (codec,) = {span.source.codec.name for span in spans.values()}
+        self._cache, self._decoder, turned = cache, decoder, torch.cat(deltas).to(decoder.device)
+        self._table = RowTable(room.bytes, rows, cache.geometry, codec)
+        self._angles = {kind: angles(turned, inv_freq) for kind, inv_freq in decoder.ropes.items()}
 
     def fill(self, layer: int) -> None:
-        held, rope = self._cache.fused[layer], self._decoder.rope(layer)
-        turns = self._angles[self._decoder.layer_types[layer]]
-        self._table.place(self._room, held.key_buffer[0], held.value_buffer[0], rope, turns)
+        held, by = self._cache.fused[layer], self._angles[self._decoder.layer_types[layer]]
+        self._table.place(held.key_buffer[0], held.value_buffer[0], self._decoder.rope(layer), by)
 
 
 Moved = Sequence[tuple[Span, int | Tensor]]
@@ -360,21 +361,20 @@ def _fillers(
     spans: Sequence[Span], moved: Moved, room: LayerRoom, cache: FusedCache, decoder: Decoder
 ) -> tuple[list[Any], Moved]:
     """What fills a layer's rows from the room; and the spans whose keys must be rotated afterwards."""
-    g = cache.geometry
-    raw = {number: spans[number] for number in room.places if spans[number].source.codec is RAW}
-    by_kernel = bool(raw) and works("placement", decoder)
-    if not by_kernel and g.key_size != g.value_size:
-        raw = {}
-    packed = {number: spans[number] for number in room.places if number not in raw}
-    found: list[Any] = [_Unpacked(packed, room, cache)] if packed else []
-    if by_kernel:
-        at = {span.start: number for number, span in raw.items()}
-        turns = {at[span.start]: by for span, by in moved if span.start in at and isinstance(by, int)}
-        found.append(_RawRowsByKernel(raw, room, cache, decoder, turns))
-        moved = [(span, by) for span, by in moved if span.start not in at]
-    elif raw:
-        found.append(_RawRows(raw, room, cache))
-    return found, moved
+    g, found = cache.geometry, list[Any]()
+    by_codec: dict[Codec, dict[int, Span]] = {}
+    for number in room.places:
+        by_codec.setdefault(spans[number].source.codec, {})[number] = spans[number]
+    by = {span.start: delta for span, delta in moved}
+    for codec, some in by_codec.items():
+        if works("placement", decoder, codec.name):
+            turned = {number: by.pop(span.start) for number, span in some.items() if span.start in by}
+            found.append(_RowsByKernel(some, room, cache, decoder, turned))
+        elif codec is RAW and g.key_size == g.value_size:
+            found.append(_RawRows(some, room, cache))
+        else:
+            found.append(_Unpacked(some, room, cache))
+    return found, [(span, delta) for span, delta in moved if span.start in by]
 
 
 class _Rotation:

@@ -28,14 +28,17 @@ def available(device: torch.device) -> bool:
     return bool(knobs.runtime.interpret) == (device.type == "cpu")
 
 
-def works(name: str, decoder: "Decoder") -> bool:
-    """Whether the kernels of that module (`placement`, `shift`) work on the decoder's device for keys of all layers."""
+def works(name: str, decoder: "Decoder", *more: object) -> bool:
+    """Whether the kernels of that module (`placement`, `shift`) work on the decoder's device for keys of all layers.
+
+    more: the last arguments of the module's `supports`.
+    """
     if not decoder.kernels or not available(decoder.device):
         return False
     g, supports = decoder.geometry, import_module(f"{__name__}.{name}").supports
     ropes = {(rope.size // 2, rope.layout) for rope in map(decoder.rope, range(g.layers))}
     return all(
-        supports(decoder.device, g.torch_dtype, g.key_size, g.value_size, *each) for each in sorted(ropes)
+        supports(decoder.device, g.dtype, g.key_size, g.value_size, *each, *more) for each in sorted(ropes)
     )
 
 
@@ -47,7 +50,7 @@ def passes(check: Callable[[], float], what: str, allowed: float) -> bool:
     try:
         error = check()
     except Exception as failure:  # whatever compiling and launching raise
-        log.warning("%s runs without its Triton kernel: %s", what, str(failure).strip().splitlines()[-1:])
+        log.warning("%s runs without its Triton kernel: %.300r", what, failure)
         return False
     if error <= allowed:
         return True

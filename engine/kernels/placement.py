@@ -1,6 +1,6 @@
-"""Moves one layer's raw KV of all spans to their rows in the fused buffers, and rotates the keys on the way.
+"""Moves one layer's stored KV of all spans to their rows in the fused buffers: unpacked, with rotated keys.
 
-One launch instead of a dozen calls: launching them took longer than copying the bytes to the device.
+One launch instead of a dozen calls for each span: launching them took longer than copying the bytes to the device.
 """
 
 import functools
@@ -13,32 +13,87 @@ from torch import Tensor
 
 from ragblend.engine.kernels import available, on_device, passes
 from ragblend.engine.model.rope import INTERLEAVED, UNROTATED, Rope, rotate_
+from ragblend.kvstore import int4
+from ragblend.kvstore.chunks import DTYPES, Geometry
+from ragblend.kvstore.codec import CODECS
 
 TILE_ROWS, WARPS = 16, 4
 ALIGNED = 16  # numbers: an access of 16 bytes and more needs it
+ALL = 1 << 30  # of a group that has every token, or channel
+# By codec: numbers in a byte (0: as they are), tokens with one scale for keys, channels with one scale for values.
+PACKINGS = {"raw": (0, ALL, ALL), "int8": (1, ALL, ALL), "int4": (2, int4.GROUP, int4.GROUP)}
+
+
+@triton.jit
+def _numbers(
+    Room, Bytes, Halves, begin, index, tokens, head, dims, mask, IS_VALUE: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, ALIGNED: tl.constexpr,
+    PER_BYTE: tl.constexpr, TOKEN_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr,
+):  # fmt: skip
+    row = head * tokens + index
+    if PER_BYTE == 0:
+        if IS_VALUE:
+            at = begin + HEADS * tokens * SIZE + row * VALUE_SIZE
+        else:
+            at = begin + row * SIZE
+        if ALIGNED:
+            at = tl.multiple_of(at, 16)
+        numbers = tl.load(Room + at[:, None] + dims[None, :], mask=mask, other=0.0)
+    else:
+        KEY_BYTES: tl.constexpr = (SIZE + PER_BYTE - 1) // PER_BYTE
+        VALUE_BYTES: tl.constexpr = (VALUE_SIZE + PER_BYTE - 1) // PER_BYTE
+        VALUE_GROUPS: tl.constexpr = (VALUE_SIZE + VALUE_GROUP - 1) // VALUE_GROUP
+        groups = (tokens + (TOKEN_GROUP - 1)) // TOKEN_GROUP
+        key_scales, value_scales = HEADS * groups * SIZE, HEADS * tokens * VALUE_GROUPS
+        codes = begin + 4 * (key_scales + value_scales)
+        if IS_VALUE:
+            scale = (begin // 2 + 2 * key_scales + row * VALUE_GROUPS)[:, None] + (dims // VALUE_GROUP)[
+                None, :
+            ]
+            count = value_scales
+            codes += HEADS * tokens * KEY_BYTES + row * VALUE_BYTES
+            WIDTH: tl.constexpr = VALUE_BYTES
+        else:
+            scale = (begin // 2 + (head * groups + index // TOKEN_GROUP) * SIZE)[:, None] + dims[None, :]
+            count = key_scales
+            codes += row * KEY_BYTES
+            WIDTH: tl.constexpr = KEY_BYTES
+        least = tl.load(Halves + scale, mask=mask, other=0.0).to(tl.float32)
+        step = tl.load(Halves + scale + count[:, None], mask=mask, other=0.0).to(tl.float32)
+        if PER_BYTE == 2:
+            upper = dims >= WIDTH
+            at = tl.where(upper, dims - WIDTH, dims)
+            both = tl.load(Bytes + codes[:, None] + at[None, :], mask=mask, other=0).to(tl.int32)
+            code = tl.where(upper[None, :], both >> 4, both & 15)
+        else:
+            code = tl.load(Bytes + codes[:, None] + dims[None, :], mask=mask, other=0).to(tl.int32)
+        numbers = (least + code.to(tl.float32) * step).to(Room.dtype.element_ty)
+    return numbers
 
 
 @triton.jit(do_not_specialize=["count"])
 def _place(
-    Room, Key_at, Value_at, Tokens, Rows, Turns, Cos, Sin, Keys, Values, count, k_head, k_row, v_head, v_row,
-    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ALIGNED: tl.constexpr, M: tl.constexpr, K2: tl.constexpr, V2: tl.constexpr, P2: tl.constexpr,
+    Room, Bytes, Halves, Begin, Index, Tokens, Rows, Turns, Cos, Sin, Keys, Values, count,
+    k_head, k_row, v_head, v_row,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, ALIGNED: tl.constexpr,
+    PER_BYTE: tl.constexpr, TOKEN_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    M: tl.constexpr, K2: tl.constexpr, V2: tl.constexpr, P2: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * M + tl.arange(0, M)
     head = tl.program_id(1)
     valid = m < count
-    tokens = tl.load(Tokens + m, mask=valid, other=0)
-    key_at = tl.load(Key_at + m, mask=valid, other=0) + head * tokens * SIZE
-    value_at = tl.load(Value_at + m, mask=valid, other=0) + head * tokens * VALUE_SIZE
-    row = tl.load(Rows + m, mask=valid, other=0)
-    key_to = row * k_row + head * k_head
-    value_to = row * v_row + head * v_head
+    begin, index = tl.load(Begin + m, mask=valid, other=0), tl.load(Index + m, mask=valid, other=0)
+    tokens, row = tl.load(Tokens + m, mask=valid, other=0), tl.load(Rows + m, mask=valid, other=0)
+    key_to, value_to = row * k_row + head * k_head, row * v_row + head * v_head
     if ALIGNED:
-        key_at, value_at = tl.multiple_of(key_at, 16), tl.multiple_of(value_at, 16)
         key_to, value_to = tl.multiple_of(key_to, 16), tl.multiple_of(value_to, 16)
     dims = tl.arange(0, V2)
     inside = valid[:, None] & (dims < VALUE_SIZE)[None, :]
-    value = tl.load(Room + value_at[:, None] + dims[None, :], mask=inside)
+    value = _numbers(
+        Room, Bytes, Halves, begin, index, tokens, head, dims, inside, True,
+        HEADS, SIZE, VALUE_SIZE, ALIGNED, PER_BYTE, TOKEN_GROUP, VALUE_GROUP,
+    )  # fmt: skip
     tl.store(Values + value_to[:, None] + dims[None, :], value, mask=inside)
     if PAIRS > 0:
         pair = tl.arange(0, P2)
@@ -47,8 +102,14 @@ def _place(
         else:
             first, second = pair, pair + PAIRS
         inside = valid[:, None] & (pair < PAIRS)[None, :]
-        a = tl.load(Room + key_at[:, None] + first[None, :], mask=inside, other=0.0)
-        b = tl.load(Room + key_at[:, None] + second[None, :], mask=inside, other=0.0)
+        a = _numbers(
+            Room, Bytes, Halves, begin, index, tokens, head, first, inside, False,
+            HEADS, SIZE, VALUE_SIZE, ALIGNED, PER_BYTE, TOKEN_GROUP, VALUE_GROUP,
+        )  # fmt: skip
+        b = _numbers(
+            Room, Bytes, Halves, begin, index, tokens, head, second, inside, False,
+            HEADS, SIZE, VALUE_SIZE, ALIGNED, PER_BYTE, TOKEN_GROUP, VALUE_GROUP,
+        )  # fmt: skip
         turn = tl.load(Turns + m, mask=valid, other=-1)
         moved = inside & (turn >= 0)[:, None]
         cos = tl.load(Cos + turn[:, None] * PAIRS + pair[None, :], mask=moved, other=1.0)
@@ -61,88 +122,97 @@ def _place(
     if 2 * PAIRS < SIZE:
         dims = tl.arange(0, K2)
         inside = valid[:, None] & ((dims >= 2 * PAIRS) & (dims < SIZE))[None, :]
-        key = tl.load(Room + key_at[:, None] + dims[None, :], mask=inside)
+        key = _numbers(
+            Room, Bytes, Halves, begin, index, tokens, head, dims, inside, False,
+            HEADS, SIZE, VALUE_SIZE, ALIGNED, PER_BYTE, TOKEN_GROUP, VALUE_GROUP,
+        )  # fmt: skip
         tl.store(Keys + key_to[:, None] + dims[None, :], key, mask=inside)
 
 
 class RowTable:
-    """Where each row's keys and values lie in a room, and where they go; the same for all layers.
+    """Where each row's packed layer begins in a room, and where the row goes; the same for all layers.
 
-    spans: for each its first number in the room, tokens, first row and whether its keys are rotated. In the room a span
-    is keys (H, T, D), then values (H, T, Dv).
+    room: device memory (bytes,) uint8. spans, all of one codec: for each the first byte of its packed layer, its first
+    row, and turns (tokens,): the row of the table of angles by which each key is rotated, -1 for none.
     """
 
     def __init__(
-        self,
-        spans: Sequence[tuple[int, int, int, bool]],
-        heads: int,
-        size: int,
-        value_size: int,
-        device: torch.device,
+        self, room: Tensor, spans: Sequence[tuple[int, int, Tensor]], geometry: Geometry, codec: str
     ) -> None:
-        key_at, value_at, tokens, rows, turns, turn = [], [], [], [], [], 0
-        for begin, count, start, is_moved in spans:
-            at = torch.arange(count)
-            key_at.append(begin + at * size)
-            value_at.append(begin + heads * count * size + at * value_size)
-            tokens.append(torch.full_like(at, count))
-            rows.append(start + at)
-            turns.append(torch.full_like(at, turn if is_moved else -1))
-            turn += is_moved
-        self.heads, self.size, self.value_size = heads, size, value_size
-        columns = torch.stack([torch.cat(each) for each in (key_at, value_at, tokens, rows, turns)])
-        self._columns = columns.int().to(device)
+        self._geometry, self._packing = geometry, PACKINGS[codec]
+        self._rooms = room.view(geometry.torch_dtype), room, room.view(torch.float16)
+        unit = 1 if self._packing[0] else geometry.torch_dtype.itemsize
+        columns = list[Tensor]()
+        for begin, start, turns in spans:
+            index = torch.arange(turns.numel())
+            same = torch.ones_like(index)
+            columns.append(
+                torch.stack([begin // unit * same, index, turns.numel() * same, start + index, turns])
+            )
+        joined = torch.cat(columns, dim=1).int()
+        # Each column is aligned: Triton compiles anew for pointers that are not.
+        self._count, extra = joined.shape[1], -joined.shape[1] % ALIGNED
+        self._columns = torch.nn.functional.pad(joined, (0, extra)).to(room.device).unbind()
 
-    def place(
-        self, room: Tensor, keys: Tensor, values: Tensor, rope: Rope, turns: tuple[Tensor, Tensor] | None
-    ) -> None:
-        """Copy the room's numbers (N,) to keys and values, (H, capacity, D) and (H, capacity, Dv).
-
-        turns: cos and sin, (spans that are rotated, R/2) float32; None if no keys are rotated.
+    def place(self, keys: Tensor, values: Tensor, rope: Rope, angles: tuple[Tensor, Tensor]) -> None:
+        """Fill keys and values, (H, capacity, D) and (H, capacity, Dv), from the room. angles: cos and sin, (n, R/2)
+        float32.
         """
-        rotates = turns is not None and rope.layout != UNROTATED
-        cos, sin = turns if turns is not None and rotates else (room, room)  # else never read
-        pairs, count = (cos.shape[1] if rotates else 0), self._columns.shape[1]
+        g, pairs = self._geometry, 0 if rope.layout == UNROTATED else rope.size // 2
         shape = {
-            "SIZE": self.size,
-            "VALUE_SIZE": self.value_size,
+            "HEADS": g.kv_heads,
+            "SIZE": g.key_size,
+            "VALUE_SIZE": g.value_size,
+            "ALIGNED": g.key_size % ALIGNED == 0 and g.value_size % ALIGNED == 0,
             "PAIRS": pairs,
             "INTERLEAVED": rope.layout == INTERLEAVED,
-            "ALIGNED": self.size % ALIGNED == 0 and self.value_size % ALIGNED == 0,
             "M": TILE_ROWS,
-            "K2": triton.next_power_of_2(self.size),
-            "V2": triton.next_power_of_2(self.value_size),
+            "K2": triton.next_power_of_2(g.key_size),
+            "V2": triton.next_power_of_2(g.value_size),
             "P2": triton.next_power_of_2(max(pairs, 1)),
         }
+        shape |= dict(zip(("PER_BYTE", "TOKEN_GROUP", "VALUE_GROUP"), self._packing, strict=True))
         strides = [*keys.stride()[:2], *values.stride()[:2]]
-        with on_device(room.device):
-            _place[triton.cdiv(count, TILE_ROWS), self.heads](
-                room, *self._columns.unbind(), cos, sin, keys, values, count, *strides, **shape, num_warps=WARPS
+        with on_device(keys.device):
+            _place[triton.cdiv(self._count, TILE_ROWS), g.kv_heads](
+                *self._rooms, *self._columns, *angles, keys, values, self._count, *strides, **shape, num_warps=WARPS
             )  # fmt: skip
 
 
 @functools.cache
 def supports(
-    device: torch.device, dtype: torch.dtype, size: int, value_size: int, pairs: int, layout: str
+    device: torch.device, dtype: str, size: int, value_size: int, pairs: int, layout: str, codec: str
 ) -> bool:
-    """Whether the kernel is right for such keys and values on that device; compiles it."""
-    dtypes = [torch.float16, torch.float32] + [torch.bfloat16] * (device.type == "cuda")
-    if not available(device) or dtype not in dtypes:
+    """Whether the kernel is right for such keys and values, packed so, on that device; compiles it."""
+    dtypes = ["float16", "float32"] + ["bfloat16"] * (device.type == "cuda")
+    if not available(device) or dtype not in dtypes or codec not in PACKINGS:
         return False
 
     def largest_error() -> float:
-        heads, tokens, draw = 2, 20, torch.Generator().manual_seed(0)
+        tokens, draw, g = 37, torch.Generator().manual_seed(0), Geometry(1, 2, size, value_size, dtype)
         rope = Rope(torch.rand(pairs, generator=draw).to(device), layout)
-        room = torch.randn(heads * tokens * (size + value_size), generator=draw).to(device, dtype)
-        keys, values = (room.new_zeros(heads, tokens + 3, each) for each in (size, value_size))
+        of_chunk = (
+            torch.randn(g.kv_heads, tokens, each, generator=draw).to(g.torch_dtype)
+            for each in (size, value_size)
+        )
+        packed = CODECS[codec].pack(*of_chunk)
+        assert packed is not None, "numbers around 1"
+        room = torch.cat([part.flatten().view(torch.uint8) for part in packed]).to(device)
+        room = torch.nn.functional.pad(room, (0, -len(room) % 16))
+        buffers = [
+            torch.zeros(2, tokens + 3, each, dtype=g.torch_dtype, device=device)
+            for each in (size, value_size)
+        ]
         turns = (7 * rope.inv_freq[None]).cos(), (7 * rope.inv_freq[None]).sin()
-        table = RowTable([(0, tokens, 3, True)], heads, size, value_size, device)
-        table.place(room, keys, values, rope, turns)
-        own = room[: heads * tokens * size].view(heads, tokens, size).clone()
-        rotate_(own, *turns, rope)
-        moved = (keys[:, 3:].float() - own.float()).abs().max()
-        copied = (values[:, 3:].flatten() != room[heads * tokens * size :]).any()
-        return float(moved) + float(copied)
+        expected = [each.clone() for each in buffers]
+        CODECS[codec].unpack(
+            room[: CODECS[codec].layer_nbytes(g, tokens)], g, *(each[:, 3:] for each in expected)
+        )
+        rotate_(expected[0][:, 3:], *turns, rope)
+        table = RowTable(room, [(0, 3, torch.zeros(tokens, dtype=torch.long))], g, codec)
+        table.place(buffers[0], buffers[1], rope, turns)
+        errors = [(a.float() - b.float()).abs().max() for a, b in zip(buffers, expected, strict=True)]
+        return float(torch.stack(errors).max())
 
     # A product and a sum may be rounded once or twice: a unit in the last place of numbers up to 8.
-    return passes(largest_error, "placing of stored KV", 8 * torch.finfo(dtype).eps)
+    return passes(largest_error, f"placing of stored KV ({codec})", 8 * torch.finfo(DTYPES[dtype]).eps)

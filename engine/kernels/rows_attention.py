@@ -53,7 +53,8 @@ def _step(
     return acc, total, highest
 
 
-@triton.jit(do_not_specialize=["count", "window"])
+# Not compiled anew for each number of rows, nor for rows that begin within others.
+@triton.jit(do_not_specialize=["count", "window"], do_not_specialize_on_alignment=["Rows"])
 def _attend(
     Q, K, V, Rows, Out, count, window, scale, q_head, q_row, k_head, k_row, v_head, v_row, out_row, out_head,
     GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOWED: tl.constexpr,
@@ -173,4 +174,4 @@ def _large_shared(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin) >= LARGE_SHARED_BYTES
+    return int(getattr(properties, "shared_memory_per_block_optin", 0)) >= LARGE_SHARED_BYTES

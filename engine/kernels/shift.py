@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ragblend.engine.kernels import available, on_device, passes
 from ragblend.engine.model.rope import INTERLEAVED, UNROTATED, Rope, angles, rotated
+from ragblend.kvstore.chunks import DTYPES
 
 TILE_ROWS, WARPS = 16, 4
 Angles = tuple[Tensor, Tensor]  # cos and sin (T, R/2) float32, of every position
@@ -172,7 +173,7 @@ def supports(
     device: torch.device, dtype: torch.dtype, size: int, value_size: int, pairs: int, layout: str
 ) -> bool:
     """Whether both kernels are right for such keys and values on that device; compiles them."""
-    dtypes = [torch.float16, torch.float32] + [torch.bfloat16] * (device.type == "cuda")
+    dtypes = ["float16", "float32"] + ["bfloat16"] * (device.type == "cuda")
     if not available(device) or dtype not in dtypes:
         return False
 
@@ -182,7 +183,7 @@ def supports(
         by = angles(torch.arange(tokens, device=device).float(), rope.inv_freq)
         new, stored = (
             [
-                torch.randn(heads, tokens, each, generator=draw).to(device, dtype)
+                torch.randn(heads, tokens, each, generator=draw).to(device, DTYPES[dtype])
                 for each in (size, value_size)
             ]
             for _ in range(2)
@@ -203,4 +204,4 @@ def supports(
         errors += [(a.float() - b).abs().max() for a, b in zip(stored, wanted, strict=True)]
         return float(torch.stack(errors).max())
 
-    return passes(largest_error, "the shift of stored KV", 8 * torch.finfo(dtype).eps)
+    return passes(largest_error, "the shift of stored KV", 8 * torch.finfo(DTYPES[dtype]).eps)

@@ -14,6 +14,8 @@ pytest.importorskip("triton")
 from ragblend.engine.kernels import placement, rows_attention, shift
 from ragblend.engine.kernels.placement import RowTable
 from ragblend.engine.model.rope import Rope, angles, rotate_, rotated
+from ragblend.kvstore.chunks import Geometry
+from ragblend.kvstore.codec import CODECS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(not kernels.available(DEVICE), reason="Triton does not run here")
@@ -101,42 +103,58 @@ def test_prefill_by_kernels_equals_the_plain_way(fresh_bench_for, kind, method, 
 
 
 class Case:
-    """Raw spans in a room, some rotated, for a pair of buffers."""
+    """Spans in a room, packed by a codec, for a pair of buffers: the second is not rotated."""
 
-    def __init__(self, layout, size, value_size, rotated, dtype, heads=3):
-        draw = torch.Generator().manual_seed(size)
+    def __init__(self, codec, layout, size, value_size, rotated, dtype):
+        draw, g = torch.Generator().manual_seed(size), Geometry(1, 3, size, value_size, dtype)
         self.rope = Rope(torch.rand(rotated // 2, generator=draw).to(DEVICE), layout)
-        self.lengths, self.starts, by = (5, 16, 33), (4, 40, 60), [float(7), float(-3)]
-        self.turns = angles(torch.tensor(by, device=DEVICE), self.rope.inv_freq)
-        self.parts, begins, room = [], [], torch.zeros(0, dtype=dtype)
-        for tokens in self.lengths:
-            keys, values = (torch.randn(heads, tokens, each, generator=draw) for each in (size, value_size))
-            self.parts.append((keys.to(DEVICE, dtype), values.to(DEVICE, dtype)))
-            begins.append(len(room))
-            room = torch.cat([room, *(each.to(dtype).flatten() for each in (keys, values))])
-            room = torch.nn.functional.pad(room, (0, -len(room) % 64))
-        spans = zip(begins, self.lengths, self.starts, (True, False, True), strict=True)
-        self.room, self.table = room.to(DEVICE), RowTable(list(spans), heads, size, value_size, DEVICE)
-        self.buffers = [torch.full((heads, 100, each), -7.0).to(DEVICE, dtype) for each in (size, value_size)]
+        self.deltas, self.spans, room, rows = (
+            [float(7), *range(60, 125)],
+            [],
+            torch.zeros(0, dtype=torch.uint8),
+            [],
+        )
+        every = torch.arange(1, 66), torch.zeros(5, dtype=torch.long), torch.full((16,), -1)
+        for start, turns in zip((60, 4, 40), every, strict=True):
+            sizes = (size, value_size)
+            packed = CODECS[codec].pack(
+                *(torch.randn(3, len(turns), each, generator=draw).to(g.torch_dtype) for each in sizes)
+            )
+            packed = torch.cat([part.flatten().view(torch.uint8) for part in packed])
+            self.spans.append((start, turns, packed[: CODECS[codec].layer_nbytes(g, len(turns))].to(DEVICE)))
+            rows.append((len(room), start, turns))
+            room = torch.cat([room, torch.nn.functional.pad(packed, (0, -len(packed) % 256))])
+        self.turns = angles(torch.tensor(self.deltas, device=DEVICE), self.rope.inv_freq)
+        self.table, self.codec, self.g = RowTable(room.to(DEVICE), rows, g, codec), codec, g
 
-    def expected(self, by_kernel=False):
-        keys, values = (buffer.clone() for buffer in self.buffers)
-        if by_kernel:
-            self.table.place(self.room, keys, values, self.rope, self.turns)
-            return keys, values
-        for number, (start, (own_keys, own_values)) in enumerate(zip(self.starts, self.parts, strict=True)):
-            at = slice(start, start + own_keys.shape[1])
-            keys[:, at], values[:, at] = own_keys, own_values
-            if number != 1:
-                rotate_(keys[:, at], self.turns[0][number // 2], self.turns[1][number // 2], self.rope)
+    def buffers(self):
+        return [
+            torch.full((3, 130, size), -7.0).to(DEVICE, self.g.torch_dtype)
+            for size in (self.g.key_size, self.g.value_size)
+        ]
+
+    def by_kernel(self):
+        keys, values = self.buffers()
+        self.table.place(keys, values, self.rope, self.turns)
+        return keys, values
+
+    def by_torch(self):
+        keys, values = self.buffers()
+        for start, turns, packed in self.spans:
+            at = slice(start, start + len(turns))
+            CODECS[self.codec].unpack(packed, self.g, keys[:, at], values[:, at])
+            if turns[0] >= 0:
+                rotate_(keys[:, at], self.turns[0][turns], self.turns[1][turns], self.rope)
         return keys, values
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_raw_spans_are_placed_and_rotated_by_one_launch(shape, dtype):
-    case = Case(*shape, dtype)
-    (keys, values), (own_keys, own_values) = case.expected(by_kernel=True), case.expected()
+@pytest.mark.parametrize("codec", CODECS)
+def test_spans_are_unpacked_rotated_and_placed_by_one_launch(codec, shape, dtype):
+    name = str(dtype).removeprefix("torch.")
+    case = Case(codec, *shape, name)
+    (keys, values), (own_keys, own_values) = case.by_kernel(), case.by_torch()
     assert torch.equal(values, own_values)
     assert torch.equal(keys[:, 40:56], own_keys[:, 40:56]), "not rotated"
     assert torch.equal(keys[:, 56:60], own_keys[:, 56:60]), "other rows keep what they have"
@@ -144,7 +162,7 @@ def test_raw_spans_are_placed_and_rotated_by_one_launch(shape, dtype):
     assert largest_error(keys.float(), own_keys.float()) <= 4 * torch.finfo(dtype).eps
     if dtype != torch.float32:
         assert (keys == own_keys).float().mean() > 0.999
-    assert placement.supports(DEVICE, dtype, shape[1], shape[2], shape[3] // 2, shape[0])
+    assert placement.supports(DEVICE, name, shape[1], shape[2], shape[3] // 2, shape[0], codec)
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8", "int4"])
@@ -194,7 +212,9 @@ def test_changes_of_computed_rows_are_unrotated(shape, dtype):
     keys = rotated(keys, cos[positions], -sin[positions], rope)
     expected = torch.cat([each.transpose(0, 1).flatten(1) for each in (keys, values)], 1)
     assert largest_error(shift.observed(new, at, stored, positions, (cos, sin), rope), expected) < 1e-5
-    assert shift.supports(DEVICE, dtype, shape[1], shape[2], shape[3] // 2, shape[0])
+    assert shift.supports(
+        DEVICE, str(dtype).removeprefix("torch."), shape[1], shape[2], shape[3] // 2, shape[0]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -219,8 +239,9 @@ def compiled(kernel, dtype, shape, capability, **options):
     kinds = {"count": "i32", "window": "i32", "scale": "fp32", "Cos": "*fp32", "Sin": "*fp32", "Rows": "*i64"}
     kinds |= {name: f"*{dtype}" for name in ("Q", "K", "V", "Out", "Room", "Keys", "Values")}
     kinds |= {name: f"*{dtype}" for name in ("New_keys", "New_values", "More_keys", "More_values")}
-    kinds |= {"At": "*i64", "Positions": "*i64"} | ({"Out": "*fp32"} if "HEADS" in shape else {})
-    kinds |= {name: "*i32" for name in ("Key_at", "Value_at", "Tokens", "Turns")}
+    kinds |= {"At": "*i64", "Positions": "*i64"} | ({"Out": "*fp32"} if "SIZE" in shape else {})
+    kinds |= {name: "*i32" for name in ("Begin", "Index", "Tokens", "Turns")}
+    kinds |= {"Bytes": "*u8", "Halves": "*fp16"} | ({"Rows": "*i32"} if "PER_BYTE" in shape else {})
     signature = {name: "constexpr" if name in shape else kinds.get(name, "i32") for name in kernel.arg_names}
     constants = {(kernel.arg_names.index(name),): value for name, value in shape.items()}
     source = ASTSource(kernel, signature, constants)
@@ -234,7 +255,9 @@ for capability, most in (80, 163 << 10), (90, 227 << 10):
         assert shared <= most, (capability, count, shared)
     shape = {"SIZE": 128, "VALUE_SIZE": 128, "PAIRS": 64, "INTERLEAVED": False, "M": 16}
     shape |= {"K2": 128, "V2": 128, "P2": 64}
-    compiled(placement._place, "bf16", shape | {"ALIGNED": True}, capability, num_warps=4)
+    for packing in placement.PACKINGS.values():
+        of = dict(zip(("PER_BYTE", "TOKEN_GROUP", "VALUE_GROUP"), packing)) | {"ALIGNED": True, "HEADS": 8}
+        compiled(placement._place, "bf16", shape | of, capability, num_warps=4)
     compiled(shift._observe, "bf16", shape | {"HEADS": 8}, capability, num_warps=4)
     compiled(shift._add, "bf16", shape, capability, num_warps=4)
 """
