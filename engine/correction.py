@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
-from ragblend.engine.kernels import works
 from ragblend.engine.model.decoder import Decoder
 from ragblend.engine.model.rope import angles, rotated
 from ragblend.engine.plan import Kind, Plan
@@ -26,7 +25,7 @@ class Correction:
         # bfloat16 stays, else float32: squares of float16 may overflow.
         self._dtype = stored if stored == torch.bfloat16 else torch.float32
         self._run = ShiftContext(rows[self._at], chunks, self._dtype)
-        self._by_kernel = works("shift", decoder)
+        self._by_kernel = decoder.has_kernels("shift")
         self._tables: dict[tuple[str, torch.dtype, int], tuple[Tensor, Tensor]] = {}
 
     def apply(self, layer: int, new_keys: Tensor, new_values: Tensor) -> None:

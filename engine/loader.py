@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.cache import FusedCache
-from ragblend.engine.kernels import works
 from ragblend.engine.model.decoder import Decoder
 from ragblend.engine.model.device import TransferStream
 from ragblend.engine.model.rope import UNROTATED, angles, rotate_
@@ -367,7 +366,7 @@ def _fillers(
         by_codec.setdefault(spans[number].source.codec, {})[number] = spans[number]
     by = {span.start: delta for span, delta in moved}
     for codec, some in by_codec.items():
-        if works("placement", decoder, codec.name):
+        if decoder.has_kernels("placement", codec.name):
             turned = {number: by.pop(span.start) for number, span in some.items() if span.start in by}
             found.append(_RowsByKernel(some, room, cache, decoder, turned))
         elif codec is RAW and g.key_size == g.value_size:

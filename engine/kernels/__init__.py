@@ -7,13 +7,10 @@ import functools
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module, util
-from typing import TYPE_CHECKING, Any
+from importlib import util
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from ragblend.engine.model.decoder import Decoder
 
 log = logging.getLogger("ragblend")
 
@@ -26,20 +23,6 @@ def available(device: torch.device) -> bool:
     from triton import knobs
 
     return bool(knobs.runtime.interpret) == (device.type == "cpu")
-
-
-def works(name: str, decoder: "Decoder", *more: object) -> bool:
-    """Whether the kernels of that module (`placement`, `shift`) work on the decoder's device for keys of all layers.
-
-    more: the last arguments of the module's `supports`.
-    """
-    if not decoder.kernels or not available(decoder.device):
-        return False
-    g, supports = decoder.geometry, import_module(f"{__name__}.{name}").supports
-    ropes = {(rope.size // 2, rope.layout) for rope in map(decoder.rope, range(g.layers))}
-    return all(
-        supports(decoder.device, g.dtype, g.key_size, g.value_size, *each, *more) for each in sorted(ropes)
-    )
 
 
 def passes(check: Callable[[], float], what: str, allowed: float) -> bool:

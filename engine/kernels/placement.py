@@ -52,17 +52,16 @@ def _numbers(
             ]
             count = value_scales
             codes += HEADS * tokens * KEY_BYTES + row * VALUE_BYTES
-            WIDTH: tl.constexpr = VALUE_BYTES
         else:
             scale = (begin // 2 + (head * groups + index // TOKEN_GROUP) * SIZE)[:, None] + dims[None, :]
             count = key_scales
             codes += row * KEY_BYTES
-            WIDTH: tl.constexpr = KEY_BYTES
         least = tl.load(Halves + scale, mask=mask, other=0.0).to(tl.float32)
         step = tl.load(Halves + scale + count[:, None], mask=mask, other=0.0).to(tl.float32)
         if PER_BYTE == 2:
-            upper = dims >= WIDTH
-            at = tl.where(upper, dims - WIDTH, dims)
+            half: tl.constexpr = VALUE_BYTES if IS_VALUE else KEY_BYTES
+            upper = dims >= half
+            at = tl.where(upper, dims - half, dims)
             both = tl.load(Bytes + codes[:, None] + at[None, :], mask=mask, other=0).to(tl.int32)
             code = tl.where(upper[None, :], both >> 4, both & 15)
         else:

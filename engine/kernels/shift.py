@@ -169,9 +169,7 @@ def _launch(rows: int, keys: Tensor, values: Tensor, rope: Rope) -> tuple[tuple[
 
 
 @functools.cache
-def supports(
-    device: torch.device, dtype: torch.dtype, size: int, value_size: int, pairs: int, layout: str
-) -> bool:
+def supports(device: torch.device, dtype: str, size: int, value_size: int, pairs: int, layout: str) -> bool:
     """Whether both kernels are right for such keys and values on that device; compiles them."""
     dtypes = ["float16", "float32"] + ["bfloat16"] * (device.type == "cuda")
     if not available(device) or dtype not in dtypes:

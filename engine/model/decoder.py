@@ -9,6 +9,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -88,6 +89,19 @@ class Decoder(ABC):
 
     def rope(self, layer: int) -> Rope:
         return Rope(self.ropes[self.layer_types[layer]], self.layouts[layer])
+
+    def has_kernels(self, name: str, *more: object) -> bool:
+        """Whether the kernels of that module in `kernels` work here for the keys and values of all layers.
+
+        more: the last arguments of the module's `supports`.
+        """
+        if not self.kernels or not available(self.device):
+            return False
+        g, supports = self.geometry, import_module(f"ragblend.engine.kernels.{name}").supports
+        ropes = {(rope.size // 2, rope.layout) for rope in map(self.rope, range(g.layers))}
+        return all(
+            supports(self.device, g.dtype, g.key_size, g.value_size, *each, *more) for each in sorted(ropes)
+        )
 
     @property
     @abstractmethod

@@ -4,8 +4,7 @@ import errno
 import json
 
 import pytest
-from benches import PREFIX, make_prompt, make_text
-from test_device import StagedTransfers
+from benches import PREFIX, StagedTransfers, make_prompt, make_text
 
 from ragblend import Engine
 from ragblend.engine import controller, prefill, profiling
