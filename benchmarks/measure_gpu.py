@@ -323,8 +323,29 @@ def kernels(bench: GpuBench) -> Iterator[Row]:
         for name, way in inverses(system).items():
             yield {"what": f"{name}, {unknowns}", "ms": median_ms(bench.device, way)}
     if bench.device == "cuda":
+        yield from whole_attention(8192)
         for rows_of_keys in ((60, 8300), (1280, 8300), (2560, 16600)):
             yield from attentions(*rows_of_keys)
+
+
+def whole_attention(tokens: int) -> Iterator[Row]:
+    """Causal attention of a whole prompt by torch's kernels: each prepares something for a new length."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    attend = torch.nn.functional.scaled_dot_product_attention
+    every = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    for name, chosen in {"torch's choice": every, "flash": every[:1], "cuDNN": every[1:2]}.items():
+        for length in (tokens, tokens + 17, tokens + 34):
+            query = torch.randn(1, 32, length, 128, device="cuda").bfloat16()
+            key, value = (torch.randn(1, 8, length, 128, device="cuda").bfloat16() for _ in "kv")
+            torch.cuda.synchronize()
+            with sdpa_kernel(chosen):
+                begun = time.perf_counter()
+                attend(query, key, value, is_causal=True, enable_gqa=True)
+                torch.cuda.synchronize()
+                first_ms = 1e3 * (time.perf_counter() - begun)
+                ms = median_ms("cuda", partial(attend, query, key, value, is_causal=True, enable_gqa=True))
+            yield {"what": f"causal attention of {length}, {name}", "ms": ms, "first_ms": first_ms}
 
 
 def attentions(count: int, tokens: int) -> Iterator[Row]:
@@ -478,11 +499,14 @@ def profile(bench: GpuBench) -> Iterator[Row]:
         bench.engine() as engine,
         ttft.encoded(engine, ttft.cut_texts(engine, bench.source, bench.chunks, bench.lengths[4])) as subject,
     ):
-        for variant in VARIANTS:
+        decoder = engine.runtime.decoder
+        plain = [(REUSE, False), (SHIFT, False)] if on_card else []
+        for variant, by_kernels in [*((each, True) for each in VARIANTS), *plain]:
+            decoder.kernels = on_card and by_kernels
             ttft.place(engine, subject, "memory")
             engine.prefill(subject.prompt, **variant.arguments)
             ttft.place(engine, subject, "memory")
-            row: Row = {"method": variant.method, "ratio": variant.ratio}
+            row: Row = {"method": variant.method, "ratio": variant.ratio, "triton": decoder.kernels}
             if on_card:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
@@ -495,6 +519,7 @@ def profile(bench: GpuBench) -> Iterator[Row]:
             with torch.profiler.profile(activities=activities) as profiler:
                 engine.prefill(subject.prompt, **variant.arguments)
             yield row | profiled(profiler)
+        decoder.kernels = on_card
 
 
 def profiled(profiler: Any) -> Row:
@@ -508,6 +533,7 @@ def profiled(profiler: Any) -> Row:
     calls = sorted(averages, key=lambda each: -each.self_cpu_time_total)[:TOP]
     return {
         "launches": sum(launches.values()),
+        "waits": sum(each.count for each in averages if "Synchronize" in each.key),
         "kernels_ms": union_us(spans[False]) / 1e3,
         "copies_ms": union_us(spans[True]) / 1e3,
         "kernels": [[each.key[:90], each.count, each.self_device_time_total / 1e3] for each in kernels],
@@ -565,13 +591,15 @@ def tables(found: Row) -> str:
                 [r for r in rows if r["chunks"] == chunks]
             )
     if rows := found.get("profile", []):
-        head = ("", "launches", "kernels, ms", "copies, ms", "peak memory, MiB")
+        head = ("", "Triton", "launches", "waits", "kernels, ms", "copies, ms", "peak memory, MiB")
         text += "\n" + markdown(
             head,
             (
                 (
                     label(row["method"], row["ratio"]),
+                    "yes" if row["triton"] else "no",
                     f"{row['launches']:,}",
+                    str(row["waits"]),
                     f"{row['kernels_ms']:.0f}",
                     f"{row['copies_ms']:.0f}",
                     f"{row.get('peak_mib', 0):,.0f}",

@@ -48,11 +48,14 @@ def test_tables_show_times_speedups_and_launches():
             case | {"method": "full", "ratio": None, "ttft_ms": 200.0},
             case | {"method": "probe-shift", "ratio": 0.15, "ttft_ms": 100.0},
         ],
-        "profile": [{"method": "full", "ratio": None, "launches": 1234, "kernels_ms": 1.0, "copies_ms": 2.0}],
+        "profile": [
+            {"method": "full", "ratio": None, "triton": True, "waits": 3}
+            | {"launches": 1234, "kernels_ms": 1.0, "copies_ms": 2.0}
+        ],
     }
     text = measure_gpu.tables(found)
     assert "| ms | pinned memory |" in text and "| full | 200 |" in text
-    assert "| probe-shift 15% | 100 (2.0 times) |" in text and "| full | 1,234 |" in text
+    assert "| probe-shift 15% | 100 (2.0 times) |" in text and "| full | yes | 1,234 | 3 |" in text
 
 
 def test_time_of_overlapping_spans_counts_once():
