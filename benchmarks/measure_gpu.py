@@ -591,9 +591,9 @@ def tables(found: Row) -> str:
                 [r for r in rows if r["chunks"] == chunks]
             )
     if rows := found.get("profile", []):
-        head = ("", "Triton", "launches", "waits", "kernels, ms", "copies, ms", "peak memory, MiB")
+        columns = ("", "Triton", "launches", "waits", "kernels, ms", "copies, ms", "peak memory, MiB")
         text += "\n" + markdown(
-            head,
+            columns,
             (
                 (
                     label(row["method"], row["ratio"]),

@@ -26,14 +26,14 @@ PACKINGS = {"raw": (0, ALL, ALL), "int8": (1, ALL, ALL), "int4": (2, int4.GROUP,
 
 @triton.jit
 def _numbers(
-    Room, Bytes, Halves, begin, index, tokens, head, dims, mask, IS_VALUE: tl.constexpr,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, ALIGNED: tl.constexpr,
+    Room, Bytes, Halves, begin, index, tokens, head, heads, dims, mask, IS_VALUE: tl.constexpr,
+    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, ALIGNED: tl.constexpr,
     PER_BYTE: tl.constexpr, TOKEN_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr,
 ):  # fmt: skip
     row = head * tokens + index
     if PER_BYTE == 0:
         if IS_VALUE:
-            at = begin + HEADS * tokens * SIZE + row * VALUE_SIZE
+            at = begin + heads * tokens * SIZE + row * VALUE_SIZE
         else:
             at = begin + row * SIZE
         if ALIGNED:
@@ -44,14 +44,14 @@ def _numbers(
         VALUE_BYTES: tl.constexpr = (VALUE_SIZE + PER_BYTE - 1) // PER_BYTE
         VALUE_GROUPS: tl.constexpr = (VALUE_SIZE + VALUE_GROUP - 1) // VALUE_GROUP
         groups = (tokens + (TOKEN_GROUP - 1)) // TOKEN_GROUP
-        key_scales, value_scales = HEADS * groups * SIZE, HEADS * tokens * VALUE_GROUPS
+        key_scales, value_scales = heads * groups * SIZE, heads * tokens * VALUE_GROUPS
         codes = begin + 4 * (key_scales + value_scales)
         if IS_VALUE:
             scale = (begin // 2 + 2 * key_scales + row * VALUE_GROUPS)[:, None] + (dims // VALUE_GROUP)[
                 None, :
             ]
             count = value_scales
-            codes += HEADS * tokens * KEY_BYTES + row * VALUE_BYTES
+            codes += heads * tokens * KEY_BYTES + row * VALUE_BYTES
         else:
             scale = (begin // 2 + (head * groups + index // TOKEN_GROUP) * SIZE)[:, None] + dims[None, :]
             count = key_scales
@@ -70,11 +70,11 @@ def _numbers(
     return numbers
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "heads"])
 def _place(
-    Room, Bytes, Halves, Begin, Index, Tokens, Rows, Turns, Cos, Sin, Keys, Values, count,
+    Room, Bytes, Halves, Begin, Index, Tokens, Rows, Turns, Cos, Sin, Keys, Values, count, heads,
     k_head, k_row, v_head, v_row,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, ALIGNED: tl.constexpr,
+    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, ALIGNED: tl.constexpr,
     PER_BYTE: tl.constexpr, TOKEN_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr,
     PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
     M: tl.constexpr, K2: tl.constexpr, V2: tl.constexpr, P2: tl.constexpr,
@@ -90,8 +90,8 @@ def _place(
     dims = tl.arange(0, V2)
     inside = valid[:, None] & (dims < VALUE_SIZE)[None, :]
     value = _numbers(
-        Room, Bytes, Halves, begin, index, tokens, head, dims, inside, True,
-        HEADS, SIZE, VALUE_SIZE, ALIGNED, PER_BYTE, TOKEN_GROUP, VALUE_GROUP,
+        Room, Bytes, Halves, begin, index, tokens, head, heads, dims, inside, True,
+        SIZE, VALUE_SIZE, ALIGNED, PER_BYTE, TOKEN_GROUP, VALUE_GROUP,
     )  # fmt: skip
     tl.store(Values + value_to[:, None] + dims[None, :], value, mask=inside)
     if PAIRS > 0:
@@ -102,12 +102,12 @@ def _place(
             first, second = pair, pair + PAIRS
         inside = valid[:, None] & (pair < PAIRS)[None, :]
         a = _numbers(
-            Room, Bytes, Halves, begin, index, tokens, head, first, inside, False,
-            HEADS, SIZE, VALUE_SIZE, ALIGNED, PER_BYTE, TOKEN_GROUP, VALUE_GROUP,
+            Room, Bytes, Halves, begin, index, tokens, head, heads, first, inside, False,
+            SIZE, VALUE_SIZE, ALIGNED, PER_BYTE, TOKEN_GROUP, VALUE_GROUP,
         )  # fmt: skip
         b = _numbers(
-            Room, Bytes, Halves, begin, index, tokens, head, second, inside, False,
-            HEADS, SIZE, VALUE_SIZE, ALIGNED, PER_BYTE, TOKEN_GROUP, VALUE_GROUP,
+            Room, Bytes, Halves, begin, index, tokens, head, heads, second, inside, False,
+            SIZE, VALUE_SIZE, ALIGNED, PER_BYTE, TOKEN_GROUP, VALUE_GROUP,
         )  # fmt: skip
         turn = tl.load(Turns + m, mask=valid, other=-1)
         moved = inside & (turn >= 0)[:, None]
@@ -122,8 +122,8 @@ def _place(
         dims = tl.arange(0, K2)
         inside = valid[:, None] & ((dims >= 2 * PAIRS) & (dims < SIZE))[None, :]
         key = _numbers(
-            Room, Bytes, Halves, begin, index, tokens, head, dims, inside, False,
-            HEADS, SIZE, VALUE_SIZE, ALIGNED, PER_BYTE, TOKEN_GROUP, VALUE_GROUP,
+            Room, Bytes, Halves, begin, index, tokens, head, heads, dims, inside, False,
+            SIZE, VALUE_SIZE, ALIGNED, PER_BYTE, TOKEN_GROUP, VALUE_GROUP,
         )  # fmt: skip
         tl.store(Keys + key_to[:, None] + dims[None, :], key, mask=inside)
 
@@ -159,7 +159,6 @@ class RowTable:
         """
         g, pairs = self._geometry, 0 if rope.layout == UNROTATED else rope.size // 2
         shape = {
-            "HEADS": g.kv_heads,
             "SIZE": g.key_size,
             "VALUE_SIZE": g.value_size,
             "ALIGNED": g.key_size % ALIGNED == 0 and g.value_size % ALIGNED == 0,
@@ -174,7 +173,8 @@ class RowTable:
         strides = [*keys.stride()[:2], *values.stride()[:2]]
         with on_device(keys.device):
             _place[triton.cdiv(self._count, TILE_ROWS), g.kv_heads](
-                *self._rooms, *self._columns, *angles, keys, values, self._count, *strides, **shape, num_warps=WARPS
+                *self._rooms, *self._columns, *angles, keys, values, self._count, g.kv_heads, *strides, **shape,
+                num_warps=WARPS,
             )  # fmt: skip
 
 

@@ -54,10 +54,10 @@ def _step(
 
 
 # Not compiled anew for each number of rows, nor for rows that begin within others.
-@triton.jit(do_not_specialize=["count", "window"], do_not_specialize_on_alignment=["Rows"])
+@triton.jit(do_not_specialize=["count", "group", "window"], do_not_specialize_on_alignment=["Rows"])
 def _attend(
-    Q, K, V, Rows, Out, count, window, scale, q_head, q_row, k_head, k_row, v_head, v_row, out_row, out_head,
-    GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOWED: tl.constexpr,
+    Q, K, V, Rows, Out, count, group, window, scale, q_head, q_row, k_head, k_row, v_head, v_row, out_row, out_head,
+    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * M  # the longest first
     head = tl.program_id(1)
@@ -68,8 +68,8 @@ def _attend(
     positions = tl.load(Rows + m, mask=m < count, other=0).to(tl.int32)
     positions = tl.where(m < count, positions, most)
     q = tl.load(Q + head * q_head + m[:, None] * q_row + dims[None, :], mask=(m < count)[:, None], other=0.0)
-    K += (head // GROUP).to(tl.int64) * k_head
-    V += (head // GROUP).to(tl.int64) * v_head
+    K += (head // group).to(tl.int64) * k_head
+    V += (head // group).to(tl.int64) * v_head
     acc = tl.zeros((M, D), tl.float32)
     total = tl.zeros((M,), tl.float32)
     top = tl.full((M,), float("-inf"), tl.float32)
@@ -112,11 +112,11 @@ def attend(
     scale = (size**-0.5 if scaling is None else scaling) * LOG2_E
     tile, keys, warps, stages = blocks or blocks_of(count, size, _large_shared(query.device))
     strides = [*query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *out.stride()[:2]]
-    grid = (triton.cdiv(count, tile), heads)
-    shape = {"GROUP": heads // key.shape[0], "D": size, "M": tile, "N": keys, "WINDOWED": window is not None}
+    grid, group = (triton.cdiv(count, tile), heads), heads // key.shape[0]
+    shape = {"D": size, "M": tile, "N": keys, "WINDOWED": window is not None}
     with on_device(query.device):
         _attend[grid](
-            query, key, value, rows.contiguous(), out, count, window or 0, scale, *strides, **shape,
+            query, key, value, rows.contiguous(), out, count, group, window or 0, scale, *strides, **shape,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out

@@ -20,11 +20,11 @@ TILE_ROWS, WARPS = 16, 4
 Angles = tuple[Tensor, Tensor]  # cos and sin (T, R/2) float32, of every position
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "heads"])
 def _observe(
-    New_keys, New_values, At, Keys, Values, Positions, Cos, Sin, Out, count,
+    New_keys, New_values, At, Keys, Values, Positions, Cos, Sin, Out, count, heads,
     nk_head, nk_row, nv_head, nv_row, k_head, k_row, v_head, v_row, out_row,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PAIRS: tl.constexpr,
+    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr, M: tl.constexpr, K2: tl.constexpr, V2: tl.constexpr, P2: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * M + tl.arange(0, M)
@@ -41,7 +41,7 @@ def _observe(
     old = tl.load(
         Values + (head * v_head + position * v_row)[:, None] + dims[None, :], mask=inside, other=0.0
     )
-    to = (out + HEADS * SIZE + head * VALUE_SIZE)[:, None] + dims[None, :]
+    to = (out + heads * SIZE + head * VALUE_SIZE)[:, None] + dims[None, :]
     tl.store(Out + to, new.to(tl.float32) - old.to(tl.float32), mask=inside)
     new_at, old_at = head * nk_head + at * nk_row, head * k_head + position * k_row
     to_row = out + head * SIZE
@@ -133,7 +133,7 @@ def observed(
     grid, shape = _launch(at.numel(), *new, rope)
     with on_device(out.device):
         _observe[grid](
-            *new, at, *stored, positions, *by, out, at.numel(), *strides, width, HEADS=heads, **shape
+            *new, at, *stored, positions, *by, out, at.numel(), heads, *strides, width, **shape
         )  # fmt: skip
     return out
 

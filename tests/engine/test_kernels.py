@@ -250,15 +250,15 @@ def compiled(kernel, dtype, shape, capability, **options):
 for capability, most in (80, 163 << 10), (90, 227 << 10):
     for count in 1, 100, 1000:
         rows, keys, warps, stages = rows_attention.blocks_of(count, 128, True)
-        shape = {"GROUP": 4, "D": 128, "M": rows, "N": keys, "WINDOWED": count == 100}
+        shape = {"D": 128, "M": rows, "N": keys, "WINDOWED": count == 100}
         shared = compiled(rows_attention._attend, "bf16", shape, capability, num_warps=warps, num_stages=stages)
         assert shared <= most, (capability, count, shared)
     shape = {"SIZE": 128, "VALUE_SIZE": 128, "PAIRS": 64, "INTERLEAVED": False, "M": 16}
     shape |= {"K2": 128, "V2": 128, "P2": 64}
     for packing in placement.PACKINGS.values():
-        of = dict(zip(("PER_BYTE", "TOKEN_GROUP", "VALUE_GROUP"), packing)) | {"ALIGNED": True, "HEADS": 8}
+        of = dict(zip(("PER_BYTE", "TOKEN_GROUP", "VALUE_GROUP"), packing)) | {"ALIGNED": True}
         compiled(placement._place, "bf16", shape | of, capability, num_warps=4)
-    compiled(shift._observe, "bf16", shape | {"HEADS": 8}, capability, num_warps=4)
+    compiled(shift._observe, "bf16", shape, capability, num_warps=4)
     compiled(shift._add, "bf16", shape, capability, num_warps=4)
 """
 
