@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.app.tuned import choice_for, tuned_file
-from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO, VLLM_URL, is_server_url
+from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO, LOADS, VLLM_URL, is_server_url
 from ragblend.kvstore.errors import SettingsError, UsageError
 from ragblend.kvstore.files import replace_durably
 from ragblend.kvstore.places import SALT_VARIABLE, Place
@@ -64,6 +64,7 @@ class Settings:
     device_budget_bytes the copies in host memory and on an accelerator (None: with an accelerator a quarter and a tenth
     of the free memory, 0 on the CPU); store_policy is the eviction policy of all tiers; remote is the URL of a store
     that machines share. kv_codec `int8` and `int4` take a half and a third of the bytes for new KV, at a small loss.
+    load `auto` computes stored passages that would take longer to load, `all` loads what is there.
     search `hybrid` finds passages by meaning and by words, `vectors` by meaning alone; reranker: the hub id or the
     folder of a cross-encoder that ranks the best of them (None or "": none).
     ocr_language: what scans are in (`OCR_LANGUAGES`); `default`: Chinese, Japanese, and languages in Latin letters.
@@ -96,6 +97,7 @@ class Settings:
     device_budget_bytes: int | None = None
     store_policy: str = DEFAULT_POLICY
     kv_codec: str = "raw"
+    load: str = "auto"
     remote: str | None = None
     max_new_tokens: int | None = None
     keep_tokens: int | None = None
@@ -140,7 +142,7 @@ class Settings:
         return self.style.longest if self.max_new_tokens is None else self.max_new_tokens
 
     @classmethod
-    def load(
+    def read(
         cls,
         path: Path,
         environment: Mapping[str, str] | None = None,
@@ -161,8 +163,8 @@ class Settings:
 
 # Settings that a process has once, for all the commands that it runs.
 PROCESS_SETTINGS = (
-    "model", "device", "dtype", "store_policy", "kv_codec", "remote", "store_budget_bytes", "memory_budget_bytes",
-    "device_budget_bytes",
+    "model", "device", "dtype", "store_policy", "kv_codec", "remote", "load", "store_budget_bytes",
+    "memory_budget_bytes", "device_budget_bytes",
 )  # fmt: skip
 DEVICE = re.compile(r"(cpu|cuda|mps)(:[0-9]+)?")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -214,6 +216,7 @@ RULES: dict[str, Rule] = {
     "device_budget_bytes": _NOT_NEGATIVE,
     "store_policy": (lambda name: name in POLICIES, f"one of {', '.join(POLICIES)}"),
     "kv_codec": (lambda name: name in KV_CODECS, f"one of {', '.join(KV_CODECS)}"),
+    "load": (lambda name: name in LOADS, f"one of {', '.join(LOADS)}"),
     "remote": (_is_place, "a URL"),
     "max_new_tokens": _COUNT,
     "keep_tokens": _COUNT,
@@ -284,7 +287,7 @@ def save_settings(path: Path, changes: Mapping[str, Any]) -> None:
     """
     import tomlkit
 
-    before = Settings.load(path, environment={})
+    before = Settings.read(path, environment={})
     before.changed(changes)
     try:
         document = tomlkit.parse(path.read_text(encoding="utf-8") if path.exists() else "")

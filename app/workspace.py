@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ENGINE_SETTINGS = (
     "model", "device", "dtype", "collection", "store_budget_bytes", "memory_budget_bytes", "device_budget_bytes",
-    "store_policy", "kv_codec", "remote",
+    "store_policy", "kv_codec", "remote", "load",
 )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ class Workspaces(Closing):
     def open(cls, home: Path | str | None = None, **overrides: Any) -> "Workspaces":
         """Find or create the home and read its settings. Raises LibraryError, SettingsError."""
         found = Home.resolve(home).create()
-        return cls(found, Settings.load(found.settings, overrides=overrides))
+        return cls(found, Settings.read(found.settings, overrides=overrides))
 
     @property
     def first(self) -> "Workspace":

@@ -6,10 +6,10 @@
 
 One call prepares, measures and prints everything in under eight minutes. Parts: `machine` (copies, products), `model`
 (made and loaded), `ttft` (ten different lengths: one warm-up and one timed run each), `profile` (launches, the device's
-busy time, peak memory), `disk` (readers by threads, pieces and checksums), `packed` (as `ttft`, in four bits),
-`kernels` (ways to do one operation), `long` (16k and 32k tokens), `small` (SmolLM2's shape) and `decode`. A part that
-fails is reported and does not stop the others, and the JSON is written after each. Speed does not depend on the
-weights; quality is not measured.
+busy time, peak memory), `disk` (readers by threads, pieces and checksums), `auto` (as `ttft`, where passages are
+computed that take longer to load), `packed` (as `ttft`, in four bits), `kernels` (ways to do one operation), `long` (16k
+and 32k tokens), `small` (SmolLM2's shape) and `decode`. A part that fails is reported and does not stop the others, and
+the JSON is written after each. Speed does not depend on the weights; quality is not measured.
 """
 
 import argparse
@@ -104,7 +104,7 @@ class GpuBench:
         return tuple(CACHES) if self.device != "cpu" else ("memory", "warm", "cold")
 
     @contextmanager
-    def engine(self, codec: str = "raw", shape: str | None = None) -> Iterator[Any]:
+    def engine(self, codec: str = "raw", shape: str | None = None, load: str = "all") -> Iterator[Any]:
         """The model's engine; of another shape, for the block only."""
         from ragblend import Engine
 
@@ -112,7 +112,7 @@ class GpuBench:
         make_model(folder, shape or self.shape, self.tokenizer, self.device)
         home = Path(os.environ.get("TMPDIR", "/tmp")) / f"{folder.name}-home"
         budgets = {"memory_budget_bytes": 12 << 30, "device_budget_bytes": 12 << 30}
-        engine = Engine.open(str(folder), home=home, device=self.device, kv_codec=codec, **budgets)
+        engine = Engine.open(str(folder), home=home, device=self.device, kv_codec=codec, load=load, **budgets)
         if not engine.gate.passed:
             raise RuntimeError(f"the gate refuses the model: {engine.gate.reason}")
         engine.runtime.choice.needs_measurement = False  # it would take the device between two runs
@@ -429,7 +429,6 @@ def ttft_rows(
     for (cache, variant), runs in taken.items():
         times = [ms for ms, _ in runs]
         full = [ms for ms, _ in taken[cache, FULL]]
-        loads = [[each for each in report.trace.events if each.part == "load"] for _, report in runs]
         rows.append(
             {
                 "method": variant.method,
@@ -441,7 +440,8 @@ def ttft_rows(
                 "speedup": statistics.median(a / b for a, b in zip(full, times, strict=True)),
                 "each_ms": [round(ms, 1) for ms in times],
                 "first_ms": statistics.median(first[variant]),
-                "load_busy_ms": statistics.median(map(ttft.busy_ms, loads)),
+                "load_busy_ms": statistics.median(report.trace.busy_ms("load") for _, report in runs),
+                "not_loaded": statistics.median(report.tokens.not_loaded for _, report in runs),
                 "where_ms": ttft.where_ms([(ms, report.timings) for ms, report in runs]),
             }
         )
@@ -464,6 +464,14 @@ def packed(bench: GpuBench) -> list[Row]:
     """With KV in four bits, at three lengths."""
     with bench.engine("int4") as engine:
         return ttft_rows(bench, engine, bench.lengths[::4], bench.chunks, bench.caches)
+
+
+def auto(bench: GpuBench) -> list[Row]:
+    """Where passages are computed that would take longer to load; the layers are measured after the first answer."""
+    with bench.engine(load="auto") as engine:
+        return ttft_rows(
+            bench, engine, bench.lengths[::3], bench.chunks, ("warm", "cold"), (FULL, REUSE, SHIFT)
+        )
 
 
 def long(bench: GpuBench) -> list[Row]:
@@ -571,6 +579,7 @@ PARTS: dict[str, tuple[Callable[[GpuBench], Any], int]] = {
     "ttft": (ttft_part, 140),
     "profile": (profile, 40),
     "disk": (disk, 40),
+    "auto": (auto, 40),
     "packed": (packed, 40),
     "kernels": (kernels, 30),
     "long": (long, 40),
@@ -584,7 +593,7 @@ def tables(found: Row) -> str:
     machine = found.get("machine", {})
     names = ", ".join(f"{name} {machine[name]}" for name in ("torch", "triton") if machine.get(name))
     text = f"{machine.get('card')}; {names}; {machine.get('processor')}.\n"
-    for part in ("ttft", "packed", "long", "small"):
+    for part in ("ttft", "auto", "packed", "long", "small"):
         rows = found.get(part, [])
         for chunks in sorted({row["chunks"] for row in rows}):
             text += f"\n{part}, {chunks} chunks:\n\n" + _times_table(

@@ -6,13 +6,15 @@ from dataclasses import replace
 from functools import partial
 
 from ragblend.engine.node_encoder import LocalNodeEncoder
+from ragblend.engine.profiling import measure_layers
 from ragblend.engine.prompts.paths import compute_next_node, path_of, store_computed
 from ragblend.engine.request import Request, keys_of
 from ragblend.engine.results import Prefilled
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.scheduling.background import Priority
+from ragblend.engine.scheduling.queue import CallbackCancel
 from ragblend.kvstore.blob import Blob
-from ragblend.kvstore.errors import StoreFullError
+from ragblend.kvstore.errors import Cancelled, StoreFullError
 from ragblend.kvstore.keys import ChunkKey
 
 log = logging.getLogger("ragblend")
@@ -36,6 +38,13 @@ def queue_background_work(runtime: Runtime, request: Request, prefilled: Prefill
         for chunk in request.prompt.chunks:
             if chunk.token_ids:
                 LocalNodeEncoder(runtime, request.collection_of(chunk)).queue_encoding(chunk)
+    if (
+        report.hits
+        and runtime.load == "auto"
+        and runtime.profile is None
+        and not runtime.speeds.cannot_measure
+    ):
+        background.add(partial(_measure_layers, runtime), _measure_layers, Priority.MEASURE)
     if report.hits and runtime.store.tiers:
         name = (request.collection, *(chunk.encoded_ids for chunk in request.prompt.chunks))
         background.add(partial(_promote, runtime, replace(request, session=None)), name)
@@ -56,6 +65,21 @@ def _store_arrived(runtime: Runtime, request: Request, arrived: Mapping[ChunkKey
                 nodes.keep_for(chunk, key, partial(arrived.__getitem__, key))
     except StoreFullError as error:
         log.warning("KV from the shared store is not stored here: %s", error)
+
+
+def _measure_layers(runtime: Runtime) -> None:
+    """Measure the layers for the controller, unless the model was closed meanwhile. Raises Cancelled if a request
+    waits: the next one queues it again.
+    """
+    cancel = CallbackCancel(lambda: runtime.background.should_stop(Priority.MEASURE))
+    with runtime.queue.turn(cancel, background=True) as turn:
+        if runtime.is_ready and runtime.profile is None:
+            runtime.speeds.cannot_measure = True  # an error would be repeated after every answer
+            try:
+                runtime.save_profile(measure_layers(runtime, turn))
+            except Cancelled:
+                runtime.speeds.cannot_measure = False
+                raise
 
 
 def _promote(runtime: Runtime, request: Request) -> None:

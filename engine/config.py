@@ -22,6 +22,7 @@ VLLM_URL = "http://127.0.0.1:8000"  # the default of `vllm serve`
 # The defaults; their measurements are in docs/methods.md.
 DEFAULT_METHOD = "probe-shift"
 DEFAULT_RATIO = 0.15
+LOADS = ("auto", "all")  # of stored KV: what is faster than computing it, or whatever is there
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class EngineConfig:
     (None: a share of the free space, see `kvstore.store` and `device.default_budgets`); store_policy: the eviction
     policy of every tier (None: the store's); kv_codec: encoding of new KV, a row of `kvstore.codec.CODECS` (None: raw);
     remote: URL of a store shared between machines, see docs/vllm.md; url: of the vLLM server that has the model (None:
-    it is loaded here).
+    it is loaded here); load: `auto` computes passages whose KV would take longer to load, `all` loads all that is
+    stored (None: unchanged, at first `auto`).
     """
 
     model: str = "default"
@@ -48,6 +50,7 @@ class EngineConfig:
     kv_codec: str | None = None
     remote: str | None = None
     url: str | None = None
+    load: str | None = None
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -66,6 +69,8 @@ class EngineConfig:
             codec_named(self.kv_codec)
         if self.remote is not None:
             Place.of(self.remote)
+        if self.load not in (None, *LOADS):
+            raise UsageError(f"load must be one of {', '.join(LOADS)}, not {self.load!r}")
 
 
 @dataclass(frozen=True)
@@ -134,9 +139,10 @@ class DecodeOptions:
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """How the prompt's tokens were served; reused + recomputed + fresh + missing = prompt.
+    """How the prompt's tokens were served; reused + recomputed + fresh + missing + not_loaded = prompt.
 
-    recomputed: stored tokens that were computed through the last layer.
+    recomputed: stored tokens that were computed through the last layer; not_loaded: of stored passages that were
+    computed as a whole, because loading them would have taken longer.
     """
 
     prompt: int = 0
@@ -144,6 +150,7 @@ class TokenCounts:
     recomputed: int = 0
     fresh: int = 0
     missing: int = 0
+    not_loaded: int = 0
     generated: int = 0
 
 
@@ -174,9 +181,9 @@ class Report:
     decision: the loading controller's ratio and predictions; trace: times of every step. Both None if nothing was
     fused. probe_rows: rows of the probe; computed_fraction: all rows computed, probes included, averaged over layers,
     as a share of the prompt (full prefill is 1). served: a letter for each token of the prompt: `r`eused, re`c`omputed,
-    `f`resh, `m`issing. evicted_tokens: how many each key head lost after the first token. unsupported_figures: figures
-    of the answer that are not in the prompt, if it has chunks (`figures.py`). read_again_at: after how many tokens of
-    the answer the prompt was read in full, for an uncertain figure.
+    `f`resh, `m`issing, `n`ot loaded. evicted_tokens: how many each key head lost after the first token.
+    unsupported_figures: figures of the answer that are not in the prompt, if it has chunks (`figures.py`).
+    read_again_at: after how many tokens of the answer the prompt was read in full, for an uncertain figure.
     """
 
     method: str

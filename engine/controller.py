@@ -1,10 +1,12 @@
-"""The loading controller: decides how many stored tokens can be recomputed without delay, and which tier would suffice.
+"""The loading controller: decides which passages to load, how many tokens to recompute, and which tier would suffice.
 
 Loading and recomputing run in parallel, layer by layer, so a request takes about as long as the slower of the two. If
 loading is slower, more rows can be recomputed without delay; if it is faster, the KV could be on a cheaper tier
-(CacheBlend, EuroSys'25, section 5.1, footnotes 5-6). On a CPU reading and computing use the same cores, so nothing is
-hidden. Two things are measured (`profiling.py`): the time of rows through the layers, and the speed of each tier. The
-policy tells its own work (`Policy.passes`).
+(CacheBlend, EuroSys'25, section 5.1, footnotes 5-6). If it is slower than computing, passages are computed from the
+front of the prompt, where that is exact, while those behind are loaded (Cake, arXiv 2410.03065). On a CPU reading and
+computing use the same cores, so nothing is hidden. Two things are measured (`profiling.py`): the time of rows through
+the layers, and the speed of each tier; every request corrects them (`MeasuredSpeeds`). The policy tells its own work
+(`Policy.passes`).
 """
 
 import json
@@ -43,17 +45,19 @@ class Tier:
 class DeviceProfile:
     """Measurements of one model on one device. prefill: rows after others, through all layers.
 
-    overlaps: whether loading runs in parallel with the layers.
+    tiers: empty if only the layers were measured; overlaps: whether loading runs in parallel with the layers; slowdown:
+    how much longer computing takes at present than when it was measured.
     """
 
     about: str
     prefill: PrefillProfile
     tiers: tuple[Tier, ...]
     overlaps: bool = True
+    slowdown: float = 1.0
 
     def tier(self, name: str) -> Tier:
-        """The tier of that name; the slowest known one if it was not measured."""
-        slowest = min(self.tiers, key=lambda tier: tier.bytes_per_s)
+        """The tier of that name; the slowest known one if it was not measured, and an endless speed if none was."""
+        slowest = min(self.tiers, key=lambda tier: tier.bytes_per_s, default=Tier(name, math.inf))
         return next((tier for tier in self.tiers if tier.name == name), slowest)
 
     def rows_ms(self, cached: float, rows: float) -> float:
@@ -61,12 +65,13 @@ class DeviceProfile:
         most = self.prefill.new_tokens[-1]
         blocks, rest = int(rows // most), rows % most
         whole = sum(self.prefill.ms(cached + number * most, most) for number in range(blocks))
-        return whole + (self.prefill.ms(cached + blocks * most, rest) if rest else 0.0)
+        rest_ms = self.prefill.ms(cached + blocks * most, rest) if rest else 0.0
+        return self.slowdown * (whole + rest_ms)
 
-    def beside(self, name: str, bytes_per_s: float) -> "DeviceProfile":
-        """The same profile with another measurement of one tier."""
-        others = (tier for tier in self.tiers if tier.name != name)
-        return replace(self, tiers=(*others, Tier(name, bytes_per_s)))
+    def beside(self, speeds: Mapping[str, float]) -> "DeviceProfile":
+        """The same profile with other measurements of some tiers, in bytes per second."""
+        others = (tier for tier in self.tiers if tier.name not in speeds)
+        return replace(self, tiers=(*others, *(Tier(*speed) for speed in speeds.items())))
 
     def save(self, path: Path) -> None:
         """Save the profile, replacing an older one. Raises StoreError if the disk is full or fails; the older one then
@@ -109,14 +114,18 @@ class Workload:
 
 @dataclass(frozen=True)
 class Decision:
-    """The controller's ratio and predictions. cheapest_tier: where this KV could be stored without any delay."""
+    """The controller's ratio and predictions. bytes_by_tier: what is loaded, and from where; cheapest_tier: where this
+    KV could be stored without any delay; not_loaded: why passages are computed instead of loaded, if any are.
+    """
 
     ratio: float
     reason: str
+    bytes_by_tier: Mapping[str, int] = field(default_factory=dict)
     predicted_ttft_ms: float | None = None
     predicted_load_ms: float | None = None
     predicted_compute_ms: float | None = None
     cheapest_tier: str | None = None
+    not_loaded: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -135,12 +144,75 @@ def load_ms(profile: DeviceProfile, work: Workload, tier: str | None = None) -> 
 
 
 def ttft_ms(profile: DeviceProfile, work: Workload, ratio: float, tier: str | None = None) -> float:
-    """Time to first token as a pipeline: loading the first layer, then the slower of loading and computing, then
-    computing the last.
+    """Time to first token as a pipeline: a layer is computed when it is loaded and the one before is done.
+
+    The last passes go through all layers, one after the other; those before them are a probe, which begins at the
+    first layer too.
     """
-    compute, load, layers = compute_ms(profile, work, ratio), load_ms(profile, work, tier), work.layers
-    between = max(compute, load) if profile.overlaps else compute + load
-    return (layers - 1) / layers * between + (compute + load) / layers
+    load, layers = load_ms(profile, work, tier), work.layers
+    if not profile.overlaps:
+        return load + compute_ms(profile, work, ratio)
+    passes = work.passes(ratio)
+    each, done, first = load / layers, 0.0, layers - sum(count for _, count in passes)
+    for rows, count in passes:
+        begin, end = (0.0, count) if first < 0 else (first, first + count)
+        first += count
+        own = profile.rows_ms(work.tokens - rows, rows) / layers  # a layer of it
+        # Bound by what was before, by its first layer's KV, or by its last one's.
+        bounds = (
+            done + own * count,
+            min(begin + 1, end) * each + own * count,
+            end * each + own * min(1, count),
+        )
+        done = max(bounds)
+    return max(done, load)
+
+
+def values_to_compute(
+    profile: DeviceProfile, work: Callable[[int], Workload], ratio: float, least: int, most: int
+) -> int:
+    """How many of `most` stored values to compute instead of loading, at least `least`: the fewest of those that give
+    the shortest time to first token. work(count): the request without the first `count` of them, in the order of
+    giving up.
+    """
+    wanted = work(least)
+    if profile.overlaps and load_ms(profile, wanted) <= compute_ms(profile, wanted, ratio):
+        return least  # loading is hidden already
+    times = {count: ttft_ms(profile, work(count), ratio) for count in range(least, most + 1)}
+    return min(times, key=lambda count: times[count])
+
+
+class MeasuredSpeeds:
+    """What requests showed since the process began: the speed of each tier, and of computing beside the profile's.
+
+    Each request's measurement has half of the weight.
+    """
+
+    LEAST_BYTES = 1 << 20  # less says nothing about a tier
+    MOST_CHANGE = 4.0  # a request that took this much longer, or less, was disturbed
+    cannot_measure = False  # measuring the layers in the background failed
+
+    def __init__(self) -> None:
+        self._bytes_per_s: dict[str, float] = {}
+        self._slowdown = 1.0
+
+    def applied(self, profile: DeviceProfile | None) -> DeviceProfile | None:
+        """The profile, corrected."""
+        if profile is None:
+            return None
+        return replace(profile.beside(self._bytes_per_s), slowdown=self._slowdown)
+
+    def loaded(self, tier: str, nbytes: int, ms: float) -> None:
+        """A request loaded these bytes from one tier in that time, as far as it was loading at all."""
+        if nbytes >= self.LEAST_BYTES and ms > 0:
+            found = nbytes / ms * 1e3
+            self._bytes_per_s[tier] = 2 / (1 / self._bytes_per_s.get(tier, found) + 1 / found)
+
+    def computed(self, predicted_ms: float, ms: float) -> None:
+        """A request took `ms` for what the corrected profile predicts to take predicted_ms."""
+        if predicted_ms > 0 and ms > 0:
+            change = min(max(ms / predicted_ms, 1 / self.MOST_CHANGE), self.MOST_CHANGE)
+            self._slowdown *= change**0.5
 
 
 def hidden_ratio(profile: DeviceProfile, work: Workload) -> float:
@@ -166,11 +238,13 @@ def decide(
 ) -> Decision:
     """The requested ratio; or, for None, the larger of least_ratio and what loading hides."""
     ratio, reason = (least_ratio, "the least for quality") if asked is None else (asked, "asked for")
+    loaded = work.bytes_by_tier
     if profile is None:
-        return Decision(ratio, "no profile: run `ragblend doctor --profile`" if asked is None else reason)
-    if asked is None and work.bytes_by_tier:
+        unknown = "not measured yet: `ragblend doctor --profile` does it"
+        return Decision(ratio, unknown if asked is None else reason, loaded)
+    if asked is None and loaded:
         ratio, reason = max((ratio, reason), (hidden_ratio(profile, work), "what loading hides"))
-    cheapest = cheapest_tier(profile, work, ratio) if work.bytes_by_tier else None
+    cheapest = cheapest_tier(profile, work, ratio) if loaded and profile.tiers else None
     times = ttft_ms(profile, work, ratio), load_ms(profile, work), compute_ms(profile, work, ratio)
     ttft, load, compute = (round(ms, 2) for ms in times)
-    return Decision(ratio, reason, ttft, load, compute, cheapest)
+    return Decision(ratio, reason, loaded, ttft, load, compute, cheapest)

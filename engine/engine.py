@@ -75,6 +75,7 @@ class Engine(EngineInterface):
         backend: str | None = None,
         url: str | None = None,
         remote: str | None = None,
+        load: str | None = None,
     ) -> EngineInterface:
         """The engine for that model, home and collection; the same object for the same arguments.
 
@@ -87,7 +88,7 @@ class Engine(EngineInterface):
         budgets = store_budget_bytes, memory_budget_bytes, device_budget_bytes
         server = server_url(backend, url)
         config = EngineConfig(
-            str(model), device, dtype, collection, *budgets, store_policy, kv_codec, remote, url=server
+            str(model), device, dtype, collection, *budgets, store_policy, kv_codec, remote, server, load
         )
         if server is None:
             return Engine.shared(config, resolve_home(home))

@@ -176,7 +176,7 @@ class Fusion:
             decoder.row_block(part, plan.tokens, hidden, collected if number == last else 0, absent)
             for number, part in enumerate(parts)
         ]
-        stored = int((plan.kinds[rows] > Kind.MISSING).sum())
+        stored = int((plan.kinds[rows] > Kind.NOT_LOADED).sum())
         correct = Correction(decoder, plan, self.policy, self.cache, rows).apply if corrects else None
         return ActiveRows(rows, hidden, blocks, stored, correct)
 

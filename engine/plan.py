@@ -16,8 +16,9 @@ class Kind(IntEnum):
 
     FRESH = 0  # a literal: always computed
     MISSING = 1  # of a chunk without stored KV: computed in place
-    EXACT = 2  # its KV was computed after the same tokens: nothing to correct
-    REUSABLE = 3  # stored, and a candidate for recomputing
+    NOT_LOADED = 2  # of a chunk whose stored KV would take longer to load: computed in place
+    EXACT = 3  # its KV was computed after the same tokens: nothing to correct
+    REUSABLE = 4  # stored, and a candidate for recomputing
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Span:
     """A chunk in the prompt: its position, and its stored KV if there is any. exact: it was encoded after the same
     tokens.
 
-    held: not a chunk, but the beginning of the prompt, which a session holds.
+    held: not a chunk, but the beginning of the prompt, which a session holds. not_loaded: it has stored KV that is not
+    used, because computing it is faster.
     """
 
     start: int
@@ -33,6 +35,7 @@ class Span:
     reader: Source | None
     exact: bool = False
     held: bool = False
+    not_loaded: bool = False
 
     @property
     def stop(self) -> int:
@@ -59,10 +62,10 @@ class Span:
 class Plan:
     """The prompt as rows. kinds (T,) int8 of `Kind`; token_ids (T,) int64; both on the device.
 
-    The counts are on the host, so that reading them never waits for the device. settled_tokens: how many fresh and
-    exact tokens the prompt begins with; their KV cannot change any more. budget: stored rows that may be recomputed,
-    averaged over layers, selection included. figures: the positions of figures and lines, on the device; None without a
-    tokenizer.
+    The counts are on the host, so that reading them never waits for the device. settled_tokens: how many fresh, exact
+    and not loaded tokens the prompt begins with; no other token can change their KV. budget: stored rows that may be
+    recomputed, averaged over layers, selection included. figures: the positions of figures and lines, on the device;
+    None without a tokenizer.
     """
 
     token_ids: Tensor
@@ -74,6 +77,7 @@ class Plan:
     seed: int
     always_tokens: int
     missing_tokens: int
+    not_loaded_tokens: int
     candidate_tokens: int
     stored_tokens: int
     settled_tokens: int
@@ -99,8 +103,8 @@ class Plan:
 
     @property
     def always(self) -> Tensor:
-        """(T,) bool: rows that every policy computes (literals and missing chunks)."""
-        return self.kinds <= Kind.MISSING
+        """(T,) bool: rows that every policy computes (literals, and chunks that are missing or not loaded)."""
+        return self.kinds <= Kind.NOT_LOADED
 
     @property
     def candidates(self) -> Tensor:
@@ -112,6 +116,13 @@ class Plan:
         found = int((rows < self.settled_tokens).sum())
         return found if found == int(self.always[: self.settled_tokens].sum()) else 0
 
+    def to(self, device: torch.device) -> "Plan":
+        """The same plan on that device."""
+        figures = None if self.figures is None else self.figures.to(device)
+        return replace(
+            self, token_ids=self.token_ids.to(device), kinds=self.kinds.to(device), figures=figures
+        )
+
     @property
     def piece_stops(self) -> list[int]:
         """The ends of the prefix and of each chunk."""
@@ -122,11 +133,12 @@ class Plan:
         """Position after the last chunk, but at most that of the last token."""
         return min(max((span.stop for span in self.spans), default=0), self.tokens - 1)
 
-    def without(self, lost: Iterable[Span]) -> "Plan":
-        """The same plan without the stored KV of these spans."""
+    def without(self, lost: Iterable[Span], not_loaded: bool = False) -> "Plan":
+        """The same plan without the stored KV of these spans. not_loaded: it is there, but computing is faster."""
         starts = {span.start for span in lost}
         spans = tuple(
-            replace(span, reader=None, exact=False) if span.start in starts else span for span in self.spans
+            replace(span, reader=None, exact=False, not_loaded=not_loaded) if span.start in starts else span
+            for span in self.spans
         )
         shares = self.ratio, self.attention_share
         return make_plan(self.token_ids, spans, self.layers, *shares, self.seed, self.figures)
@@ -147,8 +159,7 @@ def make_plan(
     """
     kinds = torch.full(token_ids.shape, int(Kind.FRESH), dtype=torch.int8)
     for span in spans:
-        kind = Kind.MISSING if span.reader is None else Kind.EXACT if span.exact else Kind.REUSABLE
-        kinds[span.start : span.stop] = int(kind)
+        kinds[span.start : span.stop] = int(_kind_of(span))
     if kinds.numel():
         kinds[-1] = int(Kind.FRESH)
     counts = torch.bincount(kinds.long(), minlength=len(Kind)).tolist()
@@ -162,10 +173,17 @@ def make_plan(
         round(ratio * stored_tokens),
         attention_share,
         seed,
-        always_tokens=counts[Kind.FRESH] + counts[Kind.MISSING],
+        always_tokens=counts[Kind.FRESH] + counts[Kind.MISSING] + counts[Kind.NOT_LOADED],
         missing_tokens=counts[Kind.MISSING],
+        not_loaded_tokens=counts[Kind.NOT_LOADED],
         candidate_tokens=counts[Kind.REUSABLE],
         stored_tokens=stored_tokens,
         settled_tokens=int(open_rows[0]) if open_rows.numel() else token_ids.numel(),
         figures=None if figures is None else figures.to(token_ids.device),
     )
+
+
+def _kind_of(span: Span) -> Kind:
+    if span.reader is None:
+        return Kind.NOT_LOADED if span.not_loaded else Kind.MISSING
+    return Kind.EXACT if span.exact else Kind.REUSABLE

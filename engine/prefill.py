@@ -5,14 +5,15 @@ The main path is `prefill` -> `Fusion.prefill`, the layer loop.
 
 import logging
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
 
 from ragblend.engine.config import DEFAULT_RATIO, Report, Timings, TokenCounts
-from ragblend.engine.controller import Decision, Workload, decide, ttft_ms
+from ragblend.engine.controller import Decision, DeviceProfile, Workload, decide, values_to_compute
 from ragblend.engine.fusion import Fusion, Spent, fusing
 from ragblend.engine.loader import LostChunk
 from ragblend.engine.nodes import TokenIds
@@ -69,6 +70,7 @@ def prefill(
     runtime.transfers.synchronize()
     prefill_ms = (time.perf_counter() - begun) * 1e3
     report = _report(request, plan, decision, spent, recorder.finish(), prefill_ms, warning)
+    _learn(runtime, report)
     # A session's context was fused before.
     is_approximate = spent.recomputed < plan.candidate_tokens or any(span.held for span in plan.spans)
     sure = request.policy.sure if is_approximate else 0.0
@@ -80,6 +82,18 @@ def prefill(
         return prefill(runtime, replace(request, prompt=prompt, policy=METHODS["reuse"], session=None), turn)
 
     return Prefilled(request.prompt, logits, fusion.cache, report, computed, arrived, sure, read_alone)
+
+
+def _learn(runtime: Runtime, report: Report) -> None:
+    """Correct the controller by what this request took."""
+    decision, trace = report.decision, report.trace
+    assert decision is not None and trace is not None, "it was fused"
+    if len(decision.bytes_by_tier) == 1:  # else nobody knows which tier took how long
+        ((tier, nbytes),) = decision.bytes_by_tier.items()
+        runtime.speeds.loaded(tier, nbytes, trace.busy_ms("load", "copy"))
+    predicted, load = decision.predicted_ttft_ms, decision.predicted_load_ms
+    if predicted is not None and load is not None and load < predicted / 2:  # mostly computed
+        runtime.speeds.computed(predicted, report.timings.prefill_ms)
 
 
 def _supported(runtime: Runtime, request: Request) -> tuple[Request, str | None]:
@@ -176,48 +190,75 @@ def _open(
 def _decided(runtime: Runtime, request: Request, spans: tuple[Span, ...]) -> tuple[Plan, Decision]:
     """The plan, with the requested ratio or the controller's."""
     decoder, policy = runtime.decoder, request.policy
-    ids = torch.tensor(request.prompt.token_ids, device=decoder.device)
-    layers = decoder.geometry.layers
-    figures = runtime.tokenizing.figure_rows(request.prompt)
+    figures, layers = runtime.tokenizing.figure_rows(request.prompt), decoder.geometry.layers
+    # On the host: the controller asks for many numbers, and each would wait for the device.
+    ids = torch.tensor(request.prompt.token_ids)
     plan = make_plan(ids, spans, layers, 0.0, decoder.attention_share, request.seed, figures)
     asked = request.ratio if policy.fixed_ratio is None else policy.fixed_ratio
-    profile, remote = runtime.profile, runtime.store.remote
-    if remote is not None:
-        plan = _in_time(plan, remote)
-        if profile is not None and (rate := remote.bytes_per_s) is not None:
-            profile, near = profile.beside(remote.name, rate), plan.without(_remote_spans(plan))
-            ratio = DEFAULT_RATIO if asked is None else asked
-            if ttft_ms(profile, _work(policy, near), ratio) < ttft_ms(profile, _work(policy, plan), ratio):
-                plan = near
+    profile, remote = runtime.speeds.applied(runtime.profile), runtime.store.remote
+    if profile is not None and remote is not None and (rate := remote.bytes_per_s) is not None:
+        profile = profile.beside({remote.name: rate})
+    ratio = DEFAULT_RATIO if asked is None else asked
+    plan = _loading_what_pays(plan, policy, ratio, profile if runtime.load == "auto" else None, remote)
     decision = decide(profile, _work(policy, plan), asked, DEFAULT_RATIO)
+    if plan.not_loaded_tokens:
+        told = f"computing {plan.not_loaded_tokens} tokens of stored passages is faster than loading them"
+        decision = replace(decision, not_loaded=told)
     # A session's stored tokens must not increase the recomputed share of new chunks.
     budgeted = plan.stored_tokens if policy.fixed_ratio is not None else plan.stored_tokens - plan.held_tokens
-    return replace(plan, budget=round(decision.ratio * budgeted)), decision
+    return replace(plan, budget=round(decision.ratio * budgeted)).to(decoder.device), decision
 
 
 def _work(policy: Policy, plan: Plan) -> Workload:
     """The controller's view of the plan: stored KV to load, and the rows to compute at a ratio."""
-    loaded: dict[str, int] = {}
+    loaded = Counter[str]()
     for span in policy.spans(plan):
-        tier = span.source.tier
-        loaded[tier] = loaded.get(tier, 0) + held_nbytes(span.source)
-    return Workload(plan.tokens, plan.layers, loaded, lambda ratio: policy.passes(plan.at(ratio)))
+        loaded[span.source.comes_from] += held_nbytes(span.source)
+    return Workload(plan.tokens, plan.layers, dict(loaded), lambda ratio: policy.passes(plan.at(ratio)))
 
 
-def _in_time(plan: Plan, remote: Remote) -> Plan:
-    """The plan without remote KV that would not arrive before the timeout at the last measured throughput."""
+def _loading_what_pays(
+    plan: Plan, policy: Policy, ratio: float, profile: DeviceProfile | None, remote: Remote | None
+) -> Plan:
+    """The plan without the stored KV that would take longer to load than to compute; without a profile, only without
+    what would not arrive from the shared store before its timeout.
+
+    Passages are given up from the slowest tier on, and from the front of the prompt, where computing them is exact.
+    One of the shared store then counts as missing, so that it is encoded here.
+    """
+    spans = [span for span in policy.spans(plan) if not span.held]
+    late = _late(spans, remote) if remote is not None else []
+    order = [span for span in spans if span not in late]
+    if profile is not None:
+        speeds = {span.start: profile.tier(span.source.comes_from).bytes_per_s for span in order}
+        order.sort(key=lambda span: (speeds[span.start], span.start))
+    order, least = [*late, *order], len(late)
+
+    def without(count: int) -> Plan:
+        found = plan
+        for is_remote in (True, False):
+            given_up = [span for span in order[:count] if (span.source.tier == Remote.name) == is_remote]
+            found = found.without(given_up, not_loaded=not is_remote) if given_up else found
+        return found
+
+    count = least
+    if profile is not None and order:
+        count = values_to_compute(
+            profile, lambda count: _work(policy, without(count)), ratio, least, len(order)
+        )
+    return without(count)
+
+
+def _late(spans: Sequence[Span], remote: Remote) -> list[Span]:
+    """Those of the shared store that would not arrive before its timeout at the last measured throughput."""
     nbytes, late = 0, list[Span]()
-    for span in _remote_spans(plan):
-        its_bytes = held_nbytes(span.source)
-        if remote.fits(nbytes + its_bytes):
-            nbytes += its_bytes
-        else:
+    for span in spans:
+        its_bytes = held_nbytes(span.source) if span.source.tier == Remote.name else 0
+        if its_bytes and not remote.fits(nbytes + its_bytes):
             late.append(span)
-    return plan.without(late) if late else plan
-
-
-def _remote_spans(plan: Plan) -> list[Span]:
-    return [span for span in plan.spans if span.reader is not None and span.reader.tier == Remote.name]
+        else:
+            nbytes += its_bytes
+    return late
 
 
 def _unfused(
@@ -253,7 +294,7 @@ def _report(
     warning: str | None,
 ) -> Report:
     """The report. Fresh tokens' rows that are computed twice because of a probe count as recomputed."""
-    found = [span.reader is not None for span in plan.spans if not span.held]
+    found = [span.reader is not None or span.not_loaded for span in plan.spans if not span.held]
     recomputed = (
         spent.stored_layer_rows + spent.again_layer_rows
     ) / plan.layers  # rows, averaged over layers
@@ -261,8 +302,9 @@ def _report(
         prompt=plan.tokens,
         reused=plan.stored_tokens - spent.recomputed,
         recomputed=spent.recomputed,
-        fresh=plan.always_tokens - plan.missing_tokens,
+        fresh=plan.always_tokens - plan.missing_tokens - plan.not_loaded_tokens,
         missing=plan.missing_tokens,
+        not_loaded=plan.not_loaded_tokens,
     )
     parts = {f"{part}_ms": trace.total_ms(part) for part in ("load", "stall", "move", "select", "probe")}
     ratio = _share(recomputed, plan.stored_tokens - plan.held_tokens)
@@ -295,4 +337,5 @@ def _served(plan: Plan, spent: Spent) -> str:
         letters[spent.rows.cpu()] = ord("c")
     letters[kinds == Kind.FRESH] = ord("f")
     letters[kinds == Kind.MISSING] = ord("m")
+    letters[kinds == Kind.NOT_LOADED] = ord("n")
     return bytes(letters.tolist()).decode("ascii")

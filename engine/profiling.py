@@ -21,11 +21,13 @@ from ragblend.engine.loader import loader_of
 from ragblend.engine.model.decoder import BLOCK_ROWS, Decoder
 from ragblend.engine.plan import Plan, Span, make_plan
 from ragblend.engine.runtime import Runtime
+from ragblend.engine.scheduling.queue import DeviceTurn
 from ragblend.engine.selection.base import Policy, ProbeResult
 from ragblend.engine.trace import Recorder
-from ragblend.kvstore.blob import ChunkReader
+from ragblend.kvstore.blob import PAGE_CACHE, ChunkReader
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.codec import Source
+from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.memory import held_copy
 from ragblend.kvstore.policy import PrefillProfile
@@ -34,6 +36,9 @@ from ragblend.kvstore.store import KVStore
 CACHED = (0, 512, 2048, 4096)
 # At 256 rows linear layers change the order of their weights (packing.MOST_ROWS), so there is a point after it too.
 NEW = (16, 64, 256, 320, 512, BLOCK_ROWS)
+MANY_NEW = 4 * BLOCK_ROWS  # an accelerator needs as many rows to be busy
+# What is measured in the background, in a few seconds: (cached, new) without and with an accelerator.
+QUICK = ((0, 1024), (16, 128, 512)), ((0, 4096), (16, 256, BLOCK_ROWS, MANY_NEW))
 REPEATS = 7
 ENOUGH_MS = 1000.0  # after this, measurements are not repeated
 CHUNK_TOKENS = 512
@@ -61,8 +66,10 @@ def measure(runtime: Runtime, progress: Callable[[int, int], None] | None = None
 
     Sizes beyond the model's window are left out. progress(done, total).
     """
-    decoder, (cached, new) = runtime.decoder, _axes(runtime.context_window)
-    total, done = len(cached) * len(new) + (3 if runtime.transfers.staged else 2), 0
+    decoder = runtime.decoder
+    wanted = (*NEW, MANY_NEW) if runtime.transfers.staged else NEW
+    cached, new = _axes(runtime.context_window, CACHED, wanted)
+    total, done = len(cached) * len(new) + (4 if runtime.transfers.staged else 3), 0
 
     def median(once_ms: Callable[[], float]) -> float:
         nonlocal done
@@ -75,9 +82,8 @@ def measure(runtime: Runtime, progress: Callable[[int, int], None] | None = None
         return statistics.median(times)
 
     _prefill_ms(runtime, cached[-1], new[-1])  # the first pays for pages and kernels
-    about = f"{type(decoder.model).__name__}, {decoder.geometry.layers} layers, {decoder.geometry.dtype}"
     grid = PrefillProfile.of(
-        f"{about} on {decoder.device}",
+        _about(decoder),
         cached,
         new,
         lambda behind, count: median(lambda: _prefill_ms(runtime, behind, count)),
@@ -91,10 +97,44 @@ def measure(runtime: Runtime, progress: Callable[[int, int], None] | None = None
     return DeviceProfile(grid.about, grid, tuple(tiers), overlaps=runtime.transfers.staged)
 
 
-def _axes(window: int) -> tuple[Sequence[int], Sequence[int]]:
-    cached = [count for count in CACHED if count + NEW[-1] <= window] or [0, 1]
-    new = [count for count in NEW if count + cached[-1] <= window]
-    return cached if len(cached) > 1 else (0, 1), new if len(new) > 1 else (1, 2)
+def measure_layers(runtime: Runtime, turn: DeviceTurn) -> DeviceProfile:
+    """The same of the layers alone, by a few prefills in a background turn; what requests load shows the tiers' speed.
+
+    Raises Cancelled between two layers once a request waits.
+    """
+    cached, new = _axes(runtime.context_window, *QUICK[runtime.transfers.staged])
+    waiting = _UntilRequest(turn)
+    _prefill_ms(runtime, cached[-1], new[0], waiting)  # the first pays for pages and kernels
+    grid = PrefillProfile.of(
+        _about(runtime.decoder),
+        cached,
+        new,
+        lambda behind, count: _prefill_ms(runtime, behind, count, waiting),
+    )
+    return DeviceProfile(grid.about, grid, (), overlaps=runtime.transfers.staged)
+
+
+class _UntilRequest(DeviceTurn):
+    """A background turn that ends between two layers once a request waits."""
+
+    def __init__(self, turn: DeviceTurn) -> None:
+        self._turn = turn
+
+    def between_layers(self) -> None:
+        if self._turn.is_wanted():
+            raise Cancelled("a request waits for the device")
+
+
+def _about(decoder: Decoder) -> str:
+    geometry = decoder.geometry
+    return f"{type(decoder.model).__name__}, {geometry.layers} layers, {geometry.dtype} on {decoder.device}"
+
+
+def _axes(window: int, cached: Sequence[int], new: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Those of these sizes that fit the window."""
+    behind = [count for count in cached if count + new[-1] <= window] or [0, 1]
+    fitting = [count for count in new if count + behind[-1] <= window]
+    return behind if len(behind) > 1 else (0, 1), fitting if len(fitting) > 1 else (1, 2)
 
 
 def _tiers(runtime: Runtime, chunk: ChunkKV, count: int) -> Iterator[tuple[str, Opened]]:
@@ -110,12 +150,13 @@ def _tiers(runtime: Runtime, chunk: ChunkKV, count: int) -> Iterator[tuple[str, 
             on_device = held_copy(held, "device", runtime.transfers.device, pinned=False)
             yield "device", lambda _: on_device
         yield "memory", lambda _: held
+        yield PAGE_CACHE, lambda number: _opened(store, keys[number], chunk)
         yield "disk", lambda number: _cold(store, keys[number], chunk)
     finally:
         store.delete(keys)
 
 
-def _prefill_ms(runtime: Runtime, behind: int, count: int) -> float:
+def _prefill_ms(runtime: Runtime, behind: int, count: int, turn: DeviceTurn | None = None) -> float:
     """Time to compute these rows of a sequence, with nothing to load."""
     decoder, transfers = runtime.decoder, runtime.transfers
     tokens = behind + count
@@ -127,7 +168,7 @@ def _prefill_ms(runtime: Runtime, behind: int, count: int) -> float:
     transfers.synchronize()
     begun, recorder = time.perf_counter(), Recorder(transfers)
     loader = loader_of(transfers)((), cache, decoder, transfers, runtime.readers, recorder)
-    Fusion(decoder, plan, Spread(count), cache, loader, recorder).prefill()
+    Fusion(decoder, plan, Spread(count), cache, loader, recorder, turn).prefill()
     transfers.synchronize()
     return (time.perf_counter() - begun) * 1e3
 
@@ -162,8 +203,13 @@ def _random_chunk(decoder: Decoder) -> ChunkKV:
     return ChunkKV(tokens, 0, geometry, keys, values, unrotated_keys=lambda layer: keys[layer].float())
 
 
-def _cold(store: KVStore, key: ChunkKey, chunk: ChunkKV) -> ChunkReader:
+def _opened(store: KVStore, key: ChunkKey, chunk: ChunkKV) -> ChunkReader:
     reader = store.open_chunk(key, chunk.token_ids)
     assert isinstance(reader, ChunkReader), "it has just been stored, and was not promoted"
+    return reader
+
+
+def _cold(store: KVStore, key: ChunkKey, chunk: ChunkKV) -> ChunkReader:
+    reader = _opened(store, key, chunk)
     reader.drop_page_cache()
     return reader

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.engine.config import EngineConfig
-from ragblend.engine.controller import DeviceProfile
+from ragblend.engine.controller import DeviceProfile, MeasuredSpeeds
 from ragblend.engine.decoding.constrained import token_grammars
 from ragblend.engine.decoding.implementations import DecodeSelector
 from ragblend.engine.model import load as model
@@ -33,11 +33,12 @@ from ragblend.kvstore.memory import MemoryTier
 class Runtime(RuntimeBase):
     """The parts of an engine whose model is loaded in this process.
 
-    queue: orders requests for the device. sessions: those that hold a context; changed only in a device turn.
+    queue: orders requests for the device; speeds: what they showed of it. sessions: those that hold a context; changed
+    only in a device turn.
     """
 
     def __init__(self, config: EngineConfig, home: Path) -> None:
-        self.queue = DeviceQueue()
+        self.queue, self.speeds = DeviceQueue(), MeasuredSpeeds()
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         super().__init__(config, home)
 

@@ -74,6 +74,7 @@ class RuntimeBase(ABC):
         self._budgets: dict[str, int] = {}
         self._remote: str | None = None
         self._store_policy: str | None = None
+        self.load = "auto"  # as in `EngineConfig`
         self._digests = home / "models" / "digests.json"
         self._adopt(config)
         end_at_exit(self)
@@ -92,7 +93,7 @@ class RuntimeBase(ABC):
             return found
 
     def _adopt(self, config: EngineConfig) -> None:
-        """Apply budgets, codec, policy and shared store of a config (None: unchanged).
+        """Apply budgets, codec, policy, shared store and way of loading of a config (None: unchanged).
 
         After a budget was lowered, the next puts evict. Tiers, policy and shared store of an open store change only
         when it is opened again.
@@ -103,6 +104,7 @@ class RuntimeBase(ABC):
             self._budgets |= {name: budget for name, budget in wanted.items() if budget is not None}
             self._remote = config.remote or self._remote
             self._store_policy = config.store_policy or self._store_policy
+            self.load = config.load or self.load
             if config.kv_codec is not None:
                 self.codec = codec_named(config.kv_codec)
             if "store" in vars(self):

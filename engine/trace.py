@@ -4,6 +4,7 @@ The recorder is always on: an event costs a few microseconds, and a prefill has 
 its streams, so a trace shows whether copies really ran in parallel with the layers.
 """
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -55,6 +56,15 @@ class Trace:
     def total_ms(self, part: str) -> float:
         """The time of all events of that part, on all tracks."""
         return sum(event.duration_ms for event in self.events if event.part == part)
+
+    def busy_ms(self, *parts: str) -> float:
+        """The time in which at least one event of these parts was running."""
+        total, reached = 0.0, -math.inf
+        for event in self.events:  # by start
+            if event.part in parts:
+                total += max(0.0, event.stop_ms - max(event.start_ms, reached))
+                reached = max(reached, event.stop_ms)
+        return total
 
 
 class Recorder:

@@ -276,7 +276,7 @@ def kv_statistics(result: "Result") -> dict[str, Any]:
     """Reused tokens and times of this answer, as JSON. chunks: node ids, in the prompt's order."""
     report = result.report
     tokens, timings = report.tokens, report.timings
-    counts = ("reused", "recomputed", "fresh", "missing")
+    counts = ("reused", "recomputed", "fresh", "missing", "not_loaded")
     times = ("ttft_ms", "prefill_ms", "load_ms", "stall_ms", "total_ms", "tokens_per_s")
     return {
         "method": report.method,

@@ -208,6 +208,7 @@ def _crc(buffers: Iterable[Any]) -> int:
 
 
 Damaged = Callable[[str], None]
+PAGE_CACHE = "page cache"  # where a file is read from that the kernel holds in memory
 
 
 class ChunkReader(Source):
@@ -264,6 +265,14 @@ class ChunkReader(Source):
         for layer, buffers in enumerate(layers, first):
             if _crc(buffers) != self.header.layer_crcs[layer]:
                 raise self._damage(f"layer {layer} does not match its checksum")
+
+    @property
+    def comes_from(self) -> str:
+        """By three places of the file."""
+        header = self.header
+        places = (header.layer_offset(0), header.file_nbytes // 2, header.file_nbytes - 1)
+        with self._open_fd() as fd:
+            return PAGE_CACHE if all(posix.is_cached(fd, place) for place in places) else self.tier
 
     def drop_page_cache(self) -> None:
         with self._open_fd() as fd:

@@ -56,6 +56,11 @@ class Source(Closing):
         """Announce that this layer will be read, so that a remote value can be fetched ahead."""
 
     @property
+    def comes_from(self) -> str:
+        """The tier whose speed reading has; for a file `page cache`, if the kernel holds its pages."""
+        return self.tier
+
+    @property
     def unrotated(self) -> bool:
         """Whether `read_layer` gives keys of position 0 each, not of their own."""
         return self.codec.unrotated
@@ -114,6 +119,10 @@ class Part(Source):
 
     def expect(self, layer: int) -> None:
         self._source.expect(layer)
+
+    @property
+    def comes_from(self) -> str:
+        return self._source.comes_from
 
     @property
     def unrotated(self) -> bool:

@@ -52,6 +52,16 @@ def read_ahead(fd: int) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
 
 
+def is_cached(fd: int, offset: int) -> bool:
+    """Whether that byte of a file is in the page cache; False where the system cannot tell (macOS)."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        return False
+    try:
+        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except OSError:
+        return False
+
+
 def drop_pages(fd: int) -> None:
     """Drop the file's pages from the page cache (not on macOS)."""
     if hasattr(os, "posix_fadvise"):

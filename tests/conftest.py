@@ -53,6 +53,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.path.name.startswith(("test_e2e", "test_accessibility")))
 
 
+@pytest.fixture(autouse=True)
+def never_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model is measured in the background: tiny ones would from then on be computed, which is faster than loading.
+
+    Tests of the loading controller give it a profile.
+    """
+    from ragblend.engine.controller import MeasuredSpeeds
+
+    monkeypatch.setattr(MeasuredSpeeds, "cannot_measure", True)
+
+
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     return tmp_path / "home"

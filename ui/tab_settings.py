@@ -8,7 +8,7 @@ import gradio as gr
 from ragblend.app.answering.rerank import find_reranker
 from ragblend.app.model_offers import MachineCapacity, machine_of, offers
 from ragblend.app.models import ModelDownload, check_model, models_here, must_be_fetched
-from ragblend.app.settings import Cost, Settings, cost_of, save_settings
+from ragblend.app.settings import OCR_LANGUAGES, Cost, Settings, cost_of, save_settings
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.integrations.embeddings import find_embedder
 from ragblend.kvstore.errors import RagBlendError
@@ -25,6 +25,8 @@ DEVICES = [
     ("NVIDIA graphics card (CUDA)", "cuda"),
     ("Apple graphics (MPS)", "mps"),
 ]
+SCANS = [("Latin letters, Chinese, Japanese", "default")]
+SCANS += [(name.replace("-", " ").capitalize(), name) for name in OCR_LANGUAGES if name != "default"]
 SEARCHES = [("Meaning and words", "hybrid"), ("Meaning only", "vectors")]
 THEMES = [("Same as the system", "system"), ("Light", "light"), ("Dark", "dark")]
 SET_THEME = "(name) => { window.ragblend.theme(name); return name; }"
@@ -34,6 +36,8 @@ INFO = {
     "embedder": "default (bundled, knows English), or a folder or hub id of sentence-transformers. Passages are "
     "embedded anew in the background, while the embedder in use answers.",
     "reranker": "a cross-encoder that sorts the passages found: a folder or a hub id; empty for none",
+    "ocr_language": "The letters of scanned pages, which are read with the extra `ocr`.",
+    "skip": "Names that are left out when a folder is read, with commas between them; * stands for anything.",
     "method": "Passages were read separately. Re-reading parts of them together makes answers better.",
     "top_k": "How many passages of your documents the model gets to answer from.",
     "chunk_tokens": "Documents are cut into pieces of at most this length; 100 tokens are about 75 English words.",
@@ -62,6 +66,10 @@ def _form() -> dict[str, Any]:
         "reranker": gr.Textbox(
             "", label="Reranker", elem_id="rb-reranker", max_lines=1, info=INFO["reranker"]
         ),
+        "ocr_language": gr.Dropdown(
+            SCANS, value="default", label="Scans are in", elem_id="rb-scans", info=INFO["ocr_language"]
+        ),
+        "skip": gr.Textbox("", label="Files to skip", elem_id="rb-skip", max_lines=2, info=INFO["skip"]),
         "method": gr.Dropdown(CHOICES, value=method, label=asked, elem_id="rb-method", info=INFO["method"]),
         "mode": gr.Radio(modes, value=MANUAL, label="Share to re-read", elem_id="rb-ratio-mode"),
     } | {
@@ -120,7 +128,7 @@ class SettingsTab:
         settings, form = self._services.workspaces.settings, self._form
         by_hand = not isinstance(settings.ratio, str)
         share = settings.ratio if by_hand else DEFAULT_RATIO
-        as_they_are = ("model", "search", "top_k", "chunk_tokens", "temperature")
+        as_they_are = ("model", "search", "ocr_language", "skip", "top_k", "chunk_tokens", "temperature")
         return {
             **{form[name]: getattr(settings, name) for name in as_they_are},
             form["max_new_tokens"]: settings.answer_tokens,
@@ -270,6 +278,8 @@ def chosen(given: dict[str, Any]) -> dict[str, Any]:
         "search": given["search"],
         "embedder": (given["embedder"] or "").strip() or "default",
         "reranker": (given["reranker"] or "").strip(),
+        "ocr_language": given["ocr_language"] or None,
+        "skip": (given["skip"] or "").strip(),
         "method": given["method"] or None,
         "ratio": AUTO if given["mode"] == AUTO else round(given["ratio"] / 100, 4),
         "top_k": int(given["top_k"]),

@@ -15,7 +15,8 @@ from ragblend.app.answering.answer import Answer
 from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.prompts.segments import Chunk, Prompt
 
-KINDS = {"r": "reused", "c": "recomputed", "f": "fresh", "m": "missing"}  # by the letters of `Report.served`
+# By the letters of `Report.served`.
+KINDS = {"r": "reused", "c": "recomputed", "f": "fresh", "m": "missing", "n": "not_loaded"}
 TEXT_CHARACTERS = 80
 NO_PROFILE = "this model was not measured on this device yet: `ragblend doctor --profile` does it"
 TIMES = ("load_ms", "stall_ms", "prefill_ms", "total_ms", "tokens_per_s")

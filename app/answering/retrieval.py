@@ -1,9 +1,10 @@
 """Retrieval: finds the passages that answer a question best, in one or several collections, each text once.
 
 An embedder embeds the question; the registry or Chroma finds the nearest passages, the registry those that share its
-words. What is unrelated to the question is left out (`relevance`). Both rankings are combined (`search = "hybrid"`), or
-the vectors alone decide (`"vectors"`). A cross-encoder, if the settings name one (`reranker`), scores the best of them
-with the question and decides their order.
+words. What is unrelated to the question is left out (`relevance`). Both rankings are combined (`search = "hybrid"`),
+words before vectors if the embedder does not know the documents' language, or the vectors alone decide (`"vectors"`).
+A cross-encoder, if the settings name one (`reranker`), scores the best of them with the question and decides their
+order.
 """
 
 from collections import defaultdict
@@ -102,19 +103,24 @@ def _rank_together(
     if first.settings.search == "hybrid":
         words = library.by_words([each.settings.collection for each in workspaces], question, count)
         scores |= library.scores([node for node in words if node not in scores], vector)
-    found = relevant(scores, words, _unrelated(workspaces))
+    measured, recorded = _measured(workspaces), recorded_similarity(first.embedder.name)
+    found = relevant(scores, words, measured or recorded)
     sources = _sources(library, {node: scores[node] for node in found})
     by_nearness = sorted(sources, key=lambda node: -scores[node])
-    order = reciprocal_rank_fusion(by_nearness, [node for node in words if node in sources])
+    by_words = [node for node in words if node in sources]
+    # A recorded embedder is measured only where it does not know the documents' language: its order is chance there.
+    is_foreign = measured is not None and recorded is not None
+    order = [*by_words, *(node for node in by_nearness if node not in words)]
+    if not is_foreign:
+        order = reciprocal_rank_fusion(by_nearness, by_words)
     order.sort(key=lambda node: node not in words or not words[node].is_exact)
     return [sources[node] for node in order]
 
 
-def _unrelated(workspaces: Sequence[Workspace]) -> UnrelatedSimilarity | None:
-    """How similar unrelated texts are: as measured in one of these collections, else as recorded for their embedder."""
+def _measured(workspaces: Sequence[Workspace]) -> UnrelatedSimilarity | None:
+    """How similar unrelated texts are, as measured in one of these collections; None if it was in none."""
     known = [each.library.embedder(each.settings.collection) for each in workspaces]
-    measured = (each.unrelated for each in known if each is not None and each.unrelated is not None)
-    return next(measured, None) or recorded_similarity(workspaces[0].embedder.name)
+    return next((each.unrelated for each in known if each is not None and each.unrelated is not None), None)
 
 
 def reciprocal_rank_fusion(*rankings: Sequence[str]) -> list[str]:

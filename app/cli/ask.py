@@ -163,9 +163,11 @@ def sources_text(sources: Sequence[AnswerSource]) -> str:
 def timing_line(answer: Answer) -> str:
     report = answer.report
     tokens = report.tokens
+    fresh = tokens.fresh + tokens.missing
+    not_loaded = f", {tokens.not_loaded} faster to compute than to load" if tokens.not_loaded else ""
     return (
         f"{report.method}: first token after {answer.ttft_ms:.0f} ms; of {tokens.prompt} prompt tokens "
-        f"{tokens.reused} reused, {tokens.recomputed} recomputed, {tokens.fresh + tokens.missing} fresh; "
+        f"{tokens.reused} reused, {tokens.recomputed} recomputed, {fresh} fresh{not_loaded}; "
         f"{report.timings.tokens_per_s:.1f} tokens/s"
     )
 

@@ -112,7 +112,7 @@ class CommandHost:
         from ragblend.app.settings import PROCESS_SETTINGS, Settings
 
         spaces = self.services.workspaces
-        wanted = Settings.load(spaces.home.settings, self.environment, overrides)
+        wanted = Settings.read(spaces.home.settings, self.environment, overrides)
         here = {name: getattr(spaces.settings, name) for name in PROCESS_SETTINGS}
         for name, value in here.items():
             asked = getattr(wanted, name)

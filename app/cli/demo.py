@@ -70,7 +70,7 @@ def speedup(full: Answer, fused: Answer) -> float:
 
 def _comparison_text(workspace: "Workspace", question: str, full: Answer, fused: Answer) -> str:
     tokens = fused.report.tokens
-    computed = tokens.fresh + tokens.missing
+    computed = tokens.fresh + tokens.missing + tokens.not_loaded
     home = workspace.home.root
     ratio = "" if fused.report.ratio is None else f", ratio {fused.report.ratio:.2f}"
     note = workspace.settings.style.note

@@ -130,7 +130,7 @@ def _finish(
         names = ("reason", "data", "questions", "seconds", "rows", "comparison")
         measured = {name: value[name] for name in names}
         save_choice(tuned_file(path), settings.model, best.method, best.ratio, measured)
-    now = settings.load(path, overrides={"model": settings.model})
+    now = settings.read(path, overrides={"model": settings.model})
     in_force = now.method == best.method and best.ratio in (None, now.ratio)
     last = _last_words(found, settings.model, saved, in_force)
     cli.result(value, "\n".join([*_lines(found), *last]))

@@ -68,7 +68,7 @@ def engine_arguments(cli: Cli) -> dict[str, Any]:
     """The arguments of `Engine.open`, here and in child processes, as plain JSON values.
 
     Options that are not given come from the settings. The collection is the benches' own: its name is in every key,
-    so a bench never touches the user's KV.
+    so a bench never touches the user's KV. All stored KV is loaded, so that no result depends on what is faster.
     """
     from ragblend.app.home import Home
     from ragblend.app.models import check_model
@@ -82,7 +82,7 @@ def engine_arguments(cli: Cli) -> dict[str, Any]:
     check_model(settings.model, home.models)
     names = ("model", "device", "dtype", "store_budget_bytes", "kv_codec")
     chosen = {name: getattr(settings, name) for name in names}
-    return {"home": str(home.root), "collection": "bench", **chosen}
+    return {"home": str(home.root), "collection": "bench", "load": "all", **chosen}
 
 
 def settings_of(cli: Cli, **more: Any) -> "Settings":
@@ -90,7 +90,7 @@ def settings_of(cli: Cli, **more: Any) -> "Settings":
     from ragblend.app.home import Home
     from ragblend.app.settings import Settings
 
-    return Settings.load(Home.resolve(cli.home).settings, overrides=cli.overrides | more)
+    return Settings.read(Home.resolve(cli.home).settings, overrides=cli.overrides | more)
 
 
 def finish(cli: Cli, tables: "Sequence[Table]", value: Any, files: dict[str, str]) -> None:

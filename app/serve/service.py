@@ -173,7 +173,7 @@ class Service:
     def count(self, report: Report) -> None:
         """Count an answer's tokens."""
         self.startup.problem = ""  # the model works
-        for kind in ("reused", "recomputed", "fresh", "missing", "generated"):
+        for kind in ("reused", "recomputed", "fresh", "missing", "not_loaded", "generated"):
             self.metrics.count("tokens_total", getattr(report.tokens, kind), kind=kind)
 
     def backend(self, client: Client) -> Backend:

@@ -4,7 +4,7 @@ All methods run alternately, round after round, on the same prompt, so that othe
 ratios to full prefill come from the same rounds.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, product
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ragblend.engine.config import Report, Timings
     from ragblend.engine.engine import Engine
     from ragblend.engine.prompts.segments import Prompt
-    from ragblend.engine.trace import Trace, TraceEvent
+    from ragblend.engine.trace import Trace
     from ragblend.kvstore.keys import ChunkKey
 
 QUESTION = "Which of the passages above says the most about people, and what does it say?"
@@ -185,8 +185,6 @@ def _row(case: Row, variant: Variant, taken: Rounds, times: Row, subject: Encode
 def _times(taken: Rounds, full: Rounds | None) -> Row:
     times, reports = zip(*taken, strict=True)
     ratios = [slow / fast for (slow, _), fast in zip(full, times, strict=True)] if full else []
-    traced = [report.trace.events if report.trace else () for report in reports]
-    loads = [[event for event in events if event.part == "load"] for events in traced]
     ttft_ms, decision = median(times), reports[-1].decision
     predicted_ms = decision.predicted_ttft_ms if decision else None
     return {
@@ -197,7 +195,7 @@ def _times(taken: Rounds, full: Rounds | None) -> Row:
         "predicted_ttft_ms": predicted_ms,
         "predicted_of_measured": None if predicted_ms is None else predicted_ms / ttft_ms,
         "load_ms": median(report.timings.load_ms for report in reports),
-        "load_busy_ms": median(busy_ms(events) for events in loads),
+        "load_busy_ms": median(report.trace.busy_ms("load") if report.trace else 0.0 for report in reports),
         "stall_share": median(report.timings.stall_ms for report in reports) / ttft_ms,
         "where_ms": where_ms([(ms, report.timings) for ms, report in taken]),
     }
@@ -218,15 +216,6 @@ def where_ms(taken: "Sequence[tuple[float, Timings]]") -> dict[str, float]:
 
 def _part(value: int | None, whole: int) -> float | None:
     return value / whole if value is not None and whole else None
-
-
-def busy_ms(events: Iterable["TraceEvent"]) -> float:
-    """Milliseconds in which at least one of the events was running."""
-    total, reached = 0.0, float("-inf")
-    for event in sorted(events, key=lambda event: event.start_ms):
-        total += max(0.0, event.stop_ms - max(event.start_ms, reached))
-        reached = max(reached, event.stop_ms)
-    return total
 
 
 def cut_texts(engine: "Engine", source: str, chunks: int, tokens: int) -> list[str]:

@@ -178,8 +178,12 @@ def inexact_rows(plan: Plan) -> Tensor:
 
 
 def fresh_rows(plan: Plan) -> Tensor:
-    """(R,) positions of the literals."""
-    return (plan.kinds == Kind.FRESH).nonzero().squeeze(1)
+    """(R,) positions of the literals, and of chunks that are not loaded before any stored one: what a probe computes
+    there is final, and loading goes on meanwhile.
+    """
+    rows = plan.kinds == Kind.FRESH
+    rows[: plan.settled_tokens] |= plan.always[: plan.settled_tokens]
+    return rows.nonzero().squeeze(1)
 
 
 def recomputable_share(plan: Plan) -> float:

@@ -203,7 +203,7 @@ def merged_heads(plan: Plan, attention: Attention) -> Tensor:
     grouped = queries.reshape(keys.shape[0], -1, *queries.shape[1:]).sum(1)
     merged = torch.einsum("hwd,hkd->wk", grouped.float(), keys.float())
     merged *= attention.scaling / queries.shape[0] ** 0.5
-    of_documents = plan.kinds[attention.first_key :] > Kind.MISSING
+    of_documents = plan.kinds[attention.first_key :] > Kind.NOT_LOADED
     merged = (merged + attention.mask).masked_fill(~of_documents, -torch.inf)
     return merged.softmax(dim=-1).nan_to_num(0.0).sum(0)  # NaN: a window without any document
 

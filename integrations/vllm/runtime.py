@@ -30,7 +30,9 @@ class VllmRuntime(Runtime):
         model = vllm_config.model_config
         device = vllm_config.device_config.device_type
         dtype = str(model.dtype).removeprefix("torch.")
-        config = EngineConfig(str(model.model), device, dtype, settings.collection, remote=settings.remote)
+        # `all`: the same question gets the same answer, whatever is in the page cache.
+        given = str(model.model), device, dtype, settings.collection
+        config = EngineConfig(*given, remote=settings.remote, load="all")
         super().__init__(config, resolve_home(settings.home))
         self._vllm_model, self._has_model = model, has_model
 

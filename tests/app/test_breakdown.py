@@ -58,7 +58,7 @@ def test_segments_are_the_whole_context_in_order():
         ("Question", None, 2),
     ]
     assert segments[1]["runs"] == [("r", 2), ("c", 1), ("r", 1)]
-    assert counts_of(segments[1]) == {"reused": 3, "recomputed": 1, "fresh": 0, "missing": 0}
+    assert counts_of(segments[1]) == {"reused": 3, "recomputed": 1, "fresh": 0, "missing": 0, "not_loaded": 0}
     assert segments[2]["text"] == "more" and counts_of(segments[3])["missing"] == 3
     assert (breakdown()["ttft_ms"], breakdown()["retrieve_ms"]) == (11.0, 3.0)
     for kind in KINDS.values():

@@ -403,7 +403,15 @@ def test_answer_json_matches_the_contract(talks, unrelated):
         "store", "unsupported_figures", "read_again_at",
     ]  # fmt: skip
     assert list(value["sources"][0]) == ["number", "node_id", "document", "location", "score", "text"]
-    assert list(value["tokens"]) == ["prompt", "reused", "recomputed", "fresh", "missing", "generated"]
+    assert list(value["tokens"]) == [
+        "prompt",
+        "reused",
+        "recomputed",
+        "fresh",
+        "missing",
+        "not_loaded",
+        "generated",
+    ]
     promised = {"retrieve_ms", "load_ms", "stall_ms", "prefill_ms", "ttft_ms", "total_ms", "tokens_per_s"}
     assert promised <= value["timings"].keys()
     assert value["timings"]["ttft_ms"] == pytest.approx(10 + value["timings"]["retrieve_ms"], abs=0.02)

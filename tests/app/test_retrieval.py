@@ -11,13 +11,14 @@ from ragblend.app.answering.retrieval import reciprocal_rank_fusion, search, wit
 from ragblend.app.library.documents import DocumentPassage, FileFacts, node_id
 from ragblend.app.library.ingest import ingest
 from ragblend.app.library.registry import UnrelatedSimilarity
+from ragblend.integrations.embeddings import BUNDLED
 
 
 @pytest.fixture
 def far(monkeypatch):
     """No passage is near enough."""
     monkeypatch.setattr(
-        "ragblend.app.answering.retrieval._unrelated", lambda workspaces: UnrelatedSimilarity(0.0, 9.0)
+        "ragblend.app.answering.retrieval._measured", lambda workspaces: UnrelatedSimilarity(0.0, 9.0)
     )
 
 
@@ -86,7 +87,7 @@ class Blurred:
 
 def test_a_number_is_found_that_vectors_miss(open_workspace, logs, monkeypatch):
     """The two values of the setting."""
-    monkeypatch.setattr("ragblend.app.answering.retrieval._unrelated", lambda workspaces: None)
+    monkeypatch.setattr("ragblend.app.answering.retrieval._measured", lambda workspaces: None)
     found = {}
     for way in ("vectors", "hybrid"):
         workspace = open_workspace(search=way)
@@ -97,6 +98,31 @@ def test_a_number_is_found_that_vectors_miss(open_workspace, logs, monkeypatch):
         found[way] = sum(source.document == f"{n}.txt" for n, source in enumerate(best))
         assert all(0.5 < source.score <= 1 for source in best), "the score is the cosine in both"
     assert found["hybrid"] == 30 and found["vectors"] < 5
+
+
+WHO = "Ohlsen Reuter Kamp Boysen Tietjen Harms Meyn Stehr Wulf Voss Quast Timm".split()  # noqa: SIM905
+
+
+@pytest.mark.parametrize(
+    ("measured", "least", "most"), [(None, 0, 9), (UnrelatedSimilarity(0.1, 0.5), 12, 12)]
+)
+def test_where_the_embedder_does_not_know_the_language_words_decide(
+    open_workspace, tmp_path, monkeypatch, measured, least, most
+):
+    """The bundled embedder is measured only there. Each of four passages has the house's name, one the ferryman's."""
+    for number, who in enumerate(WHO):
+        house = f"Speicher {chr(97 + number) * 4}"
+        (tmp_path / f"{who}.txt").write_text(f"Der Fährmann {who} wohnt heute noch neben {house} am Hafen.")
+        for other in range(3):
+            (tmp_path / f"{who}{other}.txt").write_text(f"Im Jahr {1900 + other} wurde {house} verkauft.")
+    workspace = open_workspace()
+    monkeypatch.setattr(type(workspace), "embedder", Blurred())
+    ingest(workspace, [tmp_path])
+    monkeypatch.setattr("ragblend.app.answering.retrieval._measured", lambda workspaces: measured)
+    monkeypatch.setattr(Blurred, "name", BUNDLED)
+    asked = [f"Wo wohnt {who}, neben Speicher {chr(97 + n) * 4}?" for n, who in enumerate(WHO)]
+    found = [search([workspace], [question], 1)[0].document for question in asked]
+    assert least <= sum(name == f"{who}.txt" for name, who in zip(found, WHO, strict=True)) <= most
 
 
 def test_a_code_is_found_however_far_its_passage_is_and_a_word_is_not(workspace, logs, far, tmp_path):

@@ -17,7 +17,7 @@ def path(tmp_path):
 def test_each_source_overrides_the_one_before(path):
     path.write_text('model = "file"\nratio = 0.3\ntop_k = 3\n')
     environment = {"RAGBLEND_RATIO": "0.4", "RAGBLEND_TOP_K": "4", "RAGBLEND_HOME": "/x", "OTHER": "1"}
-    settings = Settings.load(path, environment, {"top_k": 5, "method": None})
+    settings = Settings.read(path, environment, {"top_k": 5, "method": None})
     found = settings.model, settings.ratio, settings.top_k, settings.method
     assert found == ("file", 0.4, 5, "probe-shift")
 
@@ -40,7 +40,7 @@ def test_each_source_overrides_the_one_before(path):
 def test_wrong_settings_name_source_key_and_remedy(path, text, environment, words):
     path.write_text(text)
     with pytest.raises(SettingsError) as caught:
-        Settings.load(path, environment)
+        Settings.read(path, environment)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -80,7 +80,7 @@ def test_the_codecs_are_the_stores():
 
 def test_the_bundled_model_ends_with_a_sentence_unless_a_longer_answer_is_wanted(path):
     """It invents what it says after that."""
-    bundled, other = Settings.load(path, {}), Settings.load(path, {}, {"model": "owner/large"})
+    bundled, other = Settings.read(path, {}), Settings.read(path, {}, {"model": "owner/large"})
     assert (bundled.answering["max_new_tokens"], bundled.answering["one_sentence"]) == (48, True)
     assert other.answering["max_new_tokens"] == 256 and "one_sentence" not in other.answering
     longer = bundled.changed({"max_new_tokens": 200})
@@ -100,7 +100,7 @@ def test_invalid_collection_name_is_refused(workspaces, name):
 
 def test_saved_settings_are_loaded(path):
     save_settings(path, {"top_k": 9, "ratio": "auto", "temperature": 0.5, "model": 'a "quoted"\\name'})
-    found = Settings.load(path, environment={})
+    found = Settings.read(path, environment={})
     assert (found.top_k, found.ratio, found.temperature, found.model) == (9, "auto", 0.5, 'a "quoted"\\name')
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -124,12 +124,12 @@ def test_comments_and_other_values_stay(path):
 )
 def test_whatever_way_a_file_is_written_one_value_changes(path, text):
     path.write_bytes(text.encode())
-    before = Settings.load(path, environment={})
+    before = Settings.read(path, environment={})
     save_settings(path, {"top_k": 4, "temperature": 0.5, "model": "a\u2028b"})
     changed = {"top_k": 4, "temperature": 0.5, "model": "a\u2028b"}
-    assert Settings.load(path, environment={}) == before.changed(changed)
+    assert Settings.read(path, environment={}) == before.changed(changed)
     save_settings(path, {"top_k": None})
-    assert Settings.load(path, environment={}) == before.changed(changed | {"top_k": Settings.top_k})
+    assert Settings.read(path, environment={}) == before.changed(changed | {"top_k": Settings.top_k})
 
 
 @pytest.mark.parametrize("changes", [{"top_k": 0}, {"ratio": 7}, {"nonsense": 1}, {"model": ""}])
@@ -143,11 +143,11 @@ def test_invalid_changes_have_no_effect(path, changes):
 
 def test_a_shared_stores_url_is_a_setting_and_its_secrets_are_none(path):
     environment = {"RAGBLEND_REMOTE": "rediss://host:6379/0?ttl_s=60", "RAGBLEND_REMOTE_SALT": "hunter2"}
-    settings = Settings.load(path, environment)
+    settings = Settings.read(path, environment)
     assert settings.remote == "rediss://host:6379/0?ttl_s=60" and "hunter2" not in repr(settings)
     path.write_text('remote = "redis://:hunter2@host/0"\n')
     with pytest.raises(SettingsError, match="environment") as refused:
-        Settings.load(path, {})
+        Settings.read(path, {})
     assert "hunter2" not in str(refused.value)
 
 

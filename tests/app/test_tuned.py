@@ -21,7 +21,7 @@ def tuned(path):
 
 
 def chosen(path, environment=None, **overrides):
-    settings = Settings.load(path, environment or {}, overrides)
+    settings = Settings.read(path, environment or {}, overrides)
     return settings.method, settings.ratio
 
 
@@ -79,4 +79,4 @@ def test_not_more_than_a_few_are_kept_and_only_their_user_may_read_them(path) ->
 def test_a_damaged_file_is_named_with_its_remedy(path, text) -> None:
     tuned_file(path).write_text(text)
     with pytest.raises(SettingsError, match=r"tuned\.json.*Remove the file"):
-        Settings.load(path, {})
+        Settings.read(path, {})

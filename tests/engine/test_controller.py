@@ -2,15 +2,18 @@
 
 import errno
 import json
+import math
 
 import pytest
-from benches import PREFIX, StagedTransfers, make_prompt, make_text
+import torch
+from benches import PREFIX, StagedTransfers, largest_error, make_prompt, make_text
 
 from ragblend import Engine
-from ragblend.engine import controller, prefill, profiling
+from ragblend.engine import background_work, controller, prefill, profiling
 from ragblend.engine.config import EngineConfig
 from ragblend.engine.controller import (
     DeviceProfile,
+    MeasuredSpeeds,
     Tier,
     Workload,
     cheapest_tier,
@@ -19,8 +22,12 @@ from ragblend.engine.controller import (
     hidden_ratio,
     load_ms,
     ttft_ms,
+    values_to_compute,
 )
 from ragblend.engine.runtime import Runtime
+from ragblend.engine.scheduling.queue import DeviceTurn
+from ragblend.kvstore import posix
+from ragblend.kvstore.codec import Part
 from ragblend.kvstore.errors import StoreError, UsageError
 from ragblend.kvstore.memory import held_nbytes
 from ragblend.kvstore.policy import PrefillProfile
@@ -78,6 +85,126 @@ def test_what_loading_hides_costs_nothing_and_more_does(megabytes, expected):
     # A row more is computed in the last layer, which nothing hides.
     taken = simulated_ms(compute_ms(found, request, hidden), load_ms(found, request))
     assert taken <= free + 0.1 * 1000 * hidden / LAYERS + 1e-9
+
+
+def passage_works(passages, tokens, token_bytes, question=60, probes=False):
+    """work(count) of a prompt whose first `count` passages are computed; ratio 0.15 of the others is recomputed.
+
+    probes: a pass of the question and the computed passages through half of the layers comes first.
+    """
+
+    def work(count):
+        loaded = (passages - count) * tokens
+        always = count * tokens + question
+
+        def passes(ratio):
+            rows = always + ratio * loaded
+            if not probes or not loaded:
+                return [(rows, LAYERS)]
+            half = LAYERS // 2
+            return [(always, half), (rows - count * tokens, half), (rows, LAYERS - half)]
+
+        return Workload(passages * tokens + question, LAYERS, {"disk": loaded * token_bytes}, passes)
+
+    return work
+
+
+def simulated_passes_ms(found, request, ratio):
+    """The same layer by layer: each waits for its KV, and for the layer before."""
+    load, done = load_ms(found, request), 0.0
+    passes = request.passes(ratio)
+    probe = sum(layers for _, layers in passes) - LAYERS
+    layer = -probe
+    for rows, layers in passes:
+        own = found.rows_ms(request.tokens - rows, rows) / LAYERS
+        for number in range(layers):
+            at = number if layer < 0 else layer + number
+            done = max(done, (at + 1) * load / LAYERS) + own
+        layer += layers
+    return done
+
+
+@pytest.mark.parametrize("probes", [False, True])
+def test_what_is_loaded_is_never_slower_than_computing_all_or_loading_all(probes):
+    """Over tiers of 0.1 to 50 GB/s, devices of 0.1 to 300 ms for a thousand tokens, small and large KV."""
+    near = better = cases = 0
+    for gigabytes_per_s in (0.1, 0.2, 0.5, 1, 2, 4, 8, 16, 30, 50):
+        for ms in (0.1, 0.3, 1, 3, 10, 30, 33, 100, 300):
+            for token_bytes in (12_000, 23_000, 131_000, 500_000):
+                for passages in (1, 4, 8, 10):
+                    grid = PrefillProfile("made up", (0, 4096), (16, 1024), ((0.016 * ms, 1.024 * ms),) * 2)
+                    found = DeviceProfile("made up", grid, (Tier("disk", gigabytes_per_s * 1e9),))
+                    work = passage_works(passages, 1024, token_bytes, probes=probes)
+                    chosen = values_to_compute(found, work, 0.15, 0, passages)
+                    times = [simulated_passes_ms(found, work(count), 0.15) for count in range(passages + 1)]
+                    load_all, compute_all = times[0], times[-1]
+                    case = gigabytes_per_s, ms, token_bytes, passages
+                    assert ttft_ms(found, work(chosen), 0.15) == pytest.approx(times[chosen], rel=1e-6), case
+                    assert times[chosen] <= 1.05 * min(times), (case, times, chosen)
+                    is_hidden = load_ms(found, work(0)) <= compute_ms(found, work(0), 0.15)
+                    if passages >= 8 and not is_hidden and max(load_all, compute_all) < 3 * min(times):
+                        near += 1
+                        better += times[chosen] < min(load_all, compute_all)
+                    cases += 1
+    assert cases == 10 * 9 * 4 * 4
+    assert better > 0.9 * near > 40, "a split is better than both wherever they are near each other"
+
+
+@pytest.mark.parametrize(("disk", "computed"), [(1e6, 0), (0.001, 8)])
+def test_without_overlap_the_sum_decides(disk, computed):
+    found, work = profile(disk=disk, overlaps=False), passage_works(8, 512, 23_000)
+    assert values_to_compute(found, work, 0.15, 0, 8) == computed
+    assert values_to_compute(found, work, 0.15, 3, 8) == max(3, computed)  # three would arrive too late
+
+
+def test_requests_correct_what_was_measured():
+    speeds = MeasuredSpeeds()
+    assert speeds.applied(None) is None and speeds.applied(profile()) == profile()
+    speeds.loaded("disk", 100, 1.0)  # too little to say anything
+    assert speeds.applied(profile()).tier("disk").bytes_per_s == 100 * MB
+    speeds.loaded("disk", 10 * MB, 1000)
+    assert speeds.applied(profile()).tier("disk").bytes_per_s == 10 * MB
+    for _ in range(9):
+        speeds.loaded("disk", 40 * MB, 1000)
+    assert 35 * MB < speeds.applied(profile()).tier("disk").bytes_per_s < 40 * MB
+    speeds.loaded("page cache", 80 * MB, 1000)  # which nobody had measured
+    assert speeds.applied(profile()).tier("page cache").bytes_per_s == 80 * MB
+    for _ in range(9):
+        speeds.computed(predicted_ms=speeds.applied(profile()).rows_ms(0, 100), ms=20)  # of 0.1 ms each
+    assert speeds.applied(profile()).rows_ms(0, 100) == pytest.approx(20, rel=0.01)
+    assert DeviceProfile("untested", profile().prefill, ()).tier("disk").bytes_per_s == float("inf")
+
+
+@pytest.mark.parametrize("method", ["reuse", "cacheblend", "probe-shift"])
+@pytest.mark.parametrize("staged", [False, True])
+def test_what_is_slower_to_load_is_computed_from_the_front(fresh, monkeypatch, method, staged):
+    """A use of the passage and no miss; the report says what was computed, and why. `load=all` loads it."""
+    engine, runtime, prompt = fresh.engine, fresh.engine.runtime, make_prompt(TEXTS)
+    if staged:
+        monkeypatch.setattr(runtime, "transfers", StagedTransfers())
+    engine.encode(TEXTS)
+    exact = engine.prefill(prompt, method="full").logits
+    sizes = [len(chunk.token_ids) for chunk in engine.tokenize(prompt).chunks]
+    asked = {"method": method} | ({} if method == "reuse" else {"ratio": 0.15})
+    found = {}
+    for disk in (1e-4, 0.1, 1e6):
+        tiers = Tier("page cache", disk * MB), Tier("disk", disk * MB)
+        monkeypatch.setattr(runtime, "profile", DeviceProfile("test", profile().prefill, tiers))
+        monkeypatch.setattr(runtime, "speeds", MeasuredSpeeds())
+        found[disk] = engine.prefill(prompt, **asked)
+        report = found[disk].report
+        assert (report.hits, report.misses) == (3, 0)
+        assert report.served.count("n") == report.tokens.not_loaded
+        computed = [report.served[start] == "n" for start, _ in engine.tokenize(prompt).places]
+        assert computed == sorted(computed, reverse=True), "from the front"
+        assert (report.decision.not_loaded is None) == (report.tokens.not_loaded == 0)
+    assert found[1e6].report.tokens.not_loaded == 0 and found[1e6].report.tokens.reused > 0
+    assert found[1e-4].report.tokens.not_loaded == sum(sizes) and found[1e-4].report.tokens.reused == 0
+    assert largest_error(found[1e-4].logits, exact) < 1e-4  # all computed
+    monkeypatch.setattr(runtime, "profile", DeviceProfile("test", profile().prefill, (Tier("disk", 100.0),)))
+    loading = Engine.open(engine.config.model, engine.home, "cpu", "float32", load="all")
+    if not staged:
+        assert torch.equal(loading.prefill(prompt, **asked).logits, found[1e6].logits)
 
 
 def test_on_a_cpu_loading_hides_nothing():
@@ -181,7 +308,7 @@ def test_the_engine_measures_once_and_decides_from_then_on(fresh):
     seen = []
     measured = engine.profile(lambda *progress: seen.append(progress))
     assert seen[-1][0] == seen[-1][1] == len(seen)
-    assert [tier.name for tier in measured.tiers] == ["memory", "disk"]
+    assert [tier.name for tier in measured.tiers] == ["memory", "page cache", "disk"]
     assert engine.store.stats().entries == len(TEXTS)  # what it stored for that is gone again
     after = engine.prefill(prompt, ratio="auto").report
     assert after.decision.predicted_ttft_ms > 0 and after.decision.ratio >= 0.15
@@ -200,7 +327,7 @@ def test_every_tier_of_a_staged_device_is_measured_through_its_stream(fresh, mon
     monkeypatch.setattr(fresh.engine.runtime, "transfers", transfers)
     assert fresh.engine.gate.passed
     measured = fresh.engine.profile()
-    assert [tier.name for tier in measured.tiers] == ["device", "memory", "disk"]
+    assert [tier.name for tier in measured.tiers] == ["device", "memory", "page cache", "disk"]
     assert len(transfers.delivered) >= 3 * fresh.engine.runtime.decoder.geometry.layers
     assert not list(fresh.engine.store.keys())
 
@@ -235,3 +362,60 @@ def test_with_a_profile_a_tokens_cost_is_a_multiple_of_a_typical_one(runtime):
     assert runtime._token_cost(0, 512) == 1.0
     assert runtime._token_cost(0, 256) == pytest.approx((2.0) / (1.5))
     assert runtime._token_cost(1000, 512) == pytest.approx((2 + 0.5) / 1.5)
+
+
+def test_the_first_answer_from_stored_kv_has_the_layers_measured(fresh, monkeypatch):
+    """In the background, once; what is loaded shows the speed of its tier."""
+    monkeypatch.setattr(MeasuredSpeeds, "cannot_measure", False)
+    monkeypatch.setattr(MeasuredSpeeds, "LEAST_BYTES", 1)
+    engine, prompt = fresh.engine, make_prompt(TEXTS)
+    runtime = engine.runtime
+    assert engine.prefill(prompt).report.hits == 0 and engine.finish_background()
+    assert runtime.profile is None, "nothing was loaded"
+    runtime.load = "all"
+    assert engine.prefill(prompt).report.decision.predicted_ttft_ms is None and engine.finish_background()
+    assert runtime.profile is None, "nobody asks for it"
+    runtime.load = "auto"
+    assert engine.prefill(prompt).report.hits == 3 and engine.finish_background()
+    measured = runtime.profile
+    assert measured is not None and measured.tiers == () and measured.rows_ms(100, 50) > 0
+    assert DeviceProfile.read(runtime.profile_path) == measured
+    assert runtime.speeds.applied(measured).tier("page cache").bytes_per_s < math.inf
+    assert engine.prefill(prompt).report.decision.predicted_ttft_ms > 0
+
+
+def test_a_request_ends_the_measuring_and_an_error_is_not_repeated(fresh, monkeypatch):
+    monkeypatch.setattr(MeasuredSpeeds, "cannot_measure", False)
+    engine, prompt, begun = fresh.engine, make_prompt(TEXTS), []
+    engine.encode(TEXTS)
+
+    def waiting(turn):
+        begun.append(turn)
+        return len(begun) > 1  # in the second layer
+
+    monkeypatch.setattr(DeviceTurn, "is_wanted", waiting)
+    assert engine.prefill(prompt).report.hits == 3
+    engine.finish_background()
+    assert len(begun) == 2 and engine.runtime.profile is None and not engine.runtime.speeds.cannot_measure
+
+    def broken(*given):
+        begun.append(given)
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(background_work, "measure_layers", broken)
+    for _ in range(2):
+        engine.prefill(prompt)
+        engine.finish_background()
+    assert len(begun) == 3 and engine.runtime.speeds.cannot_measure
+
+
+def test_a_file_in_the_page_cache_is_told_from_one_that_is_not(fresh, monkeypatch):
+    engine = fresh.engine
+    (key,) = engine.encode(TEXTS[:1]).keys
+    (chunk,) = engine.tokenize(make_prompt(TEXTS[:1])).chunks
+    with engine.store.open_chunk(key, chunk.token_ids) as reader:
+        for known, expected in ((True, "page cache"), (False, "disk")):
+            monkeypatch.setattr(posix, "is_cached", lambda fd, offset, known=known: known)
+            assert reader.comes_from == expected and Part(reader, 1, 2).comes_from == expected
+        assert reader.tier == "disk"
+    assert not posix.is_cached(-1, 0)

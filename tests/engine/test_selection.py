@@ -6,7 +6,7 @@ from benches import Unread, make_prompt, make_text
 
 from ragblend.engine.plan import Kind, Span, make_plan
 from ragblend.engine.selection import METHODS, Evidence, Static
-from ragblend.engine.selection.base import Policy, every_row, needed_rows, pick_top
+from ragblend.engine.selection.base import Policy, every_row, fresh_rows, needed_rows, pick_top
 from ragblend.kvstore.errors import UsageError
 
 TOKENS, LAYERS = 120, 10
@@ -44,13 +44,24 @@ TEXTS = [make_text(seed, words=12) for seed in range(3)]
 
 def test_a_plan_classifies_every_token():
     plan = plan_of()
-    counts = torch.bincount(plan.kinds.long(), minlength=4).tolist()
-    assert counts == [20, 20, 20, 60]
+    counts = torch.bincount(plan.kinds.long(), minlength=5).tolist()
+    assert counts == [20, 20, 0, 20, 60]
     assert (plan.always_tokens, plan.missing_tokens) == (40, 20)
     assert (plan.candidate_tokens, plan.stored_tokens) == (60, 80)
     lost = plan.without([plan.spans[1]])
     assert (lost.missing_tokens, lost.candidate_tokens, lost.stored_tokens) == (50, 30, 50)
     assert lost.spans[0] == plan.spans[0]
+
+
+def test_what_is_not_loaded_at_the_beginning_is_settled_and_probed():
+    """As nothing before it is stored; behind a stored passage it is neither."""
+    spans = tuple(Span(start, 10, Unread()) for start in (5, 20, 35))
+    plan = make_plan(torch.arange(50), spans, 2, 0.3, 0.2).without([spans[0], spans[2]], not_loaded=True)
+    assert (plan.not_loaded_tokens, plan.missing_tokens, plan.always_tokens) == (20, 0, 40)
+    assert plan.settled_tokens == 20  # up to the stored passage
+    assert fresh_rows(plan).tolist() == [*range(20), *range(30, 35), *range(45, 50)]
+    assert needed_rows(plan).tolist() == [*range(20), *range(30, 50)]
+    assert plan.settled_by(fresh_rows(plan)) == 20
 
 
 def test_the_last_token_is_always_fresh():

@@ -45,7 +45,7 @@ def test_tune_measures_saves_and_undoes(command, few, home, model_folder, monkey
     from ragblend.app.settings import Settings
 
     def now():
-        settings = Settings.load(home / "settings.toml", {}, {"model": str(model_folder)})
+        settings = Settings.read(home / "settings.toml", {}, {"model": str(model_folder)})
         return settings.method, settings.ratio
 
     home.mkdir(mode=0o700)

@@ -28,7 +28,7 @@ class Tab:
 
     @property
     def in_file(self):
-        return Settings.load(self.workspaces.home.settings, environment={})
+        return Settings.read(self.workspaces.home.settings, environment={})
 
     def save(self, **changes):
         """What is said."""
@@ -55,7 +55,7 @@ def reranker(tmp_path):
 def test_saved_settings_apply_at_once_and_after_a_restart(tab, reranker) -> None:
     wanted = {
         "device": "cpu", "search": "vectors", "method": "random", "top_k": 3, "chunk_tokens": 96,
-        "max_new_tokens": 48, "temperature": 0.5,
+        "max_new_tokens": 48, "temperature": 0.5, "ocr_language": "greek", "skip": "*.bak, drafts",
     }  # fmt: skip
     assert "Saved" in tab.save(**wanted, reranker=f" {reranker} ", mode="manual", ratio=30)
     for settings in (tab.workspaces.settings, tab.in_file):
