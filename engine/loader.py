@@ -22,8 +22,8 @@ from ragblend.kvstore.memory import HeldChunk
 
 # How much is read at once by all threads, and how much lies in pinned memory before it is copied to the device.
 GROUP_BYTES, READ_AHEAD_BYTES = 128 << 20, 384 << 20
-# Layers whose copies are queued before the device computes them: so many, or of so many bytes.
-QUEUED_AHEAD, QUEUED_BYTES = 2, 128 << 20
+# Layers whose copies are queued before the device computes them: of so many bytes, but at least and at most so many.
+QUEUED_BYTES, LEAST_QUEUED, MOST_QUEUED = 128 << 20, 2, 6
 ALIGN_BYTES = 256  # of each span in `LayerRoom`, for any dtype and wide accesses
 Fill = Callable[[], object]  # fills a chunk's rows in one layer
 
@@ -195,7 +195,7 @@ class StagedLoader(LayerLoader):
 
     def pace(self) -> None:
         super().pace()
-        ahead = max(QUEUED_AHEAD, QUEUED_BYTES // max(self._room.nbytes, 1))
+        ahead = min(max(QUEUED_BYTES // max(self._room.nbytes, 1), LEAST_QUEUED), MOST_QUEUED)
         while len(self._deliveries) < min(self._next + ahead, self._cache.geometry.layers):
             if not all(read.done() for read in self._reads[len(self._deliveries)]):
                 return

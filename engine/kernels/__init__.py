@@ -20,8 +20,10 @@ def available(device: torch.device) -> bool:
     """Whether Triton's kernels run there, or its interpreter is on."""
     if device.type not in ("cpu", "cuda") or util.find_spec("triton") is None:
         return False
-    from triton import knobs
-
+    try:
+        from triton import knobs
+    except ImportError:  # before 3.4, or broken
+        return False
     return bool(knobs.runtime.interpret) == (device.type == "cpu")
 
 
