@@ -1,95 +1,739 @@
-"""Times the first token on an accelerator with random weights of a real model's shape and the bundled tokenizer.
+"""Times the first token on an accelerator with random weights of a real model's shape, and what the machine gives.
 
-    python -m benchmarks.measure_gpu llama-3-8b-random             # CUDA, Llama-3-8B's shape (16 GB)
-    python -m benchmarks.measure_gpu tiny --device cpu             # another shape, to try this file itself
+    python -m benchmarks.measure_gpu /dev/shm/llama --tokenizer FOLDER --output gpu.json
+    python -m benchmarks.measure_gpu tiny --device cpu --shape tiny --tokens 64 --chunks 2 --disk-mib 64
+    python -m benchmarks.measure_gpu --table gpu.json              # the tables of docs/performance.md
 
-Full prefill, reuse, CacheBlend and probe-shift, with the KV in (pinned) memory, in the page cache and on disk; a
-timeline of each, which shows copies beside layers; then decoding, by the model's own forward and by recorded rows.
-Speed does not depend on the weights, and quality is not measured. Needs the default model, for its tokenizer.
+One call prepares, measures and prints everything in under eight minutes. Parts: `machine` (copies, products), `model`
+(made and loaded), `ttft` (ten different lengths: one warm-up and one timed run each), `profile` (launches, the device's
+busy time, peak memory), `disk` (readers by threads, pieces and checksums), `auto` (as `ttft`, where passages are
+computed that take longer to load), `packed` (as `ttft`, in four bits), `kernels` (ways to do one operation), `long`
+(16k and 32k tokens), `small` (SmolLM2's shape) and `decode`. A part that fails is reported and does not stop the
+others, and the JSON is written after each. Speed does not depend on the weights; quality is not measured.
 """
 
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
 import statistics
-import sys
+import subprocess
+import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from importlib import import_module, metadata
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-LLAMA_3_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
+import torch
+
+from benchmarks.common import Row, dumped, markdown, packed_loop, read_json
+from benchmarks.filler import sentences
+from ragblend.kvstore import posix
+from ragblend.kvstore.checksum import crc32
+from ragblend.measuring.variants import Variant, label
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "smollm2": {  # of 360M
+        "hidden_size": 960,
+        "intermediate_size": 2560,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 15,
+        "num_key_value_heads": 5,
+    },
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
 }
-TINY = LLAMA_3_8B | {"hidden_size": 512, "intermediate_size": 256, "num_hidden_layers": 4}
-REPEATS, CONTEXTS = 5, "500,8192"
-TTFT = (
-    "bench ttft --chunks 8 --tokens 1024 --methods full,reuse,cacheblend,probe-shift --ratios 0.05,0.15 "
-    "--caches memory,warm,cold --no-memory"
-)
+WINDOW = 65536
+FULL, REUSE, SHIFT = Variant("full"), Variant("reuse"), Variant("probe-shift", 0.15)
+VARIANTS = (FULL, REUSE, Variant("cacheblend", 0.15), Variant("probe-shift", 0.05), SHIFT)
+CACHES = {"device": "on the device", "memory": "pinned memory", "warm": "warm disk", "cold": "cold disk"}
+STEP_TOKENS, LENGTHS = 5, 10  # lengths of chunks: ten, five tokens apart
+TOP = 10  # kernels and host calls that a profile names
+MIB = 1 << 20
+TIER_BYTES = 12 << 30
 
 
-def make_model(folder: Path, shape: dict[str, Any]) -> None:
+@dataclass
+class GpuBench:
+    """The command's options, the engine and what was found so far. until: the clock's time when a part must end."""
+
+    folder: Path
+    tokenizer: Path | None
+    shape: str
+    device: str
+    tokens: int
+    chunks: int
+    disk_mib: int
+    until: float = float("inf")
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() > self.until
+
+    @cached_property
+    def source(self) -> str:
+        return " ".join(islice(sentences(random.Random(0)), 6000))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of a chunk, by round."""
+        first = max(8, self.tokens - STEP_TOKENS * (LENGTHS - 2) // 2)
+        return [first + STEP_TOKENS * number for number in range(LENGTHS)]
+
+    @property
+    def caches(self) -> tuple[str, ...]:
+        return tuple(CACHES) if self.device != "cpu" else ("memory", "warm", "cold")
+
+    @contextmanager
+    def engine(self, codec: str = "raw", shape: str | None = None, load: str = "all") -> Iterator[Any]:
+        """The model's engine; of another shape, for the block only."""
+        from ragblend import Engine
+
+        folder = self.folder if shape is None else self.folder.with_name(f"{self.folder.name}-{shape}")
+        make_model(folder, shape or self.shape, self.tokenizer, self.device)
+        home = Path(os.environ.get("TMPDIR", "/tmp")) / f"{folder.name}-home"
+        budgets = {"memory_budget_bytes": TIER_BYTES, "device_budget_bytes": TIER_BYTES}
+        engine = Engine.open(str(folder), home=home, device=self.device, kv_codec=codec, load=load, **budgets)
+        if not engine.gate.passed:
+            raise RuntimeError(f"the gate refuses the model: {engine.gate.reason}")
+        engine.runtime.choice.needs_measurement = False  # it would take the device between two runs
+        try:
+            yield engine
+        finally:
+            if shape is not None:
+                engine.close()
+
+
+def make_model(folder: Path, shape: str, tokenizer: Path | None, device: str) -> None:
     """Save a Llama of that shape with random bfloat16 weights, unless the folder has one."""
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
     from ragblend import Engine
 
     if (folder / "config.json").exists():
         return
-    tokenizer = Engine.open(device="cpu").tokenizer
-    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=16384, **shape)
+    words = AutoTokenizer.from_pretrained(tokenizer) if tokenizer else Engine.open(device="cpu").tokenizer
+    config = LlamaConfig(vocab_size=len(words), max_position_embeddings=WINDOW, **SHAPES[shape])
     torch.manual_seed(0)
-    with torch.device("cpu" if shape == TINY else "cuda"):
+    with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    words.save_pretrained(folder)
 
 
-def bounds(device: str) -> str:
-    """One line about the device's limits: bytes per second from pinned memory and within it, and FLOP per second."""
-    import torch
+def median_ms(device: str, work: Callable[[], object], repeats: int = 5) -> float:
+    """Median time of the work and what it queues on the device; the first run does not count."""
+    from ragblend.engine.model.device import transfer_stream
 
+    transfers, times = transfer_stream(torch.device(device)), []
+    for _ in range(repeats + 1):
+        transfers.synchronize()
+        begun = time.perf_counter()
+        work()
+        transfers.synchronize()
+        times.append(time.perf_counter() - begun)
+    return 1e3 * statistics.median(times[1:])
+
+
+def machine(bench: GpuBench) -> Row:
+    """Names, and limits: bytes per second into the device and within it, and FLOP per second."""
     from ragblend.engine.model.device import device_name, transfer_stream
+    from ragblend.measuring.prefilling import cpu_name
 
-    big, transfers = 1 << 28, transfer_stream(torch.device(device))
-    host = transfers.staging(torch.empty(big, dtype=torch.uint8, device="meta"))
-    there, other = (torch.empty(big, dtype=torch.uint8, device=device) for _ in range(2))
-    square = torch.randn(4096, 4096, device=device).bfloat16()
+    device, size = torch.device(bench.device), bench.disk_mib * MIB
+    staging = transfer_stream(device).staging
+    begun = time.perf_counter()
+    host = staging(torch.empty(size, dtype=torch.uint8, device="meta"))
+    pinning_s = time.perf_counter() - begun
+    there, other = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    square = torch.randn(4096 if bench.device != "cpu" else 512, device=device).bfloat16()
+    square = square.outer(square)
 
-    def seconds(work: Callable[[], object]) -> float:
-        times = []
-        for _ in range(REPEATS + 1):
-            transfers.synchronize()
+    def in_pieces(piece: int) -> None:
+        for target, part in zip(there.split(piece), host.split(piece), strict=True):
+            target.copy_(part, non_blocking=True)
+
+    def gb_per_s(work: Callable[[], object], nbytes: int = size) -> float:
+        return nbytes / median_ms(bench.device, work) / 1e6
+
+    found: Row = {
+        "card": device_name(device),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "python": platform.python_version(),
+        "system": platform.release(),
+        "processor": f"{cpu_name()}, {os.cpu_count()} cores",
+        "pinning_gb_per_s": size / pinning_s / 1e9,
+        "into_device_gb_per_s": gb_per_s(lambda: in_pieces(size)),
+        "into_device_4mib_gb_per_s": gb_per_s(lambda: in_pieces(4 * MIB)),
+        "within_device_gb_per_s": gb_per_s(lambda: other.copy_(there), 2 * size),
+        "products_tflops": 2 * len(square) ** 3 / median_ms(bench.device, lambda: square @ square) / 1e9,
+        "launch_us": 1e3 * median_ms(bench.device, lambda: [there[:4].add_(1) for _ in range(1000)]) / 1000,
+    }
+    for name, command in {
+        "driver": "nvidia-smi --query-gpu=driver_version,pcie.link.gen.current,pcie.link.width.current "
+        "--format=csv,noheader",
+        "folders": "df -hT / /tmp /dev/shm",
+        "memory": "free -g",
+    }.items():
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+        found[name] = done.stdout.strip()
+    return found
+
+
+def version(package: str) -> str | None:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
+
+
+class Readers:
+    """Threads that read a file into one pinned buffer, each piece by the thread that is free."""
+
+    def __init__(self, path: Path, size: int, device: str) -> None:
+        from ragblend.engine.model.device import transfer_stream
+
+        self.path, self.size = path, size
+        staging = transfer_stream(torch.device(device)).staging
+        # O_DIRECT needs aligned memory; pages are.
+        self.host = staging(torch.empty(size + 4096, dtype=torch.uint8, device="meta"))
+        first = -self.host.data_ptr() % 4096
+        self.view: Any = memoryview(self.host[first : first + size].numpy())  # type: ignore[arg-type]
+
+    def gb_per_s(self, threads: int, piece: int, crc: bool, flags: int = 0, cold: bool = False) -> float:
+        fd = os.open(self.path, os.O_RDONLY | flags)
+        try:
+            if cold:
+                posix.drop_pages(fd)
+            todo, lock, failed = iter(range(0, self.size, piece)), threading.Lock(), list[OSError]()
+
+            def read() -> None:
+                try:
+                    while not failed:
+                        with lock:
+                            at = next(todo, None)
+                        if at is None:
+                            return
+                        stop = min(at + piece, self.size)
+                        if posix.read_into(fd, [self.view[at:stop]], at) < stop - at:
+                            raise OSError("the file is too short")
+                        for begin in range(at, stop, 4 * MIB) if crc else ():
+                            crc32(self.view[begin : min(begin + 4 * MIB, stop)], 0)
+                except OSError as error:
+                    failed.append(error)
+
+            workers = [threading.Thread(target=read) for _ in range(threads)]
             begun = time.perf_counter()
-            work()
-            transfers.synchronize()
-            times.append(time.perf_counter() - begun)
-        return statistics.median(times[1:])
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+            if failed:
+                raise failed[0]
+            return self.size / (time.perf_counter() - begun) / 1e9
+        finally:
+            os.close(fd)
 
-    into = big / seconds(lambda: there.copy_(host, non_blocking=True)) / 1e9
-    within = 2 * big / seconds(lambda: other.copy_(there)) / 1e9
-    products = 2 * 4096**3 / seconds(lambda: square @ square) / 1e12
-    name = device_name(transfers.device)
-    return f"{name}, torch {torch.__version__}: {into:.0f} GB/s into it, {within:.0f} within, {products:.0f} TFLOP/s"
+
+def model(bench: GpuBench) -> Row:
+    """Make and load the model, with the gate's verdict."""
+    begun = time.perf_counter()
+    with bench.engine() as engine:
+        checks = {check.name: [check.error, check.allowed] for check in engine.gate.checks}
+        return {"seconds": time.perf_counter() - begun, "gate": checks}
 
 
-def main(folder: str, *more: str) -> int:
-    """Make the model, run `ragblend bench ttft` on it, and decode; more: that command's own options."""
-    device, home = "cpu" if "cpu" in more else "cuda", f"{folder}-home"
-    make_model(Path(folder), TINY if device == "cpu" else LLAMA_3_8B)
-    print(bounds(device), flush=True)
+def disk(bench: GpuBench) -> Iterator[Row]:
+    """GB/s of reading a file: buffered (warm and cold) and O_DIRECT, by threads, pieces and checksums; kvikio."""
+    size = bench.disk_mib * MIB
+    path = Path(os.environ.get("TMPDIR", "/tmp")) / "measure-gpu.bin"
+    try:
+        block = os.urandom(min(size, 64 * MIB))
+        begun = time.perf_counter()
+        with path.open("wb") as file:
+            for _ in range(size // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        yield {"way": "writing", "gb_per_s": size / (time.perf_counter() - begun) / 1e9}
+        readers = Readers(path, size, bench.device)
+        readers.gb_per_s(4, 4 * MIB, crc=True)  # warms up
+        for way, flags in {"warm": 0, "cold": 0, "O_DIRECT": getattr(os, "O_DIRECT", 0)}.items():
+            for threads, piece, crc in product((8, 1, 4, 16), (4, 32), (False, True)):
+                if bench.is_late or (way != "warm" and crc and threads != 8):
+                    continue  # reading a disk takes seconds
+                given = threads, piece * MIB, crc, flags, way == "cold"
+                row: Row = {"way": way, "threads": threads, "mib": piece, "crc": crc}
+                try:
+                    yield row | {"gb_per_s": readers.gb_per_s(*given)}
+                except OSError as error:
+                    yield row | {"error": str(error)}
+        if bench.device != "cpu":
+            yield from kvikio_rows(path, size)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def kvikio_rows(path: Path, size: int) -> Iterator[Row]:
+    try:
+        kvikio = import_module("kvikio")
+        defaults = import_module("kvikio.defaults")
+    except ImportError as error:
+        yield {"way": "kvikio", "error": str(error)}
+        return
+    target = torch.empty(size, dtype=torch.uint8, device="cuda")
+    for threads, cold in product((4, 8, 16), (False, True)):
+        defaults.set("num_threads", threads)
+        with kvikio.CuFile(str(path), "r") as file:
+            for _ in range(2 - cold):  # the first one warms up
+                if cold:
+                    with path.open("rb") as handle:
+                        posix.drop_pages(handle.fileno())
+                begun = time.perf_counter()
+                file.pread(target).get()
+                rate = size / (time.perf_counter() - begun) / 1e9
+        row = {"way": "kvikio, cold" if cold else "kvikio, warm", "threads": threads, "gb_per_s": rate}
+        yield row | {"compat": str(defaults.get("compat_mode"))}
+
+
+def kernels(bench: GpuBench) -> Iterator[Row]:
+    """Milliseconds of operations that may be done in several ways."""
+    for unknowns in (400, 768) if bench.device != "cpu" else (128,):
+        rows = torch.randn(unknowns, 2 * unknowns, device=bench.device)
+        system = rows @ rows.T / unknowns + torch.eye(unknowns, device=bench.device)
+        for name, way in inverses(system).items():
+            yield {"what": f"{name}, {unknowns}", "ms": median_ms(bench.device, way)}
+    if bench.device == "cuda":
+        yield from whole_attention(8192)
+        for rows_of_keys in ((60, 8300), (1280, 8300), (2560, 16600)):
+            yield from attentions(*rows_of_keys)
+
+
+def whole_attention(tokens: int) -> Iterator[Row]:
+    """Causal attention of a whole prompt by torch's kernels: each may prepare something for a new length."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    every = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    lengths = tokens, tokens + 17, tokens + 34
+    for (name, chosen), length in product(
+        {"any": every, "flash": every[:1], "cuDNN": every[1:2]}.items(), lengths
+    ):
+        query = torch.randn(1, 32, length, 128, device="cuda").bfloat16()
+        key, value = (torch.randn(1, 8, length, 128, device="cuda").bfloat16() for _ in "kv")
+        given = {"is_causal": True, "enable_gqa": True}
+        attend = partial(torch.nn.functional.scaled_dot_product_attention, query, key, value, **given)
+        row: Row = {"what": f"causal attention of {length}, {name}"}
+        torch.cuda.synchronize()
+        try:
+            with sdpa_kernel(chosen):
+                begun = time.perf_counter()
+                attend()
+                torch.cuda.synchronize()
+                row["first_ms"] = 1e3 * (time.perf_counter() - begun)
+                yield row | {"ms": median_ms("cuda", attend)}
+        except RuntimeError as error:  # no such kernel for these heads
+            yield row | {"error": repr(error)[:200]}
+
+
+def attentions(count: int, tokens: int) -> Iterator[Row]:
+    """Attention of so many scattered rows, 32 heads in groups of 4: torch's with a mask, then our kernel by blocks."""
+    from ragblend.engine.kernels import rows_attention
+
+    rows = torch.randperm(tokens, device="cuda")[:count].sort().values
+    query = torch.randn(32, count, 128, device="cuda").bfloat16()
+    key, value = (torch.randn(8, tokens, 128, device="cuda").bfloat16() for _ in "kv")
+    mask = (torch.arange(tokens, device="cuda")[None] <= rows[:, None])[None, None]
+
+    def by_torch() -> torch.Tensor:
+        keys, values = (each.repeat_interleave(4, 0)[None] for each in (key, value))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(query[None], keys, values, mask)[0].transpose(0, 1)
+
+    what = f"attention of {count} rows, {tokens} keys"
+    yield {"what": f"{what}, torch", "ms": median_ms("cuda", by_torch)}
+    expected, chosen = by_torch().float(), rows_attention.blocks_of(count, 128, True)
+    others = [
+        (16, 64, 4, 3),
+        (64, 64, 4, 3),
+        (64, 32, 4, 4),
+        (128, 64, 8, 3),
+        (128, 128, 8, 2),
+        (128, 32, 8, 4),
+    ]
+    for blocks in dict.fromkeys([chosen, *others]):
+        try:
+            found = rows_attention.attend(query, key, value, rows, None, None, blocks).float()
+            ms = median_ms(
+                "cuda", partial(rows_attention.attend, query, key, value, rows, None, None, blocks)
+            )
+            yield {"what": f"{what}, {blocks}", "ms": ms, "error": float((found - expected).abs().max())}
+        except Exception as error:  # whatever Triton raises for blocks that are too large for the card
+            yield {"what": f"{what}, {blocks}", "error": repr(error)[:200]}
+
+
+def inverses(system: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Ways to invert the shift's system, and a product of its size."""
+    from ragblend.engine.selection import shift
+
+    identity = torch.eye(len(system), device=system.device)
+
+    def factor() -> torch.Tensor:
+        return torch.linalg.cholesky_ex(system)[0]
+
+    return {
+        "product": lambda: system @ system,
+        "cholesky": factor,
+        "cholesky and inverse": lambda: torch.cholesky_inverse(factor()),
+        "cholesky and solve": lambda: torch.cholesky_solve(identity, factor()),
+        "inverse by products": lambda: shift.inverse_by_products(system),
+        "inv_ex": lambda: torch.linalg.inv_ex(system),
+    }
+
+
+def placed(engine: Any, subject: Any, cache: str) -> None:
+    """Put the stored chunks into that tier, from where no request promotes them: copying them would take seconds."""
+    from ragblend.measuring import ttft
+
+    engine.finish_background()
+    kept = {"device": ("device", "memory"), "memory": ("memory",)}.get(cache, ())
+    for tier in engine.store.tiers:
+        tier.budget_bytes = TIER_BYTES if tier.name in kept else 0
+    ttft.place(engine, subject, cache)
+
+
+def ttft_rows(
+    bench: GpuBench,
+    engine: Any,
+    lengths: Sequence[int],
+    chunks: int,
+    caches: Sequence[str],
+    variants: Sequence[Variant] = VARIANTS,
+) -> list[Row]:
+    """Medians over the lengths of all variants' times, in turns, by cache; first_ms: the warm-up run's."""
+    from ragblend.measuring import ttft
+    from ragblend.measuring.prefilling import timed_prefill
+
+    taken: dict[tuple[str, Variant], list[tuple[float, Any]]] = {}
+    first: dict[Variant, list[float]] = {}
+    for turn, tokens in enumerate(lengths):
+        if bench.is_late and turn:
+            break
+        with ttft.encoded(engine, ttft.cut_texts(engine, bench.source, chunks, tokens)) as subject:
+            placed(engine, subject, caches[0])
+            for variant in variants:
+                first.setdefault(variant, []).append(timed_prefill(engine, subject.prompt, variant).ttft_ms)
+            for cache in caches:
+                placed(engine, subject, cache)
+                for number in range(len(variants)):  # another one is first each time
+                    variant = variants[(turn + number) % len(variants)]
+                    if cache == "cold":
+                        placed(engine, subject, cache)
+                    engine.finish_background()
+                    timed = timed_prefill(engine, subject.prompt, variant)
+                    taken.setdefault((cache, variant), []).append((timed.ttft_ms, timed.report))
+    rows = []
+    order = {cache: number for number, cache in enumerate(caches)}
+    for (cache, variant), runs in sorted(
+        taken.items(), key=lambda each: (order[each[0][0]], variants.index(each[0][1]))
+    ):
+        times = [ms for ms, _ in runs]
+        full = [ms for ms, _ in taken[cache, FULL]]
+        rows.append(
+            {
+                "method": variant.method,
+                "ratio": variant.ratio,
+                "cache": cache,
+                "chunks": chunks,
+                "lengths": len(times),
+                "ttft_ms": statistics.median(times),
+                "speedup": statistics.median(a / b for a, b in zip(full, times, strict=True)),
+                "each_ms": [round(ms, 1) for ms in times],
+                "first_ms": statistics.median(first[variant]),
+                "load_busy_ms": statistics.median(report.trace.busy_ms("load") for _, report in runs),
+                "not_loaded": statistics.median(report.tokens.not_loaded for _, report in runs),
+                "where_ms": ttft.where_ms([(ms, report.timings) for ms, report in runs]),
+            }
+        )
+        print(" ", {name: rounded(value) for name, value in rows[-1].items()}, flush=True)
+    return rows
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: rounded(each) for name, each in value.items()}
+    return round(value, 2) if isinstance(value, float) else value
+
+
+def ttft_part(bench: GpuBench) -> list[Row]:
+    with bench.engine() as engine:
+        return ttft_rows(bench, engine, bench.lengths, bench.chunks, bench.caches)
+
+
+def packed(bench: GpuBench) -> list[Row]:
+    """With KV in four bits, at three lengths."""
+    with bench.engine("int4") as engine:
+        return ttft_rows(bench, engine, bench.lengths[::4], bench.chunks, bench.caches)
+
+
+def auto(bench: GpuBench) -> list[Row]:
+    """Where passages are computed that would take longer to load; the layers are measured after the first answer."""
+    with bench.engine(load="auto") as engine:
+        return ttft_rows(
+            bench, engine, bench.lengths[::3], bench.chunks, ("warm", "cold"), (FULL, REUSE, SHIFT)
+        )
+
+
+def long(bench: GpuBench) -> list[Row]:
+    """Two and four times as many chunks, at two lengths."""
+    with bench.engine() as engine:
+        return [
+            row
+            for times in (2, 4)
+            for row in ttft_rows(
+                bench,
+                engine,
+                [length - 2 * STEP_TOKENS for length in bench.lengths[:2]],
+                times * bench.chunks,
+                ("memory", "warm"),
+                (FULL, REUSE, SHIFT),
+            )
+        ]
+
+
+def small(bench: GpuBench) -> list[Row]:
+    with bench.engine(shape="smollm2" if bench.shape != "tiny" else "tiny") as engine:
+        return ttft_rows(bench, engine, bench.lengths[::4], bench.chunks, ("memory", "warm", "cold"))
+
+
+def profile(bench: GpuBench) -> Iterator[Row]:
+    """By method, from pinned memory: launches, the device's busy time, peak memory, the most expensive calls."""
+    from ragblend.measuring import ttft
+
+    on_card = bench.device == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if on_card else []
+    with (
+        bench.engine() as engine,
+        ttft.encoded(engine, ttft.cut_texts(engine, bench.source, bench.chunks, bench.lengths[4])) as subject,
+    ):
+        placed(engine, subject, "memory")
+        decoder = engine.runtime.decoder
+        plain = [(REUSE, False), (SHIFT, False)] if on_card else []
+        for variant, by_kernels in [*((each, True) for each in VARIANTS), *plain]:
+            decoder.kernels = on_card and by_kernels
+            engine.prefill(subject.prompt, **variant.arguments)
+            row: Row = {"method": variant.method, "ratio": variant.ratio, "triton": decoder.kernels}
+            if on_card:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            prefilled = engine.prefill(subject.prompt, **variant.arguments)
+            if on_card:
+                row["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / MIB
+            del prefilled
+            with torch.profiler.profile(activities=activities) as profiler:
+                engine.prefill(subject.prompt, **variant.arguments)
+            yield row | profiled(profiler)
+        decoder.kernels = on_card
+
+
+def profiled(profiler: Any) -> Row:
+    averages = profiler.key_averages()
+    launches = {each.key: each.count for each in averages if "Launch" in each.key}
+    spans: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    for event in profiler.events():
+        if event.device_type.name == "CUDA":
+            spans[event.name.startswith("Mem")].append((event.time_range.start, event.time_range.end))
+    kernels = sorted(averages, key=lambda each: -each.self_device_time_total)[:TOP]
+    calls = sorted(averages, key=lambda each: -each.self_cpu_time_total)[:TOP]
+    return {
+        "launches": sum(launches.values()),
+        "waits": sum(each.count for each in averages if "Synchronize" in each.key),
+        "kernels_ms": union_us(spans[False]) / 1e3,
+        "copies_ms": union_us(spans[True]) / 1e3,
+        "kernels": [[each.key[:90], each.count, each.self_device_time_total / 1e3] for each in kernels],
+        "host_calls": [[each.key[:60], each.count, each.self_cpu_time_total / 1e3] for each in calls],
+    }
+
+
+def union_us(spans: list[tuple[float, float]]) -> float:
+    """The time in which at least one of the spans was open."""
+    total, reached = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return total
+
+
+def decode(bench: GpuBench) -> Iterator[Row]:
     from benchmarks import measure_decode
-    from ragblend.app.cli.main import main as ragblend
+    from ragblend.engine.decoding.implementations import DecodeImplementation, TransformersDecode
 
-    given = ["--model", folder, "--home", home, "--output", f"{folder}-ttft"]
-    if code := ragblend([*TTFT.split(), *given, *more]):
-        return code
-    measure_decode.main(folder, Path(home), device, context=CONTEXTS)
-    return 0
+    with bench.engine() as engine:
+        rows, _ = packed_loop(engine)
+        ways: dict[str, DecodeImplementation] = {
+            "model": TransformersDecode(engine.runtime.loaded.model),
+            "rows": rows,
+        }
+        for line in measure_decode.by_context(engine, ways, rows, [500, bench.chunks * bench.tokens], []):
+            yield {"line": line}
+
+
+# By name, the most important first, with the seconds after which a part begins nothing more.
+PARTS: dict[str, tuple[Callable[[GpuBench], Any], int]] = {
+    "machine": (machine, 30),
+    "model": (model, 120),
+    "ttft": (ttft_part, 170),
+    "profile": (profile, 40),
+    "disk": (disk, 40),
+    "auto": (auto, 40),
+    "packed": (packed, 40),
+    "kernels": (kernels, 30),
+    "long": (long, 40),
+    "small": (small, 30),
+    "decode": (decode, 30),
+}
+
+
+def tables(found: Row) -> str:
+    """The Markdown of docs/performance.md."""
+    machine = found.get("machine", {})
+    names = ", ".join(f"{name} {machine[name]}" for name in ("torch", "triton") if machine.get(name))
+    text = f"{machine.get('card')}; {names}; {machine.get('processor')}.\n"
+    for part in ("ttft", "auto", "packed", "long", "small"):
+        rows = found.get(part, [])
+        for chunks in sorted({row["chunks"] for row in rows}):
+            text += f"\n{part}, {chunks} chunks:\n\n" + _times_table(
+                [r for r in rows if r["chunks"] == chunks]
+            )
+    if rows := found.get("profile", []):
+        columns = ("", "Triton", "launches", "waits", "kernels, ms", "copies, ms", "peak memory, MiB")
+        text += "\n" + markdown(
+            columns,
+            (
+                (
+                    label(row["method"], row["ratio"]),
+                    "yes" if row["triton"] else "no",
+                    f"{row['launches']:,}",
+                    str(row["waits"]),
+                    f"{row['kernels_ms']:.0f}",
+                    f"{row['copies_ms']:.0f}",
+                    f"{row.get('peak_mib', 0):,.0f}",
+                )
+                for row in rows
+            ),
+        )
+    if rows := found.get("disk", []):
+        head = ("", "threads", "pieces, MiB", "checksum", "GB/s")
+        named = ("way", "threads", "mib", "crc")
+        text += "\n" + markdown(
+            head,
+            (
+                (*(str(row.get(name, "")) for name in named), f"{row['gb_per_s']:.1f}")
+                for row in rows
+                if "gb_per_s" in row
+            ),
+        )
+    return text
+
+
+def _times_table(rows: list[Row]) -> str:
+    caches = [cache for cache in CACHES if any(row["cache"] == cache for row in rows)]
+    by = {(row["method"], row["ratio"], row["cache"]): row for row in rows}
+    lines = []
+    for method, ratio in dict.fromkeys((row["method"], row["ratio"]) for row in rows):
+        each = [by[method, ratio, cache] for cache in caches]
+        cells = (
+            f"{row['ttft_ms']:.0f}" + (f" ({row['speedup']:.1f} times)" if method != "full" else "")
+            for row in each
+        )
+        lines.append((label(method, ratio), *cells))
+    return markdown(("ms", *(CACHES[cache] for cache in caches)), lines)
+
+
+def measured(bench: GpuBench, parts: Sequence[str], output: Path | None, limit_s: float) -> Row:
+    """Run the parts, none of which begins after the limit; what a part gave before it failed is kept."""
+    deadline = time.monotonic() + limit_s
+    shown = ("shape", "device", "tokens", "chunks", "disk_mib")
+    found: Row = {"command": {name: getattr(bench, name) for name in shown}, "seconds": {}}
+    for name in parts:
+        part, part_s = PARTS[name]
+        begun = time.monotonic()
+        bench.until = min(begun + part_s, deadline)
+        try:
+            if bench.is_late:
+                raise TimeoutError("the time limit is reached")
+            told = part(bench)
+            if isinstance(told, Iterator):
+                rows = found[name] = []
+                for row in told:
+                    rows.append(row)
+                    print(" ", rounded(row), flush=True)
+            else:
+                found[name] = told
+        except Exception:
+            found.setdefault("failed", {})[name] = traceback.format_exc()[-2000:]
+            print(f"{name} failed: {found['failed'][name]}", flush=True)
+        found["seconds"][name] = round(time.monotonic() - begun, 1)
+        print(f"{name}: {found['seconds'][name]} s", flush=True)
+        if output is not None:
+            output.write_text(dumped(json.loads(json.dumps(rounded(found), default=str)), 1))
+    return found
+
+
+def main() -> None:
+    """Measure and print. By argparse: typer may lack what it needs on a machine that has a card and no network."""
+    about = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=about)
+    option = parser.add_argument
+    option("folder", type=Path, nargs="?", help="the model's folder; made if it is absent")
+    option("--tokenizer", type=Path, help="a tokenizer's folder; else the bundled one")
+    option("--device", default="cuda")
+    option("--shape", default="llama-3-8b", choices=SHAPES)
+    option("--parts", default=",".join(PARTS), help="which, by commas")
+    option("--tokens", type=int, default=1024, help="of a chunk, about")
+    option("--chunks", type=int, default=8)
+    option("--disk-mib", type=int, default=1024, help="size of the file that is read")
+    option("--limit-s", type=float, default=450, help="no part begins after so many seconds")
+    option("--output", type=Path, help="the JSON file")
+    option("--table", type=Path, help="only print this JSON file's tables")
+    given = vars(parser.parse_args())
+    parts, limit_s = given.pop("parts").split(","), given.pop("limit_s")
+    output, table = given.pop("output"), given.pop("table")
+    if table is not None:
+        print(tables(read_json(table)), end="")
+        return
+    if unknown := sorted(set(parts) - PARTS.keys()):
+        parser.error(f"there are no parts {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    if given["folder"] is None:
+        shared = Path("/dev/shm")
+        fits = shared.is_dir() and shutil.disk_usage(shared).free > 40 << 30
+        given["folder"] = (shared if fits else Path(".")) / f"{given['shape']}-random"
+    found = measured(GpuBench(**given), parts, output, limit_s)
+    print(tables(found))
+    if "failed" in found:
+        raise SystemExit(f"failed: {', '.join(found['failed'])}")
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    main()

@@ -8,7 +8,7 @@ from ragblend.engine.model.decoder import Decoder
 from ragblend.engine.model.rope import angles, rotated
 from ragblend.engine.plan import Kind, Plan
 from ragblend.engine.selection.base import Policy
-from ragblend.engine.selection.shift import LayerChange, ShiftContext
+from ragblend.engine.selection.shift import Delta, LayerChange, ShiftContext
 
 
 class Correction:
@@ -25,15 +25,12 @@ class Correction:
         # bfloat16 stays, else float32: squares of float16 may overflow.
         self._dtype = stored if stored == torch.bfloat16 else torch.float32
         self._run = ShiftContext(rows[self._at], chunks, self._dtype)
+        self._by_kernel = decoder.has_kernels("shift")
         self._tables: dict[tuple[str, torch.dtype, int], tuple[Tensor, Tensor]] = {}
 
     def apply(self, layer: int, new_keys: Tensor, new_values: Tensor) -> None:
         """Correct one layer's stored KV in the cache, before new_* (H, R, D) are written over it."""
         keys, values = self._cache.span(layer, 0, self._plan.tokens)
-        computed = self._run.computed
-        # index_select would first copy the whole of a buffer that has free capacity.
-        keys_change = new_keys[:, self._at].float() - keys[:, computed].float()
-        values_change = new_values[:, self._at].float() - values[:, computed].float()
 
         def unrotated(of: Tensor, positions: Tensor | slice) -> Tensor:
             return self._rotated(layer, of, positions, sign=-1)
@@ -41,13 +38,45 @@ class Correction:
         def stored(at: Tensor | slice) -> tuple[Tensor, Tensor]:
             return unrotated(keys[:, at].to(self._dtype), at), values[:, at].to(self._dtype)
 
-        change = LayerChange(
-            layer, self._run, unrotated(keys_change, computed), values_change, stored, unrotated
-        )
+        observed = self._observed(layer, (new_keys, new_values), (keys, values))
+        change = LayerChange(layer, self._run, *observed[:2], stored, unrotated, observed[2])
         for delta in self._policy.deltas(self._plan, change):
-            rows = slice(delta.start, delta.start + delta.keys.shape[1])
-            keys[:, rows].add_(self._rotated(layer, delta.keys, rows))
-            values[:, rows].add_(delta.values)
+            self._add(layer, delta, keys, values)
+
+    def _observed(
+        self, layer: int, new: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """New minus stored keys, un-rotated, and values (H, C, D); and both by row, if a kernel computes them."""
+        computed = self._run.computed
+        if not self._by_kernel:
+            # index_select would first copy the whole of a buffer that has free capacity.
+            keys, values = (
+                a[:, self._at].float() - b[:, computed].float() for a, b in zip(new, stored, strict=True)
+            )
+            return self._rotated(layer, keys, computed, sign=-1), values, None
+        from ragblend.engine.kernels.shift import observed
+
+        by, rope, (heads, _, size) = (
+            self._table(layer, torch.float32, 1),
+            self._decoder.rope(layer),
+            new[0].shape,
+        )
+        by_row = observed(new, self._at, stored, computed, by, rope)
+        parts = by_row[:, : heads * size], by_row[:, heads * size :]
+        keys, values = (part.unflatten(1, (heads, -1)).transpose(0, 1) for part in parts)
+        return keys, values, by_row
+
+    def _add(self, layer: int, delta: Delta, keys: Tensor, values: Tensor) -> None:
+        """Add a correction to these stored rows (H, T, D), keys rotated to their positions."""
+        if self._by_kernel and delta.keys.stride(2) == delta.values.stride(2) == 1:
+            from ragblend.engine.kernels.shift import add
+
+            by, rope = self._table(layer, torch.float32, 1), self._decoder.rope(layer)
+            add((delta.keys, delta.values), (keys, values), delta.start, by, rope)
+            return
+        rows = slice(delta.start, delta.start + delta.keys.shape[1])
+        keys[:, rows].add_(self._rotated(layer, delta.keys, rows))
+        values[:, rows].add_(delta.values)
 
     def _rotated(self, layer: int, keys: Tensor, positions: Tensor | slice, sign: int = 1) -> Tensor:
         """A copy of keys (H, n, D) rotated from position 0 to theirs (sign 1) or back (-1), in their dtype."""

@@ -1,6 +1,8 @@
 """Loads stored KV into the fused buffers, layer by layer, ahead of the compute (CacheBlend §5.1)."""
 
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -14,13 +16,15 @@ from ragblend.engine.model.device import TransferStream
 from ragblend.engine.model.rope import UNROTATED, angles, rotate_
 from ragblend.engine.plan import Span
 from ragblend.engine.trace import Recorder
-from ragblend.kvstore.codec import RAW, Part, Source
+from ragblend.kvstore.codec import RAW, Codec, Part
 from ragblend.kvstore.errors import CorruptBlobError, RemoteError, StoreError
 from ragblend.kvstore.memory import HeldChunk
 
-# How many layers are read ahead into pinned memory, before they are copied to the device.
-READ_AHEAD = 4
-QUEUED_AHEAD = 2  # layers whose copies are queued before the device computes them
+# How much is read at once by all threads, and how much lies in pinned memory before it is copied to the device.
+GROUP_BYTES, READ_AHEAD_BYTES = 128 << 20, 384 << 20
+# Layers whose copies are queued before the device computes them: of so many bytes, but at least and at most so many.
+QUEUED_BYTES, LEAST_QUEUED, MOST_QUEUED = 128 << 20, 2, 6
+ALIGN_BYTES = 256  # of each span in `LayerRoom`, for any dtype and wide accesses
 Fill = Callable[[], object]  # fills a chunk's rows in one layer
 
 
@@ -116,23 +120,68 @@ class LayerLoader:
                 raise LostChunk(span, error) from error
 
 
+class ReadGroup:
+    """Consecutive layers that are read from files together, into pinned memory.
+
+    row_nbytes: of one layer of all packed files, as they follow each other in `LayerRoom`.
+    """
+
+    def __init__(self, layers: range, row_nbytes: int, staging: Callable[[Tensor], Tensor]) -> None:
+        self.layers, self.nbytes = layers, row_nbytes * len(layers)
+        self._shape, self._staging = (len(layers), row_nbytes), staging
+        self._lock, self._memory = threading.Lock(), list[Tensor]()
+
+    def of(self, layer: int) -> Tensor:
+        """(bytes,) uint8 of one layer. The first thread that reads allocates all: pinning memory takes a while."""
+        with self._lock:
+            if not self._memory:
+                like = torch.empty(self._shape, dtype=torch.uint8, device="meta")
+                self._memory[:] = self._staging(like).unbind()
+        return self._memory[layer - self.layers.start]
+
+
 class StagedLoader(LayerLoader):
     """Loader for an accelerator: threads read files, and the computing thread queues copies and rotations ahead, by
     layer.
 
-    When the reading threads queued them, each of hundreds of calls blocked the interpreter.
+    Few large reads, the first ones small, so that the first layer arrives soon: with a read of each layer of each
+    chunk, hundreds of calls blocked the interpreter, and so did copies that the reading threads queued.
     """
 
     def _begin(self) -> None:
-        self._from_files = [each for each in enumerate(self._spans) if not each[1].source.in_memory]
-        self._placement = _RawPlacement(self._spans, self._cache, self._decoder.device)
-        self._rotation = _Rotation(self._moved, self._decoder) if self._moved else None
+        decoder, cache = self._decoder, self._cache
+        self._room = LayerRoom(self._spans, decoder.device)
+        self._fillers, moved = _fillers(self._spans, self._moved, self._room, cache, decoder)
+        self._rotation = _Rotation(moved, decoder) if moved else None
         self._deliveries: list[Any] = []  # of the layers whose copies are queued
-        self._fills: list[Fill] = []
+        self._sources: list[object] = []  # of queued copies that do not keep them alive
         self._next = 0  # the next layer to wait for
+        self._reads = {layer: [] for layer in range(cache.geometry.layers)}
+        self._todo, self._reading = deque(self._groups()), deque[ReadGroup]()
         self._transfers.begin()
-        for layer in range(min(READ_AHEAD, self._cache.geometry.layers)):
-            self._submit(layer, self._from_files)
+        self._read_ahead()
+
+    def _groups(self) -> Iterator[ReadGroup]:
+        """Groups of 1, 1, 2, 4, ... layers, of at most GROUP_BYTES."""
+        layers, nbytes, first = self._cache.geometry.layers, self._room.file_nbytes, 0
+        most = max(1, GROUP_BYTES // max(nbytes, 1))
+        while first < layers:
+            stop = min(first + min(max(first, 1), most), layers)
+            yield ReadGroup(range(first, stop), nbytes, self._transfers.staging)
+            first = stop
+
+    def _read_ahead(self) -> None:
+        """Let threads read the next groups, as far as memory allows."""
+        while self._todo:
+            group = self._todo[0]
+            if self._reading and group.nbytes + sum(each.nbytes for each in self._reading) > READ_AHEAD_BYTES:
+                return
+            self._reading.append(self._todo.popleft())
+            for number, span in enumerate(self._spans):
+                at_once = span.source.reads_runs and number in self._room.places
+                runs = [group.layers] if at_once else [range(each, each + 1) for each in group.layers]
+                for run in runs if not span.source.in_memory else ():
+                    self._reads[run.start].append(self._pool.submit(self._read_run, number, span, run, group))
 
     def wait(self, layer: int) -> None:
         if layer in self._done:
@@ -146,98 +195,185 @@ class StagedLoader(LayerLoader):
 
     def pace(self) -> None:
         super().pace()
-        while len(self._deliveries) < min(self._next + QUEUED_AHEAD, self._cache.geometry.layers):
+        ahead = min(max(QUEUED_BYTES // max(self._room.nbytes, 1), LEAST_QUEUED), MOST_QUEUED)
+        while len(self._deliveries) < min(self._next + ahead, self._cache.geometry.layers):
             if not all(read.done() for read in self._reads[len(self._deliveries)]):
                 return
             self._queue()
 
     def _queue(self) -> None:
         """Queue the copies of the next layer."""
-        layer = len(self._deliveries)
-        reads = iter([read.result() for read in self._reads[layer]])
-        fills = [
-            self._filled(number, span, layer) if span.source.in_memory else next(reads)
-            for number, span in enumerate(self._spans)
-        ]
-        self._deliveries.append(self._transfers.deliver(partial(self._copied, layer, fills)))
+        layer, group = len(self._deliveries), self._reading[0]
+        fills = [fill for read in self._reads[layer] if (fill := read.result()) is not None]
+        for number, span in enumerate(self._spans):
+            if span.source.in_memory and number not in self._room.places:
+                fills.append(
+                    partial(span.source.read_layer, layer, *self._cache.span(layer, span.start, span.stop))
+                )
+        read = group.of(layer) if group.nbytes else None
+        self._deliveries.append(self._transfers.deliver(partial(self._copied, layer, read, fills)))
         self._reads[layer] = []
         if not self._transfers.keeps_reads:
-            self._fills += fills
-        if layer + READ_AHEAD < self._cache.geometry.layers:
-            self._submit(layer + READ_AHEAD, self._from_files)
+            self._sources.append((read, fills))
+        if layer == group.layers[-1]:
+            self._reading.popleft()
+            self._read_ahead()
 
     def finish(self) -> None:
         super().finish()
-        self._fills.clear()
+        self._sources.clear()
 
-    def _copied(self, layer: int, fills: Sequence[Fill]) -> None:
+    def _copied(self, layer: int, read: Tensor | None, fills: Sequence[Fill]) -> None:
         with self._recorder.part("copy", layer, stream="copy"):
             for fill in fills:
                 fill()
-            self._placement.place(layer)
+            self._room.fill(layer, read)
+            for filler in self._fillers:
+                filler.fill(layer)
             if self._rotation is not None:
                 self._rotation.rotate(layer, self._cache.fused[layer].key_buffer[0])
 
-    def _filled(self, number: int, span: Span, layer: int) -> Fill:
-        if number in self._placement.rooms:
-            return partial(span.source.read_packed, layer, self._placement.rooms[number])
-        keys, values = self._cache.span(layer, span.start, span.stop)
-        return partial(span.source.read_layer, layer, keys, values)
-
-    def _read(self, number: int, span: Span, layer: int) -> Fill:
-        """In a thread: read one chunk's layer into memory; returns a function that fills its rows on the device."""
-        reader, staging = span.source, self._transfers.staging
-        keys, values = self._cache.span(layer, span.start, span.stop)
-        with self._recorder.part("load", layer, number):
+    def _read_run(self, number: int, span: Span, layers: range, group: ReadGroup) -> Fill | None:
+        """In a thread: read a chunk's layers into the group's memory; or return what fills its rows on the device."""
+        with self._recorder.part("load", layers.start, number):
             try:
-                if isinstance(reader, Part):
-                    host_keys, host_values = staging(keys), staging(values)
-                    reader.read_layer(layer, host_keys, host_values)
-                    held = HeldChunk(
-                        reader.token_ids, reader.start, reader.geometry, [host_keys], [host_values]
-                    )
-                    return partial(held.read_layer, 0, keys, values)
-                # Packed: half the bytes are copied to the device, and unpacked there.
-                nbytes = reader.codec.layer_nbytes(reader.geometry, span.length)
-                packed = staging(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
-                reader.read_packed(layer, packed)
+                if number not in self._room.places:
+                    return self._read_part(span, layers.start)
+                packed = [group.of(layer)[self._room.places[number]] for layer in layers]
+                span.source.read_packed_layers(layers.start, packed)
             except (CorruptBlobError, RemoteError) as error:
                 raise LostChunk(span, error) from error
-        if number in self._placement.rooms:
-            return partial(self._placement.rooms[number].copy_, packed, non_blocking=True)
-        unpack, geometry = reader.codec.unpack, reader.geometry
-        return lambda: unpack(packed.to(keys.device, non_blocking=True), geometry, keys, values)
+        return None
+
+    def _read_part(self, span: Span, layer: int) -> Fill:
+        """Read a layer of a part of a chunk, which is no run of bytes."""
+        keys, values = self._cache.span(layer, span.start, span.stop)
+        staging, reader = self._transfers.staging, span.source
+        host_keys, host_values = staging(keys), staging(values)
+        reader.read_layer(layer, host_keys, host_values)
+        held = HeldChunk(reader.token_ids, reader.start, reader.geometry, [host_keys], [host_values])
+        return partial(held.read_layer, 0, keys, values)
 
 
-class _RawPlacement:
-    """Copies one layer of all raw (unpacked) spans at once: one call for each would take the host too long.
+class LayerRoom:
+    """Device memory for one layer of all spans that arrive as packed bytes: those of files first, by one copy.
 
-    rooms: by span number, the buffer that its layer was read into, (bytes,) uint8.
+    places: by span number, its bytes in the room.
     """
 
-    def __init__(self, spans: Sequence[Span], cache: FusedCache, device: torch.device) -> None:
-        g, self._cache = cache.geometry, cache
-        numbered = enumerate(spans if g.key_size == g.value_size else ())
-        found = {number: span for number, span in numbered if _is_raw(span.source)}
-        self._parts = [
-            torch.empty(2, g.kv_heads, span.length, g.key_size, dtype=g.torch_dtype, device=device)
-            for span in found.values()
-        ]
-        self.rooms = {
-            number: part.flatten().view(torch.uint8) for number, part in zip(found, self._parts, strict=True)
-        }
-        if found:
-            self._joined = torch.cat(self._parts, dim=2)
-            places = [torch.arange(span.start, span.stop) for span in found.values()]
-            self._places = torch.cat(places).to(device)
+    def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
+        self.places: dict[int, slice] = {}
+        self.file_nbytes = self.nbytes = 0
+        packed = [(n, span) for n, span in enumerate(spans) if not isinstance(span.source, Part | HeldChunk)]
+        for number, span in sorted(packed, key=lambda each: each[1].source.in_memory):
+            nbytes = span.source.codec.layer_nbytes(span.source.geometry, span.length)
+            self.places[number] = slice(self.nbytes, self.nbytes + nbytes)
+            self.nbytes += -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+            if not span.source.in_memory:
+                self.file_nbytes = self.nbytes
+        self.bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        self._in_memory = [(span.source, self.of(n)) for n, span in packed if span.source.in_memory]
 
-    def place(self, layer: int) -> None:
-        """Copy these buffers into that layer's KV."""
-        if self.rooms:
-            held = self._cache.fused[layer]
-            keys, values = torch.cat(self._parts, dim=2, out=self._joined)
-            held.key_buffer[0].index_copy_(1, self._places, keys)
-            held.value_buffer[0].index_copy_(1, self._places, values)
+    def of(self, number: int) -> Tensor:
+        return self.bytes[self.places[number]]
+
+    def fill(self, layer: int, read: Tensor | None) -> None:
+        """Copy a layer of all spans: what was read from files, and what lies in memory."""
+        if read is not None:
+            self.bytes[: self.file_nbytes].copy_(read, non_blocking=True)
+        for source, packed in self._in_memory:
+            source.read_packed(layer, packed)
+
+
+class _Unpacked:
+    """Unpacks spans from the room into their rows of a layer."""
+
+    def __init__(self, spans: Mapping[int, Span], room: LayerRoom, cache: FusedCache) -> None:
+        self._cache = cache
+        self._packed = [(span, room.of(number)) for number, span in spans.items()]
+
+    def fill(self, layer: int) -> None:
+        for span, packed in self._packed:
+            keys, values = self._cache.span(layer, span.start, span.stop)
+            span.source.codec.unpack(packed, span.source.geometry, keys, values)
+
+
+class _RawRows:
+    """Copies raw spans, keys and values of one size, from the room to their rows at once: a call for each span would
+    take the host too long.
+    """
+
+    def __init__(self, spans: Mapping[int, Span], room: LayerRoom, cache: FusedCache) -> None:
+        self._cache, g = cache, cache.geometry
+        shape = (2, g.kv_heads, -1, g.key_size)
+        self._parts = [room.of(number).view(g.torch_dtype).view(shape) for number in spans]
+        self._joined = torch.cat(self._parts, dim=2)
+        rows = [torch.arange(span.start, span.stop) for span in spans.values()]
+        self._rows = torch.cat(rows).to(room.bytes.device)
+
+    def fill(self, layer: int) -> None:
+        held = self._cache.fused[layer]
+        keys, values = torch.cat(self._parts, dim=2, out=self._joined)
+        held.key_buffer[0].index_copy_(1, self._rows, keys)
+        held.value_buffer[0].index_copy_(1, self._rows, values)
+
+
+class _RowsByKernel:
+    """Moves spans of one codec from the room to their rows in one launch (`kernels/placement.py`), with rotated keys.
+
+    by: by span number, how far its keys are rotated, in tokens.
+    """
+
+    def __init__(
+        self,
+        spans: Mapping[int, Span],
+        room: LayerRoom,
+        cache: FusedCache,
+        decoder: Decoder,
+        by: Mapping[int, int | Tensor],
+    ) -> None:
+        from ragblend.engine.kernels.placement import RowTable
+
+        rows, deltas = (
+            list[tuple[int, int, Tensor]](),
+            [torch.zeros(1)],
+        )  # one at least, for one compiled kernel
+        for number, span in spans.items():
+            delta, known = torch.as_tensor(by.get(number, ())).float().flatten(), sum(map(len, deltas))
+            turns = known + torch.arange(len(delta)) if len(delta) else torch.tensor([-1])
+            rows.append((room.places[number].start, span.start, turns.expand(span.length)))
+            deltas.append(delta)
+        (codec,) = {span.source.codec.name for span in spans.values()}
+        self._cache, self._decoder, turned = cache, decoder, torch.cat(deltas).to(decoder.device)
+        self._table = RowTable(room.bytes, rows, cache.geometry, codec)
+        self._angles = {kind: angles(turned, inv_freq) for kind, inv_freq in decoder.ropes.items()}
+
+    def fill(self, layer: int) -> None:
+        held, by = self._cache.fused[layer], self._angles[self._decoder.layer_types[layer]]
+        self._table.place(held.key_buffer[0], held.value_buffer[0], self._decoder.rope(layer), by)
+
+
+Moved = Sequence[tuple[Span, int | Tensor]]
+
+
+def _fillers(
+    spans: Sequence[Span], moved: Moved, room: LayerRoom, cache: FusedCache, decoder: Decoder
+) -> tuple[list[Any], Moved]:
+    """What fills a layer's rows from the room; and the spans whose keys must be rotated afterwards."""
+    g, found = cache.geometry, list[Any]()
+    by_codec: dict[Codec, dict[int, Span]] = {}
+    for number in room.places:
+        by_codec.setdefault(spans[number].source.codec, {})[number] = spans[number]
+    by = {span.start: delta for span, delta in moved}
+    for codec, some in by_codec.items():
+        if decoder.has_kernels("placement", codec.name):
+            turned = {number: by.pop(span.start) for number, span in some.items() if span.start in by}
+            found.append(_RowsByKernel(some, room, cache, decoder, turned))
+        elif codec is RAW and g.key_size == g.value_size:
+            found.append(_RawRows(some, room, cache))
+        else:
+            found.append(_Unpacked(some, room, cache))
+    return found, [(span, delta) for span, delta in moved if span.start in by]
 
 
 class _Rotation:
@@ -266,8 +402,3 @@ def _is_rotation(by: int | Tensor) -> bool:
 def loader_of(transfers: TransferStream) -> type[LayerLoader]:
     """The loader for that device."""
     return StagedLoader if transfers.staged else LayerLoader
-
-
-def _is_raw(reader: Source) -> bool:
-    """Whether its keys and values are stored raw, one after the other."""
-    return reader.codec is RAW and not isinstance(reader, Part | HeldChunk)

@@ -214,7 +214,7 @@ PAGE_CACHE = "page cache"  # where a file is read from that the kernel holds in 
 class ChunkReader(Source):
     """One chunk's KV on disk, its header verified; a context manager. Made by `KVStore.open_chunk`."""
 
-    tier, in_memory = "disk", False
+    tier, in_memory, reads_runs = "disk", False, True
 
     def __init__(self, fd: int, header: BlobHeader, path: Path, damaged: Damaged) -> None:
         self.header, self.token_ids, self.start = header, header.token_ids, header.start
@@ -241,21 +241,30 @@ class ChunkReader(Source):
         self.codec.unpack(packed, g, keys, values)
 
     def read_packed(self, layer: int, packed: Tensor) -> None:
-        assert packed.numel() == self.header.layer_nbytes, packed.shape
-        self._read(layer, [tensor_bytes(packed)])
+        self.read_packed_layers(layer, [packed])
 
-    def _read(self, layer: int, buffers: list[Any]) -> None:
-        assert 0 <= layer < self.geometry.layers, layer
+    def read_packed_layers(self, first: int, packed: Sequence[Tensor]) -> None:
+        """By one call, in which other threads run."""
+        assert all(each.numel() == self.header.layer_nbytes for each in packed), packed[0].shape
+        self._read(first, *([tensor_bytes(each)] for each in packed))
+
+    def _read(self, first: int, *layers: list[Any]) -> None:
+        """Fill the buffers of consecutive layers, and compare their checksums."""
+        assert 0 <= first <= self.geometry.layers - len(layers), (first, len(layers))
+        nbytes = self.header.layer_nbytes
         with self._open_fd() as fd:
             try:
-                found = posix.read_into(fd, buffers, self.header.layer_offset(layer))
+                buffers = [buffer for layer in layers for buffer in layer]
+                found = posix.read_into(fd, buffers, self.header.layer_offset(first))
             except OSError as error:
-                raise self._damage(f"reading layer {layer} failed: {error.strerror}") from error
-        if found != self.header.layer_nbytes:
-            raise self._damage(f"layer {layer} ends after {found} of {self.header.layer_nbytes} bytes")
-        crc = _crc(buffers)
-        if crc != self.header.layer_crcs[layer]:
-            raise self._damage(f"layer {layer} does not match its checksum")
+                raise self._damage(f"reading layer {first} failed: {error.strerror}") from error
+        if found != nbytes * len(layers):
+            raise self._damage(
+                f"layer {first + found // nbytes} ends after {found % nbytes} of {nbytes} bytes"
+            )
+        for layer, buffers in enumerate(layers, first):
+            if _crc(buffers) != self.header.layer_crcs[layer]:
+                raise self._damage(f"layer {layer} does not match its checksum")
 
     @property
     def comes_from(self) -> str:

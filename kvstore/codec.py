@@ -4,7 +4,7 @@ A codec is a table row. It packs a layer into one run of bytes, which can be unp
 are sent to an accelerator too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -41,6 +41,7 @@ class Source(Closing):
     """An open value of any tier. start: position of its first token when it was encoded; tier: the tier's name.
 
     in_memory: whether `read_layer` fills tensors of any device, from memory; else only the CPU's, from a file.
+    reads_runs: whether consecutive layers are read at once.
     """
 
     token_ids: tuple[int, ...]
@@ -49,6 +50,7 @@ class Source(Closing):
     codec: Codec
     tier: str  # remote, disk, memory, device
     in_memory = True
+    reads_runs = False
 
     def expect(self, layer: int) -> None:
         """Announce that this layer will be read, so that a remote value can be fetched ahead."""
@@ -80,6 +82,11 @@ class Source(Closing):
     def read_packed(self, layer: int, packed: Tensor) -> None:
         """Fill packed (layer bytes,) uint8, as the codec made it. Raises CorruptBlobError."""
         raise NotImplementedError
+
+    def read_packed_layers(self, first: int, packed: Sequence[Tensor]) -> None:
+        """`read_packed` of consecutive layers from `first` on. Raises CorruptBlobError."""
+        for layer, each in enumerate(packed, first):
+            self.read_packed(layer, each)
 
     def drop_page_cache(self) -> None:
         """Drop the file's pages from the page cache, so that the next read comes from the disk."""

@@ -81,8 +81,7 @@ def held_copy(source: Source, tier: str, device: torch.device, pinned: bool) -> 
         source = held_copy(source, tier, torch.device("cpu"), pinned=False)
     flat = torch.empty(held_nbytes(source), dtype=torch.uint8, device=device, pin_memory=pinned)
     layers = flat.view(source.geometry.layers, -1).unbind()
-    for layer, packed in enumerate(layers):
-        source.read_packed(layer, packed)
+    source.read_packed_layers(0, layers)
     return PackedChunk(source.token_ids, source.start, source.geometry, source.codec, layers, tier)
 
 

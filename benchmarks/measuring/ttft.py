@@ -149,14 +149,17 @@ def measure(
 
 
 def place(engine: "Engine", subject: Encoded, cache: str) -> None:
-    """Put the stored chunks into the tier that the case measures, and remove them from faster ones."""
+    """Put the stored chunks into the tier that the case measures, and remove them from faster ones.
+
+    cache: one of CACHES, or `device` for an accelerator's own tier.
+    """
     engine.finish_background()  # it may be promoting chunks that were used
     for tier in engine.store.tiers:
         tier.clear()
     if cache == "cold":
         for reader in _readers(engine, subject.prompt, subject.keys):
             reader.drop_page_cache()
-    if cache == "memory":
+    for _ in range({"memory": 1, "device": 2}.get(cache, 0)):  # a tier at a time
         for key, chunk in zip(subject.keys, subject.prompt.chunks, strict=True):
             engine.store.promote(key, chunk.token_ids or ())
 

@@ -5,8 +5,9 @@ many with a sliding window. Rows are ascending, so a tile of rows sees one range
 share a key head are folded into rows, so that the keys are read once. On processors with AVX-512 BF16 but no AMX that
 kernel has no bfloat16 products (66 GFLOP/s a core, products 400): there a tile is three plain operations in a core's
 cache. Rows whose attention is collected use plain products too, so that a policy gets their weights, for that layer
-only. Registered with transformers under its own names (a documented extension point); without tiles or collector it is
-transformers' sdpa, or the model's own eager attention, unchanged.
+only. On CUDA a kernel of our own takes scattered rows without a mask. Registered with transformers under its own names
+(a documented extension point); without tiles, scattered rows or collector it is transformers' sdpa, or the model's own
+eager attention, unchanged.
 
 Masks are built from true positions: a row at position p sees the keys at positions <= p, and in a sliding layer only
 those > p - window. A mask aligned to the bottom right corner, as usual for contiguous rows, would let scattered rows
@@ -60,6 +61,14 @@ class Tile:
             left = self.masked_from_key - self.first_key
             self._folds[group] = nn.functional.pad(self.mask, (left, 0)).repeat(group, 1)
         return self._folds[group]
+
+
+@dataclass(frozen=True)
+class ScatteredRows:
+    """Rows (R,), ascending positions, whose attention one kernel computes (`kernels/rows_attention.py`)."""
+
+    positions: Tensor
+    window: int | None
 
 
 @dataclass(frozen=True)
@@ -201,12 +210,13 @@ def rows_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     tiles: list[Tile] | None = None,
+    scattered: ScatteredRows | None = None,
     collector: AttentionCollector | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query (1, N, R, D), key and value (1, H, T, D) -> (1, R, N, D); N is H times the group.
 
-    With a collector, attention_mask and tiles cover only the rows before the collector's.
+    With a collector, attention_mask, tiles and scattered cover only the rows before the collector's.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -215,9 +225,14 @@ def rows_attention(
         out = _collected(query[0, :, start:], key[0], value[0], scaling, collector)
         if start == 0:
             return out.contiguous(), None
-        first, more = query[:, :, :start], {"tiles": tiles, **kwargs}
+        first, more = query[:, :, :start], {"tiles": tiles, "scattered": scattered, **kwargs}
         before, _ = rows_attention(module, first, key, value, attention_mask, scaling, **more)
         return torch.cat([before, out], dim=1), None
+    if scattered is not None:
+        from ragblend.engine.kernels.rows_attention import attend as attend_rows
+
+        given = query[0], key[0], value[0], scattered.positions
+        return attend_rows(*given, scaling, scattered.window)[None], None
     if tiles is None and attention_mask is None and query.device.type == "cpu":
         tiles = _implicit_tiles(query, key)
     if tiles is None:
@@ -328,7 +343,7 @@ def _collected(
     key_heads, scale = keys.shape[0], size**-0.5 if scaling is None else scaling
     ragged = collector.masked_from_key - collector.first_key
     grouped = (query * scale).reshape(key_heads, -1, size)  # (H, G * W, D): no key is expanded
-    weights = query.new_empty(heads, rows, keys.shape[1])
+    weights = aligned_rows(query, (heads, rows, keys.shape[1]))
     out = query.new_empty(key_heads, grouped.shape[1], values.shape[-1])
     # On a CPU a head at a time: its scores stay in the cache, and no keys are copied as batched products would.
     for head in range(key_heads) if query.device.type == "cpu" else [slice(None)]:
@@ -339,3 +354,11 @@ def _collected(
     if collector.collect is not None:
         collector.collect(collector, query, keys, scale, weights)
     return out.view(heads, rows, -1).transpose(0, 1)[None]
+
+
+def aligned_rows(like: Tensor, shape: tuple[int, ...], numbers: int = 8) -> Tensor:
+    """A new tensor whose rows begin at multiples of so many numbers, but on a CPU: a card's products are several times
+    slower for other rows.
+    """
+    extra = 0 if like.device.type == "cpu" else -shape[-1] % numbers
+    return like.new_empty((*shape[:-1], shape[-1] + extra))[..., : shape[-1]]

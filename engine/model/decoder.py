@@ -9,16 +9,19 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ragblend.engine.kernels import available
 from ragblend.engine.model.attention import (
     EAGER,
     NAME,
     AttentionCollector,
     CollectAttention,
+    ScatteredRows,
     additive_mask,
     causal_mask,
     masked_from,
@@ -35,7 +38,7 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 # More rows than this pass through a layer in several blocks, which keeps activations small beside the KV. Results are
 # the same: a row sees only what is before it, and blocks are in order.
 BLOCK_ROWS = 1024
-AttentionArguments = dict[str, Any]  # mask, tiles, collector
+AttentionArguments = dict[str, Any]  # mask, tiles, scattered, collector
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,10 @@ class Decoder(ABC):
     """A causal language model taken apart, on one device.
 
     layer_types: by layer, FULL or SLIDING; ropes: inv_freq by layer type; layouts: by layer, detected by the gate;
-    tiles: whether attention takes rows in tiles; shows_attention: whether it can be collected. rounding: the factor on
-    the allowed error between `own_logits` and the parts, for parts that run on other kernels.
+    tiles: whether attention takes rows in tiles; kernels: whether Triton kernels are used where they work;
+    passes_arguments, shows_attention: whether layers pass arguments of ours on to attention, and attention can be
+    collected. rounding: the factor on the allowed error between `own_logits` and the parts, for parts that run on other
+    kernels.
     """
 
     model: nn.Module
@@ -75,14 +80,28 @@ class Decoder(ABC):
         self.layouts = [HALF] * self.geometry.layers
         self.ropes: dict[str, Tensor] = {}
         self.tiles = attention == NAME and passes and device.type == "cpu"
+        self.kernels, self.passes_arguments = device.type == "cuda", attention == NAME and passes
         self.shows_attention = attention in (NAME, EAGER) and passes
 
     def disable_attention_collection(self) -> None:
-        """Disable collected attention and tiles, for layers that do not pass arguments on to their attention."""
-        self.shows_attention = self.tiles = False
+        """Disable what needs arguments of ours, for layers that do not pass arguments on to their attention."""
+        self.shows_attention = self.tiles = self.passes_arguments = False
 
     def rope(self, layer: int) -> Rope:
         return Rope(self.ropes[self.layer_types[layer]], self.layouts[layer])
+
+    def has_kernels(self, name: str, *more: object) -> bool:
+        """Whether the kernels of that module in `kernels` work here for the keys and values of all layers.
+
+        more: the last arguments of the module's `supports`.
+        """
+        if not self.kernels or not available(self.device):
+            return False
+        g, supports = self.geometry, import_module(f"ragblend.engine.kernels.{name}").supports
+        ropes = {(rope.size // 2, rope.layout) for rope in map(self.rope, range(g.layers))}
+        return all(
+            supports(self.device, g.dtype, g.key_size, g.value_size, *each, *more) for each in sorted(ropes)
+        )
 
     @property
     @abstractmethod
@@ -167,7 +186,19 @@ class Decoder(ABC):
             return {"attention_mask": None}  # plain causal attention
         if self.tiles:
             return {"attention_mask": None, "tiles": tiles(rows, window, dtype, absent)}
+        if absent is None and self._has_kernel(dtype, window is not None):
+            return {"attention_mask": None, "scattered": ScatteredRows(rows, window)}
         return {"attention_mask": position_mask(rows, tokens, window, absent)}
+
+    def _has_kernel(self, dtype: torch.dtype, windowed: bool) -> bool:
+        """Whether Triton's kernel works here for such heads."""
+        usable = self.kernels and self.passes_arguments and available(self.device)
+        if not usable or self.geometry.key_size != self.geometry.value_size:
+            return False
+        from ragblend.engine.kernels.rows_attention import supports
+
+        group = self.config.num_attention_heads // self.geometry.kv_heads
+        return supports(self.device, dtype, self.geometry.key_size, group, windowed)
 
     def _collecting(
         self, rows: Tensor, tokens: int, kind: str, dtype: torch.dtype, absent: Tensor | None, collected: int

@@ -8,6 +8,7 @@ copy.
 
 import contextlib
 import functools
+import logging
 import os
 import threading
 import time
@@ -25,6 +26,7 @@ from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.memory import MemoryTier
 from ragblend.kvstore.policy import DEFAULT_POLICY, policy_named
 
+log = logging.getLogger("ragblend")
 MAX_READERS = 8
 MAX_LAYERS_AHEAD = 2  # layers that the host queues ahead, so that the device is never idle
 _loading, _recording = threading.Lock(), threading.Lock()
@@ -131,13 +133,14 @@ def measure_rates(device: torch.device, dtype: str) -> tuple[float, float]:
     size, rows = 2048, 256
     weights = [torch.ones(size, size, device=device, dtype=DTYPES[dtype]) for _ in range(8)]
     many, one = (torch.ones(count, size, device=device, dtype=DTYPES[dtype]) for count in (rows, 1))
-    reading = _fastest_s(device, lambda: [many @ each for each in weights[:2]])
-    writing = _fastest_s(device, lambda: [one @ each for each in weights])
+    reading = fastest_s(device, lambda: [many @ each for each in weights[:2]])
+    writing = fastest_s(device, lambda: [one @ each for each in weights])
     nbytes = sum(each.nbytes for each in weights)
     return 2 * rows * size * size * 2 / reading / 2, nbytes / writing / 2
 
 
-def _fastest_s(device: torch.device, work: Callable[[], object]) -> float:
+def fastest_s(device: torch.device, work: Callable[[], object]) -> float:
+    """Seconds of the work and what it queues on the device: the fastest of four runs."""
     transfers, times = transfer_stream(device), []
     for _ in range(4):
         transfers.synchronize()
@@ -237,6 +240,20 @@ def memory_tiers(
     return [tier for tier in tiers if tier.budget_bytes]
 
 
+def page_locked(like: Tensor) -> Tensor:
+    """Host memory of that shape and dtype from which a device copies by itself; ordinary memory if that is refused."""
+    try:
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
+    except RuntimeError as error:  # a limit of locked memory, or a driver without it
+        _warn_once(f"memory cannot be page-locked, so copies to the device are slower: {error!r:.200}")
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    log.warning("%s", message)
+
+
 class TransferStream:
     """Transfers on the CPU: host memory is device memory, so nothing is staged."""
 
@@ -296,7 +313,7 @@ class CudaTransfers(TransferStream):
         self._ahead: deque[Any] = deque()  # events of the compute stream between the last layers
 
     def staging(self, like: Tensor) -> Tensor:
-        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
+        return page_locked(like)
 
     def begin(self) -> None:
         self._ahead.clear()

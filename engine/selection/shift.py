@@ -24,6 +24,7 @@ similarity twice that and a system of C unknowns. Of more than MAX_FITTED_ROWS r
 evenly spread.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,6 +32,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from ragblend.engine.model.device import fastest_s
 
 STRENGTH = 0.8
 NEAR_GAIN = 2.0
@@ -116,7 +119,8 @@ class LayerChange:
 
     keys, values (H, C, D) float32: new minus stored, of context.computed. stored(positions): stored keys and values
     (H, n, D) of context.dtype, of a slice or of positions. All keys are un-rotated to position 0; unrotated(keys
-    (H, m, D), positions (m,)) does that to other keys of the layer.
+    (H, m, D), positions (m,)) does that to other keys of the layer. by_row (C, F): keys and values once more, where
+    they lie so.
     """
 
     layer: int
@@ -125,6 +129,15 @@ class LayerChange:
     values: Tensor
     stored: Callable[[Tensor | slice], tuple[Tensor, Tensor]]
     unrotated: Callable[[Tensor, Tensor], Tensor]
+    by_row: Tensor | None = None
+
+    def observed(self, picked: Tensor) -> Tensor:
+        """(C', F): the changes of these of the computed rows."""
+        if self.by_row is not None:
+            return self.by_row.index_select(0, picked)
+        return torch.cat(
+            [part[:, picked].transpose(0, 1).flatten(1) for part in (self.keys, self.values)], dim=1
+        )
 
 
 @dataclass(frozen=True)
@@ -148,8 +161,7 @@ class KernelShift:
         if context.computed.numel() < 2:
             return
         similarity = context.similarity(change)
-        parts = [part[:, context.picked].transpose(0, 1).flatten(1) for part in (change.keys, change.values)]
-        observed = torch.cat(parts, dim=1)  # (C, F)
+        observed = change.observed(context.picked)  # (C, F)
         trust = STRENGTH * len(observed) / (len(observed) + SHRINK_SIZES * change.keys.shape[-1])
         padded = pad((trust * observed).to(context.dtype), (0, 0, 0, len(similarity.inverse) - len(observed)))
         weights = similarity.inverse @ padded  # (C, F)
@@ -164,8 +176,8 @@ class KernelShift:
 class Similarity:
     """Similarity of rows to the fitted ones, from their stored KV in `layer`.
 
-    inverse (C, C): (S + 0.3 I)^-1. near: s(i, C) (n, C) of the rows of `ShiftContext.nearness`. C is padded to an even
-    number with zeros: for an odd one oneDNN's bfloat16 product reads beyond each row, and multiplies that by zero.
+    inverse (C, C): (S + 0.3 I)^-1. near: s(i, C) (n, C) of the rows of `ShiftContext.nearness`. C is padded with zeros
+    (`padding`).
     """
 
     layer: int
@@ -178,18 +190,18 @@ class Similarity:
         stored = change.stored(context.fitted)
         scale = RowScale.of(*stored)
         fitted = scale.compared(*stored)
-        others, odd = _mirrored(fitted), len(fitted) % 2
+        others, extra = _mirrored(fitted), padding(len(fitted), fitted.device)
         system, near = _similar(fitted, others).float(), list[Tensor]()
         for chunk, in_chunk, gain in context.nearness:
             system[in_chunk, in_chunk].mul_(gain[context.fitted[in_chunk] - chunk.start])
-            rows = fitted.new_zeros(len(gain), len(fitted) + odd)
+            rows = fitted.new_zeros(len(gain), len(fitted) + extra)
             _similar(scale.compared(*change.stored(chunk)), others, rows[:, : len(fitted)])
             rows[:, in_chunk].mul_(gain)
             if context.between_chunks.numel():
                 rows[context.between_chunks] = 0  # not multiplied: unwritten rows may hold NaN
             near.append(rows)
         system.diagonal().add_(NOISE)
-        return cls(change.layer, pad(_inverse(system).to(fitted), (0, odd, 0, odd)), near)
+        return cls(change.layer, pad(_inverse(system).to(fitted), (0, extra, 0, extra)), near)
 
 
 @dataclass(frozen=True)
@@ -219,18 +231,20 @@ class RowScale:
         return cls([(-mean * by).to(keys) for mean, by in zip(means, factors, strict=True)], factors)
 
     def compared(self, keys: Tensor, values: Tensor) -> Tensor:
-        """(n, F + 4): scaled rows i, then |i|^2 in two numbers and two ones. In a single bfloat16 number a large row's
-        distance to a similar one would be lost.
+        """(n, F + 4): scaled rows i, zeros (`padding`), then |i|^2 in two numbers and two ones. In a single bfloat16
+        number a large row's distance to a similar one would be lost.
         """
         size = keys.shape[0] * (keys.shape[2] + values.shape[2])
-        rows, filled = keys.new_empty(keys.shape[1], size + 4), 0
+        last = size + padding(size + 4, keys.device)
+        rows, filled = keys.new_empty(keys.shape[1], last + 4), 0
         for part, added, by in zip((keys, values), self.added, self.factors, strict=True):
             heads, _, width = part.shape
             target = rows[:, filled : filled + heads * width].unflatten(1, (heads, width)).transpose(0, 1)
             torch.addcmul(added, part, by, out=target)
             filled += heads * width
-        _in_two(rows[:, :size].float().square().sum(1), rows[:, size : size + 2])
-        rows[:, size + 2 :] = 1
+        _in_two(rows[:, :size].float().square().sum(1), rows[:, last : last + 2])
+        rows[:, size:last] = 0
+        rows[:, last + 2 :] = 1
         return rows
 
 
@@ -253,11 +267,11 @@ def _inverse(system: Tensor) -> Tensor:
     On a CPU, factoring 400 unknowns and solving takes twice as long as products and factors of 100.
     """
     count = len(system)
+    if count > MAX_CHOLESKY_SIZE and system.device.type != "cpu" and products_are_faster(system.device):
+        return inverse_by_products(system)
     if count <= MAX_CHOLESKY_SIZE or system.device.type != "cpu":
-        factor, _ = torch.linalg.cholesky_ex(
-            system
-        )  # `cholesky` would wait for the device to check for errors
-        return torch.cholesky_inverse(factor)
+        # `cholesky` would wait for the device to check for errors
+        return torch.cholesky_inverse(torch.linalg.cholesky_ex(system)[0])
     half, inverse = count // 2, torch.empty_like(system)
     first = _inverse(system[:half, :half])
     across = first @ system[:half, half:]
@@ -269,6 +283,35 @@ def _inverse(system: Tensor) -> Tensor:
     return inverse
 
 
+def inverse_by_products(system: Tensor) -> Tensor:
+    """The inverse of a similarity's system S (n, n), float32, by Newton's iteration (Schulz, 1933): X <- X (2 - S X).
+
+    S has eigenvalues between NOISE and its largest sum of a row, at most n (1 + NEAR_GAIN) + NOISE. From a multiple X
+    of the identity, those of S X lie within 1 - e and 1 + e; a step leaves 1 - e^2 and 1, which are scaled around 1
+    again (Pan and Schreiber, 1991: half the steps), until e is nothing. Products are what a device does best.
+    """
+    count = len(system)
+    largest = system.sum(1).max()
+    inverse = torch.eye(count, device=system.device).mul_(2 / (largest + NOISE))
+    error = 1 - 2 * NOISE / (count * (1 + NEAR_GAIN) + 2 * NOISE)
+    while error > 1e-7:
+        scale = 2 / (2 - error**2)
+        inverse = torch.addmm(inverse, inverse, system @ inverse, beta=2 * scale, alpha=-scale)
+        error = error**2 * scale / 2
+    return inverse
+
+
+@functools.cache
+def products_are_faster(device: torch.device) -> bool:
+    """Whether `inverse_by_products` is faster there than factoring; measured once, in some 20 ms."""
+    system = torch.eye(MAX_FITTED_ROWS, device=device)
+
+    def factored() -> Tensor:
+        return torch.cholesky_inverse(torch.linalg.cholesky_ex(system)[0])
+
+    return fastest_s(device, lambda: inverse_by_products(system)) < fastest_s(device, factored)
+
+
 def _in_two(numbers: Tensor, out: Tensor) -> None:
     """out (n, 2), of any dtype: float32 numbers (n,) rounded, and the remainder."""
     out[:, 0] = numbers
@@ -278,6 +321,15 @@ def _in_two(numbers: Tensor, out: Tensor) -> None:
 def _by_head(flat: Tensor, like: Tensor) -> Tensor:
     """(n, H D) -> (H, n, D), as a view."""
     return flat.view(flat.shape[0], like.shape[0], like.shape[-1]).transpose(0, 1)
+
+
+def padding(count: int, device: torch.device) -> int:
+    """How many numbers to add to a row of a product's factor.
+
+    For an odd number oneDNN's bfloat16 product reads beyond each row, and multiplies that by zero. A card's products
+    are several times slower for rows that are not aligned to 16 bytes.
+    """
+    return -count % (2 if device.type == "cpu" else 8)
 
 
 def shifts_chunks_together(device: torch.device) -> bool:

@@ -1,6 +1,7 @@
 """A model with its engine beside what transformers alone says, and prompts with chunks in them."""
 
 import random
+import threading
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +11,7 @@ import tiny_models
 import torch
 
 from ragblend import Chunk, Engine, Literal, Prompt
+from ragblend.engine.model.device import TransferStream
 from ragblend.engine.selection.shift import LayerChange
 
 PREFIX = "Passages: read them all.\n\n"
@@ -134,3 +136,38 @@ class Unread:
 
     def __init__(self, start: int = 10) -> None:
         self.start = start
+
+
+class StagedTransfers(TransferStream):
+    """As on CUDA: reads land in memory of their own, are delivered by the computing thread, and awaited by ticket."""
+
+    staged = True
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.calls: list[str] = []
+        self.arrived: list[object] = []
+        self.delivered: list[object] = []
+        self.threads: set[int] = set()
+
+    def begin(self):
+        self.calls.append("begin")
+
+    def staging(self, like):
+        return torch.full(like.shape, torch.nan if like.is_floating_point() else 255, dtype=like.dtype)
+
+    def deliver(self, copies):
+        self.threads.add(threading.get_ident())
+        copies()
+        self.delivered.append(ticket := object())
+        self.calls.append("deliver")
+        return ticket
+
+    def arrive(self, ticket):
+        self.arrived.append(ticket)
+
+    def pace(self):
+        self.calls.append("pace")
+
+    def finish(self):
+        self.calls.append("finish")

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benches import chat, largest_error, make_prompt, make_text
-from test_device import StagedTransfers
+from benches import StagedTransfers, chat, largest_error, make_prompt, make_text
 
 from ragblend import Engine
 from ragblend.kvstore.codec import CODECS, RAW
@@ -77,7 +76,7 @@ def test_a_staged_lane_gets_the_packed_bytes_and_unpacks_them_itself(packed, mon
     )
     monkeypatch.setattr(packed.runtime, "transfers", transfers)
     assert torch.equal(packed.prefill(make_prompt(TEXTS), method="cacheblend").logits, expected)
-    assert set(shapes) == {(1, torch.uint8)}
+    assert set(shapes) == {(2, torch.uint8)}
 
 
 def _staged(like):

@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from benches import PREFIX, largest_error, make_prompt, make_text
-from test_device import StagedTransfers
+from benches import PREFIX, StagedTransfers, largest_error, make_prompt, make_text
 
 from ragblend import Engine
 from ragblend.engine import background_work, controller, prefill, profiling

@@ -7,6 +7,7 @@ import tiny_models
 import torch
 from benches import largest_error, make_prompt, make_text
 
+from ragblend import Chunk
 from ragblend.engine.decoding.cuda_graph import CudaGraphDecode
 from ragblend.engine.decoding.direct import DirectDecode
 from ragblend.engine.decoding.eviction import evict
@@ -78,6 +79,50 @@ def test_kv_from_every_tier_gives_the_same_logits(on_cuda, codec):
     assert [each["memory"] for each in tiers] == [0, 4, 4]
     assert tiers[-1]["device"] == 4
     assert torch.equal(told[0], told[1]) and torch.equal(told[1], told[2])
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8", "int4"])
+@pytest.mark.parametrize("method", ["reuse", "cacheblend", "probe-shift"])
+def test_triton_kernels_give_the_logits_of_the_plain_way(on_cuda, codec, method, monkeypatch):
+    """In bfloat16, where both round; files are read in groups of layers, and kept in no tier."""
+    nothing = {"memory_budget_bytes": 0, "device_budget_bytes": 0}
+    engine = on_cuda("llama", dtype="bfloat16", kv_codec=codec, **nothing)
+    exact = logits(on_cuda("llama", **nothing), method, ratio=0.3)
+    found = {}
+    for by_kernels in (False, True):
+        monkeypatch.setattr(engine.runtime.decoder, "kernels", by_kernels)
+        found[by_kernels] = logits(engine, method, ratio=0.3)
+    errors = {by_kernels: largest_error(each, exact) for by_kernels, each in found.items()}
+    assert errors[True] < max(1.5 * errors[False], 0.05), errors
+    for name, *more in (("placement", codec), ("shift",)):
+        assert engine.runtime.decoder.has_kernels(name, *more), "Triton works on this card"
+
+
+def test_reading_in_many_groups_gives_the_same_logits(on_cuda, monkeypatch):
+    """Pinned memory is used again while copies from it are queued."""
+    engine = on_cuda(memory_budget_bytes=0, device_budget_bytes=0)
+    expected = logits(engine, "probe-shift", ratio=0.3)
+    for nbytes in (1, 30_000, 1 << 20):
+        monkeypatch.setattr("ragblend.engine.loader.GROUP_BYTES", nbytes)
+        monkeypatch.setattr("ragblend.engine.loader.READ_AHEAD_BYTES", 2 * nbytes)
+        for _ in range(3):
+            assert torch.equal(logits(engine, "probe-shift", ratio=0.3), expected)
+
+
+def test_paths_in_the_tree_and_what_was_read_ahead_are_exact_beside_packed_kv(on_cuda):
+    engine = on_cuda(kv_codec="int4", memory_budget_bytes=1 << 28, device_budget_bytes=1 << 28)
+    prompt = engine.tokenize(engine.chat_prompt(None, [Chunk(text) for text in TEXTS], "who kept them?"))
+    full, reused = engine.prefill(prompt, method="full").logits, []
+    for _ in range(5):  # computed, stored, loaded, and from faster tiers
+        found = engine.prefill(prompt, method="exact")
+        assert largest_error(found.logits, full) < CLOSE
+        reused.append(found.report.tokens.reused)
+        assert engine.finish_background(60)
+    assert reused[0] == 0 and reused[-1] > 0
+    prompts = [make_prompt(TEXTS[:3]), make_prompt(TEXTS)]
+    alone = engine.generate(prompts[-1], max_new_tokens=6).token_ids
+    with engine.stream_staged(prompts, max_new_tokens=6) as stream:
+        assert stream.result.token_ids == alone
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith(("llama", "qwen"))])

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benches import largest_error, make_prompt, make_text
+from benches import StagedTransfers, largest_error, make_prompt, make_text
 
 from ragblend.engine import fusion
 from ragblend.engine.cache import FusedCache
@@ -61,9 +61,16 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_value_is_a_miss_and_heals(fresh, damage):
+IN_GROUPS = ("first layer", "last layer", "truncated")  # of layers that are read together, for an accelerator
+
+
+@pytest.mark.parametrize(
+    ("damage", "staged"), [*((each, False) for each in DAMAGES), *((each, True) for each in IN_GROUPS)]
+)
+def test_a_damaged_value_is_a_miss_and_heals(fresh, damage, staged, monkeypatch):
     engine = fresh.engine
+    if staged:
+        monkeypatch.setattr(engine.runtime, "transfers", StagedTransfers())
     keys = engine.encode(TEXTS).keys
     prompt = make_prompt(TEXTS)
     sound = engine.prefill(prompt, "reuse")

@@ -5,52 +5,17 @@ import threading
 
 import pytest
 import torch
-from benches import make_prompt, make_text
+from benches import StagedTransfers, make_prompt, make_text
 
 from ragblend.engine.cache import FusedLayer
 from ragblend.engine.loader import StagedLoader
 from ragblend.engine.model import device
-from ragblend.engine.model.device import MpsTransfers, TransferStream, pick_device, pick_dtype
+from ragblend.engine.model.device import MpsTransfers, pick_device, pick_dtype
 from ragblend.engine.model.load import load
 from ragblend.kvstore.blob import ChunkReader
 from ragblend.kvstore.errors import DeviceError, UsageError
 
 TEXTS = [make_text(seed) for seed in range(4)]
-
-
-class StagedTransfers(TransferStream):
-    """As on CUDA: reads land in memory of their own, are delivered by the computing thread, and awaited by ticket."""
-
-    staged = True
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.calls: list[str] = []
-        self.arrived: list[object] = []
-        self.delivered: list[object] = []
-        self.threads: set[int] = set()
-
-    def begin(self):
-        self.calls.append("begin")
-
-    def staging(self, like):
-        return torch.full(like.shape, torch.nan if like.is_floating_point() else 255, dtype=like.dtype)
-
-    def deliver(self, copies):
-        self.threads.add(threading.get_ident())
-        copies()
-        self.delivered.append(ticket := object())
-        self.calls.append("deliver")
-        return ticket
-
-    def arrive(self, ticket):
-        self.arrived.append(ticket)
-
-    def pace(self):
-        self.calls.append("pace")
-
-    def finish(self):
-        self.calls.append("finish")
 
 
 @pytest.fixture
@@ -96,17 +61,32 @@ def test_files_are_read_only_a_few_layers_ahead(staged, monkeypatch):
     engine, transfers, _ = staged
     read, most = [], []
 
-    def watched(reader, layer, packed, own=ChunkReader.read_packed):
-        read.append(layer)
+    def watched(reader, first, packed, own=ChunkReader.read_packed_layers):
+        read.extend(range(first, first + len(packed)))
         most.append(max(read) - len(transfers.delivered))
-        own(reader, layer, packed)
+        own(reader, first, packed)
 
-    monkeypatch.setattr(ChunkReader, "read_packed", watched)
-    monkeypatch.setattr("ragblend.engine.loader.READ_AHEAD", 2)
+    monkeypatch.setattr(ChunkReader, "read_packed_layers", watched)
+    monkeypatch.setattr("ragblend.engine.loader.GROUP_BYTES", 1)
+    monkeypatch.setattr("ragblend.engine.loader.READ_AHEAD_BYTES", 1)
     engine.prefill(make_prompt(TEXTS), method="reuse")
     layers = engine.runtime.decoder.geometry.layers
     assert sorted(read) == sorted(list(range(layers)) * len(TEXTS)) and layers > 2
-    assert max(most) < 2
+    assert max(most) == 0
+
+
+def test_later_layers_are_read_together(staged, monkeypatch):
+    """A call for each layer of each chunk took the interpreter from the thread that computes."""
+    engine, _, expected = staged
+    runs = []
+
+    def watched(reader, first, packed, own=ChunkReader.read_packed_layers):
+        runs.append((first, len(packed)))
+        own(reader, first, packed)
+
+    monkeypatch.setattr(ChunkReader, "read_packed_layers", watched)
+    assert torch.equal(engine.prefill(make_prompt(TEXTS), method="reuse").logits, expected["reuse"])
+    assert sorted(runs) == sorted([(0, 1), (1, 1), (2, 2)] * len(TEXTS))
 
 
 def test_sources_of_apple_copies_live_until_the_copies_end(staged, monkeypatch):
@@ -116,12 +96,12 @@ def test_sources_of_apple_copies_live_until_the_copies_end(staged, monkeypatch):
     clear = StagedLoader.finish
 
     def finish(self):
-        held = len(self._fills)
+        held = len(self._sources)
         monkeypatch.setattr(
-            torch.mps, "synchronize", lambda: finished.append(held and held == len(self._fills))
+            torch.mps, "synchronize", lambda: finished.append(held and held == len(self._sources))
         )
         clear(self)
-        assert not self._fills
+        assert not self._sources
 
     monkeypatch.setattr(StagedLoader, "finish", finish)
     monkeypatch.setattr(torch.mps, "synchronize", lambda: None)
@@ -136,6 +116,14 @@ def test_buffers_made_in_inference_mode_are_writable_by_threads(fresh):
     with torch.inference_mode():
         layer = FusedLayer(geometry, 4, 0, torch.device("cpu"))
         assert not layer.key_buffer.is_inference() and not layer.value_buffer.is_inference()
+
+
+def test_memory_that_cannot_be_page_locked_is_ordinary_memory(caplog):
+    """As without a card; with one, a limit of locked memory may refuse it."""
+    for _ in range(2):
+        found = device.page_locked(torch.empty(3, 5, dtype=torch.uint8, device="meta"))
+        assert (found.shape, found.dtype, found.device.type) == ((3, 5), torch.uint8, "cpu")
+    assert caplog.text.count("page-locked") == (0 if torch.cuda.is_available() else 1)
 
 
 def test_missing_and_unknown_devices_are_refused(monkeypatch):

@@ -340,3 +340,20 @@ def test_tiny_attention_weights_keep_their_order(dtype):
     scores = by_attention.rooted_squares(None, Attention(0, 0, None, None, 1.0, None, weights))
     assert scores.argsort().tolist() == [0, 2, 1, 3]
     assert torch.allclose(scores, 3**0.5 * weights[0, 0].float(), rtol=0.01)
+
+
+@pytest.mark.parametrize("method", GUIDED)
+def test_aligned_rows_of_attention_choose_the_same_rows(stored, method, monkeypatch):
+    """As on a card, whose products want them so."""
+    prompt, made = make_prompt(TEXTS), []
+    expected = stored.engine.prefill(prompt, method=method, ratio=0.3)
+
+    def aligned(like, shape):
+        made.append(shape)
+        return torch.full((*shape[:-1], shape[-1] + 5), torch.nan, dtype=like.dtype)[..., : shape[-1]]
+
+    monkeypatch.setattr("ragblend.engine.model.attention.aligned_rows", aligned)
+    found = stored.engine.prefill(prompt, method=method, ratio=0.3)
+    assert made
+    assert found.report.served == expected.report.served
+    assert largest_error(found.logits, expected.logits) < 1e-5

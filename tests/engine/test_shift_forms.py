@@ -186,3 +186,16 @@ def test_outliers_stay_similar_to_each_other_in_bfloat16(seed):
     exact = shifted(torch.float32)
     assert exact.norm() > 1
     assert largest_error(shifted(torch.bfloat16), exact) < 0.05
+
+
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 30.0])
+@pytest.mark.parametrize("count", [2, 129, 768])
+def test_the_inverse_by_products_is_the_inverse(count, spread):
+    """From rows that are all alike (condition 7,700 for 768) to rows that have nothing in common."""
+    torch.manual_seed(0)
+    rows = spread * torch.randn(count, 8)
+    at = torch.arange(count) * 4
+    gain = 1 + 2 * (-(at[:, None] - at).abs() / 128).exp()
+    system = gain / (1 + torch.cdist(rows, rows) ** 2).sqrt() + 0.3 * torch.eye(count)
+    exact = torch.linalg.inv(system.double())
+    assert largest_error(shift.inverse_by_products(system).double(), exact) < 1e-3

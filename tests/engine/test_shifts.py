@@ -91,6 +91,7 @@ def test_shifting_chunks_together_equals_one_by_one(each_stored, monkeypatch, ra
     monkeypatch.setattr(
         "ragblend.engine.selection.shift.shifts_chunks_together", lambda device: calls.append(device) or True
     )
+    monkeypatch.setattr("ragblend.engine.selection.shift.padding", lambda count, device: -count % 8)
     torch.use_deterministic_algorithms(True)  # new memory is NaN
     try:
         together = engine.prefill(prompt, method="probe-shift", ratio=ratio).logits

@@ -1,8 +1,7 @@
 """The trace of a prefill: everything that was done is in it once, where and when it was done."""
 
 import pytest
-from benches import make_prompt, make_text
-from test_device import StagedTransfers
+from benches import StagedTransfers, make_prompt, make_text
 
 TEXTS = [make_text(seed) for seed in range(3)]
 

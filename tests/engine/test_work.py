@@ -7,8 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from benches import chat, make_text
-from test_device import StagedTransfers
+from benches import StagedTransfers, chat, make_text
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

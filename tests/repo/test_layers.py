@@ -15,8 +15,8 @@ ENGINE_LIBRARIES = {"torch", "transformers", "huggingface_hub", "safetensors", "
 # Asked for inside a function only: where the data folder is, when no home is given; what holds answers to a schema; and
 # what speaks to a shared store.
 LATE_LIBRARIES = {"platformdirs", "llguidance", "redis", "obstore"}
-# Taken where it is there (`kvstore/checksum.py`).
-OPTIONAL_LIBRARIES = {"isal"}
+# Taken where they are there (`kvstore/checksum.py`, `engine/kernels`).
+OPTIONAL_LIBRARIES = {"isal", "triton"}
 HEAVY = {"chromadb", "gradio", "langchain", "langchain_core", "llama_index", "torch", "transformers"}
 FOLDERS = ("app", "benchmarks", "engine", "integrations", "kvstore", "ui")
 # Class names that still have several meanings; RAGBlendLLM is what both frameworks' users import.

@@ -1,0 +1,217 @@
+"""Moves one layer's stored KV of all spans to their rows in the fused buffers: unpacked, with rotated keys.
+
+One launch instead of a dozen calls for each span: launching them took longer than copying the bytes to the device.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ragblend.engine.kernels import available, on_device, passes
+from ragblend.engine.model.rope import INTERLEAVED, UNROTATED, Rope, rotate_
+from ragblend.kvstore import int4
+from ragblend.kvstore.chunks import DTYPES, Geometry
+from ragblend.kvstore.codec import CODECS
+
+TILE_ROWS, WARPS = 16, 4
+ALIGNED = 16  # numbers: an access of 16 bytes and more needs it
+ALL = 1 << 30  # of a group that has every token, or channel
+# By codec: numbers in a byte (0: as they are), tokens with one scale for keys, channels with one scale for values.
+PACKINGS = {"raw": (0, ALL, ALL), "int8": (1, ALL, ALL), "int4": (2, int4.GROUP, int4.GROUP)}
+
+
+@triton.jit
+def _numbers(
+    Room, Bytes, Halves, begin, index, tokens, head, heads, dims, mask, IS_VALUE: tl.constexpr,
+    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, ALIGNED: tl.constexpr,
+    PER_BYTE: tl.constexpr, TOKEN_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr,
+):  # fmt: skip
+    row = head * tokens + index
+    if PER_BYTE == 0:
+        if IS_VALUE:
+            at = begin + heads * tokens * SIZE + row * VALUE_SIZE
+        else:
+            at = begin + row * SIZE
+        if ALIGNED:
+            at = tl.multiple_of(at, 16)
+        numbers = tl.load(Room + at[:, None] + dims[None, :], mask=mask, other=0.0)
+    else:
+        KEY_BYTES: tl.constexpr = (SIZE + PER_BYTE - 1) // PER_BYTE
+        VALUE_BYTES: tl.constexpr = (VALUE_SIZE + PER_BYTE - 1) // PER_BYTE
+        VALUE_GROUPS: tl.constexpr = (VALUE_SIZE + VALUE_GROUP - 1) // VALUE_GROUP
+        groups = (tokens + (TOKEN_GROUP - 1)) // TOKEN_GROUP
+        key_scales, value_scales = heads * groups * SIZE, heads * tokens * VALUE_GROUPS
+        codes = begin + 4 * (key_scales + value_scales)
+        if IS_VALUE:
+            scale = (begin // 2 + 2 * key_scales + row * VALUE_GROUPS)[:, None] + (dims // VALUE_GROUP)[
+                None, :
+            ]
+            count = value_scales
+            codes += heads * tokens * KEY_BYTES + row * VALUE_BYTES
+        else:
+            scale = (begin // 2 + (head * groups + index // TOKEN_GROUP) * SIZE)[:, None] + dims[None, :]
+            count = key_scales
+            codes += row * KEY_BYTES
+        least = tl.load(Halves + scale, mask=mask, other=0.0).to(tl.float32)
+        step = tl.load(Halves + scale + count[:, None], mask=mask, other=0.0).to(tl.float32)
+        if PER_BYTE == 2:
+            half: tl.constexpr = VALUE_BYTES if IS_VALUE else KEY_BYTES
+            upper = dims >= half
+            at = tl.where(upper, dims - half, dims)
+            both = tl.load(Bytes + codes[:, None] + at[None, :], mask=mask, other=0).to(tl.int32)
+            code = tl.where(upper[None, :], both >> 4, both & 15)
+        else:
+            code = tl.load(Bytes + codes[:, None] + dims[None, :], mask=mask, other=0).to(tl.int32)
+        numbers = (least + code.to(tl.float32) * step).to(Room.dtype.element_ty)
+    return numbers
+
+
+@triton.jit(do_not_specialize=["count", "heads"])
+def _place(
+    Room, Bytes, Halves, Begin, Index, Tokens, Rows, Turns, Cos, Sin, Keys, Values, count, heads,
+    k_head, k_row, v_head, v_row,
+    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, ALIGNED: tl.constexpr,
+    PER_BYTE: tl.constexpr, TOKEN_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    M: tl.constexpr, K2: tl.constexpr, V2: tl.constexpr, P2: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * M + tl.arange(0, M)
+    head = tl.program_id(1)
+    valid = m < count
+    begin, index = tl.load(Begin + m, mask=valid, other=0), tl.load(Index + m, mask=valid, other=0)
+    tokens, row = tl.load(Tokens + m, mask=valid, other=0), tl.load(Rows + m, mask=valid, other=0)
+    key_to, value_to = row * k_row + head * k_head, row * v_row + head * v_head
+    if ALIGNED:
+        key_to, value_to = tl.multiple_of(key_to, 16), tl.multiple_of(value_to, 16)
+    dims = tl.arange(0, V2)
+    inside = valid[:, None] & (dims < VALUE_SIZE)[None, :]
+    value = _numbers(
+        Room, Bytes, Halves, begin, index, tokens, head, heads, dims, inside, True,
+        SIZE, VALUE_SIZE, ALIGNED, PER_BYTE, TOKEN_GROUP, VALUE_GROUP,
+    )  # fmt: skip
+    tl.store(Values + value_to[:, None] + dims[None, :], value, mask=inside)
+    if PAIRS > 0:
+        pair = tl.arange(0, P2)
+        if INTERLEAVED:
+            first, second = 2 * pair, 2 * pair + 1
+        else:
+            first, second = pair, pair + PAIRS
+        inside = valid[:, None] & (pair < PAIRS)[None, :]
+        a = _numbers(
+            Room, Bytes, Halves, begin, index, tokens, head, heads, first, inside, False,
+            SIZE, VALUE_SIZE, ALIGNED, PER_BYTE, TOKEN_GROUP, VALUE_GROUP,
+        )  # fmt: skip
+        b = _numbers(
+            Room, Bytes, Halves, begin, index, tokens, head, heads, second, inside, False,
+            SIZE, VALUE_SIZE, ALIGNED, PER_BYTE, TOKEN_GROUP, VALUE_GROUP,
+        )  # fmt: skip
+        turn = tl.load(Turns + m, mask=valid, other=-1)
+        moved = inside & (turn >= 0)[:, None]
+        cos = tl.load(Cos + turn[:, None] * PAIRS + pair[None, :], mask=moved, other=1.0)
+        sin = tl.load(Sin + turn[:, None] * PAIRS + pair[None, :], mask=moved, other=0.0)
+        wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+        new_a = (wide_a * cos - wide_b * sin).to(a.dtype)
+        new_b = (wide_b * cos + wide_a * sin).to(a.dtype)
+        tl.store(Keys + key_to[:, None] + first[None, :], tl.where(moved, new_a, a), mask=inside)
+        tl.store(Keys + key_to[:, None] + second[None, :], tl.where(moved, new_b, b), mask=inside)
+    if 2 * PAIRS < SIZE:
+        dims = tl.arange(0, K2)
+        inside = valid[:, None] & ((dims >= 2 * PAIRS) & (dims < SIZE))[None, :]
+        key = _numbers(
+            Room, Bytes, Halves, begin, index, tokens, head, heads, dims, inside, False,
+            SIZE, VALUE_SIZE, ALIGNED, PER_BYTE, TOKEN_GROUP, VALUE_GROUP,
+        )  # fmt: skip
+        tl.store(Keys + key_to[:, None] + dims[None, :], key, mask=inside)
+
+
+class RowTable:
+    """Where each row's packed layer begins in a room, and where the row goes; the same for all layers.
+
+    room: device memory (bytes,) uint8. spans, all of one codec: for each the first byte of its packed layer, its first
+    row, and turns (tokens,): the row of the table of angles by which each key is rotated, -1 for none.
+    """
+
+    def __init__(
+        self, room: Tensor, spans: Sequence[tuple[int, int, Tensor]], geometry: Geometry, codec: str
+    ) -> None:
+        self._geometry, self._packing = geometry, PACKINGS[codec]
+        self._rooms = room.view(geometry.torch_dtype), room, room.view(torch.float16)
+        unit = 1 if self._packing[0] else geometry.torch_dtype.itemsize
+        columns = list[Tensor]()
+        for begin, start, turns in spans:
+            index = torch.arange(turns.numel())
+            same = torch.ones_like(index)
+            columns.append(
+                torch.stack([begin // unit * same, index, turns.numel() * same, start + index, turns])
+            )
+        joined = torch.cat(columns, dim=1).int()
+        # Each column is aligned: Triton compiles anew for pointers that are not.
+        self._count, extra = joined.shape[1], -joined.shape[1] % ALIGNED
+        self._columns = torch.nn.functional.pad(joined, (0, extra)).to(room.device).unbind()
+
+    def place(self, keys: Tensor, values: Tensor, rope: Rope, angles: tuple[Tensor, Tensor]) -> None:
+        """Fill keys and values, (H, capacity, D) and (H, capacity, Dv), from the room. angles: cos and sin, (n, R/2)
+        float32.
+        """
+        g, pairs = self._geometry, 0 if rope.layout == UNROTATED else rope.size // 2
+        shape = {
+            "SIZE": g.key_size,
+            "VALUE_SIZE": g.value_size,
+            "ALIGNED": g.key_size % ALIGNED == 0 and g.value_size % ALIGNED == 0,
+            "PAIRS": pairs,
+            "INTERLEAVED": rope.layout == INTERLEAVED,
+            "M": TILE_ROWS,
+            "K2": triton.next_power_of_2(g.key_size),
+            "V2": triton.next_power_of_2(g.value_size),
+            "P2": triton.next_power_of_2(max(pairs, 1)),
+        }
+        shape |= dict(zip(("PER_BYTE", "TOKEN_GROUP", "VALUE_GROUP"), self._packing, strict=True))
+        strides = [*keys.stride()[:2], *values.stride()[:2]]
+        with on_device(keys.device):
+            _place[triton.cdiv(self._count, TILE_ROWS), g.kv_heads](
+                *self._rooms, *self._columns, *angles, keys, values, self._count, g.kv_heads, *strides, **shape,
+                num_warps=WARPS,
+            )  # fmt: skip
+
+
+@functools.cache
+def supports(
+    device: torch.device, dtype: str, size: int, value_size: int, pairs: int, layout: str, codec: str
+) -> bool:
+    """Whether the kernel is right for such keys and values, packed so, on that device; compiles it."""
+    dtypes = ["float16", "float32"] + ["bfloat16"] * (device.type == "cuda")
+    if not available(device) or dtype not in dtypes or codec not in PACKINGS:
+        return False
+
+    def largest_error() -> float:
+        tokens, draw, g = 37, torch.Generator().manual_seed(0), Geometry(1, 2, size, value_size, dtype)
+        rope = Rope(torch.rand(pairs, generator=draw).to(device), layout)
+        of_chunk = (
+            torch.randn(g.kv_heads, tokens, each, generator=draw).to(g.torch_dtype)
+            for each in (size, value_size)
+        )
+        packed = CODECS[codec].pack(*of_chunk)
+        assert packed is not None, "numbers around 1"
+        room = torch.cat([part.flatten().view(torch.uint8) for part in packed]).to(device)
+        room = torch.nn.functional.pad(room, (0, -len(room) % 16))
+        buffers = [
+            torch.zeros(2, tokens + 3, each, dtype=g.torch_dtype, device=device)
+            for each in (size, value_size)
+        ]
+        turns = (7 * rope.inv_freq[None]).cos(), (7 * rope.inv_freq[None]).sin()
+        expected = [each.clone() for each in buffers]
+        CODECS[codec].unpack(
+            room[: CODECS[codec].layer_nbytes(g, tokens)], g, *(each[:, 3:] for each in expected)
+        )
+        rotate_(expected[0][:, 3:], *turns, rope)
+        table = RowTable(room, [(0, 3, torch.zeros(tokens, dtype=torch.long))], g, codec)
+        table.place(buffers[0], buffers[1], rope, turns)
+        errors = [(a.float() - b.float()).abs().max() for a, b in zip(buffers, expected, strict=True)]
+        return float(torch.stack(errors).max())
+
+    # A product and a sum may be rounded once or twice: a unit in the last place of numbers up to 8.
+    return passes(largest_error, f"placing of stored KV ({codec})", 8 * torch.finfo(DTYPES[dtype]).eps)
