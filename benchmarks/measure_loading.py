@@ -32,11 +32,12 @@ def slow_disk(bytes_per_s: float) -> Iterator[None]:
     """In the block, files are read at that speed, all readers together, and none is in the page cache."""
     lock, free_at, read = threading.Lock(), [0.0], ChunkReader._read
 
-    def slowly(reader: ChunkReader, layer: int, buffers: list) -> None:
+    def slowly(reader: ChunkReader, first: int, *layers: list) -> None:
+        nbytes = len(layers) * reader.header.layer_nbytes
         with lock:
-            free_at[0] = max(free_at[0], time.perf_counter()) + reader.header.layer_nbytes / bytes_per_s
+            free_at[0] = max(free_at[0], time.perf_counter()) + nbytes / bytes_per_s
             until = free_at[0]
-        read(reader, layer, buffers)
+        read(reader, first, *layers)
         time.sleep(max(0.0, until - time.perf_counter()))
 
     with mock.patch.multiple(ChunkReader, _read=slowly, comes_from="disk"):
