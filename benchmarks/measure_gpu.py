@@ -340,7 +340,7 @@ def whole_attention(tokens: int) -> Iterator[Row]:
     ):
         query = torch.randn(1, 32, length, 128, device="cuda").bfloat16()
         key, value = (torch.randn(1, 8, length, 128, device="cuda").bfloat16() for _ in "kv")
-        given = {"is_causal": True, "enable_gqa": True}
+        given: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
         attend = partial(torch.nn.functional.scaled_dot_product_attention, query, key, value, **given)
         row: Row = {"what": f"causal attention of {length}, {name}"}
         torch.cuda.synchronize()
