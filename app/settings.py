@@ -70,7 +70,7 @@ class Settings:
     ocr_language: what scans are in (`OCR_LANGUAGES`); `default`: Chinese, Japanese, and languages in Latin letters.
     embedder: `default` (bundled), the hub id or the folder of a model of sentence-transformers (None: each collection
     keeps its own, a new one has the bundled one).
-    ratio may be `auto`: what loading hides on this device, 0.15 at least (`ragblend doctor --profile` measures it).
+    ratio may be `auto`: what loading hides on this device, 0.25 at least.
     repetition_penalty: of the answer's own tokens; at temperature 0 small models repeat themselves without one.
     max_new_tokens None: the model's own (`ANSWER_STYLES`, else 256).
     keep_tokens: how many passage tokens each head keeps after the first token, for long answers in little memory

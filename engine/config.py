@@ -21,7 +21,7 @@ HOME_VARIABLE = "RAGBLEND_HOME"
 VLLM_URL = "http://127.0.0.1:8000"  # the default of `vllm serve`
 # The defaults; their measurements are in docs/methods.md.
 DEFAULT_METHOD = "probe-shift"
-DEFAULT_RATIO = 0.15
+DEFAULT_RATIO = 0.25
 LOADS = ("auto", "all")  # of stored KV: what is faster than computing it, or whatever is there
 
 

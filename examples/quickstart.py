@@ -25,7 +25,7 @@ def main() -> None:
     prompt = engine.chat_prompt(None, [Chunk(text) for text in PASSAGES], QUESTION)
     engine.prefill(prompt)  # the first one also loads the model, which is not to be measured
 
-    # The same token ids twice: everything computed, and 15% of the stored tokens recomputed.
+    # The same token ids twice: everything computed, and 25% of the stored tokens recomputed.
     for method in ("full", "probe-shift"):
         result = engine.generate(prompt, method=method, max_new_tokens=12)
         tokens = result.report.tokens

@@ -83,7 +83,7 @@ class ModelParameters(BaseModel):
     method: str | None = None
     """How prompts are read: `probe-shift` (the default), `full`, `reuse`, ..."""
     ratio: Share | Literal["auto"] | None = None
-    """The share of stored tokens to recompute; 0.15 if None; `auto`: what loading hides."""
+    """The share of stored tokens to recompute; 0.25 if None; `auto`: what loading hides."""
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)

@@ -10,6 +10,7 @@ from ragblend.app.cli.common import Cli, option, plural
 from ragblend.app.quality.cli import engine_arguments, settings_of
 from ragblend.app.quality.sources import ALL_DOCUMENTS, QuestionSource, ingested, read
 from ragblend.app.tuned import save_choice, tuned_file, undo_choice
+from ragblend.engine.config import DEFAULT_RATIO
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class TuneOptions:
     """What to measure, and whether to save the result. save None: save what is shown to be better."""
 
     minutes: float = option(15, "Longest time to measure; the question under way is finished.")
-    most_ratio: float = option(0.15, "The largest share of stored tokens to recompute.")
+    most_ratio: float = option(DEFAULT_RATIO, "The largest share of stored tokens to recompute.")
     docs: str | None = option(None, "Measure on these ingested documents (a folder, a file, or `all`).")
     data: Path | None = option(None, "Measure on a file of questions.")
     collection: str | None = option(None, "Of --docs.")

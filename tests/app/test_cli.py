@@ -12,6 +12,7 @@ import pytest
 
 from ragblend.app.answering.chats import INTERRUPTED, Chats
 from ragblend.app.cli.main import main
+from ragblend.engine.config import DEFAULT_RATIO
 from ragblend.kvstore.lock import writer_lock
 
 
@@ -236,7 +237,7 @@ def test_demo_compares_both_ways(cli, capfd, home):
     shown = capfd.readouterr().out
     told = (
         "Full prefill, first token after",
-        "Fused (probe-shift, ratio 0.15)",
+        f"Fused (probe-shift, ratio {DEFAULT_RATIO:.2f})",
         "times faster",
         "Sources:",
         "Next:",

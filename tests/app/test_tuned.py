@@ -6,6 +6,7 @@ import pytest
 
 from ragblend.app.settings import Settings
 from ragblend.app.tuned import MAX_CHOICES, choice_for, save_choice, tuned_file, undo_choice
+from ragblend.engine.config import DEFAULT_RATIO
 from ragblend.kvstore.errors import SettingsError
 
 
@@ -27,18 +28,18 @@ def chosen(path, environment=None, **overrides):
 
 def test_the_choice_of_a_model_is_for_that_model(tuned) -> None:
     assert chosen(tuned) == ("cacheblend-gradual", 0.05)
-    assert chosen(tuned, model="other") == ("probe-shift", 0.15)
-    assert chosen(tuned, {"RAGBLEND_MODEL": "other"}) == ("probe-shift", 0.15)
+    assert chosen(tuned, model="other") == ("probe-shift", DEFAULT_RATIO)
+    assert chosen(tuned, {"RAGBLEND_MODEL": "other"}) == ("probe-shift", DEFAULT_RATIO)
     tuned.write_text('model = "other"')
-    assert chosen(tuned) == ("probe-shift", 0.15)
+    assert chosen(tuned) == ("probe-shift", DEFAULT_RATIO)
     assert chosen(tuned, model="default") == ("cacheblend-gradual", 0.05)
 
 
 def test_given_method_overrides_tuned_choice_and_ratio(tuned) -> None:
-    assert chosen(tuned, method="random") == ("random", 0.15)
-    assert chosen(tuned, {"RAGBLEND_METHOD": "random"}) == ("random", 0.15)
+    assert chosen(tuned, method="random") == ("random", DEFAULT_RATIO)
+    assert chosen(tuned, {"RAGBLEND_METHOD": "random"}) == ("random", DEFAULT_RATIO)
     tuned.write_text('method = "random"')
-    assert chosen(tuned) == ("random", 0.15)
+    assert chosen(tuned) == ("random", DEFAULT_RATIO)
 
 
 def test_given_ratio_applies_to_the_tuned_method(tuned) -> None:
@@ -48,7 +49,7 @@ def test_given_ratio_applies_to_the_tuned_method(tuned) -> None:
 
 def test_a_method_without_a_ratio_leaves_the_default_one(path) -> None:
     save_choice(tuned_file(path), "default", "reuse", None, {})
-    assert chosen(path) == ("reuse", 0.15)
+    assert chosen(path) == ("reuse", DEFAULT_RATIO)
 
 
 def test_tuned_choices_are_undone_one_by_one(tuned) -> None:
@@ -60,7 +61,7 @@ def test_tuned_choices_are_undone_one_by_one(tuned) -> None:
     assert chosen(tuned) == ("cacheblend-gradual", 0.05)
     undone, now = undo_choice(file, "default")
     assert (undone.ratio, now) == (0.05, None)
-    assert chosen(tuned) == ("probe-shift", 0.15)
+    assert chosen(tuned) == ("probe-shift", DEFAULT_RATIO)
     assert undo_choice(file, "default") is None
     assert choice_for(file, "other").method == "random"
 

@@ -10,7 +10,7 @@ from benches import PREFIX, StagedTransfers, largest_error, make_prompt, make_te
 
 from ragblend import Engine
 from ragblend.engine import background_work, controller, prefill, profiling
-from ragblend.engine.config import EngineConfig
+from ragblend.engine.config import DEFAULT_RATIO, EngineConfig
 from ragblend.engine.controller import (
     DeviceProfile,
     MeasuredSpeeds,
@@ -302,16 +302,17 @@ def test_a_full_disk_keeps_the_profile_that_is_there(tmp_path, monkeypatch):
 def test_the_engine_measures_once_and_decides_from_then_on(fresh):
     engine: Engine = fresh.engine
     engine.encode(TEXTS)
+    engine.runtime.load = "all"  # of so small a model nothing would be
     prompt = make_prompt(TEXTS)
     before = engine.prefill(prompt, ratio="auto").report
-    assert before.decision.predicted_ttft_ms is None and before.decision.ratio == 0.15
+    assert before.decision.predicted_ttft_ms is None and before.decision.ratio == DEFAULT_RATIO
     seen = []
     measured = engine.profile(lambda *progress: seen.append(progress))
     assert seen[-1][0] == seen[-1][1] == len(seen)
     assert [tier.name for tier in measured.tiers] == ["memory", "page cache", "disk"]
     assert engine.store.stats().entries == len(TEXTS)  # what it stored for that is gone again
     after = engine.prefill(prompt, ratio="auto").report
-    assert after.decision.predicted_ttft_ms > 0 and after.decision.ratio >= 0.15
+    assert after.decision.predicted_ttft_ms > 0 and after.decision.ratio >= DEFAULT_RATIO
     assert after.ratio == pytest.approx(after.decision.ratio, abs=0.01), "whole rows"
     engine.close()
     again = engine.prefill(prompt, ratio=0.3).report  # from the file

@@ -6,6 +6,7 @@ from benches import largest_error, make_prompt, make_text
 from tiny_models import reference_logits
 
 from ragblend import Chunk, Literal, Prompt
+from ragblend.engine.config import DEFAULT_RATIO
 from ragblend.engine.decoding.sampling import GumbelNoise
 from ragblend.kvstore.errors import PromptTooLongError, UnknownChunkError, UsageError
 
@@ -150,7 +151,7 @@ def test_timings_are_consistent(stored):
     assert 0 < timings.prefill_ms <= timings.ttft_ms <= timings.total_ms
     assert timings.tokens_per_s > 0
     assert timings.stall_ms <= timings.prefill_ms
-    assert report.method == "probe-shift" and report.ratio == pytest.approx(0.15, abs=0.01)
+    assert report.method == "probe-shift" and report.ratio == pytest.approx(DEFAULT_RATIO, abs=0.01)
 
 
 # --- wrong use
