@@ -48,7 +48,7 @@ class Correction:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """New minus stored keys, un-rotated, and values (H, C, D); and both by row, if a kernel computes them."""
         computed = self._run.computed
-        if not self._by_kernel:
+        if not self._by_kernel or new[0].stride(2) != 1 or new[1].stride(2) != 1:
             # index_select would first copy the whole of a buffer that has free capacity.
             keys, values = (
                 a[:, self._at].float() - b[:, computed].float() for a, b in zip(new, stored, strict=True)
@@ -56,11 +56,8 @@ class Correction:
             return self._rotated(layer, keys, computed, sign=-1), values, None
         from ragblend.engine.kernels.shift import observed
 
-        by, rope, (heads, _, size) = (
-            self._table(layer, torch.float32, 1),
-            self._decoder.rope(layer),
-            new[0].shape,
-        )
+        by, rope = self._table(layer, torch.float32, 1), self._decoder.rope(layer)
+        heads, _, size = new[0].shape
         by_row = observed(new, self._at, stored, computed, by, rope)
         parts = by_row[:, : heads * size], by_row[:, heads * size :]
         keys, values = (part.unflatten(1, (heads, -1)).transpose(0, 1) for part in parts)

@@ -334,10 +334,8 @@ class _RowsByKernel:
     ) -> None:
         from ragblend.engine.kernels.placement import RowTable
 
-        rows, deltas = (
-            list[tuple[int, int, Tensor]](),
-            [torch.zeros(1)],
-        )  # one at least, for one compiled kernel
+        rows = list[tuple[int, int, Tensor]]()
+        deltas = [torch.zeros(1)]  # one at least: without angles another kernel would be compiled
         for number, span in spans.items():
             delta, known = torch.as_tensor(by.get(number, ())).float().flatten(), sum(map(len, deltas))
             turns = known + torch.arange(len(delta)) if len(delta) else torch.tensor([-1])
