@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -71,6 +71,14 @@ class OllamaOptions(OwnOptions):
     f16_kv: Any = None
     use_mmap: Any = None
     use_mlock: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unset(cls, values: Any) -> Any:
+        """LangChain's embeddings send every option that Ollama ever had, as null."""
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
 
     def translated_options(self) -> Json:
         """The options by OpenAI's names."""

@@ -77,7 +77,7 @@ def test_options_have_openais_meaning(served, client) -> None:
     text = said().message.content
     stopped = said(stop=[text[3:5]])
     assert stopped.message.content == text[: text.index(text[3:5])] and stopped.done_reason == "stop"
-    sampled = {"temperature": 1.0, "seed": 5, "top_p": 0.9, "repeat_penalty": 1.1}
+    sampled = {"temperature": 1.0, "seed": 5, "top_p": 0.9, "repeat_penalty": 1.1, "repeat_last_n": None}
     openai = served.choice(
         messages=HI, method="full", temperature=1.0, seed=5, top_p=0.9, repetition_penalty=1.1
     )
