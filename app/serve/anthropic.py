@@ -198,7 +198,9 @@ def _turns(where: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterat
     for number, block in enumerate(blocks):
         kind, here = block.get("type"), f"{where}[{number}]"
         if kind == "tool_use":
-            given = json.dumps(block.get("input"), ensure_ascii=False)
+            if not isinstance(block.get("input"), dict):
+                raise UsageError(f"{here}.input must be an object")
+            given = json.dumps(block["input"], ensure_ascii=False)
             function = {"name": block.get("name"), "arguments": given}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":

@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
@@ -37,6 +37,8 @@ Json = dict[str, Any]
 VERSION = "0.12.11"
 LATEST = ":latest"  # Ollama's tag for a name without one
 NO_LIMIT = 2**31 - 1  # tokens; the model's window ends the answer
+# Options that have OpenAI's names.
+SAME = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 ZERO = re.compile(r"[+-]?0+(\.0+)?(ns|us|µs|ms|s|m|h)?")
 DETAILS = {"parent_model": "", "format": "", "family": "", "families": None, "parameter_size": ""}
 Zero = Annotated[float, Field(ge=0, le=0)]
@@ -50,12 +52,12 @@ class OllamaOptions(OwnOptions):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     repeat_penalty: float | None = None
     seed: Long | None = None
     stop: str | list[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    min_p: Zero | None = None
     mirostat: Zero | None = None
     tfs_z: One | None = None
     typical_p: One | None = None
@@ -82,8 +84,7 @@ class OllamaOptions(OwnOptions):
 
     def translated_options(self) -> Json:
         """The options by OpenAI's names."""
-        names = ("temperature", "top_p", "top_k", "seed", "stop", "presence_penalty", "frequency_penalty")
-        values = {name: getattr(self, name) for name in (*names, *OwnOptions.model_fields)}
+        values = self.model_dump(include={*SAME, *OwnOptions.model_fields}, exclude_none=True)
         unlimited = self.num_predict in (-1, -2)
         return values | {
             "max_tokens": NO_LIMIT if unlimited else self.num_predict,
@@ -371,7 +372,7 @@ def _messages(messages: Sequence[OllamaMessage]) -> Iterator[Json]:
     """The messages of a chat. Calls have no ids in this API: results answer them in order, or by the tool's name."""
     open_calls: list[tuple[str, Any]] = []  # (id, name)
     made = 0
-    for message in messages:
+    for at, message in enumerate(messages):
         turn: Json = {
             "role": message.role,
             "content": message.content or "",
@@ -384,12 +385,15 @@ def _messages(messages: Sequence[OllamaMessage]) -> Iterator[Json]:
             turn["tool_call_id"] = message.tool_call_id or (answered or (None,))[0]
             turn["name"] = message.tool_name
         calls = []
-        for call in message.tool_calls or ():
-            given: Any = call.get("function")
-            function = given if isinstance(given, Mapping) else {}
+        for number, call in enumerate(message.tool_calls or ()):
+            function = call.get("function")
+            if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+                raise UsageError(
+                    f"messages[{at}].tool_calls[{number}]: arguments must be an object of `function`"
+                )
             call_id, made = str(call.get("id") or f"call{made:05}"), made + 1
             open_calls.append((call_id, function.get("name")))
-            arguments = json.dumps(function.get("arguments"), ensure_ascii=False)
+            arguments = json.dumps(function["arguments"], ensure_ascii=False)
             calls.append(
                 {"id": call_id, "type": "function", "function": {**function, "arguments": arguments}}
             )

@@ -189,7 +189,7 @@ def user(*blocks):
         ({"messages": user({"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]})}, "type 'image'"),
         ({"messages": user({"type": "tool_result", "tool_use_id": "a", "content": 5})}, "not supported"),
         ({"messages": user({"type": "text", "text": 5})}, "not text"),
-        ({"messages": user({"type": "tool_use", "id": "a", "name": "f", "input": 5})}, "not a function call"),
+        ({"messages": user({"type": "tool_use", "id": "a", "name": "f", "input": 5})}, "input must be an object"),
         ({"messages": [*HI, {"role": "assistant", "content": "The"}]}, "cannot be continued"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role"),
         ({"system": [IMAGE]}, "system: a block of the type 'image'"),

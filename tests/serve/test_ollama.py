@@ -81,7 +81,7 @@ def test_options_have_openais_meaning(served, client) -> None:
     openai = served.choice(
         messages=HI, method="full", temperature=1.0, seed=5, top_p=0.9, repetition_penalty=1.1
     )
-    assert said(**sampled, num_ctx=4096, min_p=0.0).message.content == openai["message"]["content"] != text
+    assert said(**sampled, num_ctx=4096, mirostat=0).message.content == openai["message"]["content"] != text
     window = client.show(served.service.model).modelinfo["ragblend.context_length"]
     endless = said(num_predict=-1)
     assert endless.prompt_eval_count + endless.eval_count == window
@@ -168,6 +168,11 @@ def test_results_answer_calls_by_name_or_in_order() -> None:
     assert turns[4].calls[0].id == "mine"
 
 
+def called(arguments):
+    call = {"function": {"name": "hoist", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 @pytest.mark.parametrize(
     ("path", "change", "status", "named"),
     [
@@ -187,7 +192,8 @@ def test_results_answer_calls_by_name_or_in_order() -> None:
         ("chat", {"format": "yaml"}, 400, "format"),
         ("chat", {"options": {"num_predict": 0}}, 400, "options.num_predict"),
         ("chat", {"options": {"mirostat": 2}}, 400, "options.mirostat"),
-        ("chat", {"options": {"presence_penalty": 1.5}}, 400, "presence_penalty"),
+        ("chat", {"options": {"presence_penalty": 5}}, 400, "presence_penalty"),
+        ("chat", {"messages": [*HI, called("up")]}, 400, "messages[1].tool_calls[0]: arguments must be an object"),
         ("chat", {"options": {"max_tokens": 5}}, 400, "options.max_tokens"),
         ("generate", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
         ("generate", {"prompt": "a", "template": "{{ .Prompt }}"}, 400, "template"),
