@@ -122,7 +122,13 @@ class MessagesFormat(EndpointFormat):
         self._stops, self._has_text = body.stop_sequences or (), False
         kind = {"id": f"msg_{uuid.uuid4().hex[:24]}", "type": "message", "role": "assistant", "model": model}
         usage = {"input_tokens": 0, "output_tokens": 0}
-        self._begun = {**kind, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        self._begun: Json = {
+            **kind,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
 
     def whole(self, chosen: Sequence[CompletedChoice]) -> Json:
         [answer] = chosen

@@ -117,7 +117,7 @@ class OllamaAnswerBody(OllamaBody):
 
     def common(self) -> Json:
         """The fields by OpenAI's names."""
-        wanted = None
+        wanted: Json | None = None
         if self.format == "json":
             wanted = {"type": "json_object"}
         elif self.format:
