@@ -18,6 +18,7 @@ from ragblend.kvstore.errors import UsageError
 
 router = APIRouter(prefix="/v1")
 Json = dict[str, Any]
+EVENTS: dict[int | str, Json] = {200: {"content": {"text/event-stream": {}}}}  # what a stream is
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 KINDS = {
     401: "authentication_error",
@@ -107,7 +108,7 @@ class MessagesBody(OwnOptions):
                 yield from _turns(f"messages[{number}].content", message.role, message.content)
 
 
-@router.post("/messages")
+@router.post("/messages", responses=EVENTS)
 async def messages(request: Request, body: MessagesBody) -> Response:
     """Answer as `/v1/chat/completions` does, in blocks. Your tools may be called; Anthropic's own are refused."""
     chat = body.chat()

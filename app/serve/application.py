@@ -140,6 +140,13 @@ def dialect_of(path: str) -> Dialect:
     return next((dialect for prefix, dialect in DIALECTS.items() if path.startswith(prefix)), OPENAI)
 
 
+@router.get("/")
+@router.head("/")
+async def root() -> Response:
+    """Whether a server is here: Ollama's command line asks before everything else."""
+    return PlainTextResponse("RAGBlend is running")
+
+
 @router.get("/healthz")
 async def health(request: Request) -> Response:
     """Whether the server is ready; needs no key."""

@@ -33,6 +33,7 @@ from ragblend.kvstore.errors import UnsupportedModelError, UsageError
 router = APIRouter(prefix="/api")
 DIALECT = Dialect(lambda error: {"error": error.message}, has_lines=True)
 Json = dict[str, Any]
+LINES: dict[int | str, Json] = {200: {"content": {"application/x-ndjson": {}}}}  # what a stream is
 # The version of Ollama whose API this is: clients refuse servers that they take for too old.
 VERSION = "0.12.11"
 LATEST = ":latest"  # Ollama's tag for a name without one
@@ -208,7 +209,7 @@ class ShowBody(Body):
     verbose: Any = None
 
 
-@router.post("/chat")
+@router.post("/chat", responses=LINES)
 async def ollama_chat(request: Request, body: OllamaChatBody) -> Response:
     """Answer a conversation as `/v1/chat/completions` does; without messages, load the model."""
     if not body.messages:
@@ -218,7 +219,7 @@ async def ollama_chat(request: Request, body: OllamaChatBody) -> Response:
     return await respond(request, chat, lambda call: [call.chat_prompt(turns)], OllamaChatFormat)
 
 
-@router.post("/generate")
+@router.post("/generate", responses=LINES)
 async def ollama_generate(request: Request, body: GenerateBody) -> Response:
     """Answer one question, or continue a text; without a prompt, load the model."""
     if not body.prompt:

@@ -120,6 +120,7 @@ def test_the_model_is_listed_shown_and_loaded(served, client) -> None:
         assert (loaded.done, loaded.done_reason) == (True, "load")
     with served.client() as plain:
         assert plain.get("/api/version").json().keys() == {"version"}
+        assert plain.head("/").status_code == 200, "Ollama's command line asks this first"
 
 
 @pytest.mark.parametrize("stream", [False, True])
