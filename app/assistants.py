@@ -24,7 +24,7 @@ from ragblend.app.answering.conversation import AskOptions, Conversations
 from ragblend.app.answering.retrieval import check_askable, check_collection
 from ragblend.app.answering.retrieval import search as searched
 from ragblend.app.cli.common import Terminal
-from ragblend.app.serve.errors import ApiError, api_error
+from ragblend.app.serve.errors import ApiError, api_error, error_response
 from ragblend.app.serve.keys import OWNER, Authenticator
 from ragblend.app.serve.service import Admission, Limits
 from ragblend.app.workspace import Workspace, Workspaces
@@ -194,7 +194,7 @@ def over_http(server: MCPServer[Any], authenticator: Authenticator) -> ASGIApp:
                     403, "Assistants need the owner's key: `ragblend keys add NAME --owner`.", "not_owner"
                 )
         except (ApiError, RagBlendError) as error:  # a damaged file of keys, say
-            await api_error(error).response(scope, receive, send)
+            await error_response(api_error(error))(scope, receive, send)
             return
         await app(scope, receive, send)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ragblend.engine.model.checkpoints import checked_folder
 from ragblend.engine.model.hub import download, is_hub_id, local_copy
-from ragblend.engine.scheduling.queue import DeviceQueue, DeviceTurn
+from ragblend.engine.scheduling.queue import Cancel, DeviceQueue, DeviceTurn
 from ragblend.kvstore.errors import (
     CorruptModelError,
     DeviceError,
@@ -56,9 +56,9 @@ class CrossEncoder(Closing):
         with self._queue.turn():
             self._model = self._tokenizer = None
 
-    def scores(self, question: str, texts: Sequence[str]) -> list[float]:
-        """How well each text answers the question: higher is better. Raises as `load`, and DeviceError."""
-        with self._queue.turn() as turn:
+    def scores(self, question: str, texts: Sequence[str], cancel: Cancel | None = None) -> list[float]:
+        """How well each text answers the question: higher is better. Raises as `load`, DeviceError and Cancelled."""
+        with self._queue.turn(cancel) as turn:
             self._load(turn)
             try:
                 return self._scores(question, texts, turn)
@@ -67,6 +67,12 @@ class CrossEncoder(Closing):
                     f"Reranking by {self.name} on {self._model.device}: the device failed ({error}). Name a smaller "
                     "reranker or none (`reranker` in the settings)."
                 ) from error
+
+    def count_tokens(self, texts: Sequence[str]) -> int:
+        """Tokens of all texts, without truncation. Raises as `load`."""
+        with self._queue.turn() as turn:
+            self._load(turn)
+            return sum(len(self._tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
 
     def _scores(self, question: str, texts: Sequence[str], turn: DeviceTurn) -> list[float]:
         import torch

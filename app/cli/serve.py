@@ -1,4 +1,4 @@
-"""`ragblend serve` and `keys`: an OpenAI-compatible server, on this machine only unless there is a key."""
+"""`ragblend serve` and `keys`: OpenAI's, Ollama's and Anthropic's APIs, on this machine only unless there is a key."""
 
 import contextlib
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class ServerOptions:
 
 
 def serve(cli: Cli, options: ServerOptions) -> None:
-    """Serve OpenAI's API: chat, completions, embeddings, and the library with its documents."""
+    """Serve OpenAI's, Ollama's and Anthropic's APIs, reranking, and the library with its documents."""
     cli.open().close()  # wrong options are refused before anything is loaded
     check_installed("The server", ("fastapi", "python_multipart", "uvicorn"), "serve")
     from ragblend.app.serve.keys import Keys
@@ -47,7 +47,8 @@ def serve(cli: Cli, options: ServerOptions) -> None:
 
             def ready() -> None:
                 url = f"{address.url}v1"
-                cli.result({"url": url, "port": address.port}, f"OpenAI's API is at {url}")
+                shown = f"OpenAI's API is at {url}; Ollama's and Anthropic's at {address.url.rstrip('/')}"
+                cli.result({"url": url, "port": address.port}, shown)
                 cli.note(
                     "No API key is set: any program on this machine can use the server. Add one with "
                     "`ragblend keys add NAME`."

@@ -1,17 +1,15 @@
 """The server's application: its routes, the checks before them, and error responses.
 
 <- START HERE. `AccessMiddleware` (host, origin, key, size, time) -> a route of `chat` or `library` -> a `Call`, or
-`Conversations`.
+`Conversations`. The routes of other APIs (`ollama`, `anthropic`, `responses`) translate to those of `chat`.
 """
 
-import base64
 import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import numpy as np
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import MutableHeaders
@@ -20,21 +18,20 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragblend.app.serve import chat, library, responses
-from ragblend.app.serve.bodies import EmbeddingBody
-from ragblend.app.serve.errors import ApiError, api_error, json_response
+from ragblend.app.serve import anthropic, chat, embed, library, ollama, rerank, responses
+from ragblend.app.serve.errors import OPENAI, ApiError, Dialect, api_error, error_response, json_response
 from ragblend.app.serve.front import LimitedBody
 from ragblend.app.serve.keys import Authenticator, Client
 from ragblend.app.serve.metrics import MEDIA_TYPE
-from ragblend.app.serve.service import Limits, Service, client_of, service_of, until_gone
+from ragblend.app.serve.service import Limits, Service, client_of, service_of
 from ragblend.app.services import AppServices
-from ragblend.engine.scheduling.queue import Cancel
-from ragblend.integrations.embeddings import Embeddings
 from ragblend.integrations.threads import in_thread
 from ragblend.kvstore.errors import RagBlendError
 
 log = logging.getLogger("ragblend")
 router = APIRouter()
+# Paths of the APIs whose errors and streams are not OpenAI's.
+DIALECTS = {"/api/": ollama.DIALECT, "/v1/messages": anthropic.DIALECT}
 PROBLEMS = {
     "extra_forbidden": "unknown_parameter",
     "missing": "missing_parameter",
@@ -58,8 +55,9 @@ def build(
     }
     app = FastAPI(title="RAGBlend", docs_url=None, redoc_url=None, responses=errors)
     app.state.service = service = Service(services, limits)
-    for each in (router, chat.router, responses.router, library.router):
-        app.include_router(each)
+    app.include_router(router)
+    for each in (chat, embed, responses, ollama, anthropic, rerank, library):
+        app.include_router(each.router)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
     for kind in (ApiError, RagBlendError, Exception):
@@ -92,13 +90,15 @@ class AccessMiddleware:
             await send(message)
 
         inner = dict(scope)  # routing stores the route in it
+        inner["dialect"] = dialect = dialect_of(scope["path"])
         try:
             inner["client_of_key"] = client = self._authenticator.client(scope)
             with self._admit_upload(scope, client):
                 await self._app(inner, LimitedBody(receive, largest, slowest_s), respond)
         except Exception as error:  # not logged in full, because its message may quote the request
             if not status:
-                await api_error(error, self.service.shown).response(scope, receive, respond)
+                shown = api_error(error, self.service.shown)
+                await error_response(shown, dialect)(scope, receive, respond)
         route = getattr(inner.get("route"), "path", "other")
         status_text = str(status[0] if status else 499)
         self.service.metrics.count("requests_total", route=route, status=status_text)
@@ -118,22 +118,33 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     code = PROBLEMS.get(first["type"], "invalid_value")
     where = ".".join(str(part) for part in first["loc"] if part != "body" and code != "invalid_json") or None
     message = f"{where}: {first['msg']}" if where else str(first["msg"])
-    return ApiError(400, message, code, where).response
+    return error_response(ApiError(400, message, code, where), request.scope["dialect"])
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own errors: unknown paths and methods, malformed forms; and bodies that are too large or late."""
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, OSError):  # writing an upload to disk failed
-        return api_error(error.__cause__).response
+        return error_response(api_error(error.__cause__))
     code = getattr(error, "code", "refused")
-    response = ApiError(error.status_code, str(error.detail), code).response
+    response = error_response(ApiError(error.status_code, str(error.detail), code), request.scope["dialect"])
     response.headers.update(error.headers or {})
     return response
 
 
 async def _other_error(service: Service, request: Request, error: Exception) -> Response:
-    return api_error(error, service.shown).response
+    return error_response(api_error(error, service.shown), request.scope["dialect"])
+
+
+def dialect_of(path: str) -> Dialect:
+    return next((dialect for prefix, dialect in DIALECTS.items() if path.startswith(prefix)), OPENAI)
+
+
+@router.get("/")
+@router.head("/")
+async def root() -> Response:
+    """Whether a server is here: Ollama's command line asks before everything else."""
+    return PlainTextResponse("RAGBlend is running")
 
 
 @router.get("/healthz")
@@ -170,50 +181,19 @@ def _metrics_text(service: Service) -> str:
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    """List the model that answers and the one that embeds."""
+    """List the model that answers, the one that embeds, and the one that reranks, if there is one."""
     service = service_of(request)
-    names = (service.model, service.app.workspaces.first.embedder.name)
-    return json_response({"object": "list", "data": [_model(service, name) for name in names]})
+    return json_response({"object": "list", "data": [_model(service, name) for name in service.models]})
 
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> Response:
     """Describe one model."""
     service = service_of(request)
-    if name != service.app.workspaces.first.embedder.name:
+    if name not in service.models:
         service.check_model(name)
     return json_response(_model(service, name))
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": service.begun, "owned_by": "ragblend"}
-
-
-@router.post("/v1/embeddings")
-async def embed(request: Request, body: EmbeddingBody) -> Response:
-    """Embed texts; each vector has length 1."""
-    service, texts = service_of(request), [body.input] if isinstance(body.input, str) else body.input
-    embedder = service.app.workspaces.first.embedder
-    if body.model != embedder.name:
-        message = f"There is no model {body.model!r:.100}; the embedding model is {embedder.name!r}."
-        raise ApiError(404, message, "model_not_found", "model")
-
-    def work(stopped: Cancel) -> tuple[list[Embeddings], int]:
-        if body.dimensions not in (None, embedder.dimensions):
-            message = f"dimensions can only be {embedder.dimensions}."
-            raise ApiError(400, message, "invalid_value", "dimensions")
-        return embedder.embed_means(texts, stopped), embedder.count_tokens(texts, stopped)
-
-    with service.admission.enter(client_of(request)):
-        vectors, count = await until_gone(request.receive, service.run(work, None))
-    data = [
-        {"object": "embedding", "index": number, "embedding": _vector(vector, body.encoding_format)}
-        for number, vector in enumerate(vectors)
-    ]
-    usage = {"prompt_tokens": count, "total_tokens": count}
-    return json_response({"object": "list", "model": body.model, "data": data, "usage": usage})
-
-
-def _vector(vector: "np.ndarray[Any, Any]", encoding: str | None) -> list[float] | str:
-    numbers = np.asarray(vector, dtype="<f4")
-    return base64.b64encode(numbers.tobytes()).decode("ascii") if encoding == "base64" else numbers.tolist()

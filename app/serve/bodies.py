@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -49,6 +49,25 @@ class Body(BaseModel):
             raise ValueError("it is nested too deeply") from None
         return values
 
+    @classmethod
+    def translated(cls, values: Mapping[str, Any], note: str) -> Self:
+        """The body of values from another API's body; note: how they were translated. Raises UsageError."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise UsageError(f"{where}: {first['msg']} ({note})") from None
+
+
+class OwnOptions(Body):
+    """RAGBlend's own options, in every API."""
+
+    method: str | None = None
+    ratio: float | Literal["auto"] | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    learn_from_prompts: bool = True
+
 
 class StreamOptions(Body):
     """OpenAI's stream options; obfuscation, which pads events against eavesdroppers, has no effect here."""
@@ -57,8 +76,8 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class Options(Body):
-    """Options of all completions, with OpenAI's names; method, ratio, timeout and learn_from_prompts are RAGBlend's."""
+class Options(OwnOptions):
+    """Options of all completions, with OpenAI's names."""
 
     model: str
     max_tokens: Count | None = None
@@ -74,10 +93,6 @@ class Options(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    method: str | None = None
-    ratio: float | Literal["auto"] | None = None
-    timeout: Annotated[float, Field(gt=0)] | None = None
-    learn_from_prompts: bool = True
     # Accepted and ignored: they tell a hosted service who the user is, or what it may keep.
     user: Any = None
     metadata: Any = None
@@ -175,12 +190,7 @@ class ResponsesBody(Options):
             "max_completion_tokens": self.max_output_tokens,
             "response_format": _chat_format(self.text),
         }
-        try:
-            return ChatBody.model_validate(values)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise UsageError(f"{where}: {first['msg']} (input is read as messages)") from None
+        return ChatBody.translated(values, "input is read as messages")
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []

@@ -179,7 +179,7 @@ def _choices(
 
 
 class EndpointFormat(ABC):
-    """How one of OpenAI's APIs writes answers, whole and streamed."""
+    """How an API writes answers, whole and streamed."""
 
     @abstractmethod
     def whole(self, chosen: Sequence[CompletedChoice]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Errors as OpenAI's API returns them: `{"error": {message, type, param, code}}`, each with its HTTP status."""
+"""Errors with their HTTP status, and the dialects (OpenAI's API and others) in which clients get them."""
 
 import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
@@ -54,17 +55,33 @@ class ApiError(Exception):
         self.retry_s, self.is_final = retry_s, is_final
 
     def to_json(self) -> dict[str, Any]:
+        """As OpenAI's API returns it."""
         kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property
-    def response(self) -> Response:
+    def headers(self) -> dict[str, str]:
         headers = {} if self.retry_s is None else {"retry-after": str(self.retry_s)}
         if self.is_final:
             headers["x-should-retry"] = "false"
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        return json_response(self.to_json(), self.status, headers)
+        return headers
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How an API writes errors and streams. has_lines: a stream is JSON by lines, instead of server-sent events."""
+
+    error: Callable[[ApiError], dict[str, Any]] = ApiError.to_json
+    has_lines: bool = False
+
+
+OPENAI = Dialect()
+
+
+def error_response(error: ApiError, dialect: Dialect = OPENAI) -> Response:
+    return json_response(dialect.error(error), error.status, error.headers)
 
 
 def api_error(error: BaseException, shown: Callable[[str], str] = str) -> ApiError:

@@ -127,7 +127,7 @@ class Authenticator:
         if (refusal := refuse(scope, self.rules)) is not None:
             raise ApiError(*refusal, "refused")
         kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = key.strip() if kind.lower() == "bearer" else ""
+        given = key.strip() if kind.lower() == "bearer" else Headers(scope=scope).get("x-api-key", "")
         found = self.keys.client(given) if given else None
         if found is not None:
             return found
@@ -135,7 +135,7 @@ class Authenticator:
             return OWNER
         raise ApiError(
             401,
-            "An API key is needed: `Authorization: Bearer KEY`; `ragblend keys add` makes one.",
+            "An API key is needed: `Authorization: Bearer KEY`, or `x-api-key: KEY`; `ragblend keys add` makes one.",
             "invalid_api_key",
         )
 

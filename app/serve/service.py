@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from ragblend.app.serve.errors import ApiError, api_error, encoded
+from ragblend.app.serve.errors import OPENAI, ApiError, Dialect, api_error, encoded
 from ragblend.app.serve.keys import Client
 from ragblend.app.serve.metrics import Metrics
 from ragblend.app.serve.sessions import SessionCache
@@ -100,11 +100,23 @@ class Service:
         named = self.app.settings.model
         return BUNDLED if named == "default" else Path(named).stem if Path(named).exists() else named
 
+    @property
+    def reranker(self) -> str:
+        """The reranker's name for clients, never its path; "" without one."""
+        named = self.app.settings.reranker or ""
+        return Path(named).name if Path(named).is_absolute() else named
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models' names: of the one that answers, the embedder and the reranker."""
+        return tuple(filter(None, (self.model, self.app.workspaces.first.embedder.name, self.reranker)))
+
     def shown(self, text: str) -> str:
         """The text without paths of this machine."""
-        named = self.app.settings.model
-        text = text.replace(self.home, "HOME")
-        return text.replace(named, self.model) if Path(named).is_absolute() else text
+        settings, text = self.app.settings, text.replace(self.home, "HOME")
+        for named, name in ((settings.model, self.model), (settings.reranker, self.reranker)):
+            text = text.replace(named, name) if named and Path(named).is_absolute() else text
+        return text
 
     def check_model(self, name: str) -> None:
         """Raise ApiError (404) for another model."""
@@ -220,19 +232,22 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class Events(StreamingResponse):
-    """Server-sent events: a `data:` line for each value, then [DONE]; an error is the last event, as OpenAI's is.
+    """Server-sent events: a `data:` line for each value, then [DONE]; an error is the last event.
 
-    Values with a `type` have it as `event:` name too, and end without [DONE]. The first value is given, so that an
-    error before it has a status of its own.
+    Values with a `type` have it as `event:` name too, and end without [DONE]. In a dialect of lines each value is one
+    line. The first value is given, so that an error before it has a status of its own.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
-        self, first: object, rest: AsyncGenerator[object, None], shown: Callable[[str], str]
+        self,
+        first: object,
+        rest: AsyncGenerator[object, None],
+        shown: Callable[[str], str],
+        dialect: Dialect = OPENAI,
     ) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        super().__init__(_event_lines(first, rest, shown), headers=headers)
+        kind = "application/x-ndjson" if dialect.has_lines else "text/event-stream"
+        super().__init__(_lines(first, rest, shown, dialect), headers=headers, media_type=kind)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
@@ -245,19 +260,24 @@ class Events(StreamingResponse):
                 await until_gone(receive, self.stream_response(send_in_time))
 
 
-async def _event_lines(
-    first: object, rest: AsyncGenerator[object, None], shown: Callable[[str], str]
+async def _lines(
+    first: object, rest: AsyncGenerator[object, None], shown: Callable[[str], str], dialect: Dialect
 ) -> AsyncGenerator[bytes, None]:
+    written = _json_line if dialect.has_lines else _event
     async with aclosing(rest):
         try:
-            yield _event(first)
+            yield written(first)
             async for value in rest:
-                yield _event(value)
+                yield written(value)
         except Exception as error:
-            yield _event(api_error(error, shown).to_json())
+            yield written(dialect.error(api_error(error, shown)))
         else:
-            if not _event_name(first):
+            if not (dialect.has_lines or _event_name(first)):
                 yield b"data: [DONE]\n\n"
+
+
+def _json_line(value: object) -> bytes:
+    return encoded(value) + b"\n"
 
 
 def _event(value: object) -> bytes:
@@ -270,13 +290,13 @@ def _event_name(value: object) -> str:
 
 
 async def streamed(request: Request, values: AsyncGenerator[object, None]) -> Response:
-    """A response that streams the values as events."""
+    """A response that streams the values, as the route's dialect does."""
     try:
         first = await until_gone(request.receive, anext(values))
     except BaseException:
         await values.aclose()
         raise
-    return Events(first, values, service_of(request).shown)
+    return Events(first, values, service_of(request).shown, request.scope["dialect"])
 
 
 async def whole(values: AsyncIterator[T]) -> list[T]:

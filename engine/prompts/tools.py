@@ -112,7 +112,8 @@ def functions_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
         name = function.get("name") if isinstance(function, Mapping) else None
         if function is None or not isinstance(name, str) or not _NAME.fullmatch(name):
             raise UsageError(
-                f"a tool needs a function with a name of letters, digits, _ . or -: {tool!r:.200}"
+                'a tool needs a function with a name of letters, digits, _ . or -, as in {"type": "function", '
+                f'"function": {{"name", "description", "parameters"}}}}: {tool!r:.200}'
             )
         result[name] = function
     return result

@@ -5,8 +5,10 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 import httpx
+import pytest
 from waiting import SOON_S
 
 from ragblend.app.serve.application import build
@@ -15,6 +17,7 @@ from ragblend.app.serve.keys import Authenticator, Client, Keys
 from ragblend.app.serve.library import UPLOAD_PATH
 from ragblend.app.serve.listening import UvicornServer, listening
 from ragblend.app.services import AppServices
+from ragblend.integrations.tools import AnswerFormat
 
 LEDGER = (
     "The harbour master kept two ledgers in the tower. The first one named every ship that came in by night. "
@@ -76,8 +79,10 @@ class Served:
 
 
 @contextmanager
-def serving(home, model, limits=None):
-    services = AppServices.open(home, model=str(model), device="cpu", dtype="float32", chunk_tokens=64)
+def serving(home, model, limits=None, **settings):
+    services = AppServices.open(
+        home, model=str(model), device="cpu", dtype="float32", chunk_tokens=64, **settings
+    )
     known = Keys(services.workspaces.home.root)
     with services, listening("127.0.0.1", 0) as (address, at):
         port = address.port
@@ -100,6 +105,20 @@ def serving(home, model, limits=None):
             thread.join(SOON_S)
             services.workspaces.of("ada").engine.close()
     assert not thread.is_alive()
+
+
+@contextmanager
+def eager_to_call():
+    """The model calls a tool wherever it may, which a random one seldom does by itself."""
+    plain = AnswerFormat.grammar
+
+    def forced(answer_format, engine):
+        is_forced = bool(answer_format.tools)
+        return plain(replace(answer_format, is_forced=is_forced, is_parallel=not is_forced), engine)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(AnswerFormat, "grammar", forced)
+        yield
 
 
 @contextmanager

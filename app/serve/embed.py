@@ -1,0 +1,52 @@
+"""`/v1/embeddings`, and the vectors of any API: texts embedded by the default collection's embedder."""
+
+import base64
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ragblend.app.serve.bodies import EmbeddingBody
+from ragblend.app.serve.errors import ApiError, json_response
+from ragblend.app.serve.service import client_of, service_of, until_gone
+from ragblend.engine.scheduling.queue import Cancel
+from ragblend.integrations.embeddings import Embeddings
+
+router = APIRouter(prefix="/v1")
+
+
+@router.post("/embeddings")
+async def embed(request: Request, body: EmbeddingBody) -> Response:
+    """Embed texts; each vector has length 1."""
+    vectors, count = await embedded(request, body)
+    data = [
+        {"object": "embedding", "index": number, "embedding": _vector(vector, body.encoding_format)}
+        for number, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    return json_response({"object": "list", "model": body.model, "data": data, "usage": usage})
+
+
+async def embedded(request: Request, body: EmbeddingBody) -> tuple[list[Embeddings], int]:
+    """A vector (E,) of each text, and the tokens of all. Raises ApiError for another model or length."""
+    service, texts = service_of(request), [body.input] if isinstance(body.input, str) else body.input
+    embedder = service.app.workspaces.first.embedder
+    if body.model != embedder.name:
+        message = f"There is no model {body.model!r:.100}; the embedding model is {embedder.name!r}."
+        raise ApiError(404, message, "model_not_found", "model")
+
+    def work(stopped: Cancel) -> tuple[list[Embeddings], int]:
+        if body.dimensions not in (None, embedder.dimensions):
+            message = f"dimensions can only be {embedder.dimensions}."
+            raise ApiError(400, message, "invalid_value", "dimensions")
+        return embedder.embed_means(texts, stopped), embedder.count_tokens(texts, stopped)
+
+    with service.admission.enter(client_of(request)):
+        return await until_gone(request.receive, service.run(work, None))
+
+
+def _vector(vector: "np.ndarray[Any, Any]", encoding: str | None) -> list[float] | str:
+    numbers = np.asarray(vector, dtype="<f4")
+    return base64.b64encode(numbers.tobytes()).decode("ascii") if encoding == "base64" else numbers.tolist()
