@@ -40,11 +40,15 @@ PROBLEMS = {
     "missing": "missing_parameter",
     "json_invalid": "invalid_json",
 }
+CAUSES = {
+    "extra_forbidden": "this server has no such parameter",
+    "none_required": "this server does nothing with it, so it can only be null",
+}
 # Error statuses of all routes, as the API's description documents them; `errors.KNOWN` says which error has which.
 STATUSES = {
     400: "invalid request", 401: "no key, or a wrong one", 403: "from another site, or not allowed for this key",
     404: "not found", 405: "method not allowed", 408: "the request did not arrive in time", 413: "too large",
-    421: "wrong host name", 429: "too many requests; Retry-After", 500: "internal error",
+    415: "a compressed body", 421: "wrong host name", 429: "too many requests; Retry-After", 500: "internal error",
     503: "temporarily unavailable; Retry-After", 504: "the answer took too long", 507: "the disk is full",
 }  # fmt: skip
 
@@ -114,11 +118,29 @@ class AccessMiddleware:
 
 async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    code = PROBLEMS.get(first["type"], "invalid_value")
-    where = ".".join(str(part) for part in first["loc"] if part != "body" and code != "invalid_json") or None
-    message = f"{where}: {first['msg']}" if where else str(first["msg"])
-    return ApiError(400, message, code, where).response
+    problems = error.errors()
+    # Of a value that may have several types all are problems: the fault is in one whose type fits, or nearly.
+    alike = [each for each in problems if each["loc"][:2] == problems[0]["loc"][:2]]
+    worst = max(alike, key=lambda each: (not each["type"].endswith("_type"), len(each["loc"])))
+    code, cause = PROBLEMS.get(worst["type"], "invalid_value"), CAUSES.get(worst["type"], worst["msg"])
+    where = ".".join(str(part) for part in worst["loc"][1:] if not _is_type_name(part)) or None
+    if worst["type"] == "json_invalid":
+        return ApiError(400, f"The body is not JSON: {worst['ctx']['error']}.", code).response
+    if where is None and worst["type"].endswith("_type"):
+        media_type = request.headers.get("content-type", "missing")
+        is_json = media_type.partition(";")[0].strip().endswith("json")
+        said = (
+            "a JSON object" if is_json else f"JSON: Content-Type is {media_type:.100}, not application/json"
+        )
+        return ApiError(400, f"The body is not {said}.", "invalid_json").response
+    return ApiError(400, f"{where}: {cause}" if where else cause, code, where).response
+
+
+def _is_type_name(part: str | int) -> bool:
+    """Whether a part of an error's place is pydantic's name for one of a value's types."""
+    return isinstance(part, str) and (
+        not part.isidentifier() or part in ("str", "float", "int", "bool", "none")
+    )
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -181,7 +203,7 @@ async def model(request: Request, name: str) -> Response:
     """Describe one model."""
     service = service_of(request)
     if name != service.app.workspaces.first.embedder.name:
-        service.check_model(name)
+        name = service.check_model(name)
     return json_response(_model(service, name))
 
 

@@ -132,6 +132,8 @@ def refuse(scope: Scope, rules: Rules) -> Refusal | None:
         return 403, "Requests from other sites are refused."
     if has_odd_path(scope):
         return 404, "There is nothing at that path."
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        return 415, "Compressed bodies are not read: send it without Content-Encoding."
     length = headers.get("content-length", "0")
     if not (length.isascii() and length.isdigit()):
         return 400, "Content-Length must be a number."
