@@ -211,21 +211,41 @@ def _bare_call(text: str, functions: Mapping[str, Tool]) -> ToolCall | None:
     return _call(**said) if is_call and isinstance(said["arguments"], dict) else None
 
 
+def _may_become_bare_call(text: str, names: Sequence[str]) -> bool:
+    """Whether an answer that begins so can be one of `_bare_call`."""
+    said = text.lstrip()
+    if said.startswith("`"):
+        fence, newline, said = said.partition("\n")
+        if not re.fullmatch(r"`{1,3}|```\w*", fence) or (newline and len(fence) < 3):
+            return False
+    begins = ['{"arguments":{', *(f'{{"name":"{name}","arguments":{{' for name in names)]
+    packed = re.sub(r"\s", "", said)
+    if not any(packed.startswith(begin) for begin in begins):
+        return any(begin.startswith(packed) for begin in begins)
+    try:
+        _, end = json.JSONDecoder().raw_decode(said.lstrip())
+    except (ValueError, RecursionError):
+        return True
+    return not said.lstrip()[end:].strip("`\n ")
+
+
 def _begin_of_calls(text: str, form: CallFormat) -> int | None:
     at = text.find(form.trigger) if form.is_tagged else 0 if text.startswith(form.trigger) else -1
     return None if at < 0 else at
 
 
 class TextBeforeCalls:
-    """Streams the text before an answer's calls; text that may be a call is held back until the answer ends."""
+    """Streams the text before an answer's calls; only text that can still become a call is held back."""
 
-    def __init__(self, form: CallFormat) -> None:
+    def __init__(self, form: CallFormat, tools: Sequence[Tool]) -> None:
         self._form, self._text, self._given = form, "", 0
+        self._names, self._may_be_bare = tuple(functions_by_name(tools)), True
 
     def feed(self, piece: str) -> str:
         """The new text that is final with this piece."""
         self._text += piece
-        if self._text.lstrip().startswith(("{", "`")) or not self._text.strip():
+        self._may_be_bare = self._may_be_bare and _may_become_bare_call(self._text, self._names)
+        if self._may_be_bare or not self._text.strip():
             return ""
         at, trigger = _begin_of_calls(self._text, self._form), self._form.trigger
         words = self._text[:at].rstrip()

@@ -170,9 +170,43 @@ def test_untagged_calls_count_if_they_are_the_whole_answer(form):
     ],
 )
 def test_streamed_text_equals_the_parsed_text(form, text, size):
-    words, said = TextBeforeCalls(form), parse_answer(text, form, TOOLS)
+    words, said = TextBeforeCalls(form, TOOLS), parse_answer(text, form, TOOLS)
     pieces = [words.feed(text[at : at + size]) for at in range(0, len(text), size)]
     assert "".join([*pieces, words.finish(said.text)]) == said.text
+
+
+BARE = '{"name": "add", "arguments": {"a": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "held"),
+    [
+        ('{"name": "Ann", "age": 7, "more": "text"}', '{"name": "'),
+        ('{"city": "Paris"} is JSON', '{"'),
+        ("{ x }", "{ "),
+        ("```python\nprint(1)\n```", "```python\n"),
+        ("`ls` lists files", "`"),
+        ("```json\n[1, 2, 3]\n```", "```json\n"),
+        ('{"name": "ad", "arguments": {}}', '{"name": "ad'),
+        ('{"arguments": [1]}', '{"arguments": '),
+        (f"{BARE} would add", f"{BARE} "),
+        ("  \n\n two blanks", "  \n\n "),
+        (BARE, BARE),
+        (f"```json\n{BARE}\n```", f"```json\n{BARE}\n```"),
+    ],
+    ids=lambda text: text[:16],
+)
+def test_only_what_can_still_become_a_call_is_held_back(form, text, held):
+    """An answer that began with a brace or a code fence came in one piece, at its end."""
+    words, shown = TextBeforeCalls(form, TOOLS), []
+    for at in range(len(text)):
+        shown.append(words.feed(text[at]))
+    given = "".join(shown)
+    assert not any(shown[: len(held)])
+    if held == text:
+        assert given == ""
+    else:
+        assert shown[len(held)] and given == text.rstrip()
 
 
 def test_later_turns_show_calls_and_answers_as_the_template(tokenizer):
