@@ -16,6 +16,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -72,12 +73,27 @@ def build(
 
 
 class AccessMiddleware:
-    """ASGI middleware before all routes: checks host, origin and key, and limits a request's size and time."""
+    """ASGI middleware before all routes: checks host, origin and key, and limits a request's size and time.
+
+    Browsers are told which other sites' pages may read the responses (CORS), errors and preflights included.
+    """
 
     def __init__(self, app: ASGIApp, service: Service, authenticator: Authenticator) -> None:
         self.service, self._app, self._authenticator = service, app, authenticator
+        self._checked: ASGIApp = self._check
+        if origins := authenticator.rules.origins:
+            self._checked = CORSMiddleware(
+                self._check,
+                allow_origins=origins,
+                allow_methods=("GET", "POST", "DELETE"),
+                allow_headers=("*",),
+                expose_headers=("retry-after", "x-should-retry"),
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._checked(scope, receive, send)
+
+    async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
