@@ -93,7 +93,9 @@ def logits_processors(
     if options.logit_bias:
         if (unknown := max(options.logit_bias)) >= vocabulary:
             raise UsageError(f"logit_bias names the token {unknown}; the model has {vocabulary} tokens")
-        biases = {(token,): bias for token, bias in options.logit_bias.items()}
+        biases: list[list[list[int] | float]] = [
+            [[token], bias] for token, bias in options.logit_bias.items()
+        ]
         processors.append(SequenceBiasLogitsProcessor(biases))
     if constraint is not None:
         processors.append(constraint.mask)
