@@ -13,6 +13,7 @@ from ragblend.kvstore.errors import UnsupportedModelError, UsageError
 
 MAX_CALLS = 8  # most calls in one answer, because small models repeat themselves
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
+_FENCE, _BARE_END = r"\s*(```\w*\n\s*)?", r"\s*\}\s*(```)?\s*"
 _FENCED = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
 _FIRST, _SECOND, _KEY = "ragblend_first", "ragblend_second", "ragblend_argument"
 Tool = Mapping[str, Any]
@@ -140,7 +141,8 @@ def tools_grammar(
 ) -> Grammar:
     """A grammar of text or calls, or only calls (is_forced). answer: the rule of the text.
 
-    From the trigger on it is a call of one of these tools, with arguments of its schema.
+    From the trigger on it is a call of one of these tools, with arguments of its schema. So is an answer that begins as
+    a call without its tags (`_bare_call`).
     """
     functions = functions_by_name(tools)
     calls = [f"{json.dumps(name + form.middle)} {_arguments(name, each)}" for name, each in functions.items()]
@@ -153,12 +155,16 @@ def tools_grammar(
         rules.append(f"start: {begin} rest")
     elif answer != "TEXT":
         rules.append(f"start: {begin} rest | {answer}")
-    elif tag in form.tokens:  # no text holds it
-        rules += [f"start: TEXT | TEXT {begin} rest"]
-    elif form.is_tagged:
-        rules += ["start: TEXT | begun rest", f"begun[lazy]: TEXT {json.dumps(form.trigger)}"]
     else:
-        rules += [f"start: SPOKEN | {begin} rest", r"SPOKEN: /[^{](.|\n)*/"]
+        bare = [f"/{_bare_begin(name)}/ {_arguments(name, each)}" for name, each in functions.items()]
+        rules += [f"bare: ({' | '.join(bare)}) /{_BARE_END}/", f"BEGUN: /{_bare_begin(*functions)}(.|\\n)*/"]
+        if tag in form.tokens:  # no text holds it
+            rules += [f"start: WORDS | bare | WORDS {begin} rest", "WORDS: TEXT & ~BEGUN"]
+        elif form.is_tagged:
+            rules += ["start: WORDS | bare | begun rest", "WORDS: TEXT & ~BEGUN"]
+            rules += [f"begun[lazy]: (TEXT {json.dumps(form.trigger)}) & ~BEGUN"]
+        else:
+            rules += [f"start: SPOKEN | bare | {begin} rest", r"SPOKEN: /[^{](.|\n)*/ & ~BEGUN"]
     return Grammar("\n".join([*rules, r"TEXT: /(.|\n)*/", ""]), is_closed=False)
 
 
@@ -178,8 +184,7 @@ def parse_answer(text: str, form: CallFormat, tools: Sequence[Tool]) -> ParsedAn
     """Parse an answer. One that is only a call without its tags, fenced or not, counts as a call."""
     at = _begin_of_calls(text, form)
     if at is None:
-        bare = _bare_call(text, functions_by_name(tools))
-        return ParsedAnswer(text) if bare is None else ParsedAnswer("", (bare,))
+        return _parse_bare(text, functions_by_name(tools))
     words, rest, calls = text[:at].rstrip(), text[at:].removeprefix(form.opening), list[ToolCall]()
     while True:
         name, found, after = rest.partition(form.middle)
@@ -196,6 +201,25 @@ def parse_answer(text: str, form: CallFormat, tools: Sequence[Tool]) -> ParsedAn
 
 def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
     return ToolCall(name, arguments, f"call_{uuid.uuid4().hex[:24]}")
+
+
+def _bare_begin(*names: str) -> str:
+    """A pattern of what a call without tags begins with, up to its arguments."""
+    name = "|".join(map(re.escape, names))
+    return rf'{_FENCE}\{{\s*"name"\s*:\s*"({name})"\s*,\s*"arguments"\s*:\s*'
+
+
+def _parse_bare(text: str, functions: Mapping[str, Tool]) -> ParsedAnswer:
+    """An answer without tags: a call, one that was cut off, or text."""
+    if (bare := _bare_call(text, functions)) is not None:
+        return ParsedAnswer("", (bare,))
+    begin = re.match(_bare_begin(*functions), text, re.ASCII)
+    if begin is not None:
+        try:
+            json.JSONDecoder().raw_decode(text, begin.end())
+        except (ValueError, RecursionError):
+            return ParsedAnswer("", (), text[begin.end() :], begin[2])
+    return ParsedAnswer(text)
 
 
 def _bare_call(text: str, functions: Mapping[str, Tool]) -> ToolCall | None:

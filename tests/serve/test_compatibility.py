@@ -3,11 +3,12 @@
 import gzip
 import json
 import re
+from pathlib import Path
 
 import pytest
 from servers import events, serving
 
-from ragblend.app.serve.bodies import IGNORED_IN_MESSAGES
+from ragblend.app.serve.bodies import IGNORED_IN_MESSAGES, IGNORED_PARTS, ChatBody
 
 CHAT = "/v1/chat/completions"
 HI = {"role": "user", "content": "Hi."}
@@ -90,6 +91,12 @@ def test_fields_that_clients_send_back_with_a_message_change_nothing(served) -> 
     assert prompt_of(served, plain | more) == prompt_of(served, plain)
     parts = [{"type": "thinking", "thinking": "Well."}, {"type": "text", "text": "Yes.", "cache_control": {}}]
     assert prompt_of(served, plain | {"content": parts}) == prompt_of(served, plain)
+
+
+def test_the_docs_name_every_parameter_and_every_ignored_field() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
+    known = (set(ChatBody.model_fields) - {"model", "messages"}) | IGNORED_IN_MESSAGES | set(IGNORED_PARTS)
+    assert {name for name in known if f"`{name}`" not in text} == set()
 
 
 @pytest.mark.parametrize(
