@@ -6,6 +6,7 @@ import signal
 import socket
 import stat
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -51,6 +52,12 @@ def end_process_group(leader: int) -> None:
     """Kill a process that began a group, and all in the group."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
+
+
+def open_file_limit() -> int:
+    """How many files this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def raise_open_file_limit(wanted: int) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -77,17 +77,24 @@ class EngineConfig:
 class DecodeOptions:
     """Options of decoding an answer; temperature 0 is greedy.
 
+    min_p: drop tokens less likely than this share of the best one's probability (arXiv 2407.01082); 0 is off.
     repetition_penalty: factor that makes the answer's own tokens less likely (CTRL, arXiv 1909.05858), but not the
-    prompt's; 1 is off. one_sentence: end after the first sentence, or line. keep_tokens: passage tokens that each key
-    head keeps after the first token (`eviction.py`); None: all. grammar: constrains the answer (`grammar.py`).
-    logprobs: how many of the most likely tokens' log-probabilities to return besides each token's own; None: neither.
+    prompt's; 1 is off. presence_penalty, frequency_penalty: subtracted from the scores of the answer's own tokens, once
+    and for each time (OpenAI's definition); 0 is off. logit_bias: added to these token ids' scores. one_sentence: end
+    after the first sentence, or line. keep_tokens: passage tokens that each key head keeps after the first token
+    (`eviction.py`); None: all. grammar: constrains the answer (`grammar.py`). logprobs: how many of the most likely
+    tokens' log-probabilities to return besides each token's own; None: neither.
     """
 
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     stop: tuple[str, ...] = ()
     one_sentence: bool = False
     seed: int | None = None
@@ -102,7 +109,7 @@ class DecodeOptions:
             )
         for name, declared in self.__dataclass_fields__.items():
             value, kind = getattr(self, name), Real if isinstance(declared.default, float) else Integral
-            if name in ("stop", "grammar") or value is declared.default is None:
+            if name in ("stop", "grammar", "logit_bias") or value is declared.default is None:
                 continue
             if not isinstance(value, kind) or not math.isfinite(value):
                 raise UsageError(f"{name} must be a {'' if kind is Real else 'whole '}number, not {value!r}")
@@ -111,6 +118,9 @@ class DecodeOptions:
             ("temperature", self.temperature >= 0, "0 (greedy) or above"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("top_k", self.top_k >= 0, "0 (off) or above"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
+            ("presence_penalty", abs(self.presence_penalty) <= 2, "from -2 to 2"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= 2, "from -2 to 2"),
             (
                 "keep_tokens",
                 self.keep_tokens is None or self.keep_tokens >= 1,
@@ -122,6 +132,7 @@ class DecodeOptions:
         ):
             if not sound:
                 raise UsageError(f"{name} must be {wanted}, not {getattr(self, name)}")
+        object.__setattr__(self, "logit_bias", _token_biases(self.logit_bias))
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, Iterable) or not all(isinstance(text, str) for text in stop):
             raise UsageError(f"stop must be a text or several, not {self.stop!r}")
@@ -135,6 +146,17 @@ class DecodeOptions:
                 said = f"the option {name!r} is unknown; there are {', '.join(names)}"
                 raise UsageError(said + did_you_mean(name, names))
         return cls(**options)
+
+
+def _token_biases(biases: object) -> dict[int, float]:
+    """Biases by token id; JSON has ids as text. Raises UsageError."""
+    try:
+        found = {int(token): float(bias) for token, bias in biases.items()}  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, ValueError):
+        found = {-1: 0.0}
+    if not all(token >= 0 and abs(bias) <= 100 for token, bias in found.items()):
+        raise UsageError(f"logit_bias must have token ids with numbers from -100 to 100, not {biases!r:.80}")
+    return found
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,7 @@ def usage(report: "Report") -> dict[str, int]:
 def logprobs(result: "Result", tokenizer: Any) -> list[dict[str, Any]] | None:
     """Each token's log-probability, as in OpenAI's interface; None if not requested.
 
-    The end token is left out. bytes: None for a token that is part of a character.
+    The end token is left out. bytes: those of a part of a character too; None if the tokenizer does not say.
     """
     if result.logprobs is None:
         return None
@@ -263,13 +263,24 @@ def logprobs(result: "Result", tokenizer: Any) -> list[dict[str, Any]] | None:
         return {
             "token": token,
             "logprob": logprob,
-            "bytes": None if "\ufffd" in token else list(token.encode()),
+            "bytes": _bytes_of_part(tokenizer, token_id) if "\ufffd" in token else list(token.encode()),
         }
 
     return [
         entry(each.token_id, each.logprob) | {"top_logprobs": [entry(*likely) for likely in each.most_likely]}
         for each in result.logprobs
     ]
+
+
+def _bytes_of_part(tokenizer: Any, token_id: int) -> list[int] | None:
+    """The bytes of a token that is no whole text, in a vocabulary of bytes or of `<0x0A>`; None in any other."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    text = str(tokenizer.convert_ids_to_tokens(token_id))
+    if fallback := re.fullmatch("<0x([0-9A-F]{2})>", text):
+        return [int(fallback[1], 16)]
+    known = {character: byte for byte, character in bytes_to_unicode().items()}
+    return [known[each] for each in text] if set(text) <= known.keys() else None
 
 
 def kv_statistics(result: "Result") -> dict[str, Any]:

@@ -48,9 +48,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "stream_usage": (True, False),
 }
 
@@ -278,7 +275,7 @@ def _visible_text(call: Call) -> "Callable[[str | Result], str]":
 
     if not call.answer_format.tools:
         return lambda item: item if isinstance(item, str) else ""
-    words = TextBeforeCalls(call.backend.engine.call_format)
+    words = TextBeforeCalls(call.backend.engine.call_format, call.answer_format.tools)
     return lambda item: words.feed(item) if isinstance(item, str) else words.finish(call.parse(item).text)
 
 

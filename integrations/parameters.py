@@ -16,7 +16,10 @@ from ragblend.integrations.calls import Call, resolve_aliases, without_neutral
 from ragblend.integrations.passages import Passage
 
 log = logging.getLogger("ragblend")
-SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "stop", "seed")
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "stop", "seed",
+)  # fmt: skip
 PER_CALL = ("max_new_tokens", *SAMPLING, "method", "ratio")
 # Options of hosted models. They have no effect here, and a key must not be shown anywhere.
 FOR_SERVICES = ("base_url", "api_base", "max_retries")
@@ -90,8 +93,16 @@ class ModelParameters(BaseModel):
     """Nucleus sampling; 1 is off."""
     top_k: int = Field(default=0, ge=0)
     """Sample from so many tokens; 0 is off."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Drop tokens less likely than this share of the best one's probability; 0 is off."""
     repetition_penalty: float = Field(default=1.0, gt=0)
     """Divides the scores of tokens that have occurred; 1 is off."""
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Subtracted from the scores of tokens that the answer has; 0 is off."""
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """The same for each time that it has them."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the scores of these token ids."""
     stop: list[str] | None = None
     """Texts that end an answer."""
     seed: int | None = None

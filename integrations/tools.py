@@ -43,10 +43,13 @@ class AnswerFormat:
         from ragblend.engine.decoding.grammar import json_grammar
         from ragblend.engine.prompts.tools import check_tools, functions_by_name
 
-        if isinstance(choice, Mapping):
-            choice = _choice_as_word(choice)
         chosen = list(tools or ())
         names = functions_by_name(chosen)
+        if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+            names, choice = _allowed_tools(names, choice)
+            chosen = [{"type": "function", "function": function} for function in names.values()]
+        if isinstance(choice, Mapping):
+            choice = _choice_as_word(choice)
         is_forced = choice is not None and choice not in AUTO
         if choice == "none":
             chosen, is_forced = [], False
@@ -73,6 +76,19 @@ class AnswerFormat:
             return None if self.schema is None else json_grammar(self.schema)
         answer = {} if self.schema is None else {"answer": json_rule(self.schema)}
         return tools_grammar(engine.call_format, self.tools, self.is_forced, self.is_parallel, **answer)
+
+
+def _allowed_tools(names: "Mapping[str, Tool]", choice: Mapping[str, Any]) -> "tuple[dict[str, Tool], Any]":
+    """The allowed ones of these tools, and the mode. Raises UsageError for an unknown tool."""
+    found = choice.get("allowed_tools", choice)  # nested in a chat, and not in `/v1/responses`
+    listed = found.get("tools") if isinstance(found, Mapping) else None
+    if not isinstance(listed, list) or not listed:
+        raise UsageError(f"tool_choice={choice!r:.200} lists no allowed tools")
+    wanted = [_choice_as_word(each) if isinstance(each, Mapping) else each for each in listed]
+    for name in wanted:
+        if name not in names:
+            raise UsageError(f"tool_choice allows {name!r:.100}; there are {', '.join(names) or 'no tools'}")
+    return {name: names[name] for name in wanted}, found.get("mode", "auto")
 
 
 def _choice_as_word(choice: Mapping[str, Any]) -> Any:

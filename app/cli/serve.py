@@ -21,6 +21,9 @@ class ServerOptions:
     port: int = option(8000, "Port. 0: any.", min=0, max=65535)
     host: str = option("127.0.0.1", "Address to listen at; beyond this machine a key is needed.")
     allow_host: list[str] | None = option(None, "A further host name that it answers to; may be repeated.")
+    allow_origin: list[str] | None = option(
+        None, "A web site whose pages may use it (CORS), as https://app.example; may be repeated."
+    )
     max_upload_mib: int = option(512, "The largest file that may be uploaded, in MiB.", min=1)
     max_requests: int = option(64, "Most requests running and waiting; more are refused with 429.", min=1)
     timeout: float = option(600.0, "Most seconds for an answer, waiting included.", min=0.1)
@@ -34,7 +37,7 @@ def serve(cli: Cli, options: ServerOptions) -> None:
     cli.open().close()  # wrong options are refused before anything is loaded
     check_installed("The server", ("fastapi", "python_multipart", "uvicorn"), "serve")
     from ragblend.app.serve.keys import Keys
-    from ragblend.app.serve.listening import check_reach, listening
+    from ragblend.app.serve.listening import check_origins, check_reach, listening
     from ragblend.app.serve.listening import serve as run
     from ragblend.app.serve.service import Limits
     from ragblend.app.services import AppServices
@@ -42,6 +45,7 @@ def serve(cli: Cli, options: ServerOptions) -> None:
     with AppServices.open(cli.home, **cli.overrides) as services:
         known = Keys(services.workspaces.home.root)
         check_reach(options.host, options.allow_host, known)
+        origins = check_origins(options.allow_origin, known)
         with listening(options.host, options.port, options.allow_host) as (address, socket):
             is_open = address.is_private and not known.clients()
 
@@ -60,7 +64,8 @@ def serve(cli: Cli, options: ServerOptions) -> None:
 
             limits = Limits(options.max_requests, answer_s=options.timeout, hang_s=options.hang)
             with contextlib.suppress(KeyboardInterrupt):  # the usual way to stop it
-                run(services, address, socket, known, ready, limits, options.max_upload_mib * MIB)
+                upload_bytes = options.max_upload_mib * MIB
+                run(services, address, socket, known, ready, limits, upload_bytes, origins)
 
 
 def list_keys(cli: Cli, context: typer.Context) -> None:

@@ -14,6 +14,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -37,11 +38,15 @@ PROBLEMS = {
     "missing": "missing_parameter",
     "json_invalid": "invalid_json",
 }
+CAUSES = {
+    "extra_forbidden": "this server has no such parameter",
+    "none_required": "this server does nothing with it, so it can only be null",
+}
 # Error statuses of all routes, as the API's description documents them; `errors.KNOWN` says which error has which.
 STATUSES = {
     400: "invalid request", 401: "no key, or a wrong one", 403: "from another site, or not allowed for this key",
     404: "not found", 405: "method not allowed", 408: "the request did not arrive in time", 413: "too large",
-    421: "wrong host name", 429: "too many requests; Retry-After", 500: "internal error",
+    415: "a compressed body", 421: "wrong host name", 429: "too many requests; Retry-After", 500: "internal error",
     503: "temporarily unavailable; Retry-After", 504: "the answer took too long", 507: "the disk is full",
 }  # fmt: skip
 
@@ -66,12 +71,27 @@ def build(
 
 
 class AccessMiddleware:
-    """ASGI middleware before all routes: checks host, origin and key, and limits a request's size and time."""
+    """ASGI middleware before all routes: checks host, origin and key, and limits a request's size and time.
+
+    Browsers are told which other sites' pages may read the responses (CORS), errors and preflights included.
+    """
 
     def __init__(self, app: ASGIApp, service: Service, authenticator: Authenticator) -> None:
         self.service, self._app, self._authenticator = service, app, authenticator
+        self._checked: ASGIApp = self._check
+        if origins := authenticator.rules.origins:
+            self._checked = CORSMiddleware(
+                self._check,
+                allow_origins=origins,
+                allow_methods=("GET", "POST", "DELETE"),
+                allow_headers=("*",),
+                expose_headers=("retry-after", "x-should-retry"),
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._checked(scope, receive, send)
+
+    async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -114,11 +134,30 @@ class AccessMiddleware:
 
 async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    code = PROBLEMS.get(first["type"], "invalid_value")
-    where = ".".join(str(part) for part in first["loc"] if part != "body" and code != "invalid_json") or None
-    message = f"{where}: {first['msg']}" if where else str(first["msg"])
-    return error_response(ApiError(400, message, code, where), request.scope["dialect"])
+    refused = partial(error_response, dialect=request.scope["dialect"])
+    problems = error.errors()
+    # Of a value that may have several types all are problems: the fault is in one whose type fits, or nearly.
+    alike = [each for each in problems if each["loc"][:2] == problems[0]["loc"][:2]]
+    worst = max(alike, key=lambda each: (not each["type"].endswith("_type"), len(each["loc"])))
+    code, cause = PROBLEMS.get(worst["type"], "invalid_value"), CAUSES.get(worst["type"], worst["msg"])
+    where = ".".join(str(part) for part in worst["loc"][1:] if not _is_type_name(part)) or None
+    if worst["type"] == "json_invalid":
+        return refused(ApiError(400, f"The body is not JSON: {worst['ctx']['error']}.", code))
+    if where is None and worst["type"].endswith("_type"):
+        media_type = request.headers.get("content-type", "missing")
+        is_json = media_type.partition(";")[0].strip().endswith("json")
+        said = (
+            "a JSON object" if is_json else f"JSON: Content-Type is {media_type:.100}, not application/json"
+        )
+        return refused(ApiError(400, f"The body is not {said}.", "invalid_json"))
+    return refused(ApiError(400, f"{where}: {cause}" if where else cause, code, where))
+
+
+def _is_type_name(part: str | int) -> bool:
+    """Whether a part of an error's place is pydantic's name for one of a value's types."""
+    return isinstance(part, str) and (
+        not part.isidentifier() or part in ("str", "float", "int", "bool", "none")
+    )
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -191,7 +230,7 @@ async def model(request: Request, name: str) -> Response:
     """Describe one model."""
     service = service_of(request)
     if name not in service.models:
-        service.check_model(name)
+        name = service.check_model(name)
     return json_response(_model(service, name))
 
 

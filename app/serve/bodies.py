@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
 
 from ragblend.engine.prompts.segments import ToolCall
 from ragblend.integrations.backend import ChatTurn, drop_empty_turns
@@ -17,14 +18,24 @@ ROLES = {"developer": "system", "function": "tool"} | {
 }
 # Fields of a body that are passed to `Call.of`.
 CALL_OPTIONS = (
-    *PER_CALL, "max_tokens", "max_completion_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs",
-    "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "echo", "best_of",
+    *PER_CALL, "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice",
+    "parallel_tool_calls", "echo", "best_of",
 )  # fmt: skip
+# Fields that clients send back with a message, as an earlier answer of some server had them. No model here reads them.
+IGNORED_IN_MESSAGES = frozenset((
+    "additional_kwargs", "annotations", "cache_control", "citations", "created_at", "finish_reason", "id", "index",
+    "logprobs", "metadata", "model", "model_extra", "parsed", "provider_specific_fields", "reasoning",
+    "reasoning_content", "reasoning_details", "reasoning_items", "reasoning_text", "refusal", "response_metadata",
+    "status", "thinking", "thinking_blocks", "token_ids", "usage", "usage_metadata",
+))  # fmt: skip
+IGNORED_PARTS = ("refusal", "thinking", "redacted_thinking", "reasoning")
 MOST_MESSAGES = 10_000
 MOST_CHOICES = 8
 MOST_TEXTS = 2048
 Long = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+# Other servers' "no limit" is the same as none given.
+Limit = Annotated[Count | None, BeforeValidator(lambda value: None if value == -1 else value)]
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -80,10 +91,11 @@ class Options(OwnOptions):
     """Options of all completions, with OpenAI's names."""
 
     model: str
-    max_tokens: Count | None = None
+    max_tokens: Limit = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Annotated[int | None, BeforeValidator(lambda value: 0 if value == -1 else value)] = None
+    min_p: float | None = None
     repetition_penalty: float | None = None
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
     seed: Long | None = None
@@ -93,7 +105,7 @@ class Options(OwnOptions):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    # Accepted and ignored: they tell a hosted service who the user is, or what it may keep.
+    # Accepted and ignored: they tell a hosted service who the user is, what it may keep, or how long to reason.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -101,6 +113,17 @@ class Options(OwnOptions):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+    reasoning_effort: Any = None
+    stream_usage: Any = None
+    # Accepted with the values that change nothing.
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    ignore_eos: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    use_beam_search: Literal[False] | None = None
+    min_tokens: Literal[0] | None = None
+    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
+    typical_p: Annotated[float, Field(ge=1, le=1)] | None = None
 
     @property
     def includes_usage(self) -> bool:
@@ -119,25 +142,38 @@ class MessageBody(Body):
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
-    refusal: Any = None
-    annotations: Any = None
-    audio: Any = None
+    # Both would be input that no model here reads.
+    audio: None = None
+    images: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: None = None
-    reasoning_content: Any = None
-    parsed: Any = None  # added by OpenAI's client
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_ignored(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if name not in IGNORED_IN_MESSAGES}
 
 
 class ChatBody(Options):
     """`/v1/chat/completions`."""
 
     messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MOST_MESSAGES)]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Limit = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
+    # Accepted with the values that change nothing.
+    modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None
+    audio: None = None
+    prediction: None = None
+    functions: None = None
+    function_call: None = None
+    web_search_options: None = None
 
     def options(self) -> dict[str, Any]:
         schema = schema_in(self.response_format)
@@ -153,8 +189,6 @@ class CompletionBody(Options):
 
     prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=MOST_CHOICES)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: bool | None = None
-    best_of: int | None = None
     suffix: None = None
 
     @property
@@ -167,7 +201,7 @@ class ResponsesBody(Options):
 
     input: Text | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MOST_MESSAGES)]
     instructions: str | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: Limit = None
     text: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -179,6 +213,14 @@ class ResponsesBody(Options):
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     n: None = None
     max_tokens: None = None
+    # No model here reasons, and nothing is stored.
+    reasoning: Any = None
+    previous_response_id: None = None
+    conversation: None = None
+    prompt: None = None
+    max_tool_calls: None = None
+    top_logprobs: Literal[0] | None = None
+    context_management: None = None
 
     def chat(self) -> ChatBody:
         """Convert to a chat body. Raises UsageError for items, tools and formats that are not supported."""
@@ -321,20 +363,29 @@ def _text(where: str, part: Any) -> str:
     if isinstance(part, Mapping):
         if part.get("type") == "text" and isinstance(part.get("text"), str):
             return str(part["text"])
-        if part.get("type") == "refusal":
+        if part.get("type") in IGNORED_PARTS:
             return ""
     raise UsageError(f"{where}.content has a part that is not text; this model reads text only")
 
 
 def _call(where: str, call: Mapping[str, Any]) -> ToolCall:
     function: Any = call.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise UsageError(f"{where} is not a function call: it needs a function with a name")
+    text = function.get("arguments")
+    if not isinstance(text, str | None):
+        raise UsageError(f"{where} has arguments that are no text: OpenAI's interface has JSON as text there")
+    return ToolCall(name, _arguments(text or "{}"), str(call.get("id") or ""))
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """A call's arguments, which a model wrote: as far as they came if they were cut off, and as a text if they are no
+    object at all.
+    """
     try:
-        name, arguments = function["name"], json.loads(function["arguments"] or "{}")
-        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()  # no lone surrogates, no NaN
-    except (KeyError, TypeError, ValueError, RecursionError):
-        name = arguments = None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise UsageError(
-            f"{where} is not a function call: it needs a name, and arguments that are a JSON object"
-        )
-    return ToolCall(name, arguments, str(call.get("id") or ""))
+        found = from_json(text, allow_inf_nan=False, allow_partial="trailing-strings")
+        json.dumps(found, allow_nan=False)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"arguments": text}

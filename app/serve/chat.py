@@ -74,12 +74,14 @@ class CompletedChoice:
 
     @cached_property
     def calls(self) -> list[dict[str, Any]]:
-        """Tool calls; an incomplete one is included, as OpenAI does, and `finish_reason` is `length` then."""
+        """Tool calls. One that was cut off is included with its arguments as far as they came, as OpenAI does, if its
+        name is whole; `finish_reason` is `length` then.
+        """
         made = [
             (call.id, call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in self.said.calls
         ]
-        if self.said.broken is not None:
-            made.append((f"call_{uuid.uuid4().hex[:24]}", self.said.broken_name or "", self.said.broken))
+        if self.said.broken is not None and self.said.broken_name is not None:
+            made.append((f"call_{uuid.uuid4().hex[:24]}", self.said.broken_name, self.said.broken))
         return [
             {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
             for call_id, name, arguments in made
@@ -216,6 +218,7 @@ class CompletionFormat(EndpointFormat):
         answer_id = f"{self.prefix}-{uuid.uuid4().hex[:24]}"
         self._head = {"id": answer_id, "created": int(time.time()), "model": model}
         self._chunk, self._includes_usage = {**self._head, "object": self.chunk_kind}, body.includes_usage
+        self._ended = list[CompletedChoice]()
 
     def whole(self, chosen: Sequence[CompletedChoice]) -> dict[str, Any]:
         head = {**self._head, "object": self.kind}
@@ -223,8 +226,14 @@ class CompletionFormat(EndpointFormat):
 
     def events(self, index: int, piece: str | CompletedChoice, is_first: bool) -> Iterable[dict[str, Any]]:
         usage_yet = {"usage": None} if self._includes_usage else {}
-        for value in self.deltas(index, piece, is_first):
+        *earlier, last = self.deltas(index, piece, is_first)
+        for value in earlier:
             yield {**self._chunk, "choices": [value], **usage_yet}
+        if isinstance(piece, CompletedChoice) and not self._includes_usage:
+            # An event without choices, as OpenAI's with the usage, would surprise who did not ask for it.
+            self._ended.append(piece)
+            usage_yet = usage_and_kv(self._ended)
+        yield {**self._chunk, "choices": [last], **usage_yet}
 
     def last_events(self, chosen: Sequence[CompletedChoice]) -> Iterable[dict[str, Any]]:
         if self._includes_usage:

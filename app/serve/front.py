@@ -49,12 +49,16 @@ class Address:
 
 @dataclass(frozen=True)
 class Rules:
-    """Accepted host names (those of the address and of loopback) and size limits. upload_path: its bodies are files."""
+    """Accepted host names (those of the address and of loopback) and size limits.
+
+    upload_path: its bodies are files. origins: other web sites whose pages may send requests; `*` is all.
+    """
 
     address: Address
     upload_path: str = ""
     max_upload_bytes: int = 512 * MIB
     max_body_bytes: int = 8 * MIB
+    origins: tuple[str, ...] = ()
 
     def knows(self, netloc: str) -> bool:
         """Whether `netloc` (host, or host:port) names this server.
@@ -128,10 +132,13 @@ def refuse(scope: Scope, rules: Rules) -> Refusal | None:
     hosts = headers.getlist("host")
     if len(hosts) != 1 or not rules.knows(hosts[0]):
         return 421, "This server does not answer under that host name."
-    if not is_same_origin(scope, headers, hosts[0]):
+    is_allowed = "*" in rules.origins or headers.get("origin") in rules.origins
+    if not is_allowed and not is_same_origin(scope, headers, hosts[0]):
         return 403, "Requests from other sites are refused."
     if has_odd_path(scope):
         return 404, "There is nothing at that path."
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        return 415, "Compressed bodies are not read: send it without Content-Encoding."
     length = headers.get("content-length", "0")
     if not (length.isascii() and length.isdigit()):
         return 400, "Content-Length must be a number."

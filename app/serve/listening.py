@@ -2,12 +2,14 @@
 
 import gc
 import logging
+import re
 import shutil
 import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from starlette.types import ASGIApp
 
 from ragblend.app.posix import limit_malloc_arenas, on_signal
 from ragblend.app.serve.commands import CommandListener
+from ragblend.app.serve.connections import BACKLOG, ConnectionLimits, GuardedProtocol
 from ragblend.app.serve.front import MIB, Address, Rules
 from ragblend.app.serve.keys import Authenticator, Keys
 from ragblend.app.serve.watchdog import watch
@@ -34,12 +37,28 @@ GRACE_S = 30  # for running requests when the server stops
 
 
 class UvicornServer(uvicorn.Server):
-    """uvicorn that calls on_ready once it accepts requests. grace_s: for running ones when it stops; None: no limit."""
+    """uvicorn that calls on_ready once it accepts requests, and limits connections.
 
-    def __init__(self, app: ASGIApp, on_ready: Callable[[], None], grace_s: int | None = None) -> None:
+    grace_s: for running requests when it stops; None: no limit.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        on_ready: Callable[[], None],
+        grace_s: int | None = None,
+        limits: ConnectionLimits | None = None,
+    ) -> None:
         plain: dict[str, Any] = {"access_log": False, "server_header": False, "proxy_headers": False}
+        protocol: Any = partial(GuardedProtocol, (limits or ConnectionLimits()).fitting)
         config = uvicorn.Config(
-            app, log_level="warning", ws="none", timeout_graceful_shutdown=grace_s, **plain
+            app,
+            http=protocol,
+            log_level="warning",
+            ws="none",
+            timeout_graceful_shutdown=grace_s,
+            backlog=BACKLOG,
+            **plain,
         )
         super().__init__(config)
         self._on_ready = on_ready
@@ -81,6 +100,20 @@ def check_reach(host: str, names: Iterable[str] | None, keys: Keys) -> None:
         )
 
 
+def check_origins(origins: Iterable[str] | None, keys: Keys) -> tuple[str, ...]:
+    """The web origins whose pages may use the server. Raises UsageError for no origin, and for `*` without a key."""
+    found = tuple(origins or ())
+    for each in found:
+        if each != "*" and not re.fullmatch(r"https?://[^/\s?#@]+", each):
+            raise UsageError(f"--allow-origin {each!r}: an origin looks like https://app.example, or is *.")
+    if "*" in found and not keys.clients():
+        raise UsageError(
+            "--allow-origin '*': every page that this machine's browsers open could use the server, so it needs a "
+            "key. Make one with `ragblend keys add NAME`, or name the origins."
+        )
+    return found
+
+
 def serve(
     services: AppServices,
     address: Address,
@@ -89,14 +122,18 @@ def serve(
     on_ready: Callable[[], None],
     limits: "Limits | None" = None,
     max_upload_bytes: int = 512 * MIB,
+    origins: tuple[str, ...] = (),
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM; running requests may finish. Raises StoreLockedError if the home is in use."""
+    """Serve until Ctrl-C or SIGTERM; running requests may finish. Raises StoreLockedError if the home is in use.
+
+    origins: of web pages that may use it, as `check_origins` returns them.
+    """
     from ragblend.app.serve.application import build
     from ragblend.app.serve.library import UPLOAD_PATH
 
     limit_malloc_arenas()
     root = services.workspaces.home.root
-    rules = Rules(address, UPLOAD_PATH, max_upload_bytes)
+    rules = Rules(address, UPLOAD_PATH, max_upload_bytes, origins=origins)
     with owning(services, "ragblend serve"), files_inside(root / "serve"):
         front = build(services, Authenticator(rules, keys, not address.is_private), limits)
 

@@ -118,12 +118,15 @@ class Service:
             text = text.replace(named, name) if named and Path(named).is_absolute() else text
         return text
 
-    def check_model(self, name: str) -> None:
-        """Raise ApiError (404) for another model."""
-        if name not in (self.model, self.app.settings.model):
+    def check_model(self, name: str) -> str:
+        """The model's name for clients. Raises ApiError (404) for another model; case does not count, nor an empty
+        name.
+        """
+        if name.lower() not in ("", self.model.lower(), self.app.settings.model.lower()):
             raise ApiError(
                 404, f"There is no model {name!r:.100}; there is {self.model!r}.", "model_not_found", "model"
             )
+        return self.model
 
     def collection(self, client: Client, name: str | None = None) -> str:
         """The named collection, if the client may use it, or the client's first one. Raises ApiError (404).

@@ -1,6 +1,7 @@
 """Grammars for constrained answers: JSON of a schema, or any grammar of llguidance (the extra `structured`)."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,6 +12,11 @@ from ragblend.kvstore.errors import UsageError
 MAX_SCHEMA_CHARS = 100_000  # compiled in a tenth of a second; the next power of ten takes seconds
 # Flexible whitespace lets small models write blanks and line breaks for ever.
 _JSON_FORMAT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Formats that are kept to. Others are notes to the reader, as the specification has it (`password`, `int64`).
+_FORMATS = frozenset(
+    ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid", "unknown")
+)
+_BASE64 = "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 
 
@@ -53,6 +59,10 @@ def validated(grammar: Grammar, name: str) -> Grammar:
     load_llguidance()
     if error := _compile_error(grammar.text):
         reason = error.partition("\n")[0].rpartition("failed to compile JSON schema: ")[2]
+        if at_fault := re.search(
+            r"^error: (.*)$", error, re.MULTILINE
+        ):  # of a pattern, which stands between the two
+            reason += f" {at_fault[1]}"
         raise UsageError(f"{name} cannot be kept to: {reason}")
     return grammar
 
@@ -72,6 +82,8 @@ def _strict(schema: Any, is_part: bool = False) -> Any:
             return schema
         raise TypeError(f"a schema is an object, not {schema!r:.80}")
     result = {key: value for key, value in schema.items() if key != "uniqueItems"}
+    if result.get("format", "unknown") not in _FORMATS and result.pop("format") == "byte":  # OpenAPI's base64
+        result.setdefault("pattern", _BASE64)
     _change_subschemas(result, lambda part, key: _strict(part, key == "allOf"))
     if not is_part and "properties" in result and "allOf" not in result and "patternProperties" not in result:
         result = {"type": "object", "additionalProperties": False} | result

@@ -81,8 +81,9 @@ class _Answer:
         if options.grammar is not None:
             grammars = runtime.token_grammars
             self._constraint = Constraint(options.grammar, grammars, tokens, options.max_new_tokens)
+        vocabulary = self.model.get_output_embeddings().weight.shape[0]
         self.processors = logits_processors(
-            options, tokens, self.model.device, self._constraint, self._recorder
+            options, tokens, vocabulary, self.model.device, self._constraint, self._recorder
         )
 
     def add(self, token_id: int) -> None:

@@ -1,4 +1,4 @@
-"""Logits processors of an answer: log-probabilities, grammar, repetition penalty, sampling."""
+"""Logits processors of an answer: log-probabilities, penalties, biases, grammar, sampling."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from ragblend.engine.config import DecodeOptions
 from ragblend.engine.decoding.constrained import Constraint
 from ragblend.engine.results import TokenLogprob
+from ragblend.kvstore.errors import UsageError
 
 
 class GumbelNoise:
@@ -24,6 +25,21 @@ class GumbelNoise:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         waiting = torch.empty_like(scores, dtype=torch.float32).exponential_(generator=self._generator)
         return scores - waiting.clamp_min_(torch.finfo(torch.float32).tiny).log_()
+
+
+class OccurrencePenalty:
+    """Subtracts OpenAI's presence and frequency penalties, over the answer's tokens and not the prompt's.
+
+    transformers has no processor for them. Source: vLLM's sampler, and OpenAI's "Presence and frequency penalties".
+    """
+
+    def __init__(self, presence: float, frequency: float, prompt_tokens: int) -> None:
+        self._presence, self._frequency, self._prompt_tokens = presence, frequency, prompt_tokens
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        answer = input_ids[:, self._prompt_tokens :]
+        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
+        return scores - self._presence * (counts > 0) - self._frequency * counts
 
 
 class LogprobRecorder:
@@ -47,6 +63,7 @@ class LogprobRecorder:
 def logits_processors(
     options: DecodeOptions,
     prompt_tokens: int,
+    vocabulary: int,
     device: torch.device,
     constraint: Constraint | None,
     recorder: LogprobRecorder | None,
@@ -54,11 +71,13 @@ def logits_processors(
     """The processors of an answer; after them the highest score is the chosen token, sampled or not.
 
     Unlike transformers' own, the repetition penalty ignores the prompt's tokens: answers should use the passages'
-    words.
+    words. vocabulary: the number of token ids. Raises UsageError for a bias of a token that does not exist.
     """
     from transformers import (
         LogitsProcessorList,
+        MinPLogitsWarper,
         RepetitionPenaltyLogitsProcessor,
+        SequenceBiasLogitsProcessor,
         TemperatureLogitsWarper,
         TopKLogitsWarper,
         TopPLogitsWarper,
@@ -68,10 +87,22 @@ def logits_processors(
     if options.repetition_penalty != 1:
         penalty = float(options.repetition_penalty)
         processors.append(RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=prompt_tokens))
+    if options.presence_penalty or options.frequency_penalty:
+        penalties = float(options.presence_penalty), float(options.frequency_penalty)
+        processors.append(OccurrencePenalty(*penalties, prompt_tokens))
+    if options.logit_bias:
+        if (unknown := max(options.logit_bias)) >= vocabulary:
+            raise UsageError(f"logit_bias names the token {unknown}; the model has {vocabulary} tokens")
+        biases: list[list[list[int] | float]] = [
+            [[token], bias] for token, bias in options.logit_bias.items()
+        ]
+        processors.append(SequenceBiasLogitsProcessor(biases))
     if constraint is not None:
         processors.append(constraint.mask)
     if options.temperature > 0:
         processors.append(TemperatureLogitsWarper(float(options.temperature)))
+        if options.min_p > 0:
+            processors.append(MinPLogitsWarper(float(options.min_p)))
         if options.top_k > 0:
             processors.append(TopKLogitsWarper(options.top_k))
         if options.top_p < 1:

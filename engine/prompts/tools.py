@@ -13,6 +13,7 @@ from ragblend.kvstore.errors import UnsupportedModelError, UsageError
 
 MAX_CALLS = 8  # most calls in one answer, because small models repeat themselves
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
+_FENCE, _BARE_END = r"\s*(```\w*\n\s*)?", r"\s*\}\s*(```)?\s*"
 _FENCED = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
 _FIRST, _SECOND, _KEY = "ragblend_first", "ragblend_second", "ragblend_argument"
 Tool = Mapping[str, Any]
@@ -141,7 +142,8 @@ def tools_grammar(
 ) -> Grammar:
     """A grammar of text or calls, or only calls (is_forced). answer: the rule of the text.
 
-    From the trigger on it is a call of one of these tools, with arguments of its schema.
+    From the trigger on it is a call of one of these tools, with arguments of its schema. So is an answer that begins as
+    a call without its tags (`_bare_call`).
     """
     functions = functions_by_name(tools)
     calls = [f"{json.dumps(name + form.middle)} {_arguments(name, each)}" for name, each in functions.items()]
@@ -154,12 +156,16 @@ def tools_grammar(
         rules.append(f"start: {begin} rest")
     elif answer != "TEXT":
         rules.append(f"start: {begin} rest | {answer}")
-    elif tag in form.tokens:  # no text holds it
-        rules += [f"start: TEXT | TEXT {begin} rest"]
-    elif form.is_tagged:
-        rules += ["start: TEXT | begun rest", f"begun[lazy]: TEXT {json.dumps(form.trigger)}"]
     else:
-        rules += [f"start: SPOKEN | {begin} rest", r"SPOKEN: /[^{](.|\n)*/"]
+        bare = [f"/{_bare_begin(name)}/ {_arguments(name, each)}" for name, each in functions.items()]
+        rules += [f"bare: ({' | '.join(bare)}) /{_BARE_END}/", f"BEGUN: /{_bare_begin(*functions)}(.|\\n)*/"]
+        if tag in form.tokens:  # no text holds it
+            rules += [f"start: WORDS | bare | WORDS {begin} rest", "WORDS: TEXT & ~BEGUN"]
+        elif form.is_tagged:
+            rules += ["start: WORDS | bare | begun rest", "WORDS: TEXT & ~BEGUN"]
+            rules += [f"begun[lazy]: (TEXT {json.dumps(form.trigger)}) & ~BEGUN"]
+        else:
+            rules += [f"start: SPOKEN | bare | {begin} rest", r"SPOKEN: /[^{](.|\n)*/ & ~BEGUN"]
     return Grammar("\n".join([*rules, r"TEXT: /(.|\n)*/", ""]), is_closed=False)
 
 
@@ -179,8 +185,7 @@ def parse_answer(text: str, form: CallFormat, tools: Sequence[Tool]) -> ParsedAn
     """Parse an answer. One that is only a call without its tags, fenced or not, counts as a call."""
     at = _begin_of_calls(text, form)
     if at is None:
-        bare = _bare_call(text, functions_by_name(tools))
-        return ParsedAnswer(text) if bare is None else ParsedAnswer("", (bare,))
+        return _parse_bare(text, functions_by_name(tools))
     words, rest, calls = text[:at].rstrip(), text[at:].removeprefix(form.opening), list[ToolCall]()
     while True:
         name, found, after = rest.partition(form.middle)
@@ -199,6 +204,25 @@ def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
     return ToolCall(name, arguments, f"call_{uuid.uuid4().hex[:24]}")
 
 
+def _bare_begin(*names: str) -> str:
+    """A pattern of what a call without tags begins with, up to its arguments."""
+    name = "|".join(map(re.escape, names))
+    return rf'{_FENCE}\{{\s*"name"\s*:\s*"({name})"\s*,\s*"arguments"\s*:\s*'
+
+
+def _parse_bare(text: str, functions: Mapping[str, Tool]) -> ParsedAnswer:
+    """An answer without tags: a call, one that was cut off, or text."""
+    if (bare := _bare_call(text, functions)) is not None:
+        return ParsedAnswer("", (bare,))
+    begin = re.match(_bare_begin(*functions), text, re.ASCII)
+    if begin is not None:
+        try:
+            json.JSONDecoder().raw_decode(text, begin.end())
+        except (ValueError, RecursionError):
+            return ParsedAnswer("", (), text[begin.end() :], begin[2])
+    return ParsedAnswer(text)
+
+
 def _bare_call(text: str, functions: Mapping[str, Tool]) -> ToolCall | None:
     """The call of an answer without tags, which small models forget (Qwen2.5-Coder 0.5B nearly always)."""
     fenced = _FENCED.fullmatch(text.strip())
@@ -212,21 +236,41 @@ def _bare_call(text: str, functions: Mapping[str, Tool]) -> ToolCall | None:
     return _call(**said) if is_call and isinstance(said["arguments"], dict) else None
 
 
+def _may_become_bare_call(text: str, names: Sequence[str]) -> bool:
+    """Whether an answer that begins so can be one of `_bare_call`."""
+    said = text.lstrip()
+    if said.startswith("`"):
+        fence, newline, said = said.partition("\n")
+        if not re.fullmatch(r"`{1,3}|```\w*", fence) or (newline and len(fence) < 3):
+            return False
+    begins = ['{"arguments":{', *(f'{{"name":"{name}","arguments":{{' for name in names)]
+    packed = re.sub(r"\s", "", said)
+    if not any(packed.startswith(begin) for begin in begins):
+        return any(begin.startswith(packed) for begin in begins)
+    try:
+        _, end = json.JSONDecoder().raw_decode(said.lstrip())
+    except (ValueError, RecursionError):
+        return True
+    return not said.lstrip()[end:].strip("`\n ")
+
+
 def _begin_of_calls(text: str, form: CallFormat) -> int | None:
     at = text.find(form.trigger) if form.is_tagged else 0 if text.startswith(form.trigger) else -1
     return None if at < 0 else at
 
 
 class TextBeforeCalls:
-    """Streams the text before an answer's calls; text that may be a call is held back until the answer ends."""
+    """Streams the text before an answer's calls; only text that can still become a call is held back."""
 
-    def __init__(self, form: CallFormat) -> None:
+    def __init__(self, form: CallFormat, tools: Sequence[Tool]) -> None:
         self._form, self._text, self._given = form, "", 0
+        self._names, self._may_be_bare = tuple(functions_by_name(tools)), True
 
     def feed(self, piece: str) -> str:
         """The new text that is final with this piece."""
         self._text += piece
-        if self._text.lstrip().startswith(("{", "`")) or not self._text.strip():
+        self._may_be_bare = self._may_be_bare and _may_become_bare_call(self._text, self._names)
+        if self._may_be_bare or not self._text.strip():
             return ""
         at, trigger = _begin_of_calls(self._text, self._form), self._form.trigger
         words = self._text[:at].rstrip()

@@ -180,6 +180,10 @@ class Completion:
             "temperature": options.temperature,
             "top_p": options.top_p,
             "top_k": options.top_k,
+            "min_p": options.min_p,
+            "presence_penalty": options.presence_penalty,
+            "frequency_penalty": options.frequency_penalty,
+            "logit_bias": {str(token): bias for token, bias in options.logit_bias.items()} or None,
             "seed": options.seed,
             "return_token_ids": True,
         }

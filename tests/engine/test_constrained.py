@@ -97,7 +97,7 @@ def test_a_forced_end_counts_as_out_of_tokens(llama):
 
 
 def test_too_small_max_new_tokens_is_refused_before_decoding(llama):
-    with pytest.raises(UsageError, match=r"takes \d+ tokens at least, and max_new_tokens is 5"):
+    with pytest.raises(UsageError, match=r"was found takes \d+ tokens, and max_new_tokens is 5"):
         llama.engine.generate(PROMPT, grammar=json_grammar(PERSON), max_new_tokens=5)
 
 
@@ -134,6 +134,11 @@ def in_itself():
         (nested(sys.getrecursionlimit()), "without end"),
         (in_itself(), "without end"),
         ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "[Uu]nsatisfiable"),
+        ({"not": {"type": "string"}}, r'Unimplemented keys: \["not"\]'),
+        ({"type": "object", "properties": {"a": {"if": {}, "then": {}}}}, r'Unimplemented keys: \["if", "then"\]'),
+        ({"oneOf": [{"type": "string"}, {"minLength": 2}]}, "oneOf constraints are not supported"),
+        ({"type": "string", "pattern": "^(?!x)a$"}, "regex parse error: look-around, including look-ahead"),
+        ({"type": "string", "pattern": "[a"}, "regex parse error: unclosed character class"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -142,33 +147,65 @@ def test_invalid_schemas_are_refused_when_passed(schema, said):
         json_grammar(schema)
 
 
-def with_keys(count, kind, required=()):
-    return {
-        "type": "object",
-        "properties": {f"key_{n}": {"type": kind} for n in range(count)},
-        "required": required,
-    }
+def with_keys(count, kind):
+    return {"type": "object", "properties": {f"key_{n}": {"type": kind} for n in range(count)}}
+
+
+ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+
+
+def text(**limits):
+    return {"type": "string", **limits}
+
+
+FAR = {
+    "email": thing(to=text(format="email"), cc=text(format="email")),
+    "duration": thing(took=text(format="duration")),
+    "byte": thing(data=text(format="byte")),
+    "times": thing(begin=text(format="date-time"), end=text(format="date-time")),
+    "addresses": thing(
+        a=text(format="ipv4"), b=text(format="ipv6"), c=text(format="hostname"), d=text(format="uri")
+    ),
+    "uuid": thing(id=text(format="uuid")),
+    "fixed tail": thing(code=text(pattern="^[A-Z]{2}-[0-9]+-x$")),
+    "file name": thing(name=text(pattern=r"\.pdf$"), more=text(pattern=r"^[a-z]+\.tar\.(gz|xz)$")),
+    "choice of runs": thing(a=text(pattern="^(foo|bar)[a-c]{3,5}qux$"), b=text(pattern=r"^[^@]+@[^@]+\.de$")),
+    "digits": thing(a=text(pattern="^[0-9a-f]{40}$")),
+    "long text": thing(a=text(minLength=100)),
+    "numbers": thing(
+        a={"type": "integer", "minimum": 1234}, b={"type": "number", "multipleOf": 0.5, "minimum": 2}
+    ),
+    "unknown formats": thing(a=text(format="password"), b={"type": "integer", "format": "int64"}),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+@pytest.mark.parametrize("options", [{}, {"temperature": 3.0, "seed": 5}], ids=["greedy", "hot"])
+def test_values_that_cannot_end_at_once_are_led_to_an_end(llama, name, options):
+    """Each was refused (no answer found that ends within 512 tokens), or ended without what the schema wants."""
+    grammar = json_grammar(FAR[name])
+    result = llama.engine.generate(PROMPT, grammar=grammar, max_new_tokens=150, **options)
+    jsonschema.validate(json.loads(result.text), FAR[name], format_checker=jsonschema.FormatChecker())
 
 
 @pytest.mark.parametrize(
-    ("schema", "is_closed", "message"),
+    "schema",
     [
-        (
-            {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
-            True,
-            "ends within 512 tokens",
-        ),
-        ({"type": "string", "minLength": 10**9}, True, "ends within 512 tokens"),
-        ({"type": "array", "items": {"type": "string"}, "minItems": 10**6}, True, "ends within 512 tokens"),
-        (with_keys(2000, "string", [f"key_{n}" for n in range(2000)]), True, "ends within 512 tokens"),
-        (with_keys(600, "null"), False, "too much for its compiler"),  # not closed, as those of tools
+        {"type": "string", "minLength": 10**9},
+        {"type": "array", "items": {"type": "string"}, "minItems": 10**6},
     ],
-    ids=["endless", "text", "list", "keys", "too wide"],
+    ids=["text", "list"],
 )
-def test_schemas_without_a_short_answer_are_refused(llama, schema, is_closed, message):
-    """Cut off at max_new_tokens the answer would be no JSON."""
-    grammar = Grammar(json_grammar(schema).text, is_closed)
-    with pytest.raises(UsageError, match=message):
+def test_schemas_without_a_short_answer_end_at_the_limit(llama, schema):
+    """As everywhere else: what was refused were also schemas whose end was not found."""
+    result = llama.engine.generate(PROMPT, grammar=json_grammar(schema), max_new_tokens=30)
+    assert len(result.token_ids) == 30 and not result.stopped
+
+
+@pytest.mark.parametrize("schema", [with_keys(600, "null"), ENDLESS], ids=["wide", "endless"])
+def test_schemas_that_are_too_much_for_the_compiler_are_refused(llama, schema):
+    grammar = Grammar(json_grammar(schema).text, is_closed=False)
+    with pytest.raises(UsageError, match="too much for its compiler"):
         llama.engine.generate(PROMPT, grammar=grammar, max_new_tokens=30)
 
 

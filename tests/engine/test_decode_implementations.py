@@ -392,7 +392,8 @@ def both(stored, monkeypatch):
     return answers
 
 
-SAMPLED = {"temperature": 1.2, "seed": 3, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.2}
+SAMPLED = {"temperature": 1.2, "seed": 3, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.2, "min_p": 0.01}
+PENALIZED = {"presence_penalty": 0.4, "frequency_penalty": 1.5, "logit_bias": {300: 3.0, 20: -100}}
 REPEATED = Grammar("start: /(the harbour master kept two ledgers; )*/", is_closed=False)
 SCHEMA = json_grammar({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
 
@@ -402,9 +403,10 @@ SCHEMA = json_grammar({"type": "object", "properties": {"a": {"type": "string"}}
     [
         {},
         SAMPLED,
+        PENALIZED,
         {"keep_tokens": 20},
         {"grammar": SCHEMA},
-        {"grammar": SCHEMA} | SAMPLED,
+        {"grammar": SCHEMA} | SAMPLED | PENALIZED,
         {"method": "probe-shift", "ratio": 0.3},
         {"max_new_tokens": 300},
     ],

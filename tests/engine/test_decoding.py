@@ -1,5 +1,7 @@
 """Decoding: transformers' greedy answer, streams, stop strings, sampling, and wrong use."""
 
+from collections import Counter
+
 import pytest
 import torch
 from benches import largest_error, make_prompt, make_text
@@ -7,6 +9,7 @@ from tiny_models import reference_logits
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.config import DEFAULT_RATIO
+from ragblend.engine.decoding.direct import DirectDecode
 from ragblend.engine.decoding.sampling import GumbelNoise
 from ragblend.kvstore.errors import PromptTooLongError, UnknownChunkError, UsageError
 
@@ -190,6 +193,36 @@ def test_the_repetition_penalty_ignores_the_prompt(stored):
     assert said == penalised(stored, prompt, 24, 1.3, prompt_too=False)
     assert said != penalised(stored, prompt, 24, 1.3, prompt_too=True)
     assert said != stored.answer(prompt, 24), "nothing was repeated, so nothing was tested"
+
+
+@pytest.mark.parametrize(
+    ("presence", "frequency"), [(1.5, 0.0), (0.0, 0.8), (-2.0, 0.2)], ids=["presence", "frequency", "both"]
+)
+@pytest.mark.parametrize("guesses", [True, False], ids=["guessed tokens", "one by one"])
+def test_presence_and_frequency_penalties_are_openais(stored, monkeypatch, presence, frequency, guesses):
+    """Over the answer's tokens: logit - presence * (count > 0) - frequency * count; guessed tokens change nothing."""
+    prompt, runtime = make_prompt(TEXTS), stored.engine.runtime
+    ids, answer = list(stored.engine.tokenize(prompt).token_ids), []
+    for _ in range(40):
+        logits = reference_logits(stored.reference, ids + answer)[-1].clone()
+        for token, count in Counter(answer).items():
+            logits[token] -= presence + frequency * count
+        answer.append(int(logits.argmax()))
+    if guesses:
+        monkeypatch.setattr(runtime.choice, "current", DirectDecode(runtime.decoder, {}))
+    options = {"presence_penalty": presence, "frequency_penalty": frequency, "max_new_tokens": 40}
+    assert list(stored.engine.generate(prompt, "full", **options).token_ids) == answer
+    assert answer != stored.answer(prompt, 40), "nothing was repeated, so nothing was tested"
+
+
+def test_min_p_drops_the_tokens_that_are_far_less_likely(stored):
+    prompt, hot = make_prompt(TEXTS), {"temperature": 5.0, "seed": 1, "max_new_tokens": 20}
+    told = stored.engine.generate(prompt, "full", min_p=1.0, **hot).token_ids
+    assert (
+        list(told)
+        == stored.answer(prompt, 20)
+        != list(stored.engine.generate(prompt, "full", **hot).token_ids)
+    )
 
 
 def test_prompts_longer_than_the_window_are_refused(stored):

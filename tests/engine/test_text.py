@@ -188,6 +188,13 @@ def test_the_canonical_prefix_ends_at_the_first_passage(tokenizer):
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1"),
         ({"top_k": -1}, "top_k must be 0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+        ({"min_p": -0.1}, "min_p must be from 0"),
+        ({"presence_penalty": 2.5}, "presence_penalty must be from -2 to 2"),
+        ({"frequency_penalty": -3}, "frequency_penalty must be from -2 to 2"),
+        ({"logit_bias": {"a": 1}}, "logit_bias must have token ids"),
+        ({"logit_bias": [1]}, "logit_bias must have token ids"),
+        ({"logit_bias": {-1: 1}}, "logit_bias must have token ids"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias must have token ids"),
         ({"seed": 2**64}, "seed must be a number of 64 bits"),
     ],
 )

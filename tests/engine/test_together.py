@@ -220,7 +220,7 @@ def rows(stored, monkeypatch):
 
 OPTIONS = [
     {},
-    {"temperature": 1.2, "seed": 3, "top_p": 0.9, "repetition_penalty": 1.2},
+    {"temperature": 1.2, "seed": 3, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.7},
     {"grammar": SCHEMA},
     {"keep_tokens": 20},
     {"logprobs": 2},

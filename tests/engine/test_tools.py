@@ -7,6 +7,7 @@ from benches import assert_grammar_changes_nothing, make_text
 from tiny_models import TEMPLATE, TOOLS_TEMPLATE
 
 from ragblend import Chunk, Literal
+from ragblend.engine.decoding.grammar import load_llguidance
 from ragblend.engine.prompts.chat import chat
 from ragblend.engine.prompts.segments import Message, ToolCall
 from ragblend.engine.prompts.tools import (
@@ -158,6 +159,44 @@ def test_untagged_calls_count_if_they_are_the_whole_answer(form):
         assert parse_answer(text, form, TOOLS).text == text
 
 
+@pytest.mark.parametrize(
+    "template", [TOOLS_TEMPLATE, LIST_TEMPLATE, BARE_TEMPLATE], ids=["tags", "list", "bare"]
+)
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ('{"name": "add", "arguments": {"a": 1, "b": 2}}', True),
+        ('{"name":"add","arguments":{"a": 1, "b": 2}}', True),
+        ('```json\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n```', True),
+        ('{"name": "add", "arguments": {"a": "x"', False),
+        ('{"name": "add", "arguments": {"c"', False),
+        ('{"name":"get_weather" , "arguments" :{"city": 7', False),
+        ('```json\n{"name": "add", "arguments": {"a": "x"', False),
+        ('{"name": "add", "arguments": {"a": 1, "b": 2}} and more', False),
+        ("Two and two are four.", True),
+        ('So: {"name": "add", "arguments": {"a": "x"}}', True),
+        ("```python\nprint(1)\n```", True),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_calls_without_tags_keep_to_the_tools_schema(llama, tokenizer, template, text, kept):
+    """Only calls with tags did, where a call was not forced."""
+    tokenizer.chat_template = template
+    grammar = tools_grammar(call_format(tokenizer, "tiny"), TOOLS, is_forced=False, is_parallel=True)
+    grammars = llama.engine.runtime.token_grammars
+    matcher = load_llguidance().LLMatcher(grammars, grammar.text, log_level=0)
+    tokens = grammars.tokenize_str(text)
+    assert (matcher.validate_tokens(tokens) == len(tokens)) == kept
+    assert not kept or (matcher.consume_tokens(tokens) and matcher.is_accepting())
+
+
+@pytest.mark.parametrize("begin", ['{"name": "add", "arguments": ', '```json\n{"name":"add" ,"arguments":'])
+def test_calls_without_tags_that_are_cut_off_are_broken(form, begin):
+    """They were the text of the answer."""
+    said = parse_answer(begin + '{"a": 1, "b', form, TOOLS)
+    assert (said.text, said.calls, said.broken_name, said.broken) == ("", (), "add", '{"a": 1, "b')
+
+
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize(
     "text",
@@ -166,13 +205,48 @@ def test_untagged_calls_count_if_they_are_the_whole_answer(form):
         "See.\n<tool_call>\n{",
         '```json\n{"name": "add", "arguments": {}}\n```',
         "{ x",
+        '{"name": "add", "arguments": {"a": 1',
         "",
     ],
 )
 def test_streamed_text_equals_the_parsed_text(form, text, size):
-    words, said = TextBeforeCalls(form), parse_answer(text, form, TOOLS)
+    words, said = TextBeforeCalls(form, TOOLS), parse_answer(text, form, TOOLS)
     pieces = [words.feed(text[at : at + size]) for at in range(0, len(text), size)]
     assert "".join([*pieces, words.finish(said.text)]) == said.text
+
+
+BARE = '{"name": "add", "arguments": {"a": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "held"),
+    [
+        ('{"name": "Ann", "age": 7, "more": "text"}', '{"name": "'),
+        ('{"city": "Paris"} is JSON', '{"'),
+        ("{ x }", "{ "),
+        ("```python\nprint(1)\n```", "```python\n"),
+        ("`ls` lists files", "`"),
+        ("```json\n[1, 2, 3]\n```", "```json\n"),
+        ('{"name": "ad", "arguments": {}}', '{"name": "ad'),
+        ('{"arguments": [1]}', '{"arguments": '),
+        (f"{BARE} would add", f"{BARE} "),
+        ("  \n\n two blanks", "  \n\n "),
+        (BARE, BARE),
+        (f"```json\n{BARE}\n```", f"```json\n{BARE}\n```"),
+    ],
+    ids=lambda text: text[:16],
+)
+def test_only_what_can_still_become_a_call_is_held_back(form, text, held):
+    """An answer that began with a brace or a code fence came in one piece, at its end."""
+    words, shown = TextBeforeCalls(form, TOOLS), []
+    for at in range(len(text)):
+        shown.append(words.feed(text[at]))
+    given = "".join(shown)
+    assert not any(shown[: len(held)])
+    if held == text:
+        assert given == ""
+    else:
+        assert shown[len(held)] and given == text.rstrip()
 
 
 def test_later_turns_show_calls_and_answers_as_the_template(tokenizer):

@@ -79,17 +79,17 @@ class Served:
 
 
 @contextmanager
-def serving(home, model, limits=None, **settings):
+def serving(home, model, limits=None, origins=(), connections=None, **settings):
     services = AppServices.open(
         home, model=str(model), device="cpu", dtype="float32", chunk_tokens=64, **settings
     )
     known = Keys(services.workspaces.home.root)
     with services, listening("127.0.0.1", 0) as (address, at):
         port = address.port
-        rules = Rules(address, UPLOAD_PATH)
+        rules = Rules(address, UPLOAD_PATH, origins=origins)
         front = build(services, Authenticator(rules, known, needs_key=False), limits)
         ready = threading.Event()
-        server = UvicornServer(front, ready.set, grace_s=5)
+        server = UvicornServer(front, ready.set, grace_s=5, limits=connections)
         thread = threading.Thread(target=server.run, args=([at],))
         thread.start()
         try:

@@ -23,13 +23,7 @@ from ragblend.engine.model.decoder import TransformersDecoder
 HI = [{"role": "user", "content": "Hi."}]
 CHAT, TEXT, ASK = "/v1/chat/completions", "/v1/completions", "/v1/rag/ask"
 IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
-NO_CALL = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
-def called(arguments):
-    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 def check(response, status, code=None):
@@ -53,7 +47,7 @@ def check(response, status, code=None):
         (CHAT, {"temperature": "hot"}, 400, "invalid_value"),
         (CHAT, {"temperature": -1}, 400, "invalid_value"),
         (CHAT, {"seed": 10**40}, 400, "invalid_value"),
-        (CHAT, {"presence_penalty": 1.5}, 400, "invalid_value"),
+        (CHAT, {"presence_penalty": 2.5}, 400, "invalid_value"),
         (CHAT, {"method": "guess"}, 400, "invalid_value"),
         (CHAT, {"ratio": 2}, 400, "invalid_value"),
         (CHAT, {"tools": [TOOL]}, 400, "unsupported"),
@@ -61,10 +55,8 @@ def check(response, status, code=None):
         (CHAT, {"response_format": {"type": "json_schema"}}, 400, "invalid_value"),
         (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, 400, "invalid_value"),
         (CHAT, {"messages": [{"role": "user", "content": IMAGE}]}, 400, "invalid_value"),
-        (CHAT, {"messages": [{"role": "assistant", "content": None, "tool_calls": NO_CALL}]}, 400, "invalid_value"),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, 400, "invalid_value"),
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid_value"),
-        (CHAT, {"messages": [called('{"a": "\\ud800"}'), {"role": "user", "content": "x"}]}, 400, "invalid_value"),
-        (CHAT, {"messages": [called('{"a": NaN}'), {"role": "user", "content": "x"}]}, 400, "invalid_value"),
         (CHAT, {"messages": HI, "tools": [{"x": "\udfff"}]}, 400, "invalid_value"),
         (CHAT, {"messages": [{"role": "user", "content": "word " * 3000}]}, 400, "context_length_exceeded"),
         (CHAT, {"messages": [{"role": "user", "content": "a"}] * 10_001}, 400, "invalid_value"),

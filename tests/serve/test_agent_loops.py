@@ -1,0 +1,249 @@
+"""Agent frameworks' tool loops, as their documentation has them, over a model that calls a tool, then answers."""
+
+import asyncio
+import gc
+import os
+
+import pytest
+import torch
+from servers import serving
+
+from ragblend.engine.decoding import loop
+
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it is downloaded at the import
+os.environ.setdefault("OPENAI_AGENTS_DISABLE_TRACING", "1")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of other programs
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+ASKED, FOUND, ANSWER = "How is the weather in Paris?", "18 degrees, and rain", "It rains in Paris."
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "The weather of a city.", "parameters": SCHEMA},
+}
+
+
+class Script:
+    """A logits processor that makes the model say what `answer_to` gives for its prompt, within a grammar."""
+
+    def __init__(self, tokenizer, answer_to, prompt_tokens):
+        self._tokenizer, self._answer_to, self._prompt_tokens, self._ids = (
+            tokenizer,
+            answer_to,
+            prompt_tokens,
+            None,
+        )
+
+    def __call__(self, input_ids, scores):
+        if self._ids is None:
+            prompt = self._tokenizer.decode(input_ids[0, : self._prompt_tokens])
+            said = self._tokenizer.encode(self._answer_to(prompt), add_special_tokens=False)
+            self._ids = [*said, self._tokenizer.eos_token_id]
+        return scores + 1e4 * torch.nn.functional.one_hot(
+            torch.tensor([self._ids[input_ids.shape[1] - self._prompt_tokens]]), scores.shape[1]
+        )
+
+
+@pytest.fixture
+def scripted(home_of, caller_folder, monkeypatch):
+    """scripted(answer_to): a server whose model says that."""
+    made, script = loop.logits_processors, {}
+
+    def processors(options, prompt_tokens, *more):
+        found = made(options, prompt_tokens, *more)
+        found.insert(0, Script(script["tokenizer"], script["answer_to"], prompt_tokens))
+        return found
+
+    monkeypatch.setattr(loop, "logits_processors", processors)
+    with serving(home_of(), caller_folder) as served:
+
+        def begin(answer_to):
+            script.update(answer_to=answer_to, tokenizer=served.engine.tokenizer)
+            return served
+
+        yield begin
+    gc.collect()  # some clients leave connections open, which is no fault of the tests after these
+
+
+def weather(prompt):
+    """The call, and once the prompt has what the tool found, the answer."""
+    return ANSWER if FOUND in prompt else CALL
+
+
+def get_weather(city: str) -> str:
+    """The weather of a city."""
+    assert city == "Paris"
+    return FOUND
+
+
+def told(served):
+    return {"base_url": f"{served.url}/v1", "api_key": served.keys["ada"]}
+
+
+def openai_chat(served):
+    """Source: platform.openai.com/docs/guides/function-calling."""
+    from openai import OpenAI
+
+    client, messages = OpenAI(**told(served)), [{"role": "user", "content": ASKED}]
+    while True:
+        answer = client.chat.completions.create(model="", messages=messages, tools=[TOOL])
+        message = answer.choices[0].message
+        messages.append(message)
+        if not message.tool_calls:
+            return message.content
+        for call in message.tool_calls:
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": get_weather("Paris")})
+
+
+def openai_responses(served):
+    """Source: platform.openai.com/docs/guides/function-calling, with items."""
+    from openai import OpenAI
+
+    client, items = OpenAI(**told(served)), [{"role": "user", "content": ASKED}]
+    tools = [{"type": "function", **TOOL["function"], "strict": False}]
+    while True:
+        answer = client.responses.create(model="", input=items, tools=tools)
+        items += answer.output
+        calls = [item for item in answer.output if item.type == "function_call"]
+        if not calls:
+            return answer.output_text
+        items += [
+            {"type": "function_call_output", "call_id": call.call_id, "output": FOUND} for call in calls
+        ]
+
+
+def litellm(served):
+    """Source: docs.litellm.ai/docs/completion/function_call."""
+    import litellm
+
+    messages = [{"role": "user", "content": ASKED}]
+    place = {"model": "openai/any", "api_base": f"{served.url}/v1", "api_key": served.keys["ada"]}
+    place["model"] = f"openai/{served.service.model}"
+    while True:
+        message = (
+            litellm.completion(**place, messages=messages, tools=[TOOL], tool_choice="auto")
+            .choices[0]
+            .message
+        )
+        messages.append(message)
+        if not message.tool_calls:
+            return message.content
+        for call in message.tool_calls:
+            found = {"tool_call_id": call.id, "role": "tool", "name": call.function.name, "content": FOUND}
+            messages.append(found)
+
+
+def langchain(served):
+    """Source: docs.langchain.com/oss/python/langchain/agents."""
+    from langchain.agents import create_agent
+    from langchain_openai import ChatOpenAI
+
+    agent = create_agent(ChatOpenAI(**told(served), model=served.service.model), tools=[get_weather])
+    return agent.invoke({"messages": [{"role": "user", "content": ASKED}]})["messages"][-1].content
+
+
+def langchain_streamed(served):
+    """The same, as a stream of tokens."""
+    from langchain.agents import create_agent
+    from langchain_openai import ChatOpenAI
+
+    agent = create_agent(ChatOpenAI(**told(served), model=served.service.model), tools=[get_weather])
+    given = {"messages": [{"role": "user", "content": ASKED}]}
+    pieces = [piece.content for piece, _ in agent.stream(given, stream_mode="messages")]
+    return "".join(pieces).rpartition(FOUND)[2]
+
+
+def llama_index(served):
+    """Source: developers.llamaindex.ai, "Building an agent"; it streams."""
+    from llama_index.core.agent.workflow import FunctionAgent
+    from llama_index.llms.openai_like import OpenAILike
+
+    place = {"api_base": f"{served.url}/v1", "api_key": served.keys["ada"], "model": served.service.model}
+    llm = OpenAILike(**place, is_chat_model=True, is_function_calling_model=True)
+
+    async def run():
+        return await FunctionAgent(tools=[get_weather], llm=llm).run(ASKED)
+
+    return str(asyncio.run(run()))
+
+
+def pydantic_ai(served):
+    """Source: ai.pydantic.dev/tools."""
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel(served.service.model, provider=OpenAIProvider(**told(served)))
+    return Agent(model, tools=[get_weather]).run_sync(ASKED).output
+
+
+def agents_of(served, model_class):
+    from agents import Agent, Runner, function_tool
+    from openai import AsyncOpenAI
+
+    model = model_class(model=served.service.model, openai_client=AsyncOpenAI(**told(served)))
+    agent = Agent(name="Weather", instructions="Be brief.", model=model, tools=[function_tool(get_weather)])
+    return Runner.run_sync(agent, ASKED).final_output
+
+
+def openai_agents(served):
+    """Source: openai.github.io/openai-agents-python/models."""
+    from agents import OpenAIChatCompletionsModel
+
+    return agents_of(served, OpenAIChatCompletionsModel)
+
+
+def openai_agents_responses(served):
+    from agents import OpenAIResponsesModel
+
+    return agents_of(served, OpenAIResponsesModel)
+
+
+@pytest.mark.parametrize(
+    ("run", "package"),
+    [
+        (openai_chat, "openai"),
+        (openai_responses, "openai"),
+        (litellm, "litellm"),
+        (langchain, "langchain_openai"),
+        (langchain_streamed, "langchain_openai"),
+        (llama_index, "llama_index.llms.openai_like"),
+        (pydantic_ai, "pydantic_ai"),
+        (openai_agents, "agents"),
+        (openai_agents_responses, "agents"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_frameworks_tool_loop_ends_with_the_answer(scripted, run, package) -> None:
+    pytest.importorskip(package, reason="the client's package is not installed")
+    assert run(scripted(weather)) == ANSWER
+
+
+def test_instructor_asks_again_until_the_arguments_are_valid(scripted) -> None:
+    """Source: python.useinstructor.com/concepts/retrying."""
+    instructor = pytest.importorskip("instructor", reason="the client's package is not installed")
+    from openai import OpenAI
+    from pydantic import BaseModel, field_validator
+
+    class Town(BaseModel):
+        """A town."""
+
+        inhabitants: int
+
+        @field_validator("inhabitants")
+        @classmethod
+        def _check(cls, value):  # which no schema says
+            if value < 1000:
+                raise ValueError("a town has a thousand at least")
+            return value
+
+    def answer_to(prompt):
+        many = 2000 if "a town has a thousand at least" in prompt else 7
+        return f'<tool_call>\n{{"name": "Town", "arguments": {{"inhabitants": {many}}}}}\n</tool_call>'
+
+    served = scripted(answer_to)
+    client = instructor.from_openai(OpenAI(**told(served)), mode=instructor.Mode.TOOLS)
+    asked = [{"role": "user", "content": "How many live in the town?"}]
+    found = client.chat.completions.create(
+        model=served.service.model, response_model=Town, messages=asked, max_retries=3
+    )
+    assert found.inhabitants == 2000
