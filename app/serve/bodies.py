@@ -4,8 +4,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import from_json
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from ragblend.engine.prompts.segments import ToolCall
 from ragblend.integrations.backend import ChatTurn, drop_empty_turns
@@ -32,6 +39,7 @@ IGNORED_PARTS = ("refusal", "thinking", "redacted_thinking", "reasoning")
 MOST_MESSAGES = 10_000
 MOST_CHOICES = 8
 MOST_TEXTS = 2048
+_ANY_JSON = TypeAdapter(Any)
 Long = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 # Other servers' "no limit" is the same as none given.
@@ -384,7 +392,7 @@ def _arguments(text: str) -> dict[str, Any]:
     object at all.
     """
     try:
-        found = from_json(text, allow_inf_nan=False, allow_partial="trailing-strings")
+        found = _ANY_JSON.validate_json(text, experimental_allow_partial="trailing-strings")
         json.dumps(found, allow_nan=False)
     except ValueError:
         found = None

@@ -143,9 +143,9 @@ class ShortestEnding:
         """Whether the grammar allows these tokens, of which the last is the end token."""
         *steps, _ = path
         after = matcher.deep_copy()
-        return (
-            not steps or (after.validate_tokens(steps) == len(steps) and after.consume_tokens(steps))
-        ) and (after.is_stopped() or after.is_accepting())
+        if after.validate_tokens(steps) < len(steps) or (steps and not after.consume_tokens(steps)):
+            return False
+        return bool(after.is_stopped() or after.is_accepting())
 
     def _step(self, matcher: Any) -> list[int]:
         """The next tokens of a short end."""

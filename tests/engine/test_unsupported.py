@@ -30,6 +30,19 @@ def test_unsupported_models_use_full_prefill_with_a_warning(plain):
     assert largest_error(prefilled.logits, plain.logits(prompt)[-1]) < ALLOWED
 
 
+def test_unsupported_models_have_penalties_and_biases(plain):
+    prompt, options = make_prompt(TEXTS), {"presence_penalty": 0.5, "frequency_penalty": 1.0}
+    ids, answer = list(plain.engine.tokenize(prompt).token_ids), []
+    for _ in range(12):
+        logits = tiny_models.reference_logits(plain.reference, ids + answer)[-1].clone()
+        for token in answer:
+            logits[token] -= 1.0 + 0.5 / answer.count(token)
+        logits[7] += 5.0
+        answer.append(int(logits.argmax()))
+    given = {"max_new_tokens": 12, "logit_bias": {7: 5.0}, **options}
+    assert list(plain.engine.generate(prompt, **given).token_ids) == answer != plain.answer(prompt, 12)
+
+
 def test_unsupported_models_answer_as_transformers(plain):
     prompt = make_prompt(TEXTS)
     expected = plain.answer(prompt, 20)

@@ -309,7 +309,7 @@ WRONG = [
     ({"ratio": "much"}, "ratio"),
     ({"timeout": "long"}, "timeout"),
     ({"passages": [7]}, "passage"),
-    ({"presence_penalty": 1}, "presence_penalty"),
+    ({"presence_penalty": 3}, "presence_penalty"),
 ]
 
 

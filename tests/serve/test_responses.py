@@ -79,7 +79,7 @@ def test_function_calls_and_their_results(home_of, caller_folder) -> None:
         )
         cut = list(
             client.responses.create(
-                **asked | {"max_output_tokens": 12}, input=[hoist], tool_choice="required", stream=True
+                **asked | {"max_output_tokens": 48}, input=[hoist], tool_choice="required", stream=True
             )
         )
         given = {"type": "function_call_output", "call_id": answer.output[-1].call_id, "output": "It is up."}

@@ -50,6 +50,14 @@ def ids_of(engine, text):
     return engine.runtime.tokenizing.passage_ids(text)
 
 
+def test_penalties_and_biases_are_sent(opened):
+    engine, server = opened
+    options = {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    engine.generate(ASKED, max_new_tokens=4, **options, logit_bias={7: -3.0})
+    (body,) = server.asked
+    assert {name: body[name] for name in options} == options and body["logit_bias"] == {"7": -3.0}
+
+
 def test_a_prompt_is_sent_as_token_ids_and_answered_as_text(opened):
     engine, server = opened
     server.answer = [*ids_of(engine, "The harbour master kept two ledgers"), 2]
