@@ -6,13 +6,15 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from ragblend.engine.config import DEFAULT_RATIO
+
 MODEL = {
     "weights": "1" * 64,
     "tokenizer": "2" * 64,
     "rope": "{}",
     "geometry": {"layers": 2, "kv_heads": 2, "key_size": 16, "value_size": 16, "dtype": "float32"},
 }
-ABOUT = {"model": MODEL, "method": "probe-shift", "ratio": 0.15, "refusal": None}
+ABOUT = {"model": MODEL, "method": "probe-shift", "ratio": DEFAULT_RATIO, "refusal": None}
 FUSED = {
     "method": "probe-shift",
     "ratio": 0.15,

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from ragblend.engine.config import DEFAULT_RATIO
 from ragblend.engine.selection import METHODS
 from ragblend.measuring import tune
 
@@ -54,8 +55,8 @@ def test_tune_measures_saves_and_undoes(command, few, home, model_folder, monkey
     found = json.loads(printed.out)
     assert code == 0
     assert (found["saved"], found["questions"], found["data"]) == (False, 8, "questions.json")
-    assert now() == ("probe-shift", 0.15)
-    assert {row["ratio"] for row in found["rows"] + found["dropped"]} == {None, 0.5, 0.9, 0.15}
+    assert now() == ("probe-shift", DEFAULT_RATIO)
+    assert {row["ratio"] for row in found["rows"] + found["dropped"]} == {None, 0.5, 0.9, DEFAULT_RATIO}
     lowest = min(found["rows"], key=lambda row: row["kl"])
     assert lowest["ratio"] == 0.9
     code, printed = command("--most-ratio", "0.9")
@@ -72,7 +73,7 @@ def test_tune_measures_saves_and_undoes(command, few, home, model_folder, monkey
         "undone": {"method": found["method"], "ratio": found["ratio"]},
         "now": None,
     }
-    assert now() == ("probe-shift", 0.15)
+    assert now() == ("probe-shift", DEFAULT_RATIO)
     code, printed = command("--undo")
     assert "nothing to undo" in printed.out
 

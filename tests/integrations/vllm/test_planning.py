@@ -2,6 +2,7 @@
 
 import pytest
 
+from ragblend.engine.config import DEFAULT_RATIO
 from ragblend.engine.prompts.segments import Chunk
 from ragblend.integrations.vllm.finder import Match
 from ragblend.integrations.vllm.planning import (
@@ -41,12 +42,14 @@ def test_fusing_pays_where_it_saves_rows_or_was_asked_for(stored, given, compute
 
 
 def test_rows_of_a_step_are_those_of_the_prompt_and_of_passages_that_are_encoded():
-    assert plan(True, True).step_rows == plan(True, True).computed_tokens == 1000 - 800 * 0.85
+    assert plan(True, True).step_rows == plan(True, True).computed_tokens == 1000 - 800 * (1 - DEFAULT_RATIO)
     assert plan(True, True, given=RECOMPUTE).computed_tokens == 1000
-    assert plan(True, False, given=ENCODE).step_rows == 400 + 320
+    assert plan(True, False, given=ENCODE).step_rows == 400 + 1000 - 800 * (1 - DEFAULT_RATIO)
     assert plan(True, True, given=ENCODE).saves(0) and not plan(False, False, given=ENCODE).saves(0)
     many = plan(*[False] * 20, given=ENCODE, matches=(Match(0, 40, tuple(range(40)), 0),) * 20)
-    assert len(many.encoded) == MOST_ENCODED and many.step_rows == 40 * 8 + 1000 - 40 * 8 * 0.85
+    assert len(many.encoded) == MOST_ENCODED and many.step_rows == 40 * 8 + 1000 - 40 * 8 * (
+        1 - DEFAULT_RATIO
+    )
 
 
 def test_a_prompt_is_split_into_passages_and_literals():

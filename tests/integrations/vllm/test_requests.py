@@ -23,7 +23,7 @@ def same(one, two, tolerance: float = 1e-4) -> bool:
 
 def is_as_engine(server, output, texts, question=QUESTION) -> bool:
     """Whether the first token's probabilities are the built-in engine's."""
-    read = server.engine.prefill(server.prompt(texts, question), method="probe-shift", ratio=0.15)
+    read = server.engine.prefill(server.prompt(texts, question), method="probe-shift", ratio=0.25)
     expected = read.logits.softmax(-1).tolist()
     return all(abs(math.exp(p) - expected[i]) < 1e-4 for i, p in first(output).items())
 
