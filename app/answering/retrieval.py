@@ -109,9 +109,9 @@ def _rank_together(
     by_nearness = sorted(sources, key=lambda node: -scores[node])
     by_words = [node for node in words if node in sources]
     # A recorded embedder is measured only where it does not know the documents' language: its order is chance there.
-    is_foreign = measured is not None and recorded is not None
-    order = [*by_words, *(node for node in by_nearness if node not in words)]
-    if not is_foreign:
+    if measured is not None and recorded is not None:
+        order = [*by_words, *(node for node in by_nearness if node not in words)]
+    else:
         order = reciprocal_rank_fusion(by_nearness, by_words)
     order.sort(key=lambda node: node not in words or not words[node].is_exact)
     return [sources[node] for node in order]

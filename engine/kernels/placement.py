@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ragblend.engine.kernels import available, on_device, passes
-from ragblend.engine.model.rope import INTERLEAVED, UNROTATED, Rope, rotate_
+from ragblend.engine.kernels.launching import TILE_ROWS, row_constants
+from ragblend.engine.model.rope import Rope, rotate_
 from ragblend.kvstore import int4
 from ragblend.kvstore.chunks import DTYPES, Geometry
 from ragblend.kvstore.codec import CODECS
 
-TILE_ROWS, WARPS = 16, 4
 ALIGNED = 16  # numbers: an access of 16 bytes and more needs it
 ALL = 1 << 30  # of a group that has every token, or channel
 # By codec: numbers in a byte (0: as they are), tokens with one scale for keys, channels with one scale for values.
@@ -157,24 +157,14 @@ class RowTable:
         """Fill keys and values, (H, capacity, D) and (H, capacity, Dv), from the room. angles: cos and sin, (n, R/2)
         float32.
         """
-        g, pairs = self._geometry, 0 if rope.layout == UNROTATED else rope.size // 2
-        shape = {
-            "SIZE": g.key_size,
-            "VALUE_SIZE": g.value_size,
-            "ALIGNED": g.key_size % ALIGNED == 0 and g.value_size % ALIGNED == 0,
-            "PAIRS": pairs,
-            "INTERLEAVED": rope.layout == INTERLEAVED,
-            "M": TILE_ROWS,
-            "K2": triton.next_power_of_2(g.key_size),
-            "V2": triton.next_power_of_2(g.value_size),
-            "P2": triton.next_power_of_2(max(pairs, 1)),
-        }
+        g = self._geometry
+        shape = row_constants(g.key_size, g.value_size, rope)
+        shape["ALIGNED"] = g.key_size % ALIGNED == 0 and g.value_size % ALIGNED == 0
         shape |= dict(zip(("PER_BYTE", "TOKEN_GROUP", "VALUE_GROUP"), self._packing, strict=True))
         strides = [*keys.stride()[:2], *values.stride()[:2]]
         with on_device(keys.device):
             _place[triton.cdiv(self._count, TILE_ROWS), g.kv_heads](
                 *self._rooms, *self._columns, *angles, keys, values, self._count, g.kv_heads, *strides, **shape,
-                num_warps=WARPS,
             )  # fmt: skip
 
 

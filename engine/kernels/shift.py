@@ -5,7 +5,6 @@ than the device.
 """
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -13,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ragblend.engine.kernels import available, on_device, passes
-from ragblend.engine.model.rope import INTERLEAVED, UNROTATED, Rope, angles, rotated
+from ragblend.engine.kernels.launching import TILE_ROWS, row_constants
+from ragblend.engine.model.rope import Rope, angles, rotated
 from ragblend.kvstore.chunks import DTYPES
 
-TILE_ROWS, WARPS = 16, 4
 Angles = tuple[Tensor, Tensor]  # cos and sin (T, R/2) float32, of every position
 
 
@@ -148,24 +147,10 @@ def add(
         _add[grid](*more, *stored, *by, start, more[0].shape[1], *strides, **shape)
 
 
-def _launch(rows: int, keys: Tensor, values: Tensor, rope: Rope) -> tuple[tuple[int, int], dict[str, Any]]:
-    size, value_size, pairs = (
-        keys.shape[2],
-        values.shape[2],
-        0 if rope.layout == UNROTATED else rope.size // 2,
-    )
+def _launch(rows: int, keys: Tensor, values: Tensor, rope: Rope) -> tuple[tuple[int, int], dict[str, int]]:
     assert keys.stride(2) == values.stride(2) == 1, "the last dimension is contiguous"
-    return (triton.cdiv(rows, TILE_ROWS), keys.shape[0]), {
-        "SIZE": size,
-        "VALUE_SIZE": value_size,
-        "PAIRS": pairs,
-        "INTERLEAVED": rope.layout == INTERLEAVED,
-        "M": TILE_ROWS,
-        "K2": triton.next_power_of_2(size),
-        "V2": triton.next_power_of_2(value_size),
-        "P2": triton.next_power_of_2(max(pairs, 1)),
-        "num_warps": WARPS,
-    }
+    grid = triton.cdiv(rows, TILE_ROWS), keys.shape[0]
+    return grid, row_constants(keys.shape[2], values.shape[2], rope)
 
 
 @functools.cache
