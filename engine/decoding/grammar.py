@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,6 +17,8 @@ _FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid", "unknown")
 )
 _BASE64 = "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+# At most six digits of a second: the formats set no limit, small models find no end, and Python reads no more.
+_SHORT_SECONDS = r"^[^.]*(\.[0-9]{1,6}([^0-9.][^.]*)?)?$"
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 
 
@@ -36,10 +38,15 @@ def json_grammar(schema: Mapping[str, Any]) -> Grammar:
     return validated(Grammar(f"start: {json_rule(schema)}\n"), "the JSON schema")
 
 
-def json_rule(schema: Mapping[str, Any], name: str = "the JSON schema") -> str:
-    """The grammar expression for JSON of this schema. name: of the schema, for messages. Raises UsageError."""
+def json_rule(
+    schema: Mapping[str, Any], name: str = "the JSON schema", ignored: Container[str] = frozenset()
+) -> str:
+    """The grammar expression for JSON of this schema, as if it had no `ignored` keywords.
+
+    name: of the schema, for messages. Raises UsageError.
+    """
     try:
-        strict = _strict(schema)
+        strict = _strict(schema, ignored)
         if not isinstance(strict, dict):
             raise TypeError("true and false are schemas only inside others")
         text = json.dumps(strict | {"x-guidance": _JSON_FORMAT})
@@ -72,8 +79,8 @@ def _compile_error(text: str) -> str:
     return load_llguidance().LLMatcher.validate_grammar(text) or ""
 
 
-def _strict(schema: Any, is_part: bool = False) -> Any:
-    """The schema without `uniqueItems`, which no single token can violate; objects allow only the properties they name.
+def _strict(schema: Any, ignored: Container[str], is_part: bool = False) -> Any:
+    """The schema without ignored keywords, its objects with only the properties that they name.
 
     is_part: it is part of an `allOf`, whose other parts may name more properties.
     """
@@ -81,10 +88,14 @@ def _strict(schema: Any, is_part: bool = False) -> Any:
         if isinstance(schema, bool):
             return schema
         raise TypeError(f"a schema is an object, not {schema!r:.80}")
-    result = {key: value for key, value in schema.items() if key != "uniqueItems"}
+    result = {key: value for key, value in schema.items() if key not in ignored}
+    if result.get("uniqueItems") is False:  # the default, which the compiler does not know either
+        del result["uniqueItems"]
     if result.get("format", "unknown") not in _FORMATS and result.pop("format") == "byte":  # OpenAPI's base64
         result.setdefault("pattern", _BASE64)
-    _change_subschemas(result, lambda part, key: _strict(part, key == "allOf"))
+    if result.get("format") in ("time", "date-time"):
+        result.setdefault("pattern", _SHORT_SECONDS)
+    _change_subschemas(result, lambda part, key: _strict(part, ignored, key == "allOf"))
     if not is_part and "properties" in result and "allOf" not in result and "patternProperties" not in result:
         result = {"type": "object", "additionalProperties": False} | result
     return result

@@ -171,7 +171,8 @@ def tools_grammar(
 
 def _arguments(name: str, function: Tool) -> str:
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    return json_rule(parameters, f"the schema of the tool {name!r}")
+    # No grammar keeps items apart; many published tools ask for it, and check what they are given.
+    return json_rule(parameters, f"the schema of the tool {name!r}", ignored={"uniqueItems"})
 
 
 def _terminals(text: str, form: CallFormat) -> str:

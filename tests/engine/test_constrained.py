@@ -4,6 +4,7 @@ import json
 import sys
 
 import jsonschema
+import llguidance
 import pytest
 import torch
 from benches import assert_grammar_changes_nothing, make_text
@@ -134,6 +135,7 @@ def in_itself():
         (nested(sys.getrecursionlimit()), "without end"),
         (in_itself(), "without end"),
         ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "[Uu]nsatisfiable"),
+        ({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}, r'\["uniqueItems"\]'),
         ({"not": {"type": "string"}}, r'Unimplemented keys: \["not"\]'),
         ({"type": "object", "properties": {"a": {"if": {}, "then": {}}}}, r'Unimplemented keys: \["if", "then"\]'),
         ({"oneOf": [{"type": "string"}, {"minLength": 2}]}, "oneOf constraints are not supported"),
@@ -145,6 +147,22 @@ def in_itself():
 def test_invalid_schemas_are_refused_when_passed(schema, said):
     with pytest.raises(UsageError, match=said):
         json_grammar(schema)
+
+
+def test_items_that_need_not_differ_are_no_error():
+    json_grammar({"type": "array", "items": {"type": "integer"}, "uniqueItems": False})
+
+
+@pytest.mark.parametrize(
+    ("said", "is_allowed"),
+    [("12:34:56Z", True), ("12:34:56.123456+02:00", True), ("12:34:56.1234567Z", False)],
+)
+def test_a_time_has_at_most_six_digits_after_its_second(llama, said, is_allowed):
+    matcher = llguidance.LLMatcher(
+        llama.engine.runtime.token_grammars, json_grammar(text(format="time")).text
+    )
+    ids = llama.engine.tokenizer.encode(json.dumps(said), add_special_tokens=False)
+    assert (matcher.validate_tokens(ids) == len(ids)) is is_allowed
 
 
 def with_keys(count, kind):

@@ -326,6 +326,11 @@ def test_invalid_tools_are_refused_by_name(wrong, said):
         check_tools(wrong)
 
 
+def test_a_tool_may_ask_for_unique_items():
+    """Published tools do, and no grammar keeps it: they would all be refused."""
+    check_tools([tool("tag", names={"type": "array", "items": {"type": "string"}, "uniqueItems": True})])
+
+
 def test_tools_are_refused_for_models_without_them(llama):
     with pytest.raises(UnsupportedModelError, match="calls no tools"):
         llama.engine.chat(ASKED, TOOLS)
