@@ -26,12 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ragblend.engine.model.device import cpu_features
+
 NAME, EAGER = "ragblend", "ragblend_eager"
 ROOM_STEP = 256
 TILE_ROWS = 64  # the fastest of 32, 64, 128 and 256, by the kernel and by products
+WIDE_TILE_ROWS = 256  # the same if keys are packed: 64 take 1.4 to 1.8 times as long for 800 rows of 3,200
 WASTED_SCORES = 8192  # masked scores that cost as much as one more tile's calls
 WASTED_PRODUCTS = 12288  # the same for products, where a tile has its own shape
 FOLDED_ROWS = 256  # the most rows that are folded: masks of more would cost much memory and save little time
+FOLDED_BYTES = 24 << 20  # the most that masks may take if keys are packed, where folding saves a third
 # How much faster products must be: unlike the kernel they round scores to the model's dtype.
 PRODUCTS_GAIN = 1.25
 _MEASURING = threading.Lock()
@@ -95,7 +99,9 @@ def tiles(rows: Tensor, window: int | None, dtype: torch.dtype, absent: Tensor |
     All keys up to the last row must hold finite numbers: for products, tiles end at rounded numbers of keys.
     """
     tiles, rounds = [], products_are_faster(dtype)
-    for start, end in _cuts(rows.tolist(), WASTED_PRODUCTS if rounds else WASTED_SCORES):
+    most_rows = WIDE_TILE_ROWS if packs_keys(dtype) else TILE_ROWS
+    wasted = WASTED_PRODUCTS if rounds else WASTED_SCORES * most_rows // TILE_ROWS
+    for start, end in _cuts(rows.tolist(), most_rows, wasted):
         tile = rows[start:end]
         first, least, stop = 0, int(tile[0]) + 1, int(tile[-1]) + 1
         if rounds:
@@ -122,22 +128,28 @@ def rounded_up(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def _cuts(positions: list[int], most_wasted: int) -> list[tuple[int, int]]:
-    """(start, end) of each tile: at most TILE_ROWS rows, and a cut before a gap that would waste more scores."""
+def _cuts(positions: list[int], most_rows: int, most_wasted: int) -> list[tuple[int, int]]:
+    """(start, end) of each tile: so many rows at most, and a cut before a gap that would waste more scores."""
     starts = [0]
     for number, (before, position) in enumerate(pairwise(positions), 1):
         held = number - starts[-1]
-        if held == TILE_ROWS or held * (position - before) > most_wasted:
+        if held == most_rows or held * (position - before) > most_wasted:
             starts.append(number)
     return list(pairwise([*starts, len(positions)])) if positions else []
 
 
 def products_are_faster(dtype: torch.dtype) -> bool:
     """Whether plain products are faster than torch's attention kernel on this machine; measured once, in a few ms."""
-    if dtype != torch.bfloat16:
+    if dtype != torch.bfloat16 or packs_keys(dtype):
         return False  # about equal: 60 and 64 GFLOP/s in float32
     with _MEASURING:  # it changes torch's number of threads
         return _measured_faster()
+
+
+@functools.cache
+def packs_keys(dtype: torch.dtype) -> bool:
+    """Whether torch's attention kernel packs keys for the processor's matrix unit (AMX), once for each tile."""
+    return dtype == torch.bfloat16 and bool(cpu_features().get("amx_bf16"))
 
 
 @functools.cache
@@ -287,6 +299,9 @@ def _by_kernel(query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
     heads, rows, size = query.shape[1:]
     group = heads // key.shape[1]
     folds = rows <= FOLDED_ROWS
+    if not folds and packs_keys(query.dtype):
+        scores = sum((each.stop - each.start) * (each.stop_key - each.first_key) for each in tiles)
+        folds = group * scores * query.element_size() <= FOLDED_BYTES
     groups = query.reshape(key.shape[1], group, rows, size)  # (H, G, R, D)
     out = torch.empty((1, rows, heads, value.shape[-1]), dtype=query.dtype, device=query.device)
     for tile in tiles:

@@ -83,10 +83,13 @@ def pick_dtype(device: torch.device, name: str | None) -> str:
 def _cpu_multiplies_bfloat16() -> bool:
     # oneDNN emulates bfloat16 on AVX2 and plain AVX-512, several times slower than float32; AMX and the
     # AVX-512 BF16 extension do it natively (2 to 4 times faster than float32).
-    # `get_capabilities` names both, e.g. {"avx512_bf16": True, "amx_bf16": False, ...}; torch before 2.10 lacks it.
+    return any(cpu_features().get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def cpu_features() -> dict[str, Any]:
+    """The processor's extensions, e.g. {"avx512_bf16": True, "amx_bf16": False}; empty with torch before 2.10."""
     capabilities: Callable[[], dict[str, Any]] = getattr(torch.cpu, "get_capabilities", dict)
-    features = capabilities()
-    return any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return capabilities()
 
 
 def available_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:

@@ -34,9 +34,10 @@ def test_masks_are_causal_and_respect_the_window(window):
 @pytest.mark.parametrize("rows", [scattered(1), scattered(30), scattered(300), torch.arange(TOKENS)])
 @pytest.mark.parametrize("window", [None, 1, 20, 150])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
-@pytest.mark.parametrize("products", [False, True])
-def test_tiles_attend_as_one_dense_mask(rows, window, heads, kv_heads, products, monkeypatch):
-    monkeypatch.setattr(attention, "products_are_faster", lambda dtype: products)
+@pytest.mark.parametrize("way", ["kernel", "packed keys", "products"])
+def test_tiles_attend_as_one_dense_mask(rows, window, heads, kv_heads, way, monkeypatch):
+    monkeypatch.setattr(attention, "products_are_faster", lambda dtype: way == "products")
+    monkeypatch.setattr(attention, "packs_keys", lambda dtype: way == "packed keys")
     random = torch.Generator().manual_seed(1)
     query = torch.randn(1, rows.numel(), heads, 8, generator=random).transpose(
         1, 2
@@ -55,6 +56,24 @@ def test_tiles_attend_as_one_dense_mask(rows, window, heads, kv_heads, products,
     assert weights is None
     assert found.shape == (1, rows.numel(), heads, 12)
     assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_packed_keys_make_wide_tiles_with_masks_of_bounded_size(monkeypatch):
+    """Tiles of 64 rows took up to twice as long on a processor with AMX; folded masks grow with the heads."""
+    monkeypatch.setattr(attention, "packs_keys", lambda dtype: True)
+    rows, seen = torch.arange(0, 3000, 2), set()
+    blocks = tiles(rows, None, torch.float32)
+    assert max(tile.stop - tile.start for tile in blocks) == attention.WIDE_TILE_ROWS
+
+    def attend(query, key, value, **options):
+        seen.add(query.shape[1])
+        return query
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", attend)
+    for heads in (2, 16):
+        query, key = torch.randn(1, heads, len(rows), 8), torch.randn(1, 1, 3000, 8)
+        rows_attention(nn.Module(), query, key, key, None, tiles=blocks)
+    assert seen == {1, 16}, "few heads' queries are folded, many heads' are not"
 
 
 def test_whole_sequences_and_single_rows_need_no_mask(monkeypatch):
@@ -78,6 +97,7 @@ def test_attention_speed_is_measured_on_one_thread(fails, monkeypatch):
         return given[0]
 
     monkeypatch.setattr(attention, "_by_kernel", kernel)
+    monkeypatch.setattr(attention, "packs_keys", lambda dtype: False)
     torch.set_num_threads(2)
     attention._measured_faster.cache_clear()
     try:
@@ -99,6 +119,7 @@ def test_concurrent_measurements_restore_the_number_of_threads(monkeypatch):
 
     monkeypatch.setattr(attention, "_by_kernel", slow)
     monkeypatch.setattr(attention, "_by_products", slow)
+    monkeypatch.setattr(attention, "packs_keys", lambda dtype: False)
 
     def ask():
         both.wait()
