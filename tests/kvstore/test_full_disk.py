@@ -10,15 +10,11 @@ from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.errors import StoreError, StoreFullError, StoreLockedError
 from ragblend.kvstore.store import KVStore
 
+FULL, BROKEN = errno.ENOSPC, errno.EIO
 FAULTS = [
-    ("posix_fallocate", 1),
-    ("write", 1),
-    ("write", 4),
-    ("fsync", 1),
-    ("fsync", 2),
-    ("rename", 1),
-    ("open", 1),
-]
+    ("posix_fallocate", 1, FULL), ("write", 1, FULL), ("write", 4, BROKEN), ("fsync", 1, BROKEN), ("fsync", 2, FULL),
+    ("rename", 1, FULL), ("open", 1, BROKEN),
+]  # fmt: skip
 
 
 def failing(real, at, code):
@@ -35,8 +31,7 @@ def failing(real, at, code):
     return call
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize(("name", "at"), FAULTS)
+@pytest.mark.parametrize(("name", "at", "code"), FAULTS)
 def test_a_failed_put_changes_nothing(open_store, sample, same, root, name, at, code):
     old = [sample(seed) for seed in range(2)]
     store = open_store(budget_bytes=2 * Blob.of(*old[0]).nbytes)  # a third would evict

@@ -300,7 +300,7 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize(("kind", "how"), zip(cycle(KINDS), SPOILED, strict=False))
+@pytest.mark.parametrize(("kind", "how"), list(zip(cycle(KINDS), SPOILED, strict=False)))
 def test_a_damaged_header_is_a_miss_until_the_value_is_overwritten(
     shared_of, open_at, sample, same, kind, how
 ):

@@ -15,7 +15,7 @@ from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.chunks import ChunkKV
 from ragblend.kvstore.errors import StoreError, StoreFormatError, StoreFullError
 from ragblend.kvstore.index import Index
-from ragblend.kvstore.store import AT_ONCE, KVStore
+from ragblend.kvstore.store import KVStore
 
 
 def modes_below(folder):
@@ -56,9 +56,16 @@ def test_the_store_works_without_posix_file_hints(open_store, sample, same, monk
 # --- budget
 
 
-def test_a_put_evicts_what_it_needs_and_few_values_more(open_store, sample):
+@pytest.fixture
+def at_once(monkeypatch):
+    """How many values a put evicts beside those that it must; fewer than in use."""
+    monkeypatch.setattr("ragblend.kvstore.store.AT_ONCE", 8)
+    return 8
+
+
+def test_a_put_evicts_what_it_needs_and_few_values_more(open_store, sample, at_once):
     """After the budget was lowered, one put evicted 10,000 values, which took 17 s."""
-    samples = [sample(seed) for seed in range(4 * AT_ONCE)]
+    samples = [sample(seed) for seed in range(4 * at_once)]
     size = Blob.of(*samples[0]).nbytes
     store = open_store()
     for each in samples[:-4]:
@@ -66,13 +73,13 @@ def test_a_put_evicts_what_it_needs_and_few_values_more(open_store, sample):
     entries = store.stats().entries
     store.budget_bytes = 3 * size
     store.put(*samples[-4])
-    assert store.stats().evictions == AT_ONCE + 1
-    assert store.stats().entries == entries - AT_ONCE
+    assert store.stats().evictions == at_once + 1
+    assert store.stats().entries == entries - at_once
     store.put(*samples[-4])  # replaces itself
-    assert store.stats().entries == entries - 2 * AT_ONCE
-    large = sample(999, tokens=5 * AT_ONCE)
+    assert store.stats().entries == entries - 2 * at_once
+    large = sample(999, tokens=5 * at_once)
     store.put(*samples[-3])
-    assert store.stats().entries == entries - 3 * AT_ONCE
+    assert store.stats().entries == entries - 3 * at_once
     for each in samples[-2:]:
         store.put(*each)
     assert store.stats().bytes == store.budget_bytes
@@ -83,8 +90,8 @@ def test_a_put_evicts_what_it_needs_and_few_values_more(open_store, sample):
     assert store.check() == []
 
 
-def test_gc_evicts_down_to_a_lowered_budget(open_store, sample):
-    samples = [sample(seed) for seed in range(2 * AT_ONCE + 9)]
+def test_gc_evicts_down_to_a_lowered_budget(open_store, sample, at_once):
+    samples = [sample(seed) for seed in range(2 * at_once + 9)]
     store = open_store()
     for each in samples:
         store.put(*each)
