@@ -77,7 +77,7 @@ def test_eviction_equals_a_model_in_memory(root, samples, name):
     """Retrievals, puts, deletes and reopenings at random; after each put the same values are there."""
     seeded, budget = random.Random(name), sum(Blob.of(*each).nbytes for each in samples[:14])
     memory, store, evicted = Memory(name, budget), KVStore.open(root, budget, policy=name, cost=cost), 0
-    for _ in range(450):
+    for _ in range(700):
         key, chunk = samples[min(int(seeded.paretovariate(0.6)) - 1, len(samples) - 1)]
         action = seeded.random()
         if action < 0.03:
