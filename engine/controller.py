@@ -178,8 +178,9 @@ def values_to_compute(
     wanted = work(least)
     if profile.overlaps and load_ms(profile, wanted) <= compute_ms(profile, wanted, ratio):
         return least  # loading is hidden already
-    times = {count: ttft_ms(profile, work(count), ratio) for count in range(least, most + 1)}
-    return min(times, key=lambda count: times[count])
+    times = {least: ttft_ms(profile, wanted, ratio)}
+    times |= {count: ttft_ms(profile, work(count), ratio) for count in range(least + 1, most + 1)}
+    return min(times, key=times.__getitem__)
 
 
 class MeasuredSpeeds:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ragblend.app.settings import Settings
-    from ragblend.measuring.quality import ExtraVariants
     from ragblend.measuring.table import Table
 
 ABOUT = "Measure how close fused answers are to full prefill's, and how much faster they start."
@@ -29,10 +28,8 @@ def quality(cli: Cli, source: QuestionSource, request: QualityRequest) -> None:
     show_quality(cli, source, request)
 
 
-def show_quality(
-    cli: Cli, source: QuestionSource, request: QualityRequest, others: "ExtraVariants | None" = None
-) -> None:
-    """Measure, and print tables, or rows as JSON. others: variants of `python -m benchmarks.quality`."""
+def show_quality(cli: Cli, source: QuestionSource, request: QualityRequest) -> None:
+    """Measure, and print tables, or rows as JSON."""
     from ragblend.app.quality.runs import report_quality
     from ragblend.measuring.report import warnings
     from ragblend.measuring.table import quality_tables
@@ -41,7 +38,7 @@ def show_quality(
     collection = settings_of(cli, collection=source.collection).collection
     source = replace(source, home=cli.home, collection=collection)
     try:
-        results = report_quality(source, engine, request, others)
+        results = report_quality(source, engine, request)
     except KeyboardInterrupt:
         cli.note("Stopped. Measurements are kept; run the same command again to continue.")
         raise typer.Exit(1) from None

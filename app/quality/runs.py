@@ -49,19 +49,13 @@ def open_engine(arguments: Mapping[str, Any], purpose: str, **more: Any) -> "Eng
     return loaded_here(Engine.open(**arguments, **more), purpose)
 
 
-def report_quality(
-    source: sources.QuestionSource,
-    engine_arguments: Row,
-    request: "QualityRequest",
-    others: quality.ExtraVariants | None = None,
-) -> Row:
+def report_quality(source: sources.QuestionSource, engine_arguments: Row, request: "QualityRequest") -> Row:
     """Measure what is missing, and write `quality.json`, a picture and a report. Returns the results, and `files`.
 
-    engine_arguments: of `Engine.open`. There is a picture only if there are divergences.
+    engine_arguments: of `Engine.open`.
     """
     check_extra()
-    others = others or quality.ExtraVariants()
-    variants, seed = _variants(source, request, others), source.seed or 0
+    variants, seed = _variants(source, request), source.seed or 0
     pairs = parse_pairs(request.compare or (), variants)
     loaded = sources.read(source)
     folder = make_folder(request.output)
@@ -72,7 +66,7 @@ def report_quality(
     most_tokens = quality.answer_tokens(engine, loaded.questions, asked)
     if source.skip:  # else `quality.run` names the first one before it measures anything
         loaded = quality.fitting(engine, loaded, most_tokens)
-    journal = quality.open_journal(engine, folder, request.fresh, kv_codec, most_tokens, others)
+    journal = quality.open_journal(engine, folder, request.fresh, kv_codec, most_tokens)
     with progress_bar("measuring") as progress:
         quality.run(
             engine,
@@ -83,7 +77,6 @@ def report_quality(
             seed=seed,
             keep_kv=request.keep_kv,
             progress=progress,
-            others=others.variants,
             figures_only=source.figures,
         )
     questions = _answered_rightly(engine, loaded.questions, journal) if source.figures else loaded.questions
@@ -106,25 +99,20 @@ def report_quality(
             "instruction": quality.INSTRUCTION,
             "skipped": [asdict(each) for each in loaded.skipped],
             "max_new_tokens": most_tokens,
-            "modes": others.settings,
         },
     }
     return write_report(folder, results)
 
 
-def _variants(
-    source: sources.QuestionSource, request: "QualityRequest", others: quality.ExtraVariants
-) -> tuple[Variant, ...]:
+def _variants(source: sources.QuestionSource, request: "QualityRequest") -> tuple[Variant, ...]:
     """All variants to measure; questions about figures need full prefill among them. Raises UsageError."""
     from ragblend.engine.selection import METHODS, WITHOUT_RATIO, method_names
 
-    methods = tuple[Variant, ...]()
-    if request.methods:
-        names = with_all(request.methods, METHODS)
-        methods = parse_variants(names, request.ratios, method_names(), WITHOUT_RATIO)
+    names = with_all(request.methods, METHODS)
+    methods = parse_variants(names, request.ratios, method_names(), WITHOUT_RATIO)
     if source.figures and Variant("full") not in methods:
         methods = (Variant("full"), *methods)
-    return (*methods, *others.variants)
+    return methods
 
 
 def _answered_rightly(engine: "Engine", questions: list[Question], journal: Journal) -> list[Question]:

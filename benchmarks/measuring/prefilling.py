@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
     from ragblend.engine.prompts.segments import Prompt
     from ragblend.engine.results import Prefilled
-    from ragblend.engine.selection import Policy
     from ragblend.kvstore.keys import ChunkKey
 
 
@@ -87,17 +86,14 @@ def model_digest(engine: "Engine") -> str:
         return key.digest
 
 
-def timed_prefill(
-    engine: "Engine", prompt: "Prompt", variant: Variant, policy: "Policy | None" = None
-) -> Timed:
-    """Time a prefill with its first token. policy: instead of the variant's own.
+def timed_prefill(engine: "Engine", prompt: "Prompt", variant: Variant) -> Timed:
+    """Time a prefill with its first token.
 
     Raises BenchError if something else was measured than was asked for: passages that are not stored are computed
     exactly, and a model that cannot be fused is served by full prefill, so either would look perfect.
     """
     started = perf_counter()
-    arguments = variant.arguments if policy is None else variant.arguments | {"method": policy}
-    prefilled = engine.prefill(prompt, **arguments)
+    prefilled = engine.prefill(prompt, **variant.arguments)
     report = engine.decode(prefilled, max_new_tokens=1, temperature=0.0).report
     ttft_ms = 1000 * (perf_counter() - started)
     if report.method != variant.method and report.warning is None:
@@ -168,7 +164,7 @@ def environment(engine: "Engine") -> dict[str, Any]:
     }
 
 
-def computed_by(settings: dict[str, Any], more_code: tuple[Path, ...] = ()) -> str:
+def computed_by(settings: dict[str, Any]) -> str:
     """A digest of everything that a run's numbers depend on: settings, processor, threads, torch and source code."""
     import torch
 
@@ -177,7 +173,7 @@ def computed_by(settings: dict[str, Any], more_code: tuple[Path, ...] = ()) -> s
 
     code = tuple(Path(package.__path__[0]) for package in (ragblend.engine, ragblend.kvstore))
     where = {"cpu": cpu_name(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    return run_digest(settings | where, (*code, *more_code))
+    return run_digest(settings | where, code)
 
 
 def cpu_name() -> str:

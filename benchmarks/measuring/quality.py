@@ -7,9 +7,8 @@ There is one record per (question, method, ratio), saved as soon as it is measur
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,13 +36,10 @@ if TYPE_CHECKING:
     from ragblend.engine.engine import Engine
     from ragblend.engine.prompts.segments import Prompt
     from ragblend.engine.results import Prefilled, Result
-    from ragblend.engine.selection import Policy
 
 INSTRUCTION = "\nAnswer in a few words, not in a sentence."
 ANSWER_TOKENS = 32
 Progress = Callable[[int, int], None]
-# Measures a variant on one question, given the reference and the longest answer in tokens.
-Measure = Callable[["Engine", Question, "Prompt", "Outcome", int], Record]
 
 
 @dataclass(frozen=True)
@@ -52,15 +48,6 @@ class Outcome(Timed):
 
     answer: "Result"
     logits: "Tensor"
-
-
-@dataclass(frozen=True)
-class ExtraVariants:
-    """Variants that are not methods of the engine. settings, code: what their numbers depend on (`run_digest`)."""
-
-    variants: Mapping[Variant, Measure] = field(default_factory=dict)
-    settings: Mapping[str, Any] | None = None
-    code: tuple[Path, ...] = ()
 
 
 def run(
@@ -74,21 +61,18 @@ def run(
     progress: Progress = lambda done, total: None,
     until: Callable[[], bool] = lambda: False,
     warm: bool = True,
-    others: Mapping[Variant, Measure] | None = None,
     figures_only: bool = False,
 ) -> int:
     """Measure every (question, variant) that the journal does not have; returns how many questions are left.
 
     An interruption loses at most the measurement under way. keep_kv leaves the passages' KV in the store. until is
     called before each question; once it is true no further one is begun. warm: run every method once, unrecorded,
-    before the first question. others: variants that are not methods of the engine, and how to measure them.
-    figures_only: a question that full prefill answers with wrong figures gets a record of `full`, which must be among
-    the variants, and no other.
+    before the first question. figures_only: a question that full prefill answers with wrong figures gets a record of
+    `full`, which must be among the variants, and no other.
 
     Questions must not repeat (see `data.without_repeats`). Raises PromptTooLongError before anything is measured;
     BenchError for a number that would be wrong.
     """
-    others = others or {}
     pending = [
         (question, _pending(question, variants, journal, seed, figures_only)) for question in questions
     ]
@@ -105,15 +89,14 @@ def run(
                 if until():
                     return left
                 if left == len(work) and warm:
-                    warm_up(engine, prompt, [each for each in todo if each not in others])
+                    warm_up(engine, prompt, todo)
                 reference = before = full_outcome(engine, prompt, max_new_tokens, before)
                 left -= 1
                 is_right = bool(metrics.right_figures(question, reference.answer.text))
                 if figures_only and Variant("full") in todo and not is_right:
                     todo, total = [Variant("full")], total - len(todo) + 1
                 for variant in todo:
-                    measure = others.get(variant) or partial(measure_method, variant)
-                    journal.add(measure(engine, question, prompt, reference, max_new_tokens))
+                    journal.add(measure_method(variant, engine, question, prompt, reference, max_new_tokens))
                     done += 1
                     progress(done, total)
     return 0
@@ -177,14 +160,7 @@ def fitting(engine: "Engine", loaded: Loaded, max_new_tokens: int) -> Loaded:
     return Loaded(kept, tuple(skipped))
 
 
-def open_journal(
-    engine: "Engine",
-    folder: Path,
-    fresh: bool,
-    kv_codec: str,
-    max_new_tokens: int,
-    others: ExtraVariants = ExtraVariants(),
-) -> Journal:
+def open_journal(engine: "Engine", folder: Path, fresh: bool, kv_codec: str, max_new_tokens: int) -> Journal:
     """Open the journal, whose name is a digest of everything its records depend on and do not contain."""
     settings: Row = {
         "model": model_digest(engine),
@@ -193,9 +169,7 @@ def open_journal(
         "max_new_tokens": max_new_tokens,
         "instruction": INSTRUCTION,
     }
-    if others.settings is not None:
-        settings["modes"] = dict(others.settings)
-    return Journal(folder / f"quality-{computed_by(settings, tuple(others.code))}.jsonl", fresh)
+    return Journal(folder / f"quality-{computed_by(settings)}.jsonl", fresh)
 
 
 def asked(question: Question) -> str:
@@ -242,15 +216,10 @@ def _outcome(timed: Timed, answer: "Result", logits: "Tensor") -> Outcome:
 
 
 def outcome_of(
-    engine: "Engine",
-    prompt: "Prompt",
-    variant: Variant,
-    reference: Outcome,
-    max_new_tokens: int,
-    policy: "Policy | None" = None,
+    engine: "Engine", prompt: "Prompt", variant: Variant, reference: Outcome, max_new_tokens: int
 ) -> Outcome:
-    """A method's outcome. policy: instead of the variant's own."""
-    timed = timed_prefill(engine, prompt, variant, policy)
+    """A method's outcome."""
+    timed = timed_prefill(engine, prompt, variant)
     logits = teacher_logits(engine, timed.prefilled, reference.answer)
     # If a figure may be read again, only decoding shows whether it was.
     if takes_every_step(logits, reference.answer) and not timed.prefilled.sure:

@@ -24,29 +24,23 @@ Key = tuple[str, str, float | None]
 
 @dataclass(frozen=True)
 class Record:
-    """One method on one question. kl in nats; times in ms; `full_ttft_ms` from the same run.
-
-    kl, top1, exact_match and recomputed_fraction are None for variants that use other prompts than full prefill.
-    Those make several `calls`, `unscored` of them without the expected score; tokens are of all calls.
-    """
+    """One method on one question. kl in nats; times in ms; `full_ttft_ms` from the same run."""
 
     question: str
     method: str
     ratio: float | None
-    kl: float | None
-    top1: float | None
-    exact_match: bool | None
+    kl: float
+    top1: float
+    exact_match: bool
     gold_match: bool
     f1: float
     rouge_l: float
-    recomputed_fraction: float | None
+    recomputed_fraction: float
     ttft_ms: float
     full_ttft_ms: float
     prompt_tokens: int
     answer: str
     generated_tokens: int | None = None
-    calls: int = 1
-    unscored: int | None = None
     found: float | None = None  # share of the required strings in the answer; None if none are known
     # The cost of selection: its time, the rows of probes, and all computed rows as a share of full prefill's.
     select_ms: float | None = None

@@ -9,18 +9,15 @@ from ragblend.measuring.records import Row, write_json
 from ragblend.measuring.table import FEWEST_PROMPTS, matrix_table, quality_tables
 
 TEMPLATE = Path(__file__).with_name("report.html")
+FILES = {"json": "quality.json", "png": "quality.png", "html": "report.html"}
 PICTURE = "KL by method, with its 95% interval, and against time, with the Pareto front"
 
 
 def write_report(folder: Path, results: Row) -> Row:
-    """Write `quality.json`, `quality.png` if there are divergences, and `report.html`; adds `files` by kind."""
-    files = {"json": folder / "quality.json", "html": folder / "report.html"}
-    pictures: dict[str, Path] = {}
-    compared = [row for row in results["rows"] if row["kl"] is not None]
-    if compared:
-        files["png"] = pictures[PICTURE] = folder / "quality.png"
-        plot_quality(compared, _title(results), files["png"])
-    files["html"].write_text(report_page(results, pictures), encoding="utf-8")
+    """Write `quality.json`, `quality.png` and `report.html`; adds `files` by kind."""
+    files = {kind: folder / name for kind, name in FILES.items()}
+    plot_quality(results["rows"], _title(results), files["png"])
+    files["html"].write_text(report_page(results, {PICTURE: files["png"]}), encoding="utf-8")
     write_json(files["json"], results)
     return results | {"files": {kind: str(path) for kind, path in files.items()}}
 
@@ -74,9 +71,7 @@ def warnings(rows: Sequence[Row], what: Row) -> list[str]:
         more = f" and {len(what['skipped']) - 5} more" if len(what["skipped"]) > 5 else ""
         found.append(f"{len(what['skipped'])} records were left out: {named}{more}.")
     for row in rows:
-        spent, name = row["recomputed_fraction"] or 0, row["method"]
+        spent, name = row["recomputed_fraction"], row["method"]
         if row["ratio"] is not None and spent > row["ratio"] + 0.01:
             found.append(f"{name} at {row['ratio']:.1%} recomputed {spent:.1%}, more than its budget.")
-        if row["unscored"]:
-            found.append(f"{name}: {row['unscored'] / row['calls']:.1%} of its answers have no score.")
     return found

@@ -17,8 +17,7 @@ from ragblend.measuring.variants import EXACT, Variant
 
 # What a policy has to beat: recomputing nothing, and two ways to spend the same budget blindly.
 BASELINES = ("reuse", "random", "epic")
-# Means over the questions, of all calls for each.
-COUNTS = ("prompt_tokens", "generated_tokens", "calls", "unscored")
+COUNTS = ("prompt_tokens", "generated_tokens")  # means over the questions
 # Costs of selection, beside `recomputed_fraction`, which includes what falls on stored tokens.
 COSTS = ("computed_fraction", "probe_rows", "select_ms")
 FIGURE_COLUMNS = (
@@ -61,11 +60,10 @@ def summarise(
 def comparison_matrix(
     records: dict[Key, Record], questions: Sequence[Question], variants: Sequence[Variant], seed: int
 ) -> list[Row]:
-    """Compare every two variants that have a divergence, except for the reference."""
+    """Compare every two variants except for the reference."""
     table = _table(records, questions, variants)
     methods = [each for each in variants if each.method != "full"]
-    comparable = [each for each in methods if _column("kl", table[each]) is not None]
-    return [_comparison(*pair, table, seed) for pair in combinations(comparable, 2)]
+    return [_comparison(*pair, table, seed) for pair in combinations(methods, 2)]
 
 
 def by_task(
@@ -192,7 +190,7 @@ def _with_baselines(table: Table) -> list[tuple[Variant, Variant]]:
     return [
         (variant, other)
         for variant in table
-        if variant.ratio is not None and _column("kl", table[variant]) is not None
+        if variant.ratio is not None
         for other in (Variant(name, None if name == "reuse" else variant.ratio) for name in BASELINES)
         if other in table and other.method != variant.method
     ]
@@ -225,8 +223,7 @@ def _comparison(variant: Variant, other: Variant, table: Table, seed: int) -> Ro
 def _costs(records: list[Record], others: list[Record]) -> Row:
     """The difference in recomputed shares, and whether it counts as the same cost."""
     spent, spent_other = (_mean("recomputed_fraction", each) for each in (records, others))
-    if spent is None or spent_other is None:
-        return {"cost_difference": None, "same_cost": None}
+    assert spent is not None and spent_other is not None
     return {"cost_difference": spent - spent_other, "same_cost": abs(spent - spent_other) <= SAME_COST}
 
 

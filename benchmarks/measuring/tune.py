@@ -216,7 +216,6 @@ def _decide(
 
 
 def _kl(record: Record) -> float:
-    assert record.kl is not None, record
     return record.kl
 
 

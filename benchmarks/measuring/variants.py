@@ -9,8 +9,6 @@ from ragblend.kvstore.errors import UsageError
 ALL_METHODS = "all"
 EXACT = ("full", "exact", "prefix", "recompute")  # methods that compute full prefill in one way or another
 AT = "@"  # in --compare, between a method and its ratio
-# Variants that only `python -m benchmarks.quality` measures.
-DEVELOPERS_ONLY = ("map_reduce", "map_rerank", "refine", "transplant")
 
 
 @dataclass(frozen=True)
@@ -75,10 +73,6 @@ def base_name(method: str) -> str:
 
 def _check_name(name: str, known: Collection[str]) -> None:
     if base_name(name) not in known:
-        if base_name(name).partition("+")[0] in DEVELOPERS_ONLY:
-            raise UsageError(
-                f"--methods: {name!r} is measured by `python -m benchmarks.quality`, in a checkout of the sources"
-            )
         raise UsageError(f"--methods: there is no method {name!r}; there are {', '.join(sorted(known))}")
     if ":" in name:
         from ragblend.engine.selection import policy_named

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-from benches import Bench
+from benches import Bench, Clock
 from shared_servers import redis_server, s3_port, shared_of  # noqa: F401
 from transformers.utils import logging as transformers_logging
 
@@ -100,6 +100,14 @@ def stored_for(bench_for, request):
 def fresh(fresh_bench_for):
     """A llama on an empty home."""
     return fresh_bench_for("llama")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The scheduler's clock, which stands still until a test sets it."""
+    found = Clock()
+    monkeypatch.setattr("ragblend.engine.scheduling.queue.time", found)
+    return found
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import hashlib
 
 import pytest
-import torch
 from benches import make_prompt, make_text, watch_lock
 
 from ragblend import Chunk, Literal, Prompt
@@ -22,13 +21,13 @@ def digests(store):
     return {name: hashlib.sha256((store.root / name).read_bytes()).hexdigest() for name in names}
 
 
-def test_stored_bytes_are_unchanged_after_100_generations(fresh):
+def test_answers_never_change_stored_bytes(fresh):
     engine = fresh.engine
     engine.encode(TEXTS)
     before = digests(engine.store)
     assert len(before) == len(TEXTS)
     names = sorted(METHODS)
-    for number in range(100):
+    for number in range(2 * len(names)):
         order = TEXTS[number % 5 :] + TEXTS[: number % 5]
         options = {"method": names[number % len(names)], "ratio": 0.4, "max_new_tokens": 3}
         engine.generate(make_prompt(order), **options)
@@ -188,25 +187,3 @@ def test_kv_is_deleted_in_batches_and_what_has_a_node_again_stays(fresh, monkeyp
     assert engine.prefill(Prompt([Chunk(node_id="again"), Literal("?")]), "reuse").report.hits == 1
     engine.forget(["again"])
     assert store.stats().entries == 0
-
-
-def test_forgetting_a_node_keeps_that_of_other_collections(fresh_bench_for, tmp_path):
-    one, two = (
-        fresh_bench_for("llama", home=tmp_path / "h", collection=name).engine for name in ("one", "two")
-    )
-    for engine in (one, two):
-        engine.encode([TEXTS[0]], node_ids=["a"])
-    assert two.forget(["a"]) > 0
-    prompt = Prompt([Literal("read: "), Chunk(node_id="a"), Literal("?")])
-    assert one.prefill(prompt, "reuse").report.hits == 1
-    with pytest.raises(UnknownChunkError):
-        two.tokenize(prompt)
-
-
-def test_an_engine_works_again_after_close(fresh):
-    fresh.engine.encode(TEXTS[:1])
-    before = fresh.engine.prefill(make_prompt(TEXTS[:1]), "reuse").logits
-    fresh.engine.close()
-    after = fresh.engine.prefill(make_prompt(TEXTS[:1]), "reuse")
-    assert after.report.hits == 1
-    assert torch.equal(before, after.logits)

@@ -129,9 +129,9 @@ def test_what_is_loaded_is_never_slower_than_computing_all_or_loading_all(probes
     """Over tiers of 0.1 to 50 GB/s, devices of 0.1 to 300 ms for a thousand tokens, small and large KV."""
     near = better = cases = 0
     for gigabytes_per_s in (0.1, 0.2, 0.5, 1, 2, 4, 8, 16, 30, 50):
-        for ms in (0.1, 0.3, 1, 3, 10, 30, 33, 100, 300):
-            for token_bytes in (12_000, 23_000, 131_000, 500_000):
-                for passages in (1, 4, 8, 10):
+        for ms in (0.1, 0.3, 1, 3, 10, 30, 100, 300):
+            for token_bytes in (12_000, 131_000):
+                for passages in (1, 8):
                     grid = PrefillProfile("made up", (0, 4096), (16, 1024), ((0.016 * ms, 1.024 * ms),) * 2)
                     found = DeviceProfile("made up", grid, (Tier("disk", gigabytes_per_s * 1e9),))
                     work = passage_works(passages, 1024, token_bytes, probes=probes)
@@ -146,8 +146,8 @@ def test_what_is_loaded_is_never_slower_than_computing_all_or_loading_all(probes
                         near += 1
                         better += times[chosen] < min(load_all, compute_all)
                     cases += 1
-    assert cases == 10 * 9 * 4 * 4
-    assert better > 0.9 * near > 40, "a split is better than both wherever they are near each other"
+    assert cases == 10 * 8 * 2 * 2
+    assert better > 0.9 * near > 10, "a split is better than both wherever they are near each other"
 
 
 @pytest.mark.parametrize(("disk", "computed"), [(1e6, 0), (0.001, 8)])

@@ -166,25 +166,6 @@ def test_unwritten_buffer_rows_are_zeros(new_memory_is_nan, prefilled_for):
         assert held.keys.isfinite().all()
 
 
-def test_an_answers_products_have_two_shapes(prefilled_for, monkeypatch):
-    """For each shape oneDNN keeps half a megabyte: of a hundred tokens' it was more than the prompt's KV."""
-    prefilled, decoder = prefilled_for("llama")
-    rows, shapes = DirectDecode(decoder, {}), set()
-
-    def watched(product):
-        def multiply(*given, **options):
-            shapes.add((product, *(each.shape for each in given)))
-            return product(*given, **options)
-
-        return multiply
-
-    for name in ("bmm", "baddbmm"):
-        monkeypatch.setattr(torch, name, watched(getattr(torch, name)))
-    for token in ANSWER * 12:
-        rows.run(prefilled.cache, [token])
-    assert len(shapes) == 2
-
-
 def test_a_diverging_implementation_is_rejected(prefilled_for):
     prefilled, decoder = prefilled_for("llama")
     ids = prefilled.prompt.token_ids

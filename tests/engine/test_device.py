@@ -47,15 +47,6 @@ def test_every_delivery_is_awaited_before_compute(staged):
     assert transfers.calls.count("pace") == layers, "the host may not queue a whole prompt"
 
 
-def test_stalls_are_measured_by_the_devices_clock(staged):
-    """The host's says nothing: from pinned memory it never waits, and from a disk the device computes meanwhile."""
-    engine, *_ = staged
-    trace = engine.prefill(make_prompt(TEXTS), method="reuse").report.trace
-    stalls = [event for event in trace.events if event.part == "stall"]
-    assert len(stalls) == engine.runtime.decoder.geometry.layers
-    assert {event.track for event in stalls} == {"device"}
-
-
 def test_files_are_read_only_a_few_layers_ahead(staged, monkeypatch):
     """What they take until it is copied is pinned memory: a prompt's whole KV would be a gigabyte."""
     engine, transfers, _ = staged
@@ -207,11 +198,3 @@ def test_default_memory_budgets():
     (tier,) = device.memory_tiers(cpu, 5, None)
     assert (tier.name, tier.budget_bytes) == ("memory", 5)
     assert device.default_budgets(torch.device("mps"))[0] > 0
-
-
-def test_cached_device_memory_is_released_each_time(monkeypatch):
-    freed = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(1))
-    for _ in range(2):
-        device.release_cached_memory(torch.device("cuda"))
-    assert len(freed) == 2

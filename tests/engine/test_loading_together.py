@@ -39,7 +39,7 @@ class Slow:
     def find_spec(self, name, *_):
         if name == "transformers.dependency_versions_check":  # the first part that the whole imports
             begun.set()
-            time.sleep(1)
+            time.sleep(0.2)
 
 def load():
     with exclusive_model_loading():

@@ -32,8 +32,9 @@ def test_masks_are_causal_and_respect_the_window(window):
 
 
 @pytest.mark.parametrize("rows", [scattered(1), scattered(30), scattered(300), torch.arange(TOKENS)])
-@pytest.mark.parametrize("window", [None, 1, 20, 150])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("window", "heads", "kv_heads"), [(None, 4, 4), (1, 6, 2), (20, 4, 1), (150, 6, 2), (None, 6, 2)]
+)
 @pytest.mark.parametrize("way", ["kernel", "packed keys", "products"])
 def test_tiles_attend_as_one_dense_mask(rows, window, heads, kv_heads, way, monkeypatch):
     monkeypatch.setattr(attention, "products_are_faster", lambda dtype: way == "products")

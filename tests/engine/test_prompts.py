@@ -1,11 +1,12 @@
 """Prompts of every shape: no chunk, one, many, the same twice, missing ones, chunks at either end."""
 
-import time
+import threading
 
 import pytest
 import torch
 from benches import PREFIX, SUFFIX, largest_error, make_prompt, make_text, pairs
 from tiny_models import reference_kv
+from waiting import SOON_S
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine import cache
@@ -164,21 +165,21 @@ def test_missing_chunks_after_exact_rows_are_exact(fresh):
 
 
 @pytest.mark.parametrize("method", ["reuse", "cacheblend-gradual", "probe-shift"])
-def test_a_slow_disk_changes_only_the_timings(stored, monkeypatch, method):
-    """Layers that come late are waited for, each before its attention."""
+def test_layers_that_come_late_are_waited_for(stored, watch_layers, monkeypatch, method):
+    """Each is read only once the layer before it is being computed."""
     prompt = make_prompt(TEXTS)
     expected = stored.engine.prefill(prompt, method=method, ratio=0.5)
+    begun = [threading.Event() for _ in range(stored.engine.runtime.decoder.geometry.layers)]
+    watch_layers(stored, lambda layer, *more: begun[layer].set())
     read_layer = ChunkReader.read_layer
 
-    def slowly(*args):
-        time.sleep(0.03)
-        return read_layer(*args)
+    def late(reader, layer, *to):
+        assert layer == 0 or begun[layer - 1].wait(SOON_S)
+        return read_layer(reader, layer, *to)
 
-    monkeypatch.setattr(ChunkReader, "read_layer", slowly)
+    monkeypatch.setattr(ChunkReader, "read_layer", late)
     found = stored.engine.prefill(prompt, method=method, ratio=0.5)
-    assert torch.equal(found.logits, expected.logits)
-    assert found.report.timings.stall_ms > 20
-    assert found.report.timings.load_ms > 100
+    assert torch.equal(found.logits, expected.logits) and all(each.is_set() for each in begun)
 
 
 class _EmptyIsNaN:

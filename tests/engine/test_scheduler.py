@@ -10,7 +10,7 @@ from waiting import SOON_S, until
 
 from ragblend.engine.scheduling.background import BackgroundTasks, Priority
 from ragblend.engine.scheduling.order import Claim
-from ragblend.engine.scheduling.queue import DeviceQueue
+from ragblend.engine.scheduling.queue import CallbackCancel, DeviceQueue
 from ragblend.kvstore.errors import Cancelled
 
 
@@ -22,7 +22,7 @@ def test_first_come_first_served_and_one_at_a_time():
             inside.append(number)
             assert len(inside) == 1
             order.append(number)
-            time.sleep(0.002)
+            time.sleep(0)  # lets the other threads run
             inside.remove(number)
 
     threads = []
@@ -63,28 +63,28 @@ def test_a_cancelled_request_does_not_block_others():
     assert outcome == ["gave up", "served"]
 
 
-def test_a_request_that_has_begun_goes_on_after_its_deadline():
+def test_a_request_that_has_begun_goes_on_after_its_deadline(clock):
     """Alone and beside others: a deadline is for requests that wait to begin."""
-    queue, deadline = DeviceQueue(), time.monotonic() + 1
+    queue, claim, polls = DeviceQueue(), Claim(shares=True, deadline=1.0), []
 
     def other():
         with queue.turn(claim=Claim(shares=True)):
-            until(lambda: time.monotonic() > deadline + 0.3)  # several of the polls of who waits
+            clock.now, polled = 2.0, len(polls)
+            until(lambda: len(polls) > polled + 1)
 
     thread = threading.Thread(target=other)
-    with queue.turn(claim=Claim(shares=True, deadline=deadline)) as turn:
+    with queue.turn(CallbackCancel(lambda: polls.append(1)), claim=claim) as turn:
         thread.start()
         until(lambda: queue.inside == 2)
         turn.between_tokens()
-        assert time.monotonic() > deadline
+        assert clock.now > claim.deadline
     thread.join(SOON_S)
-    with pytest.raises(Cancelled), queue.turn(claim=Claim(shares=True, deadline=deadline)):
+    with pytest.raises(Cancelled), queue.turn(claim=claim):
         pass
 
 
-def test_background_work_begins_after_a_pause(monkeypatch):
+def test_background_work_begins_after_a_pause(clock):
     """Between two calls of one program it would be stopped again, and would take the cores from retrieval."""
-    monkeypatch.setattr("ragblend.engine.scheduling.queue.PAUSE_S", 0.5)
     queue, order = DeviceQueue(), []
 
     def works():
@@ -97,7 +97,9 @@ def test_background_work_begins_after_a_pause(monkeypatch):
             order.append(number)
             if not number:
                 thread.start()
-        time.sleep(0.02)
+        read = clock.reads
+        until(lambda read=read: clock.reads > read + 2)  # it looks whether the pause is over
+    clock.now = 1.0
     thread.join(SOON_S)
     assert order == [0, 1, 2, "background"]
 

@@ -121,7 +121,7 @@ def test_a_request_cancelled_in_a_pass_ends_after_it(ask):
     assert len(numbers) > 1
     for number in numbers[1:]:
         cancel[number].set()
-    threads[numbers[1]].join(0.3)
+    threads[numbers[1]].join(0.05)
     assert not found
     squares.go.set()
     for thread in threads:
@@ -130,9 +130,16 @@ def test_a_request_cancelled_in_a_pass_ends_after_it(ask):
     assert all(isinstance(found[number], Cancelled) for number in numbers[1:]) and not queue.inside
 
 
-def test_each_is_charged_for_its_share_of_a_pass(ask, monkeypatch):
+def test_each_is_charged_for_its_share_of_a_pass(ask, clock, monkeypatch):
     """Whoever happened to have the device was: a client whose requests lead would have come last."""
-    charged, squares = {}, Squares()
+
+    class OneSecond(Squares):
+        def run_together(self, reads):
+            found = super().run_together(reads)
+            clock.now += 1.0
+            return found
+
+    charged, squares = {}, OneSecond()
     queue, threads, _ = ask(*[squares] * 4)
     charge = queue.order.charge
 
@@ -142,12 +149,11 @@ def test_each_is_charged_for_its_share_of_a_pass(ask, monkeypatch):
 
     assert squares.entered.wait(30)
     monkeypatch.setattr(queue.order, "charge", noting)
-    threads[0].join(0.2)
     squares.go.set()
     for thread in threads:
         thread.join(30)
-    shares = [charged[str(number)] for number in squares.seen[0]]
-    assert len(shares) > 1 and min(shares) > 0.15 / len(shares)
+    assert len(squares.seen[0]) > 1
+    assert charged == {str(each): 1 / len(numbers) for numbers in squares.seen for each in numbers}
 
 
 # --- the layers

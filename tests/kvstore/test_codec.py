@@ -61,7 +61,7 @@ def half_step(tensor, dim, levels, group):
     [(40, 16, 24), (64, 64, 64), (1, 64, 64), (33, 15, 37), (95, 80, 128)],
 )
 @pytest.mark.parametrize(("codec", "levels", "group"), [(INT8, 255, 1 << 20), (INT4, 15, 32)])
-def test_numbers_are_within_half_a_step(codec, levels, group, tokens, key_size, value_size, dtype):
+def test_unpacked_numbers_are_within_half_a_step(codec, levels, group, tokens, key_size, value_size, dtype):
     """A reference from KIVI's section 3: asymmetric, keys by channel, values by token. 5% for scales in float16."""
     chunk = make_chunk(tokens=tokens, geometry=Geometry(1, 3, key_size, value_size, dtype))
     keys, values = through(codec, chunk)
@@ -77,7 +77,7 @@ def test_int4_takes_a_third_of_the_bytes():
     assert INT4.layer_nbytes(shape, 512) == 0.3125 * RAW.layer_nbytes(shape, 512)
 
 
-def test_keys_are_packed_as_they_were_before_they_were_rotated(root):
+def test_int4_packs_unrotated_keys(root):
     chunk = make_chunk()
     turned = replace(chunk, keys=[-keys for keys in chunk.keys])
     with KVStore.open(root, 1 << 30) as store:
@@ -87,14 +87,14 @@ def test_keys_are_packed_as_they_were_before_they_were_rotated(root):
             assert torch.equal(whole(reader).keys[0], through(INT4, chunk)[0])
 
 
-def test_kv_whose_unrotated_keys_are_not_known_is_stored_raw(root, same):
+def test_kv_without_unrotated_keys_is_stored_raw(root, same):
     chunk = replace(make_chunk(), unrotated_keys=None)
     with KVStore.open(root, 1 << 30) as store:
         store.put(KEY, chunk, INT4)
         assert same(store.get(KEY, chunk.token_ids), chunk)
 
 
-def test_a_scale_for_every_channel_is_what_keeps_small_channels_alive():
+def test_a_scale_per_channel_keeps_small_channels():
     """One scale a token for keys as well would round a channel of small numbers to nothing."""
     chunk = make_chunk()
     chunk.keys[0][:, :, 0] = torch.linspace(0.001, 0.002, 40).to(torch.bfloat16)
@@ -103,7 +103,7 @@ def test_a_scale_for_every_channel_is_what_keeps_small_channels_alive():
 
 
 @PACKED
-def test_what_a_codec_cannot_hold_is_stored_raw(root, same, codec):
+def test_numbers_beyond_the_codec_are_stored_raw(root, same, codec):
     chunk = make_chunk()
     chunk.values[1][0, 0, 0] = 1e30
     assert Blob.of(KEY, chunk, codec).header.codec is RAW
@@ -150,7 +150,7 @@ def test_a_memory_tier_holds_the_packed_bytes_and_reads_the_same(root, same, cod
         assert same(store.get(KEY, chunk.token_ids), from_disk)
 
 
-def test_held_copies_climb_from_tier_to_tier_unchanged():
+def test_copies_between_memory_tiers_are_identical():
     first = held_copy(HeldChunk.of(make_chunk()), "memory", torch.device("cpu"), pinned=False)
     again = held_copy(first, "device", torch.device("cpu"), pinned=False)
     assert held_nbytes(first) == held_nbytes(again) == len(first.token_ids) * SHAPE.token_bytes
@@ -161,6 +161,6 @@ def test_held_copies_climb_from_tier_to_tier_unchanged():
     assert torch.equal(packed, expected)
 
 
-def test_an_unknown_codec_is_refused_by_name():
+def test_an_unknown_codec_is_refused():
     with pytest.raises(UsageError, match="int3"):
         codec_named("int3")

@@ -43,7 +43,7 @@ def canary(tmp_path):
     assert not path.exists(), "a planted pickle was run"
 
 
-def test_the_canary_sings(tmp_path):
+def test_the_canary_detects_unpickling(tmp_path):
     pickle.loads(pickle.dumps(Canary(tmp_path / "canary")))
     assert (tmp_path / "canary").exists()
 
@@ -61,7 +61,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("foreign", FOREIGN)
 @pytest.mark.parametrize("when", ["before it is opened", "while it is open"])
-def test_a_foreign_row_is_never_unpickled_or_followed_and_the_index_is_rebuilt(
+def test_foreign_rows_are_never_unpickled_or_followed_and_the_index_is_rebuilt(
     open_store, sample, same, root, canary, tmp_path, foreign, when
 ):
     """diskcache unpickles values and keys, and opens and unlinks whatever its filename column says."""
@@ -89,7 +89,7 @@ def test_a_foreign_row_is_never_unpickled_or_followed_and_the_index_is_rebuilt(
     assert thesis.read_text() == "mine"
 
 
-def test_a_pickle_in_a_values_file_is_not_run_either(store, sample, root, canary, value_path):
+def test_a_pickle_in_a_value_file_is_not_run(store, sample, root, canary, value_path):
     evil, (key, chunk) = pickle.dumps(Canary(canary)), sample(1)
     store.put(key, chunk)
     path = value_path(key)
@@ -100,7 +100,7 @@ def test_a_pickle_in_a_values_file_is_not_run_either(store, sample, root, canary
     assert store.repair() == [] and store.check() == []
 
 
-def test_the_disk_refuses_whatever_is_not_ours(root, canary):
+def test_the_index_refuses_pickles_and_other_types(root, canary):
     """What diskcache would unpickle, or write as a pickle."""
     root.mkdir(parents=True)
     disk, evil = BytesOnly(str(root)), pickle.dumps(Canary(canary))
@@ -115,7 +115,7 @@ def test_the_disk_refuses_whatever_is_not_ours(root, canary):
             call()
 
 
-def test_a_link_in_a_values_place_is_not_followed(store, sample, value_path, tmp_path):
+def test_a_link_in_place_of_a_value_is_not_followed(store, sample, value_path, tmp_path):
     key, chunk = sample(1)
     store.put(key, chunk)
     path = value_path(key)
@@ -144,7 +144,7 @@ IN_ITS_PLACE = {
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("kind", IN_ITS_PLACE)
-def test_what_is_no_file_in_a_values_place_is_damage(open_store, sample, same, value_path, kind):
+def test_anything_but_a_file_in_place_of_a_value_is_damage(open_store, sample, same, value_path, kind):
     """A FIFO waited for somebody to write into it, for ever; a folder could not be cleared away."""
     store, (key, chunk) = open_store(), sample(1)
     for look in (
@@ -169,7 +169,9 @@ def test_what_is_no_file_in_a_values_place_is_damage(open_store, sample, same, v
 
 
 @pytest.mark.parametrize("when", ["before it is opened", "while it is open"])
-def test_a_linked_quarantine_loses_nobodys_files(open_store, sample, root, tmp_path, value_path, when):
+def test_a_linked_quarantine_does_not_delete_other_files(
+    open_store, sample, root, tmp_path, value_path, when
+):
     elsewhere = tmp_path / "photographs"
     elsewhere.mkdir(mode=0o755)
     key, chunk = sample(1)
@@ -225,7 +227,7 @@ def test_kv_of_another_geometry_or_start_is_damage(open_store, root, sample, sam
             assert same(whole(reader), chunk)
 
 
-def test_too_many_open_files_are_a_miss_but_not_the_values_fault(store, sample, same, monkeypatch):
+def test_too_many_open_files_are_a_miss_and_no_damage(store, sample, same, monkeypatch):
     key, chunk = sample(1)
     store.put(key, chunk)
 
@@ -239,7 +241,7 @@ def test_too_many_open_files_are_a_miss_but_not_the_values_fault(store, sample, 
     assert same(store.get(key, chunk.token_ids), chunk)
 
 
-def test_the_quarantine_keeps_only_the_newest_few(store, sample, root, value_path):
+def test_the_quarantine_is_bounded(store, sample, root, value_path):
     key, chunk = sample(1)
     for _ in range(9):
         store.put(key, chunk)
@@ -260,10 +262,11 @@ def test_the_quarantine_keeps_only_the_newest_few(store, sample, root, value_pat
         lambda path: run_sql(path, "INSERT INTO Settings VALUES ('sqlite_x; DROP TABLE Cache', 1)"),
         lambda path: run_sql(path, "ALTER TABLE Cache RENAME COLUMN size TO sizes"),
         lambda path: run_sql(path, "DROP TABLE Cache"),
+        lambda path: run_sql(path, "CREATE TABLE Other (id INTEGER PRIMARY KEY)"),
         lambda path: run_sql(path, "CREATE TRIGGER t AFTER INSERT ON Cache BEGIN DELETE FROM Cache; END"),
     ],
 )
-def test_a_ruined_index_is_rebuilt_and_the_values_come_back(open_store, sample, same, root, damage, caplog):
+def test_a_damaged_index_is_rebuilt_from_the_values(open_store, sample, same, root, damage, caplog):
     samples = [sample(seed) for seed in range(3)]
     store = open_store()
     for each in samples:
@@ -285,9 +288,7 @@ def run_sql(path, statement):
     sql.close()
 
 
-def test_an_empty_index_that_others_have_open_is_filled_and_not_replaced(
-    open_store, sample, same, value_path
-):
+def test_an_empty_index_that_others_have_open_is_filled(open_store, sample, same, value_path):
     """A process was killed before its first commit; the next one removed the index of the others."""
     (key, chunk), other = sample(1), sample(2)
     server = open_store()
@@ -298,7 +299,7 @@ def test_an_empty_index_that_others_have_open_is_filled_and_not_replaced(
     assert same(server.get(key, chunk.token_ids), chunk) and server.delete([key]) > 0
 
 
-def test_values_that_are_damaged_are_not_adopted(open_store, sample, root, value_path):
+def test_damaged_values_are_not_entered_into_a_rebuilt_index(open_store, sample, root, value_path):
     good, cut = sample(1), sample(2)
     store = open_store()
     store.put(*good)
@@ -311,7 +312,7 @@ def test_values_that_are_damaged_are_not_adopted(open_store, sample, root, value
     assert store.check() == []
 
 
-def test_opening_sweeps_what_a_killed_put_left_and_rows_that_cannot_be(open_store, sample, root, value_path):
+def test_open_removes_leftovers_of_killed_puts_and_rows_without_files(open_store, sample, root, value_path):
     samples = [sample(seed) for seed in range(3)]
     store = open_store()
     for each in samples:
@@ -330,7 +331,7 @@ def test_opening_sweeps_what_a_killed_put_left_and_rows_that_cannot_be(open_stor
     assert len(list(root.glob("values/*/*"))) == 1
 
 
-def test_an_index_that_cannot_be_read_through_is_closed(root, monkeypatch):
+def test_an_index_is_closed_if_opening_fails(root, monkeypatch):
     closed = []
 
     def unreadable(self):

@@ -10,15 +10,11 @@ from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.errors import StoreError, StoreFullError, StoreLockedError
 from ragblend.kvstore.store import KVStore
 
+FULL, BROKEN = errno.ENOSPC, errno.EIO
 FAULTS = [
-    ("posix_fallocate", 1),
-    ("write", 1),
-    ("write", 4),
-    ("fsync", 1),
-    ("fsync", 2),
-    ("rename", 1),
-    ("open", 1),
-]
+    ("posix_fallocate", 1, FULL), ("write", 1, FULL), ("write", 4, BROKEN), ("fsync", 1, BROKEN), ("fsync", 2, FULL),
+    ("rename", 1, FULL), ("open", 1, BROKEN),
+]  # fmt: skip
 
 
 def failing(real, at, code):
@@ -35,9 +31,8 @@ def failing(real, at, code):
     return call
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize(("name", "at"), FAULTS)
-def test_a_failing_put_changes_nothing(open_store, sample, same, root, name, at, code):
+@pytest.mark.parametrize(("name", "at", "code"), FAULTS)
+def test_a_failed_put_changes_nothing(open_store, sample, same, root, name, at, code):
     old = [sample(seed) for seed in range(2)]
     store = open_store(budget_bytes=2 * Blob.of(*old[0]).nbytes)  # a third would evict
     for each in old:
@@ -61,7 +56,7 @@ def test_a_failing_put_changes_nothing(open_store, sample, same, root, name, at,
     assert store.stats().evictions == 1
 
 
-def test_a_file_system_that_cannot_preallocate(store, sample, same, monkeypatch):
+def test_a_file_system_without_preallocation_works(store, sample, same, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", failing(os.posix_fallocate, 1, errno.EOPNOTSUPP))
     key, chunk = sample(1)
     store.put(key, chunk)
@@ -77,7 +72,7 @@ def test_a_file_system_that_cannot_preallocate(store, sample, same, monkeypatch)
     ],
 )
 @pytest.mark.parametrize("step", ["index.Index.set", "index.Index.delete"])
-def test_a_row_that_cannot_be_written_takes_its_file_with_it(store, sample, same, root, code, kind, step):
+def test_a_value_whose_row_cannot_be_written_leaves_no_file(store, sample, same, root, code, kind, step):
     old, new, size = sample(1), sample(2), Blob.of(*sample(1)).nbytes
     store.put(*old)
     store.budget_bytes = size
@@ -113,7 +108,7 @@ class FailingCommit(sqlite3.Connection):
         return super().execute(statement, *args)
 
 
-def test_a_commit_that_fails_keeps_the_budget_and_the_order(sample, same, root, monkeypatch):
+def test_a_failed_commit_keeps_budget_and_eviction_order(sample, same, root, monkeypatch):
     real = sqlite3.connect
 
     def connect(path, *args, **more):
@@ -139,7 +134,7 @@ def test_a_commit_that_fails_keeps_the_budget_and_the_order(sample, same, root, 
     store.close()
 
 
-def test_a_full_disk_can_be_read(open_store, sample, same, monkeypatch):
+def test_a_store_on_a_full_disk_can_be_read(open_store, sample, same, monkeypatch):
     """Opening the index wrote to it, so a question failed whose passages were all stored."""
     key, chunk = sample(1)
     with open_store() as store:
@@ -158,7 +153,7 @@ def test_a_full_disk_can_be_read(open_store, sample, same, monkeypatch):
         assert same(store.get(key, chunk.token_ids), chunk)
 
 
-def test_the_lock_is_taken_on_a_full_disk_too(store, sample, monkeypatch):
+def test_values_can_be_deleted_on_a_full_disk(store, sample, monkeypatch):
     store.put(*sample(1))
     monkeypatch.setattr(os, "pwrite", failing(os.pwrite, 1, errno.ENOSPC))
     assert store.delete([sample(1)[0]]) > 0
@@ -177,7 +172,7 @@ def test_an_interrupted_put_leaves_no_file(store, sample, root, monkeypatch):
     assert store.check() == []
 
 
-def test_an_index_that_stays_locked_is_named(open_store, sample, root, monkeypatch):
+def test_a_locked_index_is_reported(open_store, sample, root, monkeypatch):
     monkeypatch.setattr("ragblend.kvstore.upkeep.TIMEOUT_S", 0.05)
     store = open_store()
     other = sqlite3.connect(root / "index/cache.db", isolation_level=None)

@@ -51,7 +51,7 @@ def test_format_version_changes_the_key(monkeypatch):
     assert ModelFingerprint("ab", "cd", GEOMETRY, MODEL.rope).digest != MODEL.digest
 
 
-def test_key_is_the_same_for_every_kind_of_sequence_and_in_every_process():
+def test_keys_are_the_same_for_all_sequence_types_and_processes():
     key = chunk_key(MODEL, [1], "s", [2, 3])
     assert key == chunk_key(MODEL, (1,), "s", np.array([2, 3]))
     # Pinned: a change of the canonical bytes without a new FORMAT_VERSION would lose every store in the field.
@@ -64,6 +64,6 @@ def test_impossible_token_ids_are_refused(bad):
         chunk_key(MODEL, (), "", bad)
 
 
-def test_packed_tokens_come_back():
+def test_packed_tokens_are_unpacked_unchanged():
     for token_ids in ((), (0,), (1, 2**32 - 1, 7)):
         assert unpack_tokens(pack_tokens(token_ids)) == token_ids

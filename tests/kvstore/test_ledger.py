@@ -1,13 +1,11 @@
 """The ledger, the disk's order of eviction: it must be what a plain dictionary says, whoever opens the store."""
 
 import random
-import sqlite3
 import time
-from contextlib import closing
 
 import pytest
 
-from ragblend.kvstore import layout, ledger
+from ragblend.kvstore import ledger
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.counters import Counts
 from ragblend.kvstore.index import Row
@@ -75,7 +73,7 @@ def digests(store):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_disk_evicts_what_the_dictionaries_would(root, samples, name):
+def test_eviction_equals_a_model_in_memory(root, samples, name):
     """Retrievals, puts, deletes and reopenings at random; after each put the same values are there."""
     seeded, budget = random.Random(name), sum(Blob.of(*each).nbytes for each in samples[:14])
     memory, store, evicted = Memory(name, budget), KVStore.open(root, budget, policy=name, cost=cost), 0
@@ -106,7 +104,7 @@ def every_save(monkeypatch):
     monkeypatch.setattr(ledger, "SAVED_EVERY", 1)
 
 
-def test_processes_share_one_order(root, sample, every_save):
+def test_processes_share_one_eviction_order(root, sample, every_save):
     """What others used counts as much as what one used oneself; two stores stand for two processes."""
     one, size = [sample(seed) for seed in range(8)], Blob.of(*sample(0)).nbytes
     with KVStore.open(root, 3 * size) as first, KVStore.open(root, 3 * size) as second:
@@ -122,7 +120,7 @@ def test_processes_share_one_order(root, sample, every_save):
         assert first.stats().evictions == second.stats().evictions == 1
 
 
-def test_no_process_overwrites_what_another_counted(root, sample):
+def test_counts_of_several_processes_add_up(root, sample):
     """Both save at their end; each had opened the store before the other saved."""
     samples = [sample(seed) for seed in range(3)]
     with KVStore.open(root, 1 << 20) as store:
@@ -143,9 +141,7 @@ def test_no_process_overwrites_what_another_counted(root, sample):
         assert store.totals_by_tier() == {"disk": Counts(hits=5)}
 
 
-def test_uses_by_another_process_survive_a_new_put_a_quarantine_and_an_eviction(
-    root, sample, value_path, every_save
-):
+def test_uses_by_another_process_survive_local_changes_of_the_value(root, sample, value_path, every_save):
     """A count that another process saved is not overwritten by what this one did to the value meanwhile."""
     size, samples = Blob.of(*sample(0)).nbytes, [sample(seed) for seed in range(3)]
     (put_again, chunk), (damaged, other), (evicted, third) = samples
@@ -167,7 +163,7 @@ def test_uses_by_another_process_survive_a_new_put_a_quarantine_and_an_eviction(
         assert all(store.times_asked(key) > 15 for key, _ in samples)
 
 
-def test_what_another_process_deleted_is_not_remembered(root, sample, held_anywhere):
+def test_a_save_does_not_restore_digests_that_another_process_deleted(root, sample, held_anywhere):
     """A put and an eviction that were not saved brought the deleted digest back into the saved ledger."""
     size, gone = Blob.of(*sample(0)).nbytes, sample(0)
     with KVStore.open(root, size) as mine:
@@ -178,7 +174,7 @@ def test_what_another_process_deleted_is_not_remembered(root, sample, held_anywh
     assert not held_anywhere(gone[0].digest)
 
 
-def test_the_policy_is_that_of_whoever_opened_the_store_last(root, sample, every_save):
+def test_the_policy_of_the_last_open_applies_to_all_processes(root, sample, every_save):
     """Two processes of two policies must not rank in turns, each by his own."""
     often, lately, new, size = sample(0), sample(1), sample(2), Blob.of(*sample(0)).nbytes
     with KVStore.open(root, 2 * size, policy="pgdsf") as first:
@@ -199,7 +195,7 @@ def test_the_policy_is_that_of_whoever_opened_the_store_last(root, sample, every
         assert digests(store) == {lately[0].digest, often[0].digest}
 
 
-def test_a_store_ranked_by_a_policy_that_is_no_more_is_ranked_anew(root, sample, monkeypatch):
+def test_values_are_ranked_again_if_their_policy_no_longer_exists(root, sample, monkeypatch):
     """Its priorities were on another scale: what had a high one would have stayed for ever."""
     size = Blob.of(*sample(0)).nbytes
     with monkeypatch.context() as patch:
@@ -219,7 +215,7 @@ def test_a_store_ranked_by_a_policy_that_is_no_more_is_ranked_anew(root, sample,
 
 
 @pytest.mark.parametrize("how", ["delete", "gc", "elsewhere"])
-def test_of_a_deleted_value_not_even_its_count_stays(root, sample, how, held_anywhere, every_save):
+def test_deleting_a_value_deletes_its_counts(root, sample, how, held_anywhere, every_save):
     """Also of one that was evicted before, and that another process has used meanwhile."""
     gone, other, size = sample(0), sample(1), Blob.of(*sample(0)).nbytes
     store = KVStore.open(root, size)
@@ -252,7 +248,7 @@ LEDGERS = {
 
 @pytest.mark.parametrize("damage", LEDGERS)
 @pytest.mark.parametrize("when", ["before it is opened", "while it is open"])
-def test_a_damaged_ledger_costs_the_order_alone(root, sample, same, rows, damage, when):
+def test_a_damaged_ledger_loses_only_the_eviction_order(root, sample, same, rows, damage, when):
     """The budget is kept, and the newest value is there."""
     size = Blob.of(*sample(0)).nbytes
     store = KVStore.open(root, 4 * size)
@@ -277,7 +273,7 @@ def test_a_damaged_ledger_costs_the_order_alone(root, sample, same, rows, damage
         assert store.check() == [] and set(store.totals_by_tier()) == {"disk"}
 
 
-def test_a_store_without_a_ledger_is_ranked_as_its_values_came(root, sample, rows):
+def test_without_a_ledger_values_are_ranked_in_insertion_order(root, sample, rows):
     size = Blob.of(*sample(0)).nbytes
     with KVStore.open(root, 9 * size) as store:
         for seed in (2, 0, 1):
@@ -288,40 +284,7 @@ def test_a_store_without_a_ledger_is_ranked_as_its_values_came(root, sample, row
         assert digests(store) == {sample(seed)[0].digest for seed in (0, 1, 3)}
 
 
-KILLED_IN = "layout.remove_index", "layout.prepare", "upkeep.Index", "upkeep._row_of", "upkeep.sweep"
-
-
-@pytest.mark.parametrize("killed_in", [None, *KILLED_IN, "ledger.Ledger.load"])
-def test_an_index_that_is_not_ours_is_rebuilt_from_the_values(
-    root, sample, same, caplog, monkeypatch, killed_in
-):
-    """Killed at any step, the next open goes on."""
-    samples = [sample(seed) for seed in range(3)]
-    with KVStore.open(root, 1 << 20) as store:
-        for each in samples:
-            store.put(*each)
-    with closing(sqlite3.connect(root / "index/cache.db")) as sql:
-        sql.execute("CREATE TABLE Other (id INTEGER PRIMARY KEY)")
-    with monkeypatch.context() as patch:
-        if killed_in is not None:
-            prepare = layout.prepare
-            calls = iter([None] if killed_in == "layout.prepare" else [])  # the second is of the new index
-
-            def killed(*args):
-                if next(calls, True):
-                    raise KeyboardInterrupt
-                prepare(*args)
-
-            patch.setattr(f"ragblend.kvstore.{killed_in}", killed)
-            with pytest.raises(KeyboardInterrupt):
-                KVStore.open(root, 1 << 20)
-    with KVStore.open(root, 1 << 20) as store:
-        assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in samples)
-        assert store.check() == []
-    assert "is rebuilt" in caplog.text
-
-
-def test_no_clock_is_asked(root, sample, monkeypatch):
+def test_eviction_does_not_depend_on_the_clock(root, sample, monkeypatch):
     seeded, size = random.Random(1), Blob.of(*sample(0)).nbytes
     monkeypatch.setattr(time, "time", lambda: seeded.uniform(0, 4e9))
     with KVStore.open(root, 3 * size, policy="lru") as store:
@@ -340,7 +303,7 @@ def digest_of(number):
     return f"{number:064x}"
 
 
-def test_a_victim_is_found_without_looking_at_all_values(monkeypatch):
+def test_finding_a_victim_takes_the_same_steps_for_any_number_of_values(monkeypatch):
     """As many steps for a thousand values as for ten."""
     steps = []
     for count in (10, 1000):
@@ -357,7 +320,7 @@ def test_a_victim_is_found_without_looking_at_all_values(monkeypatch):
     assert steps == [1, 1]
 
 
-def test_many_uses_do_not_fill_the_memory():
+def test_memory_does_not_grow_with_the_number_of_uses():
     uses = in_memory()
     uses.arrive(digest_of(0), 1, 1.0)
     for _ in range(5000):
@@ -365,7 +328,7 @@ def test_many_uses_do_not_fill_the_memory():
     assert len(uses._order) < 200
 
 
-def test_what_is_remembered_of_evicted_values_is_bounded():
+def test_counts_of_evicted_values_are_bounded():
     uses = in_memory()
     for number in range(6):
         uses.arrive(digest_of(number), 1, 1.0)
@@ -374,7 +337,7 @@ def test_what_is_remembered_of_evicted_values_is_bounded():
     assert set(uses.asked()) == {digest_of(number) for number in (3, 4, 5)}
 
 
-def test_uses_of_what_was_never_stored_are_bounded_and_not_saved():
+def test_requests_for_values_never_stored_are_bounded_and_not_saved():
     uses = in_memory()
     for number in (0, 1, 2, 0, 3):
         uses.used(digest_of(number))
@@ -388,7 +351,7 @@ def test_uses_of_what_was_never_stored_are_bounded_and_not_saved():
     assert again.asked() == {}
 
 
-def test_a_ledger_comes_back_as_it_was_saved():
+def test_a_saved_ledger_is_loaded_unchanged():
     uses, rows = in_memory(), {}
     for number in range(4):
         parent = digest_of(number - 1) if number else None
@@ -406,7 +369,7 @@ def test_a_ledger_comes_back_as_it_was_saved():
     assert again.below([digest_of(1)]) == [digest_of(number) for number in (1, 2, 3)]
 
 
-def test_uses_that_could_not_be_saved_wait_on(root, sample, rows, every_save):
+def test_counts_that_could_not_be_saved_are_saved_later(root, sample, rows, every_save):
     key, chunk = sample(0)
     with KVStore.open(root, 1 << 20) as store:
         store.put(key, chunk)
@@ -426,7 +389,7 @@ def test_uses_that_could_not_be_saved_wait_on(root, sample, rows, every_save):
         assert round(store.times_asked(key)) == 3
 
 
-def test_totals_are_those_of_all_processes(root, sample):
+def test_totals_include_all_processes(root, sample):
     size, (key, chunk) = Blob.of(*sample(0)).nbytes, sample(0)
     for _ in range(3):
         with KVStore.open(root, size) as store:

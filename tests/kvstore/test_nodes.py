@@ -33,7 +33,7 @@ def nodes(path):
         yield index
 
 
-def test_token_ids_come_back_per_collection_and_tokenizer(nodes, path):
+def test_token_ids_are_kept_per_collection_and_tokenizer(nodes, path):
     nodes.put_many(SCOPE, [("a", (1, 2, 2**31), key(1)), ("b", [], key(2))])
     nodes.put_many(OTHER, [("a", (9,), key(3))])
     assert nodes.get(SCOPE, "a") == (1, 2, 2**31)
@@ -47,7 +47,7 @@ def test_token_ids_come_back_per_collection_and_tokenizer(nodes, path):
         assert again.get(SCOPE, "a") == (1, 2, 2**31)
 
 
-def test_an_id_that_is_no_utf_8_is_one_like_others(nodes, path):
+def test_node_ids_need_not_be_utf_8(nodes, path):
     """From a file's name; it once could not be entered, and deleting it together with others deleted none."""
     odd, even = "caf\udce9.txt#1", "café.txt#1"
     nodes.put_many(SCOPE, [(odd, (1, 2), key(1)), (even, (3,), key(2))])
@@ -65,7 +65,7 @@ def test_an_id_that_is_no_utf_8_is_one_like_others(nodes, path):
     assert nodes.keys() == set() and nodes.node_ids(SCOPE) == []
 
 
-def test_what_was_entered_since_is_named(nodes):
+def test_entered_lists_nodes_added_since_a_number(nodes):
     nodes.put_many(SCOPE, [("a", (1,), None), ("b", (2,), None)])
     nodes.put_many(OTHER, [("a", (1,), None)])
     last, found = nodes.entered(SCOPE, None)
@@ -80,7 +80,7 @@ def test_what_was_entered_since_is_named(nodes):
     assert nodes.entered(SCOPE, later)[1] == ["c"]
 
 
-def test_keys_are_free_only_when_no_node_has_them(nodes):
+def test_a_key_goes_to_the_outbox_when_its_last_node_is_deleted(nodes):
     nodes.put_many(SCOPE, [("a", (1,), key(1)), ("b", (1,), key(1)), ("a", (1,), key(2))])
     nodes.put_many(OTHER, [("a", (1,), key(3))])
     nodes.delete("papers", ["a"])
@@ -93,7 +93,7 @@ def test_keys_are_free_only_when_no_node_has_them(nodes):
     assert nodes.keys() == set()
 
 
-def test_new_text_under_an_old_id_frees_the_old_keys(nodes):
+def test_a_node_with_new_text_releases_its_old_keys(nodes):
     nodes.put_many(SCOPE, [("a", (1,), key(1)), ("b", (2,), key(2))])
     nodes.put_many(SCOPE, [("a", (1,), key(3))])  # the same text for another model
     assert list(nodes.outbox()) == []
@@ -104,14 +104,14 @@ def test_new_text_under_an_old_id_frees_the_old_keys(nodes):
     assert nodes.get(SCOPE, "a") == (8,)
 
 
-def test_all_or_none(nodes):
+def test_put_many_is_all_or_nothing(nodes):
     with pytest.raises(UsageError):
         nodes.put_many(SCOPE, [("a", (1,), key(1)), ("b", (-1,), key(2))])
     assert nodes.node_ids(SCOPE) == []
     nodes.put_many(SCOPE, [("a", (1,), key(1))])
 
 
-def test_deletion_leaves_no_bytes(nodes, path):
+def test_deleted_nodes_leave_no_bytes_on_disk(nodes, path):
     secret = tuple(range(40000, 40400))
     nodes.put_many(SCOPE, [("secret-node", secret, key(0xABCDEF)), ("kept", (1, 2), key(2))])
     nodes.put_many(SCOPE, [("secret-node", secret, key(0xABCDEE))])
@@ -127,7 +127,7 @@ def test_deletion_leaves_no_bytes(nodes, path):
     assert nodes.get(SCOPE, "kept") == (1, 2)
 
 
-def test_a_closed_index_and_a_folder_in_its_place_are_named_errors(path):
+def test_a_closed_index_or_a_folder_in_its_place_is_a_store_error(path):
     nodes = NodeIndex.open(path)
     nodes.close()
     with pytest.raises(StoreError):
@@ -136,7 +136,7 @@ def test_a_closed_index_and_a_folder_in_its_place_are_named_errors(path):
         NodeIndex.open(path.parent)
 
 
-def test_what_is_to_be_deleted_survives_a_kill(tmp_path):
+def test_the_outbox_survives_a_kill(tmp_path):
     """A kill between the rows' removal and the KV's once left KV that nothing named any more."""
     path = tmp_path / "nodes.sqlite"
     with NodeIndex.open(path) as nodes:
@@ -152,7 +152,7 @@ def test_what_is_to_be_deleted_survives_a_kill(tmp_path):
         assert list(nodes.outbox()) == [key(1)]
 
 
-def test_what_is_to_be_deleted_anew_meanwhile_stays_in_the_outbox(nodes):
+def test_a_key_released_again_meanwhile_stays_in_the_outbox(nodes):
     nodes.put_many(SCOPE, [("a", (1,), key(1))])
     nodes.delete("papers", ["a"])
     begun = nodes.outbox()
@@ -162,7 +162,7 @@ def test_what_is_to_be_deleted_anew_meanwhile_stays_in_the_outbox(nodes):
     assert list(nodes.outbox()) == [key(1)]
 
 
-def test_what_the_shared_store_is_to_delete_is_remembered_until_it_is_deleted(nodes):
+def test_deletions_in_the_shared_store_have_their_own_outbox(nodes):
     nodes.put_many(SCOPE, [(str(number), (number,), key(number)) for number in range(1, 4)])
     nodes.delete("papers", ["1", "2", "3"])
     assert emptied(nodes, at_most=2, also_shared=True) == [key(1), key(2)]
@@ -180,7 +180,7 @@ def test_what_the_shared_store_is_to_delete_is_remembered_until_it_is_deleted(no
     ]  # the first anew: it may have been shared again
 
 
-def test_copies_that_sqlite_left_where_it_moved_rows_are_erased(nodes, path):
+def test_erase_removes_copies_of_rows_that_sqlite_moved(nodes, path):
     """`secure_delete` overwrites a row where it stands, not where it once stood."""
     chance, copies = random.Random(4), 0
     for round_number in range(30):

@@ -14,7 +14,7 @@ KEY = ChunkKey("a" * 64)
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(("skipped", "tokens"), [(0, 20), (3, 10), (19, 1)])
-def test_a_part_is_the_whole_from_there_on(tmp_path, codec, skipped, tokens):
+def test_a_part_reads_its_tokens_of_the_whole(tmp_path, codec, skipped, tokens):
     torch.manual_seed(0)
     keys, values = ([torch.randn(3, 20, 8) for _ in range(2)] for _ in range(2))
     ids = tuple(range(20))

@@ -17,7 +17,7 @@ from ragblend.kvstore.policy import (
 )
 
 
-def test_a_fading_count_is_the_sum_of_what_each_retrieval_still_counts():
+def test_a_decaying_count_is_the_sum_of_decayed_retrievals():
     half_life, times = 7.0, [1.0, 2.0, 9.0, 9.5, 30.0]
     entry = Entry("a", 10)
     for at in times:
@@ -27,7 +27,7 @@ def test_a_fading_count_is_the_sum_of_what_each_retrieval_still_counts():
 
 
 @pytest.mark.parametrize("half_life", [None, 5.0])
-def test_counts_from_two_places_join_as_if_counted_in_one(half_life):
+def test_joined_counts_equal_counting_in_one_place(half_life):
     here, apart, whole = Entry("a", 10), Entry("a", 0), Entry("a", 10)
     for at in (1.0, 2.0, 4.0, 9.0, 9.0, 11.0):
         whole = used(whole, at, half_life)
@@ -40,7 +40,7 @@ def test_counts_from_two_places_join_as_if_counted_in_one(half_life):
     assert found.frequency == pytest.approx(whole.frequency)
 
 
-def test_a_clock_that_went_back_neither_ages_nor_multiplies_a_count():
+def test_a_clock_that_goes_back_does_not_change_a_count():
     entry = used(used(Entry("a", 10), 1e9, 10.0), 5.0, 10.0)
     assert (entry.used_at, entry.frequency) == (1e9, 2.0)
 
@@ -67,13 +67,13 @@ def test_each_policy_is_its_formula(name, priority):
     assert ranked(ENTRY, POLICIES[name], clock=7.0).priority == pytest.approx(priority)
 
 
-def test_an_unknown_policy_is_refused_with_those_there_are():
+def test_an_unknown_policy_is_refused_with_the_known_ones():
     assert policy_named("lru") is POLICIES["lru"]
     with pytest.raises(UsageError, match="'lrv' is unknown; there are lru, gdsf, pgdsf"):
         policy_named("lrv")
 
 
-def test_unknown_costs_and_sizes_and_counts_are_no_error():
+def test_unknown_costs_and_sizes_give_finite_priorities():
     for policy in POLICIES.values():
         assert math.isfinite(ranked(Entry("a", 0), policy, 0.0).priority)
 

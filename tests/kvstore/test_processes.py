@@ -12,7 +12,7 @@ from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.store import KVStore
 
 
-def test_a_held_lock_is_waited_for_and_then_named(root, open_store, sample, monkeypatch):
+def test_a_held_lock_is_reported_after_the_timeout(root, open_store, sample, monkeypatch):
     monkeypatch.setattr("ragblend.kvstore.upkeep.TIMEOUT_S", 0.1)
     store = open_store()
     other = WriterLock(root / "write.lock", 1)  # another descriptor stands for another process
@@ -26,7 +26,7 @@ def test_a_held_lock_is_waited_for_and_then_named(root, open_store, sample, monk
     store.put(*sample(1))
 
 
-def test_the_lock_is_one_threads_at_a_time_and_can_be_taken_again_inside(tmp_path):
+def test_the_lock_is_exclusive_and_reentrant(tmp_path):
     lock, order = WriterLock(tmp_path / "lock", 5), []
 
     def second():

@@ -24,11 +24,11 @@ GRID = PrefillProfile("by hand", (0, 100), (10, 20, 40), ((1.0, 3.0, 9.0), (5.0,
         (0, 1, 0.0),  # a straight line through 10 and 20 would be below nothing
     ],
 )
-def test_bilinear_between_measurements_and_straight_on_beyond_them(cached, new, ms):
+def test_times_are_interpolated_bilinearly_and_extrapolated_linearly(cached, new, ms):
     assert GRID.ms(cached, new) == pytest.approx(ms)
 
 
-def test_a_bilinear_function_is_found_exactly():
+def test_a_bilinear_function_is_reproduced_exactly():
     def law(cached, new):
         return 2.0 + 0.5 * new + 0.001 * cached * new
 
@@ -37,12 +37,12 @@ def test_a_bilinear_function_is_found_exactly():
         assert profile.ms(cached, new) == pytest.approx(law(cached, new))
 
 
-def test_a_token_costs_its_share():
+def test_the_cost_of_a_token_is_its_share():
     assert GRID.ms_per_token(0, 20) == pytest.approx(3.0 / 20)
     assert GRID.ms_per_token(100, 0) == GRID.ms(100, 0)
 
 
-def test_json_gives_back_what_was_written():
+def test_profiles_survive_json():
     assert PrefillProfile.from_json(json.loads(json.dumps(asdict(GRID)))) == GRID
 
 
@@ -63,6 +63,6 @@ def test_json_gives_back_what_was_written():
         {"surprise": 1},
     ],
 )
-def test_what_is_no_profile_is_refused(change):
+def test_invalid_profiles_are_refused(change):
     with pytest.raises(UsageError, match="prefill profile"):
         PrefillProfile.from_json(asdict(GRID) | change)

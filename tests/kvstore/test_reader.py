@@ -42,7 +42,7 @@ def test_short_reads_are_continued(store, sample, same, monkeypatch):
     assert same(store.get(key, chunk.token_ids), chunk)
 
 
-def test_more_heads_than_one_preadv_may_take(store, sample, same, monkeypatch):
+def test_more_buffers_than_one_preadv_takes(store, sample, same, monkeypatch):
     key, chunk = sample(3, 2, Geometry(2, 9, 4, 4, "bfloat16"))
     store.put(key, chunk)
     lengths = []
@@ -69,7 +69,7 @@ def test_threads_read_different_layers_at_once(store, sample):
         assert torch.equal(bits(values), bits(chunk.values[layer]))
 
 
-def test_damage_found_late_is_counted_once_and_becomes_a_miss(store, sample, value_path):
+def test_damage_of_a_later_layer_is_counted_once_and_becomes_a_miss(store, sample, value_path):
     key, chunk = sample(9)
     store.put(key, chunk)
     with store.open_chunk(key, chunk.token_ids) as reader:
@@ -88,7 +88,7 @@ def test_damage_found_late_is_counted_once_and_becomes_a_miss(store, sample, val
     assert store.open_chunk(key, chunk.token_ids) is None
 
 
-def test_a_file_cut_under_an_open_reader(store, sample, value_path):
+def test_a_file_truncated_under_an_open_reader_is_damage(store, sample, value_path):
     key, chunk = sample(10)
     store.put(key, chunk)
     with store.open_chunk(key, chunk.token_ids) as reader:
@@ -111,7 +111,7 @@ def test_io_errors_are_damage(store, sample, monkeypatch):
     assert store.stats().quarantined == 1
 
 
-def test_closing_waits_for_the_reads_under_way(store, sample, monkeypatch):
+def test_close_waits_for_running_reads(store, sample, monkeypatch):
     """Else the descriptor's number could be another file's while preadv still uses it."""
     key, chunk = sample(12)
     store.put(key, chunk)
@@ -144,7 +144,7 @@ def open_values(root):
     return sum(str(root / "values") in os.readlink(each) for each in held if each.is_symlink())
 
 
-def test_readers_give_their_descriptors_back(store, root, sample):
+def test_readers_close_their_files(store, root, sample):
     key, chunk = sample(13)
     store.put(key, chunk)
     with store.open_chunk(key, chunk.token_ids):
@@ -158,7 +158,7 @@ def test_readers_give_their_descriptors_back(store, root, sample):
     assert open_values(root) == 0
 
 
-def test_reading_ahead_is_asked_of_the_kernel_for_that_file_alone(store, sample, value_path, monkeypatch):
+def test_will_need_reads_ahead_only_that_file(store, sample, value_path, monkeypatch):
     asked = []
     for seed in (1, 2):
         key, chunk = sample(seed)

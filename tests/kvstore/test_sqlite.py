@@ -17,7 +17,7 @@ MODULES = ("ragblend.kvstore.sqlite", "ragblend.integrations.passages", "ragblen
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_importing_it_loads_no_torch(module):
+def test_light_modules_do_not_import_torch(module):
     code = f"import sys, {module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
@@ -41,7 +41,7 @@ def _impatient(path):
     return sql
 
 
-def test_a_first_opening_waits_for_who_reads_meanwhile(being_read, monkeypatch):
+def test_switching_to_wal_waits_for_readers(being_read, monkeypatch):
     path, reader = being_read
     waited, modes = threading.Event(), []
     monkeypatch.setattr(
@@ -61,7 +61,7 @@ def test_a_first_opening_waits_for_who_reads_meanwhile(being_read, monkeypatch):
     assert modes == ["wal"]
 
 
-def test_it_does_not_wait_for_ever(being_read, monkeypatch):
+def test_switching_to_wal_times_out(being_read, monkeypatch):
     path, _ = being_read
     monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.05)
     with closing(_impatient(path)) as sql, pytest.raises(sqlite3.OperationalError, match="locked"):
@@ -74,7 +74,7 @@ class Totals(SqliteFile):
 
 
 @pytest.mark.parametrize(("was", "became"), [(b"(tier TEXT", b"(uier TEXT"), (b"(hits >= 0", b"(hits <= 0")])
-def test_a_table_whose_text_was_damaged_has_the_file_made_anew(tmp_path, was, became):
+def test_a_file_with_a_damaged_schema_is_rebuilt(tmp_path, was, became):
     """SQLite finds nothing wrong with such a file, and every statement failed from then on."""
     path = tmp_path / "totals.db"
     with Totals(path) as file:

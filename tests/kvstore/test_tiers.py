@@ -45,7 +45,7 @@ def get(tier: KVStore | MemoryTier, key: ChunkKey, token_ids: tuple[int, ...]) -
         return reader and whole(reader)
 
 
-def test_what_was_put_is_there_and_equal(open_tier, sample, same):
+def test_values_are_returned_as_they_were_put(open_tier, sample, same):
     tier = open_tier()
     for seed in range(4):
         key, chunk = sample(seed, tokens=3 + seed)
@@ -56,7 +56,7 @@ def test_what_was_put_is_there_and_equal(open_tier, sample, same):
     assert sorted(map(str, tier.keys())) == sorted(str(sample(seed, tokens=3 + seed)[0]) for seed in range(4))
 
 
-def test_pinned_memory_counts_as_what_its_allocator_takes(monkeypatch, sample):
+def test_pinned_memory_counts_as_its_allocator_rounds_it(monkeypatch, sample):
     """It rounds every piece up to a power of two, and gives nothing back to the system."""
     monkeypatch.setattr(memory, "held_copy", lambda *args: held_copy(*args[:3], pinned=False))
     key, chunk = sample(1, tokens=5)
@@ -93,7 +93,7 @@ def test_readers_fill_slices_of_larger_tensors(open_tier, sample, same):
     assert same(ChunkKV(chunk.token_ids, chunk.start, g, keys, values), chunk)
 
 
-def test_nobody_can_change_what_is_stored(open_tier, sample, same):
+def test_stored_values_cannot_be_changed_by_callers(open_tier, sample, same):
     tier = open_tier()
     key, chunk = sample(3)
     put(tier, key, chunk)
@@ -105,7 +105,7 @@ def test_nobody_can_change_what_is_stored(open_tier, sample, same):
     assert same(get(tier, key, chunk.token_ids), given)
 
 
-def test_the_budget_holds_and_the_newest_stays(open_tier, sample, same):
+def test_the_budget_holds_and_the_newest_value_stays(open_tier, sample, same):
     tier = open_tier()
     put(tier, *sample(0))
     one = tier.stats().bytes
@@ -120,7 +120,7 @@ def test_the_budget_holds_and_the_newest_stays(open_tier, sample, same):
     assert tier.stats().evictions == 7
 
 
-def test_deleted_is_gone_and_says_its_bytes(open_tier, sample):
+def test_delete_removes_a_value_and_returns_its_bytes(open_tier, sample):
     tier = open_tier()
     key, chunk = sample(5)
     put(tier, key, chunk)
@@ -182,13 +182,13 @@ def test_threads_see_whole_values(open_tier, sample, same):
     assert wrong == []
 
 
-def test_larger_than_a_memory_tier_is_not_taken_and_harms_nothing(sample):
+def test_a_value_larger_than_a_memory_tier_is_not_admitted(sample):
     tier = MemoryTier("memory", 1)
     assert not put(tier, *sample(1))
     assert tier.stats().entries == 0
 
 
-def test_memory_keeps_what_is_used_often(sample):
+def test_memory_keeps_values_that_are_used_often(sample):
     tier = MemoryTier("memory", 1 << 30)
     put(tier, *sample(0))
     tier.budget_bytes = 2 * tier.stats().bytes
@@ -222,7 +222,7 @@ def tier_of(store, key, chunk):
         return reader.tier
 
 
-def test_what_is_used_climbs_a_tier_at_a_time_and_stays_equal(tiered, sample, same):
+def test_used_values_are_promoted_one_tier_at_a_time(tiered, sample, same):
     key, chunk = sample(1)
     tiered.put(key, chunk)
     for expected in ("disk", "memory", "device", "device"):
@@ -233,7 +233,7 @@ def test_what_is_used_climbs_a_tier_at_a_time_and_stays_equal(tiered, sample, sa
     assert tiered.stats().hits == 8 and tiered.stats().misses == 0
 
 
-def test_evicted_from_memory_it_is_still_on_the_disk_and_not_written_again(tiered, sample, same, root):
+def test_eviction_from_memory_leaves_the_disk_alone(tiered, sample, same, root):
     memory = tiered.tiers[1]
     for seed in range(3):
         key, chunk = sample(seed)
@@ -249,7 +249,7 @@ def test_evicted_from_memory_it_is_still_on_the_disk_and_not_written_again(tiere
 
 
 @pytest.mark.parametrize("how", ["delete", "gc", "elsewhere", "eviction"])
-def test_what_left_the_disk_is_served_from_no_memory(tiered, sample, root, how):
+def test_values_deleted_on_the_disk_are_not_served_from_memory(tiered, sample, root, how):
     key, chunk = sample(1)
     tiered.put(key, chunk)
     tiered.promote(key, chunk.token_ids)
@@ -269,7 +269,7 @@ def test_what_left_the_disk_is_served_from_no_memory(tiered, sample, root, how):
         assert tiered.tiers[1].stats().bytes == 0
 
 
-def test_another_value_under_the_key_replaces_what_memory_holds(tiered, sample, same):
+def test_a_new_value_replaces_the_copy_in_memory(tiered, sample, same):
     key, chunk = sample(1)
     other = sample(2)[1]
     tiered.put(key, chunk)
@@ -279,7 +279,7 @@ def test_another_value_under_the_key_replaces_what_memory_holds(tiered, sample, 
     assert tiered.get(key, chunk.token_ids) is None
 
 
-def test_a_damaged_value_does_not_climb(tiered, sample, value_path):
+def test_damaged_values_are_not_promoted(tiered, sample, value_path):
     key, chunk = sample(1)
     tiered.put(key, chunk)
     path = value_path(key)
@@ -292,7 +292,7 @@ def test_a_damaged_value_does_not_climb(tiered, sample, value_path):
     tiered.promote(key, chunk.token_ids)  # nothing there: no error
 
 
-def test_memory_needs_no_disk_once_it_has_a_value(tiered, sample, same, value_path):
+def test_memory_serves_values_whose_file_is_gone(tiered, sample, same, value_path):
     key, chunk = sample(1)
     tiered.put(key, chunk)
     tiered.promote(key, chunk.token_ids)

@@ -70,7 +70,7 @@ def file_of(root, key):
     return next(root.glob(f"values/*/{key.digest}-*"))
 
 
-def test_a_path_is_found_as_far_as_it_is_stored(store, path, same):
+def test_the_stored_beginning_of_a_path_is_found(store, path, same):
     nodes = path(1, 2, 3)
     assert held(store, nodes) == 0
     assert put_all(store, nodes[:2]) == [True, True]
@@ -82,14 +82,14 @@ def test_a_path_is_found_as_far_as_it_is_stored(store, path, same):
         assert (reader.start, reader.header.parent) == (nodes[2][1].start, nodes[1][0])
 
 
-def test_each_node_counts_as_asked_for_once(store, path):
+def test_a_match_counts_one_request_per_node(store, path):
     nodes = path(1, 2, 3)
     for times in (1, 2):
         held(store, nodes)
         assert [round(store.times_asked(key), 2) for key, _ in nodes] == [times] * 3
 
 
-def test_a_node_is_put_behind_a_stored_one_alone(store, path):
+def test_a_node_is_stored_only_after_a_stored_parent(store, path):
     nodes = path(1, 2, 3)
     assert not store.put(*nodes[1])
     assert store.put(*nodes[0])
@@ -98,7 +98,7 @@ def test_a_node_is_put_behind_a_stored_one_alone(store, path):
     assert store.check() == []
 
 
-def test_paths_and_salts_share_nothing():
+def test_keys_differ_by_parent_and_salt():
     one, other = ChunkKey("1" * 64), ChunkKey("2" * 64)
     keys = {node_key(parent, salt, (1, 2)) for parent in (one, other) for salt in ("", "ada", "bob")}
     assert len(keys) == 6
@@ -110,7 +110,7 @@ def finite(chunk):
     return replace(chunk, keys=kv[0], values=kv[1])
 
 
-def test_a_node_is_exact_whatever_codec_is_asked_for(store, path, same):
+def test_nodes_are_stored_raw_whatever_the_codec(store, path, same):
     nodes = path(1, 2)
     store.put(*nodes[0])
     store.put(nodes[1][0], finite(nodes[1][1]), codec=CODECS["int8"])
@@ -119,7 +119,7 @@ def test_a_node_is_exact_whatever_codec_is_asked_for(store, path, same):
         assert same(whole(reader), finite(nodes[1][1]))
 
 
-def test_what_a_codec_rounded_is_no_exact_beginning(store, path):
+def test_rounded_kv_is_not_an_exact_beginning(store, path):
     (key, chunk), node = path(1, 2)
     store.put(key, finite(chunk), CODECS["int8"])
     store.put(*node)
@@ -152,7 +152,7 @@ def test_another_parent_in_the_file_is_refused(store, path, root):
     assert store.stats().quarantined == 1
 
 
-def test_what_says_no_parent_is_no_node_and_the_reverse(store, path, sample):
+def test_nodes_and_lone_chunks_are_not_interchangeable(store, path, sample):
     """Fused KV, say, that somebody put under a node's key; and a node's under a chunk's."""
     nodes = path(1, 2)
     store.put(*nodes[0])
@@ -165,7 +165,7 @@ def test_what_says_no_parent_is_no_node_and_the_reverse(store, path, sample):
 
 
 @pytest.mark.parametrize("place", [0, 12, 40, 150, -1])
-def test_a_flipped_bit_ends_the_path_there(store, path, root, place):
+def test_a_flipped_bit_ends_the_path(store, path, root, place):
     """A layer's is found when it is read, all others before that."""
     nodes = path(1, 2, 3)
     put_all(store, nodes)
@@ -182,7 +182,7 @@ def test_a_flipped_bit_ends_the_path_there(store, path, root, place):
 # --- eviction
 
 
-def test_what_others_stand_behind_is_not_evicted(open_store, path, sample):
+def test_nodes_with_children_are_not_evicted(open_store, path, sample):
     """Though it is worth least: nobody asked for it, and for what stands behind it often."""
     nodes = path(1, 2, 3)
     size = Blob.of(*nodes[1]).nbytes
@@ -198,7 +198,7 @@ def test_what_others_stand_behind_is_not_evicted(open_store, path, sample):
     assert stored == sorted(stored, reverse=True)
 
 
-def test_one_value_may_displace_whole_paths(open_store, path, sample):
+def test_one_large_value_may_evict_whole_paths(open_store, path, sample):
     nodes, large = path(1, 2, 3, 4, 5), sample(99, tokens=40)
     store = open_store(budget_bytes=max(Blob.of(*large).nbytes, sum(Blob.of(*n).nbytes for n in nodes)))
     put_all(store, nodes)
@@ -207,7 +207,7 @@ def test_one_value_may_displace_whole_paths(open_store, path, sample):
     assert store.contains(large[0])
 
 
-def test_a_path_that_fills_the_store_grows_no_further(open_store, path, root):
+def test_a_path_that_fills_the_store_cannot_grow(open_store, path, root):
     nodes = path(1, 2, 3, 4)
     store = open_store(budget_bytes=sum(Blob.of(*node).nbytes for node in nodes[:3]))
     put_all(store, nodes[:3])
@@ -218,9 +218,8 @@ def test_a_path_that_fills_the_store_grows_no_further(open_store, path, root):
     assert held(store, nodes) == 3
 
 
-@pytest.mark.parametrize("policy", ["lru", "pgdsf"])
-@pytest.mark.parametrize("values", [3, 5, 8])
-def test_whatever_happens_parents_stay(root, path, policy, values):
+@pytest.mark.parametrize(("policy", "values"), [("lru", 3), ("pgdsf", 5), ("lru", 8)])
+def test_parents_of_stored_nodes_are_always_stored(root, path, policy, values):
     """After every step each node's parent is stored and the budget is kept."""
     seeded, evicted = random.Random(f"{policy} {values}"), 0
     budget = values * max(Blob.of(*node).nbytes for seed in range(4) for node in path(0, seed))
@@ -252,7 +251,7 @@ def test_whatever_happens_parents_stay(root, path, policy, values):
 # --- deletion, and what is left of a path
 
 
-def test_deletion_takes_what_stands_behind(store, path, held_anywhere):
+def test_deleting_a_node_deletes_its_descendants(store, path, held_anywhere):
     """KV behind a passage has attended to it. Nothing of either may stay: no file, no row, no count."""
     nodes, other = path(1, 2, 3), path(4, 2)
     put_all(store, nodes)
@@ -267,7 +266,7 @@ def test_deletion_takes_what_stands_behind(store, path, held_anywhere):
     assert store.check() == []
 
 
-def test_of_an_evicted_node_no_count_survives_its_passage(open_store, path, sample, held_anywhere):
+def test_counts_of_an_evicted_node_are_deleted_with_its_passage(open_store, path, sample, held_anywhere):
     nodes = path(1, 2)
     store = open_store(budget_bytes=2 * Blob.of(*nodes[1]).nbytes)
     put_all(store, nodes)
@@ -279,7 +278,7 @@ def test_of_an_evicted_node_no_count_survives_its_passage(open_store, path, samp
 
 
 @pytest.mark.parametrize("looked_after", ["open", "gc"])
-def test_what_has_lost_its_parent_is_swept(open_store, path, root, looked_after):
+def test_nodes_without_a_parent_are_swept(open_store, path, root, looked_after):
     nodes = path(1, 2, 3)
     store = open_store()
     put_all(store, nodes)
@@ -295,7 +294,7 @@ def test_what_has_lost_its_parent_is_swept(open_store, path, root, looked_after)
     assert not list(root.glob("values/*/*.kv"))
 
 
-def test_a_parent_that_comes_back_finds_its_children(store, path, root):
+def test_children_are_usable_again_when_their_parent_is_stored_again(store, path, root):
     """They stand behind these very tokens: whoever computes them again gets the same."""
     nodes = path(1, 2, 3)
     put_all(store, nodes)
@@ -305,7 +304,7 @@ def test_a_parent_that_comes_back_finds_its_children(store, path, root):
     assert held(store, nodes) == 3
 
 
-def test_the_tree_is_known_where_the_ledger_is_lost(open_store, path, sample, rows):
+def test_the_tree_survives_a_lost_ledger(open_store, path, sample, rows):
     nodes = path(1, 2, 3)
     store = open_store()
     put_all(store, nodes)
@@ -324,7 +323,7 @@ def test_the_tree_is_known_where_the_ledger_is_lost(open_store, path, sample, ro
     assert not any(store.contains(key) for key, _ in nodes)
 
 
-def test_a_node_is_stored_while_a_lowered_budget_is_still_exceeded(open_store, path, sample, monkeypatch):
+def test_a_node_is_stored_while_a_lowered_budget_is_exceeded(open_store, path, sample, monkeypatch):
     """Each put evicts some values; where that was not enough, every node was refused and the evictions undone."""
     monkeypatch.setattr("ragblend.kvstore.store.AT_ONCE", 4)
     nodes, store = path(1, 2), open_store()

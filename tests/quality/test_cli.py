@@ -118,8 +118,6 @@ def test_ttft_reports_the_parts_of_the_time(bench, data_file, tmp_path) -> None:
         (("quality", "--methods", "full,magic"), "magic"),
         (("quality", "--ratios", "0.15,2"), "'2'"),
         (("quality", "--data", "nowhere.json"), "nowhere.json"),
-        (("quality", "--methods", "full,refine+reuse"), "python -m benchmarks.quality"),
-        (("quality", "--methods", "transplant:by=epic"), "python -m benchmarks.quality"),
         (("quality", "--data", "a.json", "--docs", "all"), "--data, --docs and --figures"),
         (
             ("quality", "--figures", "--data", "a.json"),

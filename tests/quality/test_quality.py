@@ -81,12 +81,10 @@ def test_nan_logits_stop_the_run(engine, questions, journal, monkeypatch) -> Non
 
 def test_a_method_must_have_the_engines_name(engine, questions) -> None:
     """It said: `was served by probe prefill: None; choose another --model`."""
-    from ragblend.engine.selection import policy_named
-
     prompt = quality.build_prompt(engine, questions[0], 5)
     engine.encode(list(questions[0].passages))
     with pytest.raises(BenchError, match=r"the method 'probe:' is called 'probe' by the engine"):
-        timed_prefill(engine, prompt, Variant("probe:", 0.3), policy_named("probe"))
+        timed_prefill(engine, prompt, Variant("probe:", 0.3))
 
 
 def test_kv_of_another_codec_is_encoded_again(engine, model_folder, home, questions, monkeypatch) -> None:
