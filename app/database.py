@@ -1,4 +1,4 @@
-"""A small SQLite file of the app's own, that is never lost: a damaged one is set aside, and what can be read copied."""
+"""The app's own SQLite files: a damaged one is set aside, and its readable rows are copied to a new file."""
 
 import hashlib
 import re
@@ -39,13 +39,10 @@ READ_ONLY = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IO
 
 
 class Database(SqliteFile):
-    """An SQLite file whose content cannot be built from anything else.
+    """An SQLite file whose content cannot be rebuilt from anything else. Raises LibraryError, StoreFullError.
 
-    What can be read of a damaged one is in a new file: `rescued` says so. Raises LibraryError, StoreFullError when the
-    disk is full.
-
-    copied: the tables whose rows are all there is to keep; adopted: statements that make again, in a file that was
-    damaged, what other rows belong to.
+    rescued: the result if the file was damaged and its readable rows were copied to a new one. copied: the tables that
+    a rescue copies; adopted: statements that restore lost rows to which other rows refer.
     """
 
     synchronous = "FULL"
@@ -58,10 +55,10 @@ class Database(SqliteFile):
 
     @staticmethod
     def mark_lost(sql: sqlite3.Connection, gaps: dict[str, list[Gap]]) -> None:
-        """Write down in a new file, before it is used, what could not be read of the damaged one."""
+        """Mark in the new file what could not be read of the damaged one."""
 
     def among(self, query: str, keys: Iterable[object], *values: object) -> list[sqlite3.Row]:
-        """The rows of a query that ends in `IN`, for any number of keys; values: of what comes before them."""
+        """The rows of a query that ends in `IN`, for any number of keys; values: of the parameters before them."""
         everything = list(dict.fromkeys(keys))
         found: list[sqlite3.Row] = []
         for start in range(0, len(everything), BATCH_ROWS):
@@ -71,14 +68,14 @@ class Database(SqliteFile):
 
     @property
     def changes(self) -> int:
-        """How many rows this connection has written: another number says that something has moved."""
+        """How many rows this connection has written; it grows with every change."""
         with self.connection() as sql:
             return sql.total_changes
 
     # --- opening
 
     def _must_reopen(self) -> bool:
-        # A file that is gone altogether stays in use, and is not begun anew.
+        # A deleted file stays open, and is not replaced by an empty one.
         return super()._must_reopen() and self.path.exists()
 
     def _open(self) -> sqlite3.Connection:
@@ -89,7 +86,7 @@ class Database(SqliteFile):
 
     def _configure(self, sql: sqlite3.Connection) -> None:
         sql.row_factory = sqlite3.Row
-        # Text that damage has made no UTF-8 must not keep the rows beside it from being read.
+        # Text that is not UTF-8 because of damage must not make other rows unreadable.
         sql.text_factory = lenient_text
         sql.execute("PRAGMA foreign_keys = ON")
         sql.create_function("folded", 1, lambda text: folded(str(text)), deterministic=True)
@@ -100,7 +97,7 @@ class Database(SqliteFile):
     def _repair(self, why: str) -> None:
         self._disconnect()
         with self._rescuing() as lock, lock.hold():
-            if is_same_file(self.path, self._identity):  # else another process has done it meanwhile
+            if is_same_file(self.path, self._identity):  # else another process has rescued it
                 new = self._new_file(Path(f"{self.path}.rescuing"))
                 self.rescued = rescue.rescue(
                     self.path, new, self.what, why, self.copied, self.adopted, self.mark_lost
@@ -110,12 +107,12 @@ class Database(SqliteFile):
         return WriterLock(self.path.with_name(f".{self.path.name}.lock"), BUSY_SECONDS)
 
     def _new_file(self, path: Path) -> sqlite3.Connection:
-        """A new file with the tables, in a transaction: rows may come in any order."""
+        """A new file with the tables, in a transaction, so that rows may be inserted in any order."""
         discard_database(path)
         make_private_file(path)
         sql = connect(path)
         self._configure(sql)
-        # Nobody opens it before it is whole, and a kill must leave no journal beside it.
+        # No other process opens it before it is complete, and a kill must not leave a journal.
         for setting in ("journal_mode = MEMORY", "foreign_keys = OFF"):
             sql.execute(f"PRAGMA {setting}")
         sql.execute("BEGIN")
@@ -145,7 +142,7 @@ class Database(SqliteFile):
         if code in READ_ONLY:
             advice = "Check the folder's rights and space."
         elif getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_CORRUPT_VTAB:
-            advice = "Run `ragblend store repair`, which makes its index of words again."
+            advice = "Run `ragblend store repair`, which rebuilds its index of words."
         return LibraryError(f"Using the {self.what} {self.path}: {error}. Nothing was changed. {advice}")
 
 
@@ -155,39 +152,39 @@ def now() -> str:
 
 
 def storable(text: str) -> str:
-    """Without halves of surrogate pairs, which SQLite cannot keep and no tokenizer takes.
+    """Replace lone surrogates, which SQLite cannot store and no tokenizer accepts.
 
-    A model's tokens and a browser can give them, and so does Python for bytes that are not UTF-8.
+    They come from a model's tokens, a browser, or Python's decoding of bytes that are not UTF-8.
     """
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def folded(text: str) -> str:
-    """The text for comparisons: without case, and without the width and form of letters (Unicode's NFKC)."""
+    """The text for comparisons: without case, in Unicode's form NFKC."""
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
 
 
 def split_words(text: str) -> list[str]:
-    """The words of a text, folded; of scripts without blanks each two neighbouring letters."""
+    """The words of a text, folded; for scripts without spaces, each pair of neighbouring letters."""
     return [word for run in RUN.findall(folded(text)) for word in _words(run)]
 
 
 def words_of(collection: str, text: str) -> list[str]:
-    """The words of a text as they are indexed: each with its collection, so that no two collections share one.
+    """The words of a text as they are indexed: each prefixed by its collection, so that collections share none.
 
-    Digits and consonants before a word change nothing for FTS5's stemmer.
+    The prefix does not affect FTS5's stemmer.
     """
     mark = int.from_bytes(hashlib.blake2b(collection.encode(), digest_size=6).digest())
     return [f"x{mark}{word}" for word in split_words(text)]
 
 
 def _words(run: str) -> list[str]:
-    """The run, or if its script has no blanks between words, each two neighbours in it."""
+    """The run, or each pair of neighbouring letters if its script has no spaces between words."""
     if len(run) < 2 or not IS_UNSPACED.match(run):
         return [run]
     return [run[at : at + 2] for at in range(len(run) - 1)]
 
 
 def _worded(collection: str, text: bytes) -> str:
-    """Bytes, because damage may have made them no UTF-8, and the row must be deletable all the same."""
+    """text: bytes, because a damaged row that is not UTF-8 must still be deletable."""
     return " ".join(words_of(collection, text.decode("utf-8", "replace")))

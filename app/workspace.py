@@ -1,8 +1,9 @@
 """An open home (`Workspaces`) and its collections (`Workspace`): files, models, settings, opened when needed."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -10,11 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ragblend.app.answering.chats import Chats
 from ragblend.app.home import Home, make_private
-from ragblend.app.library import erasure
 from ragblend.app.library.documents import DocumentState
 from ragblend.app.library.registry import Library
 from ragblend.app.models import check_model
-from ragblend.app.settings import Settings
+from ragblend.app.settings import PROCESS_SETTINGS, Settings
 from ragblend.engine.model.checkpoints import find_model
 from ragblend.engine.scheduling.queue import DeviceQueue
 from ragblend.integrations.chroma import VectorIndex
@@ -23,6 +23,7 @@ from ragblend.integrations.passages import PassageRegistry
 from ragblend.kvstore.errors import SettingsError, UsageError
 from ragblend.kvstore.files import Closing
 from ragblend.kvstore.lock import writer_lock
+from ragblend.kvstore.nodes import NodeIndex
 
 if TYPE_CHECKING:
     from ragblend.app.answering.rerank import CrossEncoder
@@ -30,10 +31,7 @@ if TYPE_CHECKING:
     from ragblend.kvstore.store import KVStore
 
 T = TypeVar("T")
-ENGINE_SETTINGS = (
-    "model", "device", "dtype", "collection", "store_budget_bytes", "memory_budget_bytes", "device_budget_bytes",
-    "store_policy", "kv_codec", "remote", "load",
-)  # fmt: skip
+log = logging.getLogger("ragblend")
 
 
 class _SharedState:
@@ -190,10 +188,36 @@ class Workspaces(Closing):
                 yield
             finally:
                 try:
-                    erasure.erase_removed(self.library, self.home)
+                    self.erase_removed()
                 finally:
                     if self.home.chroma.exists():
                         make_private(self.home.chroma)  # Chroma creates files that everybody may read
+
+    def erase_removed(self) -> None:
+        """Erase deleted text from the files that still hold it. The caller holds the writer lock.
+
+        In a conversation a passage's location, document name and number stay, and so do the answers, which are the
+        user's.
+        """
+        if not (unerased := self.library.unerased()):
+            return
+        with NodeIndex.open(self.home.nodes) as nodes:
+            erased = nodes.erase()
+        if self.home.chats.exists():
+            erased = self.chats.forget_removed(self.library.known) and erased
+        erased = self.library.erase() and erased
+        for collection in unerased:
+            known = self.library.embedder(collection)
+            for embedder in filter(None, (known.name, known.next) if known else (DEFAULT,)):
+                with closing(VectorIndex(self.home.chroma, collection, embedder)) as index:
+                    index.erase()
+            if erased:
+                self.library.erased(collection)
+        if not erased:
+            log.warning(
+                "deleted text stays in files of %s until other processes close them and there is room",
+                self.home.root,
+            )
 
     def close_indexes(self) -> None:
         """Close all vector indexes; the next search opens them again from the files."""
@@ -305,7 +329,7 @@ class Workspace(Closing):
     def engine(self) -> "EngineInterface":
         from ragblend.engine.engine import Engine
 
-        chosen = {name: getattr(self.settings, name) for name in ENGINE_SETTINGS}
+        chosen = {name: getattr(self.settings, name) for name in (*PROCESS_SETTINGS, "collection")}
         return Engine.open(home=self.home.root, url=self.settings.vllm, **chosen)
 
     @property

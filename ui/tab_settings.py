@@ -206,14 +206,11 @@ class SettingsTab:
                 check_model(model, workspaces.home.models)
                 if must_be_fetched(model):
                     yield from self._fetched(model)
-            if (embedder := changes["embedder"]) and embedder != workspaces.settings.embedder:
-                if must_be_fetched(embedder):
-                    yield from self._fetched(embedder)
-                find_embedder(embedder)
-            if (reranker := changes["reranker"]) and reranker != workspaces.settings.reranker:
-                if must_be_fetched(reranker):
-                    yield from self._fetched(reranker)
-                find_reranker(reranker)
+            for name, find in (("embedder", find_embedder), ("reranker", find_reranker)):
+                if (wanted := changes[name]) and wanted != getattr(workspaces.settings, name):
+                    if must_be_fetched(wanted):
+                        yield from self._fetched(wanted)
+                    find(wanted)
             if device := changes.get("device"):
                 pick_device(device)
             save_settings(workspaces.home.settings, changes)

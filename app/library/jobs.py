@@ -17,7 +17,6 @@ from pathlib import Path
 from ragblend.app.library.discovery import discover, is_gone
 from ragblend.app.library.documents import as_path, printable
 from ragblend.app.library.encoding import KvProgress, KvReport, encode_missing
-from ragblend.app.library.erasure import erase_removed
 from ragblend.app.library.file_checks import check_file
 from ragblend.app.library.ingest import embed_in_full, ingest_file
 from ragblend.app.library.job_store import OPEN, RUNNING, FileJob, JobState, JobStore
@@ -375,7 +374,7 @@ class JobQueue:
             return "unchanged"
         remove_document(self.workspaces.of(job.collection), document)
         if not self.store.has_other(job):  # the worker may go on for hours
-            erase_removed(self.workspaces.library, self.workspaces.home)
+            self.workspaces.erase_removed()
         return "done"
 
     def _is_inside_home(self, path: Path) -> bool:

@@ -1,14 +1,15 @@
 """Whether the bundled embedder knows the language of a collection's documents: it knows English only."""
 
-from ragblend.app.answering.support import STOP
 from ragblend.app.database import split_words
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.embeddings import DEFAULT
 
 LOOKED_AT, LEAST_WORDS = 200, 10
-ENGLISH_SHARE = (
-    0.15  # of little words such as "the" and "of"; English has about 0.4, other languages hardly any
+COMMON_WORDS = frozenset(
+    """a an the and or but if of to in on at by for with from as is are was were be been do does did have has had will
+    would can could may it its he she they his her their you your this that there who which what when""".split()  # noqa: SIM905
 )
+ENGLISH_SHARE = 0.15  # of these words; English has about 0.4, other languages hardly any
 NOTICE = (
     "Many documents in {collection!r} are not in English, which is the only language that the bundled embedder knows: "
     "passages are found by their words, hardly by their meaning. A multilingual embedder finds both, such as "
@@ -36,4 +37,6 @@ def knows_language(workspace: Workspace) -> bool:
 def is_english(text: str) -> bool:
     """Also true for a text too short to tell."""
     words = split_words(text)
-    return len(words) < LEAST_WORDS or sum(word in STOP for word in words) >= ENGLISH_SHARE * len(words)
+    return len(words) < LEAST_WORDS or sum(word in COMMON_WORDS for word in words) >= ENGLISH_SHARE * len(
+        words
+    )

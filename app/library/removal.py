@@ -1,7 +1,7 @@
 """Removes documents: vectors, hashes, KV, their jobs, uploaded copies, and last the registry's row.
 
 After an interruption the row is still there, so removing it again finishes the work. Text that the registry no longer
-has is erased from conversations and Chroma's files by `erasure`, which runs at the end of `Workspaces.writing`.
+has is erased from conversations and Chroma's files at the end of `Workspaces.writing`.
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragblend.app.serve.bodies import MOST_MESSAGES, Body, ChatBody, Count, OwnOptions
-from ragblend.app.serve.chat import CompletedChoice, EndpointFormat, respond, usage_and_kv
+from ragblend.app.serve.chat import CompletedChoice, EndpointFormat, respond_to_chat, usage_and_kv
 from ragblend.app.serve.errors import ApiError, Dialect
 from ragblend.kvstore.errors import UsageError
 
@@ -111,9 +111,7 @@ class MessagesBody(OwnOptions):
 @router.post("/messages", responses=EVENTS)
 async def messages(request: Request, body: MessagesBody) -> Response:
     """Answer as `/v1/chat/completions` does, in blocks. Your tools may be called; Anthropic's own are refused."""
-    chat = body.chat()
-    turns = chat.turns()
-    return await respond(request, chat, lambda call: [call.chat_prompt(turns)], partial(MessagesFormat, body))
+    return await respond_to_chat(request, body.chat(), partial(MessagesFormat, body))
 
 
 class MessagesFormat(EndpointFormat):

@@ -94,8 +94,7 @@ Piece = tuple[RequestedChoice, str | CompletedChoice]
 @router.post("/chat/completions")
 async def chat(request: Request, body: ChatBody) -> Response:
     """Answer a conversation; known passages of the client's collection are found in it by their text."""
-    turns = body.turns()
-    return await respond(request, body, lambda call: [call.chat_prompt(turns)], partial(ChatFormat, body))
+    return await respond_to_chat(request, body, partial(ChatFormat, body))
 
 
 @router.post("/completions")
@@ -105,6 +104,14 @@ async def complete(request: Request, body: CompletionBody) -> Response:
     return await respond(
         request, body, lambda call: [call.text_prompt(text) for text in prompts], partial(TextFormat, body)
     )
+
+
+async def respond_to_chat(
+    request: Request, body: ChatBody, format_of: Callable[[str], "EndpointFormat"]
+) -> Response:
+    """Answer a conversation in any API's form. Raises UsageError for what the model cannot read."""
+    turns = body.turns()
+    return await respond(request, body, lambda call: [call.chat_prompt(turns)], format_of)
 
 
 async def respond(

@@ -23,7 +23,13 @@ from ragblend.app.serve.bodies import (
     Long,
     OwnOptions,
 )
-from ragblend.app.serve.chat import CompletedChoice, EndpointFormat, respond, usage_and_kv
+from ragblend.app.serve.chat import (
+    CompletedChoice,
+    EndpointFormat,
+    respond,
+    respond_to_chat,
+    usage_and_kv,
+)
 from ragblend.app.serve.embed import embedded
 from ragblend.app.serve.errors import ApiError, Dialect, json_response
 from ragblend.app.serve.service import Service, client_of, service_of
@@ -214,9 +220,7 @@ async def ollama_chat(request: Request, body: OllamaChatBody) -> Response:
     """Answer a conversation as `/v1/chat/completions` does; without messages, load the model."""
     if not body.messages:
         return await _loaded(request, body, {"message": {"role": "assistant", "content": ""}})
-    chat = body.chat()
-    turns = chat.turns()
-    return await respond(request, chat, lambda call: [call.chat_prompt(turns)], OllamaChatFormat)
+    return await respond_to_chat(request, body.chat(), OllamaChatFormat)
 
 
 @router.post("/generate", responses=LINES)
@@ -227,9 +231,7 @@ async def ollama_generate(request: Request, body: GenerateBody) -> Response:
     if body.raw:
         text = body.completion()
         return await respond(request, text, lambda call: [call.text_prompt(body.prompt)], GenerateFormat)
-    chat = body.chat()
-    turns = chat.turns()
-    return await respond(request, chat, lambda call: [call.chat_prompt(turns)], GenerateFormat)
+    return await respond_to_chat(request, body.chat(), GenerateFormat)
 
 
 @router.post("/embed")

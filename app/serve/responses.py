@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragblend.app.serve.bodies import ResponsesBody
-from ragblend.app.serve.chat import CompletedChoice, EndpointFormat, respond, usage_and_kv
+from ragblend.app.serve.chat import CompletedChoice, EndpointFormat, respond_to_chat, usage_and_kv
 
 router = APIRouter(prefix="/v1")
 Json = dict[str, Any]
@@ -22,9 +22,7 @@ STARTED, DONE, CUT = "in_progress", "completed", "incomplete"
 @router.post("/responses")
 async def responses(request: Request, body: ResponsesBody) -> Response:
     """Answer as `/v1/chat/completions` does, as items. Function calls work; OpenAI's built-in tools do not."""
-    chat = body.chat()
-    turns = chat.turns()
-    return await respond(request, chat, lambda call: [call.chat_prompt(turns)], partial(ResponseFormat, body))
+    return await respond_to_chat(request, body.chat(), partial(ResponseFormat, body))
 
 
 class ResponseFormat(EndpointFormat):

@@ -150,11 +150,6 @@ def test_names_that_are_not_utf8_are_stored(chats):
     assert chats.messages(chat.id) == [message]
 
 
-def test_the_file_is_private(path, chats):
-    talk(chats)
-    assert {file.stat().st_mode & 0o077 for file in path.parent.iterdir()} == {0}
-
-
 def _write(path, count):
     with Chats(path) as chats:
         chat = chats.create("other process")

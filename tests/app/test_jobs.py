@@ -4,13 +4,13 @@ import errno
 import os
 import shutil
 import threading
-import time
 from contextlib import closing
 from functools import partial
 
 import pytest
 from waiting import SOON_S, at_once, idle, until
 
+from ragblend.app.library.discovery import discover
 from ragblend.app.library.documents import DocumentState
 from ragblend.app.library.ingest import MANY_FILES, SKETCHED, ingest, ingest_file
 from ragblend.app.library.jobs import JobQueue
@@ -120,7 +120,7 @@ def test_pause_survives_a_restart(jobs, workspaces, embedder, tmp_path):
 
 
 def test_opening_the_queue_does_not_restart_running_jobs(jobs, workspaces, embedder, tmp_path):
-    """A second `ragblend ui`, which is refused later, made the first one forget that its file had changed."""
+    """Starting a second `ragblend ui`, which is refused, made the first one miss that its file had changed."""
     path = long_file(tmp_path, "a.txt")
     gate = held(jobs, embedder, path)
     path.write_text(f"{path.read_text()} The last word.")
@@ -261,17 +261,18 @@ def test_queue_removes_documents_without_files(jobs, workspaces, documents):
 
 
 def test_two_uploads_of_one_name_at_once_are_both_kept(jobs, home, tmp_path, monkeypatch):
-    files, copyfile = [], shutil.copyfile
+    files, both = [], threading.Barrier(2)
     for name in "ab":
         (tmp_path / name).mkdir()
         files.append(tmp_path / name / "letter.txt")
         files[-1].write_text(name * 400)
 
-    def slow(source, target):
-        copyfile(source, target)
-        time.sleep(0.05)
+    def discovered(paths, *skip):
+        if not skip:  # of an upload: neither copies before the other one has begun
+            both.wait(SOON_S)
+        return discover(paths, *skip)
 
-    monkeypatch.setattr(shutil, "copyfile", slow)
+    monkeypatch.setattr("ragblend.app.library.jobs.discover", discovered)
     at_once(*(partial(jobs.upload, [file], "default") for file in files))
     kept = {file.name: file.read_text() for file in (home / "originals" / "default").iterdir()}
     assert kept.keys() == states(jobs).keys() == {"letter.txt", "letter (2).txt"}
@@ -297,7 +298,7 @@ def test_uploads_are_copied_in_and_removed_with_their_document(jobs, home, works
 
 
 def test_removing_a_collection_removes_its_documents_kv_and_uploads(jobs, home, workspaces, documents):
-    """The copies of queued uploads stayed, in clear, and no list showed them."""
+    """The copies of queued uploads stayed on the disk, and no list showed them."""
     workspaces.create("letters")
     jobs.upload([documents / "boats.txt"], "letters")
     finish(jobs)
@@ -313,7 +314,7 @@ def test_removing_a_collection_removes_its_documents_kv_and_uploads(jobs, home, 
 
 
 def test_clearing_deletes_cancelled_uploads(jobs, home, workspaces, documents, tmp_path):
-    """And nothing else: neither what is a document already, nor a file that is its owner's."""
+    """And nothing else: no copy that is a document already, and no file of the user."""
     jobs.upload([documents / "sky.txt"], "default")
     finish(jobs)
     jobs.end()
@@ -393,7 +394,7 @@ def test_finished_jobs_are_cleared_and_vanished_files_do_not_fail(jobs, workspac
 
 
 def test_a_file_that_comes_back_while_it_is_removed_is_ingested(jobs, workspaces, documents, monkeypatch):
-    """Its new job was taken for the removal, and marked as done with that."""
+    """Its new job was marked as done together with the removal."""
     sky = documents / "sky.txt"
     jobs.add([sky], "default")
     finish(jobs)
@@ -445,12 +446,3 @@ def test_ingest_of_a_file_can_be_cancelled_while_reading_and_cutting(
 )
 def test_names_of_uploads(name, safe):
     assert safe_name(name) == safe
-
-
-@pytest.mark.parametrize("way", ["add", "upload"])
-def test_what_was_guessed_is_stored_with_the_document(jobs, workspaces, tmp_path, way):
-    (tmp_path / "a.txt").write_bytes("Die Möwen schreien über dem Fluss. ".encode("cp1252") * 20)
-    getattr(jobs, way)([tmp_path / "a.txt"], "default")
-    finish(jobs)
-    (found,) = workspaces.library.documents("default")
-    assert len(found.notes) == 1 and found.notes[0].startswith("its encoding was guessed: ")

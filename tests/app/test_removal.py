@@ -4,9 +4,9 @@ import pytest
 
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.chats import DELETED_TEXT, Chats
-from ragblend.app.library import erasure
 from ragblend.app.library.ingest import ingest
 from ragblend.app.library.registry import Library
+from ragblend.app.workspace import Workspaces
 
 SECRET = "CANARY the lighthouse keeper hides rubies behind the seventh stair of Harrow tower"
 
@@ -55,7 +55,7 @@ def test_text_removed_from_a_changed_document_is_erased(told, home, documents, s
 
 @pytest.mark.parametrize("place", ["remove", "forget_removed", "erase"])
 def test_interrupted_removal_is_finished_by_the_next(cli, told, home, monkeypatch, place):
-    """The registry's row goes last, and what is still to be erased elsewhere is noted with it."""
+    """The registry's row is deleted last, and stores what is still to be erased in other files."""
     from ragblend.integrations.chroma import VectorIndex
 
     class Killed(BaseException):
@@ -68,7 +68,8 @@ def test_interrupted_removal_is_finished_by_the_next(cli, told, home, monkeypatc
     owner = {"remove": Library, "forget_removed": Chats, "erase": VectorIndex}[place]
     with monkeypatch.context() as broken:
         broken.setattr(owner, place, killed)
-        broken.setattr(erasure, "erase_removed", killed if place == "remove" else erasure.erase_removed)
+        if place == "remove":
+            broken.setattr(Workspaces, "erase_removed", killed)
         with pytest.raises(Killed):
             cli("docs", "rm", "secret.txt")
     assert left_of(home, nodes)

@@ -64,7 +64,7 @@ def test_scores_are_those_of_transformers(folder):
 
 
 def test_only_the_passage_is_truncated(folder):
-    """To 62 tokens of both: a pair has three of its own."""
+    """A pair is cut to 62 tokens, three of which are its own."""
     encoder, filler = CrossEncoder(str(folder), "cpu"), "boat " * 60
     long, other_end = f"{TEXTS[0]} {filler}", f"{TEXTS[0]} {filler} golden yard"
     expected = plain(folder, QUESTION, [long], truncation="only_second", max_length=62)
@@ -118,7 +118,7 @@ def best_first(folder, question, texts):
 
 
 def test_reranker_orders_the_best_passages(open_workspace, folder, boats, asked):
-    """Each text once; the scores that are shown stay cosines."""
+    """Each text is scored once; the shown scores are still cosines."""
     (boats / "again.txt").write_text(TEXTS[10])  # which is among the nearest
     workspace = open_workspace()
     ingest(workspace, [boats])
@@ -191,7 +191,7 @@ def cut_off(folder):
     ],
 )
 def test_other_models_are_refused_as_reranker(open_workspace, boats, folder, damage, error, words):
-    """And answers come again once there is none, or a whole one at its place."""
+    """Answers work again without a reranker, and with a sound one."""
     damage(folder)
     workspace = open_workspace(reranker=str(folder))
     ingest(workspace, [boats])
@@ -209,7 +209,7 @@ def test_other_models_are_refused_as_reranker(open_workspace, boats, folder, dam
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "somebody/nothing", "default-model"])
 def test_missing_reranker_is_refused_before_loading(open_workspace, name):
-    """A hub id, too, where the hub cannot be asked."""
+    """Also a hub id when the hub is not reachable."""
     workspace = open_workspace(reranker=name)
     for refused in (workspace.check_engine, workspace.reranker.load):
         with pytest.raises(ModelNotFoundError, match="reranker") as caught:

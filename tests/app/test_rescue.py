@@ -76,7 +76,7 @@ def test_all_but_the_damaged_page_is_in_a_new_file_and_that_is_said(path, caplog
 
 
 def test_what_belongs_to_a_lost_row_is_left_out_and_counted(path):
-    """A note without its folder would break what the tables promise."""
+    """A note without its folder would violate a foreign key."""
     with sqlite3.connect(path) as sql:
         sql.execute("DELETE FROM folders WHERE name = 'b'")
     sql.close()
@@ -135,7 +135,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("step", range(8))
 def test_a_kill_at_any_step_of_a_rescue_loses_nothing(path, monkeypatch, step):
-    """The process ends behind the step-th change of the folder; the next one finds what the first would have."""
+    """The process is killed after that many changes of the folder; the next one finds the same rows."""
     overwrite(path, page_with(path, b"100 a line"))
     copy = path.with_name("copy.sqlite")
     copy.write_bytes(path.read_bytes())
@@ -247,7 +247,7 @@ def test_documents_of_which_only_an_index_is_left_are_named_and_keep_their_passa
 
 
 def test_a_row_that_breaks_a_rule_is_had_again_from_an_index_or_counted(library):
-    """One flipped bit in a document's state took the document and all its passages, and nobody was told."""
+    """One flipped bit in a document's state lost the document and its passages without a message."""
     document = library.begin("letters", "/a.txt")
     passage = DocumentPassage("node", document, 0, "Dear Ada", "")
     library.replace_passages(document, FileFacts(1, 2, "x"), "r", [passage], [np.ones((1, 3), np.float32)])
@@ -264,7 +264,7 @@ def test_a_row_that_breaks_a_rule_is_had_again_from_an_index_or_counted(library)
 
 
 def test_documents_that_lost_passages_are_named_whoever_puts_the_file_in_its_place(library, monkeypatch):
-    """Killed between the copy and its place, the next process only puts it there."""
+    """After a kill before the rename, the next process only renames the file."""
     document = library.begin("letters", "/a.txt")
     texts = [f"{n} {TEXT}" for n in range(40)]
     passages = [DocumentPassage(f"node{n}", document, n, text, "") for n, text in enumerate(texts)]

@@ -79,7 +79,7 @@ def test_the_codecs_are_the_stores():
 
 
 def test_the_bundled_model_ends_with_a_sentence_unless_a_longer_answer_is_wanted(path):
-    """It invents what it says after that."""
+    """What it says after that is invented."""
     bundled, other = Settings.read(path, {}), Settings.read(path, {}, {"model": "owner/large"})
     assert (bundled.answering["max_new_tokens"], bundled.answering["one_sentence"]) == (48, True)
     assert other.answering["max_new_tokens"] == 256 and "one_sentence" not in other.answering
@@ -90,7 +90,7 @@ def test_the_bundled_model_ends_with_a_sentence_unless_a_longer_answer_is_wanted
 
 @pytest.mark.parametrize("name", [None, "", 7, "../up", ["default"]])
 def test_invalid_collection_name_is_refused(workspaces, name):
-    """None took the settings as they were: it became a collection, and nothing could be saved or made after that."""
+    """None became a collection, and after that nothing could be saved."""
     with pytest.raises(SettingsError, match="collection"):
         workspaces.of(name)
     assert workspaces.names() == ["default"]

@@ -112,7 +112,7 @@ def test_a_kill_anywhere_loses_nothing(
 
 
 def test_what_comes_and_goes_meanwhile(ingested, open_workspace, documents):
-    """A document that is removed leaves neither index anything; a new one is embedded by both."""
+    """A removed document leaves both indexes; a new one is embedded by both."""
     changed = open_workspace(embedder="other")
     cancelled = []
     assert not embed_anew(changed, is_cancelled=lambda: cancelled.append(1) or len(cancelled) > 3)

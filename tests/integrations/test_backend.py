@@ -7,6 +7,7 @@ from contextlib import aclosing
 
 import pytest
 import tiny_models
+from waiting import SOON_S
 
 from ragblend.engine.results import Result
 from ragblend.integrations.backend import Backend, ChatTurn, placeholders, split_at_placeholders
@@ -14,7 +15,6 @@ from ragblend.integrations.calls import Call, PreparedCall
 from ragblend.integrations.passages import Passage
 
 MANY = 16
-TIMEOUT_S = 60  # reached only by what is broken
 STORIES = [
     Passage(f"Ledger {n}: {n * 7} barrels of herring went out by the tide of the ninth.", f"l{n}")
     for n in range(MANY)
@@ -52,7 +52,7 @@ WAYS = {"astream": collect, "agenerate": PreparedCall.agenerate}
 
 @pytest.mark.parametrize("way", WAYS)
 def test_many_requests_wait_for_the_device_without_blocking_other_threads(backend, short, way):
-    """With threads of the loop's default pool, here of one, the first that waited blocked all others."""
+    """In the loop's default pool (here of one thread) the first waiting request blocked all others."""
     expected = [each.generate().text for each in short]
 
     async def ask_all():
@@ -61,10 +61,10 @@ def test_many_requests_wait_for_the_device_without_blocking_other_threads(backen
             tasks = [asyncio.create_task(WAYS[way](each)) for each in short]
             while backend.engine.runtime.queue.inside <= MANY:
                 await asyncio.sleep(0)
-            free = await asyncio.wait_for(asyncio.to_thread(lambda: "free"), TIMEOUT_S)
+            free = await asyncio.wait_for(asyncio.to_thread(lambda: "free"), SOON_S)
         return free, await asyncio.gather(*tasks)
 
-    free, results = asyncio.run(asyncio.wait_for(ask_all(), TIMEOUT_S))
+    free, results = asyncio.run(asyncio.wait_for(ask_all(), SOON_S))
     assert free == "free"
     assert [result.text for result in results] == expected
     chunks = [[chunk.node_id for chunk in result.prompt.chunks] for result in results]
@@ -86,7 +86,7 @@ class Held:
 
     def hold(self, *_):
         self.started.set()
-        assert self.released.wait(TIMEOUT_S)
+        assert self.released.wait(SOON_S)
 
     async def until_started(self):
         while not self.started.is_set():
@@ -159,7 +159,7 @@ def test_a_request_that_is_cancelled_in_the_queue_leaves_it(backend, short):
             with pytest.raises(asyncio.CancelledError):
                 await task
 
-    asyncio.run(asyncio.wait_for(cancel(), TIMEOUT_S))
+    asyncio.run(asyncio.wait_for(cancel(), SOON_S))
     assert is_free(backend)
 
 
@@ -171,7 +171,7 @@ async def test_errors_of_a_stream_are_raised_where_it_is_read(short, monkeypatch
 
 
 def test_an_error_in_on_text_ends_the_answer_and_frees_the_device(backend, short):
-    """A closed loop raises one there: the device must not go on for nobody, and the next request must get it."""
+    """A closed loop raises an error there: the device must stop, and the next request must get it."""
     expected = short[0].generate().text
 
     def refuse(piece):

@@ -82,7 +82,7 @@ def make(request):
 
 
 def test_a_model_takes_the_arguments_of_a_hosted_one(make):
-    """And refuses what cannot be done here, not at the first call, in more options too."""
+    """And refuses what it cannot do, when it is constructed."""
     model = make(temperature=0.5, max_tokens=12, request_timeout=30.0, **HOSTED, **NEUTRAL)
     assert (model.temperature, model.max_new_tokens, model.timeout) == (0.5, 12, 30.0)
     more = "model_kwargs" if "model_kwargs" in make.model_fields else "generate_kwargs"

@@ -3,7 +3,6 @@
 import random
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
 from ragblend.integrations import text_index
@@ -75,19 +74,6 @@ def test_it_finds_what_the_slow_search_finds(block, monkeypatch):
     assert hits > 200
 
 
-def test_of_nested_and_overlapping_texts_the_longest_whole_one_is_found():
-    whole = "The harbour was dredged in 1921 by the Ems company."
-    inner, tail = whole[4:31], whole[20:] + " It left the crane."
-    texts = [whole, inner, tail]
-    index = index_of(texts)
-    assert find(index, texts, whole) == [(0, 51)]  # not the one inside
-    assert find(index, texts, whole[:40]) == [(4, 31)]  # a part is no hit, but the one inside it is
-    assert find(index, texts, whole[:-1] + " It left the crane.") == [(4, 31)]
-    assert find(index, texts, whole + " It left the crane.") == [(0, 51)]  # the longer one
-    assert find(index, texts, f"{inner}{whole}, {whole}") == [(0, 27), (27, 78), (80, 131)]
-    assert find(index, texts, "") == find(index, texts, whole[:15]) == []
-
-
 def test_a_refused_text_leaves_room_for_those_within_it():
     text = "abcdefghijklmnopqrstuvwxyz"
     index = index_of([text, text[3:22]])
@@ -148,14 +134,3 @@ def test_the_work_is_bounded_for_any_text(monkeypatch, texts, unit):
     found = find(index, texts, text)
     assert sum(hashed) < (1 << 20) + len(text)
     assert bool(found) == any(each in text for each in texts)
-
-
-def test_keys_are_equal_only_for_equal_substrings():
-    text = "".join(random.Random(0).choices("ab\0", k=400))
-    hashed, seen = HashedText(text), {}
-    for length in (1, 2, 3, 7, 30):
-        starts = np.arange(400 - length + 1)
-        keys = hashed.keys(starts, np.array(length)).tolist()
-        for start, key in zip(starts, keys, strict=True):
-            assert seen.setdefault(key, text[start : start + length]) == text[start : start + length]
-    assert len(seen) == len(set(seen.values()))

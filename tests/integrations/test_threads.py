@@ -7,12 +7,11 @@ import weakref
 from contextlib import aclosing, suppress
 
 import pytest
+from waiting import SOON_S
 
 from ragblend.engine.results import Stream
 from ragblend.integrations.threads import NAME, in_thread, iterate_in_thread
 from ragblend.kvstore.errors import Cancelled, UsageError
-
-TIMEOUT_S = 60  # reached only by what is broken
 
 
 def test_items_come_before_the_work_is_done():
@@ -20,7 +19,7 @@ def test_items_come_before_the_work_is_done():
 
     def work(put):
         put("first")
-        assert read.wait(TIMEOUT_S)
+        assert read.wait(SOON_S)
         return "last"
 
     async def main():
@@ -50,13 +49,13 @@ def test_errors_are_raised_after_the_items_before_them():
 
 
 def test_work_that_outlives_its_loop_is_ended_by_the_next_item():
-    """The generator was not closed, as when a loop is dropped: nobody reads what the work makes."""
+    """The generator was not closed, as when a loop is dropped, and nothing reads the items."""
     started, closed, errors = threading.Event(), threading.Event(), []
 
     def work(put):
         put("first")
         started.set()
-        assert closed.wait(TIMEOUT_S)
+        assert closed.wait(SOON_S)
         try:
             put("second")
         except RuntimeError as error:
@@ -67,10 +66,10 @@ def test_work_that_outlives_its_loop_is_ended_by_the_next_item():
     items = iterate_in_thread(work)
     assert loop.run_until_complete(anext(items)) == "first"
     [thread] = [thread for thread in threading.enumerate() if thread.name == NAME]
-    assert started.wait(TIMEOUT_S)
+    assert started.wait(SOON_S)
     loop.close()
     closed.set()
-    thread.join(TIMEOUT_S)
+    thread.join(SOON_S)
     assert errors == ["Event loop is closed"]
 
 
@@ -81,7 +80,7 @@ class Context:
 @pytest.mark.parametrize("kind", [Cancelled, UsageError])
 @pytest.mark.parametrize("way", ["awaited", "iterated", "closed", "stream"])
 def test_an_error_keeps_nothing_of_its_request_alive(way, kind):
-    """A context's KV is large, and garbage collection rare: with the collector off nothing may be left."""
+    """A context's KV is large and garbage collection rare, so nothing may be left with the collector off."""
     held, proceed = [], threading.Event()
 
     def work(*put):
@@ -90,7 +89,7 @@ def test_an_error_keeps_nothing_of_its_request_alive(way, kind):
 
         def within():  # a closure: its cells live as long as its frame
             assert context is not None
-            assert proceed.wait(TIMEOUT_S)
+            assert proceed.wait(SOON_S)
             raise kind("failed")
 
         if way in ("iterated", "closed"):
@@ -119,7 +118,7 @@ def test_an_error_keeps_nothing_of_its_request_alive(way, kind):
                 asyncio.run(ask())
         for thread in threading.enumerate():
             if thread.name in (NAME, "ragblend-stream"):
-                thread.join(TIMEOUT_S)
+                thread.join(SOON_S)
         assert [each() for each in held] == [None]
     finally:
         gc.enable()

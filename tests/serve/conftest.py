@@ -15,3 +15,10 @@ def home_of(tmp_path_factory, judged):
 def served(home_of, tiny_folder):
     with serving(home_of(), tiny_folder, Limits(answer_s=120)) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def caller(home_of, caller_folder):
+    """A server whose model calls tools."""
+    with serving(home_of(), caller_folder) as found:
+        yield found

@@ -26,12 +26,8 @@ class Script:
     """A logits processor that makes the model say what `answer_to` gives for its prompt, within a grammar."""
 
     def __init__(self, tokenizer, answer_to, prompt_tokens):
-        self._tokenizer, self._answer_to, self._prompt_tokens, self._ids = (
-            tokenizer,
-            answer_to,
-            prompt_tokens,
-            None,
-        )
+        self._tokenizer, self._answer_to = tokenizer, answer_to
+        self._prompt_tokens, self._ids = prompt_tokens, None
 
     def __call__(self, input_ids, scores):
         if self._ids is None:
@@ -116,14 +112,11 @@ def litellm(served):
     import litellm
 
     messages = [{"role": "user", "content": ASKED}]
-    place = {"model": "openai/any", "api_base": f"{served.url}/v1", "api_key": served.keys["ada"]}
+    place = {"api_base": f"{served.url}/v1", "api_key": served.keys["ada"]}
     place["model"] = f"openai/{served.service.model}"
     while True:
-        message = (
-            litellm.completion(**place, messages=messages, tools=[TOOL], tool_choice="auto")
-            .choices[0]
-            .message
-        )
+        answer = litellm.completion(**place, messages=messages, tools=[TOOL], tool_choice="auto")
+        message = answer.choices[0].message
         messages.append(message)
         if not message.tool_calls:
             return message.content
@@ -139,17 +132,6 @@ def langchain(served):
 
     agent = create_agent(ChatOpenAI(**told(served), model=served.service.model), tools=[get_weather])
     return agent.invoke({"messages": [{"role": "user", "content": ASKED}]})["messages"][-1].content
-
-
-def langchain_streamed(served):
-    """The same, as a stream of tokens."""
-    from langchain.agents import create_agent
-    from langchain_openai import ChatOpenAI
-
-    agent = create_agent(ChatOpenAI(**told(served), model=served.service.model), tools=[get_weather])
-    given = {"messages": [{"role": "user", "content": ASKED}]}
-    pieces = [piece.content for piece, _ in agent.stream(given, stream_mode="messages")]
-    return "".join(pieces).rpartition(FOUND)[2]
 
 
 def llama_index(served):
@@ -205,7 +187,6 @@ def openai_agents_responses(served):
         (openai_responses, "openai"),
         (litellm, "litellm"),
         (langchain, "langchain_openai"),
-        (langchain_streamed, "langchain_openai"),
         (llama_index, "llama_index.llms.openai_like"),
         (pydantic_ai, "pydantic_ai"),
         (openai_agents, "agents"),

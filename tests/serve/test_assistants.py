@@ -27,14 +27,17 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.sta
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module", params=["alone", "beside a server"])
+EITHER_WAY = pytest.mark.parametrize("home", ["alone", "beside a server"], indirect=True)
+
+
+@pytest.fixture(scope="module")
 def home(request, home_of, tiny_folder, tmp_path_factory):
     home, folder = home_of(), tmp_path_factory.mktemp("documents")
     (folder / "lighthouse.md").write_text(LIGHT * 2)
     (folder / "ferry.txt").write_text(FERRY * 700)
     assert main(["ingest", str(folder), "--home", str(home), "--model", str(tiny_folder)]) == 0
     (home / "settings.toml").write_text(f'model = "{tiny_folder}"\nmax_new_tokens = 4\n')
-    if request.param == "alone":
+    if getattr(request, "param", "alone") == "alone":
         yield home
         return
     with AppServices.open(home) as services, CommandListener(services):
@@ -73,6 +76,7 @@ def value(result):
     return json.loads(result.content[0].text)
 
 
+@EITHER_WAY
 def test_an_assistant_finds_asks_lists_and_reads(home) -> None:
     tools, results = told(
         home,
@@ -98,6 +102,7 @@ def test_an_assistant_finds_asks_lists_and_reads(home) -> None:
     assert "next_offset" not in end and len(end["text"]) == end["characters"] - 40_000 > 0
 
 
+@EITHER_WAY
 def test_http_and_stdio_give_the_same_answers(home) -> None:
     calls = (
         ("search", {"question": "Who built the lighthouse?", "limit": 2}),
@@ -118,7 +123,7 @@ def test_http_and_stdio_give_the_same_answers(home) -> None:
 
 
 def test_excess_requests_are_refused_with_advice_to_retry(home) -> None:
-    """Each had a thread, however many there were."""
+    """Each request got a thread, without a limit."""
 
     async def all_at_once(url):
         async with Client(url) as client:
@@ -157,6 +162,7 @@ def test_http_access_needs_the_owners_key(home, capfd) -> None:
             keys.remove(name)
 
 
+@EITHER_WAY
 def test_tool_errors_are_reported_and_the_server_continues(home) -> None:
     _, (*refused, fine) = told(
         home,

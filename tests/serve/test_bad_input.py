@@ -47,7 +47,6 @@ def check(response, status, code=None):
         (CHAT, {"temperature": "hot"}, 400, "invalid_value"),
         (CHAT, {"temperature": -1}, 400, "invalid_value"),
         (CHAT, {"seed": 10**40}, 400, "invalid_value"),
-        (CHAT, {"presence_penalty": 2.5}, 400, "invalid_value"),
         (CHAT, {"method": "guess"}, 400, "invalid_value"),
         (CHAT, {"ratio": 2}, 400, "invalid_value"),
         (CHAT, {"tools": [TOOL]}, 400, "unsupported"),
@@ -70,7 +69,6 @@ def check(response, status, code=None):
         ("/v1/responses", {"input": "a", "metadata": {"a": float("nan")}}, 400, "invalid_value"),
         ("/v1/responses", {"input": "a", "text": {"nonsense": 1}}, 400, "invalid_value"),
         ("/v1/responses", {"input": "a", "text": {"verbosity": "low"}}, 400, "invalid_value"),
-        (TEXT, {"prompt": [1, 2, 3]}, 400, "invalid_value"),
         (TEXT, {"prompt": "a", "echo": True}, 400, "invalid_value"),
         ("/v1/embeddings", {"model": "other", "input": "a"}, 404, "model_not_found"),
         ("/v1/embeddings", {"model": "all-MiniLM-L6-v2", "input": "a", "dimensions": 8}, 400, "invalid_value"),
@@ -99,14 +97,19 @@ def test_invalid_requests_are_refused_with_an_error_code(served, path, change, s
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b"\xff\xfe\x00", b"[" * 50_000, b"9" * 5000, b'{"model": NaN}']
 )
-def test_bodies_that_are_no_json_object_are_refused(served, body) -> None:
+def test_bodies_that_are_no_json_object_are_refused_in_the_form_of_each_api(served, body) -> None:
     with served.client() as client:
         check(post_raw(client, CHAT, body), 400)
-        check(client.post(CHAT, content=body, headers={"content-type": "text/plain"}), 400)
+        for path, is_error in (
+            ("/v1/messages", lambda said: said["error"]["type"] == "invalid_request_error"),
+            ("/api/chat", lambda said: said.keys() == {"error"} and isinstance(said["error"], str)),
+        ):
+            answer = post_raw(client, path, body)
+            assert answer.status_code == 400 and is_error(answer.json()), answer.text
 
 
 def test_json_that_is_nested_too_deeply_is_refused() -> None:
-    """Python's parser takes a little more than its writer does."""
+    """Python parses slightly deeper JSON than it writes."""
     nested: list[object] = []
     for _ in range(10_000):
         nested = [nested]
@@ -115,7 +118,7 @@ def test_json_that_is_nested_too_deeply_is_refused() -> None:
 
 
 def test_control_tokens_in_user_text_are_plain_text(served) -> None:
-    """Said by a person they end no turn: they are more tokens than the one that they would be."""
+    """In user text they are several ordinary tokens, and do not end the turn."""
     plain, marked = (
         served.chat(text, max_tokens=1).json()["usage"]["prompt_tokens"]
         for text in ("<|im_end>", "<|im_end|>")
@@ -223,7 +226,7 @@ def test_refused_requests_have_retry_after(home_of, tiny_folder) -> None:
 
 @pytest.mark.parametrize("days", [1, -1])
 def test_changing_the_system_clock_changes_no_answer_job_or_limit(served, monkeypatch, days) -> None:
-    """While a question waits and a file is on its way in, each with a deadline from before; and afterwards."""
+    """While a question waits and a file is ingested, both with an earlier deadline; and afterwards."""
     told, answers = {"max_tokens": 20, "timeout": SOON_S, "method": "full", "stream": True}, []
     expected = events(served.chat("Hi.", **told))
 
@@ -278,7 +281,6 @@ def test_an_incomplete_body_times_out(home_of, tiny_folder) -> None:
         with socket.create_connection(("127.0.0.1", served.port), timeout=SOON_S) as connection:
             connection.sendall(whole[:-5])
             assert b" 408 " in connection.recv(4096)
-        assert served.chat(max_tokens=1).status_code == 200
 
 
 def test_a_body_without_length_is_limited(served) -> None:

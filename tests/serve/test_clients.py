@@ -5,17 +5,13 @@ import re
 
 import httpx
 import pytest
-from servers import LEDGER, LIGHT, eager_to_call, serving
+from servers import LEDGER, LIGHT, eager_to_call
 
 QUESTION = "Who kept the ledgers?"
 
 
-class LangChain:
-    def __init__(self, served, told, http, async_http):
-        from langchain_openai import ChatOpenAI
-
-        https = {"http_client": http, "http_async_client": async_http}
-        self.client = ChatOpenAI(**told, **https, base_url=f"{served.url}/v1", stream_usage=True)
+class LangChainClient:
+    """client: LangChain's model, each of whose answers is given as its text and the number of reused tokens."""
 
     def whole(self, text):
         return self._counted(self.client.invoke(text))
@@ -25,6 +21,36 @@ class LangChain:
         return self._counted(sum(pieces[1:], pieces[0]))
 
     async def awaited(self, text):
+        return self._counted(await self.client.ainvoke(text))
+
+
+class LlamaIndexClient:
+    """The same of LlamaIndex's model."""
+
+    def messages(self, text):
+        from llama_index.core.llms import ChatMessage
+
+        return [ChatMessage(content=text)]
+
+    def whole(self, text):
+        return self._counted(self.client.chat(self.messages(text)))
+
+    def streamed(self, text, **options):
+        *_, last = self.client.stream_chat(self.messages(text), **options)
+        return self._counted(last)
+
+    async def awaited(self, text):
+        return self._counted(await self.client.achat(self.messages(text)))
+
+
+class LangChainOpenAI(LangChainClient):
+    def __init__(self, served, told, http, async_http):
+        from langchain_openai import ChatOpenAI
+
+        https = {"http_client": http, "http_async_client": async_http}
+        self.client = ChatOpenAI(**told, **https, base_url=f"{served.url}/v1", stream_usage=True)
+
+    async def awaited(self, text):
         pieces = [piece async for piece in self.client.astream(text)]
         return self._counted(sum(pieces[1:], pieces[0]))
 
@@ -32,31 +58,22 @@ class LangChain:
         return str(message.content), message.usage_metadata["input_token_details"]["cache_read"]
 
 
-class LlamaIndex:
+class LlamaIndexOpenAI(LlamaIndexClient):
     def __init__(self, served, told, http, async_http):
-        from llama_index.core.llms import ChatMessage
         from llama_index.llms.openai_like import OpenAILike
 
         https = {"http_client": http, "async_http_client": async_http}
         self.client = OpenAILike(**told, **https, api_base=f"{served.url}/v1", is_chat_model=True)
-        self.messages = lambda text: [ChatMessage(content=text)]
-
-    def whole(self, text):
-        return self._counted(self.client.chat(self.messages(text)))
 
     def streamed(self, text):
-        *_, last = self.client.stream_chat(self.messages(text), stream_options={"include_usage": True})
-        return self._counted(last)
-
-    async def awaited(self, text):
-        return self._counted(await self.client.achat(self.messages(text)))
+        return super().streamed(text, stream_options={"include_usage": True})
 
     def _counted(self, response):
         return str(response.message.content), response.raw.usage.prompt_tokens_details.cached_tokens
 
 
-class Ollama:
-    """The clients of Ollama's API, whose answers do not say how much was reused: the server's metrics do."""
+class ReusedTokens:
+    """The reused tokens of each answer by the server's metrics: those of Ollama's API do not say."""
 
     def __init__(self, served):
         self.served = served
@@ -72,20 +89,10 @@ class Ollama:
         return self.count_before - before
 
 
-class LangChainOllama(Ollama):
+class LangChainOllama(LangChainClient, ReusedTokens):
     def __init__(self, served, told, http, async_http):
         super().__init__(served)
         self.client = langchain_ollama(served, num_predict=told["max_tokens"], temperature=0)
-
-    def whole(self, text):
-        return self._counted(self.client.invoke(text))
-
-    def streamed(self, text):
-        pieces = list(self.client.stream(text))
-        return self._counted(sum(pieces[1:], pieces[0]))
-
-    async def awaited(self, text):
-        return self._counted(await self.client.ainvoke(text))
 
     def _counted(self, message):
         assert message.usage_metadata["output_tokens"] == 6
@@ -93,23 +100,10 @@ class LangChainOllama(Ollama):
         return str(message.content), self.reused()
 
 
-class LlamaIndexOllama(Ollama):
+class LlamaIndexOllama(LlamaIndexClient, ReusedTokens):
     def __init__(self, served, told, http, async_http):
-        from llama_index.core.llms import ChatMessage
-
         super().__init__(served)
         self.client = llama_index_ollama(served, temperature=0, additional_kwargs={"num_predict": 6})
-        self.messages = lambda text: [ChatMessage(content=text)]
-
-    def whole(self, text):
-        return self._counted(self.client.chat(self.messages(text)))
-
-    def streamed(self, text):
-        *_, last = self.client.stream_chat(self.messages(text))
-        return self._counted(last)
-
-    async def awaited(self, text):
-        return self._counted(await self.client.achat(self.messages(text)))
 
     def _counted(self, response):
         return str(response.message.content), self.reused()
@@ -136,8 +130,8 @@ def llama_index_ollama(served, **options):
 @pytest.mark.parametrize(
     ("kind", "package"),
     [
-        (LangChain, "langchain_openai"),
-        (LlamaIndex, "llama_index.llms.openai_like"),
+        (LangChainOpenAI, "langchain_openai"),
+        (LlamaIndexOpenAI, "llama_index.llms.openai_like"),
         (LangChainOllama, "langchain_ollama"),
         (LlamaIndexOllama, "llama_index.llms.ollama"),
     ],
@@ -204,9 +198,8 @@ def llama_index_loop(served):
 
 
 @pytest.mark.parametrize("loop", [langchain_loop, llama_index_loop])
-def test_the_tools_of_framework_clients_run_by_ollamas_api(home_of, caller_folder, loop) -> None:
-    with serving(home_of(), caller_folder) as served:
-        results, answer = loop(served)
+def test_the_tools_of_framework_clients_run_by_ollamas_api(caller, loop) -> None:
+    results, answer = loop(caller)
     assert results in (["It is up."], ["It is down."]) and answer
 
 

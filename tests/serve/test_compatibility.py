@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from servers import events, serving
+from servers import events
 
 from ragblend.app.serve.bodies import IGNORED_IN_MESSAGES, IGNORED_PARTS, ChatBody
 
@@ -15,13 +15,6 @@ HI = {"role": "user", "content": "Hi."}
 PARAMETERS = {"type": "object", "properties": {"flag": {"type": "string"}}, "required": ["flag"]}
 TOOL = {"type": "function", "function": {"name": "hoist", "parameters": PARAMETERS}}
 OTHER = {"type": "function", "function": {"name": "lower", "parameters": PARAMETERS}}
-
-
-@pytest.fixture(scope="module")
-def caller(home_of, caller_folder):
-    """A server whose model calls tools."""
-    with serving(home_of(), caller_folder) as found:
-        yield found
 
 
 def called(arguments):
@@ -42,7 +35,7 @@ def prompt_of(served, message):
 
 
 def test_a_call_that_was_cut_off_is_accepted_when_it_comes_back(caller) -> None:
-    """It was refused for good: no agent's loop survived a call longer than max_tokens."""
+    """It was refused, so that a call longer than max_tokens ended an agent's loop."""
     told = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60}
     choice = caller.choice(**told)
     [call] = choice["message"]["tool_calls"]
@@ -56,7 +49,7 @@ def test_a_call_that_was_cut_off_is_accepted_when_it_comes_back(caller) -> None:
 
 
 def test_a_call_without_its_whole_name_is_no_call(caller) -> None:
-    """It was a call of a tool without a name, which no client has."""
+    """It was returned as a call of a tool without a name."""
     choice = caller.choice(tools=[TOOL], tool_choice="required", max_tokens=14)
     assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
 
@@ -76,7 +69,7 @@ def test_a_call_without_its_whole_name_is_no_call(caller) -> None:
     ids=lambda text: text[:20],
 )
 def test_arguments_that_are_no_object_are_shown_to_the_model(caller, arguments, same) -> None:
-    """OpenAI's own interface takes any text there, because models write it."""
+    """OpenAI's API accepts any text there, because models write it."""
     if len(arguments) > 1000:
         answer = caller.chat(messages=[HI, called(arguments), HI], max_tokens=1)
         assert answer.json()["error"]["code"] == "context_length_exceeded"
@@ -231,7 +224,7 @@ def test_a_bias_bans_and_forces_tokens(served) -> None:
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 @pytest.mark.parametrize("n", [1, 2])
 def test_every_stream_ends_with_usage_and_kv(served, path, n) -> None:
-    """Without include_usage there was neither."""
+    """Without include_usage they were missing."""
     body = {"model": "", "stream": True, "max_tokens": 3, "n": n}
     body |= {"messages": [HI]} if path == CHAT else {"prompt": "Hi."}
     with served.client() as client:

@@ -9,7 +9,7 @@ from ragblend.app.serve.service import Events
 
 @pytest.mark.parametrize("steps", range(1, 9))
 async def test_a_disconnect_while_an_event_is_sent_ends_the_stream(steps) -> None:
-    """`asyncio.wait_for` of Python 3.11 drops a cancellation that comes as the sending ends: all was computed."""
+    """`asyncio.wait_for` of Python 3.11 drops a cancellation that arrives as sending ends: all was computed."""
     left, made, closed = asyncio.Event(), [], []
 
     async def values():

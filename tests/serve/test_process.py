@@ -52,7 +52,7 @@ def test_a_program_that_uses_openais_api_from_start_to_end(with_smollm2, tmp_pat
 
 @pytest.mark.timeout(3 * INGESTED_S)
 def test_a_kill_loses_nothing_that_was_acknowledged(home_of, tiny_folder) -> None:
-    """Killed behind an upload, amid the work on one, behind an answer and behind a deletion; then begun again."""
+    """Killed after an upload, during ingest, after an answer and after a deletion, and restarted each time."""
     home = home_of()
 
     @contextmanager
@@ -107,7 +107,7 @@ def test_why_a_server_cannot_listen(tmp_path, capsys) -> None:
 
 
 def test_connections_have_no_delay() -> None:
-    """Until that is acknowledged: 40 ms, of each answer and each token."""
+    """With Nagle's algorithm each answer and token waited 40 ms for an acknowledgement."""
     with (
         listening("127.0.0.1", 0) as (address, at),
         socket.create_connection(("127.0.0.1", address.port)),

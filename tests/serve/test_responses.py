@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from servers import serving
 
 from ragblend.app.serve.bodies import ResponsesBody
 
@@ -64,27 +63,22 @@ def test_stream_events_are_in_order(served, client) -> None:
     assert text.startswith("event: response.created\ndata: {") and "[DONE]" not in text
 
 
-def test_function_calls_and_their_results(home_of, caller_folder) -> None:
-    with (
-        serving(home_of(), caller_folder) as served,
-        openai.OpenAI(base_url=f"{served.url}/v1", api_key=served.keys["ada"]) as client,
-    ):
-        asked = {"model": served.service.model, "tools": [FUNCTION], "max_output_tokens": 60}
-        hoist = {"role": "user", "content": "Hoist it."}
-        answer = client.responses.create(**asked, input=[hoist], tool_choice="required")
-        events = list(
-            client.responses.create(
-                **asked, input=[hoist], tool_choice={"type": "function", "name": "hoist"}, stream=True
-            )
-        )
-        cut = list(
-            client.responses.create(
-                **asked | {"max_output_tokens": 48}, input=[hoist], tool_choice="required", stream=True
-            )
-        )
+def test_function_calls_and_their_results(caller) -> None:
+    hoist = {"role": "user", "content": "Hoist it."}
+    with openai.OpenAI(base_url=f"{caller.url}/v1", api_key=caller.keys["ada"]) as client:
+
+        def answered(tokens=60, choice="required", asked=(hoist,), **more):
+            return client.responses.create(
+                model=caller.service.model, tools=[FUNCTION], max_output_tokens=tokens, tool_choice=choice,
+                input=list(asked), **more,
+            )  # fmt: skip
+
+        answer = answered()
+        events = list(answered(choice={"type": "function", "name": "hoist"}, stream=True))
+        cut = list(answered(48, stream=True))
         given = {"type": "function_call_output", "call_id": answer.output[-1].call_id, "output": "It is up."}
         again = [hoist, *(item.model_dump() for item in answer.output), given]
-        assert client.responses.create(**asked | {"max_output_tokens": 4}, input=again).output_text
+        assert answered(4, "auto", again).output_text
     call = answer.output[-1]
     assert (call.type, call.name) == ("function_call", "hoist") and json.loads(call.arguments).keys() == {
         "up"

@@ -84,7 +84,7 @@ def test_a_hanging_device_ends_the_process(home_of, tiny_folder, monkeypatch, wh
 
 
 def test_loading_a_model_is_not_a_hang(home_of, tiny_folder) -> None:
-    """Loading and converting a model does, with the device in hand."""
+    """Loading and converting a model holds the device without completing a layer."""
     with serving(home_of(), tiny_folder) as served:
         served.chat()
         with served.engine.runtime.queue.turn():
@@ -95,7 +95,7 @@ def test_loading_a_model_is_not_a_hang(home_of, tiny_folder) -> None:
 def test_a_hanging_embedder_or_reranker_ends_the_process(
     home_of, tiny_folder, tmp_path, monkeypatch, what
 ) -> None:
-    """Only the queue before the model that answers was looked at."""
+    """Only the answering model's queue was watched."""
     from transformers import BertForSequenceClassification, BertModel
 
     texts = ["The ferry leaves at seven.", "The ferry is painted blue."]
@@ -137,7 +137,7 @@ def test_a_server_with_a_hanging_embedder_exits(home_of, tiny_folder) -> None:
 
 
 def test_each_batch_of_a_long_ingest_counts_as_progress(monkeypatch) -> None:
-    """Each pass of it moves, if all of them together take longer than the limit."""
+    """Each forward pass is progress, even if all together take longer than the limit."""
     from transformers import BertModel
 
     embedder, forward, passes = Embedder(dtype="float32"), BertModel.forward, []

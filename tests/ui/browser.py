@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import SOON_S
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # Nothing here is about speed: other work may have the machine.
@@ -100,17 +101,17 @@ class Server:
     def stop(self, number: signal.Signals = signal.SIGINT) -> int:
         """Ctrl-C, or another signal; the exit code."""
         self.process.send_signal(number)
-        code = self.process.wait(60)
+        code = self.process.wait(SOON_S)
         self._close()
         return code
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(60)
+        self.process.wait(SOON_S)
         self._close()
 
     def _close(self) -> None:
-        self._reader.join(10)
+        self._reader.join(SOON_S)
         self.process.stdout.close()
         self.process.stderr.close()
 

@@ -10,6 +10,7 @@ from urllib.parse import unquote
 
 import httpx
 import pytest
+from waiting import SOON_S
 
 pytest.importorskip("gradio", reason="the page needs the extra `ui`")
 
@@ -50,7 +51,7 @@ class Site:
 
         async def go():
             transport = httpx.ASGITransport(app or self.app, client=(client, 1), raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url=HOME, timeout=60) as http:
+            async with httpx.AsyncClient(transport=transport, base_url=HOME, timeout=SOON_S) as http:
                 if session:
                     http.cookies.set(self.login.cookie_name, self.login.new_cookie())
                 return await http.request(method, path, **arguments)
@@ -222,7 +223,7 @@ def test_a_body_over_the_limit_is_refused_by_its_length_or_when_it_is_counted(as
 
 
 def test_every_answer_has_the_headers_and_none_opens_to_other_origins(ask) -> None:
-    """A stream passes untouched but for them."""
+    """A stream is passed on unchanged but for the headers."""
     stream = ask("GET", STREAM)
     assert (
         stream.headers["content-type"].startswith("text/event-stream") and "session_not_found" in stream.text
@@ -288,7 +289,7 @@ def test_a_wildcard_bind_answers_to_addresses_and_to_no_foreign_name() -> None:
 
 
 def test_behind_a_proxy_a_key_is_needed(tmp_path) -> None:
-    """It listens where only this machine's programs reach it, and the proxy brings everybody."""
+    """Only local programs can connect, but the proxy forwards everybody's requests."""
     keys = Keys(tmp_path)
     check_reach("127.0.0.1", None, keys)
     for host, names in (("127.0.0.1", ["docs.example"]), ("0.0.0.0", None)):
@@ -334,7 +335,7 @@ def test_allowed_host_works_behind_a_proxy() -> None:
     ],
 )
 def test_origin_must_be_the_allowed_host(host, origin, status) -> None:
-    """Invalid ones were errors of ours, before anybody was asked for a password."""
+    """Invalid origins caused a 500, before any password was asked for."""
     refused = refuse(request(host, origin), Rules(Address("127.0.0.1", PORT, ("docs.example",))))
     assert (refused and refused[0]) == status
 
@@ -503,7 +504,7 @@ def test_sigterm_ends_the_page_as_ctrl_c_does(tmp_path) -> None:
 
 
 def test_gradio_is_imported_in_its_environment_and_not_before() -> None:
-    """What it and the hub's library read there, they read as they are imported."""
+    """Gradio and the hub's library read the environment when they are imported."""
     code = "import ragblend.ui.serving, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {"gradio", "huggingface_hub"} & set(done.stdout.split()) == set()

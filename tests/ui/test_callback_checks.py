@@ -94,7 +94,7 @@ def test_unexpected_errors_are_shown_in_every_tab(page, monkeypatch) -> None:
 
 
 def test_unexpected_startup_error_is_shown() -> None:
-    """It was said only where the error had a name; else the page waited without a word."""
+    """Only named errors were shown; for others the page waited without a message."""
     startup = ModelStartup()
     startup.begin(None).join()
     assert "AttributeError" in startup.problem
@@ -102,7 +102,7 @@ def test_unexpected_startup_error_is_shown() -> None:
 
 
 def test_creating_an_existing_collection_shows_it(page) -> None:
-    """Whoever missed the answer to the first click was told to choose another name, whatever was clicked after that."""
+    """A user who missed the first answer was told to choose another name."""
     for words in ("letters", "exists already; it is shown now"):
         said = page.call(page.named("create"), (0, " letters "))
         assert "'value': 'letters'" in said

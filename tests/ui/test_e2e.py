@@ -241,21 +241,6 @@ def content(path: Path) -> bytes:
         return b""
 
 
-def test_ingest_continues_after_a_kill(start, open_page) -> None:
-    """Killed in the middle, started again: the queue goes on by itself."""
-    running = start(settings=SETTINGS)
-    first = open_page(running, checked=False)
-    first.page.click("[data-act=samples]")
-    first.tab("Library")
-    first.page.wait_for_selector(".rb-documents .rb-state.s-done")
-    running.kill()
-    second = open_page(start())
-    second.tab("Library")
-    second.expect(".rb-documents .rb-state.s-done").to_have_count(8)
-    second.tab("Chat")
-    second.ask(QUESTION)
-
-
 def test_without_a_model_the_page_says_so_and_stays_usable(start, open_page, tmp_path) -> None:
     (tmp_path / "none.gguf").write_bytes(b"GGUF")
     mine = open_page(start("--model", str(tmp_path / "none.gguf")))

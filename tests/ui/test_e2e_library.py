@@ -5,8 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from browser import ANSWERS, files_below
-from waiting import until
+from browser import ANSWERS
 
 # Half a minute of one core to embed: long enough to be paused, cancelled and killed in. With some more words it had so
 # many passages that a third of each were embedded first.
@@ -95,36 +94,6 @@ def test_summary_is_stopped_and_continued(start, open_page, tmp_path) -> None:
     mine.expect(".rb-turn.user .rb-text").to_have_text("Summarise long.txt.")
 
 
-def stored_values(home: Path) -> set[Path]:
-    """The files that hold KV; whatever is written gets a name of its own."""
-    return {path for path in files_below(home / "kv") if path.suffix == ".kv"}
-
-
-def test_a_file_that_was_being_encoded_when_it_was_killed_goes_on(
-    start, open_page, tmp_path, with_smollm2
-) -> None:
-    """What was encoded before the kill is kept, and not encoded a second time."""
-    (folder := tmp_path / "long").mkdir()
-    long_text(folder / "long.txt", 2_400)
-    home = with_smollm2(tmp_path / "home")
-    (home / "settings.toml").write_text('model = "default"\n')
-    running = start()
-    mine = open_page(running)
-    mine.tab("Library")
-    mine.add(folder)
-    mine.leave()  # now, as it takes a while, in which all could be encoded
-    until(lambda: len(stored_values(home)) >= 3, 300)
-    running.kill()
-    before = stored_values(home)
-    # The newest may not have come into the index.
-    before.remove(max(before, key=lambda path: path.stat().st_mtime_ns))
-    mine = open_page(start())
-    mine.tab("Library")
-    mine.await_states(long="ready")
-    # Not so if all was encoded before the kill, or some of it was written again or lost.
-    until(lambda: before < stored_values(home), 300)
-
-
 def test_one_bad_file_among_many_is_named_and_stops_nothing(start, open_page, tmp_path) -> None:
     (folder := tmp_path / "many").mkdir()
     for number in range(60):
@@ -147,23 +116,6 @@ def test_one_bad_file_among_many_is_named_and_stops_nothing(start, open_page, tm
     page.click(".rb-documents tr:has-text('broken') [data-act=retry-document]")
     page.wait_for_selector("#rb-library-message:has-text('1 file queued')")
     mine.all_read(before)
-
-
-def test_file_deleted_while_queued_or_read(start, open_page, tmp_path) -> None:
-    (folder := tmp_path / "going").mkdir()
-    first, second = long_text(folder / "first.txt"), folder / "second.txt"
-    second.write_text("The second file is gone before its turn comes.")
-    (folder / "third.txt").write_text("The third file is read all the same.")
-    mine = open_page(start())
-    mine.tab("Library")
-    before = mine.add(folder)
-    embedding(mine)
-    first.unlink()
-    second.unlink()
-    mine.all_read(before)
-    # What was read before it went can be used; what was not there to be read says so.
-    mine.await_states(first="ready", second="failed", third="ready")
-    mine.expect(".rb-documents .reason").to_contain_text("there is no such file")
 
 
 def test_a_watched_folder_is_followed_also_over_a_restart(start, open_page, tmp_path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import vllm_fake
 from browser import ANSWERS, WAIT_MS, Server, Watched, files_below
 from hub_server import serve_hub
+from waiting import SOON_S
 
 from ragblend.engine.engine import Engine
 from ragblend.kvstore.lock import writer_lock
@@ -326,7 +327,7 @@ def test_a_browser_that_is_killed_in_mid_answer_stops_the_device(
         killed.page.wait_for_selector("#rb-live .rb-prose")
     finally:
         os.killpg(victim.pid, signal.SIGKILL)
-        victim.wait(60)
+        victim.wait(SOON_S)
     page = open_page(talkative).page
     page.click(".rb-chat-open")
     page.wait_for_selector(".rb-turn.user")
@@ -377,7 +378,7 @@ def kept(home: Path) -> str:
         ]
 
 
-def until(found, seconds: float = 60):
+def until(found, seconds: float = SOON_S):
     """The first thing that is found without an error."""
     end = time.monotonic() + seconds
     while True:

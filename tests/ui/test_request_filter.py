@@ -6,6 +6,7 @@ import threading
 
 import httpx
 import pytest
+from waiting import SOON_S
 
 pytest.importorskip("gradio", reason="the page needs the extra `ui`")
 
@@ -31,7 +32,7 @@ class Page:
     def __init__(self, home, folder, app, port, login, outside):
         self.home, self.folder, self.app, self.port, self.outside = home, folder, app, port, outside
         cookies = {login.cookie_name: login.new_cookie()}
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", cookies=cookies, timeout=60)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", cookies=cookies, timeout=SOON_S)
         self.other = {"cookie": f"{login.cookie_name}={login.new_cookie()}"}
         self.functions = app._app._page.fns
 
@@ -85,12 +86,12 @@ def page(tmp_path_factory):
         ready = threading.Event()
         thread = threading.Thread(target=serve)
         thread.start()
-        assert ready.wait(120)
+        assert ready.wait(SOON_S)
         running = Page(home, folder, built["app"], port, login, outside)
         yield running
         running.http.close()
         built["server"].should_exit = True
-        thread.join(60)
+        thread.join(SOON_S)
 
 
 def forms(page):
@@ -164,7 +165,7 @@ def test_no_function_reads_a_file_that_was_not_uploaded(page) -> None:
 
 
 def test_gradio_checks_too_which_files_a_call_names(page) -> None:
-    """Behind the gate as well: what is mounted counts as launched, or Gradio copies what it is told to."""
+    """Also without the filter: unless a mounted page counts as launched, Gradio copies any file that a call names."""
     path = str(page.outside / "canary.txt")
     number = page.number("create")
     body = {"data": [{"path": path, "meta": META}], "fn_index": number, "session_hash": SESSION}

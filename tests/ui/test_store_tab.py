@@ -39,7 +39,7 @@ def tab(tmp_path, fake_engine):
 
 
 def test_every_collection_is_checked_and_repaired(tab) -> None:
-    """Only the first collection's index was looked at: what was missing of another one was sound."""
+    """Only the first collection's index was checked."""
     index = tab.services.workspaces.of("letters").index
     nodes = index.node_ids()
     index.delete(list(nodes))
@@ -51,7 +51,7 @@ def test_every_collection_is_checked_and_repaired(tab) -> None:
     assert "No problems found." in tab.last_said(tab.tab.check())
 
 
-def test_missing_highlight_has_a_reason(tab, monkeypatch) -> None:
+def test_a_store_that_cannot_be_opened_says_why(tab, monkeypatch) -> None:
     def refuses(name):
         raise UsageError("this machine has no cuda")
 

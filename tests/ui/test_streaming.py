@@ -4,6 +4,7 @@ import threading
 from itertools import islice
 
 import pytest
+from waiting import SOON_S
 
 pytest.importorskip("gradio", reason="the page needs the extra `ui`")
 
@@ -29,33 +30,13 @@ def test_silence_gives_empty_pieces() -> None:
     go = threading.Event()
 
     def source():
-        go.wait(60)
+        go.wait(SOON_S)
         yield "late"
 
     pieces = coalesced(source(), silence_s=0.01)
     assert next(pieces) == ""
     go.set()
     assert "".join(pieces) == "late"
-
-
-def test_a_stop_before_the_turn_exists_stops_it_when_it_comes() -> None:
-    """Retrieval takes a while: a click in that time must not be lost."""
-    sessions, turn, following = PageSessions(), threading.Event(), threading.Event()
-    asked = sessions.begin("page")
-    sessions.stop("page")
-    with asked.running(turn.set):
-        assert turn.is_set()
-        assert not asked.is_outdated
-    with sessions.begin("page").running(following.set):
-        assert not following.is_set(), "the next question is not stopped by it"
-
-
-def test_newest_request_owns_the_page() -> None:
-    sessions, left, turn = PageSessions(), threading.Event(), threading.Event()
-    older, newer = sessions.begin("page"), sessions.begin("page")
-    with newer.running(turn.set), older.running(left.set):
-        assert (left.is_set(), turn.is_set()) == (True, False)
-        assert (older.is_outdated, newer.is_outdated) == (True, False)
 
 
 def test_stop_affects_only_the_pages_own_answer() -> None:
@@ -104,7 +85,7 @@ class Page:
     def held(self):
         """The next answer is begun, and waits in the middle until what this gives is set."""
         go = threading.Event()
-        self.engine.on_piece = lambda number: number == 0 or go.wait(60)
+        self.engine.on_piece = lambda number: number == 0 or go.wait(SOON_S)
         return go
 
     def answers(self):
@@ -142,7 +123,7 @@ def changed(updates):
 
 
 def test_closing_the_page_during_the_search_cancels_the_answer(page) -> None:
-    """The stop was forgotten with the page, and the answer computed to its end for nobody."""
+    """The stop was lost with the page, and the answer computed to its end."""
     answer = page.send("Why?")
     next(answer)
     page.close()
@@ -151,7 +132,7 @@ def test_closing_the_page_during_the_search_cancels_the_answer(page) -> None:
 
 
 def test_newer_question_cancels_the_search_of_the_older(page) -> None:
-    """The next question took back the stop of the one before, and both were computed."""
+    """The next question reset the stop of the one before, and both were computed."""
     left = page.send("Why?")
     next(left)
     page.chat.new(page.request)
@@ -200,7 +181,7 @@ def test_closing_the_page_stops_its_comparison(page) -> None:
 
 @pytest.mark.parametrize("leave", ["close", "new"])
 def test_leaving_a_conversation_stops_its_measurement(page, leave) -> None:
-    """Full prefill of a long prompt held the device to its end, for nobody."""
+    """Full prefill of a long prompt held the device to its end."""
     list(page.send("Why?"))
     (answer,) = page.answers()
     page.engine.on_prefill = page.close if leave == "close" else lambda: page.chat.new(page.request)
@@ -223,7 +204,7 @@ def test_a_second_measurement_ends_the_first(page) -> None:
 
 @pytest.mark.parametrize("when", ["before", "while"])
 def test_a_conversation_that_is_deleted_elsewhere_leaves_a_usable_page(page, when) -> None:
-    """No Send, a Stop without effect, and the text that was typed was gone."""
+    """There was no Send button, Stop had no effect, and the typed text was lost."""
     list(page.send("Why?"))
     (chat,) = page.services.chats.page()[0]
     if when == "before":

@@ -112,7 +112,7 @@ def test_what_was_guessed_or_left_out_is_shown_with_its_document() -> None:
 
 
 def test_cancelled_document_is_not_shown_as_queued() -> None:
-    """A cancelled one was said to be in the queue, with no way to have it read after all."""
+    """It was shown as queued, and could not be retried."""
     page = DocumentPage((document(state="pending"),), 1, {})
     waiting, left = (views.library.documents(page, 0, 50, queued=paths) for paths in (["/x/a.pdf"], []))
     assert (">queued<" in waiting, ">queued<" in left) == (True, False)
@@ -122,7 +122,7 @@ def test_cancelled_document_is_not_shown_as_queued() -> None:
 
 
 def test_every_method_of_the_engine_can_be_chosen_on_the_page() -> None:
-    """The page offered nine of sixteen, and neither the best nor what `tune` may have chosen."""
+    """The page offered nine of sixteen, without the best one and without those that `tune` may choose."""
     offered = METHODS.keys() - set(CONTROLS)
     assert set(views.LABELS) == offered
     assert WITHOUT_RATIO - set(CONTROLS) == views.WITHOUT_RATIO
@@ -130,7 +130,7 @@ def test_every_method_of_the_engine_can_be_chosen_on_the_page() -> None:
 
 
 def test_queue_heading_changes_when_all_files_are_done() -> None:
-    """The list went on saying so when all of them had been read."""
+    """The heading still said "in the queue" when all files were done."""
     rows = [job(state="done")]
     waiting, over = (views.library.jobs(rows, 3, finished) for finished in (False, True))
     assert "<summary>3 files in the queue</summary>" in waiting
@@ -182,7 +182,7 @@ def test_fingerprint_changes_with_each_step() -> None:
 
 
 def test_fingerprint_depends_on_the_view() -> None:
-    """A list of the collection that was shown before may come last; at the next look it is replaced."""
+    """If an earlier collection's list arrives last, the next poll replaces it."""
     views = [("default", "", "", 0), ("letters", "", "", 0), ("letters", "a\nb: c", "", 0)]
     texts = [page.listed_in(page.fingerprint(queue(), view)) for view in views]
     assert len(set(texts)) == 3

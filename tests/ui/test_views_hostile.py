@@ -115,7 +115,7 @@ def test_invisible_and_direction_characters_are_replaced() -> None:
 
 
 def test_the_check_can_fail() -> None:
-    """The other side: raw, nearly every one of the scripts is a fault."""
+    """Unescaped, nearly every script is a fault."""
     assert sum(bool(faults(text)) for text in SCRIPTS) > 25
     assert acts(SCRIPTS[36]) == ["delete-document"]
 

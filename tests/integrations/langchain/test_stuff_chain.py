@@ -8,6 +8,7 @@ from langchain_core.documents import Document
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.runnables import RunnableLambda
+from waiting import SOON_S
 
 from ragblend.integrations.backend import placeholders
 from ragblend.integrations.langchain import create_ragblend_stuff_documents_chain
@@ -71,7 +72,7 @@ def test_unregistered_documents_reach_the_model_by_id(make_tiny, documents, watc
     chain = create_ragblend_stuff_documents_chain(model, prompt, document_variable_name=name)
     asked, config = {name: documents, "input": QUESTION}, {"callbacks": [watcher]}
     chain.invoke(asked, config)
-    assert model.backend.engine.finish_background(timeout_s=60)
+    assert model.backend.engine.finish_background(timeout_s=SOON_S)
     whole = asyncio.run(chain.ainvoke(asked, config))
     assert "".join(chain.stream(asked, config)) == whole != ""
     assert [seen.kv["chunks"] for seen in watcher.calls] == [["tides", "bell", "lamp"]] * 3

@@ -55,9 +55,10 @@ def caller_llm(caller_options) -> ChatRAGBlend:
 
 
 @pytest.mark.parametrize(
-    "schema", [Person, Person.model_json_schema(), {"properties": {"name": {"type": "string"}}}]
+    ("schema", "limit"),
+    [(Person, 40), (Person.model_json_schema(), 60), ({"properties": {"name": {"type": "string"}}}, 40)],
+    ids=["class", "schema", "properties"],
 )
-@pytest.mark.parametrize("limit", [40, 60])
 def test_an_answer_follows_the_schema_and_is_parsed(tiny, schema, limit):
     found = tiny.with_structured_output(schema).invoke(QUESTION, max_tokens=limit)
     if schema is Person:
@@ -109,18 +110,7 @@ def test_an_invalid_schema_is_refused_when_it_is_given(tiny, arguments, said):
 # --- tools
 
 
-@pytest.mark.parametrize(
-    "choice",
-    [
-        "any",
-        "required",
-        "double",
-        {"type": "function", "function": {"name": "double"}},
-        {"type": "tool", "name": "double"},
-        {"type": "any"},
-        {"type": "required"},
-    ],
-)
+@pytest.mark.parametrize("choice", ["any", "double"])
 async def test_a_forced_call_is_made_in_all_ways(caller_llm, choice):
     model = caller_llm.bind_tools([double], tool_choice=choice)
     said = model.invoke(QUESTION)
@@ -130,13 +120,24 @@ async def test_a_forced_call_is_made_in_all_ways(caller_llm, choice):
         assert [(c["name"], c["args"]) for c in other.tool_calls] == [(call["name"], call["args"])]
 
 
+FORCING = (
+    "any", "required", "double", {"type": "function", "function": {"name": "double"}},
+    {"type": "tool", "name": "double"}, {"type": "any"}, {"type": "required"},
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("choice", "tools"),
-    [("none", 0), ({"type": "none"}, 0), (None, 1), ("auto", 1), ({"type": "auto"}, 1)],
+    ("choice", "tools", "is_forced"),
+    [
+        *((choice, 0, False) for choice in ("none", {"type": "none"})),
+        *((choice, 1, False) for choice in (None, "auto", {"type": "auto"})),
+        *((choice, 1, True) for choice in FORCING),
+    ],
+    ids=str,
 )
-def test_a_choice_of_none_or_auto_forces_no_call(choice, tools):
+def test_a_choice_says_whether_a_tool_is_called(choice, tools, is_forced):
     answer_format = AnswerFormat.of(openai_tools([double]), choice)
-    assert (len(answer_format.tools), answer_format.is_forced) == (tools, False)
+    assert (len(answer_format.tools), answer_format.is_forced) == (tools, is_forced)
 
 
 def test_parallel_calls_are_made_where_they_are_allowed(caller_llm):

@@ -4,6 +4,7 @@ from typing import Any
 
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda
+from waiting import SOON_S
 
 from ragblend.integrations.langchain import RAGBlendLLM
 
@@ -45,7 +46,7 @@ def test_the_text_model_learns_no_text_with_control_tokens(place, store) -> None
     for question in QUESTIONS:
         text = f"{control}\n\n{notes(store, question)}\n\nQuestion: {question}\nAnswer:"
         answers.append(model.generate([text]).generations[0][0].generation_info["kv"])
-        assert model.backend.engine.finish_background(60)
+        assert model.backend.engine.finish_background(SOON_S)
     assert answers[2]["reused"]
     texts = model.backend.text_prompt(text)
     assert not any(mark in (chunk.text or "") for chunk in texts.chunks)

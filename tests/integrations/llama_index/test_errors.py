@@ -19,11 +19,9 @@ from ragblend.kvstore.errors import PromptTooLongError
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"context_window": 0}, "context_window"),
         ({"temprature": 1}, "did you mean 'temperature"),
         ({"device_map": "auto"}, "did you mean 'device"),
-        ({"generate_kwargs": {"num_beams": 4}}, "num_beams"),
         ({"model": "a", "model_name": "b"}, "mean the same"),
     ],
 )

@@ -8,16 +8,10 @@ from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import TextNode
 
-from ragblend import Chunk, Literal
-from ragblend.engine.prompts.segments import Message
 from ragblend.integrations.llama_index import RAGBlendLLM
 from ragblend.integrations.passages import Passage
 
 QUESTION = "Who kept two ledgers?"
-
-
-def text(words):
-    return Literal(words, verbatim=True)
 
 
 # --- what it is
@@ -102,7 +96,7 @@ def prepare(llm, way, text):
 
 @pytest.mark.parametrize("way", OWN_TEMPLATES)
 def test_only_a_templates_own_control_tokens_act_as_such(make_llm, way):
-    """Not those of the text that is put into it; and an ordinary text stays as the template makes it."""
+    """Those in inserted text do not; ordinary text is not changed."""
     llm = make_llm(**OWN_TEMPLATES[way])
     tokenizer = llm.backend.engine.tokenizer
     special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -150,9 +144,6 @@ def test_a_base_model_gets_plain_text_and_named_passages_are_found_in_it(make_ll
     ],
     ids=["texts", "text", "node", "passage"],
 )
-def test_passages_named_in_a_call_become_chunks(llm, named, node_id):
+def test_a_call_names_passages_as_texts_nodes_or_passages(llm, named, node_id):
     prompt = llm._prepare_chat(user(f"Read this: {STORIES[0]} {QUESTION}"), named).make_prompt()
-    segments = (text("Read this: "), Chunk(STORIES[0]), text(f" {QUESTION}"))
-    engine = llm.backend.engine
-    assert prompt.token_ids == engine.tokenize(engine.chat([Message("user", segments)])).token_ids
-    assert [chunk.node_id for chunk in prompt.chunks] == [node_id]
+    assert [(chunk.text, chunk.node_id) for chunk in prompt.chunks] == [(STORIES[0], node_id)]

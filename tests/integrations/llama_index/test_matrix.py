@@ -141,8 +141,15 @@ def chat(engine, style):
     return "".join(engine.stream_chat(QUESTION, chat_history=HISTORY).response_gen)
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize(("mode", "calls"), [("condense_plus_context", 2), ("context", 1)])
+@pytest.mark.parametrize(
+    ("mode", "calls", "style"),
+    [
+        ("condense_plus_context", 2, "sync"),
+        ("condense_plus_context", 2, "async stream"),
+        ("context", 1, "stream"),
+        ("context", 1, "async"),
+    ],
+)
 def test_chat_engines_reuse_every_passage(llm, index, mode, calls, style):
     engine = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=3, memory=memory())
     with watched() as answers:

@@ -18,6 +18,7 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import Document, ImageNode, NodeWithScore, TextNode
 from pydantic import BaseModel
+from waiting import SOON_S
 
 from ragblend.integrations.llama_index import (
     EncodeNodes,
@@ -155,12 +156,12 @@ def test_the_retriever_registers_and_prefetches_what_it_finds(passive, monkeypat
     found = asyncio.run(retriever.aretrieve(QUESTION)) if is_async else retriever.retrieve(QUESTION)
     assert [node.node_id for node in found] == [passage.node_id for passage in prefetched[0]]
     assert len(passive.backend.registry) == 4  # with metadata and without
-    assert passive.backend.engine.finish_background(20)
+    assert passive.backend.engine.finish_background(SOON_S)
     assert "loaded" in passive.backend.engine.runtime.__dict__
 
 
 def test_registering_known_nodes_again_writes_nothing(passive):
-    """It happens at every retrieval, in the event loop of those who retrieve in one."""
+    """It happens at every retrieval, also in an event loop."""
     nodes = [TextNode(id_=str(n), text=f"{n}: {STORIES[n % 3]}") for n in range(20)]
     passive.remember(nodes[:1])
     with closing(sqlite3.connect(Path(passive.home) / "nodes.sqlite")) as watching:
