@@ -44,8 +44,8 @@ class Section:
 _BLANK = "\ue000"  # a blank that counts; private-use characters are removed from documents in any case
 
 
-def html_sections(markup: str, is_titled: bool = False) -> list[Section]:
-    """The text that a person sees on the page, split at its headings: no scripts, styles and menus.
+def html_sections(markup: str, is_titled: bool = False) -> list[tuple[str, str]]:
+    """(text, heading) of what a person sees on the page, split at its headings: no scripts, styles and menus.
 
     is_titled: sections without a heading get the page's title.
     """
@@ -54,10 +54,8 @@ def html_sections(markup: str, is_titled: bool = False) -> list[Section]:
     if tree.root is not None:
         _walk(tree.root, sections)
     title = tree.css_first("title") if is_titled else None
-    if title is not None:
-        for section in sections:
-            section.heading = section.heading or " ".join(title.text().split())
-    return [section for section in sections if section.text]
+    name = " ".join(title.text().split()) if title is not None else ""
+    return [(text, section.heading or name) for section in sections if (text := section.text)]
 
 
 def _parsed(markup: str) -> Any:

@@ -28,7 +28,7 @@ REMARKS = {"/Text", "/FreeText", "/Highlight", "/Underline", "/StrikeOut", "/Sta
 
 
 def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[str, str]]:
-    """(label, text) of every page; the text may be empty. Raises DocumentError.
+    """(text, "p. " and label) of every page; the text may be empty. Raises DocumentError.
 
     notes: gets a sentence that names the pages that could not be read.
     """
@@ -54,7 +54,7 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
                     text = None
             if text is None:
                 damaged.append(label)
-            yield label, "\n".join([text or "", *_filled_in(reader, number)])
+            yield "\n".join([text or "", *_filled_in(reader, number)]), f"p. {label}"
         on_page(count, count)
     if damaged and len(damaged) == count:
         raise UnreadableDocumentError(f"Reading {path}: all of its pages are damaged. {PRINT_AGAIN}")
