@@ -15,7 +15,14 @@ from ragblend.app.library.html_text import html_sections
 from ragblend.kvstore.errors import EncryptedDocumentError, UnreadableDocumentError
 
 CONTAINER = "META-INF/container.xml"
-TEXT_TYPES = {"application/xhtml+xml", "text/html"}
+# The last two are those of older versions of the format.
+TEXT_TYPES = {
+    "application/xhtml+xml",
+    "text/html",
+    "image/svg+xml",
+    "text/x-oeb1-document",
+    "application/x-dtbook+xml",
+}
 
 
 def epub_chapters(path: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
@@ -28,7 +35,7 @@ def epub_chapters(path: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
             )
         for name in dict.fromkeys(_spine(archive, path)):
             if name in names:
-                yield from html_sections(decode(archive.read(name), path, notes), is_titled=True)
+                yield from html_sections(decode(archive.read(name), path, notes), is_book=True)
             else:
                 notes.append(f"a chapter of the book is missing: {name}")
 
@@ -43,7 +50,7 @@ def _spine(archive: zipfile.ZipFile, path: Path) -> list[str]:
         posixpath.normpath(posixpath.join(folder, unquote(item.get("href", ""))))
         for item in order
         if item is not None
-        and item.get("media-type") in TEXT_TYPES
+        and item.get("media-type", "").lower() in TEXT_TYPES
         and "nav" not in item.get("properties", "").split()  # the table of contents repeats the headings
     ]
 

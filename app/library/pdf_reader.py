@@ -2,6 +2,7 @@
 pdfium finds none. Pages that neither can read are named; the rest is kept.
 """
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 MAX_PAGES = 20_000
 MAX_SECONDS = 1800.0  # for the text of all pages; `sandbox` bounds the time of one page
 PRINT_AGAIN = "Open it in a viewer and save or print it to a new PDF."
+FEWEST_WORDS, MOST_SINGLE = 50, 0.8  # of a page: to judge its words, and of one or two letters
 WRAPPED = "\ufffe"  # pdfium's mark where a word was divided at a line's end
 REMARKS = {"/Text", "/FreeText", "/Highlight", "/Underline", "/StrikeOut", "/Stamp"}
 
@@ -34,7 +36,7 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
     """
     from pypdf.errors import LimitReachedError
 
-    begun, damaged = time.monotonic(), list[str]()
+    begun, damaged, divided = time.monotonic(), list[str](), list[str]()
     with opened(path) as (document, reader):
         count = len(document) if document is not None else len(reader.pages)
         for number in range(count):
@@ -45,9 +47,11 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
                     "all of them. Split it into parts."
                 )
             label, text = page_label(document, number), _pdfium_text(document, number)
-            if not (text and any(map(str.isprintable, text))) and reader is not None:
+            if _is_broken(text) and reader is not None:
+                divided += [label] if text else []
                 try:
-                    text = reader.pages[number].extract_text() or text
+                    other = reader.pages[number].extract_text()
+                    text = text if _is_broken(other) else other
                 except LimitReachedError as error:
                     raise _too_large(path, error) from error
                 except Exception:  # pypdf raises anything for a damaged page
@@ -60,6 +64,10 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
         raise UnreadableDocumentError(f"Reading {path}: all of its pages are damaged. {PRINT_AGAIN}")
     if damaged:
         notes.append(f"the text of these pages is damaged and was left out: {shortened(damaged)}")
+    if divided:
+        notes.append(
+            f"words may be divided on these pages, whose fonts lack widths or letters: {shortened(divided)}"
+        )
 
 
 @contextmanager
@@ -86,6 +94,14 @@ def opened(path: Path) -> Iterator[tuple[Any, Any]]:
     finally:
         if document is not None:
             document.close()
+
+
+def _is_broken(text: str | None) -> bool:
+    """Whether a page has no letters, or each of most stands alone, as pdfium reads fonts of unknown widths."""
+    words = re.findall(r"[^\W\d_]+", text or "")
+    single = sum(len(word) <= 2 and word.isascii() for word in words)
+    is_spelt = len(words) >= FEWEST_WORDS and single > MOST_SINGLE * len(words)
+    return is_spelt or not any(map(str.isprintable, text or ""))
 
 
 def page_label(document: Any, number: int) -> str:
@@ -152,14 +168,13 @@ def _by_pypdf(file: BinaryIO, path: Path) -> "PdfReader":
         reader = PdfReader(file)
         len(reader.pages)  # a PDF whose password is empty opens like any other
         return reader
-    except FileNotDecryptedError as error:
+    except (
+        FileNotDecryptedError,
+        DependencyError,
+    ) as error:  # pdfium could not open it without a password either
         raise EncryptedDocumentError(
             f"Reading {path}: it needs a password. Save it without one, for example with "
             "`qpdf --decrypt --password=... in.pdf out.pdf`."
-        ) from error
-    except DependencyError as error:
-        raise EncryptedDocumentError(
-            f"Reading {path}: it is encrypted with AES, which needs one more package: `pip install cryptography`."
         ) from error
     except LimitReachedError as error:
         raise _too_large(path, error) from error
