@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from ragblend.app.library.documents import shortened
 from ragblend.app.library.sandbox import OnPage
@@ -34,8 +34,6 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
 
     notes: gets a sentence that names the pages that could not be read.
     """
-    from pypdf.errors import LimitReachedError
-
     begun, damaged, divided = time.monotonic(), list[str](), list[str]()
     with opened(path) as (document, reader):
         count = len(document) if document is not None else len(reader.pages)
@@ -52,14 +50,16 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
                 try:
                     other = reader.pages[number].extract_text()
                     text = text if _is_broken(other) else other
-                except LimitReachedError as error:
-                    raise _too_large(path, error) from error
+                except MemoryError:
+                    raise
                 except Exception:  # pypdf raises anything for a damaged page
                     text = None
             if text is None:
                 damaged.append(label)
             yield "\n".join([text or "", *_filled_in(reader, number)]), f"p. {label}"
         on_page(count, count)
+        if reader is None:
+            notes.append("values of forms and remarks, if it has any, could not be read")
     if damaged and len(damaged) == count:
         raise UnreadableDocumentError(f"Reading {path}: all of its pages are damaged. {PRINT_AGAIN}")
     if damaged:
@@ -77,6 +77,7 @@ def opened(path: Path) -> Iterator[tuple[Any, Any]]:
     Raises Encrypted-, Oversized- or UnreadableDocumentError if neither could.
     """
     import pypdfium2
+    from pypdf import PdfReader
 
     document: Any = None
     reader: Any = None
@@ -85,11 +86,19 @@ def opened(path: Path) -> Iterator[tuple[Any, Any]]:
     try:
         with path.open("rb") as file:
             try:
-                reader = _by_pypdf(file, path)
-            except DocumentError:
+                reader = PdfReader(file)
+                len(reader.pages)  # a PDF whose password is empty opens like any other
+            except MemoryError:
+                raise
+            except Exception as error:  # pypdf raises anything for a damaged file
+                reader = None
                 if document is None:
-                    raise
-            _check_count(path, len(document) if document is not None else len(reader.pages))
+                    raise _refusal(path, error) from error
+            pages = len(document) if document is not None else len(reader.pages)
+            if pages > MAX_PAGES:
+                raise OversizedDocumentError(
+                    f"Reading {path}: it has {pages} pages, {MAX_PAGES} at most. Split it."
+                )
             yield document, reader
     finally:
         if document is not None:
@@ -155,36 +164,16 @@ def _inherited(field: Any, name: str) -> Any:
     return None
 
 
-def _check_count(path: Path, pages: int) -> None:
-    if pages > MAX_PAGES:
-        raise OversizedDocumentError(f"Reading {path}: it has {pages} pages, {MAX_PAGES} at most. Split it.")
+def _refusal(path: Path, error: Exception) -> DocumentError:
+    from pypdf.errors import DependencyError, FileNotDecryptedError, LimitReachedError
 
-
-def _by_pypdf(file: BinaryIO, path: Path) -> "PdfReader":
-    from pypdf import PdfReader
-    from pypdf.errors import DependencyError, FileNotDecryptedError, LimitReachedError, PyPdfError
-
-    try:
-        reader = PdfReader(file)
-        len(reader.pages)  # a PDF whose password is empty opens like any other
-        return reader
-    except (
-        FileNotDecryptedError,
-        DependencyError,
-    ) as error:  # pdfium could not open it without a password either
-        raise EncryptedDocumentError(
+    if isinstance(error, FileNotDecryptedError | DependencyError):  # pdfium could not open it either
+        return EncryptedDocumentError(
             f"Reading {path}: it needs a password. Save it without one, for example with "
             "`qpdf --decrypt --password=... in.pdf out.pdf`."
-        ) from error
-    except LimitReachedError as error:
-        raise _too_large(path, error) from error
-    except (PyPdfError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UnreadableDocumentError(
-            f"Reading {path}: the PDF is damaged ({error}). {PRINT_AGAIN}"
-        ) from error
-
-
-def _too_large(path: Path, error: Exception) -> OversizedDocumentError:
-    return OversizedDocumentError(
-        f"Reading {path}: a part of the PDF is suspiciously large ({error}). {PRINT_AGAIN}"
-    )
+        )
+    if isinstance(error, LimitReachedError):
+        return OversizedDocumentError(
+            f"Reading {path}: a part of the PDF is suspiciously large ({error}). {PRINT_AGAIN}"
+        )
+    return UnreadableDocumentError(f"Reading {path}: the PDF is damaged ({error}). {PRINT_AGAIN}")
