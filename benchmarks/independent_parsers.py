@@ -59,6 +59,8 @@ def _docx_texts(root: Any) -> Iterator[str]:
             yield node.text or ""
         elif name in {"tab", "br", "cr"}:
             yield " "
+        if name == "docPr":
+            yield f" {node.get('descr', '')} "  # what a picture shows
         if name in {"p", "tc", "oMath", "f", "num", "den", "sup", "sub", "e"}:
             inside.append("\n")
         inside += reversed(node)

@@ -7,7 +7,8 @@
 For each language twelve facts (`languages.json`) are hidden among 200 passages of LibreOffice's translated messages.
 Found: the fact's passage is among the first six; by the vectors alone, and as the app searches. Refused: the same
 questions, asked where the facts are missing, find nothing. `--data`: the passages of the first 24 questions of that
-file, and the sample documents, are asked their own questions, each other's, and general ones.
+file, and the sample documents, are asked their own questions, each other's, and general ones. `--held-out`: the same
+with `held_out.json` and the next 24 questions of the file, which no number of the product was fitted to.
 """
 
 import gettext
@@ -111,17 +112,21 @@ def of_language(folder: Path, texts: Path, language: str, embedder: str) -> list
     return row
 
 
-def of_questions(folder: Path, data: Path, embedder: str) -> Iterator[list[str]]:
+def of_questions(folder: Path, data: Path, embedder: str, held_out: bool) -> Iterator[list[str]]:
     """Rows of answerable questions that found something, and of others that found nothing."""
-    questions = load(data, skip=True).questions[:QUESTIONS]
+    beside = Path(__file__)
+    questions = load(data, skip=True).questions[QUESTIONS if held_out else 0 :][:QUESTIONS]
     own = {
         "samples": [each.question for each in samples.questions()],
         "file": [each.text for each in questions],
     }
     facts = [
-        question
-        for _, question in json.loads(Path(__file__).with_name("languages.json").read_text())["English"]
+        question for _, question in json.loads(beside.with_name("languages.json").read_text())["English"]
     ]
+    general = [*facts, *GENERAL]
+    if held_out:
+        new = json.loads(beside.with_name("held_out.json").read_text())
+        own["samples"], general = new["samples"], new["other"]
     for name, other in (("samples", "file"), ("file", "samples")):
         with opened(folder / name, embedder) as workspace:
             choose_embedder(workspace)
@@ -132,7 +137,7 @@ def of_questions(folder: Path, data: Path, embedder: str) -> Iterator[list[str]]
                 fill(workspace, list(dict.fromkeys(text for each in questions for text in each.passages)))
             measure_similarity(workspace)
             kept = [search([workspace], [question], FIRST) for question in own[name]]
-            others = [*own[other], *facts, *GENERAL]
+            others = general if held_out else [*own[other], *general]
             refused = sum(not search([workspace], [question], FIRST) for question in others)
         mean = sum(map(len, kept)) / len(kept)
         row = [name, f"{sum(map(bool, kept))} of {len(kept)}", f"{mean:.1f}", f"{refused} of {len(others)}"]
@@ -140,11 +145,13 @@ def of_questions(folder: Path, data: Path, embedder: str) -> Iterator[list[str]]
         yield row
 
 
-def main(texts: Path | None = None, embedder: str = "default", data: Path | None = None) -> None:
+def main(
+    texts: Path | None = None, embedder: str = "default", data: Path | None = None, held_out: bool = False
+) -> None:
     """Measure, and print tables."""
     with tempfile.TemporaryDirectory() as folder:
         if data:
-            rows = list(of_questions(Path(folder), data, embedder))
+            rows = list(of_questions(Path(folder), data, embedder, held_out))
             print(markdown(["passages of", "answerable kept", "passages", "others refused"], rows))
         if texts:
             rows = [of_language(Path(folder), texts, language, embedder) for language in CODES]

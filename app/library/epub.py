@@ -11,14 +11,21 @@ from urllib.parse import unquote
 
 from ragblend.app.library.encodings import decode
 from ragblend.app.library.file_checks import archive_xml, local_name, open_archive
-from ragblend.app.library.html_text import Section, html_sections
+from ragblend.app.library.html_text import html_sections
 from ragblend.kvstore.errors import EncryptedDocumentError, UnreadableDocumentError
 
 CONTAINER = "META-INF/container.xml"
-TEXT_TYPES = {"application/xhtml+xml", "text/html"}
+# The last two are those of older versions of the format.
+TEXT_TYPES = {
+    "application/xhtml+xml",
+    "text/html",
+    "image/svg+xml",
+    "text/x-oeb1-document",
+    "application/x-dtbook+xml",
+}
 
 
-def epub_chapters(path: Path) -> Iterator[Section]:
+def epub_chapters(path: Path, notes: list[str]) -> Iterator[tuple[str, str]]:
     """The text of the book by chapter; one that the spine names twice is read once. Raises DocumentError."""
     with open_archive(path) as archive:
         names = set(archive.namelist())
@@ -28,7 +35,9 @@ def epub_chapters(path: Path) -> Iterator[Section]:
             )
         for name in dict.fromkeys(_spine(archive, path)):
             if name in names:
-                yield from html_sections(decode(archive.read(name), path), is_titled=True)
+                yield from html_sections(decode(archive.read(name), path, notes), is_book=True)
+            else:
+                notes.append(f"a chapter of the book is missing: {name}")
 
 
 def _spine(archive: zipfile.ZipFile, path: Path) -> list[str]:
@@ -41,7 +50,7 @@ def _spine(archive: zipfile.ZipFile, path: Path) -> list[str]:
         posixpath.normpath(posixpath.join(folder, unquote(item.get("href", ""))))
         for item in order
         if item is not None
-        and item.get("media-type") in TEXT_TYPES
+        and item.get("media-type", "").lower() in TEXT_TYPES
         and "nav" not in item.get("properties", "").split()  # the table of contents repeats the headings
     ]
 

@@ -33,15 +33,6 @@ MAGIC = {
     b"PK\x03\x04": "zip",
     b"PK\x05\x06": "zip",
     b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": "ole",
-    b"\x1f\x8b": "gzip archive",
-    b"7z\xbc\xaf": "7z archive",
-    b"Rar!": "rar archive",
-    b"\x89PNG": "PNG image",
-    b"\xff\xd8\xff": "JPEG image",
-    b"GIF8": "GIF image",
-    b"\x7fELF": "program",
-    b"MZ\x90": "program",
-    b"SQLite format 3": "SQLite database",
     b"{\\rtf": "rtf",
 }
 MARKUP = {".xml", ".xhtml", ".html", ".htm", ".opf"}

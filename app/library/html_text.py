@@ -6,9 +6,12 @@ formats are converted to HTML by a library of their own, and come here too.
 
 import re
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
-HIDDEN = set("button script style template title noscript head iframe object datalist".split())  # noqa: SIM905
+HIDDEN = {"annotation", "annotation-xml", "rp"} | set(
+    "button script style template title noscript head iframe object datalist".split()  # noqa: SIM905
+)
 HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
 BLOCKS = HEADINGS | set(
     """address article aside blockquote body caption details div dl fieldset figcaption figure footer form
@@ -23,6 +26,10 @@ CELL_CHARACTERS = 300  # a longer cell is part of a page's layout, and keeps its
 MARKS = {"sup": ("^", SUPERSCRIPT), "sub": ("_", SUBSCRIPT)}
 # Separators between the arguments of MathML elements.
 BETWEEN = {"mfrac": "/", "msup": "^", "msub": "_", "mroot": " root ", "mover": "^", "munder": "_"}
+UNSHOWN = re.compile(r"\bdisplay\s*:\s*none\b", re.IGNORECASE)
+# What XML has and HTML has not: text without escapes, and elements that are closed where they open.
+CDATA = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
+SELF_CLOSED = re.compile(r"<(?!(?:area|br|col|hr|img|input|link|meta|source|wbr)\b)([\w:-]+)(\s[^<>]*)?/>")
 MENU_SHARE = 0.5  # of a page's text; a `nav` that has more is not a menu, but was not closed
 
 
@@ -44,20 +51,21 @@ class Section:
 _BLANK = "\ue000"  # a blank that counts; private-use characters are removed from documents in any case
 
 
-def html_sections(markup: str, is_titled: bool = False) -> list[Section]:
-    """The text that a person sees on the page, split at its headings: no scripts, styles and menus.
+def html_sections(markup: str, is_book: bool = False) -> list[tuple[str, str]]:
+    """(text, heading) of what a person sees on the page, split at its headings: no scripts, styles and menus.
 
-    is_titled: sections without a heading get the page's title.
+    is_book: it is XML, and sections without a heading get the page's title.
     """
+    if is_book or re.match(r"\s*<\?xml\b", markup):
+        markup = CDATA.sub(lambda found: escape(found[1]), markup)
+        markup = SELF_CLOSED.sub(r"<\1\2></\1>", markup)
     tree = _without_menus(markup.replace(_BLANK, ""))
     sections = [Section("")]
     if tree.root is not None:
         _walk(tree.root, sections)
-    title = tree.css_first("title") if is_titled else None
-    if title is not None:
-        for section in sections:
-            section.heading = section.heading or " ".join(title.text().split())
-    return [section for section in sections if section.text]
+    title = tree.css_first("title") if is_book else None
+    name = " ".join(title.text().split()) if title is not None else ""
+    return [(text, section.heading or name) for section in sections if (text := section.text)]
 
 
 def _parsed(markup: str) -> Any:
@@ -99,10 +107,8 @@ def _is_hidden(node: Any) -> bool:
     if tag is None or tag.startswith(("-", "!")) or tag in HIDDEN:
         return True
     attributes = node.attributes
-    is_formula_source = tag in {"annotation", "annotation-xml"}
-    return (
-        is_formula_source or "hidden" in attributes or (tag == "input" and attributes.get("type") == "hidden")
-    )
+    is_unshown = "hidden" in attributes or UNSHOWN.search(attributes.get("style") or "") is not None
+    return is_unshown or (tag == "input" and attributes.get("type") == "hidden")
 
 
 def _opened(node: Any, sections: list[Section], in_line: bool) -> list[tuple[Any, bool]]:
@@ -136,7 +142,11 @@ def _replaced(node: Any) -> str | None:
     tag, attributes = node.tag, node.attributes
     if tag in MARKS:
         return _mark(tag, node.text().strip())
+    if tag == "rt":  # the reading of the word before it
+        return f"({node.text().strip()})"
     if tag == "pre":
+        for line_end in node.css("br"):
+            line_end.replace_with("\n")
         return f"\n\n{node.text().strip(chr(10))}\n\n".replace(" ", _BLANK).replace("\t", _BLANK * 4)
     if tag in {"img", "area"}:
         return f" {attributes.get('alt') or ''} "

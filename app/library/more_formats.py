@@ -43,7 +43,7 @@ def _shape_lines(shape: Any) -> Iterator[str]:
         yield from (" | ".join(cell.text for cell in row.cells) for row in shape.table.rows)
 
 
-def opendocument_sections(path: Path) -> list[Section]:
+def opendocument_sections(path: Path) -> list[Part]:
     """ODT and ODP: paragraphs, lists and table rows, split at headings."""
     from odf import opendocument, teletype  # type: ignore[import-untyped]
     from odf.namespaces import TABLENS, TEXTNS  # type: ignore[import-untyped]
@@ -64,20 +64,20 @@ def opendocument_sections(path: Path) -> list[Section]:
             sections[-1].pieces.append("\n" + " | ".join(cells))
         elif name not in {(TEXTNS, "tracked-changes"), (TEXTNS, "sequence-decls")}:  # deleted text
             stack.extend(reversed(node.childNodes))
-    return [section for section in sections if section.text]
+    return [(text, section.heading) for section in sections if (text := section.text)]
 
 
-def rtf_text(text: str, notes: list[str]) -> str:
+def rtf_text(path: Path, notes: list[str]) -> list[Part]:
     """The text of a rich text document. notes: gets a sentence where characters were replaced."""
     from striprtf.striprtf import rtf_to_text  # type: ignore[import-untyped]
 
-    found = str(rtf_to_text(text, errors="replace"))
+    found = str(rtf_to_text(path.read_bytes().decode("latin-1"), errors="replace"))
     if lost := found.count(REPLACED):
         notes.append(f"{lost} characters that its encoding does not have were replaced by {REPLACED}")
-    return found
+    return [(found, "")]
 
 
-def rst_sections(text: str) -> list[Section]:
+def rst_sections(text: str) -> list[Part]:
     """reStructuredText, without what would read other files or run; what docutils does not know is kept as written."""
     from docutils import nodes  # type: ignore[import-untyped]
     from docutils.core import publish_doctree, publish_from_doctree  # type: ignore[import-untyped]
@@ -100,25 +100,21 @@ def rst_sections(text: str) -> list[Section]:
     return html_sections(html.decode("utf-8"))
 
 
-def org_sections(text: str) -> list[Section]:
+def org_sections(text: str) -> Iterator[Part]:
     """Org: a section per heading, tables and lists as they are written."""
     import orgparse
 
-    root = orgparse.loads(text)
-    sections = []
-    for node in root:
+    for node in (root := orgparse.loads(text)):
         heading = "" if node is root else node.get_heading(format="plain")
-        sections.append(Section(heading, [f"{heading}\n\n{node.get_body(format='plain')}"]))
-    return [section for section in sections if section.text]
+        yield f"{heading}\n\n{node.get_body(format='plain')}", heading
 
 
-def latex_text(text: str) -> str:
+def latex_text(text: str) -> list[Part]:
     """LaTeX without its commands; formulas stay as they are written."""
     from pylatexenc.latex2text import LatexNodes2Text  # type: ignore[import-untyped]
 
     body = re.search(r"\\begin\{document\}(.*)\\end\{document\}", text, re.DOTALL)
-    found: str = LatexNodes2Text(math_mode="verbatim").latex_to_text(body.group(1) if body else text)
-    return found
+    return [(LatexNodes2Text(math_mode="verbatim").latex_to_text(body.group(1) if body else text), "")]
 
 
 def notebook_text(text: str) -> str:
@@ -174,6 +170,6 @@ def _message_text(message: EmailMessage, attachments: Sequence[str]) -> str:
     body = message.get_body(("plain", "html"))
     text = str(body.get_content()) if body is not None else ""
     if body is not None and body.get_content_type() == "text/html":
-        text = "\n\n".join(section.text for section in html_sections(text))
+        text = "\n\n".join(section for section, _ in html_sections(text))
     attached = [f"Attachments: {', '.join(attachments)}"] if attachments else []
     return "\n".join([*heads, *attached, "", text])

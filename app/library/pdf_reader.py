@@ -2,11 +2,12 @@
 pdfium finds none. Pages that neither can read are named; the rest is kept.
 """
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from ragblend.app.library.documents import shortened
 from ragblend.app.library.sandbox import OnPage
@@ -23,18 +24,17 @@ if TYPE_CHECKING:
 MAX_PAGES = 20_000
 MAX_SECONDS = 1800.0  # for the text of all pages; `sandbox` bounds the time of one page
 PRINT_AGAIN = "Open it in a viewer and save or print it to a new PDF."
+FEWEST_WORDS, MOST_SINGLE = 50, 0.8  # of a page: to judge its words, and of one or two letters
 WRAPPED = "\ufffe"  # pdfium's mark where a word was divided at a line's end
 REMARKS = {"/Text", "/FreeText", "/Highlight", "/Underline", "/StrikeOut", "/Stamp"}
 
 
 def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[str, str]]:
-    """(label, text) of every page; the text may be empty. Raises DocumentError.
+    """(text, "p. " and label) of every page; the text may be empty. Raises DocumentError.
 
     notes: gets a sentence that names the pages that could not be read.
     """
-    from pypdf.errors import LimitReachedError
-
-    begun, damaged = time.monotonic(), list[str]()
+    begun, damaged, divided = time.monotonic(), list[str](), list[str]()
     with opened(path) as (document, reader):
         count = len(document) if document is not None else len(reader.pages)
         for number in range(count):
@@ -45,21 +45,29 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
                     "all of them. Split it into parts."
                 )
             label, text = page_label(document, number), _pdfium_text(document, number)
-            if not (text and any(map(str.isprintable, text))) and reader is not None:
+            if _is_broken(text) and reader is not None:
+                divided += [label] if text else []
                 try:
-                    text = reader.pages[number].extract_text() or text
-                except LimitReachedError as error:
-                    raise _too_large(path, error) from error
+                    other = reader.pages[number].extract_text()
+                    text = text if _is_broken(other) else other
+                except MemoryError:
+                    raise
                 except Exception:  # pypdf raises anything for a damaged page
                     text = None
             if text is None:
                 damaged.append(label)
-            yield label, "\n".join([text or "", *_filled_in(reader, number)])
+            yield "\n".join([text or "", *_filled_in(reader, number)]), f"p. {label}"
         on_page(count, count)
+        if reader is None:
+            notes.append("values of forms and remarks, if it has any, could not be read")
     if damaged and len(damaged) == count:
         raise UnreadableDocumentError(f"Reading {path}: all of its pages are damaged. {PRINT_AGAIN}")
     if damaged:
         notes.append(f"the text of these pages is damaged and was left out: {shortened(damaged)}")
+    if divided:
+        notes.append(
+            f"words may be divided on these pages, whose fonts lack widths or letters: {shortened(divided)}"
+        )
 
 
 @contextmanager
@@ -69,6 +77,7 @@ def opened(path: Path) -> Iterator[tuple[Any, Any]]:
     Raises Encrypted-, Oversized- or UnreadableDocumentError if neither could.
     """
     import pypdfium2
+    from pypdf import PdfReader
 
     document: Any = None
     reader: Any = None
@@ -77,15 +86,31 @@ def opened(path: Path) -> Iterator[tuple[Any, Any]]:
     try:
         with path.open("rb") as file:
             try:
-                reader = _by_pypdf(file, path)
-            except DocumentError:
+                reader = PdfReader(file)
+                len(reader.pages)  # a PDF whose password is empty opens like any other
+            except MemoryError:
+                raise
+            except Exception as error:  # pypdf raises anything for a damaged file
+                reader = None
                 if document is None:
-                    raise
-            _check_count(path, len(document) if document is not None else len(reader.pages))
+                    raise _refusal(path, error) from error
+            pages = len(document) if document is not None else len(reader.pages)
+            if pages > MAX_PAGES:
+                raise OversizedDocumentError(
+                    f"Reading {path}: it has {pages} pages, {MAX_PAGES} at most. Split it."
+                )
             yield document, reader
     finally:
         if document is not None:
             document.close()
+
+
+def _is_broken(text: str | None) -> bool:
+    """Whether a page has no letters, or each of most stands alone, as pdfium reads fonts of unknown widths."""
+    words = re.findall(r"[^\W\d_]+", text or "")
+    single = sum(len(word) <= 2 and word.isascii() for word in words)
+    is_spelt = len(words) >= FEWEST_WORDS and single > MOST_SINGLE * len(words)
+    return is_spelt or not any(map(str.isprintable, text or ""))
 
 
 def page_label(document: Any, number: int) -> str:
@@ -139,37 +164,16 @@ def _inherited(field: Any, name: str) -> Any:
     return None
 
 
-def _check_count(path: Path, pages: int) -> None:
-    if pages > MAX_PAGES:
-        raise OversizedDocumentError(f"Reading {path}: it has {pages} pages, {MAX_PAGES} at most. Split it.")
+def _refusal(path: Path, error: Exception) -> DocumentError:
+    from pypdf.errors import DependencyError, FileNotDecryptedError, LimitReachedError
 
-
-def _by_pypdf(file: BinaryIO, path: Path) -> "PdfReader":
-    from pypdf import PdfReader
-    from pypdf.errors import DependencyError, FileNotDecryptedError, LimitReachedError, PyPdfError
-
-    try:
-        reader = PdfReader(file)
-        len(reader.pages)  # a PDF whose password is empty opens like any other
-        return reader
-    except FileNotDecryptedError as error:
-        raise EncryptedDocumentError(
+    if isinstance(error, FileNotDecryptedError | DependencyError):  # pdfium could not open it either
+        return EncryptedDocumentError(
             f"Reading {path}: it needs a password. Save it without one, for example with "
             "`qpdf --decrypt --password=... in.pdf out.pdf`."
-        ) from error
-    except DependencyError as error:
-        raise EncryptedDocumentError(
-            f"Reading {path}: it is encrypted with AES, which needs one more package: `pip install cryptography`."
-        ) from error
-    except LimitReachedError as error:
-        raise _too_large(path, error) from error
-    except (PyPdfError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UnreadableDocumentError(
-            f"Reading {path}: the PDF is damaged ({error}). {PRINT_AGAIN}"
-        ) from error
-
-
-def _too_large(path: Path, error: Exception) -> OversizedDocumentError:
-    return OversizedDocumentError(
-        f"Reading {path}: a part of the PDF is suspiciously large ({error}). {PRINT_AGAIN}"
-    )
+        )
+    if isinstance(error, LimitReachedError):
+        return OversizedDocumentError(
+            f"Reading {path}: a part of the PDF is suspiciously large ({error}). {PRINT_AGAIN}"
+        )
+    return UnreadableDocumentError(f"Reading {path}: the PDF is damaged ({error}). {PRINT_AGAIN}")

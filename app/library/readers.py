@@ -16,7 +16,7 @@ from ragblend.app.library.documents import SCANNED, shortened
 from ragblend.app.library.encodings import decode
 from ragblend.app.library.epub import epub_chapters
 from ragblend.app.library.file_checks import check_content, check_file
-from ragblend.app.library.html_text import Section, html_sections
+from ragblend.app.library.html_text import html_sections
 from ragblend.app.library.legibility import is_garbled
 from ragblend.app.library.more_formats import (
     latex_text,
@@ -28,6 +28,7 @@ from ragblend.app.library.more_formats import (
     rst_sections,
     rtf_text,
 )
+from ragblend.app.library.pdf_reader import pdf_pages
 from ragblend.app.library.sandbox import OnPage, run_in_sandbox
 from ragblend.app.library.tables import csv_rows, xlsx_rows
 from ragblend.app.library.text_recognition import TextRecognition, can_recognise
@@ -42,12 +43,13 @@ INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\ufeff"))
 # Control characters, and those that mean something in one font only.
 NOT_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
 JUDGED_CHARACTERS = 20_000  # of a page or document: enough to see whether it is a language's
-VERSION = 4  # part of a document's recipe: raise it when the text that comes out changes
+VERSION = 5  # part of a document's recipe: raise it when the text that comes out changes
 
 
 RECOGNITION = TextRecognition()
 Notes = list[str]  # sentences on what was guessed, replaced or left out
-Reader = Callable[[Path, Notes], Iterable["DocumentPart"]]
+Part = tuple[str, str]  # a text and its location
+Reader = Callable[[Path, Notes, OnPage], Iterable[Part]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,32 +123,24 @@ def parse(path: Path, on_page: OnPage = silent) -> dict[str, Any]:
     whatever parsers raise.
     """
     check_content(path)
-    suffix, notes = path.suffix.lower(), list[str]()
-    found = _read_pdf(path, notes, on_page) if suffix == ".pdf" else READERS[suffix](path, notes)
-    garbled, beginning = list[int](), ""
-    parts = []
-    for number, part in enumerate(_within_limits(path, found)):
-        if suffix == ".pdf" and is_garbled(part.text[:JUDGED_CHARACTERS]):
-            garbled.append(number)
-        elif suffix != ".pdf" and len(beginning) < JUDGED_CHARACTERS:
-            beginning += f"{part.text[:JUDGED_CHARACTERS]}\n"
-        if (text := clean(part.text)) or suffix == ".pdf":
-            parts.append((text, part.location))
-    if is_garbled(beginning):
-        notes.append("its text may be unreadable: it is not like that of any language")
-    return {"parts": parts, "notes": notes, "garbled": garbled}
-
-
-def _within_limits(path: Path, parts: Iterable[DocumentPart]) -> Iterator[DocumentPart]:
-    characters = 0
-    for count, part in enumerate(parts, start=1):
-        characters += len(part.text)
-        if characters > MAX_CHARACTERS or count > MAX_PARTS:
+    notes, garbled, parts, characters, beginning = list[str](), list[int](), list[Part](), 0, ""
+    is_pdf = path.suffix.lower() == ".pdf"
+    for number, (text, location) in enumerate(READERS[path.suffix.lower()](path, notes, on_page)):
+        characters += len(text)
+        if characters > MAX_CHARACTERS or number >= MAX_PARTS:
             raise OversizedDocumentError(
                 f"Reading {path}: it has more than {MAX_CHARACTERS:,} characters of text or {MAX_PARTS:,} pages, "
                 "sections or rows, the limits for one document. Split it into parts."
             )
-        yield part
+        if is_pdf and is_garbled(text[:JUDGED_CHARACTERS]):
+            garbled.append(number)
+        elif not is_pdf and len(beginning) < JUDGED_CHARACTERS:
+            beginning += f"{text[:JUDGED_CHARACTERS]}\n"
+        if (cleaned := clean(text)) or is_pdf:
+            parts.append((cleaned, location))
+    if is_garbled(beginning):
+        notes.append("its text may be unreadable: it is not like that of any language")
+    return {"parts": parts, "notes": notes, "garbled": garbled}
 
 
 def clean(text: str) -> str:
@@ -160,19 +154,7 @@ def clean(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
-def _read_txt(path: Path, notes: Notes) -> Iterable[DocumentPart]:
-    return [DocumentPart(decode(path.read_bytes(), path, notes), "")]
-
-
-def _read_markdown(path: Path, notes: Notes) -> Iterable[DocumentPart]:
-    return _markdown_sections(decode(path.read_bytes(), path, notes))
-
-
-def _read_notebook(path: Path, notes: Notes) -> Iterable[DocumentPart]:
-    return _markdown_sections(notebook_text(decode(path.read_bytes(), path, notes)))
-
-
-def _markdown_sections(text: str) -> Iterator[DocumentPart]:
+def _markdown_sections(text: str) -> Iterator[Part]:
     """One part for each heading; the text stays as it is written, which models read well."""
     from markdown_it import MarkdownIt
 
@@ -181,61 +163,49 @@ def _markdown_sections(text: str) -> Iterator[DocumentPart]:
     begin, heading = 0, ""
     for token, content in pairwise(tokens):
         if token.type == "heading_open" and token.level == 0 and token.map is not None:
-            yield DocumentPart("\n".join(lines[begin : token.map[0]]), heading)
+            yield "\n".join(lines[begin : token.map[0]]), heading
             begin, heading = token.map[0], content.content.strip(" *_`")
-    yield DocumentPart("\n".join(lines[begin:]), heading)
+    yield "\n".join(lines[begin:]), heading
 
 
-def _read_csv(path: Path, notes: Notes) -> Iterable[DocumentPart]:
-    return starmap(DocumentPart, csv_rows(decode(path.read_bytes(), path, notes), notes))
-
-
-def _sections(read: Callable[[str], Iterable[Section]]) -> Reader:
-    """A reader of text files by a function from their text to sections."""
-    return lambda path, notes: _parts(read(decode(path.read_bytes(), path, notes)))
-
-
-def _parts(sections: Iterable[Section]) -> Iterable[DocumentPart]:
-    return (DocumentPart(section.text, section.heading) for section in sections)
-
-
-def _read_pdf(path: Path, notes: Notes, on_page: OnPage = silent) -> Iterator[DocumentPart]:
-    from ragblend.app.library.pdf_reader import pdf_pages
-
-    return (DocumentPart(text, f"p. {label}") for label, text in pdf_pages(path, notes, on_page))
+def _of_text(read: Callable[[str], Iterable[Part]]) -> Reader:
+    """A reader of files from a function of their decoded text."""
+    return lambda path, notes, _: read(decode(path.read_bytes(), path, notes))
 
 
 READERS: dict[str, Reader] = {
-    ".txt": _read_txt,
-    ".md": _read_markdown,
-    ".markdown": _read_markdown,
-    ".html": _sections(html_sections),
-    ".htm": _sections(html_sections),
-    ".xhtml": _sections(html_sections),
-    ".pdf": _read_pdf,
-    ".docx": lambda path, notes: _parts(docx_sections(path)),
-    ".odt": lambda path, notes: _parts(opendocument_sections(path)),
-    ".odp": lambda path, notes: _parts(opendocument_sections(path)),
-    ".pptx": lambda path, notes: starmap(DocumentPart, pptx_slides(path, notes)),
-    ".rtf": lambda path, notes: [DocumentPart(rtf_text(path.read_bytes().decode("latin-1"), notes), "")],
-    ".epub": lambda path, notes: _parts(epub_chapters(path)),
-    ".csv": _read_csv,
-    ".tsv": _read_csv,
-    ".xlsx": lambda path, notes: starmap(DocumentPart, xlsx_rows(path)),
-    ".ipynb": _read_notebook,
-    ".rst": _sections(rst_sections),
-    ".org": _sections(org_sections),
-    ".tex": lambda path, notes: [DocumentPart(latex_text(decode(path.read_bytes(), path, notes)), "")],
-    ".eml": lambda path, notes: starmap(DocumentPart, mail_parts(path, notes)),
-    ".mbox": lambda path, notes: starmap(DocumentPart, mail_parts(path, notes)),
+    ".txt": _of_text(lambda text: [(text, "")]),
+    ".md": _of_text(_markdown_sections),
+    ".markdown": _of_text(_markdown_sections),
+    ".html": _of_text(html_sections),
+    ".htm": _of_text(html_sections),
+    ".xhtml": _of_text(html_sections),
+    ".pdf": pdf_pages,
+    ".docx": lambda path, notes, _: docx_sections(path, notes),
+    ".odt": lambda path, notes, _: opendocument_sections(path),
+    ".odp": lambda path, notes, _: opendocument_sections(path),
+    ".pptx": lambda path, notes, _: pptx_slides(path, notes),
+    ".rtf": lambda path, notes, _: rtf_text(path, notes),
+    ".epub": lambda path, notes, _: epub_chapters(path, notes),
+    ".csv": lambda path, notes, _: csv_rows(decode(path.read_bytes(), path, notes), notes),
+    ".tsv": lambda path, notes, _: csv_rows(decode(path.read_bytes(), path, notes), notes),
+    ".xlsx": lambda path, notes, _: xlsx_rows(path),
+    ".ipynb": _of_text(lambda text: _markdown_sections(notebook_text(text))),
+    ".rst": _of_text(rst_sections),
+    ".org": _of_text(org_sections),
+    ".tex": _of_text(latex_text),
+    ".eml": lambda path, notes, _: mail_parts(path, notes),
+    ".mbox": lambda path, notes, _: mail_parts(path, notes),
 }
 
 
-# What takes more than 20 ms to import: a reader's process is new for each file, and gets these imported.
+# What a reader imports: its process is new for each file, and gets these from the process that it is forked from.
 LIBRARIES = {
-    ".pdf": ("pypdfium2", "pypdf"), ".docx": ("mammoth",), ".xlsx": ("openpyxl",), ".pptx": ("pptx",),
-    ".csv": ("clevercsv",), ".tsv": ("clevercsv",), ".md": ("markdown_it",), ".rst": ("docutils.core",),
+    ".pdf": ("pypdfium2", "pypdf"), ".xlsx": ("openpyxl",), ".pptx": ("pptx",), ".csv": ("clevercsv",),
+    ".tsv": ("clevercsv",), ".md": ("markdown_it",), ".rst": ("docutils.core", "selectolax.lexbor"),
 }  # fmt: skip
+MARKUP = ("selectolax.lexbor", "defusedxml.ElementTree")
+LIBRARIES |= dict.fromkeys((".docx", ".html", ".htm", ".xhtml", ".epub"), MARKUP)
 
 
 def _no_text(path: Path) -> str:

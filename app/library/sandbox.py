@@ -163,7 +163,8 @@ class _Process:
                     parser = int(reply["process"])
                     limit = _resident_bytes(parser) + request.memory_bytes
             elif time.monotonic() - heard > silent_s:
-                raise _timeout_error(path, page, silent_s)
+                where = f"page {page[0] + 1} of {page[1]}" if page[1] else "it"
+                raise _limit_error(path, f"{where} took more than {silent_s:.0f} seconds")
             if parser is not None and _resident_bytes(parser) > limit:
                 raise _too_much_memory(path, request.memory_bytes)
             on_page(*page)
@@ -214,19 +215,14 @@ def _crash_error(request: _Request, code: int) -> DocumentError:
     )
 
 
+def _limit_error(path: Path, what: str) -> DocumentError:
+    return OversizedDocumentError(
+        f"Reading {path}: {what}, the limit. Split it into parts, or save it as plain text."
+    )
+
+
 def _too_much_memory(path: Path, memory_bytes: int) -> DocumentError:
-    return OversizedDocumentError(
-        f"Reading {path}: it needs more than {memory_bytes // MIB} MiB of memory, the limit. Split it into parts, or "
-        "save it as plain text."
-    )
-
-
-def _timeout_error(path: Path, page: tuple[int, int], silent_s: float) -> DocumentError:
-    where = f"page {page[0] + 1} of {page[1]}" if page[1] else "it"
-    return OversizedDocumentError(
-        f"Reading {path}: {where} took more than {silent_s:.0f} seconds, the limit. Split it into parts, or save it "
-        "as plain text."
-    )
+    return _limit_error(path, f"it needs more than {memory_bytes // MIB} MiB of memory")
 
 
 # --- in the subprocess

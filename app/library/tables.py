@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ def csv_rows(text: str, notes: list[str]) -> Iterator[Row]:
     """
     csv.field_size_limit(MAX_TEXT_BYTES)  # for the whole process; the default is 131,072
     first, _, rest = text.partition("\n")
-    if first.strip().lower().startswith("sep=") and len(first.strip()) == len("sep=;"):
-        rows = csv.reader(io.StringIO(rest, newline=""), delimiter=first.strip()[-1])
-    elif not any(delimiter in first for delimiter in DELIMITERS):
+    lines = csv.reader(io.StringIO(text.lstrip("\r\n"), newline=""), delimiter=NOT_USED)
+    header = next(lines, [])  # a quoted name may have line ends
+    if named := re.fullmatch(r"sep=(.)\r?", first, re.IGNORECASE):
+        rows = csv.reader(io.StringIO(rest, newline=""), delimiter=named[1])
+    elif not any(delimiter in column for column in header for delimiter in DELIMITERS):
         rows = csv.reader(io.StringIO(text, newline=""), delimiter=NOT_USED)  # a single column
     else:
         rows = csv.reader(io.StringIO(text, newline=""), _dialect(text, notes))

@@ -1,121 +1,160 @@
-"""Reads DOCX: mammoth converts it to HTML, after what it leaves out was put where it reads: formulas, headers, footers.
+"""Reads DOCX: its XML is written as HTML, whatever its namespaces (Word's, Strict's) and the names of its parts.
 
-Footnotes, endnotes and comments are put behind their references, so that a passage has both.
+Notes and comments stand behind their references, so that a passage has both. mammoth took five times as long, and knows
+neither formulas, headers, text boxes of drawings nor embedded documents: as much code prepared its input.
 """
 
-import io
+import posixpath
 import re
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from html import escape
 from pathlib import Path
-from xml.etree.ElementTree import Element, SubElement, tostring
+from xml.etree.ElementTree import Element
 
+from ragblend.app.library.documents import shortened
 from ragblend.app.library.encodings import decode
 from ragblend.app.library.file_checks import archive_xml, local_name, open_archive
-from ragblend.app.library.html_text import Section, html_sections
+from ragblend.app.library.html_text import html_sections
 from ragblend.kvstore.errors import UnreadableDocumentError
 
-COMPATIBILITY = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
+TAGS = {"p": "p", "tbl": "table", "tr": "tr", "tc": "td"}
+AS_TEXT = {"tab": " ", "br": "<br>", "cr": "<br>", "noBreakHyphen": "-"}
+# Deleted or moved away, the reading of a Japanese word, the definition of a box's place.
+LEFT_OUT = {"del", "moveFrom", "rt", "sectPr", "pPr", "rPr", "tblPr", "tcPr", "trPr"}
+NOTES = {"footnoteReference": "footnotes", "endnoteReference": "endnotes", "commentReference": "comments"}
+MARKS = {"superscript": "sup", "subscript": "sub"}
+HEADING = re.compile("(heading|title)\\b", re.IGNORECASE)
+WITHOUT_TEXT = re.compile(
+    r"theme|settings|fonttable|customxml|docprops|charts|diagrams|embeddings", re.IGNORECASE
+)
+RELATIONS = re.compile(r"word/_rels/document\d*\.xml\.rels$")
+EMBEDDED = re.compile(r"word/(charts/chart|diagrams/data|embeddings/)[^/]*$")
 # Separators between the arguments of Office Math elements.
 BETWEEN = {"f": "/", "sSup": "^", "sSub": "_", "func": " ", "limLow": " ", "limUpp": " "}
 ENDS_OF = {"rad": ("√(", ")"), "d": ("(", ")"), "m": ("[", "]")}
-# What mammoth passes over, read as what it knows: fields, ruby's base text, directions; shapes of the old kind.
-READ_AS = dict.fromkeys(("fldSimple", "ruby", "rubyBase", "dir", "bdo"), "smartTag") | dict.fromkeys(
-    ("arc", "curve", "image", "line", "oval", "polyline"), "shape"
-)
-# Several references may share a `sup`.
-REFERENCE = re.compile(
-    r'(?:<sup>)?<a href="#((?:footnote|endnote|comment)-[^"]+)"[^>]*>\[[^\]]*\]</a>(?:</sup>)?'
-)
-NOTE = re.compile(
-    r'<li id="((?:footnote|endnote)-[^"]+)">(.*?)</li>|<dt id="(comment-[^"]+)">.*?</dt><dd>(.*?)</dd>',
-    re.DOTALL,
-)
-BACK = re.compile(r'<a href="#(?:footnote|endnote|comment)-ref-[^"]*">↑</a>')
-TAG = re.compile(r"<[^>]+>")
 
 
-def docx_sections(path: Path) -> list[Section]:
-    """The text of a DOCX by heading. Raises DocumentError."""
-    import mammoth  # type: ignore[import-untyped]
-    from mammoth.images import img_element  # type: ignore[import-untyped]
-
+def docx_sections(path: Path, notes: list[str]) -> list[tuple[str, str]]:
+    """(text, heading) of a DOCX. notes: gets a sentence that names what is embedded. Raises DocumentError."""
     with open_archive(path) as archive:
-        prepared = _prepared(archive, path)
-    try:
-        found = mammoth.convert_to_html(
-            prepared,
-            style_map="comment-reference => sup",
-            convert_image=img_element(lambda image: {}),  # its alternative text only
-        )
-    except OSError as error:  # its package names no document
-        raise UnreadableDocumentError(
-            f"Reading {path}: {error} Open it in Word and save it again."
-        ) from error
-    return html_sections(_notes_in_place(found.value))
+        found = _WordDocument(archive, path)
+        if found.left_out:
+            notes.append(f"what is embedded was not read: {shortened(sorted(found.left_out))}")
+        return html_sections(found.html())
 
 
-def _notes_in_place(html: str) -> str:
-    """The HTML with each note at its reference, in parentheses, instead of at the end."""
-    notes = {
-        number or comment: " ".join(TAG.sub(" ", BACK.sub("", text or comment_text)).split())
-        for number, text, comment, comment_text in NOTE.findall(html)
-    }
-    return REFERENCE.sub(lambda found: f" ({notes.get(found.group(1), '')}) ", NOTE.sub("", html))
+class _WordDocument:
+    """The parts of a package by the names of their elements."""
 
+    def __init__(self, archive: zipfile.ZipFile, path: Path) -> None:
+        self._archive, self._path = archive, path
+        self._parts = defaultdict[str, list[tuple[str, Element]]](list)
+        for name in archive.namelist():
+            if name.lower().endswith(".xml") and not WITHOUT_TEXT.search(name):
+                root = archive_xml(archive, name)
+                self._parts[local_name(root)].append((name, root))
+        self.left_out = {name for name in archive.namelist() if EMBEDDED.match(name)}
+        self._styles = {
+            _value(style, "styleId"): style
+            for style in self._children("styles")
+            if local_name(style) == "style"
+        }
+        self._notes = {
+            (kind, _value(note, "id")): note for kind in NOTES.values() for note in self._children(kind)
+        }
+        self._chunks = {
+            item.get("Id"): posixpath.normpath(posixpath.join("/word", item.get("Target", ""))).lstrip("/")
+            for name in archive.namelist()
+            if RELATIONS.match(name)
+            for item in archive_xml(archive, name)
+        }
 
-def _prepared(archive: zipfile.ZipFile, path: Path) -> io.BytesIO:
-    """A copy of the package without pictures, whose parts have only what mammoth reads."""
-    names = [name for name in archive.namelist() if name.lower().endswith((".xml", ".rels"))]
-    parts = {name: archive_xml(archive, name) for name in names if name.endswith(".xml")}
-    bodies = [(name, root) for name, root in parts.items() if _body(root) is not None]
-    for root in parts.values():
-        _write_formulas(root)
-        _rename_unknown(root)
-        _take_boxes_out(root)
-        _take_alternatives(root)
-    edges = [part for part in parts.values() if local_name(part) in {"hdr", "ftr"}]
-    for name, root in bodies:
-        _read_chunks(archive, name, root, path)
-        _add_edges(root, edges)
-    copy = io.BytesIO()
-    with zipfile.ZipFile(copy, "w") as prepared:
-        for name in names:
-            prepared.writestr(name, tostring(parts[name]) if name in parts else archive.read(name))
-    copy.seek(0)
-    return copy
+    def html(self) -> str:
+        """Headers, the body and footers, each part once."""
+        if not self._parts["document"]:
+            raise UnreadableDocumentError(
+                f"Reading {self._path}: it has no text part. Save it again in Word."
+            )
+        out: list[str] = []
+        for kind in ("hdr", "document", "ftr"):
+            for _, root in self._parts[kind]:
+                self._write(root, out)
+        return "".join(out)
 
+    def _children(self, kind: str) -> list[Element]:
+        return [child for _, root in self._parts[kind] for child in root]
 
-def _namespace(element: Element) -> str:
-    return str(element.tag).rpartition("}")[0] + "}"
-
-
-def _body(root: Element) -> Element | None:
-    if local_name(root) != "document":
-        return None
-    return next((child for child in root if local_name(child) == "body"), None)
-
-
-def _add_edges(root: Element, edges: Iterable[Element]) -> None:
-    """Put the texts of headers before the document's, and those of footers after it, each once."""
-    body = _body(root)
-    assert body is not None
-    for part in edges:
-        if local_name(part) == "hdr":
-            body[:0] = list(part)
+    def _write(self, node: Element, out: list[str]) -> None:
+        name = local_name(node)
+        if name in LEFT_OUT:
+            return
+        if name == "t":
+            out.append(escape(node.text or ""))
+        elif name in AS_TEXT:
+            out.append(AS_TEXT[name])
+        elif name == "oMath":
+            out.append(escape(_formula(node)))
+        elif name in NOTES and (note := self._notes.get((NOTES[name], _value(node, "id")))) is not None:
+            inside: list[str] = []
+            self._write(note, inside)
+            out.append(f" ({' '.join(re.sub('<[^>]+>', ' ', ''.join(inside)).split())}) ")
+        elif name == "docPr":  # of a picture
+            out.append(f" {escape(node.get('descr', ''))} ")
+        elif name == "altChunk":
+            out.append(self._chunk(node))
+        elif name == "AlternateContent":
+            choices = (choice for choice in node if "".join(choice.itertext()).strip())
+            for choice in [next(choices, node[0])] if len(node) else []:
+                self._write(choice, out)
         else:
-            body.extend(part)
+            tag = self._tag(node, name)
+            out.append(f"<{tag}>" if tag else "")
+            for child in node:
+                self._write(child, out)
+            out.append(f"</{tag}>" if tag else "")
+
+    def _tag(self, node: Element, name: str) -> str | None:
+        """The HTML element of an element, if it has one."""
+        properties = _child(node, f"{name}Pr")
+        if name == "r":
+            return MARKS.get(_value(_child(properties, "vertAlign"), "val"))
+        if name != "p":
+            return TAGS.get(name)
+        styles = [properties]
+        style = self._styles.get(_value(_child(properties, "pStyle"), "val"))
+        while style is not None and len(styles) < 10:  # they may be based on each other
+            styles += [style, _child(style, "pPr")]
+            style = self._styles.get(_value(_child(style, "basedOn"), "val"))
+        is_heading = any(
+            _value(_child(each, "outlineLvl"), "val") in set("012345678")
+            or HEADING.match(_value(_child(each, "name"), "val"))
+            for each in styles
+        )
+        if is_heading and any(local_name(text) == "t" and (text.text or "").strip() for text in node.iter()):
+            return "h1"
+        return "li" if any(_child(each, "numPr") is not None for each in styles) else "p"
+
+    def _chunk(self, node: Element) -> str:
+        """The HTML of an embedded document: of HTML and plain text."""
+        target = next((self._chunks[value] for value in node.attrib.values() if value in self._chunks), "")
+        if target in self._archive.namelist() and target.lower().endswith(
+            (".htm", ".html", ".xhtml", ".txt")
+        ):
+            text = decode(self._archive.read(target), self._path)
+            return f"<pre>{escape(text)}</pre>" if target.lower().endswith(".txt") else f"<div>{text}</div>"
+        self.left_out.add(target or "a part that is missing")
+        return ""
 
 
-def _write_formulas(root: Element) -> None:
-    """Replace formulas by runs of text, in one line."""
-    word = _namespace(root)
-    for parent in list(root.iter()):
-        for at, child in enumerate(list(parent)):
-            if local_name(child) in {"oMath", "oMathPara"} and "math" in _namespace(child).lower():
-                run = Element(f"{word}r")
-                SubElement(run, f"{word}t").text = _formula(child)
-                parent[at] = run
+def _child(node: Element | None, name: str) -> Element | None:
+    return next((child for child in node if local_name(child) == name), None) if node is not None else None
+
+
+def _value(node: Element | None, name: str) -> str:
+    """An attribute's value, whatever its namespace; "" if there is none."""
+    attributes = node.attrib.items() if node is not None else ()
+    return next((value for key, value in attributes if key.rpartition("}")[2] == name), "")
 
 
 def _formula(element: Element) -> str:
@@ -128,73 +167,3 @@ def _formula(element: Element) -> str:
         return BETWEEN[name].join(f"({part})" if re.search(r"[-+*/ ]", part) else part for part in parts)
     before, after = ENDS_OF.get(name, ("", ""))
     return before + "".join(parts) + after
-
-
-def _rename_unknown(root: Element) -> None:
-    for element in root.iter():
-        element.tag = _namespace(element) + READ_AS.get(local_name(element), local_name(element))
-
-
-def _take_boxes_out(root: Element) -> None:
-    """Put the text boxes of drawings behind these, as text boxes of the old kind."""
-    word = _namespace(root)
-    for parent in list(root.iter()):
-        for drawing in [child for child in parent if local_name(child) == "drawing"]:
-            box = Element(f"{word}pict")
-            box.extend(element for element in drawing.iter() if local_name(element) == "txbxContent")
-            parent.insert(list(parent).index(drawing) + 1, box)
-
-
-def _take_alternatives(root: Element) -> None:
-    """Of an `AlternateContent` without a fallback, which is what mammoth reads, make the first choice the fallback."""
-    for alternatives in root.iter(f"{COMPATIBILITY}AlternateContent"):
-        choice = alternatives.find(f"{COMPATIBILITY}Choice")
-        fallback = alternatives.find(f"{COMPATIBILITY}Fallback")
-        if choice is not None and (fallback is None or not "".join(fallback.itertext()).strip()):
-            for found in [] if fallback is None else [fallback]:
-                alternatives.remove(found)
-            choice.tag = f"{COMPATIBILITY}Fallback"
-
-
-def _read_chunks(archive: zipfile.ZipFile, name: str, root: Element, path: Path) -> None:
-    """Replace documents that are embedded as text (altChunk: HTML, plain text) by their paragraphs."""
-    body = _body(root)
-    assert body is not None
-    word = _namespace(root)
-    targets = _targets(archive, name)
-    for at, child in reversed(list(enumerate(body))):
-        if local_name(child) != "altChunk":
-            continue
-        target = next((targets[value] for value in child.attrib.values() if value in targets), "")
-        body[at : at + 1] = [
-            _paragraph(word, line) for line in _chunk_lines(archive, target, path) if line.strip()
-        ]
-
-
-def _chunk_lines(archive: zipfile.ZipFile, target: str, path: Path) -> Iterator[str]:
-    if target not in archive.namelist() or not target.lower().endswith((".htm", ".html", ".xhtml", ".txt")):
-        return
-    text = decode(archive.read(target), path)
-    if not target.lower().endswith(".txt"):
-        text = "\n".join(section.text for section in html_sections(text))
-    yield from text.split("\n")
-
-
-def _targets(archive: zipfile.ZipFile, name: str) -> dict[str, str]:
-    """The package's parts by the ids under which this part refers to them."""
-    folder, _, file = name.rpartition("/")
-    relations = f"{folder}/_rels/{file}.rels"
-    if relations not in archive.namelist():
-        return {}
-    root = archive_xml(archive, relations)
-    return {
-        str(item.get("Id")): (target.lstrip("/") if target.startswith("/") else f"{folder}/{target}")
-        for item in root
-        if (target := item.get("Target"))
-    }
-
-
-def _paragraph(word: str, text: str) -> Element:
-    paragraph = Element(f"{word}p")
-    SubElement(SubElement(paragraph, f"{word}r"), f"{word}t").text = text
-    return paragraph

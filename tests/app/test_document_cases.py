@@ -106,6 +106,15 @@ def test_cut_chinese_text_is_kept():
         ("<math><mfrac><mi>a</mi><mi>b</mi></mfrac></math>", ["a/b"], []),
         ("<input type=password value=secret><input value=shown>", ["shown"], ["secret"]),
         ("<dl><dt>term<dd>meaning</dl>", ["term\nmeaning"], []),
+        ("<ruby>漢字<rp>（</rp><rt>かんじ</rt><rp>）</rp></ruby>です", ["漢字(かんじ)です"], []),
+        ("<p style='color:red; display : none'>preview<p>letter", ["letter"], ["preview"]),
+        ("<pre>one<br>two<br/>three</pre>", ["one\ntwo\nthree"], []),
+        ("<?xml version='1.0'?><html><head><title/></head><body><p>kept</p></body></html>", ["kept"], []),
+        (
+            "<?xml version='1.0'?><html><body><a id='x'/><p>a</p><p><![CDATA[b < c]]></p></body></html>",
+            ["b < c"],
+            [],
+        ),
     ],
 )
 def test_html_as_a_browser_shows_it(tmp_path, html, wanted, unwanted):
@@ -279,6 +288,9 @@ def test_word_comments_on_the_same_words(tmp_path):
         ("a\tb\nx, y\tz\n", "a: x, y\nb: z"),
         ("a|b\n1|2\n", "a: 1\nb: 2"),
         ("title\nonly one, with commas\n", "title: only one, with commas"),
+        ("\na;b\n1;2,5\n", "a: 1\nb: 2,5"),
+        ('"a\nname",b\n1,2\n', "a name: 1\nb: 2"),
+        ("sep=\t\na\tb\n1,5\t2\n", "a: 1,5\nb: 2"),
     ],
 )
 def test_csv_of_any_dialect(tmp_path, content, row):
@@ -417,24 +429,33 @@ def test_pdf_values_that_are_no_text_are_left_out_and_several_are_listed(tmp_pat
     assert text_of(tmp_path / "a.pdf") == "Signed by the harbour master.\nWood: oak, elm"
 
 
-@pytest.mark.parametrize("unmapped", ["\x01\x02\r\n\x03", "\x07", "\x0b\x0e"])
+@pytest.mark.parametrize("unmapped", ["\x01\x02\r\n\x03", "\x07", "\x0b\x0e", "T h e k e y " * 20])
 def test_pdf_page_whose_letters_pdfium_cannot_map_is_read_by_pypdf(tmp_path, monkeypatch, unmapped):
     monkeypatch.setattr("pypdfium2.PdfTextPage.get_text_bounded", lambda page: unmapped)
     assert text_of(write_pdf(tmp_path / "a.pdf", ["The key hangs here."])) == "The key hangs here."
 
 
-def test_contents_page_of_a_book_is_not_read_as_a_chapter(tmp_path):
-    chapters = [("toc.xhtml", "Contents", "<nav>Tides</nav>"), ("1.xhtml", "One", "Tides rise.")]
+@pytest.mark.parametrize(
+    ("name", "found", "replacement", "wanted"),
+    [
+        ("b.opf", 'href="1.xhtml"', 'href="1.xhtml" properties="nav"', "Last."),  # a page of contents
+        ("b.opf", "application/xhtml+xml", "text/x-oeb1-document", "Tides rise.\nLast."),
+        ("b.opf", "application/xhtml+xml", "Application/XHTML+XML", "Tides rise.\nLast."),
+        ("1.xhtml", "<title>One</title>", "<title/>", "Tides rise.\nLast."),
+        ("1.xhtml", "Tides rise.", "<![CDATA[Tides < rise.]]>", "Tides < rise.\nLast."),
+    ],
+)
+def test_book(tmp_path, name, found, replacement, wanted):
+    chapters = [("1.xhtml", "One", "Tides rise."), ("2.xhtml", "Two", "Last.")]
     path = write_epub(tmp_path / "a.epub", chapters)
     with zipfile.ZipFile(path) as archive:
-        members = {name: archive.read(name).decode() for name in archive.namelist()}
-    members["OEBPS/b.opf"] = members["OEBPS/b.opf"].replace(
-        'href="toc.xhtml"', 'href="toc.xhtml" properties="nav"'
-    )
+        members = {each: archive.read(each).decode() for each in archive.namelist()}
+    assert found in members[f"OEBPS/{name}"]
+    members[f"OEBPS/{name}"] = members[f"OEBPS/{name}"].replace(found, replacement)
     with zipfile.ZipFile(path, "w") as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-    assert text_of(path) == "Tides rise."
+        for each, content in members.items():
+            archive.writestr(each, content)
+    assert text_of(path) == wanted
 
 
 def test_every_format_has_a_reader_and_is_named_once():
