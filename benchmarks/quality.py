@@ -19,7 +19,7 @@ from ragblend.app.cli.common import Cli
 from ragblend.app.quality import cli as product
 from ragblend.app.quality.requests import QualityRequest
 from ragblend.app.quality.sources import QuestionSource
-from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.errors import UsageError, install_hint
 from ragblend.measuring.data import Question
 from ragblend.measuring.quality import ExtraVariants, Measure, Outcome, outcome_of, record_of
 from ragblend.measuring.records import Record
@@ -98,9 +98,7 @@ def modes_of(name: str, ratios: str) -> "list[Mode]":
     try:
         from benchmarks.modes import Mode
     except ModuleNotFoundError as error:
-        raise UsageError(
-            f"--methods: {mode!r} needs {error.name}: pip install 'ragblend[langchain]'"
-        ) from error
+        raise UsageError(f"--methods: {mode!r} needs {error.name}: {install_hint('langchain')}") from error
     if not plus:
         return [Mode(mode)]
     return [
