@@ -86,6 +86,7 @@ def test_ask_streams_answer_and_sources(filled, capfd):
     shown = capfd.readouterr()
     assert shown.out.startswith("It is blue.\n") and "[1] sky.txt" in shown.out
     assert "first token after" in shown.err
+    assert filled.engine.prefetched == [()], "the model is loaded beside the embedder"
 
 
 def test_ask_marks_citations_and_describes_the_model(filled, capfd):
