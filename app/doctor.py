@@ -14,7 +14,7 @@ from ragblend.app.library.maintenance import check_index, check_library
 from ragblend.app.library.sandbox import rights_left, run_in_sandbox
 from ragblend.app.library.similarity import recorded_similarity
 from ragblend.app.workspace import Workspace
-from ragblend.kvstore.errors import RagBlendError, UnsupportedModelError
+from ragblend.kvstore.errors import RagBlendError, UnsupportedModelError, install_hint
 
 Status = Literal["ok", "warning", "failed"]
 Check = Callable[[Workspace], tuple[Status, str]]
@@ -54,7 +54,7 @@ def _packages(_: Workspace) -> tuple[Status, str]:
         except PackageNotFoundError:
             missing.append(name)
     if missing:
-        return "failed", f"not installed: {', '.join(missing)}; run `pip install ragblend`"
+        return "failed", f"not installed: {', '.join(missing)}; run `{install_hint()}`"
     return "ok", ", ".join(found)
 
 

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.errors import UsageError, install_hint
 
 
 def check_installed(what: str, packages: tuple[str, ...], extra: str) -> None:
@@ -10,5 +10,5 @@ def check_installed(what: str, packages: tuple[str, ...], extra: str) -> None:
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"{what} need {' and '.join(missing)}, which is not installed: pip install 'ragblend[{extra}]'"
+            f"{what} need {' and '.join(missing)}, which is not installed: {install_hint(extra)}"
         )

@@ -14,6 +14,8 @@ GIGABYTE = 10**9
 PROMPT_TOKENS = 2000
 SLOWEST_TOKENS_PER_S = 1.5
 LONGEST_FIRST_TOKEN_S = 90.0
+ANSWER_TOKENS = 60  # of the answer that an offer's `answer_s` counts
+COMFORTABLE_ANSWER_S = 30.0
 # Memory needed beside the weights: embedder, index, the buffers of one prompt.
 OVERHEAD_BYTES = 2 * GIGABYTE
 BUNDLED_PARAMETERS = 0.135e9
@@ -31,35 +33,41 @@ class MachineCapacity:
 
 @dataclass(frozen=True)
 class Offer:
-    """A suggestion with its cost on this machine. first_token_s: for a prompt of 2,000 tokens that are not stored."""
+    """A suggestion with its cost on this machine. first_token_s: for a prompt of 2,000 tokens that are not stored;
+    answer_s: until such a first answer of 60 tokens is complete. is_best: the one to take if in doubt.
+    """
 
     model: Suggestion
     memory_bytes: float
     first_token_s: float
     tokens_per_s: float
+    answer_s: float
+    is_best: bool = False
 
 
 def offers(machine: MachineCapacity, most: int = 3) -> list[Offer]:
     """The models that fit the memory and are fast enough, smallest first; if there are many, a small, a medium and a
     large one.
 
-    If none is fast enough, the smallest that fits.
+    If none is fast enough, the smallest that fits. The best one is the largest whose first answer comes within half a
+    minute, or else the smallest.
     """
     every = [_offer(model, machine) for model in SUGGESTIONS]
     fitting = [offer for offer in every if offer.memory_bytes <= machine.free_bytes]
     quick = [offer for offer in fitting if offer.tokens_per_s >= SLOWEST_TOKENS_PER_S]
     usable = [offer for offer in quick if offer.first_token_s <= LONGEST_FIRST_TOKEN_S]
-    if len(usable) <= most:
-        return usable or fitting[:1]
     step = (len(usable) - 1) / (most - 1)
-    return [usable[round(number * step)] for number in range(most)]
+    chosen = usable if len(usable) <= most else [usable[round(number * step)] for number in range(most)]
+    chosen = chosen or fitting[:1]
+    best = max((n for n, each in enumerate(chosen) if each.answer_s <= COMFORTABLE_ANSWER_S), default=0)
+    return [replace(each, is_best=n == best) for n, each in enumerate(chosen)]
 
 
 def offered(offer: Offer) -> str:
     """A suggestion in one line, with its cost on this machine."""
     return (
-        f"{offer.model.name} ({offer.model.download_bytes / GIGABYTE:.1f} GB, about {offer.first_token_s:.0f} s "
-        f"to read {PROMPT_TOKENS:,} tokens, then {offer.tokens_per_s:.1f} tokens/s)"
+        f"{offer.model.name} ({'recommended, ' if offer.is_best else ''}"
+        f"{offer.model.download_bytes / GIGABYTE:.1f} GB, first answer after about {offer.answer_s:.0f} s)"
     )
 
 
@@ -74,12 +82,10 @@ def first_time(home: Home) -> bool:
 
 def _offer(model: Suggestion, machine: MachineCapacity) -> Offer:
     weights = model.parameters * machine.bytes_a_parameter
-    return Offer(
-        model,
-        weights + OVERHEAD_BYTES,
-        2 * model.parameters * PROMPT_TOKENS / machine.flops_per_s,
-        machine.bytes_per_s / weights,
-    )
+    first_token_s = 2 * model.parameters * PROMPT_TOKENS / machine.flops_per_s
+    tokens_per_s = machine.bytes_per_s / weights
+    answer_s = first_token_s + ANSWER_TOKENS / tokens_per_s
+    return Offer(model, weights + OVERHEAD_BYTES, first_token_s, tokens_per_s, answer_s)
 
 
 def machine_of(workspace: "Workspace") -> MachineCapacity:

@@ -15,7 +15,7 @@ from ragblend.kvstore.errors import DownloadStoppedError, ModelError, SettingsEr
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model on this disk. name: for `--model`; kind: bundled, hub, .gguf or converted; bytes: of its files."""
+    """A model on this disk. name: for `--model`; kind: offline demo, hub, .gguf or converted; bytes: of its files."""
 
     name: str
     kind: str
@@ -24,7 +24,7 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A model of the hub that is free to use, needs no login, and answers without reasoning first. Approximate.
+    """A model of the hub that is free to use, needs no login, and can answer without reasoning first. Approximate.
 
     download_bytes: of its bfloat16 safetensors; kv_bytes: of one token, in bfloat16; window: in tokens.
     """
@@ -37,16 +37,29 @@ class Suggestion:
     kv_bytes: int
 
 
-# Smallest first. From the models' pages; Qwen2.5-3B is left out for its licence, other Qwen3 because they reason first.
+# Smallest first. From the models' pages; Qwen2.5-3B is left out for its licence. Qwen3 and SmolLM3 are asked not to
+# reason first (`enable_thinking`).
 SUGGESTIONS = (
     Suggestion("HuggingFaceTB/SmolLM2-360M-Instruct", 0.36e9, 0.72e9, 8_192, "Apache-2.0", 40_960),
     Suggestion("Qwen/Qwen2.5-0.5B-Instruct", 0.49e9, 0.99e9, 32_768, "Apache-2.0", 12_288),
     Suggestion("Qwen/Qwen2.5-1.5B-Instruct", 1.54e9, 3.09e9, 32_768, "Apache-2.0", 28_672),
-    Suggestion("HuggingFaceTB/SmolLM2-1.7B-Instruct", 1.71e9, 3.42e9, 8_192, "Apache-2.0", 196_608),
+    Suggestion("Qwen/Qwen3-1.7B", 2.03e9, 4.06e9, 40_960, "Apache-2.0", 114_688),
+    Suggestion("HuggingFaceTB/SmolLM3-3B", 3.08e9, 6.15e9, 65_536, "Apache-2.0", 73_728),
+    Suggestion("ibm-granite/granite-4.0-micro", 3.4e9, 6.81e9, 131_072, "Apache-2.0", 81_920),
+    Suggestion("microsoft/Phi-4-mini-instruct", 3.84e9, 7.67e9, 131_072, "MIT", 131_072),
     Suggestion("Qwen/Qwen3-4B-Instruct-2507", 4.02e9, 8.04e9, 262_144, "Apache-2.0", 147_456),
     Suggestion("Qwen/Qwen2.5-7B-Instruct", 7.62e9, 15.2e9, 32_768, "Apache-2.0", 57_344),
 )
 SUGGESTED = [one.name for one in SUGGESTIONS]
+# Never suggested: the hub gives them only to an account that has accepted the licence.
+GATED = {
+    "google/gemma-3-1b-it": "Gemma licence",
+    "meta-llama/Llama-3.2-1B-Instruct": "Llama licence",
+    "meta-llama/Llama-3.2-3B-Instruct": "Llama licence",
+}
+OFFLINE_DEMO = (
+    "offline demo"  # what the bundled model is called, so that nobody judges RAGBlend by its answers
+)
 
 
 def models_here(models: Path, *folders: Path) -> list[LocalModel]:
@@ -54,7 +67,7 @@ def models_here(models: Path, *folders: Path) -> list[LocalModel]:
     bundled = []
     with suppress(ModelError):  # it may not be installed
         bundled.append(find_model(DEFAULT))
-    found = [LocalModel(DEFAULT, "bundled", path.stat().st_size) for path in bundled]
+    found = [LocalModel(DEFAULT, OFFLINE_DEMO, path.stat().st_size) for path in bundled]
     found += [LocalModel(name, "hub", size) for name, size in cached_models()]
     for folder in (models, *folders):
         files = sorted(folder.glob("*.gguf")) if folder.is_dir() else []

@@ -40,7 +40,7 @@ ANSWER_STYLES = {
     "smollm2-135m-instruct": AnswerStyle(
         48,
         True,
-        "The model that comes with RAGBlend is small (135M parameters): it finds, it does not reason. Its answers end "
+        "The offline demo model is small (135M parameters): it finds, it does not reason. Its answers end "
         "with their first sentence, because most of what it says after that is invented.",
     )
 }

@@ -30,8 +30,11 @@ RagBlendError
 """
 
 import difflib
+import json
+import shlex
 from collections.abc import Iterable
 from typing import TypeVar
+from urllib.parse import unquote, urlsplit
 
 Error = TypeVar("Error", bound=BaseException)
 
@@ -40,6 +43,19 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A suffix for messages about an unknown name: the most similar known one, if any."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def install_hint(extra: str = "") -> str:
+    """The command that installs an extra from where RAGBlend was installed, because it is on no package index."""
+    from importlib.metadata import PackageNotFoundError, distribution  # slow to import, and only for messages
+
+    try:
+        source = json.loads(distribution("ragblend").read_text("direct_url.json") or "{}").get("url", "")
+    except (PackageNotFoundError, ValueError):
+        source = ""
+    # Without a local file or folder it names the checkout that the user is in.
+    place = unquote(urlsplit(source).path) if source.startswith("file:") else "."
+    return f"pip install {shlex.quote(place + (f'[{extra}]' if extra else ''))}"
 
 
 class RagBlendError(Exception): ...

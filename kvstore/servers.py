@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.errors import UsageError, install_hint
 from ragblend.kvstore.files import FOLDER_MODE
 from ragblend.kvstore.places import Place
 
@@ -58,7 +58,7 @@ def server_at(place: Place) -> Server:
         return _Redis(place) if place.scheme.startswith("redis") else _Objects(place)
     except ImportError as error:
         raise UsageError(
-            f"a shared store at {place} needs `pip install ragblend[remote]` ({error.name} is missing)"
+            f"a shared store at {place} needs `{install_hint('remote')}` ({error.name} is missing)"
         ) from error
 
 

@@ -6,6 +6,7 @@ import gradio as gr
 
 from ragblend.app.cli.common import plural
 from ragblend.app.library.jobs import QueueOverview
+from ragblend.app.models import OFFLINE_DEMO
 from ragblend.app.settings import Settings
 from ragblend.ui import tab_chat, tab_compare, tab_library, tab_settings, tab_store, views
 from ragblend.ui.callback_checks import check_callbacks, dismissed
@@ -120,7 +121,7 @@ def state_line(overview: QueueOverview, settings: Settings, is_loading: bool = F
         return "converting the model for its first use …"
     if is_loading:
         return "loading the model …"
-    return "model: bundled" if settings.model == "default" else f"model: {settings.model}"
+    return f"model: {OFFLINE_DEMO}" if settings.model == "default" else f"model: {settings.model}"
 
 
 def fingerprint(overview: QueueOverview, view: tuple[Any, ...] = ()) -> str:

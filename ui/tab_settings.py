@@ -32,7 +32,7 @@ THEMES = [("Same as the system", "system"), ("Light", "light"), ("Dark", "dark")
 SET_THEME = "(name) => { window.ragblend.theme(name); return name; }"
 GET_THEME = "() => window.ragblend.keptTheme()"
 INFO = {
-    "model": "default (bundled), a folder, a .gguf file, or a hub id, which is downloaded on first use",
+    "model": "default (the offline demo), a folder, a .gguf file, or a hub id, which is downloaded on first use",
     "embedder": "default (bundled, knows English), or a folder or hub id of sentence-transformers. Passages are "
     "embedded anew in the background, while the embedder in use answers.",
     "reranker": "a cross-encoder that sorts the passages found: a folder or a hub id; empty for none",

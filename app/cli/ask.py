@@ -149,6 +149,7 @@ def load_conversations(cli: Cli, workspace: "Workspace") -> "Conversations":
         cli.note(f"{note} Name a larger one with --model.")
     from ragblend.app.answering.conversation import Conversations
 
+    workspace.engine.prefetch(())  # the model is loaded beside the embedder
     workspace.embedder.load()
     if workspace.reranker is not None:
         workspace.reranker.load()

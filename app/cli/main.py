@@ -34,6 +34,7 @@ COMMANDS: tuple[tuple[str, str, bool], ...] = (
     ("cli.store", "doctor", False),
     ("cli.demo", "demo", False),
     ("cli.tune", "tune", False),
+    ("cli.ui", "up", False),
     ("cli.ui", "ui", False),
     ("cli.serve", "serve", False),
     ("cli.docs", "docs", False),

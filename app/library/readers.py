@@ -34,7 +34,7 @@ from ragblend.app.library.tables import csv_rows, xlsx_rows
 from ragblend.app.library.text_recognition import TextRecognition, can_recognise
 from ragblend.app.library.word_documents import docx_sections
 from ragblend.app.progress import silent
-from ragblend.kvstore.errors import EmptyDocumentError, OversizedDocumentError
+from ragblend.kvstore.errors import EmptyDocumentError, OversizedDocumentError, install_hint
 
 MAX_CHARACTERS = 32_000_000  # of one document: some 16,000 passages of 512 tokens
 MAX_PARTS = 300_000  # pages, sections, rows
@@ -113,7 +113,7 @@ def _notes_on_pages(
     if doubtful := [number for number in unread if number in garbled]:
         yield f"the text of these pages may be unreadable, as their fonts are broken: {named(doubtful)}"
     if not can_recognise() and (empty := [number for number in unread if not parts[number].text]):
-        yield f"these pages have no text, and were left out; if they are scans, install ragblend[ocr]: {named(empty)}"
+        yield f"these pages have no text, and were left out; if they are scans, `{install_hint('ocr')}`: {named(empty)}"
 
 
 def parse(path: Path, on_page: OnPage = silent) -> dict[str, Any]:
@@ -212,6 +212,6 @@ def _no_text(path: Path) -> str:
     if path.suffix.lower() == ".pdf" and not can_recognise():
         return (
             f"Reading {path}: its pages hold no text, so {SCANNED}. Install text recognition, "
-            "`pip install 'ragblend[ocr]'`, and try again; or run, for example, `ocrmypdf in.pdf out.pdf`."
+            f"`{install_hint('ocr')}`, and try again; or run, for example, `ocrmypdf in.pdf out.pdf`."
         )
     return f"Reading {path}: there is no text in it. Nothing of it was ingested."

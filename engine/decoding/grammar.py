@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.errors import UsageError, install_hint
 
 MAX_SCHEMA_CHARS = 100_000  # compiled in a tenth of a second; the next power of ten takes seconds
 # Flexible whitespace lets small models write blanks and line breaks for ever.
@@ -118,6 +118,6 @@ def load_llguidance() -> Any:
         import llguidance
     except ImportError as error:
         raise UsageError(
-            "answers by a schema need llguidance, which is not installed: pip install 'ragblend[structured]'"
+            f"answers by a schema need llguidance, which is not installed: {install_hint('structured')}"
         ) from error
     return llguidance

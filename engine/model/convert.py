@@ -8,7 +8,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from ragblend.engine.model.checkpoints import file_digest
 from ragblend.kvstore.chunks import DTYPES
@@ -86,8 +88,21 @@ def _remove_abandoned(models: Path) -> None:
                 shutil.rmtree(draft, ignore_errors=True)
 
 
+@lru_cache(maxsize=1)
+def _parsed(gguf: str) -> Any:
+    from gguf.gguf_reader import GGUFReader
+
+    return GGUFReader(gguf)
+
+
 @contextmanager
-def _named_errors(gguf: Path) -> Iterator[None]:
+def _reading(gguf: Path) -> Iterator[None]:
+    """Give transformers one reader of the file: it makes three for a model, each of which parses the vocabulary again
+    for seconds. Raises CorruptModelError for what the readers raise.
+    """
+    import gguf as package
+
+    package.GGUFReader = _parsed  # type: ignore[misc, assignment]
     try:
         yield
     except CONVERSION_ERRORS as error:
@@ -95,6 +110,8 @@ def _named_errors(gguf: Path) -> Iterator[None]:
             f"{gguf} cannot be read as a GGUF model ({type(error).__name__}: {error}); it may be "
             "cut short: fetch it again"
         ) from error
+    finally:
+        package.GGUFReader = package.gguf_reader.GGUFReader  # type: ignore[misc]
 
 
 def _convert_tokenizer(gguf: Path, folder: Path) -> None:
@@ -106,7 +123,7 @@ def _convert_tokenizer(gguf: Path, folder: Path) -> None:
         raise CorruptModelError(
             f"{gguf} does not begin with GGUF (found {magic!r}): it is another kind of file or damaged"
         )
-    with _named_errors(gguf):
+    with _reading(gguf):
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     tokenizer.save_pretrained(folder)
 
@@ -117,7 +134,7 @@ def _convert(gguf: Path, tokenizer: Path, folder: Path, dtype: str) -> None:
 
     from ragblend.engine.model.device import exclusive_model_loading
 
-    with exclusive_model_loading(shows_bars=True), _named_errors(gguf):
+    with exclusive_model_loading(shows_bars=True), _reading(gguf):
         model = AutoModelForCausalLM.from_pretrained(
             str(gguf.parent),
             gguf_file=gguf.name,
@@ -129,3 +146,4 @@ def _convert(gguf: Path, tokenizer: Path, folder: Path, dtype: str) -> None:
     model.hf_quantizer = None  # type: ignore[assignment]
     model.save_pretrained(folder)
     shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
+    _parsed.cache_clear()

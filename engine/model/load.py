@@ -81,11 +81,12 @@ class LoadedModel:
 def load(folder: Path, device: torch.device, dtype: str) -> LoadedModel:
     """Load the weights. Raises CorruptModelError for damaged files."""
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
     try:
-        # With output_loading_info it returns two values; the annotations have one.
         with exclusive_model_loading():
+            from transformers import AutoModelForCausalLM
+
+            # With output_loading_info it returns two values; the annotations have one.
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder), dtype=DTYPES[dtype], device_map={"": device}, output_loading_info=True
             )

@@ -84,7 +84,13 @@ def _templated(
     turns = [_template_message(m, mark, escapes) for m, mark in zip(messages, marks, strict=True)]
     escaped_tools = [escapes.escape(tool) for tool in tools] or None
     rest = str(
-        tokenizer.apply_chat_template(turns, tools=escaped_tools, tokenize=False, add_generation_prompt=True)
+        tokenizer.apply_chat_template(
+            turns,
+            tools=escaped_tools,
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=False,  # of templates that know it: the answer is to come at once
+        )
     )
     segments: list[Segment] = []
     for message, turn, mark in zip(messages, turns, marks, strict=True):

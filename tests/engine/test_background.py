@@ -8,10 +8,13 @@ from contextlib import contextmanager
 
 import pytest
 from benches import make_prompt, make_text, watch_lock
+from gguf.gguf_reader import GGUFReader
 from waiting import SOON_S, until
 
 from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.engine.encode import ChunkEncoder
+from ragblend.engine.model.checkpoints import find_model
+from ragblend.engine.model.convert import convert_gguf_tokenizer
 from ragblend.engine.node_encoder import LocalNodeEncoder
 from ragblend.engine.prompts.session import Session
 from ragblend.engine.scheduling.order import Claim
@@ -304,6 +307,17 @@ def test_the_bundled_model_is_not_converted_for_its_tokenizer(tmp_path):
     made = [path.name for path in (tmp_path / "models").iterdir() if path.is_dir()]
     assert len(made) == 1 and made[0].endswith("-tokenizer")
     engine.close()
+
+
+def test_a_gguf_is_parsed_once_in_a_process(tmp_path, monkeypatch):
+    """transformers parsed its vocabulary three times to convert one model, for three seconds each."""
+    parsed, parse = [], GGUFReader.__init__
+    monkeypatch.setattr(
+        GGUFReader, "__init__", lambda self, *given: parsed.append(given) or parse(self, *given)
+    )
+    for home in (tmp_path / "first", tmp_path / "second"):
+        assert list(convert_gguf_tokenizer(find_model("default"), home, "float32").glob("tokenizer.json"))
+    assert len(parsed) <= 1, "none if another test has it parsed"
 
 
 def test_background_work_waits_for_the_answer(fresh):

@@ -58,6 +58,12 @@ def test_messages_are_put_into_the_template(tokenizer, template, messages, expec
     assert text_of(chat(tokenizer, messages)) == expected
 
 
+def test_a_template_that_can_is_told_not_to_reason_first(tokenizer):
+    """Qwen3's and SmolLM3's wrote hundreds of tokens before the answer."""
+    tokenizer.chat_template = PLAIN + "{% if enable_thinking is not false %}<think>{% endif %}"
+    assert text_of(chat(tokenizer, [message("user", "q")])) == "<user>q</user><assistant>"
+
+
 def test_chunks_inside_a_message_stay_chunks(tokenizer):
     tokenizer.chat_template = PLAIN
     prompt = chat(tokenizer, [message("system", "brief"), message("user", "read ", Chunk("this"), " now")])

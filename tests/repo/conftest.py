@@ -50,16 +50,26 @@ def repo() -> Path:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: setuptools writes beside the sources, and puts what it left there into the next wheel."""
     copy = tmp_path_factory.mktemp("sources")
     for name in FOLDERS:
         shutil.copytree(REPO / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPO / name, copy / name)
+    done = run(
+        [sys.executable, "-c", "from setuptools import build_meta; build_meta.build_sdist('out')"], copy
+    )
+    assert done.returncode == 0, done.stderr
+    return next((copy / "out").glob("ragblend-*.tar.gz"))
+
+
+@pytest.fixture(scope="session")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the sdist, as by an installer that is given that."""
     out = tmp_path_factory.mktemp("wheel")
     options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", out]
-    done = run([sys.executable, "-m", "pip", "wheel", *options, copy], out)
+    done = run([sys.executable, "-m", "pip", "wheel", *options, sdist], out)
     assert done.returncode == 0, done.stderr
     return next(out.glob("ragblend-*.whl"))
 

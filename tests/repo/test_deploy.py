@@ -54,9 +54,10 @@ def test_kubernetes_takes_each_manifest(manifests):
         kubernetes_validate.validate(wrong, "1.34", strict=True)
 
 
-def test_compose_takes_its_file(repo, tmp_path):
+@pytest.mark.parametrize("name", ["compose.yaml", "app/compose.yaml"])
+def test_compose_takes_its_file(repo, tmp_path, name):
     """By the specification's own schema: where there is no docker, too."""
-    text = (repo / "deploy" / "compose.yaml").read_text(encoding="utf-8")
+    text = (repo / "deploy" / name).read_text(encoding="utf-8")
     right, wrong = tmp_path / "right.yaml", tmp_path / "wrong.yaml"
     right.write_text(text)
     wrong.write_text(text.replace("image:", "imago:", 1))
@@ -111,3 +112,28 @@ def test_services_of_compose_name_what_is_there(compose):
         )
     assert workers(services["router"]["command"][-1]) == ["first", "second"]
     assert services["router"]["ports"] == ["127.0.0.1:8000:8000"] and "ports" not in services["kv"]
+
+
+def test_the_app_s_image_runs_what_is_there(repo):
+    """Its command is one of `ragblend ui`, at the port of its health check and of compose; not as root."""
+    folder = repo / "deploy" / "app"
+    lines = (folder / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", "").splitlines()
+    said = {line.partition(" ")[0]: line.partition(" ")[2] for line in lines}
+    (app,) = yaml.safe_load((folder / "compose.yaml").read_text(encoding="utf-8"))["services"].values()
+    command, _, check = json.loads(said["CMD"]), *said["HEALTHCHECK"].partition("CMD ")[1:]
+    compile(json.loads(check)[-1], "health check", "exec")
+    port = command[command.index("--port") + 1]
+    assert said["EXPOSE"] == port and f", {port}," in check
+    assert [each.rpartition(":")[2] for each in app["ports"]] == [port]
+    assert said["USER"] not in ("0", "root")
+    assert (
+        app["volumes"][0].rpartition(":")[2] == said["VOLUME"]
+        and f"RAGBLEND_HOME={said['VOLUME']} " in said["ENV"]
+    )
+    assert (repo / "deploy" / "app" / app["build"]["context"]).resolve() == repo.resolve()
+    tree = subprocess.run(
+        [sys.executable, "-m", "ragblend.app.cli.main", command[0], "--help"], capture_output=True
+    )
+    assert tree.returncode == 0 and all(
+        each.encode() in tree.stdout for each in command[1:] if each[:2] == "--"
+    )

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -41,6 +42,20 @@ def test_every_source_file_is_in_the_wheel(repo, wheel_files) -> None:
     assert len(expected) > 10
     assert expected - wheel_files == set()
     assert not [name for name in wheel_files if "benchmarks" in name]
+
+
+def test_the_source_archive_needs_no_links(sdist) -> None:
+    """The wheel of these tests is built from it; in the repository the packages are links."""
+    with tarfile.open(sdist) as archive:
+        assert not [member.name for member in archive if not (member.isfile() or member.isdir())]
+        assert [name for name in archive.getnames() if name.endswith("ragblend/engine/engine.py")]
+
+
+def test_hints_name_the_file_that_was_installed_and_no_index(wheel, clean_environment) -> None:
+    said = clean_environment.python_says(
+        "from ragblend.kvstore.errors import install_hint\nprint(install_hint('ui'))"
+    )
+    assert said == f"pip install '{wheel}[ui]'"
 
 
 def test_the_benches_run_from_the_wheel(clean_environment) -> None:

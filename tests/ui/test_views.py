@@ -165,7 +165,7 @@ def test_encoding_shows_progress_and_size_and_can_be_paused() -> None:
 def test_header_shows_the_current_work() -> None:
     settings = Settings()
     assert page.state_line(queue(), settings) == "reading 1 of 4 files"
-    assert page.state_line(queue(finished=4), settings) == "model: bundled"
+    assert page.state_line(queue(finished=4), settings) == "model: offline demo"
     assert page.state_line(queue(finished=4), settings, is_loading=True) == "loading the model …"
     assert "a line" in views.frame.header("a line")
     assert views.frame.banner("", None) == ""
