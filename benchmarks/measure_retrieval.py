@@ -64,11 +64,11 @@ def compared(home: Path, what: str, cases: Sequence[Case]) -> Iterator[list[str]
     recalls, ms = dict[tuple[str, int], list[float]](), dict[str, list[float]]()
     for name in SEARCHES:
         with Workspace.open(home, search=name) as workspace:
-            search([workspace], ["warm up"], 1)
+            search([workspace], "warm up", 1)
             ms[name] = []
             for depth, case in product(DEPTHS, asked):
                 begun = time.process_time()
-                found = search([workspace], [case.question], depth)
+                found = search([workspace], case.question, depth)
                 ms[name].append(1e3 * (time.process_time() - begun))
                 share = len({source.text for source in found} & case.relevant) / min(
                     depth, len(case.relevant)

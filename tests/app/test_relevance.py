@@ -71,8 +71,8 @@ def test_an_unknown_embedder_is_measured_in_the_collection(open_workspace, tmp_p
     ingest(workspace, [tmp_path])
     known = workspace.library.embedder("default")
     assert known.measured == 31 and 0.5 < known.unrelated.typical <= known.unrelated.best < 0.95
-    assert search([workspace], ["gate7 harbour7 pilot7"], 3)[0].document == "7.txt"
-    assert [s.document for s in search([workspace], ["Spinach contains vitamins"], 3)] == []
+    assert search([workspace], "gate7 harbour7 pilot7", 3)[0].document == "7.txt"
+    assert [s.document for s in search([workspace], "Spinach contains vitamins", 3)] == []
 
 
 def test_the_bundled_embedder_is_recorded():
