@@ -46,15 +46,6 @@ NEGATIONS = frozenset(
 )
 PRONOUNS = frozenset("it he she they him her them its his their this these".split())  # noqa: SIM905
 PRONOUNS = frozenset("it he she they him her its his them their this these".split())  # noqa: SIM905
-OPPOSITES = {
-    frozenset(pair.split("/"))
-    for pair in """high/low higher/lower highest/lowest before/after above/below over/under more/less most/least
-    more/fewer better/worse best/worst good/bad north/south east/west left/right first/last open/close start/end
-    begin/end always/never all/none rise/fall increase/decrease early/late earlier/later old/new long/short large/small
-    largest/smallest bigger/smaller hot/cold heavy/light strong/weak wide/narrow hard/soft wet/dry fast/slow
-    faster/slower inside/outside approve/reject accept/refuse allow/forbid buy/sell arrive/leave enter/leave
-    win/lose cheap/expensive cheaper/dearer minimum/maximum day/night lost/found clockwise/anticlockwise""".split()  # noqa: SIM905
-}
 UNITS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
     seventeen eighteen nineteen""".split()  # noqa: SIM905
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
@@ -185,7 +176,6 @@ def _stem(word: str) -> str:
     return f"{word[:-1]}i" if word.endswith("y") and len(word) > 3 else word
 
 
-OPPOSITE_STEMS = {frozenset(map(_stem, pair)) for pair in OPPOSITES}
 FRAME_STEMS = frozenset(map(_stem, FRAME))
 
 
@@ -253,7 +243,7 @@ def _share(
         return 0.0
     if _pairs(asked) != _pairs(given) or _negated_otherwise(asked, given):
         return 0.0
-    if _opposed(missing, given, content) or _exchanged(asked, given):
+    if _exchanged(asked, given):
         return 0.0
     if _replaced(content, [token for token in given if _is_content(token)]):
         return 0.0
@@ -300,18 +290,12 @@ def _negated(found: Sequence[Token]) -> set[str]:
     return denied
 
 
-def _opposed(missing: Sequence[Token], given: Sequence[Token], content: Sequence[Token]) -> bool:
-    """Whether the opposite of a missing word is given, and is not in the sentence itself."""
-    rest = {token.stem for token in given} - {token.stem for token in content}
-    return any(frozenset((token.stem, other)) in OPPOSITE_STEMS for token in missing for other in rest)
-
-
 def _replaced(content: Sequence[Token], given: Sequence[Token]) -> bool:
     """Whether the passage has other words than the sentence between the same neighbours, or a number beside others."""
     here, there = [token.stem for token in content], [token.stem for token in given]
     beside = {*pairwise(there)}
     for how, start, stop, first, last in SequenceMatcher(None, here, there, autojunk=False).get_opcodes():
-        if how == "replace" and set(here[start:stop]) - set(there) and set(there[first:last]) - set(here):
+        if how == "replace" and set(here[start:stop]).isdisjoint(there) and set(there[first:last]) - set(here):
             return True
         for place in range(start, stop):
             if how != "equal" and content[place].kind == "number":
