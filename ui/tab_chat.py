@@ -278,7 +278,9 @@ class ChatTab:
         if not messages:
             return ""
         cited = [
-            cite(m.text, m.sources, m.report.get("unsupported_figures", ())) if m.role == "assistant" else None
+            cite(m.text, m.sources, m.report.get("unsupported_figures", ()))
+            if m.role == "assistant"
+            else None
             for m in messages
         ]
         return views.chat.transcript(messages, cited, is_asking)

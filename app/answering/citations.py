@@ -100,7 +100,9 @@ def cite(text: str, sources: Sequence[AnswerSource], unsupported: Sequence[str] 
         if all(citation.place is None for citation in here):
             here += _matched_citation(text[start:stop], stop, sources)
         found += here
-        marks += _figures(text, start, stop, [each.source for each in here if each.place], sources, unsupported)
+        marks += _figures(
+            text, start, stop, [each.source for each in here if each.place], sources, unsupported
+        )
         if sources and not here and is_statement(text[start:stop]):
             marks.append(Mark(stop, stop))
     return CitedAnswer(text, tuple(found), tuple(marks))

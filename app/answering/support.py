@@ -265,9 +265,7 @@ def _in_forms_of(given: Sequence[Token], asked: Sequence[Token]) -> list[Token]:
 def _is_form(word: str, other: str) -> bool:
     """Whether two words are forms of one: `descaled` and `descaling`, `metres` and `meters`."""
     alike = len(commonprefix((word, other)))
-    return alike >= 3 and (
-        alike >= LEAST_ALIKE * max(len(word), len(other)) or sorted(word) == sorted(other)
-    )
+    return alike >= 3 and (alike >= LEAST_ALIKE * max(len(word), len(other)) or sorted(word) == sorted(other))
 
 
 def _pairs(found: Sequence[Token]) -> set[str]:
@@ -295,7 +293,11 @@ def _replaced(content: Sequence[Token], given: Sequence[Token]) -> bool:
     here, there = [token.stem for token in content], [token.stem for token in given]
     beside = {*pairwise(there)}
     for how, start, stop, first, last in SequenceMatcher(None, here, there, autojunk=False).get_opcodes():
-        if how == "replace" and set(here[start:stop]).isdisjoint(there) and set(there[first:last]) - set(here):
+        if (
+            how == "replace"
+            and set(here[start:stop]).isdisjoint(there)
+            and set(there[first:last]) - set(here)
+        ):
             return True
         for place in range(start, stop):
             if how != "equal" and content[place].kind == "number":

@@ -48,7 +48,9 @@ def test_numbers_that_do_not_exist_are_flagged():
 
 @pytest.mark.parametrize("text", ["see [a], [], [1 and x[i], 3] and [12345]", "plain", ""])
 def test_other_brackets_are_text(text):
-    assert [each for each in cite(text, [SKY]).pieces() if not isinstance(each, Mark)] == ([text] if text else [])
+    assert [each for each in cite(text, [SKY]).pieces() if not isinstance(each, Mark)] == (
+        [text] if text else []
+    )
 
 
 def test_sentences_without_numbers_are_matched_by_their_words():
@@ -78,13 +80,17 @@ def test_a_right_number_is_added_beside_a_wrong_one():
 def test_figures_and_names_lead_to_their_passage_or_are_marked():
     manual = source(4, "Order part BO-7731 from Halden in Bergen. The tank holds 2.5 litres.")
     text = "Part BO-7731 is from Oslo. It holds 2.5 litres, not 25, see http://bergen.no/25. The tank weighs nothing at all."
-    marks = [(m.text, text[m.start : m.stop], m.source) for m in cite(text, [SKY, manual], ["Oslo", "25"]).marks]
+    marks = [
+        (m.text, text[m.start : m.stop], m.source) for m in cite(text, [SKY, manual], ["Oslo", "25"]).marks
+    ]
     assert [each for each in marks if each[0]] == [
         ("BO-7731", "BO-7731", manual), ("Oslo", "Oslo", None), ("2.5", "2.5", manual), ("25", "25", None),
     ]  # fmt: skip
     assert ("", "", None) in marks, "a sentence that no source supports"
     assert "from Oslo [?]." in with_marks(text, [SKY, manual], unsupported=["Oslo", "25"])
-    assert names("Der Kiosk im Freibad nimmt heute kein Geld von Gästen.") == [], "every noun looks like a name"
+    assert names("Der Kiosk im Freibad nimmt heute kein Geld von Gästen.") == [], (
+        "every noun looks like a name"
+    )
 
 
 def test_every_sentence_keeps_its_mark():
@@ -328,7 +334,9 @@ def test_a_decimal_point_ends_no_sentence():
 def test_pieces_contain_all_text(text):
     cited = cite(text, [SKY, BOATS])
     places = {(c.start, c.stop) for c in cited.citations}
-    joined = "".join(getattr(piece, "text", piece) for piece in cited.pieces() if not isinstance(piece, Citation))
+    joined = "".join(
+        getattr(piece, "text", piece) for piece in cited.pieces() if not isinstance(piece, Citation)
+    )
     numbers = sum(stop - start for start, stop in places)
     assert len(joined) + numbers == len(text)
 

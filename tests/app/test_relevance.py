@@ -51,7 +51,9 @@ def test_every_way_in_finds_the_same(workspaces, documents, engine, monkeypatch)
     talks, question, found = Conversations(workspaces), "Whom does the red boat belong to?", []
     tokenize = engine.tokenize
     monkeypatch.setattr(
-        engine, "tokenize", lambda p: found.append({c.text for c in p.segments if isinstance(c, Chunk)}) or tokenize(p)
+        engine,
+        "tokenize",
+        lambda p: found.append({c.text for c in p.segments if isinstance(c, Chunk)}) or tokenize(p),
     )
 
     async def assistant():

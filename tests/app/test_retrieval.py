@@ -163,7 +163,8 @@ def test_without_words_the_nearest_come_first(open_workspace, documents):
 
 
 @pytest.mark.parametrize(
-    ("question", "found"), [("Why?", ["boats.txt"]), ("Photosynthesis, chlorophyll, glucose, oxygen, leaves?", [])]
+    ("question", "found"),
+    [("Why?", ["boats.txt"]), ("Photosynthesis, chlorophyll, glucose, oxygen, leaves?", [])],
 )
 def test_a_new_topic_is_not_joined_to_the_question_before_it(
     workspace, documents, monkeypatch, question, found
