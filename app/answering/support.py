@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import lru_cache
-from itertools import pairwise
-from os.path import commonprefix
+from itertools import pairwise, takewhile
 from typing import Literal
 
 from ragblend.app.database import IS_UNSPACED, SIGNS, UNSPACED, folded, split_words
@@ -264,7 +263,7 @@ def _in_forms_of(given: Sequence[Token], asked: Sequence[Token]) -> list[Token]:
 
 def _is_form(word: str, other: str) -> bool:
     """Whether two words are forms of one: `descaled` and `descaling`, `metres` and `meters`."""
-    alike = len(commonprefix((word, other)))
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(word, other, strict=False)))
     return alike >= 3 and (alike >= LEAST_ALIKE * max(len(word), len(other)) or sorted(word) == sorted(other))
 
 
@@ -299,10 +298,11 @@ def _replaced(content: Sequence[Token], given: Sequence[Token]) -> bool:
             and set(there[first:last]) - set(here)
         ):
             return True
-        for place in range(start, stop):
-            if how != "equal" and content[place].kind == "number":
-                if beside.isdisjoint(pairwise(here[max(0, place - 1) : place + 2])):
-                    return True
+        numbers = (place for place in range(start, stop) if content[place].kind == "number")
+        if how != "equal" and any(
+            beside.isdisjoint(pairwise(here[max(0, place - 1) : place + 2])) for place in numbers
+        ):
+            return True
     return False
 
 

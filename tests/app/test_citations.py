@@ -79,7 +79,7 @@ def test_a_right_number_is_added_beside_a_wrong_one():
 
 def test_figures_and_names_lead_to_their_passage_or_are_marked():
     manual = source(4, "Order part BO-7731 from Halden in Bergen. The tank holds 2.5 litres.")
-    text = "Part BO-7731 is from Oslo. It holds 2.5 litres, not 25, see http://bergen.no/25. The tank weighs nothing at all."
+    text = "Part BO-7731 is from Oslo. It holds 2.5 litres, not 25, see http://no.no/25. Tanks weigh nothing at all."
     marks = [
         (m.text, text[m.start : m.stop], m.source) for m in cite(text, [SKY, manual], ["Oslo", "25"]).marks
     ]

@@ -17,9 +17,6 @@ from ragblend.app.library.similarity import FOREIGN, RECORDED
 from ragblend.engine.prompts.segments import Chunk
 from ragblend.integrations.embeddings import BUNDLED, DEFAULT
 
-mcp = pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
-from ragblend.app.assistants import tools_over
-
 LEVEL = UnrelatedSimilarity(0.1, 0.5)
 
 
@@ -45,6 +42,9 @@ def test_everything_is_relevant_to_an_embedder_that_was_not_measured():
 
 def test_every_way_in_finds_the_same(workspaces, documents, engine, monkeypatch):
     """`ask`, Compare, the demo and MCP took whatever was nearest; the page's answers had fewer passages."""
+    mcp = pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
+    from ragblend.app.assistants import tools_over
+
     level = UnrelatedSimilarity(0.0, 0.3)
     monkeypatch.setattr("ragblend.app.answering.retrieval.recorded_similarity", lambda name: level)
     ingest(workspaces.first, [documents])
