@@ -66,7 +66,7 @@ def test_every_way_in_finds_the_same(workspaces, documents, engine, monkeypatch)
     talks.answer(question, AskOptions(("default",), "chat")).whole()  # API, `ask`
     next(compare(talks, question, "default", []))
     demo.compare(talks, question)
-    assert len(found) >= 5 and len(found[0]) == 1 and all(texts == found[0] for texts in found)
+    assert len(found) >= 5 and 0 < len(found[0]) < 3 and all(texts == found[0] for texts in found)
     assert {passage["text"] for passage in searched} == found[0]
 
 
