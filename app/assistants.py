@@ -72,7 +72,7 @@ class _Tools:
         def found() -> Json:
             if not question.strip():
                 raise UsageError("The question is empty.")
-            passages = searched([self._opened(collection)], [question], limit)
+            passages = searched([self._opened(collection)], question, limit)
             return {"passages": [_passage(each) for each in passages]}
 
         return await self._result(found)

@@ -99,14 +99,14 @@ def of_language(folder: Path, texts: Path, language: str, embedder: str) -> list
                 choose_embedder(workspace)
                 fill(workspace, hidden(passages, [fact for fact, _ in pairs]))
                 measure_similarity(workspace)
-            found = [[s.text for s in search([workspace], [question], FIRST)] for _, question in pairs]
+            found = [[s.text for s in search([workspace], question, FIRST)] for _, question in pairs]
             counts.append(sum(any(f in t for t in texts) for (f, _), texts in zip(pairs, found, strict=True)))
             mean = sum(map(len, found)) / len(found)
     with opened(folder / f"{language}-without", embedder) as workspace:
         choose_embedder(workspace)
         fill(workspace, passages)
         measure_similarity(workspace)
-        refused = sum(not search([workspace], [question], FIRST) for _, question in pairs)
+        refused = sum(not search([workspace], question, FIRST) for _, question in pairs)
     row = [language, *map(str, counts), f"{mean:.1f}", f"{refused} of {len(pairs)}"]
     print(row, flush=True)
     return row
@@ -136,9 +136,9 @@ def of_questions(folder: Path, data: Path, embedder: str, held_out: bool) -> Ite
             else:
                 fill(workspace, list(dict.fromkeys(text for each in questions for text in each.passages)))
             measure_similarity(workspace)
-            kept = [search([workspace], [question], FIRST) for question in own[name]]
+            kept = [search([workspace], question, FIRST) for question in own[name]]
             others = general if held_out else [*own[other], *general]
-            refused = sum(not search([workspace], [question], FIRST) for question in others)
+            refused = sum(not search([workspace], question, FIRST) for question in others)
         mean = sum(map(len, kept)) / len(kept)
         row = [name, f"{sum(map(bool, kept))} of {len(kept)}", f"{mean:.1f}", f"{refused} of {len(others)}"]
         print(row, flush=True)

@@ -5,9 +5,11 @@
 All passages of the file are one collection. Relevant are those that belong to a question, or those of them that contain
 an answer; of the sample documents, chunked as the app does, the passages that contain an answer. Recall at k is the
 share of at most k relevant passages that are among the first k; differences are paired, with 95% bootstrap intervals
-over questions.
+over questions. `follow_ups.json` has questions asked after another one, over the passages of `citations.json`: those
+that need the one before, others about the same documents, and others about other things, which should find nothing.
 """
 
+import json
 import statistics
 import tempfile
 import time
@@ -64,11 +66,11 @@ def compared(home: Path, what: str, cases: Sequence[Case]) -> Iterator[list[str]
     recalls, ms = dict[tuple[str, int], list[float]](), dict[str, list[float]]()
     for name in SEARCHES:
         with Workspace.open(home, search=name) as workspace:
-            search([workspace], ["warm up"], 1)
+            search([workspace], "warm up", 1)
             ms[name] = []
             for depth, case in product(DEPTHS, asked):
                 begun = time.process_time()
-                found = search([workspace], [case.question], depth)
+                found = search([workspace], case.question, depth)
                 ms[name].append(1e3 * (time.process_time() - begun))
                 share = len({source.text for source in found} & case.relevant) / min(
                     depth, len(case.relevant)
@@ -109,6 +111,25 @@ def of_samples(home: Path) -> Iterator[list[str]]:
     return compared(home, f"samples ({sum(map(len, passages.values()))} passages)", cases)
 
 
+def of_follow_ups(home: Path) -> Iterator[list[str]]:
+    """Table rows: how many found the right document first, or nothing where there is nothing."""
+    folder = Path(__file__).parent
+    passages = json.loads((folder / "citations.json").read_text(encoding="utf-8"))["passages"]
+    kinds = json.loads((folder / "follow_ups.json").read_text(encoding="utf-8"))
+    names = {text: name.partition("#")[0] for name, text in passages.items()}
+    with Workspace.open(home) as workspace:
+        fill(workspace, list(passages.values()))
+        for kind, asked in kinds.items():
+            right = 0
+            for before, question, *documents in asked:
+                found = search([workspace], question, Settings.top_k, before)
+                is_right = [names[source.text] for source in found[:1]] == documents
+                right += is_right
+                if not is_right:
+                    print(kind, before, question, [(names[source.text], source.score) for source in found])
+            yield [kind, f"{right} of {len(asked)}"]
+
+
 def main(data: Path | None = None) -> None:
     """Measure, and print a table."""
     rows = list[list[str]]()
@@ -116,7 +137,9 @@ def main(data: Path | None = None) -> None:
         if data:
             rows += of_file(Path(folder) / "file", load(data, skip=True).questions)
         rows += of_samples(Path(folder) / "samples")
+        follow_ups = list(of_follow_ups(Path(folder) / "follow-ups"))
     print(markdown(["relevant", "questions", "k", "vectors", "hybrid", "difference"], rows))
+    print(markdown(["asked after another question", "right"], follow_ups))
 
 
 if __name__ == "__main__":

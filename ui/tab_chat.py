@@ -1,6 +1,7 @@
 """The Chat tab: conversations, the running answer, its sources, and its details under the hood. Wiring only."""
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -276,7 +277,12 @@ class ChatTab:
         messages = self._services.chats.messages(chat_id) if chat_id is not None else []
         if not messages:
             return ""
-        cited = [cite(m.text, m.sources) if m.role == "assistant" else None for m in messages]
+        cited = [
+            cite(m.text, m.sources, m.report.get("unsupported_figures", ()))
+            if m.role == "assistant"
+            else None
+            for m in messages
+        ]
         return views.chat.transcript(messages, cited, is_asking)
 
     def welcome(self) -> str:
@@ -334,7 +340,9 @@ class ChatTab:
         return {self.panel: gr.skip()}
 
     def _source(self, message_id: int, number: int, at: str) -> str:
-        """at: the citation's position in the answer; "" for the first of that number that has a sentence."""
+        """at: the citation's position in the answer, or `=` and a figure of the source; "" for the first of that number
+        that has a sentence.
+        """
         message = self._services.chats.message(message_id)
         source = next((each for each in message.sources if each.number == number), None)
         if source is None:
@@ -342,6 +350,8 @@ class ChatTab:
         library = self._services.workspaces.library
         cited = [c for c in cite(message.text, message.sources).citations if c.number == number]
         places = [c.place for c in cited if at in ("", str(c.start)) and c.place is not None]
+        if at.startswith("="):
+            places = [found.span() for found in re.finditer(re.escape(at[1:]), source.text)]
         found = locate_source(library, source, places[0] if places else None)
         return views.passage.view(source, found, missing=bool(at) and not places)
 

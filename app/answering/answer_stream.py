@@ -12,9 +12,11 @@ from ragblend.app.answering.breakdown import breakdown_of
 from ragblend.app.answering.chats import UNFINISHED, ChatMessage, Chats
 from ragblend.app.answering.citations import cite, marks_in
 from ragblend.app.answering.context import PromptContext
+from ragblend.app.answering.support import names
 from ragblend.app.database import now
 from ragblend.app.settings import Settings
 from ragblend.engine.config import Report
+from ragblend.engine.prompts.figures import contains
 from ragblend.engine.prompts.segments import Prompt
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.kvstore.files import Closing
@@ -154,11 +156,14 @@ class AnswerStream(Closing):
         self._save_final(report)
 
     def _final_report(self, result: "Result") -> dict[str, Any]:
-        self._report, engine = result.report, self._engine
-        unsupported = unsupported_notice(result.report.unsupported_figures)
+        engine, given = self._engine, " ".join(each.text or "" for each in result.prompt.segments)
+        unknown = [name for name in names(self.text) if result.prompt.chunks and not contains(given, name)]
+        figures = tuple(dict.fromkeys((*result.report.unsupported_figures, *unknown)))
+        self._report = replace(result.report, unsupported_figures=figures)
+        unsupported = unsupported_notice(figures)
         notice = " ".join(text for text in (self.notice, result.report.warning, unsupported) if text) or None
         labels = {source.node_id: (source.number, source.label) for source in self.all_sources}
-        answer = self._answer(result.report, notice)
+        answer = self._answer(self._report, notice)
         return breakdown_of(answer, result.prompt, labels, engine.dtype, engine.known_profile)
 
     def _with_basis(self, more: dict[str, Any]) -> dict[str, Any]:

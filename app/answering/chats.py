@@ -72,7 +72,8 @@ class ChatMessage:
 
     def to_markdown(self) -> str:
         """The message for people: a heading, the text, notices, numbered sources."""
-        text = self.text if self.role == "user" else with_marks(self.text, self.sources)
+        doubtful = self.report.get("unsupported_figures", ())
+        text = self.text if self.role == "user" else with_marks(self.text, self.sources, unsupported=doubtful)
         parts = [f"## {'Question' if self.role == 'user' else 'Answer'}", text.strip()]
         notices = [str(self.report[key]) for key in ("notice", "error") if self.report.get(key)]
         notices += [INTERRUPTED] if self.report.get("interrupted") else []

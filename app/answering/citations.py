@@ -2,7 +2,8 @@
 
 Pure functions over text. A model that was asked to cite writes `[2]`; a small one often does not, so a sentence without
 a number gets that of the source with a sentence that says the same (`support.py`), marked as our match. A `[2]` that a
-passage has, as scientific papers do, is that document's own: where the model copies it, it is text.
+passage has, as scientific papers do, is that document's own: where the model copies it, it is text. Figures and names
+are marked if no passage has them, and lead to the one that does.
 """
 
 import re
@@ -12,18 +13,21 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from ragblend.app.answering.answer import AnswerSource
-from ragblend.app.answering.support import NUMBERS, SupportingSpan, sentences, supporting
+from ragblend.app.answering.support import NUMBERS, SupportingSpan, is_statement, names, sentences, supporting
+from ragblend.engine.prompts.figures import contains, figures_in
 
 _UNCLOSED = re.compile(r"\s*+(?:\[[\d\s,;]*)?+\Z")  # white space, and what may become a number
 NUMBER = re.compile(r"\d+")
+LINK = re.compile(r"\S*(?:://|\]\()\S*|`[^`\n]*`")
+DOUBT = "?"  # after a number whose source does not support the sentence, and in brackets after a figure of no passage
 
 
 @dataclass(frozen=True)
 class Citation:
     """One number at text[start:stop]; source is None if there is no such number.
 
-    by `match`: the model wrote no number, but that source supports the sentence that ends at start == stop. place:
-    source.text[start:stop] supports the sentence; None if the model cites a source that does not.
+    by `match`: the model wrote no number of a source that supports the sentence that ends at start == stop, but this
+    one does. place: source.text[start:stop] supports the sentence; None if the model cites a source that does not.
     """
 
     start: int
@@ -47,62 +51,118 @@ class Citation:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """A figure or name, text[start:stop], and a source that has it; None: none has.
+
+    start == stop: the end of a sentence that no source supports.
+    """
+
+    start: int
+    stop: int
+    text: str = ""
+    source: AnswerSource | None = None
+
+
+@dataclass(frozen=True)
 class CitedAnswer:
-    """An answer with its citations, in the order of the text."""
+    """An answer with its citations and marks, each in the order of the text."""
 
     text: str
     citations: tuple[Citation, ...]
+    marks: tuple[Mark, ...] = ()
 
     @cached_property
     def unknown(self) -> tuple[int, ...]:
         """Numbers that no source has."""
         return tuple(dict.fromkeys(c.number for c in self.citations if c.source is None))
 
-    def pieces(self) -> list[str | Citation]:
-        """Text and citations in their order; the text is without the model's numbers."""
-        pieces: list[str | Citation] = []
+    def pieces(self) -> list[str | Citation | Mark]:
+        """Text, citations and marks in their order; the text is without the model's numbers and marked figures."""
+        pieces: list[str | Citation | Mark] = []
         at = 0
-        for citation in self.citations:
-            if at < citation.start:
-                pieces.append(self.text[at : citation.start])
-            pieces.append(citation)
-            at = max(at, citation.stop)
+        for each in sorted((*self.citations, *self.marks), key=lambda each: each.stop):
+            if at < each.start:
+                pieces.append(self.text[at : each.start])
+            pieces.append(each)
+            at = max(at, each.stop)
         return [*pieces, self.text[at:]] if at < len(self.text) else pieces
 
 
-def cite(text: str, sources: Sequence[AnswerSource]) -> CitedAnswer:
-    """The citations of an answer: the model's own, and matches for sentences without one."""
-    found: list[Citation] = []
+def cite(text: str, sources: Sequence[AnswerSource], unsupported: Sequence[str] = ()) -> CitedAnswer:
+    """The citations of an answer: the model's own, and matches for sentences without a right one.
+
+    unsupported: its figures and names that are not in the prompt, as the report has them.
+    """
+    found, marks = list[Citation](), list[Mark]()
     foreign = _foreign_marks(sources)
     for start, stop in sentences(text):
-        found += _model_citations(text, start, stop, sources, foreign) or _matched_citation(
-            text[start:stop], stop, sources
+        here = _model_citations(text, start, stop, sources, foreign)
+        if all(citation.place is None for citation in here):
+            here += _matched_citation(text[start:stop], stop, sources)
+        found += here
+        marks += _figures(
+            text, start, stop, [each.source for each in here if each.place], sources, unsupported
         )
-    return CitedAnswer(text, tuple(found))
+        if sources and not here and is_statement(text[start:stop]):
+            marks.append(Mark(stop, stop))
+    return CitedAnswer(text, tuple(found), tuple(marks))
 
 
-def with_marks(text: str, sources: Sequence[AnswerSource], finished: bool = True) -> str:
-    """The text with the matched numbers after their sentences; a document's mark that looks like one is escaped.
+def _figures(
+    text: str,
+    start: int,
+    stop: int,
+    cited: Sequence[AnswerSource | None],
+    sources: Sequence[AnswerSource],
+    unsupported: Sequence[str],
+) -> list[Mark]:
+    """The figures and names of a sentence: those of `unsupported`, and those that a source has, best a cited one."""
+    sentence, marks = text[start:stop], list[Mark]()
+    no_words = [match.span() for way in (NUMBERS, LINK) for match in way.finditer(text, start, stop)]
+    for figure in sorted({*figures_in(sentence), *names(sentence), *unsupported}, key=len, reverse=True):
+        having = (each for each in (*cited, *sources) if each is not None and contains(each.text, figure))
+        source = None if figure in unsupported else next(having, None)
+        if source is None and figure not in unsupported:
+            continue
+        for match in re.finditer(rf"(?<![\w.,-]){re.escape(figure)}(?!\w|[.,-]\d)", text[:stop]):
+            first, last = match.span()
+            if first >= start and not any(first < end and begin < last for begin, end in no_words):
+                marks.append(Mark(first, last, figure, source))
+                no_words.append((first, last))
+    return sorted(marks, key=lambda mark: mark.start)
 
-    Not finished: only what later text cannot change, so that the next call's result begins with this one's.
+
+def with_marks(
+    text: str, sources: Sequence[AnswerSource], finished: bool = True, unsupported: Sequence[str] = ()
+) -> str:
+    """The text with the matched numbers after their sentences, and with doubts where a source does not say that.
+
+    A document's mark that looks like a number of ours is escaped. Not finished: only what later text cannot change, so
+    that the next call's result begins with this one's.
     """
     text = text if finished else _UNCLOSED.sub("", text)
-    ends = [stop for _, stop in sentences(text)]
-    if not finished and len(ends) > 1 and text[ends[-2] :].lstrip().startswith("["):
-        ends.pop()  # it may become a number by the model, which belongs to the sentence before
-        text = text[: ends[-1]]
-    certain = ends if finished else ends[:-1]
+    spans, foreign = sentences(text), _foreign_marks(sources)
+    if not finished and spans:
+        if len(spans) > 1 and text[spans[-2][1] :].lstrip().startswith("["):
+            spans.pop()  # it may become a number by the model, which belongs to the sentence before
+            text = text[: spans[-1][1]]
+        # Whether a number is right depends on the whole sentence.
+        begun = (match.start() for match, numbers in _marks(text, spans[-1][0]) if not foreign & numbers)
+        text = text[: next(begun, len(text))].rstrip()
+    certain = [stop for _, stop in (spans if finished else spans[:-1])]
+    cited = cite(text[: max(certain, default=0)], sources, unsupported)
     added = [
-        (citation.start, f" [{citation.number}]")
-        for citation in cite(text, sources).citations
-        if citation.by == "match" and citation.start in certain
+        (each.stop, f" [{each.number}]") if each.by == "match" else (each.stop - 1, DOUBT)
+        for each in cited.citations
+        if each.by == "match" or each.place is None
     ]
-    foreign, ours = _foreign_marks(sources), {source.number for source in sources}
+    added += [(mark.stop, f" [{DOUBT}]") for mark in cited.marks if mark.text and mark.source is None]
+    ours = {source.number for source in sources}
     added += [
         (match.start(), "\\") for match, numbers in _marks(text) if foreign & numbers and ours & numbers
     ]
     marked, at = "", 0
-    for place, mark in sorted(added):
+    for place, mark in sorted(dict.fromkeys(added), key=lambda each: each[0]):
         marked, at = f"{marked}{text[at:place]}{mark}", place
     return marked + text[at:]
 

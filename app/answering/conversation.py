@@ -210,17 +210,17 @@ class Conversations:
         settings = options.settings(self.settings)
         self.engine.check_text(len(asked.text))  # raises before the search
         turns, begun = past_turns(messages), time.perf_counter()
-        queries = [asked.text, *(f"{turn.question} {asked.text}" for turn in turns[-1:])]
         collections = options.collections or (self.settings.collection,)
         known = any(turn.sources for turn in turns)
-        for found, notice in self._search(collections, queries, settings.top_k, options):
+        before = turns[-1].question if turns else ""
+        for found, notice in self._search(collections, asked.text, before, settings.top_k, options):
             retrieve_ms = (time.perf_counter() - begun) * 1e3
             words = wording_for(options.mode, settings.system, bool(found) or known)
             if not found:
                 notice = notice or _nothing_found_notice(
                     collections, alone=options.mode == "chat" and not known
                 )
-                if options.mode == "documents" and not known:
+                if options.mode == "documents":  # not even by the question before it
                     yield PreparedQuestion(asked, settings, None, notice, retrieve_ms)
                     continue
             room = self.engine.context_window - settings.answer_tokens
@@ -263,13 +263,9 @@ class Conversations:
         return asked, stream
 
     def _search(
-        self, collections: Sequence[str], queries: Sequence[str], top_k: int, options: AskOptions
+        self, collections: Sequence[str], question: str, before: str, top_k: int, options: AskOptions
     ) -> Iterator[tuple[list[AnswerSource], str | None]]:
-        """The best passages of all collections so far, and a notice about empty collections.
-
-        A follow-up ("and who owns it?") is searched as it is, and together with the question before it, because a
-        change of topic is as likely as a pronoun.
-        """
+        """The best passages of all collections so far, and a notice about empty collections."""
         names = list(dict.fromkeys(collections))
         if unknown := [name for name in names if name not in self._workspaces.names()]:
             raise UsageError(f"Asking: there is no collection {_quoted(unknown)}. Choose one that exists.")
@@ -277,7 +273,7 @@ class Conversations:
         empty = [name for name in names if name not in full]
         notice = f"Nothing has been ingested in {_quoted(empty)} yet." if empty else None
         spaces = [self._workspaces.of(name) for name in full]
-        for found in search_in_stages(spaces, queries, top_k, options.cancel):
+        for found in search_in_stages(spaces, question, top_k, before, options.cancel):
             yield found, notice
 
     def _prompt_of(self, answer: ChatMessage, messages: Sequence[ChatMessage]) -> Prompt:

@@ -10,20 +10,24 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import pairwise, takewhile
 from typing import Literal
 
 from ragblend.app.database import IS_UNSPACED, SIGNS, UNSPACED, folded, split_words
 from ragblend.engine.decoding.text import SENTENCE_END
 
-LEAST_SHARE = 0.7  # of a sentence's words that must occur in the passage's sentence
+LEAST_SHARE = 0.8  # of a sentence's words that must occur in the passage's sentence
 LEAST_WORDS, MOST_WORDS = 3, 100  # fewer match by chance; more are not a sentence
+MOST_NAMES = 0.25  # of the words of a text; German has more nouns
+LEAST_ALIKE = 0.6  # of the letters of two forms of a word, from the first on
 SHORT_LINE = 0.5  # of the longest line: a sentence ends at the end of a shorter line (headings, cells)
 LETTERS = rf"(?:(?![{UNSPACED}])[^\W\d_]|[{SIGNS}])+"
 TOKEN = re.compile(rf"\d+(?:[.,:]\d+)*|[{UNSPACED}]+|{LETTERS}(?:['’]{LETTERS})*")
 NUMBERS = re.compile(r"\[(\d{1,4}(?:\s*[,;]\s*\d{1,4})*)\]")  # of sources, no words of a sentence
+CLAUSE = re.compile(r"[,;，；、]\s*(?!\d)(?:(?:and|und|y|et) )?|\s(?:and|und|y|et)\s")
 LISTED = re.compile(r"\s*(?:[-–•*#|>]|\d{1,3}[.)]\s)")
 STOP = frozenset(
     """a an the and or but if of to in on at by for with from as is are was were be been being am do does did done have
@@ -40,15 +44,7 @@ NEGATIONS = frozenset(
     pas jamais aucun ni nunca jamás sin non mai não не нет ни никогда nincs niet geen لا لم لن ليس नहीं न मत""".split()  # noqa: SIM905
 )
 PRONOUNS = frozenset("it he she they him her them its his their this these".split())  # noqa: SIM905
-OPPOSITES = {
-    frozenset(pair.split("/"))
-    for pair in """high/low higher/lower highest/lowest before/after above/below over/under more/less most/least
-    more/fewer better/worse best/worst good/bad north/south east/west left/right first/last open/close start/end
-    begin/end always/never all/none rise/fall increase/decrease early/late earlier/later old/new long/short large/small
-    largest/smallest bigger/smaller hot/cold heavy/light strong/weak wide/narrow hard/soft wet/dry fast/slow
-    faster/slower inside/outside approve/reject accept/refuse allow/forbid buy/sell arrive/leave enter/leave
-    win/lose cheap/expensive cheaper/dearer minimum/maximum day/night lost/found clockwise/anticlockwise""".split()  # noqa: SIM905
-}
+PRONOUNS = frozenset("it he she they him her its his them their this these".split())  # noqa: SIM905
 UNITS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
     seventeen eighteen nineteen""".split()  # noqa: SIM905
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
@@ -75,20 +71,52 @@ class SupportingSpan:
 
 
 def supporting(sentence: str, passage: str, about: str = "") -> SupportingSpan | None:
-    """The sentence of the passage that supports this one, or None. about: the document's name; its words count too."""
+    """The sentence of the passage that supports this one, or None. about: the document's name; its words count too.
+
+    Of a sentence of several clauses each may be supported by another sentence; the span is that of the first.
+    """
+    if not is_statement(sentence):
+        return None
     asked = tokens(sentence)
     content = [token for token in asked if _is_content(token)]
-    if not LEAST_WORDS <= len(content) <= MOST_WORDS:
-        return None
-    known = {token.stem for token in tokens(about)}
-    wanted = {token.stem for token in content}
+    known, wanted, elsewhere = _stems(about), {token.stem for token in content}, _stems(passage)
     found = [
         SupportingSpan(start, stop, share)
         for start, stop, given in _windows(passage)
         if len(wanted & {token.stem for token in given}) >= LEAST_SHARE * len(wanted) / 2
-        and (share := _share(asked, content, given, known)) >= LEAST_SHARE
+        and (share := _share(asked, given, known, elsewhere)) >= LEAST_SHARE
     ]
+    if not found:
+        for cut in CLAUSE.finditer(sentence):
+            clauses = sentence[: cut.start()], sentence[cut.end() :]
+            if all(_count_content(clause) > LEAST_WORDS for clause in clauses):
+                first, second = (supporting(clause, passage, about) for clause in clauses)
+                if first is not None and second is not None:
+                    return first
     return max(found, key=lambda place: (place.share, place.start - place.stop), default=None)
+
+
+def is_statement(sentence: str) -> bool:
+    """Whether it has enough words to be supported: others match by chance."""
+    return LEAST_WORDS <= _count_content(sentence) <= MOST_WORDS
+
+
+def _count_content(text: str) -> int:
+    return sum(map(_is_content, tokens(text)))
+
+
+def names(text: str) -> list[str]:
+    """Names of people, places and things as written, each once; none in a language that writes all nouns like names."""
+    found, words = list[str](), 0
+    for start, stop in sentences(text):
+        known = [match for match in TOKEN.finditer(text, start, stop) if match.group()[0].isalpha()][1:]
+        words += len(known)
+        found += [
+            match.group().removesuffix("'s").removesuffix("’s")
+            for match in known
+            if match.group()[0].isupper() and folded(match.group()) not in STOP
+        ]
+    return list(dict.fromkeys(found)) if len(found) <= MOST_NAMES * words else []
 
 
 def sentences(text: str) -> list[tuple[int, int]]:
@@ -147,7 +175,6 @@ def _stem(word: str) -> str:
     return f"{word[:-1]}i" if word.endswith("y") and len(word) > 3 else word
 
 
-OPPOSITE_STEMS = {frozenset(map(_stem, pair)) for pair in OPPOSITES}
 FRAME_STEMS = frozenset(map(_stem, FRAME))
 
 
@@ -164,6 +191,11 @@ def _cut(text: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
         piece = text[first:last]
         if piece.strip():
             yield first + len(piece) - len(piece.lstrip()), first + len(piece.rstrip())
+
+
+@lru_cache(maxsize=512)
+def _stems(text: str) -> frozenset[str]:
+    return frozenset(token.stem for token in tokens(text) if token.kind != "stop")
 
 
 @lru_cache(maxsize=512)
@@ -198,20 +230,41 @@ def _passage_sentences(text: str) -> list[tuple[int, int]]:
 
 
 def _share(
-    asked: Sequence[Token], content: Sequence[Token], given: Sequence[Token], known: set[str]
+    asked: Sequence[Token], given: Sequence[Token], known: frozenset[str], elsewhere: frozenset[str]
 ) -> float:
     """The share of the content that is given; 0 if what is given is another statement."""
-    there = {token.stem for token in given}
-    missing = [token for token in content if token.stem not in there]
-    if any(token.kind != "word" and token.stem not in known for token in missing):
+    asked = _in_forms_of(given, asked)
+    content, there = [token for token in asked if _is_content(token)], {token.stem for token in given}
+    missing = [token for token in content if token.stem not in there | known]
+    if any(token.kind != "word" or token.stem in elsewhere for token in missing):
+        return 0.0
+    if any(one in missing and other in missing for one, other in pairwise(content)):  # a clause of its own
         return 0.0
     if _pairs(asked) != _pairs(given) or _negated_otherwise(asked, given):
         return 0.0
-    if _opposed(missing, given, content) or _exchanged(asked, given):
+    if _exchanged(asked, given):
         return 0.0
     if _replaced(content, [token for token in given if _is_content(token)]):
         return 0.0
-    return 1 - sum(token.stem not in known for token in missing) / len(content)
+    return 1 - len(missing) / len(content)
+
+
+def _in_forms_of(given: Sequence[Token], asked: Sequence[Token]) -> list[Token]:
+    """The sentence's words as the passage spells or inflects them, in any language: their letters begin alike."""
+    there = {token.stem for token in given}
+    words = {token.stem for token in given if token.kind in ("word", "name")}
+    return [
+        token
+        if token.stem in there or token.kind not in ("word", "name")
+        else replace(token, stem=next((each for each in words if _is_form(token.stem, each)), token.stem))
+        for token in asked
+    ]
+
+
+def _is_form(word: str, other: str) -> bool:
+    """Whether two words are forms of one: `descaled` and `descaling`, `metres` and `meters`."""
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(word, other, strict=False)))
+    return alike >= 3 and (alike >= LEAST_ALIKE * max(len(word), len(other)) or sorted(word) == sorted(other))
 
 
 def _pairs(found: Sequence[Token]) -> set[str]:
@@ -234,42 +287,23 @@ def _negated(found: Sequence[Token]) -> set[str]:
     return denied
 
 
-def _opposed(missing: Sequence[Token], given: Sequence[Token], content: Sequence[Token]) -> bool:
-    """Whether the opposite of a missing word is given, and is not in the sentence itself."""
-    rest = {token.stem for token in given} - {token.stem for token in content}
-    return any(frozenset((token.stem, other)) in OPPOSITE_STEMS for token in missing for other in rest)
-
-
 def _replaced(content: Sequence[Token], given: Sequence[Token]) -> bool:
-    """Whether the passage has another word, which is not in the sentence, in the position of one of its words."""
-    stems, there = {token.stem for token in content}, [token.stem for token in given]
-    standing = list(zip(["", *there], there, [*there[1:], ""], strict=False))
-    return any(
-        word not in stems and before in (None, left) and after in (None, right)
-        for before, after in _places(content, standing)
-        for left, word, right in standing
-    )
-
-
-def _places(
-    content: Sequence[Token], standing: Sequence[tuple[str, str, str]]
-) -> Iterator[tuple[str | None, str | None]]:
-    """The neighbours of words that are not given, and of numbers and names in other positions; None: the end."""
-    there = {word for _, word, _ in standing}
-    for is_there, run in groupby(range(len(content)), lambda place: content[place].stem in there):
-        places = list(run)
-        if not is_there:
-            yield _stem_at(content, places[0] - 1), _stem_at(content, places[-1] + 1)
-            continue
-        for place in places:
-            before, after = _stem_at(content, place - 1), _stem_at(content, place + 1)
-            slot = (before, content[place].stem, after)
-            if content[place].kind != "word" and before and after and slot not in standing:
-                yield before, after
-
-
-def _stem_at(content: Sequence[Token], place: int) -> str | None:
-    return content[place].stem if 0 <= place < len(content) else None
+    """Whether the passage has other words than the sentence between the same neighbours, or a number beside others."""
+    here, there = [token.stem for token in content], [token.stem for token in given]
+    beside = {*pairwise(there)}
+    for how, start, stop, first, last in SequenceMatcher(None, here, there, autojunk=False).get_opcodes():
+        if (
+            how == "replace"
+            and set(here[start:stop]).isdisjoint(there)
+            and set(there[first:last]) - set(here)
+        ):
+            return True
+        numbers = (place for place in range(start, stop) if content[place].kind == "number")
+        if how != "equal" and any(
+            beside.isdisjoint(pairwise(here[max(0, place - 1) : place + 2])) for place in numbers
+        ):
+            return True
+    return False
 
 
 def _exchanged(asked: Sequence[Token], given: Sequence[Token]) -> bool:

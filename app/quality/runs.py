@@ -176,7 +176,7 @@ def retriever(home: Path) -> Iterator[Callable[[str, int], object] | None]:
             yield None
             return
         workspace.embedder.load()
-        yield lambda question, count: search([workspace], [question], count)
+        yield lambda question, count: search([workspace], question, count)
 
 
 def _write_timelines(folder: Path, row: Row, trace: "Trace") -> None:

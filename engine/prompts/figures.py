@@ -7,6 +7,7 @@ Numbers in words are not figures: "twelve" is not found for 12. `figure_rows.py`
 
 import re
 import unicodedata
+from functools import lru_cache
 
 _HYPHENS = dict.fromkeys(map(ord, "‐‑‒–—−"), "-")
 _THOUSANDS = re.compile(r"(?<![\w.,-])\d{1,3}(?:[.,'’ ]\d{3})+(?![\d])")
@@ -20,6 +21,7 @@ _LIST_NUMBER = re.compile(r"^\s*\d{1,3}[.)]\s", re.MULTILINE)
 _CITATION = re.compile(r"\[\d{1,4}(?:\s*[,;]\s*\d{1,4})*\]")
 
 
+@lru_cache(maxsize=64)
 def normalised(text: str) -> str:
     """The text in the form in which figures are compared."""
     folded = "".join(_ascii_digit(letter) for letter in unicodedata.normalize("NFKC", text)).casefold()

@@ -77,6 +77,14 @@ def test_answer_is_stored_with_sources_and_report(talks, chats, chat, engine):
     assert all(chunk.text and chunk.node_id for chunk in engine.requests[0][0].chunks)
 
 
+def test_names_of_no_passage_are_told_and_marked_in_exports(talks, chats, chat, engine):
+    engine.reply = ("The sky over ", "the harbour of Utrecht ", "is blue in the morning.")
+    answer = asked(talks, chat, SKY)
+    assert answer.report["unsupported_figures"] == ["Utrecht"]
+    assert "Neither in the passages nor in the question: Utrecht." in answer.report["notice"]
+    assert "harbour of Utrecht [?] is blue" in chats.export_markdown(chat)
+
+
 def test_follow_ups_extend_the_same_context(talks, chat, engine):
     first = asked(talks, chat, SKY, top_k=1)
     second = asked(talks, chat, BOATS)

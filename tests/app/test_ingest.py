@@ -241,7 +241,7 @@ def test_documents_can_be_asked_before_anything_is_encoded(workspace, documents)
     assert len(report.added) == 3 and workspace.engine.stored() == set()
     assert not workspace.engine.weights_loaded, "the model is not needed for that"
     assert {d.state for d in workspace.library.documents("default")} == {DocumentState.DONE}
-    found = search([workspace], ["To whom does the red boat belong?"], 1)
+    found = search([workspace], "To whom does the red boat belong?", 1)
     assert "Ada" in found[0].text
     encode_missing(workspace)
     assert_consistent(workspace)
@@ -283,13 +283,13 @@ def test_first_of_many_files_is_searchable_by_its_sketch(workspace, many, tmp_pa
     ingest_paths(workspace, [many])
     assert sketched(workspace) == ["boat00.txt", "boat01.txt", "boat02.txt"]
     before = vectors_of(workspace)
-    found = search([workspace], ["boat 0 carries herring"], 8)
+    found = search([workspace], "boat 0 carries herring", 8)
     assert "boat00.txt" in [source.document for source in found]
     workspace.embedder.embedded.clear()
     assert embed_in_full(workspace) and len(workspace.embedder.embedded) == 3 and not sketched(workspace)
     after = vectors_of(workspace)
     assert sum(map(len, after.values())) == sum(map(len, before.values())) + 3
-    assert search([workspace], ["keeper0 there"], 1)[0].document == "boat00.txt"
+    assert search([workspace], "keeper0 there", 1)[0].document == "boat00.txt"
     # File by file: none waits behind another.
     with Workspaces.open(tmp_path / "other", chunk_tokens=16) as other:
         for path in sorted(many.iterdir()):

@@ -1,15 +1,20 @@
 """The one rule that says which passages have to do with a question, and how it is measured."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
-from ragblend.app.answering.conversation import AskOptions
+from ragblend.app.answering.comparing import compare
+from ragblend.app.answering.conversation import AskOptions, Conversations
 from ragblend.app.answering.relevance import relevant
 from ragblend.app.answering.retrieval import search
+from ragblend.app.cli import demo
 from ragblend.app.library.ingest import ingest
 from ragblend.app.library.language import is_english
 from ragblend.app.library.registry import UnrelatedSimilarity, WordMatch
 from ragblend.app.library.similarity import FOREIGN, RECORDED
+from ragblend.engine.prompts.segments import Chunk
 from ragblend.integrations.embeddings import BUNDLED, DEFAULT
 
 LEVEL = UnrelatedSimilarity(0.1, 0.5)
@@ -35,9 +40,34 @@ def test_everything_is_relevant_to_an_embedder_that_was_not_measured():
     assert relevant({"a": -0.5, "b": 0.9}, {}, None) == {"a", "b"}
 
 
-def test_no_way_in_has_a_least_score_of_its_own():
-    """`ask`, Compare, the demo and MCP took whatever was nearest."""
-    assert "least_score" not in AskOptions.__dataclass_fields__
+def test_every_way_in_finds_the_same(workspaces, documents, engine, monkeypatch):
+    """`ask`, Compare, the demo and MCP took whatever was nearest; the page's answers had fewer passages."""
+    mcp = pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
+    from ragblend.app.assistants import tools_over
+
+    level = UnrelatedSimilarity(0.0, 0.3)
+    monkeypatch.setattr("ragblend.app.answering.retrieval.recorded_similarity", lambda name: level)
+    ingest(workspaces.first, [documents])
+    talks, question, found = Conversations(workspaces), "Whom does the red boat belong to?", []
+    tokenize = engine.tokenize
+    monkeypatch.setattr(
+        engine,
+        "tokenize",
+        lambda p: found.append({c.text for c in p.segments if isinstance(c, Chunk)}) or tokenize(p),
+    )
+
+    async def assistant():
+        async with mcp.Client(tools_over(talks, workspaces)) as client:
+            await client.call_tool("ask", {"question": question})
+            return await client.call_tool("search", {"question": question})
+
+    searched = asyncio.run(assistant()).structured_content["passages"]
+    list(talks.ask(workspaces.chats.create().id, question, AskOptions(("default",), "documents")))  # page
+    talks.answer(question, AskOptions(("default",), "chat")).whole()  # API, `ask`
+    next(compare(talks, question, "default", []))
+    demo.compare(talks, question)
+    assert len(found) >= 5 and 0 < len(found[0]) < 3 and all(texts == found[0] for texts in found)
+    assert {passage["text"] for passage in searched} == found[0]
 
 
 class Scaled:
@@ -71,8 +101,8 @@ def test_an_unknown_embedder_is_measured_in_the_collection(open_workspace, tmp_p
     ingest(workspace, [tmp_path])
     known = workspace.library.embedder("default")
     assert known.measured == 31 and 0.5 < known.unrelated.typical <= known.unrelated.best < 0.95
-    assert search([workspace], ["gate7 harbour7 pilot7"], 3)[0].document == "7.txt"
-    assert [s.document for s in search([workspace], ["Spinach contains vitamins"], 3)] == []
+    assert search([workspace], "gate7 harbour7 pilot7", 3)[0].document == "7.txt"
+    assert [s.document for s in search([workspace], "Spinach contains vitamins", 3)] == []
 
 
 def test_the_bundled_embedder_is_recorded():

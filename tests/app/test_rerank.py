@@ -122,22 +122,23 @@ def test_reranker_orders_the_best_passages(open_workspace, folder, boats, asked)
     (boats / "again.txt").write_text(TEXTS[10])  # which is among the nearest
     workspace = open_workspace()
     ingest(workspace, [boats])
-    fused = search([workspace], [QUESTION], 3)
+    fused = search([workspace], QUESTION, 3)
     assert asked == []
-    first, last = search_in_stages([open_workspace(reranker=str(folder))], [QUESTION], 3)
+    first, last = search_in_stages([open_workspace(reranker=str(folder))], QUESTION, 3)
     ((question, texts),) = asked
     assert (question, len(texts), first) == (QUESTION, DEPTH * 3 - 1, fused)
     assert [source.text for source in fused] == texts[:3] and texts.count(TEXTS[10]) == 1
     assert [source.text for source in last] == best_first(folder, QUESTION, texts)[:3] != texts[:3]
-    cosines = dict(sorted((source.text, source.score) for source in search([workspace], [QUESTION], 40)))
+    cosines = dict(sorted((source.text, source.score) for source in search([workspace], QUESTION, 40)))
     assert [source.score for source in last] == [cosines[source.text] for source in last]
 
 
-def test_results_of_both_wordings_alternate(open_workspace, folder, boats, asked):
+def test_results_of_both_wordings_alternate(open_workspace, folder, boats, asked, monkeypatch):
+    monkeypatch.setattr("ragblend.app.answering.retrieval.LEAST_OF_BEFORE", 0.0)
     workspace = open_workspace(reranker=str(folder))
     ingest(workspace, [boats])
-    ways = [QUESTION, "Is it golden?"]
-    found = search([workspace], ways, 2)
+    ways = ["Is it golden?", f"{QUESTION} Is it golden?"]
+    found = search([workspace], ways[0], 2, before=QUESTION)
     texts = asked[0][1]
     assert asked == [(way, texts) for way in ways] and len(texts) == DEPTH * 2
     orders = [best_first(folder, way, texts) for way in ways]
@@ -239,7 +240,7 @@ def test_no_reranker_imports_nothing(tmp_path):
     asked = (
         "import sys; from ragblend.app.workspace import Workspace; from ragblend.app.answering import conversation; "
         "from ragblend.app.answering.retrieval import search; w = Workspace.open(sys.argv[1]); "
-        "assert w.reranker is None and search([], ['x'], 3) == []; "
+        "assert w.reranker is None and search([], 'x', 3) == []; "
         "print(sorted({'torch', 'transformers', 'ragblend.app.answering.rerank'} & set(sys.modules)))"
     )
     ran = subprocess.run(

@@ -55,7 +55,7 @@ def sizes(workspace):
 
 
 def found(workspace):
-    return [source.document for source in search([workspace], [BOATS], 1)]
+    return [source.document for source in search([workspace], BOATS, 1)]
 
 
 def test_the_old_vectors_answer_until_all_are_there(ingested, open_workspace, embedders):
@@ -118,13 +118,13 @@ def test_what_comes_and_goes_meanwhile(ingested, open_workspace, documents):
     assert not embed_anew(changed, is_cancelled=lambda: cancelled.append(1) or len(cancelled) > 3)
     (documents / "ada.txt").write_text("Ada sold the red boat at the quay to Tom.")
     ingest_paths(changed, [documents / "ada.txt"])
-    assert sizes(changed) == {64} and [s.document for s in search([changed], ["Ada sold Tom"], 1)] == [
+    assert sizes(changed) == {64} and [s.document for s in search([changed], "Ada sold Tom", 1)] == [
         "ada.txt"
     ]
     with changed.workspaces.writing():
         remove_document(changed, changed.library.find("default", "boats.txt"))
     assert embed_anew(changed) and sizes(changed) == {48}
-    assert [source.document for source in search([changed], ["Ada sold Tom"], 1)] == ["ada.txt"]
+    assert [source.document for source in search([changed], "Ada sold Tom", 1)] == ["ada.txt"]
     assert changed.index.node_ids() == set(changed.library.nodes("default"))
 
 
@@ -148,7 +148,7 @@ def test_collections_with_different_embedders_are_asked_together(ingested, works
     (tmp_path / "train.txt").write_text("The green train to the quay belongs to Tom.")
     trains = workspaces.with_settings(workspaces.settings.changed({"embedder": "other"})).of("trains")
     ingest(trains, [tmp_path / "train.txt"])
-    both = search([workspaces.first, workspaces.of("trains")], ["boats train quay belongs"], 2)
+    both = search([workspaces.first, workspaces.of("trains")], "boats train quay belongs", 2)
     assert {source.document for source in both} == {"boats.txt", "train.txt"}
 
 

@@ -32,6 +32,15 @@ def test_unsupported_citations_are_marked() -> None:
     assert '<span class="rb-cite">1</span>' in html
 
 
+def test_figures_lead_to_their_source_and_what_no_source_says_is_marked() -> None:
+    boats = source("Boat BO-7731 lies at the quay.")
+    cited = cite("Boat BO-7731 lies at the quay. The mayor of Oslo bought nine boats.", [boats], ["Oslo"])
+    html = views.chat.answer_turn(message("x"), cited)
+    assert 'data-at="=BO-7731"' in html and html.count("rb-figure unknown") == 1
+    assert 'title="Neither in the passages nor in the question">Oslo</span>' in html
+    assert html.count('title="No source says this"') == 1
+
+
 def test_an_answer_says_what_did_not_fit_that_it_was_stopped_and_what_went_wrong() -> None:
     report = {"notice": "2 passages were left out.", "stopped": True, "error": "The disk is full."}
     html = views.chat.answer_turn(message("x", report=report), cite("x", []))
