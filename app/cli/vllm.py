@@ -13,14 +13,16 @@ def check(cli: Cli) -> int:
 
     Exit code 1 if nothing would be fused.
     """
+    from ragblend.engine.engine import loaded_here
     from ragblend.integrations.vllm.gate import refusal_of
 
     with cli.open() as workspace:
-        runtime, url = workspace.engine.runtime, workspace.settings.vllm
+        engine, url = workspace.engine, workspace.settings.vllm
         if url is None:
-            refusal = refusal_of(str(runtime.folder), workspace.home.root, cli.dtype)
+            folder = loaded_here(engine, "the self-test").runtime.folder
+            refusal = refusal_of(str(folder), workspace.home.root, cli.dtype)
         else:
-            refusal = runtime.gate.reason
+            refusal = engine.gate.reason
         model = workspace.settings.model
     where = url or "vLLM here"
     text = f"{where} fuses prompts of {model}" if refusal is None else f"{where} fuses nothing: {refusal}"

@@ -71,4 +71,7 @@ def refusal_of(model: str, home: Path, dtype: str | None) -> str | None:
     asked = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {REPORT: ""}})
     [output] = llm.generate([{"prompt_token_ids": [0]}], asked, use_tqdm=False)
     told = (output.kv_transfer_params or {}).get("ragblend")
-    return "the connector could not start; the log says why" if told is None else told["refusal"]
+    if told is None:
+        return "the connector could not start; the log says why"
+    refusal: str | None = told["refusal"]
+    return refusal

@@ -155,7 +155,7 @@ class ConnectorScheduler:
             for match in matches
             for space in spaces
         }
-        every = set().union(*keys.values())
+        every = {key for several in keys.values() for key in several}
         found = {key for key in every if runtime.store.contains(key)}
         if runtime.store.remote is not None:
             found |= runtime.store.remote.has(every - found)

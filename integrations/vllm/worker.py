@@ -71,9 +71,9 @@ class TailCache:
 class ConnectorWorker:
     """The worker's side.
 
-    A prompt above `step_tokens` is not computed in full here if fusing it failed: vLLM computes it in pieces, as its wait
-    for workers is limited. is_ahead: prompts are fused a step before their last token is computed. refusal: why
-    nothing is fused; None if prompts are. The scheduler gets it before the first request.
+    If fusing a prompt of at most `step_tokens` failed it is computed in full here; vLLM computes a longer one in pieces,
+    because its wait for workers is limited. is_ahead: prompts are fused a step before their last token is computed.
+    refusal: why nothing is fused; None if prompts are. The scheduler gets it before the first request.
     """
 
     def __init__(self, runtime: VllmRuntime, settings: ConnectorSettings, is_ahead: bool = False) -> None:

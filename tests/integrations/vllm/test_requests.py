@@ -273,6 +273,20 @@ def test_a_known_passage_without_kv_is_encoded_when_idle(empty):
     assert is_as_engine(empty, output, texts[::-1])
 
 
+def test_a_passage_that_would_take_too_long_is_not_encoded_when_idle(empty, monkeypatch):
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    worker, text = get_kv_transfer_group()._worker, passage(93)
+    monkeypatch.setattr(worker, "_token_seconds", 0.1)
+    empty.engine.enter([text], ["p93"])
+    for seconds in (1, 1000):
+        monkeypatch.setattr(worker, "_settings", replace(worker._settings, encode_seconds=seconds))
+        new_cache(empty)
+        empty.ask([empty.ids([text, *TEXTS[:3]])])
+        empty.idle()
+        assert empty.is_stored(text) == (seconds == 1000)
+
+
 @pytest.mark.parametrize("is_waiting", [False, True])
 def test_kv_encoded_by_vllm_is_deleted_with_its_passage(empty, is_waiting):
     text, name = passage(80 + is_waiting), f"p{80 + is_waiting}"

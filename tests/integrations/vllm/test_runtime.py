@@ -230,3 +230,14 @@ def test_a_failed_prompts_memory_is_freed_before_it_is_computed_in_full(monkeypa
     worker._fuse, worker._report = fuse, lambda order, said: None
     worker._serve(order)
     assert held[1:] == ["full"]
+
+
+def test_the_most_requested_passages_are_read_ahead():
+    pytest.importorskip("vllm")
+    from ragblend.integrations.vllm.settings import ConnectorSettings
+    from ragblend.integrations.vllm.worker import ConnectorWorker
+
+    read, asked = [], {"a" * 64: 1.0, "b" * 64: 3.0, "c" * 64: 2.0}
+    store = SimpleNamespace(asked=lambda: asked, will_need=lambda key: read.append(key.digest[0]))
+    ConnectorWorker(SimpleNamespace(store=store), ConnectorSettings(warm=2))._read_ahead()
+    assert read == ["b", "c"]
