@@ -71,7 +71,7 @@ class TailCache:
 class ConnectorWorker:
     """The worker's side.
 
-    If fusing a prompt of at most `step_tokens` failed it is computed in full here; vLLM computes a longer one in pieces,
+    If fusing a prompt of at most `step_tokens` failed, it is computed in full; vLLM computes a longer one in pieces,
     because its wait for workers is limited. is_ahead: prompts are fused a step before their last token is computed.
     refusal: why nothing is fused; None if prompts are. The scheduler gets it before the first request.
     """
