@@ -42,6 +42,7 @@ COMMANDS: tuple[tuple[str, str, bool], ...] = (
     ("cli.serve", "keys", False),
     ("cli.store", "store", False),
     ("cli.models", "models", False),
+    ("cli.vllm", "vllm", False),
     ("quality.cli", "bench_app", False),
 )
 

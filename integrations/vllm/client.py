@@ -3,7 +3,6 @@
 Unsupported operations (logits, `keep_tokens`) raise named errors. It imports neither vLLM nor the connector.
 """
 
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -79,7 +78,6 @@ class ServerNodeEncoder(NodeEncoder):
             "prompt": [*prefix, *passage, passage[-1]],  # vLLM computes the last token
             "max_tokens": 2,  # two, because an answer of one token carries no report
             "ignore_eos": True,
-            "cache_salt": secrets.token_hex(),  # else vLLM might have all of it cached, and not call the connector
             "kv_transfer_params": options,
         }
         try:

@@ -6,21 +6,25 @@ anything fails, vLLM computes the prompt itself.
 """
 
 import logging
-import sys
+import math
 from typing import Any
 
-from ragblend.integrations.vllm.versions import refusal, warning
+from ragblend.integrations.vllm.versions import missing_name, refusal, warning
 
-if (_refusal := refusal()) is not None:
+if (_refusal := refusal() or missing_name()) is not None:
     raise ImportError(_refusal)
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import SupportsHMA
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
 
 from ragblend.integrations.vllm.messages import FusionReports, StepWork, WorkerStatus
 from ragblend.integrations.vllm.metrics import FusionMetrics, FusionStats
 from ragblend.integrations.vllm.plugin import is_paused, worker_of
-from ragblend.integrations.vllm.runtime import VllmRuntime, decoder_for, failure_policy, unsupported
+from ragblend.integrations.vllm.runtime import VllmRuntime, decoder_for, fuses_a_step_ahead, unsupported
 from ragblend.integrations.vllm.scheduler import ConnectorScheduler
 from ragblend.integrations.vllm.settings import ConnectorSettings
 from ragblend.integrations.vllm.tensor_parallel import tensor_parallel_group
@@ -37,8 +41,8 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         _use_vllm_logging()
         transfer = vllm_config.kv_transfer_config
-        # The scheduler reads it after this.
-        transfer.kv_load_failure_policy = failure_policy(vllm_config, kv_cache_config)
+        transfer.kv_load_failure_policy = "recompute"  # the scheduler reads it after this
+        self._is_ahead = fuses_a_step_ahead(vllm_config, kv_cache_config)
         self._settings = ConnectorSettings.of(transfer.kv_connector_extra_config)
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
@@ -57,14 +61,13 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
         has_model = role != KVConnectorRole.SCHEDULER
         runtime = VllmRuntime(vllm_config, self._settings, has_model)
         if has_model:
-            reports_failures = len(kv_cache_config.kv_cache_groups) == 1
-            policy = vllm_config.kv_transfer_config.kv_load_failure_policy
-            is_recomputed = reports_failures and policy == "recompute"
-            longest = self._settings.step_tokens if is_recomputed else sys.maxsize
-            self._worker = ConnectorWorker(runtime, reports_failures, longest)
+            self._worker = ConnectorWorker(runtime, self._settings, self._is_ahead)
             return None
         try:
-            self._scheduler = ConnectorScheduler(runtime, self._settings)
+            block_tokens = math.lcm(
+                *(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
+            )
+            self._scheduler = ConnectorScheduler(runtime, self._settings, block_tokens)
         except (RagBlendError, OSError) as error:  # a store of another version, an unreadable home
             runtime.close()
             return str(error)
@@ -96,7 +99,8 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
-        return self._scheduler.loadable_tokens(request, num_computed_tokens), False
+        tokens = self._scheduler.loadable_tokens(request, num_computed_tokens)
+        return tokens, self._is_ahead and bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None and num_external_tokens:
@@ -169,6 +173,10 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Nothing is saved."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        loaded, lost = (set[str](), set[str]()) if self._worker is None else self._worker.take_loaded()
+        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=lost)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.take_failed_blocks()

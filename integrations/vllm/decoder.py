@@ -151,7 +151,7 @@ class VllmDecoder(Decoder):
         return lambda layer: (zeros, zeros)
 
     def write(self, layers: Layers, start: int, stop: int, blocks: Blocks) -> None:
-        """Write positions start..stop of KV, by layer (H, T, D), into a request's blocks."""
+        """Write KV by layer, (H, stop - start, D), to positions start..stop of a request's blocks."""
         with self._group.operation("write", start=start, stop=stop, blocks=[list(group) for group in blocks]):
             self._write(start, stop, blocks, layers)
 

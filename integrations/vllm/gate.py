@@ -1,12 +1,16 @@
 """The gate inside vLLM: the engine's self-test, and a test that vLLM's attention reads KV written into blocks."""
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragblend.engine.encode import ChunkEncoder
 from ragblend.engine.model.gate import TOLERANCE, GateCheck, GateVerdict, relative_error, run_gate
+from ragblend.integrations.vllm.settings import REPORT
+from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:
     from ragblend.integrations.vllm.decoder import VllmDecoder
@@ -44,3 +48,30 @@ def _check_written_blocks(decoder: "VllmDecoder", token_ids: Sequence[int]) -> G
     error = relative_error(decoder.own_logits(token_ids, before), expected)
     allowed = TOLERANCE[decoder.geometry.dtype] * decoder.rounding
     return GateCheck("KV written into blocks equals vLLM's own", error <= allowed, error, allowed)
+
+
+def refusal_of(model: str, home: Path, dtype: str | None) -> str | None:
+    """Load the model in a vLLM of this process, which runs the gate: why it would fuse nothing, or None.
+
+    Raises UsageError without a vLLM that is supported.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    extra = {"home": str(home), "encode_missing": False}
+    transfer = {
+        "kv_connector": "RAGBlendConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    try:
+        from vllm import LLM, SamplingParams
+
+        llm = LLM(model, dtype=dtype or "auto", enforce_eager=True, kv_transfer_config=transfer)
+    except ImportError as error:
+        raise UsageError(f"the gate cannot run in vLLM here: {error}") from error
+    asked = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {REPORT: ""}})
+    [output] = llm.generate([{"prompt_token_ids": [0]}], asked, use_tqdm=False)
+    told = (output.kv_transfer_params or {}).get("ragblend")
+    if told is None:
+        return "the connector could not start; the log says why"
+    refusal: str | None = told["refusal"]
+    return refusal

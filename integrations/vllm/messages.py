@@ -22,11 +22,15 @@ class WorkerStatus(KVConnectorHandshakeMetadata):
 
 @dataclass
 class PromptToFuse:
-    """Fuse this prompt, and write positions start..stop into blocks (block ids by KV cache group)."""
+    """Fuse this prompt, and write positions start..stop into blocks (block ids by KV cache group).
+
+    salt: of its blocks, the same whenever it is fused so.
+    """
 
     request_id: str
     token_ids: list[int]
     plan: FusionPlan
+    salt: str
     blocks: tuple[list[int], ...]
     start: int
     stop: int
@@ -34,24 +38,19 @@ class PromptToFuse:
 
 @dataclass
 class StepWork(KVConnectorMetadata):
-    """The work of one step. encode: collection and node id of a passage without KV, for an otherwise idle step."""
+    """The work of one step. encode: a passage without KV, its collection, space and node id, for an idle step."""
 
     prompts: list[PromptToFuse] = field(default_factory=list)
-    encode: tuple[Ids, str, str] | None = None
+    encode: tuple[Ids, str, str, str] | None = None
 
 
 @dataclass
 class FusionReports(KVConnectorWorkerMetadata):
-    """Reports on a step's prompts, by request id, and by label, because requests may have ended in that step.
-
-    refusal: why nothing must be fused from now on.
-    """
+    """Reports on a step's prompts, by request id, and by label, because requests may have ended in that step."""
 
     prompts: dict[str, dict[str, Any]] = field(default_factory=dict)
     by_label: dict[str, dict[str, Any]] = field(default_factory=dict)
-    refusal: str | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "FusionReports":
         assert isinstance(other, FusionReports)
-        by_label = self.by_label | other.by_label
-        return FusionReports(self.prompts | other.prompts, by_label, self.refusal or other.refusal)
+        return FusionReports(self.prompts | other.prompts, self.by_label | other.by_label)

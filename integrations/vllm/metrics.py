@@ -7,6 +7,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 COUNTERS = {
     "requests": "Prompts that were fused from stored KV.",
     "failures": "Prompts that could not be fused, and were computed by vLLM.",
+    "repeated": "Fused prompts that were asked again while vLLM's prefix cache had their blocks.",
     "tokens_prompt": "Tokens of prompts that were fused.",
     "tokens_reused": "Prompt tokens whose stored KV was used as it is.",
     "tokens_recomputed": "Prompt tokens with stored KV that were recomputed.",

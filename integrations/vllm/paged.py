@@ -30,7 +30,7 @@ class PagedCache:
         self._device = runner.device
 
     def write(self, attentions: Sequence[Any], layers: Layers, start: int, stop: int, blocks: Blocks) -> None:
-        """Write the KV of positions start..stop, of all layers, into a request's blocks."""
+        """Write KV, that of positions start..stop by layer, into a request's blocks."""
         groups = [self._slots(group, blocks, start, stop) for group in range(len(self.block_sizes))]
         for layer, attention in enumerate(attentions):
             positions, slots = groups[self._groups[attention.layer_name]]
@@ -41,7 +41,7 @@ class PagedCache:
     def _slots(self, group: int, blocks: Blocks, start: int, stop: int) -> tuple[Tensor | slice, Tensor]:
         positions, slots = slots_of(blocks[group], self.block_sizes[group], start, stop)
         whole = len(positions) == stop - start
-        where = slice(start, stop) if whole else torch.tensor(positions, device=self._device)
+        where = slice(None) if whole else torch.tensor(positions, device=self._device) - start
         return where, torch.tensor(slots, dtype=torch.int64, device=self._device)
 
     def spare_blocks(self, tokens: int) -> list[list[int]]:

@@ -5,6 +5,9 @@ salted with everything that its KV depends on: the method, and the whole prompt 
 then reuses its blocks, and a continued conversation those of its beginning, because recently fused prompts are
 remembered and lend their salt to prompts that begin with them. A prompt that is fused itself gets its own salt, because
 with a lent one another prompt with the same beginning would reuse its blocks.
+
+What a repeated question does not find in its own blocks is fused again, never computed by vLLM over the fused rows: the
+answer would differ from the first one.
 """
 
 import hashlib
@@ -27,22 +30,22 @@ REMEMBERED = 512  # prompts that a later one may continue
 
 @dataclass(frozen=True)
 class FusionPlan:
-    """One prompt's passages, and the savings of fusing them. stored: for each passage whether it has KV.
+    """One prompt's passages, and the savings of fusing them. stored: the space that has each passage's KV, or None.
 
-    is_continuation: it has the salt of the prompt that it continues, and vLLM has cached so much of it that vLLM
-    computes the rest.
+    continued: tokens of the earlier prompt whose salt it has, because vLLM has cached so much of it that vLLM computes
+    the rest; 0: it has its own salt.
     """
 
     options: RequestOptions
     matches: tuple[Match, ...]
-    stored: tuple[bool, ...]
+    stored: tuple[str | None, ...]
     tokens: int
-    is_continuation: bool = False
+    continued: int = 0
 
     @property
     def stored_tokens(self) -> int:
         pairs = zip(self.matches, self.stored, strict=True)
-        return sum(match.stop - match.start for match, is_stored in pairs if is_stored)
+        return sum(match.stop - match.start for match, space in pairs if space is not None)
 
     @property
     def computed_tokens(self) -> float:
@@ -60,7 +63,7 @@ class FusionPlan:
         if not self.options.encode:
             return []
         pairs = zip(self.matches, self.stored, strict=True)
-        return [match for match, is_stored in pairs if not is_stored][:MOST_ENCODED]
+        return [match for match, space in pairs if space is None][:MOST_ENCODED]
 
     @property
     def step_rows(self) -> float:
@@ -75,17 +78,22 @@ class FusionPlan:
         """Whether to fuse: it saves work, or the request demands it."""
         is_enough = self.stored_tokens >= minimum_tokens or bool(self.options.encode)
         is_wanted = is_enough and (self.options.asked or self.saves(computed_tokens))
-        return self.tokens - computed_tokens > 1 and (bool(self.encoded) or is_wanted)
+        return bool(self.encoded) or (self.tokens - computed_tokens > 1 and is_wanted)
+
+    def prompt(self, token_ids: Sequence[int]) -> Prompt:
+        """The engine's prompt: passages as chunks of the space that has or will have their KV."""
+        spaces = [space or self.options.space for space in self.stored]
+        return prompt_of(token_ids, self.matches, spaces)
 
 
-def prompt_of(token_ids: Sequence[int], matches: Sequence[Match], collection: str) -> Prompt:
+def prompt_of(token_ids: Sequence[int], matches: Sequence[Match], spaces: Sequence[str]) -> Prompt:
     """The engine's prompt: passages as chunks, and the tokens between them as literals."""
     segments, at = list[Segment](), 0
-    for match in matches:
+    for match, space in zip(matches, spaces, strict=True):
         segments.append(Literal("", tuple(token_ids[at : match.start])))
         ids = tuple(token_ids[match.start : match.stop])
         whole = None if ids == match.whole else match.whole  # paths hold whole passages only
-        part = Chunk(None, match.node_id, ids, collection, match.node_id is not None, whole, match.skipped)
+        part = Chunk(None, match.node_id, ids, space, match.node_id is not None, whole, match.skipped)
         segments.append(part)
         at = match.stop
     return Prompt([*segments, Literal("", tuple(token_ids[at:]))])
@@ -108,18 +116,19 @@ class SaltCache:
 
     def __init__(self, most: int = REMEMBERED) -> None:
         self._most = most
-        self._known: OrderedDict[tuple[int, bytes], str] = OrderedDict()
+        # By length and digest of its tokens: a prompt's salt, and the length of the prompt that was fused with it.
+        self._known: OrderedDict[tuple[int, bytes], tuple[str, int]] = OrderedDict()
 
     def salt_of(
         self,
         token_ids: Sequence[int],
         fused_by: str,
-        continues: Callable[[str], bool] = lambda lent: True,
-    ) -> tuple[str, bool]:
-        """The salt of a prompt with `marked` tokens, and whether it is lent by another prompt; remembers it.
+        continues: Callable[[str, int], bool] = lambda lent, tokens: True,
+    ) -> tuple[str, int]:
+        """The salt of a prompt with `marked` tokens, and the length of the prompt that lends it (0: its own).
 
-        fused_by: the method. It is the salt of the longest known beginning for which `continues(that salt)`, else the
-        prompt's own.
+        fused_by: the method. It is the salt of the longest known beginning if `continues(that salt, length)`, else the
+        prompt's own. Remembers it.
         """
         packed = pack_tokens(token_ids)
         digest = hashlib.sha256(fused_by.encode("utf-8", "surrogatepass") + b"\0")
@@ -127,19 +136,21 @@ class SaltCache:
         for length in sorted({length for length, _ in self._known if length <= len(token_ids)}):
             digest.update(packed[4 * at : 4 * length])
             at = length
-            if salt := self._known.get((length, digest.digest())):
-                found = (length, digest.digest()), salt
+            if known_salt := self._known.get((length, digest.digest())):
+                found = (length, digest.digest()), known_salt
         digest.update(packed[4 * at :])
         own, salt = (len(token_ids), digest.digest()), f"ragblend-{digest.hexdigest()}"
-        is_lent = found is not None and found[1] != salt and continues(found[1])
+        lent = 0
         if found is not None:
             self._known.move_to_end(found[0])
-            salt = found[1] if is_lent else salt
-        self._known[own] = salt
+            known, length = found[1]
+            if known != salt and continues(known, length):
+                salt, lent = known, length
+        self._known[own] = salt, lent or len(token_ids)
         self._known.move_to_end(own)
         while len(self._known) > self._most:
             self._known.popitem(last=False)
-        return salt, is_lent
+        return salt, lent
 
 
 def slots_of(blocks: Sequence[int], size: int, start: int, stop: int) -> tuple[list[int], list[int]]:

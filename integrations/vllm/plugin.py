@@ -17,7 +17,7 @@ _paused: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 def register() -> None:
     """Called by vLLM in every process, perhaps more than once. Leaves an unsupported vLLM as it is."""
-    from ragblend.integrations.vllm.versions import refusal
+    from ragblend.integrations.vllm.versions import missing_name, refusal
 
     # Also in an unsupported vLLM: the connector then reports the problem, but only if it is used.
     with suppress(ImportError, AttributeError):
@@ -26,7 +26,7 @@ def register() -> None:
         if CONNECTOR not in KVConnectorFactory._registry:
             where = "ragblend.integrations.vllm.connector"
             KVConnectorFactory.register_connector(CONNECTOR, where, CONNECTOR)
-    if refusal() is not None:
+    if (refusal() or missing_name()) is not None:
         return
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.worker_base import WorkerWrapperBase

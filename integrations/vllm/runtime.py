@@ -32,7 +32,9 @@ class VllmRuntime(Runtime):
         dtype = str(model.dtype).removeprefix("torch.")
         # `all`: the same question gets the same answer, whatever is in the page cache.
         given = str(model.model), device, dtype, settings.collection
-        config = EngineConfig(*given, remote=settings.remote, load="all")
+        config = EngineConfig(
+            *given, store_budget_bytes=settings.store_bytes, remote=settings.remote, load="all"
+        )
         super().__init__(config, resolve_home(settings.home))
         self._vllm_model, self._has_model = model, has_model
 
@@ -63,16 +65,17 @@ def _unbind() -> None:
             os.sched_setaffinity(0, os.sched_getaffinity(scheduler.pid))
 
 
-def failure_policy(vllm_config: Any, kv_cache_config: Any) -> str:
-    """vLLM's policy for prompts whose KV could not be loaded: recompute them, or end the request with an error.
+def fuses_a_step_ahead(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether prompts are fused in a step before the one that computes their last token (an asynchronous load).
 
-    An error if vLLM cannot go back: with asynchronous scheduling it has already sent a token; its second model runner
-    keeps its progress on the device; and with a sliding window there are no blocks before the first failed one.
+    Where vLLM could not go back within a step if fusing failed: with asynchronous scheduling it has already scheduled a
+    next token; its second model runner keeps its progress on the device; with a sliding window there are no blocks
+    before the first failed one; and with several groups of blocks it does not know whose the failed ones are.
     """
     is_async = getattr(vllm_config.scheduler_config, "async_scheduling", False)
     is_v2_runner = getattr(vllm_config, "use_v2_model_runner", False)
-    kinds = {type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups}
-    return "fail" if is_async or is_v2_runner or "SlidingWindowSpec" in kinds else "recompute"
+    kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
+    return is_async or is_v2_runner or kinds != ["FullAttentionSpec"]
 
 
 def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
-from ragblend.engine.prompts.segments import Prompt
 from ragblend.integrations.text_index import MINIMUM
 from ragblend.integrations.vllm.finder import Ids, Match, PassageFinder
 from ragblend.integrations.vllm.messages import FusionReports, PromptToFuse, StepWork
-from ragblend.integrations.vllm.planning import FusionPlan, SaltCache, marked, prompt_of
+from ragblend.integrations.vllm.planning import FusionPlan, SaltCache, marked
 from ragblend.integrations.vllm.runtime import VllmRuntime
 from ragblend.integrations.vllm.settings import LABEL, REPORT, ConnectorSettings, RequestOptions, label_of
 from ragblend.kvstore.errors import RagBlendError
@@ -33,16 +32,17 @@ class ConnectorScheduler:
     find_cached: Callable[[Any], int] = staticmethod(lambda request: 0)
     evict: Callable[[set[int]], None] = staticmethod(lambda blocks: None)
 
-    def __init__(self, runtime: VllmRuntime, settings: ConnectorSettings) -> None:
-        self._runtime, self._settings = runtime, settings
+    def __init__(self, runtime: VllmRuntime, settings: ConnectorSettings, block_tokens: int) -> None:
+        self._runtime, self._settings, self._block_tokens = runtime, settings, block_tokens
         self._salts = SaltCache()
         self._plans: dict[str, FusionPlan] = {}
+        self._given_salts: dict[str, str | None] = {}  # the clients' own, of requests whose blocks are salted
         self._loading: dict[str, set[int]] = {}  # blocks by request, until its report comes
         self._reports: dict[str, dict[str, Any]] = {}
         self._by_label: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._prompts: list[PromptToFuse] = []  # of this step
         self._salts_in_step: set[str] = set()
-        self._missing: OrderedDict[tuple[Ids, str], str] = OrderedDict()  # node ids
+        self._missing: OrderedDict[tuple[Ids, str, str], str] = OrderedDict()  # node ids
         self.refusal: str | None = "no worker has reported yet"
         # Loaded now, not at the first request.
         _ = runtime.store, runtime.fingerprint, runtime.canonical_prefix
@@ -66,15 +66,15 @@ class ConnectorScheduler:
             plan = self._plan_of(request)
             if plan is None:
                 return
-            self._note(request, misses=plan.stored.count(False))
+            self._note(request, misses=plan.stored.count(None))
             cached = self.find_cached(request)
             if not self._pays(plan, cached):
                 return
             if plan.step_rows > self._settings.step_tokens and not plan.saves(cached):
                 self._note(request, warning=TOO_LONG % (plan.step_rows, self._settings.step_tokens))
                 return
-            is_continuation = self._salt(request, plan)
-            self._plans[request.request_id] = replace(plan, is_continuation=is_continuation)
+            self._given_salts[request.request_id] = request.cache_salt
+            self._plans[request.request_id] = replace(plan, continued=self._salt(request, plan))
         except Exception:
             log.warning("request %s is not fused", request.request_id, exc_info=True)
             self._plans.pop(request.request_id, None)
@@ -82,20 +82,28 @@ class ConnectorScheduler:
     def _pays(self, plan: FusionPlan, computed_tokens: int) -> bool:
         return plan.pays(computed_tokens, self._settings.minimum_tokens)
 
-    def _salt(self, request: Any, plan: FusionPlan) -> bool:
-        """Hash the request's blocks with a salt; returns whether it is that of an earlier prompt, now continued."""
+    def _salt(self, request: Any, plan: FusionPlan) -> int:
+        """Hash the request's blocks with a salt; returns the tokens of the earlier prompt that it continues, or 0."""
 
-        def continues(lent: str) -> bool:
+        def continues(lent: str, tokens: int) -> bool:
             _set_salt(request, lent)
-            return not self._pays(plan, self.find_cached(request))
+            cached = self.find_cached(request)
+            return self._has_blocks_of(tokens, cached) and not self._pays(plan, cached)
 
         options, model = plan.options, self._runtime.fingerprint.digest
         fused_by = [model, options.method, options.ratio, options.collection, request.cache_salt]
+        if plan.encoded:  # with blocks of its own, it would not be given to the worker
+            fused_by.append(request.request_id)
         tokens = marked(request.prompt_token_ids, plan.matches)
-        salt, is_lent = self._salts.salt_of(tokens, json.dumps(fused_by), continues)
-        if not is_lent:
+        salt, continued = self._salts.salt_of(tokens, json.dumps(fused_by), continues)
+        if not continued:
             _set_salt(request, salt)
-        return is_lent
+        return continued
+
+    def _has_blocks_of(self, tokens: int | None, computed_tokens: int) -> bool:
+        """Whether all blocks of a fused prompt of so many tokens are cached (None: fusing it failed)."""
+        size = self._block_tokens
+        return tokens is not None and computed_tokens >= (tokens - 1) // size * size
 
     def _plan_of(self, request: Any) -> FusionPlan | None:
         ids = request.prompt_token_ids
@@ -108,7 +116,9 @@ class ConnectorScheduler:
         if request.sampling_params.prompt_logprobs is not None:  # they need all tokens to be computed
             return None
         try:
-            options = RequestOptions.of(self._settings, request.kv_transfer_params, len(ids))
+            options = RequestOptions.of(
+                self._settings, request.kv_transfer_params, len(ids), request.cache_salt
+            )
         except RagBlendError as error:
             log.warning("request %s is computed by vLLM: %.300s", request.request_id, error)
             self._note(request, warning=str(error)[:300])
@@ -118,13 +128,13 @@ class ConnectorScheduler:
         matches = self._matches(ids, options)
         if not matches:
             return None
-        stored = self._stored(prompt_of(ids, matches, options.collection), options)
+        stored = self._stored(ids, matches, options)
         if options.encode is None and self._settings.encode_missing:
-            for match, is_stored in zip(matches, stored, strict=True):
+            for match, space in zip(matches, stored, strict=True):
                 fits = MINIMUM <= len(match.whole) <= LONGEST_MISSING and len(self._missing) < MOST_MISSING
                 # Without a node id its KV could not be deleted.
-                if not is_stored and fits and match.node_id is not None:
-                    self._missing[match.whole, options.collection] = match.node_id
+                if space is None and fits and match.node_id is not None:
+                    self._missing[match.whole, options.collection, options.space] = match.node_id
         return FusionPlan(options, tuple(matches), stored, len(ids))
 
     def _matches(self, ids: list[int], options: RequestOptions) -> list[Match]:
@@ -134,17 +144,24 @@ class ConnectorScheduler:
         named = [(start, stop, tuple(ids[start:stop])) for start, stop in options.spans]
         return [Match(start, stop, passage, 0, finder.name_of(passage)) for start, stop, passage in named]
 
-    def _stored(self, prompt: Prompt, options: RequestOptions) -> tuple[bool, ...]:
-        """Whether each passage has KV, encoded after this prompt's prefix or the canonical one."""
-        runtime, prefixes = self._runtime, {prompt.prefix_ids, self._runtime.canonical_prefix}
-        keys = [
-            {runtime.key_of(prefix, chunk.encoded_ids, options.collection) for prefix in prefixes}
-            for chunk in prompt.chunks
-        ]
-        found = {key for several in keys for key in several if runtime.store.contains(key)}
+    def _stored(
+        self, ids: list[int], matches: list[Match], options: RequestOptions
+    ) -> tuple[str | None, ...]:
+        """The space with each passage's KV, encoded after this prompt's prefix or the canonical one, or None."""
+        runtime, spaces = self._runtime, dict.fromkeys((options.collection, options.space))
+        prefixes = {tuple(ids[: matches[0].start]), runtime.canonical_prefix}
+        keys = {
+            (match.whole, space): {runtime.key_of(prefix, match.whole, space) for prefix in prefixes}
+            for match in matches
+            for space in spaces
+        }
+        every = {key for several in keys.values() for key in several}
+        found = {key for key in every if runtime.store.contains(key)}
         if runtime.store.remote is not None:
-            found |= runtime.store.remote.has(set().union(*keys) - found)
-        return tuple(bool(several & found) for several in keys)
+            found |= runtime.store.remote.has(every - found)
+        return tuple(
+            next((space for space in spaces if keys[match.whole, space] & found), None) for match in matches
+        )
 
     def loadable_tokens(self, request: Any, computed_tokens: int) -> int | None:
         """How many tokens after the computed ones can be loaded; None: retry in the next step.
@@ -155,14 +172,18 @@ class ConnectorScheduler:
         if computed_tokens and request.cache_salt in self._salts_in_step:
             return None
         plan = self._plans.get(request.request_id) if self.refusal is None else None
-        if plan is None or plan.is_continuation or not self._pays(plan, computed_tokens):
+        is_fused = plan is not None and not plan.continued and plan.tokens - 1 > computed_tokens
+        if plan is None or not is_fused:
             method = {} if plan is None else {"method": plan.options.method, "ratio": plan.options.ratio}
             self._note(request, cached_tokens=computed_tokens, **method)
+            tokens = None if plan is None else plan.continued or plan.tokens
+            if request.request_id in self._given_salts and not self._has_blocks_of(tokens, computed_tokens):
+                _set_salt(request, f"ragblend-{request.request_id}")  # what vLLM computes now is for it alone
             return 0
         in_step = sum(prompt.stop for prompt in self._prompts)
         if in_step and in_step + plan.tokens > self._settings.step_tokens:
             return None
-        return max(0, plan.tokens - 1 - computed_tokens)
+        return plan.tokens - 1 - computed_tokens
 
     def allocated(self, request: Any, blocks: tuple[list[int], ...], loaded_tokens: int) -> None:
         """Fuse the request in this step, into these blocks."""
@@ -170,7 +191,8 @@ class ConnectorScheduler:
         ids, stop = list(request.prompt_token_ids[: plan.tokens]), plan.tokens - 1  # a session's ids grow
         self._loading[request.request_id] = _block_ids(blocks)
         self._salts_in_step.add(request.cache_salt)
-        self._prompts.append(PromptToFuse(request.request_id, ids, plan, blocks, stop - loaded_tokens, stop))
+        start, salt = stop - loaded_tokens, request.cache_salt
+        self._prompts.append(PromptToFuse(request.request_id, ids, plan, salt, blocks, start, stop))
 
     def take_work(self, idle: bool) -> StepWork:
         """Take the work of the step that was just scheduled."""
@@ -178,8 +200,8 @@ class ConnectorScheduler:
         self._salts_in_step.clear()
         if not (self._missing and idle) or prompts:
             return StepWork(prompts)
-        (passage, collection), node_id = self._missing.popitem(last=False)
-        return StepWork(prompts, (passage, collection, node_id))
+        (passage, collection, space), node_id = self._missing.popitem(last=False)
+        return StepWork(prompts, (passage, collection, space, node_id))
 
     def handle_reports(self, reports: FusionReports) -> None:
         """Record the worker's reports on a step's prompts, and evict the blocks of failed ones.
@@ -197,8 +219,6 @@ class ConnectorScheduler:
         for request_id, report in known.items():
             if "error" in report:  # vLLM computes it; fusing is not retried
                 self._plans.pop(request_id)
-        if reports.refusal is not None:
-            self.stop(reports.refusal)
 
     def stop(self, reason: str) -> None:
         """Fuse and encode nothing from now on."""
@@ -216,7 +236,7 @@ class ConnectorScheduler:
             # It may have had the salt of a failed prompt, so that its own blocks were computed after invalid ones.
             self.evict(_block_ids(blocks))
         report = self._reports.pop(request.request_id, None)
-        if (label := label_of(request.kv_transfer_params, REPORT)) is not None:
+        if (label := self._label_of(request, REPORT)) is not None:
             report = {  # lets a client compute keys of KV, and omit defaults
                 "model": asdict(self._runtime.fingerprint),
                 "method": self._settings.method,
@@ -224,11 +244,16 @@ class ConnectorScheduler:
                 "refusal": self.refusal,
                 REPORT: self._by_label.pop(label, None),
             }
+        self._given_salts.pop(request.request_id, None)
         return None if report is None else {"ragblend": report}
+
+    def _label_of(self, request: Any, name: str) -> str | None:
+        salt = self._given_salts.get(request.request_id, request.cache_salt)
+        return label_of(request.kv_transfer_params, name, salt)
 
     def _note(self, request: Any, **more: Any) -> None:
         """Add to the report that is kept for the request's label."""
-        self._keep(label_of(request.kv_transfer_params, LABEL), more)
+        self._keep(self._label_of(request, LABEL), more)
 
     def _keep(self, label: str | None, more: dict[str, Any]) -> None:
         if label is None:

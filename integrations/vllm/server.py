@@ -21,7 +21,7 @@ from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import Cancelled, ModelServerError, UnsupportedModelError, UsageError
 from ragblend.kvstore.fingerprint import ModelFingerprint
 
-INTRODUCTION_S = 30.0  # timeout for querying a server: one token, which may wait for others
+INTRODUCTION_S = 120.0  # timeout for querying a server: one token; the first one takes up to 30 s
 
 
 @dataclass(frozen=True)

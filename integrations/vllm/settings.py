@@ -1,5 +1,6 @@
 """The connector's settings (`kv_connector_extra_config`) and a request's options (`kv_transfer_params`)."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -24,7 +25,11 @@ class ConnectorSettings:
     home: folder of the store (None: RAGBLEND_HOME, or the user's data folder); method, ratio: defaults of requests;
     collection: the default one; collections: others that requests may choose; step_tokens: prompt tokens fused in one
     step, at least one prompt; minimum_tokens: with fewer stored tokens vLLM computes a prompt itself; encode_missing:
-    whether passages without stored KV are encoded, when idle or on request; remote: the shared store's URL.
+    whether passages without stored KV are encoded, when idle or on request; shared: collections in which KV that a
+    request with a `cache_salt` has encoded is for all; encode_seconds: passages that take longer to encode, judged by
+    earlier ones, are not encoded when idle, since a new request would wait; store_bytes: limit of stored KV on the disk
+    (None: a share of the free space); warm: how many of the most requested passages are read ahead at the start;
+    remote: the shared store's URL.
     """
 
     home: str | None = None
@@ -35,6 +40,10 @@ class ConnectorSettings:
     step_tokens: int = 8192
     minimum_tokens: int = 64
     encode_missing: bool = True
+    shared: tuple[str, ...] = ()
+    encode_seconds: float | None = None
+    store_bytes: int | None = None
+    warm: int = 100
     remote: str | None = None
 
     def __post_init__(self) -> None:
@@ -45,20 +54,31 @@ class ConnectorSettings:
             if not isinstance(found := getattr(self, name), kind):
                 expected = "true or false" if kind is bool else "a text"
                 raise UsageError(f"{name} must be {expected}, not {found!r}")
-        for name in ("step_tokens", "minimum_tokens"):
+        for name, least in (("step_tokens", 1), ("minimum_tokens", 1), ("store_bytes", 1), ("warm", 0)):
             found = getattr(self, name)
-            if not isinstance(found, int) or found < 1:
-                raise UsageError(f"{name} must be a whole number above 0, not {found!r}")
+            if (not isinstance(found, int) or found < least) and (name, found) != ("store_bytes", None):
+                raise UsageError(f"{name} must be a whole number, {least} or more, not {found!r}")
+        limit = self.encode_seconds
+        if limit is not None and (not isinstance(limit, int | float) or not limit > 0):
+            raise UsageError(f"encode_seconds must be a number above 0, not {limit!r}")
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> "ConnectorSettings":
         """From `kv_connector_extra_config`. Raises UsageError."""
         _refuse_unknown(extra, [each.name for each in fields(cls)], "kv_connector_extra_config")
-        collections = extra.get("collections", ())
-        is_list = isinstance(collections, list | tuple)
-        if not is_list or not all(isinstance(name, str) for name in collections):
-            raise UsageError(f"collections must be a list of names, not {collections!r}")
-        return cls(**{**extra, "collections": tuple(collections)})
+        lists = dict[str, tuple[str, ...]]()
+        for name in ("collections", "shared"):
+            found = extra.get(name, ())
+            if not isinstance(found, list | tuple) or not all(isinstance(each, str) for each in found):
+                raise UsageError(f"{name} must be a list of names, not {found!r}")
+            lists[name] = tuple(found)
+        return cls(**{**extra, **lists})
+
+    def space_of(self, collection: str, salt: str | None) -> str:
+        """Where KV that such a request encodes is stored: the collection, or the salt's own part of it."""
+        if salt is None or collection in self.shared:
+            return collection
+        return f"{collection}\0{hashlib.sha256(salt.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
 @dataclass(frozen=True)
@@ -67,12 +87,14 @@ class RequestOptions:
 
     off: vLLM alone; asked: the request chose its method, and is fused even if that saves nothing. encode: encode its
     passages without KV first (True), never (False), or by the server's setting (None). label: name under which its
-    report is kept for a later request with that `report`, because streams carry none.
+    report is kept for a later request with that `report`, because streams carry none. space: where KV that it encodes
+    is stored.
     """
 
     method: str
     ratio: float
     collection: str
+    space: str
     spans: tuple[tuple[int, int], ...] | None = None
     off: bool = False
     asked: bool = False
@@ -84,10 +106,13 @@ class RequestOptions:
         return policy_named(self.method)
 
     @classmethod
-    def of(cls, settings: ConnectorSettings, given: object, tokens: int) -> "RequestOptions":
-        """From a request's `kv_transfer_params`, for a prompt of so many tokens. Raises UsageError."""
+    def of(
+        cls, settings: ConnectorSettings, given: object, tokens: int, salt: str | None = None
+    ) -> "RequestOptions":
+        """From a request's `kv_transfer_params` and `cache_salt`, for so many tokens. Raises UsageError."""
         if given is None:
-            return cls(settings.method, settings.ratio, settings.collection)
+            space = settings.space_of(settings.collection, salt)
+            return cls(settings.method, settings.ratio, settings.collection, space)
         if not isinstance(given, Mapping):
             raise UsageError(f"kv_transfer_params must be a JSON object, not {given!r:.80}")
         names = ["method", "ratio", "collection", "spans", "off", "encode", LABEL, REPORT]
@@ -102,12 +127,13 @@ class RequestOptions:
         if not settings.encode_missing:  # the server's operator decides about storing
             encode = False
         for name in (LABEL, REPORT):
-            if name in given and label_of(given, name) is None:
+            if name in given and label_of(given, name, salt) is None:
                 raise UsageError(
                     f"{name} must be a text of at most {LONGEST_LABEL} characters, not {given[name]!r:.80}"
                 )
         spans, asked = _spans(given.get("spans"), tokens), "method" in given
-        return cls(method, ratio, collection, spans, off, asked, encode, label_of(given, LABEL))
+        space, label = settings.space_of(collection, salt), label_of(given, LABEL, salt)
+        return cls(method, ratio, collection, space, spans, off, asked, encode, label)
 
 
 def _method(settings: ConnectorSettings, given: Mapping[str, Any]) -> tuple[str, float, bool]:
@@ -121,10 +147,14 @@ def _method(settings: ConnectorSettings, given: Mapping[str, Any]) -> tuple[str,
     return method, policy_named(method).check_ratio(ratio), off
 
 
-def label_of(given: object, name: str) -> str | None:
-    """The label in `kv_transfer_params` under LABEL or REPORT; None for a missing or an invalid one."""
+def label_of(given: object, name: str, salt: str | None) -> str | None:
+    """The label in `kv_transfer_params` under LABEL or REPORT, with the request's `cache_salt`: another salt's requests
+    cannot read its report. None for a missing or an invalid one.
+    """
     found = given.get(name) if isinstance(given, Mapping) else None
-    return found if isinstance(found, str) and len(found) <= LONGEST_LABEL else None
+    if not isinstance(found, str) or len(found) > LONGEST_LABEL:
+        return None
+    return found if salt is None else f"{found}\0{salt}"
 
 
 def _spans(given: object, tokens: int) -> tuple[tuple[int, int], ...] | None:

@@ -1,7 +1,52 @@
-"""The versions of vLLM that the connector supports."""
+"""The versions of vLLM that the connector supports, and the undocumented names of vLLM that it uses."""
+
+from functools import reduce
+from importlib import import_module
 
 TESTED = ("0.32.",)  # by `make test-vllm`; the interface changes from version to version
 COMPARED = ("0.33.",)  # the interface was compared and is the same; not run
+
+# Undocumented names, by module, and what would happen without each. If one is missing the start says so and nothing is
+# fused. Attributes of instances are tried by the gate.
+TRANSFER = "vllm.distributed.kv_transfer.kv_connector"
+PRIVATE_NAMES = (
+    (f"{TRANSFER}.factory", "KVConnectorFactory._registry", "vLLM would not know the connector"),
+    (f"{TRANSFER}.v1.base", "KVConnectorTransferResults", "failed prompts would get wrong answers"),
+    ("vllm.forward_context", "set_forward_context", "the gate could not run vLLM's forward pass"),
+    ("vllm.v1.attention.backend", "CommonAttentionMetadata", "the gate could not run vLLM's forward pass"),
+    (
+        "vllm.model_executor.layers.rotary_embedding",
+        "RotaryEmbedding._compute_inv_freq",
+        "stored keys could not be rotated",
+    ),
+    (
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.get_computed_blocks",
+        "exact blocks would not be preferred",
+    ),
+    (
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.evict_blocks",
+        "blocks of failed prompts would be reused",
+    ),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.set_pause_state", "KV of replaced weights would be stored"),
+    ("vllm.v1.request", "Request.update_block_hashes", "other prompts would reuse fused blocks"),
+    (
+        "vllm.v1.worker.worker_base",
+        "WorkerWrapperBase.initialize_from_config",
+        "the model would not be found",
+    ),
+)
+
+
+def missing_name() -> str | None:
+    """The reason why the connector does not support the installed vLLM: a name that is missing; None if none is."""
+    for module, path, consequence in PRIVATE_NAMES:
+        try:
+            reduce(getattr, path.split("."), import_module(module))
+        except (ImportError, AttributeError):
+            return f"vLLM {_installed()} has no {path} in {module}; without it {consequence}"
+    return None
 
 
 def refusal() -> str | None:

@@ -1,8 +1,11 @@
 """The connector in vLLM's worker: fuses prompts, writes their KV into vLLM's blocks, encodes passages, and reports."""
 
+import heapq
 import logging
+import math
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -10,6 +13,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ragblend.engine.background_work import queue_storing_arrived
 from ragblend.engine.config import Report
@@ -23,33 +27,66 @@ from ragblend.integrations.vllm.finder import Ids
 from ragblend.integrations.vllm.gate import run_vllm_gate
 from ragblend.integrations.vllm.messages import FusionReports, PromptToFuse, StepWork
 from ragblend.integrations.vllm.metrics import FusionStats
-from ragblend.integrations.vllm.planning import prompt_of
 from ragblend.integrations.vllm.runtime import VllmRuntime
+from ragblend.integrations.vllm.settings import ConnectorSettings
 from ragblend.integrations.vllm.tensor_parallel import TensorParallelGroup, WorkersOutOfSync
 from ragblend.kvstore.errors import RagBlendError, UnsupportedModelError
+from ragblend.kvstore.keys import ChunkKey
 
 if TYPE_CHECKING:
     from ragblend.integrations.vllm.decoder import VllmDecoder
 
 log = logging.getLogger("ragblend")
+MOST_TAIL_BYTES = 256 << 20  # of all fused prompts
+
+
+class TailCache:
+    """The last rows of fused prompts, which fill no block: vLLM's prefix cache has only whole ones.
+
+    With them, a repeated question gets all of its fused KV again, and so the same answer.
+    """
+
+    def __init__(self, most_bytes: int = MOST_TAIL_BYTES) -> None:
+        self._most_bytes, self._bytes = most_bytes, 0
+        self._rows: OrderedDict[str, tuple[int, Tensor]] = OrderedDict()
+
+    def keep(self, salt: str, start: int, rows: Tensor) -> None:
+        """Rows from position `start` on, (L, 2, H, T, D), of the prompt with that salt; evicts the oldest."""
+        if (old := self._rows.pop(salt, None)) is not None:
+            self._bytes -= old[1].nbytes
+        self._rows[salt] = start, rows
+        self._bytes += rows.nbytes
+        while self._bytes > self._most_bytes:
+            self._bytes -= self._rows.popitem(last=False)[1][1].nbytes
+
+    def rows(self, salt: str, start: int) -> Tensor | None:
+        """All rows from that position on; None if there are not so many."""
+        first, rows = self._rows.get(salt, (sys.maxsize, None))
+        if rows is None or start < first:
+            return None
+        self._rows.move_to_end(salt)
+        return rows[:, :, :, start - first :]
 
 
 class ConnectorWorker:
     """The worker's side.
 
-    reports_failures: whether vLLM can handle a failed load; not with several groups of blocks. longest: the longest
-    prompt that is computed in full here if fusing failed; vLLM computes a longer one in pieces, because its wait for
-    workers is limited. refusal: why nothing is fused; None if prompts are. The scheduler gets it before the first
-    request.
+    If fusing a prompt of at most `step_tokens` failed, it is computed in full; vLLM computes a longer one in pieces,
+    because its wait for workers is limited. is_ahead: prompts are fused a step before their last token is computed.
+    refusal: why nothing is fused; None if prompts are. The scheduler gets it before the first request.
     """
 
-    def __init__(self, runtime: VllmRuntime, reports_failures: bool, longest: int = sys.maxsize) -> None:
-        self._runtime, self._reports_failures, self._longest = runtime, reports_failures, longest
+    def __init__(self, runtime: VllmRuntime, settings: ConnectorSettings, is_ahead: bool = False) -> None:
+        self._runtime, self._settings, self._is_ahead = runtime, settings, is_ahead
+        self._longest = settings.step_tokens
         self._decoder: VllmDecoder | None = None
         self._leads = True
         self.refusal: str | None = "the worker has not started"
         self._encoder: ChunkEncoder | None = None
+        self._token_seconds = 0.0  # of the passage that was encoded last
+        self._tails = TailCache()
         self._failed: set[int] = set()
+        self._loaded, self._lost = set[str](), set[str]()  # requests whose load has ended, and has failed
         self._reports, self._stats = FusionReports(), FusionStats()
 
     def start(self, make: "Callable[[str], VllmDecoder]", group: TensorParallelGroup) -> None:
@@ -77,6 +114,14 @@ class ConnectorWorker:
                 raise UnsupportedModelError(str(verdict.reason))
             runtime.adopt(decoder, verdict)
             _ = runtime.store, runtime.readers, runtime.canonical_prefix
+            runtime.background.add(self._read_ahead)
+
+    def _read_ahead(self) -> None:
+        """Have the most requested passages in the page cache before the first prompt."""
+        store = self._runtime.store
+        asked = store.asked()
+        for digest in heapq.nlargest(self._settings.warm, asked, key=asked.__getitem__):
+            store.will_need(ChunkKey(digest))
 
     @contextmanager
     def _lead_or_follow(self, decoder: "VllmDecoder") -> Iterator[bool]:
@@ -111,10 +156,13 @@ class ConnectorWorker:
                     self._serve(prompt)
                 if work.encode is not None and leads:
                     self._encode(*work.encode, is_idle=True)
+        if self._is_ahead:
+            self._loaded |= {prompt.request_id for prompt in work.prompts}
 
     def _serve(self, prompt: PromptToFuse) -> None:
         try:
-            self._fuse(prompt, prompt.plan.options.method)
+            if not self._restore(prompt):
+                self._fuse(prompt, prompt.plan.options.method)
             return
         except Exception as error:
             log.warning(
@@ -125,49 +173,58 @@ class ConnectorWorker:
         self._recover(prompt, message)  # after the handler, whose error keeps memory
 
     def _recover(self, prompt: PromptToFuse, message: str) -> None:
-        """Compute all rows here, so that no request uses unwritten blocks; if that fails, let vLLM do it.
-
-        If vLLM cannot react in time the answer is wrong, which is logged, and nothing more is fused.
+        """Let vLLM compute the prompt. If its last token is computed in this step, try all rows here first, so that no
+        request uses unwritten blocks.
         """
         self._stats.add(failures=1)
         self._report(prompt, {"error": message})
-        failure: Exception | None = None
-        try:
+        if self._is_ahead:
+            self._lost.add(prompt.request_id)
+            return
+        with suppress(Exception):
             if prompt.stop <= self._longest:
                 self._fuse(prompt, "full")
                 return
-        except Exception as again:
-            failure = again
-        if self._reports_failures:
-            size = self._decoder.paged.block_sizes[0] if self._decoder is not None else None
-            first = 0 if size is None else prompt.start // size
-            self._failed |= set(prompt.blocks[0][first:]) - {0}
-            return
-        self.refusal = self._reports.refusal = f"a prompt could not even be computed in full ({failure})"
-        log.error(
-            "the answer to request %s is wrong, and nothing is fused from now on",
-            prompt.request_id,
-            exc_info=failure,
-        )
-        if self._decoder is not None:  # must not expose what other requests left there
-            with suppress(Exception):
-                zeros = self._decoder.zeros(prompt.stop)
-                self._decoder.write(zeros, prompt.start, prompt.stop, prompt.blocks)
+        size = self._decoder.paged.block_sizes[0] if self._decoder is not None else None
+        first = 0 if size is None else prompt.start // size
+        self._failed |= set(prompt.blocks[0][first:]) - {0}
+
+    def _restore(self, prompt: PromptToFuse) -> bool:
+        """Write the last rows of a repeated question, whose other blocks vLLM's prefix cache has."""
+        decoder, rows = self._decoder, self._tails.rows(prompt.salt, prompt.start)
+        if decoder is None or rows is None:
+            return False
+
+        def layer_rows(layer: int) -> tuple[Tensor, Tensor]:
+            keys, values = rows[layer].to(decoder.device)
+            return keys, values
+
+        decoder.write(layer_rows, prompt.start, prompt.stop, prompt.blocks)
+        options = prompt.plan.options
+        details = {"method": options.method, "ratio": options.ratio, "cached_tokens": prompt.stop}
+        self._report(prompt, details)
+        self._stats.add(repeated=1)
+        return True
 
     def _fuse(self, prompt: PromptToFuse, method: str) -> None:
         if self._decoder is None:
             raise RagBlendError(str(self.refusal))
         options, plan, stop = prompt.plan.options, prompt.plan, prompt.stop
         for match in plan.encoded:
-            self._encode(match.whole, options.collection, match.node_id)
-        segments = prompt_of(prompt.token_ids, plan.matches, options.collection)
+            self._encode(match.whole, options.collection, options.space, match.node_id)
+        segments = plan.prompt(prompt.token_ids)
         request = Request(segments, policy_named(method), options.ratio, options.collection, room_tokens=0)
         started = time.perf_counter()
         prefilled = prefill(self._runtime, request)
         assert prefilled.cache is not None, "the gate was passed"
         fused = time.perf_counter()
-        cache = prefilled.cache
-        self._decoder.write(lambda layer: cache.span(layer, 0, stop), prompt.start, stop, prompt.blocks)
+        cache, start = prefilled.cache, prompt.start
+        self._decoder.write(lambda layer: cache.span(layer, start, stop), start, stop, prompt.blocks)
+        if method == options.method:
+            block_tokens = math.lcm(*self._decoder.paged.block_sizes)
+            tail, layers = stop // block_tokens * block_tokens, range(self._decoder.geometry.layers)
+            rows = torch.stack([torch.stack(cache.span(layer, tail, stop)) for layer in layers])
+            self._tails.keep(prompt.salt, tail, rows.cpu())
         self._count(prompt, prefilled.report, fused - started, time.perf_counter() - fused)
         self._runtime.background.add(self._runtime.store.save_uses)
         # Only KV with a node is stored, because other KV could not be deleted.
@@ -214,23 +271,33 @@ class ConnectorWorker:
         if prompt.plan.options.label is not None:
             self._reports.by_label[prompt.plan.options.label] = first
 
-    def _encode(self, passage: Ids, collection: str, node_id: str | None, is_idle: bool = False) -> None:
+    def _encode(
+        self, passage: Ids, collection: str, space: str, node_id: str | None, is_idle: bool = False
+    ) -> None:
         """Store a passage's KV, encoded alone after the canonical prefix, unless its node has been deleted.
 
+        space: the collection, or the part of it whose requests alone find it.
         is_idle: try the shared store first; for a prompt's passages that was done on arrival.
         """
         runtime, prefix = self._runtime, self._runtime.canonical_prefix
         try:
             runtime.check_length(len(prefix) + len(passage), "a passage behind its prefix")
-            key = runtime.key_of(prefix, passage, collection)
+            key = runtime.key_of(prefix, passage, space)
             nodes = LocalNodeEncoder(runtime, collection)
             if not nodes.claim(node_id, passage, key) or runtime.store.contains(key):
                 return
             if is_idle and nodes.fetched(key, passage, prefix, node_id):
                 return
+            limit = self._settings.encode_seconds
+            if is_idle and limit is not None and self._token_seconds * len(passage) > limit:
+                log.warning("a passage of %d tokens would take more than %g s to encode", len(passage), limit)
+                return
             if self._encoder is None:
                 self._encoder = ChunkEncoder(runtime.decoder, prefix)
-            self._stats.add(encoded=int(nodes.keep(key, self._encoder.encode(passage), node_id)))
+            started = time.perf_counter()
+            encoded = self._encoder.encode(passage)
+            self._token_seconds = (time.perf_counter() - started) / len(passage)
+            self._stats.add(encoded=int(nodes.keep(key, encoded, node_id)))
         except Exception as error:
             log.warning("a passage of %d tokens could not be encoded: %s", len(passage), error)
 
@@ -240,9 +307,14 @@ class ConnectorWorker:
         failed, self._failed = self._failed, set()
         return failed
 
+    def take_loaded(self) -> tuple[set[str], set[str]]:
+        """The requests that were fused a step ahead, and those of them that vLLM must compute."""
+        ended, self._loaded, self._lost = (self._loaded, self._lost), set(), set()
+        return ended
+
     def take_reports(self) -> FusionReports | None:
         reports, self._reports = self._reports, FusionReports()
-        return reports if reports.prompts or reports.refusal else None
+        return reports if reports.prompts else None
 
     def take_stats(self) -> FusionStats | None:
         stats, self._stats = self._stats, FusionStats()

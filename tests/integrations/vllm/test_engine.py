@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,7 @@ def test_what_the_server_refuses_is_reported(engines):
 # --- the frameworks
 
 
+@pytest.mark.timeout(1200)
 def test_the_examples_of_the_frameworks_page_run_on_vllm(has_vllm, tmp_path, with_smollm2, monkeypatch):
     """All of them, unchanged but for `backend="vllm"`, whose default url is that of `vllm serve`."""
     home = with_smollm2(tmp_path / "home")
@@ -172,6 +175,27 @@ def test_openai_clients_reuse_passages_that_are_in_their_prompts(listening):
 
 
 # --- the app
+
+
+def test_vllm_check_says_whether_prompts_are_fused(listening, tmp_path, capsys):
+    """By a running server, and by the gate in a vLLM of its own."""
+    from ragblend.app.cli.main import main
+
+    options = [
+        "--home",
+        str(tmp_path / "home"),
+        "--model",
+        str(listening.folder),
+        "--dtype",
+        "float32",
+        "--json",
+    ]
+    assert main(["vllm", "check", *options, "--vllm", listening.url]) == 0
+    assert json.loads(capsys.readouterr().out)["fuses"]
+    command = [sys.executable, "-m", "ragblend.app.cli.main", "vllm", "check", *options]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) | {"where": "vLLM here", "fuses": True} == json.loads(ended.stdout)
 
 
 def test_the_command_line_and_a_conversation_reuse_passages(listening, tmp_path, capsys):

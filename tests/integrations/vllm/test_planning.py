@@ -20,7 +20,8 @@ ENCODE, RECOMPUTE = {"encode": True}, {"method": "recompute"}
 
 
 def plan(*stored, given=None, matches=PASSAGES):
-    return FusionPlan(RequestOptions.of(ConnectorSettings(), given, 1000), matches, stored, 1000)
+    spaces = tuple("default" if each else None for each in stored)
+    return FusionPlan(RequestOptions.of(ConnectorSettings(), given, 1000), matches, spaces, 1000)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def plan(*stored, given=None, matches=PASSAGES):
         ((True, True), None, 900, 64, False),  # vLLM has nearly all of it
         ((True, True), None, 0, 801, False),  # less is stored than required
         ((False, False), ENCODE, 0, 64, True),  # else nothing would be encoded
-        ((False, False), ENCODE, 999, 64, False),
+        ((False, False), ENCODE, 999, 64, True),  # though vLLM has all of it
         ((True, True), ENCODE, 900, 64, False),  # there is nothing to encode
         ((True, True), RECOMPUTE, 0, 64, True),  # a chosen method is used even where it saves nothing
         ((True, True), RECOMPUTE, 999, 64, False),  # the last token is vLLM's
@@ -55,13 +56,13 @@ def test_rows_of_a_step_are_those_of_the_prompt_and_of_passages_that_are_encoded
 def test_a_prompt_is_split_into_passages_and_literals():
     ids = list(range(3000, 3060))
     whole = (1, 2, *ids[10:40], 3)
-    prompt = prompt_of(ids, [Match(10, 40, whole, 2)], "mine")
+    prompt = prompt_of(ids, [Match(10, 40, whole, 2)], ["mine"])
     assert list(prompt.token_ids) == ids and prompt.places == [(10, 40)]
     assert prompt.chunks == [Chunk(token_ids=tuple(ids[10:40]), collection="mine", whole=whole, skipped=2)]
     assert prompt.chunks[0].encoded_ids == whole
-    (chunk,) = prompt_of(ids, [Match(10, 40, tuple(ids[10:40]), 0)], "mine").chunks
+    (chunk,) = prompt_of(ids, [Match(10, 40, tuple(ids[10:40]), 0)], ["mine"]).chunks
     assert chunk.whole is None, "no part: it may be a node of a path"
-    (chunk,) = prompt_of(ids, [Match(10, 40, whole, 2, "p1")], "mine").chunks
+    (chunk,) = prompt_of(ids, [Match(10, 40, whole, 2, "p1")], ["mine"]).chunks
     assert (chunk.node_id, chunk.entered) == ("p1", True), "its KV goes when the node does"
 
 
@@ -100,9 +101,9 @@ def test_other_passages_in_the_same_prompt_give_another_salt():
 
 def test_a_continued_conversation_has_the_salt_of_its_beginning():
     salts, turn = SaltCache(), list(range(50))
-    salt, is_lent = salts.salt_of(turn, "m")
-    assert not is_lent and salts.salt_of(turn, "m") == (salt, False)
-    assert salts.salt_of([*turn, 1, 2, 3], "m") == (salt, True) == salts.salt_of([*turn, 1, 2, 3, 4, 5], "m")
+    salt, lent = salts.salt_of(turn, "m")
+    assert not lent and salts.salt_of(turn, "m") == (salt, 0)
+    assert salts.salt_of([*turn, 1, 2, 3], "m") == (salt, 50) == salts.salt_of([*turn, 1, 2, 3, 4, 5], "m")
     assert salts.salt_of([*turn[:-1], 9, 1, 2, 3], "m")[0] != salt, (
         "another question behind the same passages"
     )
@@ -112,16 +113,16 @@ def test_a_continued_conversation_has_the_salt_of_its_beginning():
 def test_a_prompt_that_is_fused_itself_has_its_own_salt_and_lends_it():
     salts, turn, asked = SaltCache(), list(range(50)), []
     first, _ = salts.salt_of(turn, "m")
-    own, is_lent = salts.salt_of([*turn, 1, 2, 3], "m", lambda lent: asked.append(lent) or False)
-    assert asked == [first] and own != first and not is_lent
-    assert salts.salt_of([*turn, 1, 2, 3, 4], "m") == (own, True)
+    own, lent = salts.salt_of([*turn, 1, 2, 3], "m", lambda *lent: asked.append(lent) or False)
+    assert asked == [(first, 50)] and own != first and not lent
+    assert salts.salt_of([*turn, 1, 2, 3, 4], "m") == (own, 53)
 
 
 def test_the_least_recently_used_salts_are_forgotten():
     salts = SaltCache(most=2)
     salt, _ = salts.salt_of([1, 2], "m")
     salts.salt_of([3, 4], "m")
-    assert salts.salt_of([1, 2, 5], "m") == (salt, True), "and asking keeps it"
+    assert salts.salt_of([1, 2, 5], "m") == (salt, 2), "and asking keeps it"
     salts.salt_of([6, 7], "m")
     assert salts.salt_of([3, 4, 8], "m")[0] != salts.salt_of([3, 4], "m")[0]
 

@@ -1,4 +1,4 @@
-"""Where nothing can be fused, or fusing fails in a model with several groups of blocks, vLLM serves the prompts."""
+"""Where nothing can be fused, or fusing fails a step ahead, vLLM serves the prompts."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,9 +14,9 @@ TEXTS = [passage(number) for number in range(4)]
 def start(serving, tmp_path):
     """Starts a server of a family, with stored passages."""
 
-    def started(family):
+    def started(family, **options):
         folder = tiny_models.save_model(family, tmp_path / "model", is_endless=family == "llama", **SHAPE)
-        made = serving(folder, tmp_path / "home", enable_prefix_caching=False)
+        made = serving(folder, tmp_path / "home", enable_prefix_caching=False, **options)
         made.engine.encode(TEXTS, [f"p{n}" for n in range(len(TEXTS))])
         return made
 
@@ -59,49 +59,37 @@ def test_a_reset_after_new_weights_stops_fusing(start, caplog):
 
 
 @pytest.mark.parametrize(
-    ("is_async", "is_v2_runner", "kind", "policy"),
+    ("is_async", "is_v2_runner", "kinds", "is_ahead"),
     [
-        (False, False, "FullAttentionSpec", "recompute"),
-        (True, False, "FullAttentionSpec", "fail"),
-        (False, True, "FullAttentionSpec", "fail"),
-        (False, False, "SlidingWindowSpec", "fail"),
+        (False, False, ["FullAttentionSpec"], False),
+        (True, False, ["FullAttentionSpec"], True),
+        (False, True, ["FullAttentionSpec"], True),
+        (False, False, ["SlidingWindowSpec"], True),
+        (False, False, ["FullAttentionSpec", "FullAttentionSpec"], True),
     ],
 )
-def test_vllm_recomputes_failed_prompts_only_where_it_can_go_back(is_async, is_v2_runner, kind, policy):
-    from ragblend.integrations.vllm.runtime import failure_policy
+def test_prompts_are_fused_a_step_ahead_where_vllm_cannot_go_back_in_a_step(
+    is_async, is_v2_runner, kinds, is_ahead
+):
+    from ragblend.integrations.vllm.runtime import fuses_a_step_ahead
 
     scheduler = SimpleNamespace(async_scheduling=is_async)
     config = SimpleNamespace(scheduler_config=scheduler, use_v2_model_runner=is_v2_runner)
-    group = SimpleNamespace(kv_cache_spec=type(kind, (), {})())
-    assert failure_policy(config, SimpleNamespace(kv_cache_groups=[group])) == policy
+    groups = [SimpleNamespace(kv_cache_spec=type(kind, (), {})()) for kind in kinds]
+    assert fuses_a_step_ahead(config, SimpleNamespace(kv_cache_groups=groups)) == is_ahead
 
 
-def test_with_policy_fail_a_prompt_that_cannot_be_computed_ends_with_an_error(
-    start, monkeypatch, fail_fusing
-):
-    """Its answer would be made of blocks that were never written."""
-    llama = start("llama")
-    monkeypatch.setattr(llama.core.scheduler, "recompute_kv_load_failures", False)  # what `fail` does
-    ids, others = llama.ids(TEXTS), llama.ids(TEXTS[::-1])
-    fail_fusing(lambda request: list(request.prompt.token_ids) == ids)
-    lost, whole = llama.ask([ids, others])
-    assert lost.outputs[0].finish_reason == "error" and not lost.outputs[0].token_ids
-    assert report_of(whole)["hits"] == len(TEXTS) and whole.outputs[0].token_ids
-    fail_fusing(lambda request: False)
-    assert report_of(*llama.ask([ids]))["hits"] == len(TEXTS)
-
-
-def test_a_failure_is_computed_here_and_a_second_one_stops_fusing(start, fail_fusing):
-    made = start("gemma3")
-    ids = made.ids(TEXTS)
+@pytest.mark.parametrize(
+    ("family", "options"), [("gemma3", {}), ("llama", {"async_scheduling": True})], ids=["groups", "async"]
+)
+def test_a_prompt_that_fails_a_step_ahead_is_computed_by_vllm_alone(start, fail_fusing, family, options):
+    """With several groups of blocks the answer was wrong, and nothing was fused any more; else it ended in an error."""
+    made = start(family, **options)
+    ids, others = made.ids(TEXTS), made.ids(TEXTS[::-1])
     [own] = made.ask([ids], [{"off": True}])
-    fail_fusing(lambda request: request.policy.name != "full")
-    [computed] = made.ask([ids])
-    assert computed.outputs[0].token_ids == own.outputs[0].token_ids
-    assert "no room" in report_of(computed)["error"]
-    fail_fusing(message="no room at all")
-    assert "no room at all" in report_of(*made.ask([ids]))["error"]
+    fail_fusing(lambda request: list(request.prompt.token_ids) == ids)
+    lost, whole = made.ask([ids, others])
+    assert lost.outputs[0].token_ids == own.outputs[0].token_ids
+    assert "no room" in report_of(lost)["error"] and report_of(whole)["hits"] == len(TEXTS)
     fail_fusing(lambda request: False)
-    [later] = made.ask([ids])
-    assert later.kv_transfer_params is None
-    assert later.outputs[0].token_ids == own.outputs[0].token_ids
+    assert report_of(*made.ask([ids]))["hits"] == len(TEXTS)

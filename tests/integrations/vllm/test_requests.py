@@ -1,6 +1,7 @@
 """Requests of all kinds to one vLLM with the connector: what is fused, what is not, and that no answer is wrong."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from vllm_helpers import QUESTION, flip_byte, passage, report_of
@@ -56,11 +57,34 @@ def test_a_repeated_question_and_the_next_turn_reuse_their_own_blocks(empty):
     ids = empty.ids(TEXTS[:4])
     [once] = empty.ask([ids])
     [again] = empty.ask([ids])
-    assert same(once, again) and again.kv_transfer_params is None
+    assert same(once, again) and report_of(again)["cached_tokens"] == len(ids) - 1 == again.num_cached_tokens
     whole_blocks = (len(ids) - 1) // 32 * 32
-    assert again.num_cached_tokens == whole_blocks
     [turn] = empty.ask([[*ids, *once.outputs[0].token_ids, 9, 8, 7]])
     assert turn.kv_transfer_params is None and turn.num_cached_tokens >= whole_blocks
+
+
+def probabilities(output) -> list[dict[int, float]]:
+    """Of all tokens, at each token of the answer."""
+    return [{i: math.exp(each.logprob) for i, each in found.items()} for found in output.outputs[0].logprobs]
+
+
+@pytest.mark.parametrize("lost", [0, 2], ids=["all blocks", "all but two"])
+def test_the_same_question_twice_is_answered_alike(empty, monkeypatch, lost):
+    """vLLM computed the last, not full block over fused ones, and blocks behind evicted ones."""
+    side, given = empty.core.scheduler.connector._scheduler, list[int]()
+    allocated = side.allocated
+    monkeypatch.setattr(
+        side, "allocated", lambda request, blocks, tokens: (given.extend(blocks[0]), allocated(request, blocks, tokens))
+    )  # fmt: skip
+    for number in range(3):
+        ids = empty.ids([TEXTS[(number + n) % 6] for n in range(4)], f"Who left in storm {number}?")
+        [once] = empty.ask([ids])
+        empty.core.scheduler.kv_cache_manager.evict_blocks(set(given[len(given) - lost :]))
+        [again] = empty.ask([ids])
+        given.clear()
+        assert once.outputs[0].token_ids == again.outputs[0].token_ids
+        for one, other in zip(probabilities(once), probabilities(again), strict=True):
+            assert one == pytest.approx(other, abs=1e-6)
 
 
 def test_fused_blocks_are_not_reused_by_other_prompts(empty):
@@ -204,7 +228,7 @@ def test_a_report_is_kept_for_a_request_with_its_label(empty):
     assert fetch("a")["report"] is None, "once"
     empty.ask([ids], [{"label": "c"}], max_tokens=1)
     cached = fetch("c")["report"]
-    assert cached["cached_tokens"] == (len(ids) - 1) // 32 * 32 and cached["method"] == "probe-shift"
+    assert cached["cached_tokens"] == len(ids) - 1 and cached["method"] == "probe-shift"
     empty.ask([ids], [{"label": "b", "collection": "theirs"}], max_tokens=1)
     assert "theirs" in fetch("b")["report"]["warning"]
 
@@ -247,6 +271,20 @@ def test_a_known_passage_without_kv_is_encoded_when_idle(empty):
     [output] = empty.ask([empty.ids(texts[::-1])])
     assert report_of(output)["missing_tokens"] == 0
     assert is_as_engine(empty, output, texts[::-1])
+
+
+def test_a_passage_that_would_take_too_long_is_not_encoded_when_idle(empty, monkeypatch):
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    worker, text = get_kv_transfer_group()._worker, passage(93)
+    monkeypatch.setattr(worker, "_token_seconds", 0.1)
+    empty.engine.enter([text], ["p93"])
+    for seconds in (1, 1000):
+        monkeypatch.setattr(worker, "_settings", replace(worker._settings, encode_seconds=seconds))
+        new_cache(empty)
+        empty.ask([empty.ids([text, *TEXTS[:3]])])
+        empty.idle()
+        assert empty.is_stored(text) == (seconds == 1000)
 
 
 @pytest.mark.parametrize("is_waiting", [False, True])
@@ -311,15 +349,59 @@ def test_spans_of_one_client_do_not_affect_others(empty):
     assert same(continued, empty.ask([longer])[0])
 
 
+# --- cache salts
+
+
+@pytest.mark.parametrize("is_entered", [True, False], ids=["a document's passage", "a client's own"])
+def test_what_one_salt_has_encoded_is_no_hit_for_another(empty, monkeypatch, is_entered):
+    """`hits` and the time told B what A had asked about."""
+    text, side = passage(95 + is_entered), empty.core.scheduler.connector._scheduler
+    if is_entered:
+        empty.engine.enter([text], ["salted"])
+    prompt = empty.prompt([text, *TEXTS[:3]])
+    ids, spans = list(prompt.token_ids), [list(place) for place in prompt.places]
+    options = {} if is_entered else {"spans": spans, "encode": True}
+
+    def misses(salt, **options):
+        new_cache(empty)
+        [output] = empty.ask([ids], [{"spans": spans, "encode": False} | options], salt=salt)
+        return report_of(output)["misses"]
+
+    runtime = empty.engine.runtime
+    own = runtime.key_of(
+        runtime.canonical_prefix, empty.passage_ids(text), side._settings.space_of("default", "a")
+    )
+    empty.ask([ids], [options], salt="a")
+    empty.idle()
+    assert runtime.store.contains(own) and not empty.is_stored(text)
+    assert [misses(salt) for salt in ("a", "b", None)] == [0, 1, 1]
+    monkeypatch.setattr(side, "_settings", replace(side._settings, shared=("default",)))
+    assert misses("a", encode=True) == 0 == misses("b") == misses(None), "the operator shares the collection"
+    if is_entered:
+        assert empty.is_stored(text) and empty.engine.forget(["salted"])
+        assert not empty.is_stored(text) and not runtime.store.contains(own), "with its document"
+
+
+def test_a_report_is_read_with_its_requests_salt_only(empty):
+    ids = empty.ids(TEXTS[:4])
+    empty.ask([ids], [{"label": "mine"}], salt="a", max_tokens=1)
+
+    def fetch(salt):
+        [output] = empty.ask([[5]], [{"report": "mine"}], salt=salt, max_tokens=1)
+        return report_of(output)["report"]
+
+    assert [fetch(salt) for salt in ("b", None)] == [None, None]
+    assert fetch("a")["hits"] == 4
+
+
 # --- damage, failures and aborted requests
 
 
 def test_a_damaged_passage_is_computed_in_place(empty):
     texts = [passage(50), *TEXTS[1:3], TEXTS[5]]
-    stored = set(empty.files())
     empty.engine.encode(texts[:1], ["p50"])
-    [new] = set(empty.files()) - stored
-    flip_byte(new)
+    [stored] = (file for file in empty.files() if empty.key_of(texts[0]).digest in file.name)
+    flip_byte(stored)
     [output] = empty.ask([empty.ids(texts)])
     assert report_of(output)["missing_tokens"] == len(empty.passage_ids(texts[0]))
     assert report_of(output)["reused_tokens"] > 0

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm_helpers import TIMEOUT_S
 
 from ragblend.kvstore.errors import UnsupportedModelError
 
@@ -34,7 +35,7 @@ def test_reader_threads_are_not_bound_to_the_worker_core(tmp_path):
     if len(mine) == 1:
         pytest.skip("there is one core")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as worker:
-        assert worker.submit(cores_of_readers, tmp_path, min(mine)).result(60) == mine
+        assert worker.submit(cores_of_readers, tmp_path, min(mine)).result(TIMEOUT_S) == mine
 
 
 HUB = {"model": "own/tiny"}
@@ -135,6 +136,7 @@ def test_unsupported_layers_are_refused_by_name(layers, said):
 def test_a_failure_within_a_shared_layer_ends_the_worker_without_another_broadcast():
     """The other workers are in a collective operation of that layer, and would mistake a broadcast for it."""
     pytest.importorskip("vllm")
+    from ragblend.integrations.vllm.settings import ConnectorSettings
     from ragblend.integrations.vllm.tensor_parallel import TensorParallelGroup, WorkersOutOfSync
     from ragblend.integrations.vllm.worker import ConnectorWorker
 
@@ -148,11 +150,11 @@ def test_a_failure_within_a_shared_layer_ends_the_worker_without_another_broadca
         )
     )
     worker, decoder = (
-        ConnectorWorker(SimpleNamespace(), True),
+        ConnectorWorker(SimpleNamespace(), ConnectorSettings()),
         SimpleNamespace(finish=lambda: group.broadcast("end")),
     )
     plan = SimpleNamespace(options=SimpleNamespace(method="probe-shift", label=None))
-    order = SimpleNamespace(request_id="1", plan=plan, stop=8)
+    order = SimpleNamespace(request_id="1", plan=plan, salt="", start=0, stop=8)
 
     def asked(fails_in_attention):
         def fuse(order, method):
@@ -180,9 +182,10 @@ def test_blocks_behind_failed_ones_are_evicted():
 
     side, evicted = ConnectorScheduler.__new__(ConnectorScheduler), []
     side._plans, side._reports, side.evict = {"lost": 1, "well": 1}, {}, evicted.append
+    side._given_salts = {}
     for name, status in (("lost", "FINISHED_ERROR"), ("well", "FINISHED_STOPPED"), ("own", "FINISHED_ERROR")):
         request = SimpleNamespace(
-            request_id=name, status=SimpleNamespace(name=status), kv_transfer_params=None
+            request_id=name, status=SimpleNamespace(name=status), kv_transfer_params=None, cache_salt=None
         )
         side.finished(request, ([0, 3, 4], [7]))
     assert evicted == [{3, 4, 7}]
@@ -207,12 +210,13 @@ def test_prompts_are_fused_only_if_all_workers_report_that_they_can():
 def test_a_failed_prompts_memory_is_freed_before_it_is_computed_in_full(monkeypatch):
     """Computing all rows takes more memory than the try that failed for lack of it."""
     pytest.importorskip("vllm")
+    from ragblend.integrations.vllm.settings import ConnectorSettings
     from ragblend.integrations.vllm.worker import ConnectorWorker, log
 
     monkeypatch.setattr(log, "disabled", True)  # pytest keeps log records, and what they hold
-    worker, held = ConnectorWorker(SimpleNamespace(), reports_failures=True), []
+    worker, held = ConnectorWorker(SimpleNamespace(), ConnectorSettings()), []
     plan = SimpleNamespace(options=SimpleNamespace(method="probe-shift"))
-    order = SimpleNamespace(request_id="1", plan=plan, stop=8)
+    order = SimpleNamespace(request_id="1", plan=plan, salt="", start=0, stop=8)
 
     def fuse(order, method):
         if method == "full":
@@ -226,3 +230,14 @@ def test_a_failed_prompts_memory_is_freed_before_it_is_computed_in_full(monkeypa
     worker._fuse, worker._report = fuse, lambda order, said: None
     worker._serve(order)
     assert held[1:] == ["full"]
+
+
+def test_the_most_requested_passages_are_read_ahead():
+    pytest.importorskip("vllm")
+    from ragblend.integrations.vllm.settings import ConnectorSettings
+    from ragblend.integrations.vllm.worker import ConnectorWorker
+
+    read, asked = [], {"a" * 64: 1.0, "b" * 64: 3.0, "c" * 64: 2.0}
+    store = SimpleNamespace(asked=lambda: asked, will_need=lambda key: read.append(key.digest[0]))
+    ConnectorWorker(SimpleNamespace(store=store), ConnectorSettings(warm=2))._read_ahead()
+    assert read == ["b", "c"]

@@ -84,7 +84,11 @@ def test_invalid_options_are_refused_by_name(said, named):
         {"ratio": 7},
         {"step_tokens": 0},
         {"collections": "shared"},
+        {"shared": "mine"},
         {"minimum_tokens": 0.5},
+        {"warm": -1},
+        {"store_bytes": 0},
+        {"encode_seconds": "1"},
         {"encode_missing": "false"},
         {"home": 5},
         {"collections": None},
@@ -93,6 +97,17 @@ def test_invalid_options_are_refused_by_name(said, named):
 def test_invalid_settings_are_refused(said):
     with pytest.raises(UsageError):
         ConnectorSettings.of(said)
+
+
+def test_a_cache_salt_has_its_own_part_of_a_collection_unless_that_is_shared():
+    shares = ConnectorSettings.of({"collections": ["ours"], "shared": ["ours"]})
+    spaces = [shares.space_of("default", salt) for salt in (None, "a", "b", "\ud800")]
+    assert spaces[0] == "default" and len(set(spaces)) == 4
+    assert (
+        shares.space_of("ours", "a")
+        == "ours"
+        == RequestOptions.of(shares, {"collection": "ours"}, 9, "a").space
+    )
 
 
 def test_a_shared_stores_url_must_hold_no_password():

@@ -1,12 +1,15 @@
 """Which versions of vLLM are supported, with a fake module of each version."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from ragblend.integrations.vllm.versions import refusal, warning
+from ragblend.integrations.vllm import versions
+from ragblend.integrations.vllm.versions import missing_name, refusal, warning
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "v0.32.1"])
@@ -32,6 +35,14 @@ def test_a_missing_vllm_is_refused(monkeypatch):
     assert "pip install" in str(refusal())
 
 
+def test_a_missing_private_name_is_refused_with_its_consequence(has_vllm, monkeypatch):
+    assert missing_name() is None
+    for module, path, consequence in versions.PRIVATE_NAMES:
+        with monkeypatch.context() as patched:
+            patched.setattr(versions, "PRIVATE_NAMES", ((module, f"{path}_x", consequence),))
+            assert f"has no {path}_x in {module}; without it {consequence}" in str(missing_name())
+
+
 def test_an_unsupported_vllm_says_so_when_it_loads_the_connector(has_vllm):
     """It said `Unsupported connector type`. In its own process: the module is imported once."""
     script = (
@@ -42,3 +53,10 @@ def test_an_unsupported_vllm_says_so_when_it_loads_the_connector(has_vllm):
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ended.returncode == 1 and "this is 0.34.0; install one of those" in ended.stderr
+
+
+def test_the_dashboard_shows_every_counter(has_vllm):
+    from ragblend.integrations.vllm.metrics import COUNTERS
+
+    shown = (Path(__file__).parents[3] / "deploy" / "grafana.json").read_text()
+    assert set(re.findall(r"vllm:ragblend_(\w+)_total", shown)) == set(COUNTERS)

@@ -117,9 +117,13 @@ class Server:
         return kv_files(self.home)
 
     def ask(
-        self, prompts: list[list[int]], params: list[dict | None] | None = None, **sampling: Any
+        self,
+        prompts: list[list[int]],
+        params: list[dict | None] | None = None,
+        salt: str | None = None,
+        **sampling: Any,
     ) -> list[Any]:
-        """vLLM's outputs, greedy, with all log-probabilities; params: kv_transfer_params of each."""
+        """vLLM's outputs, greedy, with all log-probabilities; params: kv_transfer_params of each; salt: cache_salt."""
         from vllm import SamplingParams
 
         options = {"temperature": 0, "max_tokens": 8, "logprobs": -1, "ignore_eos": True} | sampling
@@ -127,7 +131,10 @@ class Server:
             SamplingParams(**options, extra_args=None if each is None else {"kv_transfer_params": each})
             for each in params or [None] * len(prompts)
         ]
-        return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], given, use_tqdm=False)
+        salted = {} if salt is None else {"cache_salt": salt}
+        return self.llm.generate(
+            [{"prompt_token_ids": ids, **salted} for ids in prompts], given, use_tqdm=False
+        )
 
     def close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
