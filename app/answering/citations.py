@@ -80,7 +80,8 @@ class CitedAnswer:
         """Text, citations and marks in their order; the text is without the model's numbers and marked figures."""
         pieces: list[str | Citation | Mark] = []
         at = 0
-        for each in sorted((*self.citations, *self.marks), key=lambda each: each.stop):
+        found: list[Citation | Mark] = [*self.citations, *self.marks]
+        for each in sorted(found, key=lambda each: each.stop):
             if at < each.start:
                 pieces.append(self.text[at : each.start])
             pieces.append(each)
