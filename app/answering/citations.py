@@ -13,12 +13,21 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from ragblend.app.answering.answer import AnswerSource
-from ragblend.app.answering.support import NUMBERS, SupportingSpan, is_statement, names, sentences, supporting
+from ragblend.app.answering.support import (
+    LEAST_WORDS,
+    NUMBERS,
+    SupportingSpan,
+    is_statement,
+    names,
+    sentences,
+    supporting,
+)
 from ragblend.engine.prompts.figures import contains, figures_in
 
 _UNCLOSED = re.compile(r"\s*+(?:\[[\d\s,;]*)?+\Z")  # white space, and what may become a number
 NUMBER = re.compile(r"\d+")
 LINK = re.compile(r"\S*(?:://|\]\()\S*|`[^`\n]*`")
+LEAST_WORDS_OF_MARK = 2  # the model's own number is less likely to be there by chance
 DOUBT = "?"  # after a number whose source does not support the sentence, and in brackets after a figure of no passage
 
 
@@ -186,18 +195,23 @@ def _marks(text: str, *span: int) -> list[tuple[re.Match[str], set[int]]]:
 def _model_citations(
     text: str, start: int, stop: int, sources: Sequence[AnswerSource], foreign: set[int]
 ) -> list[Citation]:
-    """The numbers in square brackets; `[1, 3]` gives two citations at the same position."""
-    numbers = [
-        (match.start(), match.end(), int(number))
-        for match, found in _marks(text, start, stop)
-        if not foreign & found
-        for number in NUMBER.findall(match.group())
-    ]
-    named, sentence = {number for _, _, number in numbers}, text[start:stop]
-    known = {source.number: source for source in sources if source.number in named}
-    found = {number: _support(sentence, source) for number, source in known.items()}
-    places = {number: (place.start, place.stop) for number, place in found.items() if place is not None}
-    return [Citation(*each, known.get(each[2]), place=places.get(each[2])) for each in numbers]
+    """The numbers in square brackets; `[1, 3]` gives two citations at the same position.
+
+    A number is right if its source supports the sentence, or the words since the number before it.
+    """
+    citations, said_from = list[Citation](), start
+    for match, numbers in _marks(text, start, stop):
+        if foreign & numbers:
+            continue
+        said = (text[start:stop], LEAST_WORDS), (text[said_from : match.start()], LEAST_WORDS_OF_MARK)
+        for number in map(int, NUMBER.findall(match.group())):
+            source = next((source for source in sources if source.number == number), None)
+            found = (_support(words, source, least) for words, least in said) if source is not None else ()
+            place = next((each for each in found if each is not None), None)
+            place_of = None if place is None else (place.start, place.stop)
+            citations.append(Citation(match.start(), match.end(), number, source, place=place_of))
+        said_from = match.end() if text[said_from : match.start()].strip() else said_from
+    return citations
 
 
 def _matched_citation(sentence: str, end: int, sources: Sequence[AnswerSource]) -> list[Citation]:
@@ -209,5 +223,5 @@ def _matched_citation(sentence: str, end: int, sources: Sequence[AnswerSource]) 
     return [Citation(end, end, best.number, best, "match", (place.start, place.stop))]
 
 
-def _support(sentence: str, source: AnswerSource) -> SupportingSpan | None:
-    return supporting(sentence, source.text, about=source.document)
+def _support(sentence: str, source: AnswerSource, least_words: int = LEAST_WORDS) -> SupportingSpan | None:
+    return supporting(sentence, source.text, about=source.document, least_words=least_words)

@@ -43,7 +43,6 @@ NEGATIONS = frozenset(
     """not no never none nothing nobody nowhere neither nor cannot without hardly nicht kein keine keinen nie niemals ne
     pas jamais aucun ni nunca jamás sin non mai não не нет ни никогда nincs niet geen لا لم لن ليس नहीं न मत""".split()  # noqa: SIM905
 )
-PRONOUNS = frozenset("it he she they him her them its his their this these".split())  # noqa: SIM905
 PRONOUNS = frozenset("it he she they him her its his them their this these".split())  # noqa: SIM905
 UNITS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
     seventeen eighteen nineteen""".split()  # noqa: SIM905
@@ -70,12 +69,15 @@ class SupportingSpan:
     share: float
 
 
-def supporting(sentence: str, passage: str, about: str = "") -> SupportingSpan | None:
+def supporting(
+    sentence: str, passage: str, about: str = "", least_words: int = LEAST_WORDS
+) -> SupportingSpan | None:
     """The sentence of the passage that supports this one, or None. about: the document's name; its words count too.
 
+    least_words: sentences with fewer words that say something are supported by none.
     Of a sentence of several clauses each may be supported by another sentence; the span is that of the first.
     """
-    if not is_statement(sentence):
+    if not is_statement(sentence, least_words):
         return None
     asked = tokens(sentence)
     content = [token for token in asked if _is_content(token)]
@@ -96,9 +98,9 @@ def supporting(sentence: str, passage: str, about: str = "") -> SupportingSpan |
     return max(found, key=lambda place: (place.share, place.start - place.stop), default=None)
 
 
-def is_statement(sentence: str) -> bool:
+def is_statement(sentence: str, least_words: int = LEAST_WORDS) -> bool:
     """Whether it has enough words to be supported: others match by chance."""
-    return LEAST_WORDS <= _count_content(sentence) <= MOST_WORDS
+    return least_words <= _count_content(sentence) <= MOST_WORDS
 
 
 def _count_content(text: str) -> int:
