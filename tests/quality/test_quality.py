@@ -2,6 +2,7 @@
 
 import pytest
 
+from ragblend.engine.selection import METHODS
 from ragblend.measuring import quality
 from ragblend.measuring.prefilling import BenchError, stored, timed_prefill
 from ragblend.measuring.records import Journal, run_digest
@@ -79,12 +80,13 @@ def test_nan_logits_stop_the_run(engine, questions, journal, monkeypatch) -> Non
         quality.run(engine, questions[:1], [Variant("reuse")], journal, max_new_tokens=3)
 
 
-def test_a_method_must_have_the_engines_name(engine, questions) -> None:
-    """It said: `was served by probe prefill: None; choose another --model`."""
+def test_a_method_must_have_the_engines_name(engine, questions, monkeypatch) -> None:
+    """A policy of another package may be registered under another name than its own."""
+    monkeypatch.setitem(METHODS, "alias", METHODS["probe"])
     prompt = quality.build_prompt(engine, questions[0], 5)
     engine.encode(list(questions[0].passages))
-    with pytest.raises(BenchError, match=r"the method 'probe:' is called 'probe' by the engine"):
-        timed_prefill(engine, prompt, Variant("probe:", 0.3))
+    with pytest.raises(BenchError, match=r"the method 'alias' is called 'probe' by the engine"):
+        timed_prefill(engine, prompt, Variant("alias", 0.3))
 
 
 def test_kv_of_another_codec_is_encoded_again(engine, model_folder, home, questions, monkeypatch) -> None:
