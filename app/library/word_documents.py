@@ -80,6 +80,8 @@ class _WordDocument:
         for kind in ("hdr", "document", "ftr"):
             for _, root in self._parts[kind]:
                 self._write(root, out)
+        for note in self._notes.values():  # to which nothing refers
+            self._write(note, out)
         return "".join(out)
 
     def _children(self, kind: str) -> list[Element]:
@@ -95,7 +97,7 @@ class _WordDocument:
             out.append(AS_TEXT[name])
         elif name == "oMath":
             out.append(escape(_formula(node)))
-        elif name in NOTES and (note := self._notes.get((NOTES[name], _value(node, "id")))) is not None:
+        elif name in NOTES and (note := self._notes.pop((NOTES[name], _value(node, "id")), None)) is not None:
             inside: list[str] = []
             self._write(note, inside)
             out.append(f" ({' '.join(re.sub('<[^>]+>', ' ', ''.join(inside)).split())}) ")

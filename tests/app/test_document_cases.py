@@ -268,7 +268,7 @@ def test_word_headers_footers_and_embedded_html(tmp_path):
 def test_word_comments_on_the_same_words(tmp_path):
     comments = "".join(
         f'<w:comment w:id="{n}" w:initials="A">{paragraph(text)}</w:comment>'
-        for n, text in enumerate(("One.", "Two."))
+        for n, text in enumerate(("One.", "Two.", "Left over."))
     )
     references = "".join(f"<w:r><w:commentReference w:id='{n}'/></w:r>" for n in (0, 1))
     path = docx(
@@ -276,7 +276,7 @@ def test_word_comments_on_the_same_words(tmp_path):
         f"<w:p>{run('Text')}{references}</w:p>",
         comments=("comments.xml", f'<w:comments xmlns:w="{WORD}">{comments}</w:comments>'),
     )
-    assert " ".join(text_of(path).split()) == "Text (One.) (Two.)"
+    assert " ".join(text_of(path).split()) == "Text (One.) (Two.) Left over."
 
 
 @pytest.mark.parametrize(
