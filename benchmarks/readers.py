@@ -11,10 +11,10 @@ kind are skipped, and so is a kind without a folder. In `encodings` a file's fol
     apt-get source --download-only pandoc uchardet libapache-poi-java libreoffice
     apt-get download debian-handbook debian-reference-en debian-reference-ja python3-doc
 
-Of the words that the independent parser finds, `complete` files have at least 99% and `partly` read ones fewer. `Wrong`
-files have words twice (and more text), columns that are not the file's, or hardly a word of it; `in silence` counts those of both
-without a note. Files in which the independent parser finds no word, or that it refuses, are counted but not judged. A
-CSV is rewritten in each of `DIALECTS` first. Needs the extra `bench`.
+Of the words that the independent parser finds, in any order, `complete` files have at least 99% and `partly` read ones
+fewer. `Wrong` files have words twice (and more text), columns that are not the file's, or hardly a word of it; `in
+silence` counts those of both without a note. Files in which the independent parser finds no word, or that it refuses,
+are counted but not judged. A CSV is rewritten in each of `DIALECTS` first. Needs the extra `bench`.
 """
 
 import csv
