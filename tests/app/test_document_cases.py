@@ -54,21 +54,18 @@ def notes_of(path):
         ("math.docx", ["The area is "], ["The area is ."]),
         ("badpage.pdf", ["The key hangs behind the blue door.", "The meeting starts at six."], []),
         ("de_mixed.txt", ["Der Schlüssel für das Bootshaus", "12 €"], ["Ã"]),
+        ("move.docx", ["Rent is due on the 1st."], []),
+        ("box.docx", ["Boxed warning 7."], []),
         ("late_quote.csv", ['note: He said "tighten the valve, then wait", so I did\nowner: Bo Berg'], []),
     ],
 )
 def test_case_is_read_as_people_see_it(name, wanted, unwanted):
     text = text_of(CASES / name)
-    assert all(each in text for each in wanted), text[-2000:]
+    times = {text.count(each) for each in wanted}
+    assert times == {1} or (name == "de_mixed.txt" and 0 not in times), text[
+        -2000:
+    ]  # which repeats its lines
     assert not any(each in text for each in unwanted)
-
-
-@pytest.mark.parametrize(
-    ("name", "once"),
-    [("move.docx", "Rent is due on the 1st."), ("box.docx", "Boxed warning 7.")],
-)
-def test_moved_and_boxed_text_stands_once(name, once):
-    assert text_of(CASES / name).count(once) == 1
 
 
 @pytest.mark.parametrize(
@@ -381,22 +378,12 @@ def test_mail(tmp_path):
     message.set_content("It hangs behind the door.")
     message.add_attachment(b"x", maintype="application", subtype="pdf", filename="plan.pdf")
     (tmp_path / "a.eml").write_bytes(message.as_bytes())
-    assert text_of(tmp_path / "a.eml").split("\n") == [
-        "From: Ada <ada@example.org>",
-        "Subject: Schlüssel",
-        "Attachments: plan.pdf",
-        "",
-        "It hangs behind the door.",
-    ]
-
-
-def test_mailbox(tmp_path):
-    messages = [f"From a@example.org Mon Jan  5 10:00:00 2026\nSubject: {n}\n\nText {n}.\n\n" for n in (1, 2)]
-    (tmp_path / "a.mbox").write_text("".join(messages))
-    assert parse(tmp_path / "a.mbox")["parts"] == [
-        ("Subject: 1\n\nText 1.", "message 1"),
-        ("Subject: 2\n\nText 2.", "message 2"),
-    ]
+    text = (
+        "From: Ada <ada@example.org>\nSubject: Schlüssel\nAttachments: plan.pdf\n\nIt hangs behind the door."
+    )
+    assert parse(tmp_path / "a.eml")["parts"] == [(text, "")]
+    (tmp_path / "a.mbox").write_bytes(b"".join(b"From a\n" + message.as_bytes() + b"\n\n" for _ in range(2)))
+    assert parse(tmp_path / "a.mbox")["parts"] == [(text, "message 1"), (text, "message 2")]
 
 
 def test_pdf_form_values_and_remarks_are_read(tmp_path):
