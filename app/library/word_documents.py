@@ -38,10 +38,11 @@ ENDS_OF = {"rad": ("√(", ")"), "d": ("(", ")"), "m": ("[", "]")}
 def docx_sections(path: Path, notes: list[str]) -> list[tuple[str, str]]:
     """(text, heading) of a DOCX. notes: gets a sentence that names what is embedded. Raises DocumentError."""
     with open_archive(path) as archive:
-        found = _WordDocument(archive, path)
-        if found.left_out:
-            notes.append(f"what is embedded was not read: {shortened(sorted(found.left_out))}")
-        return html_sections(found.html())
+        document = _WordDocument(archive, path)
+        html = document.html()
+        if document.left_out:
+            notes.append(f"what is embedded was not read: {shortened(sorted(document.left_out))}")
+        return html_sections(html)
 
 
 class _WordDocument:

@@ -251,14 +251,16 @@ def test_word_document(tmp_path, body, wanted):
 def test_word_headers_footers_and_embedded_html(tmp_path):
     header = f'<w:hdr xmlns:w="{WORD}">{paragraph("Letterhead")}</w:hdr>'
     footer = f'<w:ftr xmlns:w="{WORD}">{paragraph("Page foot")}</w:ftr>'
-    body = paragraph("Body.") + '<w:altChunk r:id="r2"/>' + paragraph("End.")
+    body = paragraph("Body.") + '<w:altChunk r:id="r2"/><w:altChunk r:id="r3"/>' + paragraph("End.")
     path = docx(
         tmp_path / "a.docx",
         body,
         header=("header1.xml", header),
         footer=("footer1.xml", footer),
         aFChunk=("chunk.html", "<p>From <b>HTML</b>.</p>"),
+        other=("chunk.rtf", "not read"),
     )
+    assert notes_of(path) == "what is embedded was not read: word/chunk.rtf"
     assert text_of(path).split("\n\n") == ["Letterhead", "Body.", "From HTML.", "End.", "Page foot"]
 
 
@@ -419,7 +421,8 @@ def test_pdf_values_that_are_no_text_are_left_out_and_several_are_listed(tmp_pat
 @pytest.mark.parametrize("unmapped", ["\x01\x02\r\n\x03", "\x07", "\x0b\x0e", "T h e k e y " * 20])
 def test_pdf_page_whose_letters_pdfium_cannot_map_is_read_by_pypdf(tmp_path, monkeypatch, unmapped):
     monkeypatch.setattr("pypdfium2.PdfTextPage.get_text_bounded", lambda page: unmapped)
-    assert text_of(write_pdf(tmp_path / "a.pdf", ["The key hangs here."])) == "The key hangs here."
+    path = write_pdf(tmp_path / "a.pdf", ["The key hangs here."])
+    assert text_of(path) == "The key hangs here." and "words may be divided on these pages" in notes_of(path)
 
 
 @pytest.mark.parametrize(
