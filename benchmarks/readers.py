@@ -11,10 +11,10 @@ kind are skipped, and so is a kind without a folder. In `encodings` a file's fol
     apt-get source --download-only pandoc uchardet libapache-poi-java libreoffice
     apt-get download debian-handbook debian-reference-en debian-reference-ja python3-doc
 
-Of the words that the independent parser finds, `complete` files have at least 99% and `partly` read ones fewer. `Wrong`
-files have words twice, columns that are not the file's, or hardly a word of it; `in silence` counts those of both
-without a note. Files in which the independent parser finds no word, or that it refuses, are counted but not judged. A
-CSV is rewritten in each of `DIALECTS` first. Needs the extra `bench`.
+Of the words that the independent parser finds, in any order, `complete` files have at least 99% and `partly` read ones
+fewer. `Wrong` files have words twice (and more text), columns that are not the file's, or hardly a word of it; `in
+silence` counts those of both without a note. Files in which the independent parser finds no word, or that it refuses,
+are counted but not judged. A CSV is rewritten in each of `DIALECTS` first. Needs the extra `bench`.
 """
 
 import csv
@@ -34,7 +34,7 @@ import typer
 from benchmarks.common import run
 from benchmarks.independent_parsers import DIALECTS, KINDS, declared_encoding, expected, words_of
 from ragblend.app.library.file_checks import check_file
-from ragblend.app.library.readers import parse
+from ragblend.app.library.readers import LIBRARIES, parse
 from ragblend.app.library.sandbox import run_in_sandbox
 from ragblend.kvstore.errors import DocumentError
 
@@ -88,7 +88,7 @@ def judge(kind: str, path: Path) -> Read:
     found: dict[str, Any] = {"parts": [], "notes": []}
     try:
         check_file(path)
-        found = run_in_sandbox(parse, path)
+        found = run_in_sandbox(parse, path, imports=LIBRARIES.get(path.suffix.lower(), ()))
     except DocumentError as error:
         reason = f"{type(error).__name__}: {error}"
     seconds, text = time.perf_counter() - begun, "\n".join(text for text, _ in found["parts"])
@@ -161,7 +161,11 @@ def table(found: Iterable[Read]) -> Iterator[str]:
 
 def files_of(kind: str, folder: Path, limit: int, scratch: Path) -> list[Path]:
     """The files of a kind in a folder: `limit` of them at even distances."""
-    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in KINDS[kind].suffixes)
+    found = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.suffix.lower() in KINDS[kind].suffixes and not path.name.startswith(".")
+    )
     if kind == "encodings":
         found = [path for path in found if declared_encoding(path)]
     found = found[:: max(1, -(-len(found) // limit))]

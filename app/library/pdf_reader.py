@@ -34,6 +34,8 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
 
     notes: gets a sentence that names the pages that could not be read.
     """
+    from pypdf.errors import LimitReachedError
+
     begun, damaged, divided = time.monotonic(), list[str](), list[str]()
     with opened(path) as (document, reader):
         count = len(document) if document is not None else len(reader.pages)
@@ -52,8 +54,10 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
                     text = text if _is_broken(other) else other
                 except MemoryError:
                     raise
+                except LimitReachedError as error:
+                    raise _refusal(path, error) from error
                 except Exception:  # pypdf raises anything for a damaged page
-                    text = None
+                    text = text if any(map(str.isprintable, text or "")) else None
             if text is None:
                 damaged.append(label)
             yield "\n".join([text or "", *_filled_in(reader, number)]), f"p. {label}"

@@ -201,11 +201,11 @@ READERS: dict[str, Reader] = {
 
 # What a reader imports: its process is new for each file, and gets these from the process that it is forked from.
 LIBRARIES = {
-    ".pdf": ("pypdfium2", "pypdf"), ".xlsx": ("openpyxl",), ".pptx": ("pptx",), ".csv": ("clevercsv",),
-    ".tsv": ("clevercsv",), ".md": ("markdown_it",), ".rst": ("docutils.core", "selectolax.lexbor"),
-}  # fmt: skip
-MARKUP = ("selectolax.lexbor", "defusedxml.ElementTree")
-LIBRARIES |= dict.fromkeys((".docx", ".html", ".htm", ".xhtml", ".epub"), MARKUP)
+    ".pdf": ("pypdfium2", "pypdf"), ".xlsx": ("openpyxl",), ".pptx": ("pptx",), ".csv": ("clevercsv", "chardet"),
+    ".tsv": ("clevercsv", "chardet"), ".txt": ("chardet",), ".md": ("markdown_it",), ".rst": ("docutils.core",),
+} | dict.fromkeys(
+    (".docx", ".html", ".htm", ".xhtml", ".epub"), ("selectolax.lexbor", "defusedxml.ElementTree", "chardet")
+)  # fmt: skip
 
 
 def _no_text(path: Path) -> str:

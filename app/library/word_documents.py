@@ -38,10 +38,11 @@ ENDS_OF = {"rad": ("√(", ")"), "d": ("(", ")"), "m": ("[", "]")}
 def docx_sections(path: Path, notes: list[str]) -> list[tuple[str, str]]:
     """(text, heading) of a DOCX. notes: gets a sentence that names what is embedded. Raises DocumentError."""
     with open_archive(path) as archive:
-        found = _WordDocument(archive, path)
-        if found.left_out:
-            notes.append(f"what is embedded was not read: {shortened(sorted(found.left_out))}")
-        return html_sections(found.html())
+        document = _WordDocument(archive, path)
+        html = document.html()
+        if document.left_out:
+            notes.append(f"what is embedded was not read: {shortened(sorted(document.left_out))}")
+        return html_sections(html)
 
 
 class _WordDocument:
@@ -80,6 +81,8 @@ class _WordDocument:
         for kind in ("hdr", "document", "ftr"):
             for _, root in self._parts[kind]:
                 self._write(root, out)
+        for note in self._notes.values():  # to which nothing refers
+            self._write(note, out)
         return "".join(out)
 
     def _children(self, kind: str) -> list[Element]:
@@ -95,7 +98,7 @@ class _WordDocument:
             out.append(AS_TEXT[name])
         elif name == "oMath":
             out.append(escape(_formula(node)))
-        elif name in NOTES and (note := self._notes.get((NOTES[name], _value(node, "id")))) is not None:
+        elif name in NOTES and (note := self._notes.pop((NOTES[name], _value(node, "id")), None)) is not None:
             inside: list[str] = []
             self._write(note, inside)
             out.append(f" ({' '.join(re.sub('<[^>]+>', ' ', ''.join(inside)).split())}) ")

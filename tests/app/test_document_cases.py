@@ -54,21 +54,18 @@ def notes_of(path):
         ("math.docx", ["The area is "], ["The area is ."]),
         ("badpage.pdf", ["The key hangs behind the blue door.", "The meeting starts at six."], []),
         ("de_mixed.txt", ["Der Schlüssel für das Bootshaus", "12 €"], ["Ã"]),
+        ("move.docx", ["Rent is due on the 1st."], []),
+        ("box.docx", ["Boxed warning 7."], []),
         ("late_quote.csv", ['note: He said "tighten the valve, then wait", so I did\nowner: Bo Berg'], []),
     ],
 )
 def test_case_is_read_as_people_see_it(name, wanted, unwanted):
     text = text_of(CASES / name)
-    assert all(each in text for each in wanted), text[-2000:]
+    times = {text.count(each) for each in wanted}
+    assert times == {1} or (name == "de_mixed.txt" and 0 not in times), text[
+        -2000:
+    ]  # which repeats its lines
     assert not any(each in text for each in unwanted)
-
-
-@pytest.mark.parametrize(
-    ("name", "once"),
-    [("move.docx", "Rent is due on the 1st."), ("box.docx", "Boxed warning 7.")],
-)
-def test_moved_and_boxed_text_stands_once(name, once):
-    assert text_of(CASES / name).count(once) == 1
 
 
 @pytest.mark.parametrize(
@@ -254,21 +251,23 @@ def test_word_document(tmp_path, body, wanted):
 def test_word_headers_footers_and_embedded_html(tmp_path):
     header = f'<w:hdr xmlns:w="{WORD}">{paragraph("Letterhead")}</w:hdr>'
     footer = f'<w:ftr xmlns:w="{WORD}">{paragraph("Page foot")}</w:ftr>'
-    body = paragraph("Body.") + '<w:altChunk r:id="r2"/>' + paragraph("End.")
+    body = paragraph("Body.") + '<w:altChunk r:id="r2"/><w:altChunk r:id="r3"/>' + paragraph("End.")
     path = docx(
         tmp_path / "a.docx",
         body,
         header=("header1.xml", header),
         footer=("footer1.xml", footer),
         aFChunk=("chunk.html", "<p>From <b>HTML</b>.</p>"),
+        other=("chunk.rtf", "not read"),
     )
+    assert notes_of(path) == "what is embedded was not read: word/chunk.rtf"
     assert text_of(path).split("\n\n") == ["Letterhead", "Body.", "From HTML.", "End.", "Page foot"]
 
 
 def test_word_comments_on_the_same_words(tmp_path):
     comments = "".join(
         f'<w:comment w:id="{n}" w:initials="A">{paragraph(text)}</w:comment>'
-        for n, text in enumerate(("One.", "Two."))
+        for n, text in enumerate(("One.", "Two.", "Left over."))
     )
     references = "".join(f"<w:r><w:commentReference w:id='{n}'/></w:r>" for n in (0, 1))
     path = docx(
@@ -276,7 +275,7 @@ def test_word_comments_on_the_same_words(tmp_path):
         f"<w:p>{run('Text')}{references}</w:p>",
         comments=("comments.xml", f'<w:comments xmlns:w="{WORD}">{comments}</w:comments>'),
     )
-    assert " ".join(text_of(path).split()) == "Text (One.) (Two.)"
+    assert " ".join(text_of(path).split()) == "Text (One.) (Two.) Left over."
 
 
 @pytest.mark.parametrize(
@@ -381,22 +380,12 @@ def test_mail(tmp_path):
     message.set_content("It hangs behind the door.")
     message.add_attachment(b"x", maintype="application", subtype="pdf", filename="plan.pdf")
     (tmp_path / "a.eml").write_bytes(message.as_bytes())
-    assert text_of(tmp_path / "a.eml").split("\n") == [
-        "From: Ada <ada@example.org>",
-        "Subject: Schlüssel",
-        "Attachments: plan.pdf",
-        "",
-        "It hangs behind the door.",
-    ]
-
-
-def test_mailbox(tmp_path):
-    messages = [f"From a@example.org Mon Jan  5 10:00:00 2026\nSubject: {n}\n\nText {n}.\n\n" for n in (1, 2)]
-    (tmp_path / "a.mbox").write_text("".join(messages))
-    assert parse(tmp_path / "a.mbox")["parts"] == [
-        ("Subject: 1\n\nText 1.", "message 1"),
-        ("Subject: 2\n\nText 2.", "message 2"),
-    ]
+    text = (
+        "From: Ada <ada@example.org>\nSubject: Schlüssel\nAttachments: plan.pdf\n\nIt hangs behind the door."
+    )
+    assert parse(tmp_path / "a.eml")["parts"] == [(text, "")]
+    (tmp_path / "a.mbox").write_bytes(b"".join(b"From a\n" + message.as_bytes() + b"\n\n" for _ in range(2)))
+    assert parse(tmp_path / "a.mbox")["parts"] == [(text, "message 1"), (text, "message 2")]
 
 
 def test_pdf_form_values_and_remarks_are_read(tmp_path):
@@ -432,7 +421,8 @@ def test_pdf_values_that_are_no_text_are_left_out_and_several_are_listed(tmp_pat
 @pytest.mark.parametrize("unmapped", ["\x01\x02\r\n\x03", "\x07", "\x0b\x0e", "T h e k e y " * 20])
 def test_pdf_page_whose_letters_pdfium_cannot_map_is_read_by_pypdf(tmp_path, monkeypatch, unmapped):
     monkeypatch.setattr("pypdfium2.PdfTextPage.get_text_bounded", lambda page: unmapped)
-    assert text_of(write_pdf(tmp_path / "a.pdf", ["The key hangs here."])) == "The key hangs here."
+    path = write_pdf(tmp_path / "a.pdf", ["The key hangs here."])
+    assert text_of(path) == "The key hangs here." and "words may be divided on these pages" in notes_of(path)
 
 
 @pytest.mark.parametrize(
