@@ -101,6 +101,7 @@ def _reading(gguf: Path) -> Iterator[None]:
     for seconds. Raises CorruptModelError for what the readers raise.
     """
     import gguf as package
+    from gguf.gguf_reader import GGUFReader
 
     package.GGUFReader = _parsed  # type: ignore[misc, assignment]
     try:
@@ -111,7 +112,7 @@ def _reading(gguf: Path) -> Iterator[None]:
             "cut short: fetch it again"
         ) from error
     finally:
-        package.GGUFReader = package.gguf_reader.GGUFReader  # type: ignore[misc]
+        package.GGUFReader = GGUFReader  # type: ignore[misc]
 
 
 def _convert_tokenizer(gguf: Path, folder: Path) -> None:
