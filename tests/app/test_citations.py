@@ -133,26 +133,30 @@ def test_exchanged_and_opposite_words_are_not_supported(passage, changed):
 
 
 MANUAL = (
-    "The machine must be descaled every three months. Backflushing the machine takes 3 g of powder each week."
+    "The machine needs descaling every three months with acid. Each week the machine is backflushed with powder. "
+    "A discount of five percent is granted if the invoice is paid within ten days."
 )
 
 
 @pytest.mark.parametrize(
     ("sentence", "is_supported"),
     [
-        ("The machine should be descaled every three months.", True),
+        ("The machine needs descaling every three months.", True),
         (
-            "The machine must be backflushed every three months.",
+            "The machine needs descaling and backflushing every three months with acid.",
             False,
-        ),  # the passage's verb of another sentence
-        ("The machine must be descaled every three months by a trained plumber.", False),  # more than it says
-        ("The machine must be descaled every three weeks.", False),
+        ),  # another's verb
+        ("A discount of 5 percent is granted if the invoice is shredded within ten days.", False),
         (
-            "The machine must be descaled every three months, and backflushing the machine takes 3 g of powder.",
+            "A discount of 5 percent is granted if the invoice is paid within ten days by trained plumbers.",
+            False,
+        ),
+        (
+            "The machine needs descaling every three months, and each week the machine is backflushed with powder.",
             True,
         ),
         (
-            "The machine must be descaled every three months, and backflushing the machine takes 5 g of powder.",
+            "The machine needs descaling every three months, and each week the machine is backflushed with soap.",
             False,
         ),
     ],
