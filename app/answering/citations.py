@@ -164,7 +164,9 @@ def with_marks(
     added = [
         (each.stop, f" [{each.number}]") if each.by == "match" else (each.stop - 1, DOUBT)
         for each in cited.citations
-        if each.by == "match" or each.place is None
+        if each.by == "match"
+        or each.source is None
+        or (each.place is None and _is_in_statement(each, text, spans))
     ]
     added += [(mark.stop, f" [{DOUBT}]") for mark in cited.marks if mark.text and mark.source is None]
     ours = {source.number for source in sources}
@@ -175,6 +177,11 @@ def with_marks(
     for place, mark in sorted(dict.fromkeys(added), key=lambda each: each[0]):
         marked, at = f"{marked}{text[at:place]}{mark}", place
     return marked + text[at:]
+
+
+def _is_in_statement(citation: Citation, text: str, spans: Sequence[tuple[int, int]]) -> bool:
+    """Whether its sentence has enough words to say that the source does not support it."""
+    return any(a <= citation.start < b and is_statement(text[a:b]) for a, b in spans)
 
 
 @lru_cache(maxsize=512)

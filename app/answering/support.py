@@ -1,9 +1,11 @@
 """Decides whether a passage supports a sentence, and where: rules on words, no model. Pure functions over text.
 
-A sentence is compared with single sentences of the passage, not with all its words: a bag of words supports "never
-under water" as well as "under water". Most of its words must be there, and all numbers and names. A replaced word, an
-added or missing negation, an opposite, or two exchanged numbers make it another statement. In scripts without blanks
-between words (Chinese, Japanese, Thai) all of the sentence must be there: one character more may be its negation.
+A sentence, or each of its clauses, is compared with single sentences of the passage, not with all its words: a bag of
+words supports "never under water" as well as "under water". Most of its words must be there in some form, and all
+numbers and names. Missing words are taken for the answer's own wording, unless the passage uses them elsewhere (they
+belong to another statement) or two are side by side (a statement of its own). A replaced word, an added or missing
+negation, or two exchanged numbers make it another statement. In scripts without blanks between words (Chinese,
+Japanese, Thai) all of the sentence must be there: one character more may be its negation.
 """
 
 import re

@@ -132,9 +132,51 @@ def test_exchanged_and_opposite_words_are_not_supported(passage, changed):
     assert supporting(passage, passage) is not None and supporting(changed, passage) is None
 
 
+MANUAL = (
+    "The machine needs descaling every three months with acid. Each week the machine is backflushed with powder. "
+    "A discount of five percent is granted if the invoice is paid within ten days."
+)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "is_supported"),
+    [
+        ("The machine needs descaling every three months.", True),
+        (
+            "The machine needs descaling and backflushing every three months with acid.",
+            False,
+        ),  # another's verb
+        ("A discount of 5 percent is granted if the invoice is shredded within ten days.", False),
+        (
+            "A discount of 5 percent is granted if the invoice is paid within ten days by trained plumbers.",
+            False,
+        ),
+        (
+            "The machine needs descaling every three months, and each week the machine is backflushed with powder.",
+            True,
+        ),
+        (
+            "The machine needs descaling every three months, and each week the machine is backflushed with soap.",
+            False,
+        ),
+    ],
+)
+def test_words_of_another_statement_are_no_rephrasing(sentence, is_supported):
+    """`Backflushed every three months` was given the sentence about descaling."""
+    assert (supporting(sentence, MANUAL) is not None) is is_supported
+
+
 @pytest.mark.parametrize(
     ("sentence", "passage"),
     [
+        (
+            "The tower is 38 meters high and stands on granite.",
+            "The tower, 38 metres high, stands on a base of granite.",
+        ),
+        (
+            "Die Miete kostet 820 Euro im Monat.",
+            "Im Monat kosten die Mieten 820 Euro und die Garage 60 Euro.",
+        ),
         ("It weighs 310 pounds in all.", "It weighs three hundred and ten pounds in all."),
         ("The toll was 1200 crowns.", "The toll was 1,200 crowns."),
         ("The bell came from Hull in 1926.", "The bell is new. It came from Hull in 1926 by cart."),
