@@ -33,6 +33,7 @@ MAGIC = {
     b"PK\x03\x04": "zip",
     b"PK\x05\x06": "zip",
     b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": "ole",
+    b"\x89PNG": "PNG image",
     b"{\\rtf": "rtf",
 }
 MARKUP = {".xml", ".xhtml", ".html", ".htm", ".opf"}

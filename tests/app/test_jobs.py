@@ -71,7 +71,7 @@ def test_a_bad_file_among_good_ones_has_its_reason_and_can_be_retried(jobs, work
     assert added.failed[0][0] == str(documents / "nowhere.txt") and "no such file" in added.failed[0][1]
     finish(jobs)
     failed = jobs.page(state="failed")[0]
-    assert [job.name for job in failed] == ["bad.pdf"] and "binary file" in failed[0].reason
+    assert [job.name for job in failed] == ["bad.pdf"] and "PNG image" in failed[0].reason
     assert jobs.overview().counts["done"] == 3
     bad.write_bytes(b"%PDF-1.4 broken")
     assert jobs.retry([failed[0].id]) == 1

@@ -115,7 +115,7 @@ OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600)
         (EncryptedDocumentError, "a.docx", OLE, ["without a password"]),
         (UnreadableDocumentError, "a.txt", b"%PDF-1.4 rest", ["promises", "pdf"]),
         (UnreadableDocumentError, "a.pdf", b"just some text", ["promises", "text"]),
-        (UnreadableDocumentError, "a.md", b"\x89PNG\r\n\x1a\n" + bytes(50), ["promises", "binary"]),
+        (UnreadableDocumentError, "a.md", b"\x89PNG\r\n\x1a\n" + bytes(50), ["promises", "PNG image"]),
         (UnreadableDocumentError, "a.html", b"\x7fELF" + bytes(50), ["promises", "binary"]),
         (UnreadableDocumentError, "a.csv", b"a,b\n1,\x00\x01\x02", ["promises", "binary"]),
         (UnreadableDocumentError, "a.docx", b"plain words", ["promises", "text"]),
