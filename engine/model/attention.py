@@ -31,11 +31,14 @@ from ragblend.engine.model.device import cpu_features
 NAME, EAGER = "ragblend", "ragblend_eager"
 ROOM_STEP = 256
 TILE_ROWS = 64  # the fastest of 32, 64, 128 and 256, by the kernel and by products
-WIDE_TILE_ROWS = 256  # the same if keys are packed: 64 take 1.4 to 1.8 times as long for 800 rows of 3,200
+WIDE_TILE_ROWS = (
+    128  # the same if keys are packed: 64 unfolded take 1.3 to 2 times as long for 800 rows of 3,200
+)
 WASTED_SCORES = 8192  # masked scores that cost as much as one more tile's calls
 WASTED_PRODUCTS = 12288  # the same for products, where a tile has its own shape
-FOLDED_ROWS = 256  # the most rows that are folded: masks of more would cost much memory and save little time
-FOLDED_BYTES = 24 << 20  # the most that masks may take if keys are packed, where folding saves a third
+FOLDED_ROWS = (
+    256  # the most rows whose folded masks are kept, as more cost much memory; without AMX the most to fold
+)
 # How much faster products must be: unlike the kernel they round scores to the model's dtype.
 PRODUCTS_GAIN = 1.25
 _MEASURING = threading.Lock()
@@ -57,14 +60,16 @@ class Tile:
 
     _folds: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    def folded(self, group: int) -> Tensor | None:
-        """(group * rows, keys): the mask of all keys, repeated for a group's heads; computed once for all layers."""
-        if self.mask is None:
-            return None
-        if group not in self._folds:
-            left = self.masked_from_key - self.first_key
-            self._folds[group] = nn.functional.pad(self.mask, (left, 0)).repeat(group, 1)
-        return self._folds[group]
+    def folded(self, group: int, is_kept: bool) -> Tensor | None:
+        """(group * rows, keys): the mask of all keys, repeated for a group's heads; is_kept: for the next layers."""
+        if self.mask is None or group in self._folds:
+            return self._folds.get(group)
+        rows, keys = self.stop - self.start, self.stop_key - self.first_key
+        folded = self.mask.new_zeros(group, rows, keys)
+        folded[..., self.masked_from_key - self.first_key :] = self.mask
+        if is_kept:
+            self._folds[group] = folded.flatten(0, 1)
+        return folded.flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -298,10 +303,8 @@ def _by_kernel(query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
     """query (1, N, R, D), key and value (1, H, T, D) -> (1, R, N, D), tile by tile."""
     heads, rows, size = query.shape[1:]
     group = heads // key.shape[1]
-    folds = rows <= FOLDED_ROWS
-    if not folds and packs_keys(query.dtype):
-        scores = sum((each.stop - each.start) * (each.stop_key - each.first_key) for each in tiles)
-        folds = group * scores * query.element_size() <= FOLDED_BYTES
+    is_small = rows <= FOLDED_ROWS
+    folds = is_small or packs_keys(query.dtype)
     groups = query.reshape(key.shape[1], group, rows, size)  # (H, G, R, D)
     out = torch.empty((1, rows, heads, value.shape[-1]), dtype=query.dtype, device=query.device)
     for tile in tiles:
@@ -310,7 +313,7 @@ def _by_kernel(query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
             queries = queries.flatten(1, 2)[:, None]  # (H, 1, G * R, D)
         shape = (*queries.shape[:2], tile.stop_key - tile.first_key, -1)
         keys = slice(tile.first_key, tile.stop_key)
-        mask = tile.folded(group if folds else 1)
+        mask = tile.folded(group if folds else 1, is_kept=is_small or not folds)
         part = nn.functional.scaled_dot_product_attention(
             queries,
             key[0, :, None, keys].expand(shape),

@@ -40,7 +40,7 @@ def nodes(bench):
 @pytest.mark.parametrize(
     ("kind", "count", "codec"),
     [
-        ("llama", 80, "raw"), ("llama", 40, "int4"), ("llama", 40, "int8"), ("gemma3", 40, "raw"),
+        ("llama", 80, "raw"), ("llama", 60, "int4"), ("llama", 40, "int8"), ("gemma3", 40, "raw"),
         ("gemma3", 40, "int4"), ("phi3-partial", 40, "raw"), ("gemma2", 40, "raw"),
     ],
 )  # fmt: skip

@@ -149,17 +149,16 @@ def test_stored_values_are_little_larger_than_their_kv(engine):
 def test_an_answers_memory_is_at_most_one_and_a_half_times_its_kv(engine, smollm2_home):
     """Must show 5, for six chunks of 512 tokens, in a process of its own.
 
-    What tensors take is counted: 1.28 of the KV (1.47 on a processor with AMX, where torch's attention packs a layer's
-    keys and values first), and nothing when the answer is there. Seen from outside a first answer
-    of 100 tokens is 1.1 to 1.7 of it, the more the busier the machine is, by how threads and pages fall and kernels are
-    compiled; a second one needs 0.4 at most, for what the first one gave back serves again. Products of a new shape for
-    each token made the first one 2.2.
+    What tensors take is counted: 1.28 of the KV, and nothing when the answer is there (with AMX 1.47, when all heads'
+    keys were packed for each tile). Seen from outside a first answer of 100 tokens is 1.1 to 1.7 of it, the more the
+    busier the machine is, by how threads and pages fall and kernels are compiled; a second one needs 0.4 at most, for
+    what the first one gave back serves again. Products of a new shape for each token made the first one 2.2.
     """
     found = memory_of(smollm2_home)
     assert found["hits"] == 6
     assert found["tokens"] > 3000
     assert found["generated"] == 100
-    assert 1 < found["allocated_bytes"] / found["kv_bytes"] < 1.5
+    assert 1 < found["allocated_bytes"] / found["kv_bytes"] < 1.4
     assert found["left_bytes"] == 0
     first, second = (each / found["kv_bytes"] for each in found["resident_bytes"])
     assert first < 2, "what is counted is not what the process takes"

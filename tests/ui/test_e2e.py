@@ -172,7 +172,7 @@ def test_two_methods_are_compared(open_page) -> None:
     page.click("#rb-compare-go")
     page.wait_for_function("document.querySelectorAll('.rb-sides section').length === 2")
     page.wait_for_selector("#rb-compare-stop", state="hidden")
-    for said in ("Re-read what the question needs, adjust the rest (recommended), 15%", "five hours"):
+    for said in ("Re-read what the question needs, adjust the rest (recommended), 25%", "five hours"):
         mine.expect(".rb-sides").to_contain_text(said)
     page.screenshot(path=screenshots() / "compare.png")
 

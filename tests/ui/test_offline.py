@@ -1,6 +1,7 @@
 """The page works without a network, and contacts no address but loopback."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -31,6 +32,7 @@ def test_ingest_ask_and_page_without_a_network(tmp_path, tiny_folder, browser_pa
         capture_output=True,
         text=True,
         timeout=500,
+        env={**os.environ, "PYTHONPATH": str(STORY.parents[1])},
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     told = json.loads(ran.stdout)
