@@ -7,9 +7,11 @@ spinning for milliseconds, ten times slower. So threads spin only if there is a 
 """
 
 import os
+import time
 from pathlib import Path
 
 SPINS = "4000"  # of GNU OpenMP, which torch brings on Linux
+LOOKS, LOOK_S = 8, 0.005  # at the number of running threads
 
 
 def set_thread_spinning(load: Path = Path("/proc/loadavg")) -> None:
@@ -24,13 +26,20 @@ def set_thread_spinning(load: Path = Path("/proc/loadavg")) -> None:
 
 
 def _has_idle_core_per_thread(load: Path) -> bool:
-    """Whether as many cores are idle now as torch uses threads."""
+    """Whether as many cores are idle as torch uses threads, at any of some moments.
+
+    A shell that starts the next program of a pipe is not a busy one: by a single look answers took three times as long.
+    """
     import psutil  # type: ignore[import-untyped]
 
     try:
-        running = int(load.read_text().split()[3].partition("/")[0])
         cores = len(psutil.Process().cpu_affinity())
         threads = int(os.environ.get("OMP_NUM_THREADS") or psutil.cpu_count(logical=False) or cores)
+        for _ in range(LOOKS):
+            running = int(load.read_text().split()[3].partition("/")[0])
+            if running - 1 + min(threads, cores) <= cores:
+                return True
+            time.sleep(LOOK_S)
     except (OSError, ValueError, IndexError, AttributeError):
-        return False
-    return running - 1 + min(threads, cores) <= cores
+        pass
+    return False

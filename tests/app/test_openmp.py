@@ -1,6 +1,7 @@
 """OpenMP's threads spin only where there are idle cores, and the user's environment is kept."""
 
 import os
+from unittest.mock import Mock
 
 import pytest
 
@@ -37,3 +38,14 @@ def test_threads_spin_if_there_are_idle_cores(tmp_path, monkeypatch, load, given
         (tmp_path / "loadavg").write_text(load)
     set_thread_spinning(tmp_path / "loadavg")
     assert [os.environ.get(name) for name in NAMES] == [policy, spins]
+
+
+def test_a_moment_of_other_work_does_not_stop_threads_from_spinning(monkeypatch):
+    """A shell that started the rest of a pipe was counted, and answers took three times as long."""
+    for name in NAMES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(CORES))
+    load = Mock(read_text=Mock(side_effect=[ONE_BUSY, IDLE]))
+    set_thread_spinning(load)
+    assert os.environ.get("GOMP_SPINCOUNT") == SPINS
