@@ -134,9 +134,10 @@ def _figures(
         source = None if figure in unsupported else next(having, None)
         if source is None and figure not in unsupported:
             continue
-        for match in re.finditer(rf"(?<![\w.,-]){re.escape(figure)}(?!\w|[.,-]\d)", text[:stop]):
+        standing = re.compile(rf"(?<![\w.,-]){re.escape(figure)}(?!\w|[.,-]\d)")
+        for match in standing.finditer(text, start, stop):
             first, last = match.span()
-            if first >= start and not any(first < end and begin < last for begin, end in no_words):
+            if not any(first < end and begin < last for begin, end in no_words):
                 marks.append(Mark(first, last, figure, source))
                 no_words.append((first, last))
     return sorted(marks, key=lambda mark: mark.start)
