@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ragblend.engine.scheduling.helper_threads import end_helper_threads
 from ragblend.engine.scheduling.order import Claim, RequestOrder, Ticket
 from ragblend.kvstore.errors import Cancelled
 
@@ -130,6 +131,7 @@ class DeviceQueue:
         try:
             yield DeviceTurn(self, ticket, cancel)
         finally:
+            end_helper_threads()
             with self._lock:
                 self._remove(ticket)
                 if not background:
@@ -140,6 +142,8 @@ class DeviceQueue:
 
         Raises Cancelled if the request is cancelled meanwhile. Its deadline no longer counts: it has begun.
         """
+        if ticket.claim.shares and self.has_waiting:
+            end_helper_threads()
         with self._lock:
             now = time.monotonic()
             if ticket.claim.shares and now >= self._since + after_s and self.has_waiting:
