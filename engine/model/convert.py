@@ -135,7 +135,7 @@ def _convert(gguf: Path, tokenizer: Path, folder: Path, dtype: str) -> None:
 
     from ragblend.engine.model.device import exclusive_model_loading
 
-    with exclusive_model_loading(shows_bars=True), _reading(gguf):
+    with exclusive_model_loading(), _reading(gguf):
         model = AutoModelForCausalLM.from_pretrained(
             str(gguf.parent),
             gguf_file=gguf.name,

@@ -33,8 +33,8 @@ _loading, _recording = threading.Lock(), threading.Lock()
 
 
 @contextlib.contextmanager
-def exclusive_model_loading(shows_bars: bool = False) -> Iterator[None]:
-    """Context for loading a model by transformers: one at a time, without its "Loading weights" messages.
+def exclusive_model_loading() -> Iterator[None]:
+    """Context for loading a model by transformers: one at a time, without its progress bars.
 
     transformers patches itself process-wide while loading: a model loaded together with the embedder lacked its tied
     head.
@@ -44,9 +44,6 @@ def exclusive_model_loading(shows_bars: bool = False) -> Iterator[None]:
     from transformers import logging
 
     with _loading:
-        if shows_bars:
-            yield
-            return
         before = logging.set_tqdm_hook(lambda factory, args, kwargs: logging.EmptyTqdm(*args, **kwargs))
         try:
             yield
