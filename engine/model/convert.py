@@ -8,7 +8,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ log = logging.getLogger("ragblend")
 
 
 def convert_gguf(gguf: Path, home: Path, dtype: str) -> Path:
-    """The folder under home/models with the model as safetensors, converted on first use (transformers shows a bar).
+    """The folder under home/models with the model as safetensors, converted on first use.
 
     Raises CorruptModelError for a damaged or unknown GGUF, StoreFullError if the disk is full.
     """
@@ -98,12 +99,14 @@ def _parsed(gguf: str) -> Any:
 @contextmanager
 def _reading(gguf: Path) -> Iterator[None]:
     """Give transformers one reader of the file: it makes three for a model, each of which parses the vocabulary again
-    for seconds. Raises CorruptModelError for what the readers raise.
+    for seconds. It shows no bar of its own. Raises CorruptModelError for what the readers raise.
     """
     import gguf as package
     from gguf.gguf_reader import GGUFReader
 
+    weights_reader: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     package.GGUFReader = _parsed  # type: ignore[misc, assignment]
+    bar, weights_reader.tqdm = weights_reader.tqdm, partial(weights_reader.tqdm, disable=True)
     try:
         yield
     except CONVERSION_ERRORS as error:
@@ -113,6 +116,7 @@ def _reading(gguf: Path) -> Iterator[None]:
         ) from error
     finally:
         package.GGUFReader = GGUFReader  # type: ignore[misc]
+        weights_reader.tqdm = bar
 
 
 def _convert_tokenizer(gguf: Path, folder: Path) -> None:
@@ -142,9 +146,9 @@ def _convert(gguf: Path, tokenizer: Path, folder: Path, dtype: str) -> None:
             dtype=DTYPES[dtype],
             quantization_config=GgufConfig(dequantize=True),
         )
-    # The safetensors are not quantized any more.
-    vars(model.config).pop("quantization_config", None)
-    model.hf_quantizer = None  # type: ignore[assignment]
-    model.save_pretrained(folder)
+        # The safetensors are not quantized any more.
+        vars(model.config).pop("quantization_config", None)
+        model.hf_quantizer = None  # type: ignore[assignment]
+        model.save_pretrained(folder)
     shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
     _parsed.cache_clear()

@@ -6,7 +6,9 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
-HARD = 2  # omp_pause_hard: the team ends; the next parallel loop starts another within a tenth of a millisecond
+HARD = (
+    2  # omp_pause_hard: the team ends; the next parallel loop starts another within a tenth of a millisecond
+)
 
 
 def end_helper_threads() -> None:

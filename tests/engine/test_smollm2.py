@@ -69,6 +69,14 @@ def test_the_bundled_model_is_converted_once_for_all_homes(engine, with_smollm2,
     assert another.runtime.folder.samefile(first)
 
 
+def test_a_conversion_writes_nothing_to_the_terminal(tmp_path, capfd):
+    """Each reader of transformers showed a bar of its own."""
+    assert (
+        Engine.open(home=tmp_path, device="cpu", dtype="bfloat16").runtime.folder / "config.json"
+    ).is_file()
+    assert "".join(capfd.readouterr()) == ""
+
+
 def divergence(expected, found):
     """KL(expected || found) in nats."""
     p, q = (logits.double().log_softmax(-1) for logits in (expected, found))
