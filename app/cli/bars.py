@@ -19,7 +19,7 @@ LABELS: dict[Stage, str] = {
     "measure": "Measuring",
 }
 PREPARING = {
-    "converting": "The model is being converted for its first use (seconds for a small one, minutes for a large one) ...",
+    "converting": "The model is being converted for its first use: seconds for a small one, else minutes ...",
     "loading": "Loading the model ...",
 }
 
