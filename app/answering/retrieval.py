@@ -99,7 +99,8 @@ def _rank_together(
 ) -> list[AnswerSource]:
     """The relevant passages of collections with one embedder, in the combined order of vectors and words.
 
-    Those with a code or quoted phrase of the question come first: who asks for one means exactly that.
+    Those with a code or quoted phrase of the question come first, the more of its other words the sooner: who asks
+    for one means exactly that, and an error code stands in the manual of each appliance.
     """
     first, library = workspaces[0], workspaces[0].library
     scores, embedder = dict[str, float](), None
@@ -126,7 +127,7 @@ def _rank_together(
         order = [*by_words, *(node for node in by_nearness if node not in words)]
     else:
         order = reciprocal_rank_fusion(by_nearness, by_words)
-    order.sort(key=lambda node: node not in words or not words[node].is_exact)
+    order.sort(key=lambda node: -words[node].share if node in words and words[node].is_exact else 1)
     return [sources[node] for node in order]
 
 

@@ -1,16 +1,13 @@
 """Whether the bundled embedder knows the language of a collection's documents: it knows English only."""
 
 from ragblend.app.database import split_words
+from ragblend.app.library.registry import COMMON_WORDS
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.embeddings import DEFAULT
 
 LOOKED_AT, LEAST_WORDS = 200, 10
-COMMON_WORDS = frozenset(
-    """a an the and or but if of to in on at by for with from as is are was were be been do does did have has had will
-    would can could may it its he she they his her their you your this that there who which what when""".split()  # noqa: SIM905
-)
 ENGLISH_SHARE = (
-    0.1  # of these words; English prose has about 0.4, English invoices 0.15, other languages 0.01 to 0.09
+    0.1  # of words are common; English prose has about 0.4, invoices 0.15, other languages 0.01 to 0.09
 )
 NOTICE = (
     "Many documents in {collection!r} are not in English, which is the only language that the bundled embedder knows: "

@@ -90,9 +90,15 @@ TABLES = (
 # In quotation marks of one kind or another.
 QUOTED = re.compile('"([^"]+)"|“([^”]+)”|„([^“”]+)[“”]|«([^»]+)»|»([^«]+)«|「([^」]+)」|『([^』]+)』')
 MOST_WORDS = 100  # of a question that are searched
+# English words of no subject: "does" is rarer in manuals than "error".
+COMMON_WORDS = frozenset(
+    """a an the and or but if of to in on at by for with from as is are was were be been do does did have has had will
+    would can could may it its he she they his her their you your this that there who which what when""".split()  # noqa: SIM905
+)
 # A number or code with its parts: INV-2024-0817, 48213, 4711. A year, a round number, or a number with its unit is not
 # one: passages contain them by chance.
 CODE = re.compile(r"[^\W_]+(?:[-_./\u2010-\u2015][^\W_]+)*")
+SHORT_CODE = re.compile(r"[A-Z]\d\d")
 COMMON = re.compile(r"\d[\d.]*000|(?:1[5-9]|20)\d\d|\d+[^\W\d_]+|\d\d?[./]\d\d?")
 
 
@@ -142,8 +148,8 @@ class WordMatch:
     """How a passage matches a question's words.
 
     is_exact: it has a code or quoted phrase of the question; words: how many of its words the passage has, without
-    those of codes; share: of the question's words, weighed by their rarity in the collections (0 to 1). Words that half
-    of the passages have do not count.
+    those of codes and `COMMON_WORDS`; share: of the question's words, weighed by their rarity in the collections (0 to
+    1). Words that half of the passages have do not count.
     """
 
     is_exact: bool
@@ -484,6 +490,8 @@ class Library(Database):
                 continue
             rarity = _rarity(sum(having), asked)
             whole += rarity
+            if plain in COMMON_WORDS:
+                continue
             for word, here in zip(words, having, strict=True):
                 # FTS5 computes the rarity over all collections.
                 weight = -rarity / _rarity(here, everywhere)
@@ -613,14 +621,19 @@ class Library(Database):
 def exact_parts(question: str) -> list[str]:
     """Numbers and codes in a question that identify something, such as an invoice, and what it puts in quotes.
 
-    A code has at least four letters or digits. If the question is only the code, three are enough, and a year counts.
+    A code has at least four letters or digits, or is a capital with two digits, like the error E07. If the question is
+    only the code, three are enough, and a year counts.
     """
     text = unicodedata.normalize("NFKC", question)
     quoted = [each for found in QUOTED.findall(text) for each in found if len(WORD.findall(each)) > 1]
     found = [code for code in CODE.findall(text) if re.search(r"\d", code)]
     if found and len(WORD.findall(question)) == len(WORD.findall(found[0])):
         return [code for code in found if len(code) >= 3]
-    codes = [c for c in found if len("".join(WORD.findall(c))) >= 4 and not COMMON.fullmatch(c)]
+    codes = [
+        c
+        for c in found
+        if (len("".join(WORD.findall(c))) >= 4 or SHORT_CODE.fullmatch(c)) and not COMMON.fullmatch(c)
+    ]
     return list(dict.fromkeys([*codes, *quoted]))
 
 

@@ -146,6 +146,23 @@ def test_a_code_is_found_however_far_its_passage_is_and_a_word_is_not(workspace,
         assert search([workspace], asked, 6) == [], asked
 
 
+def test_of_passages_with_a_code_that_with_the_other_words_comes_first(open_workspace, tmp_path):
+    """The dishwasher's E07 came before the boiler's, because its whole passage is about error codes."""
+    texts = {
+        "dishwasher": "Error codes of the Brise. E03: the water does not drain. E07: the heating is defective.",
+        "boiler": "Aquila combination boiler, user's manual. Error E03: no flame. E07: the flue is closed.",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    for n in range(6):
+        (tmp_path / f"{n}.txt").write_text(f"On day {n} the heron stood in the reeds and ate {n} frogs.")
+    workspace = open_workspace(chunk_tokens=64)
+    ingest(workspace, [tmp_path])
+    for name in texts:
+        first, *_ = search([workspace], f"What does error E07 of the {name} mean?", 2)
+        assert first.document == f"{name}.txt"
+
+
 def test_a_code_is_found_in_the_only_passage_there_is(workspace, far, tmp_path):
     """BM25 gives a word nothing that half of all passages have."""
     (tmp_path / "one.txt").write_text("The pump 7013 was tested.")
