@@ -29,7 +29,7 @@ class PageLayout:
 
     def __init__(self, context: PageContext, page: gr.Blocks) -> None:
         self._context = context
-        self.header = drawn("rb-header", views.frame.header(), acts=False)
+        self.header = drawn("rb-header", views.frame.header())
         self.banner = drawn("rb-banner", acts=False)
         self.trouble = drawn("rb-trouble")
         with gr.Tabs(elem_id="rb-tabs"):

@@ -38,15 +38,18 @@ class ChatTab:
                 self._lay_out_conversations()
             with gr.Column(elem_id="rb-middle"):
                 self._lay_out_conversation(context.services.workspaces.names())
-            with gr.Column(elem_id="rb-more", scale=0), gr.Tabs(elem_id="rb-panel") as self.panel:
-                with gr.Tab("Source", id=SOURCE):
-                    self.source = drawn("rb-source", views.passage.empty(), acts=False)
-                with gr.Tab("Under the hood", id=HOOD):
-                    self.hood = drawn("rb-hood", views.hood.empty())
+            with gr.Column(elem_id="rb-more", scale=0):
+                drawn("rb-more-close", views.parts.close_cover())
+                with gr.Tabs(elem_id="rb-panel") as self.panel:
+                    with gr.Tab("Source", id=SOURCE):
+                        self.source = drawn("rb-source", views.passage.empty(), acts=False)
+                    with gr.Tab("Under the hood", id=HOOD):
+                        self.hood = drawn("rb-hood", views.hood.empty())
         self.chat_id, self.limit = gr.State(None), gr.State(CHATS_PER_PAGE)
         self._connect()
 
     def _lay_out_conversations(self) -> None:
+        drawn("rb-side-close", views.parts.close_cover())
         self.new_button = gr.Button("New conversation", elem_id="rb-new", size="sm")
         self.search_box = search_field("Search  ( / )", "Search conversations", "rb-chat-search")
         self.chats = drawn("rb-chats")

@@ -83,7 +83,7 @@ class Views:
 
 
 chat, compare, frame, login = Views("chat"), Views("compare"), Views("frame"), Views("login")
-hood, library, passage = Views("hood"), Views("library"), Views("passage")
+hood, library, parts, passage = Views("hood"), Views("library"), Views("parts"), Views("passage")
 settings, store = Views("settings"), Views("store")
 
 

@@ -226,6 +226,13 @@ class Watched:
             # Its fields are filled when it opens: what one types before that is overwritten.
             self.page.wait_for_selector("#rb-ratio-meaning p")
 
+    def uncover(self) -> None:
+        """Close what covers a narrow page, if anything does."""
+        for close in self.page.locator("[data-act=cover-close]").all():
+            if close.is_visible():
+                close.click()
+                close.wait_for(state="hidden")
+
     def confirm(self, selector: str, shows: str, asked: str = "") -> None:
         """Click a button that asks whether one means it, and then again, until that is shown."""
 

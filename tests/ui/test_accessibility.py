@@ -57,8 +57,12 @@ def test_no_view_has_a_serious_finding(open_page, folder, scheme, width) -> None
     mine = open_page(width=width, height=844, color_scheme=scheme)
     page, judge = mine.page, Judge(mine.page)
     judge.look("welcome")
-    tops = [page.locator(part).bounding_box()["y"] for part in ("#rb-middle", "#rb-side", "#rb-more")]
-    assert width > 390 or tops == sorted(tops), "the answer, then the history, then the source"
+    shown = [page.locator(part).is_visible() for part in ("#rb-middle", "#rb-side", "#rb-more")]
+    assert shown == [True, width > 390, width > 390], "a telephone shows the conversation alone"
+    page.keyboard.press("Escape")  # leaves the field
+    page.locator("body").press("?")
+    judge.look("keys")
+    page.keyboard.press("Escape")
     mine.tab("Library")
     mine.all_encoded(mine.add(folder, watch=True))  # what is drawn anew closes what is opened here
     page.click(".rb-jobs summary")
@@ -74,14 +78,20 @@ def test_no_view_has_a_serious_finding(open_page, folder, scheme, width) -> None
     page.click(".rb-source")
     page.wait_for_selector("#rb-source .rb-mark")
     judge.look("answer and source")
+    mine.uncover()
     page.click(".rb-button.chip")
     page.wait_for_selector("#rb-hood .rb-bar")
     page.click(".rb-table summary")
+    judge.look("under the hood")
+    mine.uncover()
     page.hover(".rb-turn.user")
     page.click("[data-act=edit-open]")
+    if width == 390:
+        page.click("[data-act=cover-side]")
     page.hover(".rb-chat")
     page.click("[data-act=rename-open]")
-    judge.look("under the hood, editing, renaming")
+    judge.look("editing, renaming")
+    mine.uncover()
     mine.tab("Compare")
     page.fill("#rb-compare-question textarea", "What did the harbour master keep?")
     page.click("#rb-compare-go")

@@ -281,3 +281,21 @@ def test_a_cited_answer_by_keyboard_alone(open_page) -> None:
     reach(page, ".rb-cite", backwards=True)
     page.keyboard.press("Enter")
     page.wait_for_selector("#rb-source .rb-mark")
+
+
+def test_on_a_telephone_source_and_conversations_cover_the_answer_until_they_are_closed(open_page) -> None:
+    mine = open_page(width=390, height=844)
+    page = mine.page
+    mine.ask(QUESTION)
+    page.click(".rb-text .rb-cite")
+    expect(page, "#rb-source .rb-mark").to_be_in_viewport()
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#rb-more", state="hidden")
+    assert page.evaluate("document.activeElement.className").startswith("rb-cite"), "the focus goes back"
+    page.click("[data-act=cover-side]")
+    page.wait_for_selector("#rb-side .rb-chat")
+    page.mouse.click(380, 400)  # beside them
+    page.wait_for_selector("#rb-side", state="hidden")
+    page.click("[data-act=cover-side]")
+    page.click(".rb-chat-open >> nth=0")
+    page.wait_for_selector("#rb-side", state="hidden")

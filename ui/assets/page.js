@@ -21,6 +21,8 @@
     digest: (element, trigger) => { tab("Chat"); send(trigger, element); },
     "edit-open": openEditor,
     "rename-open": openRename,
+    "cover-side": () => { tab("Chat"); cover("side"); },
+    "cover-close": () => cover(),
   };
 
   function bind(root, trigger) {
@@ -33,7 +35,8 @@
       if (element.dataset.confirm && !element.classList.contains("asking")) return void ask(element);
       if (element.rbEnd) setTimeout(element.rbEnd);
       if (act === "cite") choose(element);
-      if (act === "cite" || act === "hood" || act === "measure") reveal();
+      if (act === "cite" || act === "hood") cover("more");
+      if (act === "open-chat") cover();
       send(trigger, element);
     });
   }
@@ -77,11 +80,18 @@
     element.classList.add("chosen");
   }
 
-  // On narrow screens the panel is below: scroll to it once it is drawn.
-  function reveal() {
-    const panel = one("#rb-more");
-    if (panel && innerWidth < 1100) setTimeout(() => panel.scrollIntoView({ behavior: "smooth", block: "start" }), 350);
+  // On a narrow page the conversations ("side") and the source ("more") cover it, one at a time; none without a name.
+  let opener;
+  function cover(name) {
+    const shown = document.body.dataset.cover;
+    if (name) document.body.dataset.cover = name; else delete document.body.dataset.cover;
+    const close = name && one(`#rb-${name}-close button`);
+    if (visible(close)) { if (!shown) opener = document.activeElement; close.focus(); }
+    else if (shown && opener) { opener.focus(); opener = null; }
   }
+  addEventListener("click", (event) => {
+    if (event.target === document.body || event.target.closest("#rb-new")) cover();
+  });
 
   // Shows a form in place of what an element shows, until it is sent or closed with Escape.
   function editIn(host, field, label, sent, ...more) {
@@ -144,11 +154,28 @@
       clickWhenReady("#rb-send");
     } else if (event.key === "Escape" && !event.isComposing && !event.target.closest?.(EDITED) && visible(button("#rb-stop"))) {
       button("#rb-stop").click();
+    } else if (event.key === "Escape" && document.body.dataset.cover && !event.target.closest?.(EDITED)) {
+      cover();
     } else if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) {
       const search = [...document.querySelectorAll(".rb-search input, .rb-search textarea")].find(visible);
       if (search) { event.preventDefault(); search.focus(); search.select(); }
+    } else if (event.key === "?" && !typing) {
+      listKeys();
     }
   }, true);
+
+  const KEYS = [["Enter", "Send"], ["Shift Enter", "New line"], ["Esc", "Stop, or close what is open"], ["/", "Search"], ["?", "This list"]];
+  function listKeys() {
+    let list = one("#rb-keys");
+    if (!list) {
+      list = Object.assign(document.createElement("dialog"), { id: "rb-keys" });
+      list.setAttribute("aria-label", "Keys");
+      list.innerHTML = `<dl>${KEYS.map(([key, what]) => `<dt><kbd>${key}</kbd></dt><dd>${what}</dd>`).join("")}</dl>`;
+      list.onclick = () => list.close();
+      one(".gradio-container").append(list);
+    }
+    if (list.open) list.close(); else list.showModal();
+  }
 
   const button = (id) => one(`button${id}`) || one(`${id} button`);
 
