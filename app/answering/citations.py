@@ -104,11 +104,12 @@ def cite(text: str, sources: Sequence[AnswerSource], unsupported: Sequence[str] 
     unsupported: its figures and names that are not in the prompt, as the report has them.
     """
     found, marks = list[Citation](), list[Mark]()
-    foreign = _foreign_marks(sources)
+    foreign, before = _foreign_marks(sources), ""
     for start, stop in sentences(text):
         here = _model_citations(text, start, stop, sources, foreign)
         if all(citation.place is None for citation in here):
-            here += _matched_citation(text[start:stop], stop, sources)
+            here += _matched_citation(text[start:stop], stop, sources, before)
+        before = text[start:stop]
         found += here
         marks += _figures(
             text, start, stop, [each.source for each in here if each.place], sources, unsupported
@@ -222,14 +223,20 @@ def _model_citations(
     return citations
 
 
-def _matched_citation(sentence: str, end: int, sources: Sequence[AnswerSource]) -> list[Citation]:
+def _matched_citation(
+    sentence: str, end: int, sources: Sequence[AnswerSource], before: str
+) -> list[Citation]:
     """The source with the sentence that matches most words; of equal ones the first in rank."""
-    found = [(place.share, -s.number, s, place) for s in sources if (place := _support(sentence, s))]
+    places = ((s, _support(sentence, s, before=before)) for s in sources)
+    found = [(place.share, -s.number, s, place) for s, place in places if place is not None]
     if not found:
         return []
     _, _, best, place = max(found)
     return [Citation(end, end, best.number, best, "match", (place.start, place.stop))]
 
 
-def _support(sentence: str, source: AnswerSource, least_words: int = LEAST_WORDS) -> SupportingSpan | None:
-    return supporting(sentence, source.text, about=source.document, least_words=least_words)
+def _support(
+    sentence: str, source: AnswerSource, least_words: int = LEAST_WORDS, before: str = ""
+) -> SupportingSpan | None:
+    about = f"{source.document} {source.location}"
+    return supporting(sentence, source.text, about, least_words, before)

@@ -30,6 +30,7 @@ LETTERS = rf"(?:(?![{UNSPACED}])[^\W\d_]|[{SIGNS}])+"
 TOKEN = re.compile(rf"\d+(?:[.,:]\d+)*|[{UNSPACED}]+|{LETTERS}(?:['’]{LETTERS})*")
 NUMBERS = re.compile(r"\[(\d{1,4}(?:\s*[,;]\s*\d{1,4})*)\]")  # of sources, no words of a sentence
 CLAUSE = re.compile(r"[,;，；、]\s*(?!\d)(?:(?:and|und|y|et) )?|\s(?:and|und|y|et)\s")
+HEADING = re.compile(r"[^|:\s][^|:\n]{0,80}[^|:.;,!?。、\s]")
 LISTED = re.compile(r"\s*(?:[-–•*#|>]|\d{1,3}[.)]\s)")
 STOP = frozenset(
     """a an the and or but if of to in on at by for with from as is are was were be been being am do does did done have
@@ -46,6 +47,10 @@ NEGATIONS = frozenset(
     pas jamais aucun ni nunca jamás sin non mai não не нет ни никогда nincs niet geen لا لم لن ليس नहीं न मत""".split()  # noqa: SIM905
 )
 PRONOUNS = frozenset("it he she they him her its his them their this these".split())  # noqa: SIM905
+# A passage that says only so much does not say that it is so.
+HEDGES = frozenset("may might could propose suggest plan consider expect hope intend".split())  # noqa: SIM905
+AS_HEDGED = frozenset(("can", "when"))
+PERSONS = frozenset(("he", "she"))
 UNITS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
     seventeen eighteen nineteen""".split()  # noqa: SIM905
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
@@ -72,24 +77,34 @@ class SupportingSpan:
 
 
 def supporting(
-    sentence: str, passage: str, about: str = "", least_words: int = LEAST_WORDS
+    sentence: str, passage: str, about: str = "", least_words: int = LEAST_WORDS, before: str = ""
 ) -> SupportingSpan | None:
-    """The sentence of the passage that supports this one, or None. about: the document's name; its words count too.
+    """The sentence of the passage that supports this one, or None. about: the document's name and place; their words
+    count too, as do those of the headings above.
 
-    least_words: sentences with fewer words that say something are supported by none.
+    least_words: sentences with fewer words that say something are supported by none. before: the sentence before, which
+    names whom `She` is: the passage must say it of the same.
     Of a sentence of several clauses each may be supported by another sentence; the span is that of the first.
     """
     if not is_statement(sentence, least_words):
         return None
     asked = tokens(sentence)
     content = [token for token in asked if _is_content(token)]
-    known, wanted, elsewhere = _stems(about), {token.stem for token in content}, _stems(passage)
-    found = [
-        SupportingSpan(start, stop, share)
-        for start, stop, given in _windows(passage)
-        if len(wanted & {token.stem for token in given}) >= LEAST_SHARE * len(wanted) / 2
-        and (share := _share(asked, given, known, elsewhere)) >= LEAST_SHARE
-    ]
+    wanted, elsewhere = {token.stem for token in content}, _stems(passage)
+    if wanted <= _stems(about) | _heading_stems(passage) | {
+        "1"
+    }:  # it says what the passage is about, and no more
+        return None
+    who = {each.stem for each in tokens(before) if each.kind == "name" and asked[0].stem in PERSONS}
+    found = list[SupportingSpan]()
+    for start, stop, given in _windows(passage):
+        there, known = {token.stem for token in given}, _stems(about) | _heading_stems(passage[:start])
+        if who and who.isdisjoint(there | known):
+            continue
+        if len(wanted & there) >= LEAST_SHARE * len(wanted) / 2:
+            share = _share(asked, given, known, elsewhere)
+            if share >= LEAST_SHARE:
+                found.append(SupportingSpan(start, stop, share))
     if not found:
         for cut in CLAUSE.finditer(sentence):
             clauses = sentence[: cut.start()], sentence[cut.end() :]
@@ -101,8 +116,10 @@ def supporting(
 
 
 def is_statement(sentence: str, least_words: int = LEAST_WORDS) -> bool:
-    """Whether it has enough words to be supported: others match by chance."""
-    return least_words <= _count_content(sentence) <= MOST_WORDS
+    """Whether it has enough words to be supported: others match by chance, and names alone say nothing."""
+    content = [token for token in tokens(sentence) if _is_content(token)]
+    # A sentence begins with a capital, whether that is a name or not.
+    return least_words <= len(content) <= MOST_WORDS and any(token.kind != "name" for token in content[1:])
 
 
 def _count_content(text: str) -> int:
@@ -180,6 +197,7 @@ def _stem(word: str) -> str:
 
 
 FRAME_STEMS = frozenset(map(_stem, FRAME))
+HEDGE_STEMS = frozenset(map(_stem, HEDGES)) | HEDGES
 
 
 def _is_content(token: Token) -> bool:
@@ -200,6 +218,18 @@ def _cut(text: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
 @lru_cache(maxsize=512)
 def _stems(text: str) -> frozenset[str]:
     return frozenset(token.stem for token in tokens(text) if token.kind != "stop")
+
+
+@lru_cache(maxsize=512)
+def _heading_stems(text: str) -> frozenset[str]:
+    """The stems of its headings: lines marked as such, or short ones without an end."""
+    lines = [line.strip() for line in text.splitlines()]
+    short = SHORT_LINE * max(map(len, lines), default=0)
+    return _stems(
+        "\n".join(
+            line for line in lines if line.startswith("#") or (len(line) < short and HEADING.fullmatch(line))
+        )
+    )
 
 
 @lru_cache(maxsize=512)
@@ -248,7 +278,10 @@ def _share(
         return 0.0
     if _exchanged(asked, given):
         return 0.0
-    if _replaced(content, [token for token in given if _is_content(token)]):
+    if _is_hedged(given) and not _is_hedged(asked, AS_HEDGED):
+        return 0.0
+    own = [token for token in content if token.stem in there or token.stem not in known]
+    if _replaced(own, [token for token in given if _is_content(token)]):
         return 0.0
     return 1 - len(missing) / len(content)
 
@@ -269,6 +302,10 @@ def _is_form(word: str, other: str) -> bool:
     """Whether two words are forms of one: `descaled` and `descaling`, `metres` and `meters`."""
     alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(word, other, strict=False)))
     return alike >= 3 and (alike >= LEAST_ALIKE * max(len(word), len(other)) or sorted(word) == sorted(other))
+
+
+def _is_hedged(found: Sequence[Token], also: frozenset[str] = frozenset()) -> bool:
+    return any(token.stem in HEDGE_STEMS | also for token in found if token.kind != "name")
 
 
 def _pairs(found: Sequence[Token]) -> set[str]:

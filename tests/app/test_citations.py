@@ -132,6 +132,45 @@ def test_exchanged_and_opposite_words_are_not_supported(passage, changed):
     assert supporting(passage, passage) is not None and supporting(changed, passage) is None
 
 
+CONTRACT = """Contract of employment
+
+Between the Weir Mill and Selma Quist, born on 17 March 1986, a contract is made on the following terms.
+
+Pay
+
+The gross salary is 3,640 crowns a month, and is paid on the last working day of each month at noon."""
+
+
+@pytest.mark.parametrize(
+    ("sentence", "is_supported"),
+    [
+        ("Selma Quist's salary is 3,640 crowns a month.", True),  # the name is in the document's
+        ("Her pay is a gross salary of 3,640 crowns a month.", True),  # the word is the heading's
+        ("Nora Vale's salary is 3,640 crowns a month.", False),
+        ("It is a contract of employment.", False),  # no more than the title
+    ],
+)
+def test_the_words_of_headings_and_of_the_documents_name_count(sentence, is_supported):
+    assert (supporting(sentence, CONTRACT, "employment-selma-quist.docx") is not None) is is_supported
+
+
+@pytest.mark.parametrize(
+    "sentence", ["The supplier of cables was Corvane in Ghent.", "Selma Quist, Bram Oude and Nora Vale."]
+)
+def test_a_proposal_and_a_list_of_names_support_nothing(sentence):
+    passage = "Present: Selma Quist, Bram Oude and Nora Vale. Selma proposes a supplier of cables: Corvane in Ghent."
+    assert supporting(sentence, passage) is None
+
+
+def test_a_pronoun_is_the_person_of_the_sentence_before():
+    """What the passage says of Bram Oude was cited for Selma Quist."""
+    minutes = source(1, "Present: Selma Quist. Bram Oude begins on 7 April as storekeeper, 32 hours a week.")
+    said = "begins on 7 April as storekeeper, 32 hours a week."
+    for who, numbers in (("Selma Quist", []), ("Bram Oude", [1])):
+        cited = cite(f"The new one is {who}. She {said}", [minutes]).citations
+        assert [each.number for each in cited if each.stop > 30] == numbers
+
+
 MANUAL = (
     "The machine needs descaling every three months with acid. Each week the machine is backflushed with powder. "
     "A discount of five percent is granted if the invoice is paid within ten days."
