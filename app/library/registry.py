@@ -486,12 +486,10 @@ class Library(Database):
             having = [
                 self.column("SELECT count(*) FROM words WHERE words MATCH ?", f'"{w}"')[0] for w in words
             ]
-            if 2 * sum(having) >= asked:
+            if 2 * sum(having) >= asked or plain in COMMON_WORDS:
                 continue
             rarity = _rarity(sum(having), asked)
             whole += rarity
-            if plain in COMMON_WORDS:
-                continue
             for word, here in zip(words, having, strict=True):
                 # FTS5 computes the rarity over all collections.
                 weight = -rarity / _rarity(here, everywhere)
