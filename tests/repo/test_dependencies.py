@@ -71,6 +71,12 @@ def test_every_requirement_is_pinned_to_a_version_and_no_place(repo, project, pi
     assert [line for line in lines if line and not re.fullmatch(r"#.*|[\w.-]+==[\w.]+", line)] == []
 
 
+def test_a_cpu_s_torch_is_the_pinned_one(repo, pins) -> None:
+    """`+cpu` makes pip fail where that index cannot be reached: it took the build with CUDA, gigabytes, in silence."""
+    lines = (repo / "constraints-cpu.txt").read_text(encoding="utf-8").splitlines()
+    assert lines[2:] == ["-c constraints.txt", f"torch=={pins['torch']}+cpu"]
+
+
 def test_the_hook_before_a_commit_is_the_pinned_ruff(repo, pins) -> None:
     text = (repo / ".pre-commit-config.yaml").read_text(encoding="utf-8")
     assert re.findall(r"rev: v(\S+)", text) == [pins["ruff"]]

@@ -1,6 +1,7 @@
 """The files in deploy/: of a form that Kubernetes takes, and saying what vLLM's connector and the router understand."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -20,6 +21,15 @@ from ragblend.kvstore.places import Place
 @pytest.fixture(scope="module")
 def compose(repo):
     return yaml.safe_load((repo / "deploy" / "compose.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def dockerfile(repo):
+    """What the app's Dockerfile says last by each instruction."""
+    lines = (
+        (repo / "deploy" / "app" / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", "").splitlines()
+    )
+    return {line.partition(" ")[0]: line.partition(" ")[2] for line in lines}
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +124,10 @@ def test_services_of_compose_name_what_is_there(compose):
     assert services["router"]["ports"] == ["127.0.0.1:8000:8000"] and "ports" not in services["kv"]
 
 
-def test_the_app_s_image_runs_what_is_there(repo):
+def test_the_app_s_image_runs_what_is_there(repo, dockerfile):
     """Its command is one of `ragblend ui`, at the port of its health check and of compose; not as root."""
-    folder = repo / "deploy" / "app"
-    lines = (folder / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", "").splitlines()
-    said = {line.partition(" ")[0]: line.partition(" ")[2] for line in lines}
-    (app,) = yaml.safe_load((folder / "compose.yaml").read_text(encoding="utf-8"))["services"].values()
+    said, compose = dockerfile, repo / "deploy" / "app" / "compose.yaml"
+    (app,) = yaml.safe_load(compose.read_text(encoding="utf-8"))["services"].values()
     command, _, check = json.loads(said["CMD"]), *said["HEALTHCHECK"].partition("CMD ")[1:]
     compile(json.loads(check)[-1], "health check", "exec")
     port = command[command.index("--port") + 1]
@@ -137,3 +145,21 @@ def test_the_app_s_image_runs_what_is_there(repo):
     assert tree.returncode == 0 and all(
         each.encode() in tree.stdout for each in command[1:] if each[:2] == "--"
     )
+
+
+@pytest.mark.parametrize(
+    ("volume", "warned"), [(None, True), ("5f" * 32, True), ("ragblend_home", False), ("/srv/kv", False)]
+)
+def test_a_container_without_a_named_volume_says_what_that_means(dockerfile, tmp_path, volume, warned):
+    """A lost library looked like an empty one."""
+    mounts, command = tmp_path / "mountinfo", tmp_path / "ragblend"
+    source = volume if volume and "/" in volume else f"/var/lib/docker/volumes/{volume}/_data"
+    home = f"31 20 8:1 {source} /data rw,relatime - ext4 /dev/sda1 rw\n" if volume else ""
+    mounts.write_text(f"20 1 0:40 / / rw,relatime - overlay overlay rw\n{home}")
+    command.write_text('#!/bin/sh\necho "$@"\n')
+    command.chmod(0o755)
+    line = json.loads(dockerfile["ENTRYPOINT"].replace("/proc/self/mountinfo", str(mounts)))
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run([*line, "ask", "Why?"], env={"PATH": path}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "ask Why?\n")
+    assert ("ragblend:/data" in done.stderr) is warned
