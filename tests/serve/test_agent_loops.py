@@ -199,6 +199,30 @@ def test_a_frameworks_tool_loop_ends_with_the_answer(scripted, run, package) -> 
     assert run(scripted(weather)) == ANSWER
 
 
+@pytest.mark.parametrize("streaming", [True, False], ids=["streamed", "whole"])
+def test_a_react_agent_reads_its_calls_from_the_text(scripted, streaming) -> None:
+    """Source: developers.llamaindex.ai, "ReAct agent". Its first answer here is none of its forms: it asks again."""
+    pytest.importorskip("llama_index.llms.openai_like", reason="the client's package is not installed")
+    from llama_index.core.agent.workflow import ReActAgent
+    from llama_index.llms.openai_like import OpenAILike
+
+    def answer_to(prompt):
+        if FOUND in prompt:
+            return f"Thought: I know it.\nAnswer: {ANSWER}"
+        if "Error while parsing the output" not in prompt:
+            return 'Thought: I ask.\nAction: get_weather("Paris")'
+        return 'Thought: I ask.\nAction: get_weather\nAction Input: {"city": "Paris"}'
+
+    served = scripted(answer_to)
+    place = {"api_base": f"{served.url}/v1", "api_key": served.keys["ada"], "model": served.service.model}
+    llm = OpenAILike(**place, is_chat_model=True, context_window=4096, max_tokens=100)
+
+    async def run():
+        return await ReActAgent(tools=[get_weather], llm=llm, streaming=streaming).run(ASKED)
+
+    assert str(asyncio.run(run())) == ANSWER
+
+
 def test_instructor_asks_again_until_the_arguments_are_valid(scripted) -> None:
     """Source: python.useinstructor.com/concepts/retrying."""
     instructor = pytest.importorskip("instructor", reason="the client's package is not installed")
