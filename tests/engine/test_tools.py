@@ -151,8 +151,9 @@ def test_calls_that_are_cut_off_are_broken(form, cut):
 
 
 def test_untagged_calls_count_if_they_are_the_whole_answer(form):
+    """With one fence of two, which the grammar allows, they were the text of the answer."""
     bare = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
-    for text in (bare, f"```json\n{bare}\n```"):
+    for text in (bare, f"```json\n{bare}\n```", f"{bare}\n```", f" ```\n{bare}"):
         [call] = parse_answer(text, form, TOOLS).calls
         assert (call.name, call.arguments) == ("add", {"a": 1, "b": 2})
     for text in (f"So: {bare}", bare.replace("add", "rob"), "[1]", bare.replace("arguments", "kwargs")):

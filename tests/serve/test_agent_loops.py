@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from servers import serving
+from servers import events, serving
 
 from ragblend.engine.decoding import loop
 
@@ -199,6 +199,30 @@ def test_a_frameworks_tool_loop_ends_with_the_answer(scripted, run, package) -> 
     assert run(scripted(weather)) == ANSWER
 
 
+@pytest.mark.parametrize("streaming", [True, False], ids=["streamed", "whole"])
+def test_a_react_agent_reads_its_calls_from_the_text(scripted, streaming) -> None:
+    """Source: developers.llamaindex.ai, "ReAct agent". Its first answer here is none of its forms: it asks again."""
+    pytest.importorskip("llama_index.llms.openai_like", reason="the client's package is not installed")
+    from llama_index.core.agent.workflow import ReActAgent
+    from llama_index.llms.openai_like import OpenAILike
+
+    def answer_to(prompt):
+        if FOUND in prompt:
+            return f"Thought: I know it.\nAnswer: {ANSWER}"
+        if "Error while parsing the output" not in prompt:
+            return 'Thought: I ask.\nAction: get_weather("Paris")'
+        return 'Thought: I ask.\nAction: get_weather\nAction Input: {"city": "Paris"}'
+
+    served = scripted(answer_to)
+    place = {"api_base": f"{served.url}/v1", "api_key": served.keys["ada"], "model": served.service.model}
+    llm = OpenAILike(**place, is_chat_model=True, context_window=4096, max_tokens=100)
+
+    async def run():
+        return await ReActAgent(tools=[get_weather], llm=llm, streaming=streaming).run(ASKED)
+
+    assert str(asyncio.run(run())) == ANSWER
+
+
 def test_instructor_asks_again_until_the_arguments_are_valid(scripted) -> None:
     """Source: python.useinstructor.com/concepts/retrying."""
     instructor = pytest.importorskip("instructor", reason="the client's package is not installed")
@@ -228,3 +252,44 @@ def test_instructor_asks_again_until_the_arguments_are_valid(scripted) -> None:
         model=served.service.model, response_model=Town, messages=asked, max_retries=3
     )
     assert found.inhabitants == 2000
+
+
+ENDS = [
+    f"<|{name}|>" for name in ("endoftext", "fim_prefix", "fim_suffix", "fim_middle", "fim_pad", "im_end")
+]
+ENDS += ["<|repo_name|>", "<|file_sep|>", "<|im_start|>", "/src/", "#- coding: utf-8", "```", "t.", "\nt"]
+EDIT = "This is the code to rewrite:\n```python\na - b\n```\n\nThe user's request is: add them"
+READ = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+CALLED = {"role": "assistant", "content": " ", "tool_calls": [READ]}
+RESULT = {"role": "tool", "content": FOUND, "tool_call_id": "c1"}
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        (
+            "chat/completions",
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}],
+        ),
+        ("chat/completions", [{"role": "user", "content": ASKED}, CALLED, RESULT]),
+        ("completions", "<|fim_prefix|>def add(a, b):\n    <|fim_suffix|>\n<|fim_middle|>"),
+        ("completions", EDIT),
+        ("chat/completions", [{"role": "user", "content": EDIT}, {"role": "assistant", "content": "```\n"}]),
+    ],
+    ids=["chat", "agent", "autocomplete", "edit", "apply"],
+)
+def test_the_requests_of_continue_end(caller, path, asked) -> None:
+    """Source: github.com/continuedev/continue, core/llm and core/edit: an editor's extension, so only its bodies."""
+    body = {"model": caller.service.model, "max_tokens": 12, "temperature": 0.01, "stream": True}
+    if path == "completions":
+        body |= {"prompt": asked, "stop": ENDS}
+    else:
+        body |= {"messages": asked, "stream_options": {"include_usage": True}}
+        body |= {"tools": [TOOL], "parallel_tool_calls": False} if RESULT in asked else {}
+    with caller.client() as client:
+        answer = client.post(f"/v1/{path}", json=body, headers={"api-key": "none", "x-api-key": "none"})
+    assert answer.status_code == 200, answer.text
+    pieces = events(answer)
+    reasons = [each["finish_reason"] for piece in pieces for each in piece["choices"]]
+    assert reasons[-1] in ("stop", "length", "tool_calls") and not any(reasons[:-1])
+    assert 0 < pieces[-1]["usage"]["completion_tokens"] <= 12
