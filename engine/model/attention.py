@@ -334,6 +334,7 @@ def _by_products(
     group = heads // key.shape[1]
     scale = width**-0.5 if scaling is None else scaling
     groups = query.reshape(key.shape[1], group, rows, width)  # (H, G, R, D)
+    near = _centred(key[0])
     out = torch.empty((1, rows, heads, value.shape[-1]), dtype=query.dtype, device=query.device)
     nothing = query.new_zeros(1)
     sizes = [group * (tile.stop - tile.start) * (tile.stop_key - tile.first_key) for tile in tiles]
@@ -342,7 +343,7 @@ def _by_products(
         keys = slice(tile.first_key, tile.stop_key)
         for head, queries in enumerate(groups[:, :, tile.start : tile.stop].flatten(1, 2)):  # (G * R, D)
             scores = room[:size].view(len(queries), -1)
-            torch.addmm(nothing, queries, key[0, head, keys].T, beta=0, alpha=scale, out=scores)
+            torch.addmm(nothing, queries, near[head, keys].T, beta=0, alpha=scale, out=scores)
             if tile.mask is not None:
                 each = scores.view(group, -1, scores.shape[1])
                 each[..., tile.masked_from_key - tile.first_key :].add_(tile.mask)
@@ -361,17 +362,26 @@ def _collected(
     key_heads, scale = keys.shape[0], size**-0.5 if scaling is None else scaling
     ragged = collector.masked_from_key - collector.first_key
     grouped = (query * scale).reshape(key_heads, -1, size)  # (H, G * W, D): no key is expanded
-    weights = aligned_rows(query, (heads, rows, keys.shape[1]))
+    weights, near = aligned_rows(query, (heads, rows, keys.shape[1])), _centred(keys)
     out = query.new_empty(key_heads, grouped.shape[1], values.shape[-1])
     # On a CPU a head at a time: its scores stay in the cache, and no keys are copied as batched products would.
     for head in range(key_heads) if query.device.type == "cpu" else [slice(None)]:
         scores = weights.view(key_heads, -1, keys.shape[1])[head]
-        torch.matmul(grouped[head], keys[head].mT, out=scores)
+        torch.matmul(grouped[head], near[head].mT, out=scores)
         scores.view(-1, rows, keys.shape[1])[..., ragged:].add_(collector.mask[:, ragged:])
         torch.matmul(torch.softmax(scores, -1, out=scores), values[head], out=out[head])
     if collector.collect is not None:
         collector.collect(collector, query, keys, scale, weights)
     return out.view(heads, rows, -1).transpose(0, 1)[None]
+
+
+def _centred(keys: Tensor) -> Tensor:
+    """Keys (H, K, D) without what all of them share, which changes no weight.
+
+    A product is rounded to its dtype: of scores up to 12,700, as Qwen2.5-1.5B's first layer has by the bias of its
+    keys, that left a layer's output 9% off, and 0.2% without the shared part.
+    """
+    return keys if keys.dtype == torch.float32 else keys - keys.mean(1, keepdim=True)
 
 
 def aligned_rows(like: Tensor, shape: tuple[int, ...], numbers: int = 8) -> Tensor:
