@@ -34,7 +34,7 @@ from ragblend.engine.trace import Recorder
 from ragblend.kvstore.files import make_private_folder, replace_durably
 from ragblend.kvstore.memory import HeldChunk
 
-VERSION = 5  # raise it when the test changes, to invalidate saved verdicts
+VERSION = 6  # raise it when the test or attention changes, to invalidate saved verdicts
 # Root mean square error allowed, relative to the spread (standard deviation) of what it is compared with. A wrong
 # rotation, mask or layout gives 0.3 and more; rounding gives about 1e-6, 2e-3 and 1e-2.
 TOLERANCE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.05}
