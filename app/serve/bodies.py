@@ -178,7 +178,7 @@ class ChatBody(Options):
     modalities: list[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
     audio: None = None
-    prediction: None = None
+    prediction: dict[str, Any] | None = None  # would only save time
     functions: None = None
     function_call: None = None
     web_search_options: None = None
@@ -197,7 +197,7 @@ class CompletionBody(Options):
 
     prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=MOST_CHOICES)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    suffix: None = None
+    suffix: Literal[""] | None = None
 
     @property
     def prompts(self) -> list[str]:

@@ -107,7 +107,7 @@ def test_the_docs_name_every_parameter_and_every_ignored_field() -> None:
         {"top_k": -1, "max_tokens": -1, "max_completion_tokens": None, "best_of": 1, "echo": False, "logit_bias": {}},
         {"ignore_eos": False, "use_beam_search": False, "skip_special_tokens": True, "min_tokens": 0},
         {"length_penalty": 1.0, "typical_p": 1.0, "presence_penalty": 0, "frequency_penalty": 0.0, "min_p": 0},
-        {"model": ""},
+        {"model": "", "prediction": {"type": "content", "content": "x"}},
     ],
     ids=lambda options: " ".join(options)[:30],
 )  # fmt: skip
@@ -126,7 +126,6 @@ def test_the_models_name_counts_in_any_case(served) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prediction": {"type": "content", "content": "x"}}, "prediction: this server does nothing with it"),
         ({"modalities": ["audio"]}, "modalities.0: Input should be 'text'"),
         ({"best_of": 2}, "best_of: Input should be 1"),
         ({"echo": True}, "echo: Input should be False"),
@@ -219,6 +218,13 @@ def test_a_bias_bans_and_forces_tokens(served) -> None:
     word = served.engine.tokenizer.decode([token])
     assert said(served.chat(logit_bias={str(token): 100}, max_tokens=3))["content"] == word * 3
     assert word not in said(served.chat(logit_bias={str(token): -100}, max_tokens=60))["content"]
+
+
+def test_a_suffix_may_be_empty_and_nothing_else(served) -> None:
+    body = {"model": served.service.model, "prompt": "The harbour", "max_tokens": 1}
+    with served.client() as client:
+        for suffix, status in (("", 200), (None, 200), ("end", 400)):
+            assert client.post("/v1/completions", json=body | {"suffix": suffix}).status_code == status
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
