@@ -83,7 +83,7 @@ def supporting(
     count too, as do those of the headings above.
 
     least_words: sentences with fewer words that say something are supported by none. before: the sentence before, which
-    names whom `She` is: the passage must say it of the same.
+    names whom `She` is: the passage must name one of the same.
     Of a sentence of several clauses each may be supported by another sentence; the span is that of the first.
     """
     if not is_statement(sentence, least_words):
@@ -91,9 +91,8 @@ def supporting(
     asked = tokens(sentence)
     content = [token for token in asked if _is_content(token)]
     wanted, elsewhere = {token.stem for token in content}, _stems(passage)
-    if wanted <= _stems(about) | _heading_stems(passage) | {
-        "1"
-    }:  # it says what the passage is about, and no more
+    topic = _stems(about) | _heading_stems(passage)
+    if wanted <= topic | {"1"}:  # it says what the passage is about, and no more
         return None
     who = {each.stem for each in tokens(before) if each.kind == "name" and asked[0].stem in PERSONS}
     found = list[SupportingSpan]()

@@ -6,9 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
-HARD = (
-    2  # omp_pause_hard: the team ends; the next parallel loop starts another within a tenth of a millisecond
-)
+HARD = 2  # omp_pause_hard: the team ends; the next parallel loop starts another in a tenth of a millisecond
 
 
 def end_helper_threads() -> None:
@@ -17,7 +15,7 @@ def end_helper_threads() -> None:
     With more helper threads than cores, all of them sleep at once: a fused prompt of SmolLM2 took 1.7 times as long
     beside the idle team of a thread that had embedded a question.
     """
-    pause = _pause()
+    pause = _pause() if "torch" in sys.modules else None
     if pause is not None:
         pause(HARD)
 

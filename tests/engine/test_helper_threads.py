@@ -1,12 +1,13 @@
 """Helper threads of OpenMP: none is left of a thread that has given the device back."""
 
 import os
+import sys
 import threading
 
 import pytest
 import torch
 
-from ragblend.engine.scheduling.helper_threads import _pause
+from ragblend.engine.scheduling.helper_threads import _pause, end_helper_threads
 from ragblend.engine.scheduling.order import Claim
 from ragblend.engine.scheduling.queue import DeviceQueue
 
@@ -54,3 +55,12 @@ def test_a_request_that_yields_has_no_helper_threads_while_another_computes() ->
             turn.between_tokens()
     thread.join()
     assert found == [before + 1]  # the other thread itself
+
+
+def test_the_library_is_looked_for_once_torch_is_there(monkeypatch) -> None:
+    """Not found before torch was imported, it stayed unknown."""
+    _pause.cache_clear()
+    with monkeypatch.context() as without:
+        without.delitem(sys.modules, "torch")
+        end_helper_threads()
+    assert _pause.cache_info().currsize == 0 and _pause() is not None
