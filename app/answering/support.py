@@ -31,6 +31,7 @@ TOKEN = re.compile(rf"\d+(?:[.,:]\d+)*|[{UNSPACED}]+|{LETTERS}(?:['’]{LETTERS}
 NUMBERS = re.compile(r"\[(\d{1,4}(?:\s*[,;]\s*\d{1,4})*)\]")  # of sources, no words of a sentence
 CLAUSE = re.compile(r"[,;，；、]\s*(?!\d)(?:(?:and|und|y|et) )?|\s(?:and|und|y|et)\s")
 HEADING = re.compile(r"[^|:\s][^|:\n]{0,80}[^|:.;,!?。、\s]")
+ENDED = re.compile(r"[.!?。！？]\W*\Z")
 LISTED = re.compile(r"\s*(?:[-–•*#|>]|\d{1,3}[.)]\s)")
 STOP = frozenset(
     """a an the and or but if of to in on at by for with from as is are was were be been being am do does did done have
@@ -91,14 +92,14 @@ def supporting(
     asked = tokens(sentence)
     content = [token for token in asked if _is_content(token)]
     wanted, elsewhere = {token.stem for token in content}, _stems(passage)
-    topic = _stems(about) | _heading_stems(passage)
-    if wanted <= topic | {"1"}:  # it says what the passage is about, and no more
-        return None
+    is_topic = wanted <= _stems(about) | _heading_stems(passage) | {
+        "1"
+    }  # it says what the passage is about, no more
     who = {each.stem for each in tokens(before) if each.kind == "name" and asked[0].stem in PERSONS}
     found = list[SupportingSpan]()
     for start, stop, given in _windows(passage):
         there, known = {token.stem for token in given}, _stems(about) | _heading_stems(passage[:start])
-        if who and who.isdisjoint(there | known):
+        if (who and who.isdisjoint(there | known)) or (is_topic and not ENDED.search(passage[start:stop])):
             continue
         if len(wanted & there) >= LEAST_SHARE * len(wanted) / 2:
             share = _share(asked, given, known, elsewhere)

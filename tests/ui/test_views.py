@@ -47,6 +47,22 @@ def test_an_answer_says_what_did_not_fit_that_it_was_stopped_and_what_went_wrong
     assert all(word in html for word in ("2 passages were left out.", "Stopped.", "The disk is full."))
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"full_prefill_ms": 1550.0, "full_prefill_is": "measured"}, " · 3.1 times faster"),
+        ({"full_prefill_ms": 1550.0, "full_prefill_is": "estimate"}, " · about 3.1 times faster"),
+        ({"full_prefill_ms": 400.0, "full_prefill_is": "measured"}, ""),
+        ({"full_prefill_ms": 1550.0, "method": "full"}, ""),
+        ({}, ""),
+    ],
+)  # fmt: skip
+def test_an_answer_says_how_much_faster_it_began(values, said) -> None:
+    report = hood(ttft_ms=500.0, method="cacheblend") | values
+    html = views.chat.answer_turn(message("x", report=report), cite("x", []))
+    assert f"first token 500 ms{said}</button>" in html
+
+
 # --- under the hood
 
 
@@ -160,7 +176,7 @@ def test_encoding_shows_progress_and_size_and_can_be_paused() -> None:
     assert acts(html) == ["clear", "pause"]
     assert acts(views.library.queue(queue(finished=4, kv=kv(), paused=True))) == ["clear", "resume"]
     alone = views.library.queue(queue(total=0, finished=0, kv=KvProgress("converting", "default")))
-    assert "Converting the model for first use" in alone
+    assert "Converting the model for its first use" in alone
     full = views.library.queue(
         queue(total=0, finished=0, kv_message="budget reached: 3 of 9 passages have KV")
     )

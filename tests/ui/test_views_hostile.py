@@ -80,6 +80,7 @@ def drawn(text):
     yield "frame.header", text
     yield "frame.banner", text, text
     yield "frame.trouble", text
+    yield ("parts.close_cover",)
     yield "login.page", False, text
 
 
