@@ -23,7 +23,7 @@ BELL = (
     "The bell at the causeway is rung by hand. It was cast in Lowestoft from the bronze of a ship's propeller, and it "
     "weighs forty stone. The ringer is paid in herring, one barrel a month, and may keep a goat on the green. "
 )
-QUESTION = "What is the ringer of the bell paid in?"
+QUESTION = "What is the ringer of the bell at the causeway paid in?"
 
 
 @pytest.fixture(scope="module")
