@@ -89,7 +89,7 @@ settings, store = Views("settings"), Views("store")
 
 def problem(message: str, kind: str = "error") -> str:
     """A box with a message; kind: error, warning or info."""
-    return Views("parts").note(message, kind)
+    return parts.note(message, kind)
 
 
 class _OneLine(Extension):

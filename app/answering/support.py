@@ -90,25 +90,25 @@ def supporting(
     if not is_statement(sentence, least_words):
         return None
     asked = tokens(sentence)
-    content = [token for token in asked if _is_content(token)]
-    wanted, elsewhere = {token.stem for token in content}, _stems(passage)
-    is_topic = wanted <= _stems(about) | _heading_stems(passage) | {
-        "1"
-    }  # it says what the passage is about, no more
-    who = {each.stem for each in tokens(before) if each.kind == "name" and asked[0].stem in PERSONS}
+    wanted, elsewhere = {token.stem for token in _content(asked)}, _stems(passage)
+    # It says what the passage is about, and no more.
+    is_topic = wanted <= _stems(about) | _heading_stems(passage) | {"1"}
+    who = {each.stem for each in tokens(before) if each.kind == "name"} if asked[0].stem in PERSONS else set()
     found = list[SupportingSpan]()
     for start, stop, given in _windows(passage):
-        there, known = {token.stem for token in given}, _stems(about) | _heading_stems(passage[:start])
+        there = {token.stem for token in given}
+        if len(wanted & there) < LEAST_SHARE * len(wanted) / 2:
+            continue
+        known = _stems(about) | _heading_stems(passage[:start])
         if (who and who.isdisjoint(there | known)) or (is_topic and not ENDED.search(passage[start:stop])):
             continue
-        if len(wanted & there) >= LEAST_SHARE * len(wanted) / 2:
-            share = _share(asked, given, known, elsewhere)
-            if share >= LEAST_SHARE:
-                found.append(SupportingSpan(start, stop, share))
+        share = _share(asked, given, known, elsewhere)
+        if share >= LEAST_SHARE:
+            found.append(SupportingSpan(start, stop, share))
     if not found:
         for cut in CLAUSE.finditer(sentence):
             clauses = sentence[: cut.start()], sentence[cut.end() :]
-            if all(_count_content(clause) > LEAST_WORDS for clause in clauses):
+            if all(len(_content(tokens(clause))) > LEAST_WORDS for clause in clauses):
                 first, second = (supporting(clause, passage, about) for clause in clauses)
                 if first is not None and second is not None:
                     return first
@@ -117,13 +117,9 @@ def supporting(
 
 def is_statement(sentence: str, least_words: int = LEAST_WORDS) -> bool:
     """Whether it has enough words to be supported: others match by chance, and names alone say nothing."""
-    content = [token for token in tokens(sentence) if _is_content(token)]
+    content = _content(tokens(sentence))
     # A sentence begins with a capital, whether that is a name or not.
     return least_words <= len(content) <= MOST_WORDS and any(token.kind != "name" for token in content[1:])
-
-
-def _count_content(text: str) -> int:
-    return sum(map(_is_content, tokens(text)))
 
 
 def names(text: str) -> list[str]:
@@ -200,6 +196,10 @@ FRAME_STEMS = frozenset(map(_stem, FRAME))
 HEDGE_STEMS = frozenset(map(_stem, HEDGES)) | HEDGES
 
 
+def _content(found: Sequence[Token]) -> list[Token]:
+    return [token for token in found if _is_content(token)]
+
+
 def _is_content(token: Token) -> bool:
     return token.kind in ("name", "number", "pair") or (
         token.kind == "word" and token.stem not in FRAME_STEMS
@@ -268,7 +268,7 @@ def _share(
 ) -> float:
     """The share of the content that is given; 0 if what is given is another statement."""
     asked = _in_forms_of(given, asked)
-    content, there = [token for token in asked if _is_content(token)], {token.stem for token in given}
+    content, there = _content(asked), {token.stem for token in given}
     missing = [token for token in content if token.stem not in there | known]
     if any(token.kind != "word" or token.stem in elsewhere for token in missing):
         return 0.0
@@ -281,7 +281,7 @@ def _share(
     if _is_hedged(given) and not _is_hedged(asked, AS_HEDGED):
         return 0.0
     own = [token for token in content if token.stem in there or token.stem not in known]
-    if _replaced(own, [token for token in given if _is_content(token)]):
+    if _replaced(own, _content(given)):
         return 0.0
     return 1 - len(missing) / len(content)
 
