@@ -12,6 +12,7 @@ from ragblend.ui import tab_chat, tab_compare, tab_library, tab_settings, tab_st
 from ragblend.ui.callback_checks import check_callbacks, dismissed
 from ragblend.ui.page_context import EACH, QUEUED, QUICK, PageContext, Updates, drawn
 from ragblend.ui.page_sessions import PARTS, session_of
+from ragblend.ui.viewer import Viewer
 
 TICK_S = 1.5
 
@@ -32,11 +33,12 @@ class PageLayout:
         self.header = drawn("rb-header", views.frame.header())
         self.banner = drawn("rb-banner", acts=False)
         self.trouble = drawn("rb-trouble")
+        viewer = Viewer(context.services)
         with gr.Tabs(elem_id="rb-tabs"):
             with gr.Tab("Chat", id="chat"):
-                self.chat = tab_chat.ChatTab(context)
+                self.chat = tab_chat.ChatTab(context, viewer)
             with gr.Tab("Library", id="library") as library_tab:
-                self.library = tab_library.LibraryTab(context)
+                self.library = tab_library.LibraryTab(context, viewer)
             with gr.Tab("Compare", id="compare"):
                 self.compare = tab_compare.CompareTab(context)
             with gr.Tab("Store", id="store") as store_tab:

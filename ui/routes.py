@@ -1,11 +1,11 @@
-"""The page's own routes beside Gradio's: its assets, and the export of conversations."""
+"""The page's own routes beside Gradio's: its assets, the export of conversations, and documents to save."""
 
 import re
 from pathlib import Path
 from urllib.parse import quote
 
 from fastapi import FastAPI
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
@@ -36,6 +36,14 @@ def add_routes(app: FastAPI, services: AppServices) -> None:
             return _exported(services, chat_id, kind)
         except RagBlendError as error:
             return PlainTextResponse(str(error), 404)
+
+    @app.get("/ragblend/documents/{document_id}")
+    def document(document_id: str) -> Response:
+        """The file of a document of the library, to save."""
+        found = services.workspaces.library.documents_with([document_id]).get(document_id)
+        if found is None or not found.file.is_file():
+            return PlainTextResponse("The library has no such document, or its file is no longer there.", 404)
+        return FileResponse(found.file, filename=found.name, media_type="application/octet-stream")
 
     app.mount("/ragblend", PageAssets(directory=Path(__file__).parent / "assets"))
 

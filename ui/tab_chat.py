@@ -1,7 +1,6 @@
 """The Chat tab: conversations, the running answer, its sources, and its details under the hood. Wiring only."""
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -12,7 +11,7 @@ from ragblend.app import samples
 from ragblend.app.answering.answer_stream import AnswerStream
 from ragblend.app.answering.citations import cite
 from ragblend.app.answering.conversation import AskOptions
-from ragblend.app.answering.highlight import locate_source
+from ragblend.app.answering.highlight import cited_place, locate_source
 from ragblend.app.library.documents import DocumentState
 from ragblend.app.model_offers import Offer, machine_of, offers
 from ragblend.engine.model.checkpoints import DEFAULT
@@ -21,6 +20,7 @@ from ragblend.ui import views
 from ragblend.ui.coalesce import coalesced
 from ragblend.ui.page_context import BARE, EACH, QUEUED, QUICK, PageContext, Updates, drawn, search_field
 from ragblend.ui.page_sessions import MEASUREMENT, PageRequest, session_of
+from ragblend.ui.viewer import Viewer
 from ragblend.ui.views import problem
 
 LOG = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ SOURCE, HOOD = "source", "hood"
 class ChatTab:
     """Lays the tab out and connects it; callbacks call the app and draw its results with `views`."""
 
-    def __init__(self, context: PageContext) -> None:
+    def __init__(self, context: PageContext, viewer: Viewer) -> None:
         self._context, self._services, self._sessions = context, context.services, context.sessions
         with gr.Row(elem_id="rb-chat"):
             with gr.Column(elem_id="rb-side", scale=0):
@@ -42,11 +42,12 @@ class ChatTab:
                 drawn("rb-more-close", views.parts.close_cover())
                 with gr.Tabs(elem_id="rb-panel") as self.panel:
                     with gr.Tab("Source", id=SOURCE):
-                        self.source = drawn("rb-source", views.passage.empty(), acts=False)
+                        self.source = drawn("rb-source", views.passage.empty())
                     with gr.Tab("Under the hood", id=HOOD):
                         self.hood = drawn("rb-hood", views.hood.empty())
         self.chat_id, self.limit = gr.State(None), gr.State(CHATS_PER_PAGE)
         self._connect()
+        self.source.click(viewer.show, None, [viewer.component], **QUICK)
 
     def _lay_out_conversations(self) -> None:
         drawn("rb-side-close", views.parts.close_cover())
@@ -343,20 +344,10 @@ class ChatTab:
         return {self.panel: gr.skip()}
 
     def _source(self, message_id: int, number: int, at: str) -> str:
-        """at: the citation's position in the answer, or `=` and a figure of the source; "" for the first of that number
-        that has a sentence.
-        """
-        message = self._services.chats.message(message_id)
-        source = next((each for each in message.sources if each.number == number), None)
-        if source is None:
-            return problem(f"Source {number} is no longer here.", "warning")
-        library = self._services.workspaces.library
-        cited = [c for c in cite(message.text, message.sources).citations if c.number == number]
-        places = [c.place for c in cited if at in ("", str(c.start)) and c.place is not None]
-        if at.startswith("="):
-            places = [found.span() for found in re.finditer(re.escape(at[1:]), source.text)]
-        found = locate_source(library, source, places[0] if places else None)
-        return views.passage.view(source, found, missing=bool(at) and not places)
+        source, place = cited_place(self._services.chats.message(message_id), number, at)
+        found = locate_source(self._services.workspaces.library, source, place)
+        origin = {"document": source.document_id, "message": message_id, "number": number, "at": at}
+        return views.passage.view(source, found, origin, missing=bool(at) and place is None)
 
     def _hood(self, message_id: int) -> str:
         return views.hood.view(self._services.chats.message(message_id).report, message_id)

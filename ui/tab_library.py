@@ -21,6 +21,7 @@ from ragblend.ui.page_context import (
     drawn,
     search_field,
 )
+from ragblend.ui.viewer import Viewer
 from ragblend.ui.views import problem
 
 PAGE = 50
@@ -32,8 +33,8 @@ STATES = [("All", ""), ("Ready", "done"), ("Not finished", "pending"), ("Failed"
 class LibraryTab:
     """Lays the tab out and connects it."""
 
-    def __init__(self, context: PageContext) -> None:
-        self._services, self.offset = context.services, gr.State(0)
+    def __init__(self, context: PageContext, viewer: Viewer) -> None:
+        self._services, self._viewer, self.offset = context.services, viewer, gr.State(0)
         with gr.Row(elem_id="rb-library"):
             with gr.Column(scale=2, min_width=280, elem_id="rb-add"):
                 self._lay_out_adding(context.services.workspaces.names())
@@ -93,8 +94,9 @@ class LibraryTab:
             asked(self.add_folder, [self.folder, self.watch, *view], [*listed, self.folder], **each)
         self.samples.click(self.add_samples, view, listed, **QUICK)
         self.new.click(self.create, [self.new_name], [self.collection, self.new_name, self.message], **QUICK)
-        for drawing in (self.queue, self.jobs, self.watched, self.documents):
+        for drawing in (self.queue, self.jobs, self.watched):
             drawing.click(self.act, view, listed, **each)
+        self.documents.click(self.act, view, [*listed, self._viewer.component], **each)
         self.tools.click(self.remove_collection, view, [*listed, self.collection], **QUICK)
 
     def upload(self, files: list[str] | None, *view: Any) -> Updates:
@@ -155,6 +157,8 @@ class LibraryTab:
         return {self.message: message, self.collection: chosen, **self.refresh(shown, "", "", 0)}
 
     def act(self, collection: str, search: str, state: str, offset: int, event: gr.EventData) -> Updates:
+        if event.act == "view":
+            return self._viewer.show(event)
         message = ""
         try:
             if event.act == "page":

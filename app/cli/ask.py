@@ -157,8 +157,9 @@ def load_conversations(cli: Cli, workspace: "Workspace") -> "Conversations":
 
 
 def sources_text(sources: Sequence[AnswerSource]) -> str:
-    lines = (f"  [{source.number}] {on_one_line(source.label)} ({source.score:.2f})" for source in sources)
-    return "\n".join(["", "Sources:", *lines])
+    """A line a source; empty without sources."""
+    lines = [f"  [{source.number}] {on_one_line(source.label)} ({source.score:.2f})" for source in sources]
+    return "\n".join(["", "Sources:", *lines]) if lines else ""
 
 
 def timing_line(answer: Answer) -> str:
@@ -252,7 +253,8 @@ def _print_answer(cli: Cli, turn: "AnswerStream") -> Answer:
 def _print_notes(cli: Cli, answer: Answer) -> None:
     if answer.notice:
         cli.note(answer.notice)
-    cli.note(timing_line(answer))
+    if answer.report.tokens.prompt:
+        cli.note(timing_line(answer))
 
 
 def _write_trace(cli: Cli, answer: Answer, path: Path) -> None:
@@ -267,7 +269,7 @@ def _write_trace(cli: Cli, answer: Answer, path: Path) -> None:
 
 def _finish_background(cli: Cli, conversations: "Conversations", answer: Answer) -> None:
     """Wait for background work that speeds up the next question, unless the host process does it."""
-    if cli.host is not None:
+    if cli.host is not None or not answer.report.tokens.prompt:
         return
     todo = [f"Encoding {answer.report.misses} passages"] if answer.report.misses else []
     if conversations.engine.measures_answers:

@@ -55,22 +55,28 @@ class PageImage:
         return cls(**value | {"png": b64decode(value["png"]), "boxes": boxes})
 
 
-def located_pages(
-    path: Path, text: str, location: str, part: Span | None, _: OnPage
-) -> list[dict[str, Any]] | None:
-    """The pages that show the text, of those that the location may mean (`PageImage` as JSON); None if there is none.
+def located_pages(path: Path, text: str, location: str, part: Span | None, _: OnPage) -> dict[str, Any]:
+    """`pages`: those that show the text, of the ones that the location may mean (`PageImage` as JSON); `count`: of all
+    pages; `first`: the first one that the location may mean.
 
     part: mark only text[start:stop], on the pages that show that. Runs in the sandbox. Raises DocumentError, and
     whatever pdfium raises for a file that it cannot read.
     """
     with opened(path) as (document, _reader):
-        if document is None:
-            return None
-        labels = [page_label(document, number) for number in range(len(document))]
-        for numbers in _page_numbers(labels, location):
-            if found := _page_images(document, text, part, numbers):
-                return [image.as_json() for image in found]
-    return None
+        labels = [page_label(document, number) for number in range(len(document or ()))]
+        runs = _page_numbers(labels, location) if labels else []
+        found = next(filter(None, (_page_images(document, text, part, numbers) for numbers in runs)), ())
+        first = runs[0][0] if runs else 1
+        return {"pages": [image.as_json() for image in found], "count": len(labels), "first": first}
+
+
+def unmarked_page(path: Path, number: int, _: OnPage) -> dict[str, Any]:
+    """One page (from 1; the nearest one there is), as `located_pages` has it. Runs in the sandbox."""
+    with opened(path) as (document, _reader):
+        count = len(document or ())
+        number = max(1, min(number, count))
+        pages = [_image(document, number, ()).as_json()] if count else []
+        return {"pages": pages, "count": count, "first": number}
 
 
 def _page_numbers(labels: list[str], location: str) -> list[list[int]]:
@@ -93,9 +99,7 @@ def _page_images(
     if places is None:
         return None
     return tuple(
-        _image(page, number, f"p. {page_label(document, number - 1)}", spans)
-        for number, page, spans in zip(numbers, pages, places, strict=True)
-        if spans
+        _image(document, number, spans) for number, spans in zip(numbers, places, strict=True) if spans
     )
 
 
@@ -148,7 +152,8 @@ def _characters(page: Any) -> list[str]:
         return ["" if 0xD800 <= code <= 0xDFFF or code > 0x10FFFF else chr(code) for code in codes]
 
 
-def _image(page: Any, number: int, label: str, spans: Sequence[tuple[int, int]]) -> PageImage:
+def _image(document: Any, number: int, spans: Sequence[Span]) -> PageImage:
+    page, label = document[number - 1], f"p. {page_label(document, number - 1)}"
     width, height = page.get_size()
     scale = min(MAX_SCALE, MAX_WIDTH / width, MAX_HEIGHT / height)
     picture = page.render(scale=scale).to_pil()

@@ -12,6 +12,7 @@ import pytest
 
 from ragblend.app.answering.chats import INTERRUPTED, Chats
 from ragblend.app.cli.main import main
+from ragblend.app.library.registry import UnrelatedSimilarity
 from ragblend.engine.config import DEFAULT_RATIO
 from ragblend.kvstore.lock import writer_lock
 
@@ -97,6 +98,17 @@ def test_ask_writes_a_trace(filled, tmp_path, capfd):
     assert filled("ask", "What colour has the sky?", "--trace", tmp_path / "trace.json") == 0
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
     assert str(tmp_path / "trace.json") in capfd.readouterr().err
+
+
+def test_where_nothing_was_found_no_times_and_no_sources_are_printed(filled, capfd, monkeypatch):
+    """It printed `of 0 prompt tokens 0 reused`, an empty list of sources, and waited for work that there was not."""
+    known = UnrelatedSimilarity(0.0, 0.2)
+    monkeypatch.setattr("ragblend.app.answering.retrieval.recorded_similarity", lambda name: known)
+    filled.engine.measures_answers = True
+    assert filled("ask", "Photosynthesis?") == 0
+    said = capfd.readouterr()
+    assert "Nothing about this was found" in said.out
+    assert "tokens" not in said.err and "Sources" not in said.out and not filled.engine.waited
 
 
 def test_ask_waits_for_missing_passages_to_be_encoded(filled, capfd):

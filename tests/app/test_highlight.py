@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ragblend.app.answering.answer import AnswerSource
-from ragblend.app.answering.highlight import locate_source
+from ragblend.app.answering.highlight import MOST_CHARACTERS, locate_source, open_document
 from ragblend.app.library.ingest import ingest
 from ragblend.app.library.matching import find, fold
 
@@ -114,6 +114,31 @@ def test_a_passage_over_two_pages_is_marked_on_both(sources, tmp_path):
     assert [(page.number, page.label) for page in pages] == [(1, "p. 1"), (2, "p. 2"), (3, "p. 3")]
     assert [len(page.boxes) for page in pages] == [1, 2, 2]
     assert [dark_outside(page)[0] for page in pages] == [0, 0, 0]
+
+
+def test_a_pdf_is_opened_page_by_page_without_marks(sources, tmp_path):
+    path = write_page(tmp_path / "a.pdf", [["Cover"], LINES[:2], LINES[2:]])
+    library, rows = sources(path, chunk_tokens=64)
+    for asked, shown in ((1, 1), (3, 3), (0, 1), (99, 3)):
+        found = open_document(library, rows[0].document_id, asked)
+        assert (found.page_count, found.pages[0].number, found.pages[0].boxes) == (3, shown, ())
+    invented = replace(rows[0], text="It says something else.", location="p. 2")
+    assert locate_source(library, invented).first_page == 2, "what cannot be marked still has its page"
+    assert locate_source(library, rows[0]).page_count == 3
+    path.unlink()
+    assert "no such file" in open_document(library, rows[0].document_id).reason
+    library.remove(rows[0].document_id)
+    assert "deleted from the library" in open_document(library, rows[0].document_id).reason
+
+
+def test_a_text_is_opened_from_its_beginning(sources, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text(" ".join(f"Sentence number {n} tells of the harbour." for n in range(300)))
+    library, rows = sources(path)
+    found = open_document(library, rows[0].document_id)
+    assert (found.text, found.stop, found.cut_after) == (path.read_text(), 0, False)
+    whole = locate_source(library, rows[9], around=MOST_CHARACTERS)
+    assert whole.text == path.read_text() and whole.text[whole.start : whole.stop] == rows[9].text
 
 
 def test_changed_file_is_not_highlighted(sources, tmp_path):

@@ -200,7 +200,8 @@ def test_files_other_sites_and_api_docs_are_not_served(ask, site) -> None:
     others = ("gradio_api/file=http://evil.example/x", "gradio_api/proxy=http://evil.example/x")
     chats = ("1.md", "1.json", "1.sqlite", "x.md", "-1.md", "99999999999999999999.md", "1")
     docs = ("docs", "redoc", "openapi.json", "gradio_api/docs", "gradio_api/openapi.json", "monitoring")
-    exported = (f"ragblend/chats/{name}" for name in chats)
+    exported = [f"ragblend/chats/{name}" for name in chats]
+    exported += [f"ragblend/documents/{name}" for name in ("x", "..%2fsecret.txt", "%2fetc%2fpasswd")]
     for path in (*others, *docs, *exported, "proxy=http://127.0.0.1:22/", "ragblend/x.css"):
         assert is_refused(ask("GET", f"/{path}")), path
 

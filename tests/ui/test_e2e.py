@@ -83,6 +83,38 @@ def test_a_page_of_a_pdf_is_shown_with_boxes(open_page) -> None:
     page.screenshot(path=screenshots() / "pdf.png")
 
 
+def test_a_document_is_read_page_by_page_from_its_source_and_from_the_library(open_page, server) -> None:
+    mine = open_page()
+    page = mine.page
+    mine.ask("What are Dunlin's axleboxes packed with?")
+    page.click(".rb-sources summary")
+    page.click(".rb-source:has-text('dunlin') >> nth=0")
+    page.click("#rb-source [data-act=view]")
+    expect(page, ".rb-viewer[open] .rb-box >> nth=0").to_be_in_viewport()
+    marked = page.inner_text(".rb-viewer nav span")
+    page.keyboard.press("ArrowRight")
+    expect(page, ".rb-viewer[open] nav span").not_to_have_text(marked)
+    page.keyboard.press("ArrowLeft")
+    expect(page, ".rb-viewer[open] nav span").to_have_text(marked)
+    expect(page, ".rb-viewer[open] .rb-box >> nth=0").to_be_in_viewport()  # the mark is still there
+    page.keyboard.press("Escape")
+    expect(page, ".rb-viewer").to_have_count(0)
+    assert page.evaluate("document.activeElement.dataset.act") == "view", "the focus goes back"
+    mine.tab("Library")
+    for _ in range(2):  # a closed one can be opened again
+        page.click(".rb-documents tr:has-text('dunlin') [data-act=view]")
+        expect(page, ".rb-viewer[open] nav span").to_have_text("1 of 4")
+        before = page.locator(".rb-viewer img").bounding_box()["width"]
+        page.keyboard.press("+")
+        assert page.locator(".rb-viewer img").bounding_box()["width"] > 1.2 * before
+        page.keyboard.press("-")
+        saved = page.request.get(server.address + page.get_attribute(".rb-viewer a", "href"))
+        assert saved.body() == (samples.documents_folder() / "dunlin-maintenance-manual.pdf").read_bytes()
+        assert "attachment" in saved.headers["content-disposition"]
+        page.click(".rb-viewer [data-act=view-close]")
+        expect(page, ".rb-viewer").to_have_count(0)
+
+
 def test_details_of_an_answer(open_page) -> None:
     mine = open_page(color_scheme="dark")
     page = mine.page

@@ -46,9 +46,14 @@ def drawn(text):
     yield "chat.export_links", 1
     image = PageImage(1, text, b"\x89PNG", 10, 10, (Box(1, 1, 5, 5),))
     yield ("passage.empty",)
-    yield "passage.view", source(text), Highlight(text, (image,)), True
-    yield "passage.view", source(text), Highlight(text, (), text, 0, len(text), True, True)
-    yield "passage.view", source(text), Highlight(text, reason=text)
+    origin = {"document": text, "message": text, "number": text, "at": text}
+    for found in (
+        Highlight(text, (image,), page_count=3),
+        Highlight(text, (), text, 0, len(text), True, True),
+        Highlight(text, reason=text),
+    ):
+        yield "passage.view", source(text), found, origin, True
+        yield "passage.viewer", found, origin, 0
     yield ("hood.empty",)
     yield "hood.view", hood(text), 1
     rows = tuple(

@@ -23,6 +23,8 @@
     "rename-open": openRename,
     "cover-side": () => { tab("Chat"); cover("side"); },
     "cover-close": () => cover(),
+    "view-close": () => viewer().close(),
+    zoom: (element) => zoom(Number(element.dataset.by)),
   };
 
   function bind(root, trigger) {
@@ -37,6 +39,7 @@
       if (act === "cite") choose(element);
       if (act === "cite" || act === "hood") cover("more");
       if (act === "open-chat") cover();
+      if (act === "view") turned = element.dataset.turn ?? "";
       send(trigger, element);
     });
   }
@@ -93,6 +96,26 @@
     if (event.target === document.body || event.target.closest("#rb-new")) cover();
   });
 
+  // The viewer: Python draws a <dialog> for each page that is opened; a closed one is removed.
+  const viewer = () => one("#rb-viewer dialog");
+  let turned = "", reader, size = 1; // the button that turned the page, the element that opened the viewer
+  function showViewer() {
+    const dialog = viewer();
+    if (!dialog || dialog.open) return;
+    if (!turned || !reader) reader = document.activeElement;
+    dialog.onclose = () => { if (dialog.isConnected) { dialog.remove(); if (reader?.isConnected) reader.focus(); } };
+    dialog.onclick = (event) => { if (event.target === dialog) dialog.close(); };
+    dialog.showModal();
+    zoom(1);
+    (turned ? one(`[data-turn=${turned}]`, dialog) ?? one(".scroll", dialog) : one("[data-act=view-close]", dialog)).focus();
+    one(".rb-mark, .rb-box", dialog)?.scrollIntoView({ block: "center" });
+  }
+  function zoom(by) {
+    size = Math.min(4, Math.max(0.5, size * by));
+    viewer()?.style.setProperty("--rb-zoom", size);
+  }
+  const VIEWER_KEYS = { ArrowLeft: "[data-turn=back]", ArrowRight: "[data-turn=next]", "+": "[data-by='1.25']", "-": "[data-by='0.8']" };
+
   // Shows a form in place of what an element shows, until it is sent or closed with Escape.
   function editIn(host, field, label, sent, ...more) {
     const form = document.createElement("form"), shown = [...host.children];
@@ -148,7 +171,10 @@
 
   addEventListener("keydown", (event) => {
     const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName) || event.target.isContentEditable;
-    if (event.key === "Enter" && !event.isComposing && event.target === box() && !event.shiftKey) {
+    if (viewer()?.open) {
+      const pressed = VIEWER_KEYS[event.key] && one(VIEWER_KEYS[event.key], viewer());
+      if (pressed && !event.ctrlKey && !event.metaKey && !event.altKey) { event.preventDefault(); pressed.click(); }
+    } else if (event.key === "Enter" && !event.isComposing && event.target === box() && !event.shiftKey) {
       event.preventDefault();
       event.stopImmediatePropagation();
       clickWhenReady("#rb-send");
@@ -164,7 +190,7 @@
     }
   }, true);
 
-  const KEYS = [["Enter", "Send"], ["Shift Enter", "New line"], ["Esc", "Stop, or close what is open"], ["/", "Search"], ["?", "This list"]];
+  const KEYS = [["Enter", "Send"], ["Shift Enter", "New line"], ["Esc", "Stop, or close what is open"], ["/", "Search"], ["← →", "Turn the page of an open document"], ["+ −", "Its size"], ["?", "This list"]];
   function listKeys() {
     let list = one("#rb-keys");
     if (!list) {
@@ -277,6 +303,7 @@
     new MutationObserver(() => {
       if (isNew && one("#rb-hello .rb-welcome")) { isNew = false; takeUpAgain(); }
       keepEditing();
+      showViewer();
       const list = one("#rb-scroll");
       if (list && !list.dataset.followed) { list.dataset.followed = "1"; follow(list); }
       document.querySelectorAll(SCROLLING).forEach((each) => { // scrollable text must be reachable by keyboard
