@@ -55,6 +55,9 @@ class PageLayout:
         library.collection.change(self.choices, asked, asked, **QUICK)
         library_tab.select(library.refresh, library.view, library.drawn, **QUICK)
         library.documents.submit(chat.digest, None, chat.streamed, **QUEUED | EACH)
+        library.documents.click(
+            chat.ask_document, None, [chat.document_id, chat.asked_document], **QUICK | EACH
+        )
         inputs, moving = [library.seen, *library.view], [*frame, chat.hello]
         gr.Timer(TICK_S).tick(self.tick, inputs, [*moving, *library.drawn], **QUICK)
         page.unload(self.close)

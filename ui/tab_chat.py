@@ -46,6 +46,7 @@ class ChatTab:
                     with gr.Tab("Under the hood", id=HOOD):
                         self.hood = drawn("rb-hood", views.hood.empty())
         self.chat_id, self.limit = gr.State(None), gr.State(CHATS_PER_PAGE)
+        self.document_id = gr.State("")  # of the only document that is asked; "": all are
         self._connect()
         self.source.click(viewer.show, None, [viewer.component], **QUICK)
 
@@ -64,6 +65,7 @@ class ChatTab:
             self.transcript = drawn("rb-transcript")
             self.live = drawn("rb-live", acts=False)
         with gr.Column(elem_id="rb-composer"):
+            self.asked_document = drawn("rb-asked-document")
             self.question = gr.Textbox(
                 "",
                 placeholder="Ask your documents",
@@ -91,18 +93,21 @@ class ChatTab:
                 self.mode = gr.Radio(
                     modes, value="documents", label="Mode", elem_id="rb-mode", scale=3, min_width=200, **BARE
                 )
+                drawn("rb-attach", views.chat.attach())
                 self.send_button = gr.Button(
                     "Send", variant="primary", elem_id="rb-send", scale=1, min_width=84
                 )
                 self.stop_button = gr.Button("Stop", elem_id="rb-stop", scale=1, min_width=84, visible=False)
 
     def _connect(self) -> None:
-        choices, shown = [self.chat_id, self.collections, self.mode], [self.hood, self.panel]
+        choices = [self.chat_id, self.collections, self.mode, self.document_id]
+        shown = [self.hood, self.panel]
         answered = [self.transcript, self.live, self.question, self.chat_id, self.chats]
         self.streamed = [self.hello, *answered, self.send_button, self.stop_button, *shown, self.export]
         self.send_button.click(self.send, [self.question, *choices], self.streamed, **QUEUED)
         self.transcript.submit(self.again, choices, self.streamed, **QUEUED)
         self.stop_button.click(self.stop, None, None, **QUICK)
+        self.asked_document.click(self.ask_all, None, [self.document_id, self.asked_document], **QUICK)
         self.hello.click(self.add_samples, None, [self.hello], **QUICK)
         opened, listed = [*self.streamed, self.source], [self.search_box, self.chat_id, self.limit]
         self.new_button.click(self.new, None, opened, **QUICK)
@@ -118,23 +123,35 @@ class ChatTab:
     # --- asking
 
     def send(
-        self, question: str, chat_id: int | None, collections: list[str], mode: str, request: gr.Request
+        self,
+        question: str,
+        chat_id: int | None,
+        collections: list[str],
+        mode: str,
+        document: str,
+        request: gr.Request,
     ) -> Iterator[Updates]:
         if not question.strip():
             return
         if chat_id is None:
             chat_id = self._services.chats.create().id
         ask = self._services.conversations.ask
-        options = _options(collections, mode)
+        options = _options(collections, mode, document)
         yield from self._answer(request, chat_id, question, lambda: ask(chat_id, question, options))
 
     def again(
-        self, chat_id: int | None, collections: list[str], mode: str, event: gr.EventData, request: gr.Request
+        self,
+        chat_id: int | None,
+        collections: list[str],
+        mode: str,
+        document: str,
+        event: gr.EventData,
+        request: gr.Request,
     ) -> Iterator[Updates]:
         """Answer the last question again, or edit a question and ask it again."""
         if chat_id is None:
             return
-        options, conversations = _options(collections, mode), self._services.conversations
+        options, conversations = _options(collections, mode, document), self._services.conversations
         if event.act == "edit":
             message_id, text = int(event.id), str(event.text)
             yield from self._answer(
@@ -142,6 +159,16 @@ class ChatTab:
             )
         else:
             yield from self._answer(request, chat_id, "", lambda: conversations.regenerate(chat_id, options))
+
+    def ask_document(self, event: gr.EventData) -> Updates:
+        """Search only the document that a button of the library names, until `ask_all`."""
+        if event.act != "ask-document":
+            return {self.document_id: gr.skip()}
+        name = views.chat.asked_document(str(event.name))
+        return {self.document_id: str(event.id), self.asked_document: name}
+
+    def ask_all(self) -> Updates:
+        return {self.document_id: "", self.asked_document: ""}
 
     def digest(self, event: gr.EventData, request: gr.Request) -> Iterator[Updates]:
         """Summarise a document of the library, in a conversation of its own."""
@@ -369,5 +396,8 @@ class ChatTab:
         yield {self.hood: message + self._hood(message_id)}
 
 
-def _options(collections: list[str], mode: str) -> AskOptions:
-    return AskOptions(collections=tuple(collections or ()), mode="chat" if mode == "chat" else "documents")
+def _options(collections: list[str], mode: str, document: str) -> AskOptions:
+    documents = (document,) if document else ()
+    return AskOptions(
+        tuple(collections or ()), "chat" if mode == "chat" else "documents", documents=documents
+    )

@@ -159,6 +159,8 @@ class LibraryTab:
     def act(self, collection: str, search: str, state: str, offset: int, event: gr.EventData) -> Updates:
         if event.act == "view":
             return self._viewer.show(event)
+        if event.act == "ask-document":  # the Chat tab's
+            return {self.message: gr.skip()}
         message = ""
         try:
             if event.act == "page":

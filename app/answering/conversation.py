@@ -27,7 +27,7 @@ from ragblend.app.settings import Settings
 from ragblend.app.workspace import Workspaces
 from ragblend.engine.prompts.segments import Prompt
 from ragblend.engine.scheduling.queue import Cancel
-from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.errors import LibraryError, UsageError
 
 if TYPE_CHECKING:
     from ragblend.engine.interface import EngineInterface
@@ -45,7 +45,7 @@ class AskOptions:
 
     mode `documents`: from passages only; if none is found, the answer says so without asking the model. `chat`: with
     passages if some are found, else a plain conversation. client: who asks, where the device is shared. cancel:
-    checked during retrieval, which then raises Cancelled.
+    checked during retrieval, which then raises Cancelled. documents: ids; if any are named, only these are searched.
     """
 
     collections: tuple[str, ...] = ()
@@ -57,6 +57,7 @@ class AskOptions:
     temperature: float | None = None
     client: str = ""
     cancel: Cancel | None = None
+    documents: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -210,7 +211,7 @@ class Conversations:
         settings = options.settings(self.settings)
         self.engine.check_text(len(asked.text))  # raises before the search
         turns, begun = past_turns(messages), time.perf_counter()
-        collections = options.collections or (self.settings.collection,)
+        collections = self._collections(options)
         known = any(turn.sources for turn in turns)
         before = turns[-1].question if turns else ""
         for found, notice in self._search(collections, asked.text, before, settings.top_k, options):
@@ -272,9 +273,18 @@ class Conversations:
         full = [name for name in names if self._workspaces.library.has_passages(name)]
         empty = [name for name in names if name not in full]
         notice = f"Nothing has been ingested in {_quoted(empty)} yet." if empty else None
-        spaces = [self._workspaces.of(name) for name in full]
-        for found in search_in_stages(spaces, question, top_k, before, options.cancel):
+        spaces, documents = [self._workspaces.of(name) for name in full], options.documents
+        for found in search_in_stages(spaces, question, top_k, before, options.cancel, documents):
             yield found, notice
+
+    def _collections(self, options: AskOptions) -> Sequence[str]:
+        """The collections to search. Raises LibraryError for a document that is not there."""
+        if not options.documents:
+            return options.collections or (self.settings.collection,)
+        found = self._workspaces.library.documents_with(options.documents)
+        if len(found) < len(set(options.documents)):
+            raise LibraryError("Asking: a document that was to be searched is not in the library any more.")
+        return [document.collection for document in found.values()]
 
     def _prompt_of(self, answer: ChatMessage, messages: Sequence[ChatMessage]) -> Prompt:
         """The prompt of a stored answer, built again."""

@@ -8,7 +8,8 @@ order.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ RANK_CONSTANT = 60  # the paper's: the larger, the less the first ranks differ
 # A question is joined to the one before it if both together are as near to a passage as that one was alone: a change of
 # topic leads away from it. `python -m benchmarks.measure_retrieval` has the table.
 LEAST_OF_BEFORE = 0.9
+MOST_BY_WORDS = 10_000  # passages with words of the question, where only those of some documents count
 # Up to so many passages the registry compares every vector, in about 15 ms; importing Chroma takes 0.4 s.
 COMPARED_PASSAGES = 500
 
@@ -49,17 +51,26 @@ def search(
 
 
 def search_in_stages(
-    workspaces: Sequence[Workspace], question: str, top_k: int, before: str = "", cancel: Cancel | None = None
+    workspaces: Sequence[Workspace],
+    question: str,
+    top_k: int,
+    before: str = "",
+    cancel: Cancel | None = None,
+    documents: Sequence[str] = (),
 ) -> Iterator[list[AnswerSource]]:
     """The results of `search`, preceded by those before reranking, if there is a reranker.
 
-    cancel: checked while a question is embedded; Cancelled is raised once it is set.
+    cancel: checked while a question is embedded; Cancelled is raised once it is set. documents: ids of the documents
+    to search, all of whose passages count as relevant; (): all documents.
     """
     queries, count = [question], DEPTH * top_k
-    ranked = [_rank(workspaces, question, count, cancel)]
+    library = workspaces[0].library if workspaces else None
+    within = {each.node_id for name in documents if library for each in library.passages_of(name)}
+    rank = partial(_rank, workspaces, count=count, cancel=cancel, within=within)
+    ranked = [rank(question)]
     if before:
         joined = f"{before} {question}"
-        earlier, both = (_rank(workspaces, each, count, cancel) for each in (before, joined))
+        earlier, both = rank(before), rank(joined)
         if both and _nearest_score(both) >= LEAST_OF_BEFORE * _nearest_score(earlier):
             queries.append(joined)
             ranked.append(both)
@@ -85,17 +96,22 @@ def _interleave(ranked: Sequence[Sequence[AnswerSource]]) -> list[AnswerSource]:
 
 
 def _rank(
-    workspaces: Sequence[Workspace], question: str, count: int, cancel: Cancel | None
+    workspaces: Sequence[Workspace], question: str, count: int, cancel: Cancel | None, within: Set[str]
 ) -> list[AnswerSource]:
-    """The relevant passages, best first; those of collections with different embedders alternate."""
+    """The relevant passages, best first; those of collections with different embedders alternate.
+
+    within: the only passages that count, by node id; empty: all do.
+    """
     by_embedder = defaultdict[str, list[Workspace]](list)
     for workspace in workspaces:
         by_embedder[workspace.embedder_name].append(workspace)
-    return _interleave([_rank_together(group, question, count, cancel) for group in by_embedder.values()])
+    return _interleave(
+        [_rank_together(group, question, count, cancel, within) for group in by_embedder.values()]
+    )
 
 
 def _rank_together(
-    workspaces: Sequence[Workspace], question: str, count: int, cancel: Cancel | None
+    workspaces: Sequence[Workspace], question: str, count: int, cancel: Cancel | None, within: Set[str]
 ) -> list[AnswerSource]:
     """The relevant passages of collections with one embedder, in the combined order of vectors and words.
 
@@ -106,19 +122,22 @@ def _rank_together(
     scores, embedder = dict[str, float](), None
     while embedder is not first.embedder:  # again if another thread has replaced the embedder meanwhile
         embedder = first.embedder
-        vector, scores = embedder.embed_question(question, cancel), {}
+        vector = embedder.embed_question(question, cancel)
+        scores = library.scores([*within], vector)
         try:
-            for workspace in workspaces:
+            for workspace in workspaces if not within else ():
                 scores |= nearest(workspace, vector, count)
         except LibraryError:
             if embedder is first.embedder:
                 raise
     words = dict[str, WordMatch]()
     if first.settings.search == "hybrid":
-        words = library.by_words([each.settings.collection for each in workspaces], question, count)
+        most = MOST_BY_WORDS if within else count
+        words = library.by_words([each.settings.collection for each in workspaces], question, most)
+        words = {node: match for node, match in words.items() if not within or node in within}
         scores |= library.scores([node for node in words if node not in scores], vector)
     measured, recorded = _measured(workspaces), recorded_similarity(first.embedder.name)
-    found = relevant(scores, words, measured or recorded)
+    found = scores if within else relevant(scores, words, measured or recorded)
     sources = _sources(library, {node: scores[node] for node in found})
     by_nearness = sorted(sources, key=lambda node: -scores[node])
     by_words = [node for node in words if node in sources]

@@ -36,6 +36,9 @@ def ask(
     answering: AnswerOptions,
     question: Annotated[str, typer.Argument(help="What you want to know.")],
     collection: Collection = None,
+    document: Annotated[
+        list[str] | None, typer.Option(help="Search only this document: its id, path or name. Repeatable.")
+    ] = None,
     trace: Trace = None,
 ) -> None:
     """Answer a question from the ingested documents; the answer is printed as it is generated."""
@@ -48,7 +51,9 @@ def ask(
         conversations = load_conversations(cli, workspace)
         from ragblend.app.answering.conversation import AskOptions
 
-        answer = _print_answer(cli, conversations.answer(question, AskOptions()))
+        name, find = workspace.settings.collection, workspace.library.find
+        only = tuple(find(name, each, cli.folder).id for each in document or ())
+        answer = _print_answer(cli, conversations.answer(question, AskOptions(documents=only)))
         cli.result(answer.to_json(), sources_text(answer.sources))
         if trace is not None:
             _write_trace(cli, answer, trace)

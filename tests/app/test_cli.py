@@ -100,6 +100,13 @@ def test_ask_writes_a_trace(filled, tmp_path, capfd):
     assert str(tmp_path / "trace.json") in capfd.readouterr().err
 
 
+def test_ask_searches_one_document(filled, read, capfd):
+    assert filled("ask", "Sky?", "--document", "bread.md", "--json") == 0
+    assert {source["document"] for source in read()["sources"]} == {"bread.md"}
+    assert filled("ask", "Sky?", "--document", "none.md") == 1
+    assert "none.md" in capfd.readouterr().err
+
+
 def test_where_nothing_was_found_no_times_and_no_sources_are_printed(filled, capfd, monkeypatch):
     """It printed `of 0 prompt tokens 0 reused`, an empty list of sources, and waited for work that there was not."""
     known = UnrelatedSimilarity(0.0, 0.2)

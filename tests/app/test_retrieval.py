@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 
 from ragblend.app.answering.answer import AnswerSource
-from ragblend.app.answering.retrieval import reciprocal_rank_fusion, search, without_duplicates
+from ragblend.app.answering.retrieval import (
+    reciprocal_rank_fusion,
+    search,
+    search_in_stages,
+    without_duplicates,
+)
 from ragblend.app.library.documents import DocumentPassage, FileFacts, node_id
 from ragblend.app.library.ingest import ingest
 from ragblend.app.library.registry import UnrelatedSimilarity
@@ -98,6 +103,20 @@ def test_a_number_is_found_that_vectors_miss(open_workspace, logs, monkeypatch):
         found[way] = sum(source.document == f"{n}.txt" for n, source in enumerate(best))
         assert all(0.5 < source.score <= 1 for source in best), "the score is the cosine in both"
     assert found["hybrid"] == 30 and found["vectors"] < 5
+
+
+def test_of_one_document_all_passages_count_and_no_others(open_workspace, logs, tmp_path):
+    """A question that no passage is near to, such as what the document is about, was answered with `Nothing found`."""
+    text = " ".join(f"Ferry {n} leaves at noon." for n in range(40))
+    (tmp_path / "ferry.txt").write_text(f"{text} Pump 7013 is aboard.")
+    workspace = open_workspace(chunk_tokens=64)
+    ingest(workspace, [logs, tmp_path / "ferry.txt"])
+    ferry = workspace.library.find("default", "ferry.txt")
+    known = workspace.library.passages_of(ferry.id)
+    *_, found = search_in_stages([workspace], "What is this about?", 50, documents=[ferry.id])
+    assert len(known) > 3 and {source.node_id for source in found} == {each.node_id for each in known}
+    *_, found = search_in_stages([workspace], "What became of pump 7013?", 1, documents=[ferry.id])
+    assert "7013" in found[0].text, "its words count, though another document has them as well"
 
 
 WHO = "Ohlsen Reuter Kamp Boysen Tietjen Harms Meyn Stehr Wulf Voss Quast Timm".split()  # noqa: SIM905

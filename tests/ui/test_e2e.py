@@ -115,6 +115,31 @@ def test_a_document_is_read_page_by_page_from_its_source_and_from_the_library(op
         expect(page, ".rb-viewer").to_have_count(0)
 
 
+def test_a_dropped_file_is_read_and_can_be_asked_alone(open_page) -> None:
+    mine = open_page()
+    page = mine.page
+    mine.tab("Library")
+    since = mine.changes()
+    mine.tab("Chat")
+    page.evaluate(
+        "() => { const files = new DataTransfer();"
+        " files.items.add(new File(['The lamp of Gannet Rock is painted green.'], 'gannet.txt'));"
+        " for (const type of ['dragover', 'drop']) document.querySelector('#rb-question').dispatchEvent("
+        "new DragEvent(type, {bubbles: true, cancelable: true, dataTransfer: files})); }"
+    )
+    mine.all_read(since)
+    page.click(".rb-documents tr:has-text('gannet') [data-act=ask-document]")
+    expect(page, "#rb-asked-document").to_have_text("Only gannet.txt")
+    mine.ask("What is said about the causeway?")
+    assert page.locator(".rb-source .name").all_text_contents() == ["gannet.txt"]
+    page.click("#rb-asked-document [data-act=ask-all]")
+    expect(page, "#rb-asked-document .asked").to_have_count(0)
+    mine.ask(QUESTION)
+    expect(page, f"{ANSWERS} >> nth=-1").to_contain_text("five hours")
+    with page.expect_file_chooser():
+        page.click("[data-act=attach]")
+
+
 def test_details_of_an_answer(open_page) -> None:
     mine = open_page(color_scheme="dark")
     page = mine.page

@@ -124,7 +124,14 @@ def test_a_failed_document_says_why_and_can_be_tried_again() -> None:
     page = DocumentPage((document(state="failed", reason="It is encrypted."), document()), 2, {})
     html = views.library.documents(page, 0, 50)
     assert "It is encrypted." in html
-    assert acts(html) == ["retry-document", "delete-document", "view", "digest", "delete-document"]
+    assert acts(html) == [
+        "retry-document",
+        "delete-document",
+        "view",
+        "ask-document",
+        "digest",
+        "delete-document",
+    ]
 
 
 def test_what_was_guessed_or_left_out_is_shown_with_its_document() -> None:

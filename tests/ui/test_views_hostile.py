@@ -40,6 +40,8 @@ def drawn(text):
     yield "chat.welcome", 3, [text], text
     yield "chat.welcome", 0, [], text, offers(MachineCapacity(40 * GIGABYTE, 2, 1e13, 1e11))
     yield ("chat.reading_samples",)
+    yield "chat.asked_document", text
+    yield ("chat.attach",)
     chat = Chat(1, text, WHEN, WHEN, 2)
     yield "chat.conversations", [chat], 1, 1
     yield "chat.found_conversations", [(chat, text)], None

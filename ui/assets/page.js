@@ -19,6 +19,8 @@
     suggest: (element) => { fill(element.dataset.text); clickWhenReady("#rb-send"); },
     "go-library": () => tab("Library"),
     digest: (element, trigger) => { tab("Chat"); send(trigger, element); },
+    "ask-document": (element, trigger) => { tab("Chat"); send(trigger, element); box().focus(); },
+    attach: chooseFiles,
     "edit-open": openEditor,
     "rename-open": openRename,
     "cover-side": () => { tab("Chat"); cover("side"); },
@@ -228,6 +230,33 @@
     document.execCommand("copy");
     area.remove();
   }
+
+  // --- files: chosen beside the question or dropped anywhere, they go to the Library tab's upload --------------------
+  function chooseFiles() {
+    const chooser = Object.assign(document.createElement("input"), { type: "file", multiple: true });
+    chooser.onchange = () => upload(chooser.files);
+    chooser.click();
+  }
+  function upload(files) {
+    tab("Library");
+    const again = setInterval(() => {
+      const input = one("#rb-upload input[type=file]");
+      if (!input) return;
+      clearInterval(again);
+      input.files = files;
+      input.dispatchEvent(new Event("change", { bubbles: true }));
+    }, 100);
+  }
+  const hasFiles = (event) => event.dataTransfer?.types.includes("Files") && !event.target.closest?.("#rb-upload");
+  const dropping = (is) => document.body.classList.toggle("rb-dropping", is);
+  addEventListener("dragover", (event) => { if (hasFiles(event)) { event.preventDefault(); dropping(true); } });
+  addEventListener("dragleave", (event) => { if (!event.relatedTarget) dropping(false); });
+  addEventListener("drop", (event) => {
+    dropping(false);
+    if (!hasFiles(event)) return;
+    event.preventDefault();
+    upload(event.dataTransfer.files);
+  });
 
   // --- scrolling: stay at the end while text arrives, unless the user scrolled up -----------------------------------
   let atEnd = true;
