@@ -6,7 +6,7 @@ Every value is escaped, and characters that change the writing direction are rep
 import difflib
 import re
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from heapq import nlargest
@@ -131,6 +131,7 @@ def _environment() -> Environment:
         "offered": offered,
         "plural": plural,
         "rates": rates,
+        "speedup": speedup,
         "timeline_of": timeline_of,
     }
     return made
@@ -219,6 +220,12 @@ def milliseconds(value: float | None) -> str:
     if value < 1000:
         return f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
     return f"{value / 1000:.2f} s" if value < 10_000 else f"{value / 1000:.1f} s"
+
+
+def speedup(report: Mapping[str, Any]) -> float | None:
+    """Full prefill's time to first token divided by this answer's; None for full prefill, or where it is unknown."""
+    full, own = report.get("full_prefill_ms"), report.get("ttft_ms", 0)
+    return full / own if full and own > 0 and report.get("method") != "full" else None
 
 
 def duration(seconds: float) -> str:

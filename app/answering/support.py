@@ -50,7 +50,6 @@ NEGATIONS = frozenset(
 PRONOUNS = frozenset("it he she they him her its his them their this these".split())  # noqa: SIM905
 # A passage that says only so much does not say that it is so.
 HEDGES = frozenset("may might could propose suggest plan consider expect hope intend".split())  # noqa: SIM905
-AS_HEDGED = frozenset(("can", "when"))
 PERSONS = frozenset(("he", "she"))
 UNITS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
     seventeen eighteen nineteen""".split()  # noqa: SIM905
@@ -278,7 +277,7 @@ def _share(
         return 0.0
     if _exchanged(asked, given):
         return 0.0
-    if _is_hedged(given) and not _is_hedged(asked, AS_HEDGED):
+    if _is_hedged(given) and not (_is_hedged(asked) or any(token.stem == "can" for token in asked)):
         return 0.0
     own = [token for token in content if token.stem in there or token.stem not in known]
     if _replaced(own, _content(given)):
@@ -304,8 +303,8 @@ def _is_form(word: str, other: str) -> bool:
     return alike >= 3 and (alike >= LEAST_ALIKE * max(len(word), len(other)) or sorted(word) == sorted(other))
 
 
-def _is_hedged(found: Sequence[Token], also: frozenset[str] = frozenset()) -> bool:
-    return any(token.stem in HEDGE_STEMS | also for token in found if token.kind != "name")
+def _is_hedged(found: Sequence[Token]) -> bool:
+    return any(token.stem in HEDGE_STEMS for token in found if token.kind != "name")
 
 
 def _pairs(found: Sequence[Token]) -> set[str]:
