@@ -69,7 +69,9 @@ def _print_report(cli: Cli, report: "IngestReport") -> None:
         cli.note(f"failed   {on_one_line(path)}\n         {on_one_line(reason)}")
     for path, notes in report.notes.items():
         cli.note(f"noted    {on_one_line(path)}: {'; '.join(map(on_one_line, notes))}")
-    for label, listed in (("skipped", report.skipped), ("gone", report.gone), ("removed", report.pruned)):
+    for path, reason in report.skipped.items():
+        cli.note(f"skipped  {on_one_line(path)}: {reason}")
+    for label, listed in (("gone", report.gone), ("removed", report.pruned)):
         for path in listed:
             cli.note(f"{label:<8} {on_one_line(path)}")
     if report.gone:

@@ -19,12 +19,13 @@ from ragblend.kvstore.errors import DocumentError, DocumentNotFoundError, Unread
 class Discovery:
     """files in a stable order; failed: path, error.
 
-    skipped: in a folder, but a link, of no known kind, or (whole folders too) named in the setting `skip`.
+    skipped: path -> reason: in a folder, but a link, of no known kind, or (whole folders too) named in the setting
+    `skip`.
     """
 
     files: tuple[Path, ...]
     folders: tuple[Path, ...]
-    skipped: tuple[Path, ...]
+    skipped: dict[Path, str]
     failed: tuple[tuple[Path, DocumentError], ...]
 
 
@@ -36,7 +37,7 @@ def discover(paths: Sequence[Path], skip: str = Settings.skip) -> Discovery:
     """
     files: dict[str, Path] = {}
     folders: list[Path] = []
-    skipped: list[Path] = []
+    skipped: dict[Path, str] = {}
     failed: list[tuple[Path, DocumentError]] = []
 
     def add(file: Path) -> None:
@@ -54,10 +55,12 @@ def discover(paths: Sequence[Path], skip: str = Settings.skip) -> Discovery:
             if path.is_dir():
                 folders.append(path)
                 for file in _walk_folder(path, skip, skipped, failed):
-                    if is_readable(file) and not os.path.islink(file):
-                        add(file)
+                    if os.path.islink(file):
+                        skipped[file] = "links in folders are not followed"
+                    elif not is_readable(file):
+                        skipped[file] = f"{file.suffix or 'a file without a suffix'} is not supported"
                     else:
-                        skipped.append(file)
+                        add(file)
             else:
                 add(_check_given(path))
         except DocumentError as error:
@@ -65,9 +68,7 @@ def discover(paths: Sequence[Path], skip: str = Settings.skip) -> Discovery:
         except OSError as error:
             message = f"Reading {printable(path)}: {error.strerror}. Check its name and rights."
             failed.append((path, UnreadableDocumentError(message)))
-    return Discovery(
-        tuple(files.values()), tuple(folders), tuple(dict.fromkeys(skipped)), tuple(dict(failed).items())
-    )
+    return Discovery(tuple(files.values()), tuple(folders), skipped, tuple(dict(failed).items()))
 
 
 def is_gone(path: Path) -> bool:
@@ -107,7 +108,7 @@ def _check_given(path: Path) -> Path:
 
 
 def _walk_folder(
-    folder: Path, skip: str, skipped: list[Path], failed: list[tuple[Path, DocumentError]]
+    folder: Path, skip: str, skipped: dict[Path, str], failed: list[tuple[Path, DocumentError]]
 ) -> Iterator[Path]:
     def note(error: OSError) -> None:
         path = Path(error.filename)
@@ -116,6 +117,6 @@ def _walk_folder(
 
     for parent, folders, names in os.walk(folder, onerror=note):
         left_out = {name for name in (*folders, *names) if is_skipped(name, skip)}
-        skipped += [Path(parent, name) for name in sorted(left_out)]
+        skipped |= {Path(parent, name): "the setting `skip` leaves out its name" for name in sorted(left_out)}
         folders[:] = sorted(set(folders) - left_out)
         yield from (Path(parent, name) for name in sorted(set(names) - left_out))

@@ -52,9 +52,9 @@ CHANGED = (
 class IngestReport:
     """The result of one run. failed: path -> (name of the error, reason); gone: ingested earlier, no longer a file.
 
-    skipped: as in `Discovery`, and files that vanished before their turn; notes: path -> what was guessed, replaced or
-    left out when it was read, in this run; pruned: gone, and therefore removed; kv: the result of encoding, None if
-    that was not requested.
+    skipped: path -> reason, as in `Discovery`, and files that vanished before their turn; notes: path -> what was
+    guessed, replaced or left out when it was read, in this run; pruned: gone, and therefore removed; kv: the result of
+    encoding, None if that was not requested.
     """
 
     added: list[str] = field(default_factory=list)
@@ -63,7 +63,7 @@ class IngestReport:
     unchanged: list[str] = field(default_factory=list)
     failed: dict[str, tuple[str, str]] = field(default_factory=dict)
     notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
     gone: list[str] = field(default_factory=list)
     pruned: list[str] = field(default_factory=list)
     passages: int = 0
@@ -76,8 +76,10 @@ class IngestReport:
 
     def to_json(self) -> dict[str, Any]:
         failed = [{"path": path, "type": kind, "reason": why} for path, (kind, why) in self.failed.items()]
+        skipped = [{"path": path, "reason": why} for path, why in self.skipped.items()]
         notes = [{"path": path, "notes": said} for path, said in self.notes.items()]
-        return {**self.__dict__, "failed": failed, "notes": notes, "kv": asdict(self.kv) if self.kv else None}
+        kv = asdict(self.kv) if self.kv else None
+        return {**self.__dict__, "failed": failed, "skipped": skipped, "notes": notes, "kv": kv}
 
 
 def ingest(workspace: Workspace, paths: Sequence[Path], on_progress: OnProgress = silent) -> IngestReport:
@@ -200,7 +202,7 @@ class _IngestRun:
 
     def ingest_all(self, found: Discovery, prune: bool) -> Iterator[None]:
         """Yields after each file, where the writer lock may be released and acquired again."""
-        self.report.skipped = [*map(printable, found.skipped)]
+        self.report.skipped = {printable(path): why for path, why in found.skipped.items()}
         for path, error in found.failed:
             self._record_failure(path, error)
         self._meter.count("parse", more=len(found.files))
@@ -229,7 +231,7 @@ class _IngestRun:
             kind = self._ingest(path, known, behind)
         except DocumentError as error:
             if is_gone(path) and not path.is_symlink():
-                self.report.skipped.append(name)
+                self.report.skipped[name] = "it vanished before its turn"
                 return
             kept = " Its earlier version is kept and still used." if known and known.passages else ""
             reason = printable(f"{error}{kept}")

@@ -38,10 +38,10 @@ RECHECK_S = 30.0  # whether another process still encodes
 
 @dataclass(frozen=True)
 class QueuedFiles:
-    """The result of adding: how many files are queued, files of unknown type, and (path, reason) of unreadable ones."""
+    """The result of adding: how many files are queued; those left out, and unreadable ones: (path, reason)."""
 
     files: int
-    skipped: tuple[str, ...]
+    skipped: tuple[tuple[str, str], ...]
     failed: tuple[tuple[str, str], ...]
 
 
@@ -117,7 +117,8 @@ class JobQueue:
         files = [(printable(path), _size(path)) for path in found.files if not self._is_inside_home(path)]
         count = self.store.add("ingest", collection, files)
         self.wake()
-        return QueuedFiles(count, tuple(map(printable, found.skipped)), failed)
+        skipped = tuple((printable(path), why) for path, why in found.skipped.items())
+        return QueuedFiles(count, skipped, failed)
 
     def upload(self, paths: Sequence[Path], collection: str) -> QueuedFiles:
         """Copy files into the home and queue the copies. Raises StoreFullError after queueing what was copied."""
@@ -134,9 +135,8 @@ class JobQueue:
                         failed.append((path.name, str(error)))
             finally:
                 added = self.add(copies, collection)
-        return replace(
-            added, skipped=tuple(path.name for path in found.skipped), failed=(*failed, *added.failed)
-        )
+        skipped = tuple((path.name, why) for path, why in found.skipped.items())
+        return replace(added, skipped=skipped, failed=(*failed, *added.failed))
 
     def remove_missing(self, paths: Sequence[Path], collection: str) -> int:
         """Queue the removal of documents whose files no longer exist. Returns how many of them are in the library."""

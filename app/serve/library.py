@@ -147,9 +147,9 @@ def _queue_files(
         shutil.rmtree(folder, ignore_errors=True)
     places = re.compile(re.escape(str(folder)) + r"/\d+/")
     failed = [
-        {"name": name, "reason": service.shown(places.sub("", reason))} for name, reason in added.failed
+        {"name": name, "reason": service.shown(places.sub("", reason))}
+        for name, reason in (*added.failed, *added.skipped)
     ]
-    failed += [{"name": name, "reason": "files of this type are not supported"} for name in added.skipped]
     if not added.files:
         raise ApiError(
             400, " ".join(f"{each['name']}: {each['reason']}" for each in failed), "invalid_document", "file"

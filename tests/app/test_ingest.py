@@ -136,7 +136,10 @@ def test_bad_files_are_listed_and_stop_nothing(workspace, documents, make):
         "photo.jpg": "UnreadableDocumentError",
     }
     assert len(report.added) == 3
-    assert report.skipped == [str(documents / name) for name in (".hidden.txt", "photo.jpg")]
+    assert report.skipped == {
+        str(documents / ".hidden.txt"): "the setting `skip` leaves out its name",
+        str(documents / "photo.jpg"): ".jpg is not supported",
+    }
     states = {d.name: d.state for d in workspace.library.documents("default")}
     assert states["locked.pdf"] is DocumentState.FAILED
     assert not {"none.txt", ".hidden.txt"} & states.keys()
@@ -447,7 +450,8 @@ def test_a_file_that_vanishes_before_its_turn_is_no_failure(workspace, documents
 
     monkeypatch.setattr(readers, "read_document", vanishing)
     report = ingest_paths(workspace, [documents])
-    assert not report.failed and report.skipped == [str(bread), str(sky)]
+    assert not report.failed
+    assert report.skipped == dict.fromkeys((str(bread), str(sky)), "it vanished before its turn")
     assert {each.name for each in workspace.library.documents("default")} == {"boats.txt"}
     boats = documents / "boats.txt"
     boats.write_text("Other boats lie here.")

@@ -67,7 +67,7 @@ def test_a_bad_file_among_good_ones_has_its_reason_and_can_be_retried(jobs, work
     bad.write_bytes(b"\x89PNG no pdf at all")
     (documents / "noise.xyz").write_text("?")
     added = jobs.add([documents, documents / "nowhere.txt"], "default")
-    assert added.files == 4 and added.skipped == (str(documents / "noise.xyz"),)
+    assert added.files == 4 and added.skipped == ((str(documents / "noise.xyz"), ".xyz is not supported"),)
     assert added.failed[0][0] == str(documents / "nowhere.txt") and "no such file" in added.failed[0][1]
     finish(jobs)
     failed = jobs.page(state="failed")[0]

@@ -6,6 +6,7 @@ from records import document, hood, job, message, queue, source
 
 from ragblend.app.answering.citations import cite
 from ragblend.app.library.encoding import KvProgress
+from ragblend.app.library.jobs import QueuedFiles
 from ragblend.app.library.registry import DocumentPage
 from ragblend.app.settings import Settings, cost_of
 from ragblend.engine.selection import CONTROLS, METHODS, WITHOUT_RATIO
@@ -132,6 +133,13 @@ def test_a_failed_document_says_why_and_can_be_tried_again() -> None:
         "digest",
         "delete-document",
     ]
+
+
+def test_every_skipped_file_is_listed_with_its_reason() -> None:
+    """Five were, without reasons."""
+    skipped = tuple((f"/x/{n}.exe", ".exe is not supported") for n in range(250))
+    html = views.library.added(QueuedFiles(0, skipped, ()))
+    assert html.count(".exe: .exe is not supported") == 200 and "and 50 more" in html
 
 
 def test_what_was_guessed_or_left_out_is_shown_with_its_document() -> None:

@@ -70,7 +70,7 @@ def drawn(text):
     yield "library.queue", queue(total=1, kv_message=text)
     for state in ("failed", "embedding"):
         yield "library.jobs", [job(text, reason=text, state=state)], 5, state == "failed"
-    yield "library.added", QueuedFiles(1, (text,) * 9, ((text, text),))
+    yield "library.added", QueuedFiles(1, ((text, text),) * 9, ((text, text),))
     yield "library.watched", [WatchedFolder(1, text, text, text)]
     yield "library.deleted", [RemovedDocument(text, 3, 500)]
     yield ("compare.looking",)
