@@ -42,15 +42,6 @@ def test_answers_may_outgrow_the_buffers(stored):
     assert len(expected) > 64, "the model ended its answer too early for this test"
 
 
-def test_decoding_a_prefilled_prompt_is_repeatable(stored):
-    prefilled = stored.engine.prefill(make_prompt(TEXTS), "cacheblend", 0.5)
-    before = [tensor.clone() for tensor in prefilled.cache.span(3, 0, 50)]
-    one = stored.engine.decode(prefilled, max_new_tokens=30)
-    two = stored.engine.decode(prefilled, max_new_tokens=30)
-    assert one.token_ids == two.token_ids
-    assert all(torch.equal(a, b) for a, b in zip(before, prefilled.cache.span(3, 0, 50), strict=True))
-
-
 @pytest.mark.parametrize("kind", [*SUPPORTED, *UNSUPPORTED])
 def test_continue_logits_equals_teacher_forcing(bench_for, kind):
     bench = bench_for(kind)
@@ -145,9 +136,9 @@ def test_top_k_zero_samples_from_all_tokens(stored):
     prompt = make_prompt(TEXTS)
     first = {
         stored.engine.generate(prompt, max_new_tokens=1, temperature=50.0, seed=seed).token_ids
-        for seed in range(120)
+        for seed in range(80)
     }
-    assert len(first) > 70
+    assert len(first) > 55
 
 
 def test_timings_are_consistent(stored):

@@ -49,12 +49,8 @@ def test_scattered_rows_over_exact_kv_equal_the_model(each_stored):
     each_stored.engine.encode([long])
     prompt = chat(each_stored, [long])
     for method in ("reuse", "cacheblend", EveryThird(name="third")):
-        assert (
-            largest_error(
-                each_stored.engine.prefill(prompt, method=method).logits, each_stored.logits(prompt)[-1]
-            )
-            < ALLOWED
-        )
+        found = each_stored.engine.prefill(prompt, method=method).logits
+        assert largest_error(found, each_stored.logits(prompt)[-1]) < ALLOWED
 
 
 def test_moved_keys_of_layer_0_equal_keys_computed_there(each_stored):
@@ -117,15 +113,6 @@ def test_editing_a_later_chunk_changes_no_earlier_row(each_stored, method, ratio
     assert largest_error(one.span(0, start, stop)[0], two.span(0, start, stop)[0]) > 0.1
 
 
-@pytest.mark.parametrize(("kind", "method"), pairs(METHODS, kinds=("llama", "gemma3")))
-def test_prefill_is_deterministic(stored_for, kind, method):
-    stored = stored_for(kind)
-    prompt = make_prompt(TEXTS)
-    one, two = (stored.engine.prefill(prompt, method=method, ratio=0.4, seed=3) for _ in range(2))
-    assert torch.equal(one.logits, two.logits)
-    assert one.report.tokens == two.report.tokens
-
-
 @pytest.mark.parametrize(("kind", "method"), pairs(SELECTING))
 def test_ratio_1_computes_every_row_and_ratio_0_is_reuse(stored_for, kind, method):
     stored, prompt = stored_for(kind), make_prompt(TEXTS)
@@ -184,10 +171,8 @@ def test_part_of_a_chunk_reuses_its_tokens_of_the_whole(each_stored):
         parts = Prompt([*prompt.segments[:number], *pieces, *prompt.segments[number + 1 :]])
         assert parts.token_ids == prompt.token_ids
         found, expected = (engine.prefill(each, method="reuse") for each in (parts, prompt))
-        assert (
-            found.report.hits == 2
-            and found.report.tokens.reused == expected.report.tokens.reused - skipped - cut
-        )
+        assert found.report.hits == 2
+        assert found.report.tokens.reused == expected.report.tokens.reused - skipped - cut
         start = parts.places[spans.index(number)][0]
         for layer in range(engine.runtime.decoder.geometry.layers):
             pairs_of = zip(

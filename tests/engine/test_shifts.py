@@ -23,15 +23,6 @@ def test_exact_chunks_are_never_shifted(each_stored):
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_nothing_is_shifted_at_ratio_0_and_1(each_stored, ratio):
-    prompt = make_prompt(TEXTS)
-    plain = each_stored.engine.prefill(prompt, method="reuse" if ratio == 0 else "recompute").logits
-    found = each_stored.engine.prefill(prompt, method="probe-shift", ratio=ratio)
-    assert largest_error(found.logits, plain) < 1e-4
-    assert found.report.probe_rows == 0
-
-
 class Probing(Policy):
     """Shifts rows of which it was told nothing, in many blocks."""
 
