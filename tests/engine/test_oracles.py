@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from benches import PREFIX, chat, largest_error, make_prompt, make_text, pairs
+from benches import PREFIX, chat, in_turn, largest_error, make_prompt, make_text, pairs
 
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
 from ragblend.engine.selection import METHODS, Policy
@@ -95,7 +95,9 @@ def test_a_custom_prefix_makes_the_first_chunk_exact(bench):
 
 
 @pytest.mark.parametrize(
-    ("method", "ratio"), [("full", 0.3), ("epic", 0.3), ("cacheblend", 1.0), (EveryThird(name="third"), 0.3)]
+    ("bench", "method", "ratio"),
+    in_turn(("full", 0.3), ("epic", 0.3), ("cacheblend", 1.0), (EveryThird(name="third"), 0.3)),
+    indirect=["bench"],
 )
 def test_editing_a_later_chunk_changes_no_earlier_row(each_stored, method, ratio):
     """With a mask aligned to the corner, scattered rows see the future. cacheblend at 1: its choice may change."""
@@ -132,7 +134,7 @@ class Fixed(Policy):
         return self.chosen
 
 
-@pytest.mark.parametrize("name", ["cacheblend", "cacheblend-k"])
+@pytest.mark.parametrize(("bench", "name"), in_turn(("cacheblend",), ("cacheblend-k",)), indirect=["bench"])
 def test_narrowed_rows_equal_the_same_rows_computed_from_layer_0(each_stored, monkeypatch, name):
     """Up to the check all KV is right, so which other rows went along so far cannot matter."""
     policy, chosen = METHODS[name], []

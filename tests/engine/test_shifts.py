@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benches import chat, largest_error, make_prompt, make_text, of_stored
+from benches import chat, in_turn, largest_error, make_prompt, make_text, of_stored
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.selection import METHODS, Delta, KernelShift, Policy
@@ -73,7 +73,7 @@ def delta_of(change):
     return Delta(0, *(torch.nn.functional.pad(part, (0, 0, 5, 0)) for part in behind))
 
 
-@pytest.mark.parametrize("ratio", [0.1, 0.3, 0.7])
+@pytest.mark.parametrize(("bench", "ratio"), in_turn((0.1,), (0.3,), (0.7,)), indirect=["bench"])
 def test_shifting_chunks_together_equals_one_by_one(each_stored, monkeypatch, ratio):
     """Before an accelerator, where memory between them holds whatever it holds."""
     engine, prompt = each_stored.engine, make_prompt(TEXTS)
