@@ -322,10 +322,10 @@ def test_an_engine_closed_after_an_answer_stays_closed(fresh):
     def show(_):
         if not closing.ident:
             closing.start()
-            until(lambda: engine.runtime.queue.has_waiting)
+            until(lambda: engine.runtime.queue.has_waiting or not closing.is_alive())
 
     asked = make_prompt(TEXTS)
-    with engine.stream(asked, max_new_tokens=6, session=session) as stream:
+    with engine.stream(asked, max_new_tokens=60, session=session) as stream:
         for piece in stream:
             show(piece)
     closing.join(60)

@@ -71,7 +71,8 @@ def put(store, *samples, codec=RAW):
 # --- what it is for
 
 
-def test_values_of_one_machine_are_read_and_stored_by_another(shared, open_at, sample, same):
+def test_values_of_one_machine_are_read_and_stored_by_another(shared, open_at, sample, same, monkeypatch):
+    monkeypatch.setattr(remote_module, "PEEK_S", 60)
     one, other = open_at(shared.url + PATIENT), open_at(shared.url + PATIENT)
     samples = [sample(seed, tokens=3 + seed) for seed in range(4)]
     put(one, *samples)
