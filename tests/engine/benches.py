@@ -4,6 +4,7 @@ import random
 import threading
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,18 @@ WORDS = " ".join(tiny_models.CORPUS).split()
 
 
 def pairs(methods, always=("reuse", "cacheblend-gradual", "a3", "probe-shift"), kinds=tiny_models.SUPPORTED):
-    """(kind of model, method): all methods on two kinds, and on every other kind a few of them."""
+    """(kind of model, method): all methods on two kinds, and on every other kind two of `always`, in turn."""
     return [
         (kind, method)
-        for kind in kinds
+        for number, kind in enumerate(kinds)
         for method in sorted(methods)
-        if kind in ("llama", "gemma3") or method in always
+        if kind in ("llama", "gemma3") or method in (*always, *always)[number % len(always) :][:2]
     ]
+
+
+def in_turn(*cases):
+    """(kind of model, *case): every supported kind once, with the cases in turn."""
+    return [(kind, *case) for kind, case in zip(tiny_models.SUPPORTED, cycle(cases), strict=False)]
 
 
 def make_text(seed: int, words: int = 24) -> str:

@@ -295,16 +295,6 @@ def test_packed_weights_beyond_memory_stay_on_disk(choice_for, tmp_path, verdict
     assert choice_for().is_direct() and not choice_for().needs_measurement
 
 
-def test_a_failed_measurement_is_not_repeated_and_frees_weights(choice_for, monkeypatch):
-    monkeypatch.setattr(
-        implementations, "compare_implementations", mock.Mock(side_effect=RuntimeError("no memory"))
-    )
-    choice = choice_for()
-    with pytest.raises(RuntimeError, match="no memory"):
-        choice.measured()
-    assert not choice.needs_measurement and not choice.is_direct() and not choice._packed
-
-
 def test_implementations_are_compared_after_the_answer(fresh, verdicts):
     """And not while it lasts, nor for every answer."""
     verdicts += [FASTER]
@@ -591,13 +581,8 @@ def test_models_of_four_bit_weights_are_decoded_with_packed_weights(prefilled_fo
     rows, levels, _ = kernel.call_args.args
     assert rows.dtype == torch.bfloat16, "in float32 it is ten times slower"
     assert torch.equal(levels, packed["head"].levels) and kernel.call_count == 3 * len(decoder.layers) + 1
-    assert (
-        0
-        < compare_implementations(
-            decoder, DirectDecode(decoder, packed), prefilled.prompt.token_ids
-        ).divergence
-        < 0.05
-    )
+    rows = DirectDecode(decoder, packed)
+    assert 0 < compare_implementations(decoder, rows, prefilled.prompt.token_ids).divergence < 0.05
 
 
 @pytest.mark.parametrize("pack", [four_bit, eight_bit])

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from benches import largest_error, make_prompt, make_text
-from tiny_models import reference_logits
+from tiny_models import SUPPORTED, UNSUPPORTED, reference_logits
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.config import DEFAULT_RATIO
@@ -36,22 +36,15 @@ def test_decoding_continues_from_the_fused_cache(bench):
 def test_answers_may_outgrow_the_buffers(stored):
     prompt = make_prompt(TEXTS)
     prefilled = stored.engine.prefill(prompt, "full")  # made with room for 64
-    result = stored.engine.decode(prefilled, max_new_tokens=400)
-    expected = stored.answer(prompt, 400)
+    result = stored.engine.decode(prefilled, max_new_tokens=150)
+    expected = stored.answer(prompt, 150)
     assert list(result.token_ids) == expected
     assert len(expected) > 64, "the model ended its answer too early for this test"
 
 
-def test_decoding_a_prefilled_prompt_is_repeatable(stored):
-    prefilled = stored.engine.prefill(make_prompt(TEXTS), "cacheblend", 0.5)
-    before = [tensor.clone() for tensor in prefilled.cache.span(3, 0, 50)]
-    one = stored.engine.decode(prefilled, max_new_tokens=30)
-    two = stored.engine.decode(prefilled, max_new_tokens=30)
-    assert one.token_ids == two.token_ids
-    assert all(torch.equal(a, b) for a, b in zip(before, prefilled.cache.span(3, 0, 50), strict=True))
-
-
-def test_continue_logits_equals_teacher_forcing(bench):
+@pytest.mark.parametrize("kind", [*SUPPORTED, *UNSUPPORTED])
+def test_continue_logits_equals_teacher_forcing(bench_for, kind):
+    bench = bench_for(kind)
     bench.engine.encode(TEXTS)
     prompt = make_prompt(TEXTS)
     prefilled = bench.engine.prefill(prompt, "full")
@@ -143,9 +136,9 @@ def test_top_k_zero_samples_from_all_tokens(stored):
     prompt = make_prompt(TEXTS)
     first = {
         stored.engine.generate(prompt, max_new_tokens=1, temperature=50.0, seed=seed).token_ids
-        for seed in range(120)
+        for seed in range(80)
     }
-    assert len(first) > 70
+    assert len(first) > 55
 
 
 def test_timings_are_consistent(stored):
@@ -196,9 +189,10 @@ def test_the_repetition_penalty_ignores_the_prompt(stored):
 
 
 @pytest.mark.parametrize(
-    ("presence", "frequency"), [(1.5, 0.0), (0.0, 0.8), (-2.0, 0.2)], ids=["presence", "frequency", "both"]
+    ("presence", "frequency", "guesses"),
+    [(1.5, 0.0, True), (0.0, 0.8, False), (-2.0, 0.2, True)],
+    ids=["presence, guessed tokens", "frequency, one by one", "both, guessed tokens"],
 )
-@pytest.mark.parametrize("guesses", [True, False], ids=["guessed tokens", "one by one"])
 def test_presence_and_frequency_penalties_are_openais(stored, monkeypatch, presence, frequency, guesses):
     """Over the answer's tokens: logit - presence * (count > 0) - frequency * count; guessed tokens change nothing."""
     prompt, runtime = make_prompt(TEXTS), stored.engine.runtime
@@ -218,11 +212,8 @@ def test_presence_and_frequency_penalties_are_openais(stored, monkeypatch, prese
 def test_min_p_drops_the_tokens_that_are_far_less_likely(stored):
     prompt, hot = make_prompt(TEXTS), {"temperature": 5.0, "seed": 1, "max_new_tokens": 20}
     told = stored.engine.generate(prompt, "full", min_p=1.0, **hot).token_ids
-    assert (
-        list(told)
-        == stored.answer(prompt, 20)
-        != list(stored.engine.generate(prompt, "full", **hot).token_ids)
-    )
+    assert list(told) == stored.answer(prompt, 20)
+    assert told != stored.engine.generate(prompt, "full", **hot).token_ids
 
 
 def test_prompts_longer_than_the_window_are_refused(stored):

@@ -30,14 +30,8 @@ def staged(fresh, monkeypatch):
 METHODS = ("reuse", "naive", "cacheblend", "cacheblend-gradual", "recompute")
 
 
-def test_staged_delivery_gives_the_same_bits(staged):
-    engine, _, expected = staged
-    for method in METHODS:
-        assert torch.equal(engine.prefill(make_prompt(TEXTS), method=method).logits, expected[method]), method
-
-
-def test_every_delivery_is_awaited_before_compute(staged):
-    engine, transfers, _ = staged
+def test_staged_delivery_is_awaited_before_compute_and_gives_the_same_bits(staged):
+    engine, transfers, expected = staged
     engine.prefill(make_prompt(TEXTS), method="reuse")
     layers = engine.runtime.decoder.geometry.layers
     assert len(transfers.delivered) == layers, "all chunks of a layer at once"
@@ -45,6 +39,8 @@ def test_every_delivery_is_awaited_before_compute(staged):
     assert (transfers.calls[0], transfers.calls[-1]) == ("begin", "finish")
     assert transfers.threads == {threading.get_ident()}, "others would take the interpreter from it"
     assert transfers.calls.count("pace") == layers, "the host may not queue a whole prompt"
+    for method in METHODS:
+        assert torch.equal(engine.prefill(make_prompt(TEXTS), method=method).logits, expected[method]), method
 
 
 def test_files_are_read_only_a_few_layers_ahead(staged, monkeypatch):

@@ -86,8 +86,9 @@ def test_non_causal_masks_are_refused(decoder, monkeypatch):
     assert any("later chunk" in name or "exact" in name for name in names)
 
 
-@pytest.mark.parametrize("ratio", [0.5, 0.7, 0.85])
-@pytest.mark.parametrize("method", ["cacheblend", "cacheblend-gradual"])
+@pytest.mark.parametrize(
+    ("method", "ratio"), [("cacheblend", 0.5), ("cacheblend-gradual", 0.7), ("cacheblend", 0.85)]
+)
 def test_evidence_has_stored_and_new_kv(llama, monkeypatch, method, ratio):
     """Also where every row is computed, and the buffers are about to be written over."""
     texts = [make_text(seed) for seed in range(4)]

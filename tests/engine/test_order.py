@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from ragblend.engine.scheduling.order import WINDOW, Claim, RequestOrder
+from ragblend.engine.scheduling.order import Claim, RequestOrder
 
 
 def asks(cached=0, new=100, client="", chunks=None, **more):
@@ -43,18 +43,6 @@ def test_the_least_to_compute_goes_first(requests, served):
     assert [tickets.index(ticket) for ticket in begun(order)] == served
 
 
-@pytest.mark.parametrize("window", [0, 1, 5, WINDOW])
-def test_at_most_a_window_of_requests_overtakes_one(window):
-    order = RequestOrder(window=window)
-    unlucky = order.add(asks(0, 5000))
-    served = []
-    while unlucky not in served:
-        order.add(asks(1000, 10))
-        served += begun(order, 1)
-        assert len(served) <= window + 1
-    assert len(served) == window + 1
-
-
 def test_requests_with_common_chunks_follow_each_other():
     order = RequestOrder()
     chunks = [{"a": 100}, {"b": 100}, {"a": 100}, {"b": 100}, {"a": 100}]
@@ -63,18 +51,6 @@ def test_requests_with_common_chunks_follow_each_other():
         for ticket in [*map(order.add, (asks(chunks=c) for c in chunks))] and begun(order)
     ]
     assert names == ["a", "a", "a", "b", "b"]
-
-
-def test_one_prompt_is_read_at_a_time_and_the_next_after_its_first_token():
-    order = RequestOrder(most_begun=2)
-    first, second, third = (order.add(asks()) for _ in range(3))
-    assert order.begin(0) is first and order.begin(0) is None
-    first.is_reading = False
-    assert order.begin(0) is second
-    second.is_reading = False
-    assert order.begin(0) is None  # two are on the device
-    order.remove(first)
-    assert order.begin(0) is third
 
 
 def test_a_request_that_does_not_fit_waits_and_small_ones_overtake_it():
@@ -93,12 +69,6 @@ def test_a_request_that_does_not_fit_waits_and_small_ones_overtake_it():
     assert answers(1) is None  # it has been passed often enough: now it is waited for
     order.remove(running)
     assert order.begin(0) is large
-
-
-def test_a_request_larger_than_all_memory_is_served_alone():
-    order = RequestOrder(budget_bytes=100)
-    huge = order.add(asks(nbytes=1000))
-    assert order.begin(0) is huge
 
 
 def test_clients_share_the_device_fairly():
@@ -133,14 +103,6 @@ def test_a_client_without_requests_saves_up_no_time():
         order.remove(chosen)
         first.append(chosen)
     assert len(set(first) & set(back)) == len(set(first) & set(steady)) == 2
-
-
-def test_a_request_does_not_begin_after_its_deadline():
-    order = RequestOrder()
-    late, timely = order.add(asks(1000, 1, deadline=5.0)), order.add(asks(deadline=20.0))
-    assert order.begin(10.0) is timely
-    order.remove(timely)
-    assert order.begin(10.0) is None and order.waiting == [late]
 
 
 def test_a_request_served_alone_waits_for_all_and_is_not_overtaken():

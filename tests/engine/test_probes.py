@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from benches import SUFFIX, largest_error, make_prompt, make_text, pairs
+from benches import SUFFIX, in_turn, largest_error, make_prompt, make_text, pairs
 from transformers import DynamicCache
 
 from ragblend.engine import cache as cache_module
@@ -144,12 +144,8 @@ def test_a3_merges_all_heads_into_one_product(stored, seen):
                 product += float(rotated @ keys[head // 2, key])
             merged.append(product / math.sqrt(4 * 16))
         expected[documents] += torch.tensor(merged).softmax(0)
-    pooled = torch.tensor(
-        [
-            sum(float(expected[i]) for i in range(at - 2, at + 3) if 0 <= i < plan.tokens) / 5
-            for at in range(plan.tokens)
-        ]
-    )
+    padded = torch.nn.functional.pad(expected, (2, 2))
+    pooled = torch.stack([padded[at : at + 5].mean() for at in range(plan.tokens)])
     inner = plan.candidates.nonzero().squeeze(1)
     assert largest_error(policy.scores(probed)[inner], pooled[inner]) < 1e-4
     assert float(pooled[inner].max()) > 1e-2
@@ -182,11 +178,12 @@ def test_a_probe_stops_after_its_last_scored_layer(stored, watch_layers):
 
 
 @pytest.mark.parametrize(
-    ("name", "first", "later"),
-    [
+    ("bench", "name", "first", "later"),
+    in_turn(
         ("probe", [True] * 4, [False] * 4),
         ("a3", [True] * 2, [False, True, True, True]),  # the last layer was left half way
-    ],
+    ),
+    indirect=["bench"],
 )
 def test_rows_before_the_first_reused_chunk_are_computed_once(bench, watch_layers, name, first, later):
     """The words before the first chunk that is not exact go on after the probe where it left them."""
@@ -266,7 +263,9 @@ def evenly(rows, count):
     return [rows[math.floor((part + 0.5) * len(rows) / count)] for part in range(count)] if count else []
 
 
-@pytest.mark.parametrize(("beginnings", "sample"), [(0.2, 48), (0.0, 4), (0.3, 0), (0.75, 48)])
+@pytest.mark.parametrize(
+    ("bench", "beginnings", "sample"), in_turn((0.2, 48), (0.0, 4), (0.3, 0), (0.75, 48)), indirect=["bench"]
+)
 def test_calibration_rows_and_beginnings_are_selected(each_stored, seen, monkeypatch, beginnings, sample):
     """An even sample of all candidates first, then the best of the others, then of what is left the first of chunks."""
     prompt = each_stored.engine.tokenize(make_prompt(TEXTS))
@@ -293,7 +292,7 @@ def test_calibration_rows_and_beginnings_are_selected(each_stored, seen, monkeyp
         )
 
 
-@pytest.mark.parametrize("name", ["probe", "probe-shift"])
+@pytest.mark.parametrize(("bench", "name"), in_turn(("probe",), ("probe-shift",)), indirect=["bench"])
 def test_a_probe_beyond_the_budget_is_skipped(each_stored, name):
     """The first rows of the chunks are computed then, and what changed there still shifts the others."""
     prompt = make_prompt(TEXTS)

@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from itertools import cycle
 
 import pytest
 from benches import make_prompt, make_text
@@ -14,7 +15,7 @@ from ragblend.kvstore.errors import Cancelled, DeviceError
 
 TEXTS = [make_text(seed) for seed in range(3)]
 ASKED = make_prompt(TEXTS)
-ERRORS = {"out of memory": MemoryError, "the device": RuntimeError}
+ERRORS = (MemoryError, RuntimeError)
 
 
 @pytest.fixture
@@ -50,10 +51,9 @@ def break_layer(monkeypatch, layer, error, times=1):
     return left
 
 
-@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
-def test_a_failure_at_any_layer_costs_no_answer(asked, loads, monkeypatch, error):
+def test_a_failure_at_any_layer_costs_no_answer(asked, loads, monkeypatch):
     engine, expected = asked
-    for layer in range(engine.runtime.fingerprint.geometry.layers):
+    for layer, error in zip(range(engine.runtime.fingerprint.geometry.layers), cycle(ERRORS), strict=False):
         with monkeypatch.context() as once:
             left = break_layer(once, layer, error)
             result = engine.generate(ASKED, max_new_tokens=8)

@@ -104,15 +104,6 @@ def test_the_total_cost_equals_the_ratio(method, ratio):
     assert spent / (LAYERS * plan.stored_tokens) == pytest.approx(ratio, abs=0.01)
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
-@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
-def test_every_policy_computes_the_needed_rows(method, ratio):
-    plan = plan_of(ratio)
-    rows = METHODS[method].rows(plan)
-    assert torch.equal(rows, rows.unique())
-    assert plan.always[rows].sum() == plan.always_tokens
-
-
 def test_epic_selects_equally_many_rows_of_each_chunk():
     plan = plan_of(ratio=0.25)
     rows = METHODS["epic"].rows(plan)

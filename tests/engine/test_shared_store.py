@@ -16,6 +16,7 @@ from waiting import SOON_S
 
 from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
+from ragblend.kvstore.policy import PrefillProfile
 
 TEXTS = [make_text(seed, words=30) for seed in range(4)]
 PROMPT = make_prompt(TEXTS)
@@ -50,9 +51,8 @@ def remote_of(bench):
 # --- what it is for
 
 
-@pytest.mark.parametrize("kind", ["redis", "s3"])
-def test_kv_of_another_process_is_fused_here(kind, shared_of, fresh_bench_for, local, tmp_path):
-    url = shared_of(kind).url + PATIENT
+def test_kv_of_another_process_is_fused_here(redis, fresh_bench_for, local, tmp_path):
+    url = redis.url() + PATIENT
     other = [sys.executable, str(WORKER), str(local.folder), str(tmp_path / "other"), url, json.dumps(TEXTS)]
     done = subprocess.run(other, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "4"
@@ -235,8 +235,6 @@ def test_the_controller_computes_what_would_take_longer_to_fetch(redis, fresh_be
 
 
 def timed(row_ms: float) -> DeviceProfile:
-    from ragblend.kvstore.policy import PrefillProfile
-
     grid = PrefillProfile.of("test", (0, 1000), (10, 1000), lambda cached, new: row_ms * new)
     return DeviceProfile("test", grid, profile().tiers)
 
@@ -259,10 +257,8 @@ def line(redis):
 
 
 def test_a_deletion_is_finished_when_the_shared_store_answers_again(redis, line, fresh_bench_for, caplog):
-    here, names = (
-        fresh_bench_for(remote=f"{redis.url(line.port)}?timeout_s=60&retry_s=0.05"),
-        RedisNames(redis),
-    )
+    here = fresh_bench_for(remote=f"{redis.url(line.port)}?timeout_s=60&retry_s=0.05")
+    names = RedisNames(redis)
     here.engine.encode(TEXTS, node_ids=["a", "b", "c", "d"])
     assert remote_of(here).flush()
     line.cut()
@@ -344,16 +340,8 @@ def test_kv_that_is_deleted_while_it_is_fetched_is_not_stored(redis, fresh_bench
     engine.enter(TEXTS[:2], ["a", "b"])
     held = threading.Event()
     engine.runtime.background.add(lambda: held.wait(60))
-    prompt = engine.tokenize(
-        Prompt(
-            [
-                Literal("Read: "),
-                Chunk(node_id="a", entered=True),
-                Chunk(node_id="b", entered=True),
-                Literal(" Now?"),
-            ]
-        )
-    )
+    chunks = [Chunk(node_id=name, entered=True) for name in "ab"]
+    prompt = engine.tokenize(Prompt([Literal("Read: "), *chunks, Literal(" Now?")]))
     assert engine.prefill(prompt).report.hits == 2
     engine.forget(["a"])
     held.set()

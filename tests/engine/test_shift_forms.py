@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from benches import largest_error, make_prompt, make_text, of_stored
+from benches import in_turn, largest_error, make_prompt, make_text, of_stored
 
 from ragblend.engine.selection import METHODS, shift
 from ragblend.engine.selection.shift import KernelShift, ShiftContext
@@ -100,7 +100,7 @@ def shifted(bench, monkeypatch):
     return prefilled
 
 
-@pytest.mark.parametrize(("most", "few"), [(768, 256), (768, 0), (12, 0)])
+@pytest.mark.parametrize(("bench", "most", "few"), in_turn((768, 256), (768, 0), (12, 0)), indirect=["bench"])
 def test_the_shift_is_kernel_ridge_regression_on_recomputed_rows(shifted, monkeypatch, most, few):
     """One pair of rows at a time; of too many computed rows some are learnt from, and of more than few similarity is
     the layer's before."""

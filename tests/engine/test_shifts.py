@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benches import chat, largest_error, make_prompt, make_text, of_stored
+from benches import chat, in_turn, largest_error, make_prompt, make_text, of_stored
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.selection import METHODS, Delta, KernelShift, Policy
@@ -21,15 +21,6 @@ def test_exact_chunks_are_never_shifted(each_stored):
     for layer in range(reused.geometry.layers):
         for a, b in zip(reused.span(layer, start, stop), found.cache.span(layer, start, stop), strict=True):
             assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_nothing_is_shifted_at_ratio_0_and_1(each_stored, ratio):
-    prompt = make_prompt(TEXTS)
-    plain = each_stored.engine.prefill(prompt, method="reuse" if ratio == 0 else "recompute").logits
-    found = each_stored.engine.prefill(prompt, method="probe-shift", ratio=ratio)
-    assert largest_error(found.logits, plain) < 1e-4
-    assert found.report.probe_rows == 0
 
 
 class Probing(Policy):
@@ -82,7 +73,7 @@ def delta_of(change):
     return Delta(0, *(torch.nn.functional.pad(part, (0, 0, 5, 0)) for part in behind))
 
 
-@pytest.mark.parametrize("ratio", [0.1, 0.3, 0.7])
+@pytest.mark.parametrize(("bench", "ratio"), in_turn((0.1,), (0.3,), (0.7,)), indirect=["bench"])
 def test_shifting_chunks_together_equals_one_by_one(each_stored, monkeypatch, ratio):
     """Before an accelerator, where memory between them holds whatever it holds."""
     engine, prompt = each_stored.engine, make_prompt(TEXTS)

@@ -4,6 +4,7 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from waiting import until
 from ragblend.engine.decoding.direct import DirectDecode
 from ragblend.engine.decoding.grammar import json_grammar
 from ragblend.engine.scheduling.order import Claim
-from ragblend.engine.scheduling.queue import DeviceQueue
+from ragblend.engine.scheduling.queue import CallbackCancel, DeviceQueue
 from ragblend.kvstore.errors import Cancelled, DeviceError
 
 TEXTS = [make_text(seed) for seed in range(6)]
@@ -114,15 +115,20 @@ def test_a_failing_request_of_a_pass_fails_alone(ask, caplog):
 
 def test_a_request_cancelled_in_a_pass_ends_after_it(ask):
     """Its cache is written to until then: a conversation would have kept half a token of it."""
-    squares, cancel = Squares(), {number: threading.Event() for number in range(3)}
-    queue, threads, found = ask(*[squares] * 3, cancels=cancel)
+    squares, cancelled, noticed = Squares(), set(), [threading.Event() for _ in range(3)]
+
+    def is_cancelled(number):
+        if number in cancelled:
+            noticed[number].set()
+        return number in cancelled
+
+    cancels = {number: CallbackCancel(partial(is_cancelled, number)) for number in range(3)}
+    queue, threads, found = ask(*[squares] * 3, cancels=cancels)
     assert squares.entered.wait(30)
     (numbers,) = squares.seen
     assert len(numbers) > 1
-    for number in numbers[1:]:
-        cancel[number].set()
-    threads[numbers[1]].join(0.05)
-    assert not found
+    cancelled.update(numbers[1:])
+    assert all(noticed[number].wait(30) for number in numbers[1:]) and not found
     squares.go.set()
     for thread in threads:
         thread.join(30)
@@ -168,7 +174,7 @@ def test_rows_of_several_requests_give_what_each_gives_alone(stored_for, kind):
     engine.decode(prefilled[2], max_new_tokens=2, keep_tokens=30)
     draw = random.Random(0)
     asked = [
-        [[draw.randrange(5, 300) for _ in range(draw.choice((1, 1, 4)))] for _ in range(3)] for _ in range(70)
+        [[draw.randrange(5, 300) for _ in range(draw.choice((1, 1, 4)))] for _ in range(3)] for _ in range(40)
     ]
     caches, told = [each.cache for each in prefilled], []
     for is_together in (False, True):
@@ -245,7 +251,7 @@ def test_an_answer_alone_has_passes_of_its_own(stored, rows):
     assert set(rows.sizes) == {1}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_answers_are_the_same_whichever_requests_run_beside_them(stored, rows, seed):
     """Twelve requests begin, end and are cancelled at random, at most eight of them at once."""
     engine, draw, told = stored.engine, random.Random(seed), []

@@ -48,11 +48,8 @@ def tool(name, **properties):
     }
 
 
-WEATHER, ADD = (
-    tool("get_weather", city={"type": "string"}),
-    tool("add", a={"type": "integer"}, b={"type": "integer"}),
-)
-TOOLS = [WEATHER, ADD]
+ADD = tool("add", a={"type": "integer"}, b={"type": "integer"})
+TOOLS = [tool("get_weather", city={"type": "string"}), ADD]
 ASKED = [Message("user", (Literal("Which weather?"),))]
 
 
@@ -98,8 +95,11 @@ def test_models_without_tools_are_refused_with_the_reason(tokenizer, template, r
         call_format(tokenizer, "tiny")
 
 
-@pytest.mark.parametrize("template", [TOOLS_TEMPLATE, LIST_TEMPLATE, BARE_TEMPLATE])
-@pytest.mark.parametrize("wanted", [TOOLS, [ADD]], ids=len)
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [(TOOLS_TEMPLATE, TOOLS), (TOOLS_TEMPLATE, [ADD]), (LIST_TEMPLATE, TOOLS), (BARE_TEMPLATE, [ADD])],
+    ids=["tags, two tools", "tags, one tool", "list, two tools", "bare, one tool"],
+)
 def test_forced_calls_are_valid(llama, tokenizer, template, wanted):
     tokenizer.chat_template = template
     form = call_format(tokenizer, "tiny")

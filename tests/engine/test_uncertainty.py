@@ -30,22 +30,8 @@ class Words:
         return self.words[token]
 
 
-WORDS = Words(
-    " Ferry",
-    " is",
-    " Felix",
-    " carries",
-    " 41",
-    ".",
-    "[",
-    "2",
-    "]",
-    " metres",
-    " Orbeck",
-    "4",
-    " 339",
-    " Elin",
-)
+SAID = " Ferry| is| Felix| carries| 41|.|[|2|]| metres| Orbeck|4| 339| Elin"
+WORDS = Words(*SAID.split("|"))
 IDS = {word: number for number, word in enumerate(WORDS.words)}
 ASKED = (IDS[" Orbeck"], IDS[" Ferry"])
 

@@ -205,9 +205,5 @@ def interleave(folder: str, rounds: int, seed: int, mutation: str | None = None)
         demand(stats.bytes <= budget, "over the budget:", stats)
         problems = store.check()
         demand(problems == [], "check():", problems)
-    return {
-        "switches": schedule.switches,
-        "hits": stats.hits,
-        "misses": stats.misses,
-        "evicted": stats.evictions,
-    }
+    counts = {"hits": stats.hits, "misses": stats.misses, "evicted": stats.evictions}
+    return counts | {"switches": schedule.switches}

@@ -19,10 +19,7 @@ BUDGET = 1 << 20
 @pytest.mark.parametrize(
     ("part", "mode"),
     [
-        (".", 0o500),
-        (".", 0o000),
-        ("values", 0o500),
-        ("values", 0o000),
+        *((part, mode) for part in (".", "values") for mode in (0o500, 0o000)),
         ("quarantine", 0o500),
         ("index/cache.db", 0o400),
     ],

@@ -77,7 +77,7 @@ class Snapshot:
 def test_flipped_bits_of_the_index(tmp_path, count, name):
     """At worst the index is rebuilt from the values, or the ledger begins again."""
     snapshot, seeded = Snapshot(tmp_path), random.Random(name)
-    size, flips = (snapshot.kept / name).stat().st_size, count(1500, 40)
+    size, flips = (snapshot.kept / name).stat().st_size, count(1500, 25)
     served = sum(
         snapshot.live(lambda root: flip(root / name, seeded.randrange(size * 8))) for _ in range(flips)
     )

@@ -42,13 +42,8 @@ class Embedder:
 @pytest.fixture
 def home(tmp_path, tiny_folder, monkeypatch):
     """A home whose model is tiny and whose embedder knows words alone."""
-    for name, value in (
-        ("MODEL", tiny_folder),
-        ("CHUNK_TOKENS", 80),
-        ("MAX_NEW_TOKENS", 2),
-        ("DEVICE", "cpu"),
-        ("TOP_K", 2),
-    ):
+    settings = {"MODEL": tiny_folder, "CHUNK_TOKENS": 80, "MAX_NEW_TOKENS": 2, "DEVICE": "cpu", "TOP_K": 2}
+    for name, value in settings.items():
         monkeypatch.setenv(f"RAGBLEND_{name}", str(value))
     monkeypatch.setattr(Workspace, "embedder", Embedder())
     return tmp_path / "home"
@@ -127,7 +122,7 @@ def _rounded(content):
 
 @pytest.mark.timeout(3600)
 def test_nothing_of_a_removed_document_is_found(home, tmp_path, count):
-    number = count(300, 18)
+    number = count(300, 12)
     folder = tmp_path / "documents"
     folder.mkdir()
     paths = [write(folder, n, 0) for n in range(number)]

@@ -88,13 +88,8 @@ def _verify(store, held, large):
     demand(store.check() == [], store.check())
     for number in range(100):
         found = store.get(key_of(number), token_ids(number))
-        demand(
-            (found is not None) == (number in held),
-            "acknowledged:",
-            number in held,
-            "found:",
-            found is not None,
-        )
+        is_found, is_held = found is not None, number in held
+        demand(is_found == is_held, "acknowledged:", is_held, "found:", is_found)
         if found is not None:
             expected = large(number)
             pairs = zip([*found.keys, *found.values], [*expected.keys, *expected.values], strict=True)

@@ -38,7 +38,7 @@ def test_read(tmp_path, count, maker, suffix, full, reduced, parts):
         (fault_documents.one_line_html, ".html", 50_000_000, 2_000_000, 16, OversizedDocumentError),
         (fault_documents.empty_tags_html, ".html", 20_000_000, 500_000, 64, OversizedDocumentError),
         (fault_documents.operators_pdf, ".pdf", 4_000_000, 500_000, 32, OversizedDocumentError),
-        (fault_documents.rows_csv, ".csv", 1_000_000, 1_000_000, 1024, OversizedDocumentError),
+        (fault_documents.rows_csv, ".csv", 1_000_000, 300_001, 1024, OversizedDocumentError),
         (fault_documents.endless_text, ".txt", 50_000_000, 32_000_001, 1024, OversizedDocumentError),
         (fault_documents.bomb_pdf, ".pdf", 1024 * MIB, 100 * MIB, 1024, OversizedDocumentError),
         (fault_documents.looping_pdf, ".pdf", 1_000_000, 100, 1024, UnreadableDocumentError),

@@ -6,7 +6,7 @@ from fault_values import OracleError
 
 @pytest.mark.timeout(1800)
 def test_interleavings_of_changing_and_loading(lab, tmp_path, count):
-    rounds = count(10_000, 250)
+    rounds = count(10_000, 150)
     totals = lab.run("fault_interleaving:interleave", 1700, folder=tmp_path / "kv", rounds=rounds, seed=1)
     print(totals)
     assert totals["switches"] > 10 * rounds

@@ -10,7 +10,7 @@ def test_what_damage_leaves_is_kept_and_what_it_takes_is_named(tmp_path, count):
     truth = make_library(sound)
     assert len(truth) == 72
     verdicts = Counter(
-        verdict_on(sound, tmp_path / "spoilt.sqlite", truth, seed) for seed in range(count(400, 60))
+        verdict_on(sound, tmp_path / "spoilt.sqlite", truth, seed) for seed in range(count(400, 25))
     )
     print(dict(verdicts))
     assert set(verdicts) <= {"harmless", "rescued", "refused"}

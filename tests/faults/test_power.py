@@ -6,9 +6,9 @@ from fault_values import OracleError
 
 @pytest.mark.timeout(1800)
 def test_what_was_acknowledged_survives_a_power_cut(lab, tmp_path, count):
-    steps = count(300, 25)
+    steps = count(300, 16)
     totals = lab.run(
-        "fault_power:cut", 1700, folder=tmp_path / "disk", steps=steps, seed=1, one_in=count(2, 12)
+        "fault_power:cut", 1700, folder=tmp_path / "disk", steps=steps, seed=1, one_in=count(2, 8)
     )
     print(totals)
     assert totals["cuts"] == steps
@@ -17,7 +17,7 @@ def test_what_was_acknowledged_survives_a_power_cut(lab, tmp_path, count):
 
 @pytest.mark.timeout(1800)
 def test_an_index_that_lost_its_newest_rows(lab, tmp_path, count):
-    steps = count(200, 12)
+    steps = count(200, 8)
     totals = lab.run(
         "fault_power:cut_with_an_older_index", 1700, folder=tmp_path / "disk", steps=steps, seed=2
     )

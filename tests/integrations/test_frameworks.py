@@ -121,7 +121,7 @@ KINDS = {
 }
 
 
-# Each kind in two of the ways, so that each framework is in all of them: a pair costs seconds.
+# Each kind in one or two of the ways, so that each framework is in all of them: a pair costs seconds.
 PAIRS = [(name, WAYS[(at + more) % 4]) for at, name in enumerate(KINDS) for more in (0, 2)]
 
 
@@ -244,7 +244,11 @@ def test_several_conversations_report_their_own_passages_in_whatever_order_strea
 # --- the device and the event loop
 
 
-@pytest.mark.parametrize("way", ["awaited", "astream"])
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    list(zip(KINDS, ["awaited", "astream", "astream", "awaited"], strict=True)),
+    indirect=["kind"],
+)
 def test_the_event_loop_runs_while_the_device_computes(kind, make, monkeypatch, way):
     """Tokenizing and each forward pass wait for the loop here: a call that blocks it would never end."""
     model, answers = make(kind), []
@@ -270,7 +274,11 @@ def test_the_event_loop_runs_while_the_device_computes(kind, make, monkeypatch, 
     assert len(answers) > 8
 
 
-@pytest.mark.parametrize("leave", ["close", "drop", "aclose"])
+@pytest.mark.parametrize(
+    ("kind", "leave"),
+    list(zip([*KINDS, "LlamaIndex, chat", "LangChain, chat"], ["close", "drop", "aclose"] * 2, strict=True)),
+    indirect=["kind"],
+)
 def test_closing_or_dropping_a_stream_stops_the_device(kind, make, passes, stopped, leave):
     model = make(kind, max_tokens=1900)
     kind.ask(model, "whole", max_tokens=1)

@@ -174,16 +174,14 @@ def test_deletions_in_the_shared_store_have_their_own_outbox(nodes):
     nodes.delete("papers", ["1"])
     emptied(nodes, also_shared=True)
     nodes.deleted(owed)
-    assert list(nodes.outbox(shared=True)) == [
-        key(1),
-        key(3),
-    ]  # the first anew: it may have been shared again
+    # The first anew: it may have been shared again.
+    assert list(nodes.outbox(shared=True)) == [key(1), key(3)]
 
 
 def test_erase_removes_copies_of_rows_that_sqlite_moved(nodes, path):
     """`secure_delete` overwrites a row where it stands, not where it once stood."""
     chance, copies = random.Random(4), 0
-    for round_number in range(30):
+    for round_number in range(8):
         scope = Scope(f"letters {round_number}", "aa" * 32)
         names = [chance.randbytes(32).hex() for _ in range(30)]
         for name in names:

@@ -71,7 +71,8 @@ def put(store, *samples, codec=RAW):
 # --- what it is for
 
 
-def test_values_of_one_machine_are_read_and_stored_by_another(shared, open_at, sample, same):
+def test_values_of_one_machine_are_read_and_stored_by_another(shared, open_at, sample, same, monkeypatch):
+    monkeypatch.setattr(remote_module, "PEEK_S", 60)
     one, other = open_at(shared.url + PATIENT), open_at(shared.url + PATIENT)
     samples = [sample(seed, tokens=3 + seed) for seed in range(4)]
     put(one, *samples)
@@ -88,6 +89,10 @@ def test_values_of_one_machine_are_read_and_stored_by_another(shared, open_at, s
     nbytes = sum(len(shared.names.get(name)) for name in shared.names.names())
     assert one.remote.stats().written_bytes == nbytes == one.stats().bytes
     assert other.stats().hits == 4 + 4  # read there, then here
+    assert other.remote.has([sample(9)[0], *(key for key, _ in samples)]) == {key for key, _ in samples}
+    third = open_at(shared.url + PATIENT)
+    assert third.put_blob(third.remote.fetch(wanted(*samples[0])))
+    assert same(third.get(samples[0][0], samples[0][1].token_ids), samples[0][1])
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
@@ -110,16 +115,6 @@ def test_only_requested_layers_are_transferred_with_any_codec(redis, open_at, sa
             expected = whole(one.open_chunk(key, chunk.token_ids))
             assert torch.equal(keys, expected.keys[5]) and torch.equal(values, expected.values[5])
             assert reader.blob is None and not reader.is_lost
-
-
-def test_fetch_returns_a_whole_value(shared, open_at, sample, same):
-    one, other = open_at(shared.url + PATIENT), open_at(shared.url + PATIENT)
-    key, chunk = sample(2)
-    assert other.remote.fetch(wanted(key, chunk)) is None
-    put(one, (key, chunk))
-    blob = other.remote.fetch(wanted(key, chunk))
-    assert other.put_blob(blob) and same(other.get(key, chunk.token_ids), chunk)
-    assert other.remote.has([key, sample(3)[0]]) == {key}
 
 
 def test_a_put_does_not_wait_for_a_dead_server(open_at, sample, same):
@@ -445,15 +440,15 @@ def test_a_server_that_dies_during_a_read_fails_all_readers(redis, open_at, samp
 
 
 def test_values_that_would_arrive_late_are_not_requested(redis, open_at, sample):
-    """At 1 MB/s: what was read says how much fits, and a value beyond that is left where it is."""
+    """At 100 kB/s: what was read says how much fits, and a value beyond that is left where it is."""
     one = open_at(redis.url + PATIENT)
-    small, large = sample(1, tokens=64, geometry=LARGE), sample(2, tokens=8192, geometry=LARGE)
+    small, large = sample(1, tokens=8, geometry=LARGE), sample(2, tokens=1024, geometry=LARGE)
     put(one, small, large)
-    with proxy_to(redis.port, bytes_per_s=1e6) as proxy:
+    with proxy_to(redis.port, bytes_per_s=1e5) as proxy:
         store = open_at(f"redis://127.0.0.1:{proxy.port}/0?timeout_s=20")
         assert store.remote.fits(large[1].nbytes)  # nothing is known
         assert store.remote.fetch(wanted(*small)) is not None
-        assert store.remote.bytes_per_s <= 1.1e6
+        assert store.remote.bytes_per_s <= 1.1e5
         passed = proxy.passed
         assert store.remote.fetch(wanted(*large)) is None
         assert proxy.passed == passed and store.remote.stats().errors == 0
@@ -578,26 +573,14 @@ def test_the_password_comes_from_the_environment_and_is_never_logged(
 def test_tls_certificates_are_verified(redis_server, open_at, sample, tmp_path, monkeypatch):
     line = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
     try:
-        made = subprocess.run(
-            [*line.split(), "-keyout", "key.pem", "-out", "cert.pem"],
-            cwd=tmp_path,
-            capture_output=True,
-            check=False,
-        )
+        command = [*line.split(), "-keyout", "key.pem", "-out", "cert.pem"]
+        made = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
     except FileNotFoundError:
         pytest.skip("no openssl")
     assert made.returncode == 0, made.stderr
     port, cert, key = free_port(), tmp_path / "cert.pem", tmp_path / "key.pem"
-    redis_server(
-        "--tls-port",
-        str(port),
-        "--tls-cert-file",
-        str(cert),
-        "--tls-key-file",
-        str(key),
-        "--tls-auth-clients",
-        "no",
-    )
+    paths = ["--tls-cert-file", str(cert), "--tls-key-file", str(key)]
+    redis_server("--tls-port", str(port), *paths, "--tls-auth-clients", "no")
     url = f"rediss://127.0.0.1:{port}/0{PATIENT}"
     store = open_at(url)
     store.put(*sample(1))

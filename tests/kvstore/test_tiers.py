@@ -171,7 +171,7 @@ def test_threads_see_whole_values(open_tier, sample, same):
     threads = [threading.Thread(target=read) for _ in range(3)]
     for thread in threads:
         thread.start()
-    for turn in range(60):
+    for turn in range(30):
         key, chunk = chunks[turn % 6]
         put(tier, key, chunk)
         if turn % 7 == 0:

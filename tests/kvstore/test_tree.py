@@ -164,38 +164,7 @@ def test_nodes_and_lone_chunks_are_not_interchangeable(store, path, sample):
     assert store.stats().quarantined == 2
 
 
-@pytest.mark.parametrize("place", [0, 12, 40, 150, -1])
-def test_a_flipped_bit_ends_the_path(store, path, root, place):
-    """A layer's is found when it is read, all others before that."""
-    nodes = path(1, 2, 3)
-    put_all(store, nodes)
-    file = file_of(root, nodes[1][0])
-    raw = bytearray(file.read_bytes())
-    raw[place] ^= 4
-    file.write_bytes(raw)
-    assert store.get(nodes[0][0], nodes[0][1].token_ids) is not None
-    problems = store.repair()
-    assert [problem.key for problem in problems] == [nodes[1][0]]
-    assert held(store, nodes) == 1
-
-
 # --- eviction
-
-
-def test_nodes_with_children_are_not_evicted(open_store, path, sample):
-    """Though it is worth least: nobody asked for it, and for what stands behind it often."""
-    nodes = path(1, 2, 3)
-    size = Blob.of(*nodes[1]).nbytes
-    store = open_store(budget_bytes=6 * size)
-    put_all(store, nodes)
-    for _ in range(5):
-        store.open_chunk(nodes[2][0], nodes[2][1].token_ids, parent=nodes[1][0]).close()
-    for seed in range(10, 30):
-        store.put(*sample(seed))
-        assert store.stats().bytes <= store.budget_bytes
-        assert held(store, nodes) == 3 or not store.contains(nodes[2][0])
-    stored = [store.contains(key) for key, _ in nodes]
-    assert stored == sorted(stored, reverse=True)
 
 
 def test_one_large_value_may_evict_whole_paths(open_store, path, sample):

@@ -50,26 +50,25 @@ def ids_of(engine, text):
     return engine.runtime.tokenizing.passage_ids(text)
 
 
-def test_penalties_and_biases_are_sent(opened):
-    engine, server = opened
-    options = {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5}
-    engine.generate(ASKED, max_new_tokens=4, **options, logit_bias={7: -3.0})
-    (body,) = server.asked
-    assert {name: body[name] for name in options} == options and body["logit_bias"] == {"7": -3.0}
-
-
 def test_a_prompt_is_sent_as_token_ids_and_answered_as_text(opened):
     engine, server = opened
     server.answer = [*ids_of(engine, "The harbour master kept two ledgers"), 2]
     prompt, pieces = engine.tokenize(ASKED), []
-    result = engine.generate(
-        ASKED, max_new_tokens=40, temperature=0.5, top_k=7, seed=3, on_text=pieces.append
-    )
+    sent = {
+        "temperature": 0.5,
+        "top_k": 7,
+        "seed": 3,
+        "min_p": 0.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+    }
+    result = engine.generate(ASKED, max_new_tokens=40, on_text=pieces.append, logit_bias={7: -3.0}, **sent)
     assert result.text == "".join(pieces) == "The harbour master kept two ledgers" and len(pieces) > 1
     assert result.token_ids == tuple(server.answer) and result.stopped
     (body,) = server.asked
     assert body["prompt"] == list(prompt.token_ids) and body["model"] == "tiny"
-    assert (body["max_tokens"], body["temperature"], body["top_k"], body["seed"]) == (40, 0.5, 7, 3)
+    assert {name: body[name] for name in sent} == sent
+    assert (body["max_tokens"], body["logit_bias"]) == (40, {"7": -3.0})
     assert body["repetition_penalty"] == 1, "not what the checkpoint's generation config says"
     wish = body["kv_transfer_params"]
     assert wish["spans"] == [list(place) for place in prompt.places] and wish["encode"] is False
@@ -330,10 +329,7 @@ def test_a_refusal_of_the_connector_is_reported(opened):
     engine, server = opened
     server.about = vllm_fake.ABOUT | {"refusal": "the layers of Odd have no attention"}
     assert engine.gate.reason == "the layers of Odd have no attention"
-    server.told = {
-        "warning": "the collection 'x' is none that this server was started with",
-        "cached_tokens": 0,
-    }
+    server.told = {"warning": "the collection 'x' is none of this server", "cached_tokens": 0}
     assert "collection" in engine.generate(ASKED).report.warning
 
 
@@ -358,10 +354,8 @@ def test_an_unreachable_server_is_named(folder, tmp_path):
 
 def test_a_server_of_another_model_is_refused(opened):
     engine, server = opened
-    ours, server.cards = (
-        server.cards,
-        {"data": [{"id": "Qwen/Qwen3-4B", "root": "Qwen/Qwen3-4B", "max_model_len": 512}]},
-    )
+    theirs = {"id": "Qwen/Qwen3-4B", "root": "Qwen/Qwen3-4B", "max_model_len": 512}
+    ours, server.cards = server.cards, {"data": [theirs]}
     with pytest.raises(ModelServerError, match=r"has Qwen/Qwen3-4B .*was asked for"):
         engine.generate(ASKED)
     server.cards = ours

@@ -12,12 +12,8 @@ MINE = ConnectorSettings.of(
 
 def test_a_request_without_options_gets_the_servers_settings():
     options = RequestOptions.of(MINE, None, 10)
-    assert (options.method, options.ratio, options.collection, options.asked) == (
-        "cacheblend",
-        0.2,
-        "mine",
-        False,
-    )
+    found = options.method, options.ratio, options.collection, options.asked
+    assert found == ("cacheblend", 0.2, "mine", False)
 
 
 def test_a_request_may_choose_its_options():
@@ -103,11 +99,8 @@ def test_a_cache_salt_has_its_own_part_of_a_collection_unless_that_is_shared():
     shares = ConnectorSettings.of({"collections": ["ours"], "shared": ["ours"]})
     spaces = [shares.space_of("default", salt) for salt in (None, "a", "b", "\ud800")]
     assert spaces[0] == "default" and len(set(spaces)) == 4
-    assert (
-        shares.space_of("ours", "a")
-        == "ours"
-        == RequestOptions.of(shares, {"collection": "ours"}, 9, "a").space
-    )
+    assert shares.space_of("ours", "a") == "ours"
+    assert RequestOptions.of(shares, {"collection": "ours"}, 9, "a").space == "ours"
 
 
 def test_a_shared_stores_url_must_hold_no_password():
