@@ -251,17 +251,6 @@ def test_other_writers_get_the_lock_between_two_files(workspace, documents):
     assert_consistent(workspace)
 
 
-def test_documents_can_be_asked_before_anything_is_encoded(workspace, documents):
-    report = ingest_paths(workspace, [documents])
-    assert len(report.added) == 3 and workspace.engine.stored() == set()
-    assert not workspace.engine.weights_loaded, "the model is not needed for that"
-    assert {d.state for d in workspace.library.documents("default")} == {DocumentState.DONE}
-    found = search([workspace], "To whom does the red boat belong?", 1)
-    assert "Ada" in found[0].text
-    encode_missing(workspace)
-    assert_consistent(workspace)
-
-
 @pytest.fixture
 def many(tmp_path):
     """A folder of so many files that the first three are sketched; the second half of each says what no other does."""
@@ -300,6 +289,7 @@ def test_first_of_many_files_is_searchable_by_its_sketch(workspace, many, tmp_pa
     before = vectors_of(workspace)
     found = search([workspace], "boat 0 carries herring", 8)
     assert "boat00.txt" in [source.document for source in found]
+    assert workspace.engine.stored() == set() and not workspace.engine.weights_loaded, "no model is needed"
     workspace.embedder.embedded.clear()
     assert embed_in_full(workspace) and len(workspace.embedder.embedded) == 3 and not sketched(workspace)
     after = vectors_of(workspace)
