@@ -136,13 +136,6 @@ def test_exports(chats):
     assert "> Two passages did not fit." in text
 
 
-def test_export_has_matched_numbers(chats):
-    chat = chats.create()
-    rows = [source(4, text="The sky over the harbour is blue in the morning.")]
-    chats.add(chat.id, "assistant", "The sky over the harbour is blue. Nobody knows more.", rows)
-    assert "The sky over the harbour is blue. [4] Nobody knows more." in chats.export_markdown(chat.id)
-
-
 def test_names_that_are_not_utf8_are_stored(chats):
     chat = chats.create("\ud800 title")
     message = chats.add(chat.id, "user", "half a pair: \ud83d, \x00 and 🙂", report={"x": "\udc00"})

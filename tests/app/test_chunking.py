@@ -23,29 +23,24 @@ def sentences(tag, count):
     return " ".join(f"This is sentence {tag}{n} of the text." for n in range(count))
 
 
-def test_passages_hold_all_text_once_and_fit():
-    lengths = ("a", 20), ("b", 3), ("c", 20)
-    parts = [DocumentPart(sentences(*each), f"p. {n}") for n, each in enumerate(lengths, start=1)]
-    passages = cut(parts, 40)
-    assert all(words(passage.text) <= 40 for passage in passages)
-    assert " ".join(p.text for p in passages).split() == " ".join(part.text for part in parts).split()
-    assert [passage.index for passage in passages] == list(range(len(passages)))
-
-
-def test_repeated_text_is_located_in_order():
-    parts = [DocumentPart("Same words here again.", f"p. {n}") for n in range(4)]
-    passages = cut(parts, 5)
-    assert [passage.location for passage in passages] == ["p. 0", "p. 1", "p. 2", "p. 3"]
-
-
-def test_passages_without_location_are_numbered():
-    passages = cut([DocumentPart(sentences("a", 10), "")], 40)
-    assert [passage.location for passage in passages] == ["part 1 of 2", "part 2 of 2"]
-
-
-def test_one_endless_word_is_cut():
-    passages = cut([DocumentPart("x" * 500, "")], 100, count=len)
-    assert "".join(passage.text for passage in passages) == "x" * 500
+@pytest.mark.parametrize(
+    ("parts", "tokens", "found"),
+    [
+        ([("Same words here again.", f"p. {n}") for n in range(4)], 5, [f"p. {n}" for n in range(4)]),
+        ([(sentences("a", 10), "")], 40, ["part 1 of 2", "part 2 of 2"]),
+        # One from "Notes" over "Prices" to other "Notes" named one of them only.
+        ([(f"{place} of it.", place) for place in ("Notes", "Prices", "Notes")], 40, ["Notes – Prices"]),
+        # What also stands within the passage before it was located there, on the page before its own.
+        (
+            [("The bell rings. It is eight. The bell rings.", "p. 1"), ("The bell rings.", "p. 2")],
+            9, ["p. 1", "p. 2"],
+        ),
+    ],
+    ids=["repeated", "without a location", "over several sections", "repeated in longer text"],
+)  # fmt: skip
+def test_passages_are_located(parts, tokens, found):
+    passages = cut([DocumentPart(*part) for part in parts], tokens)
+    assert [passage.location for passage in passages] == found
 
 
 def test_node_ids_survive_an_edit_elsewhere():
@@ -194,6 +189,7 @@ def test_no_passage_of_any_document_is_too_long(count, overlap):
         limit = chance.randrange(40, 120)
         passages = cut(parts, limit, overlap, count)
         assert max(count(passage.text) for passage in passages) <= limit
+        assert [passage.index for passage in passages] == list(range(len(passages)))
         known = {part.location for part in parts}
         assert all(set(passage.location.split(" – ")) <= known for passage in passages)
         if not overlap:
@@ -202,16 +198,3 @@ def test_no_passage_of_any_document_is_too_long(count, overlap):
             )
             found = "".join("".join(p.text.split()) for p in passages).replace("".join(HEADER.split()), "")
             assert found == letters, "all text once, and no other"
-
-
-def test_a_passage_over_several_sections_names_them():
-    """One from "Notes" over "Prices" to other "Notes" named one of them only."""
-    parts = [DocumentPart(f"{place} of it.", place) for place in ("Notes", "Prices", "Notes")]
-    assert [passage.location for passage in cut(parts, 40)] == ["Notes – Prices"]
-
-
-def test_short_text_repeated_in_longer_text_is_located_after_it():
-    """A passage that also stands within the one before it was located there, on the page before its own."""
-    first, second = "The bell rings. It is eight. The bell rings.", "The bell rings."
-    passages = cut([DocumentPart(first, "p. 1"), DocumentPart(second, "p. 2")], 9)
-    assert [(passage.text, passage.location) for passage in passages] == [(first, "p. 1"), (second, "p. 2")]

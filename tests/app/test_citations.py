@@ -24,13 +24,20 @@ def found(text, *sources):
     return [(c.number, text[c.start : c.stop], c.source, c.by) for c in cite(text, sources).citations]
 
 
-def test_numbers_of_the_model():
-    text = "It is blue [1]. Ada owns one [2][1]."
-    assert found(text, SKY, BOATS) == [
-        (1, "[1]", SKY, "model"),
-        (2, "[2]", BOATS, "model"),
-        (1, "[1]", SKY, "model"),
-    ]
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        (
+            "It is blue [1]. Ada owns one [2][1].",
+            [(1, "[1]", SKY, "model"), (2, "[2]", BOATS, "model"), (1, "[1]", SKY, "model")],
+        ),
+        ("The red boat belongs to Ada. I do not know.", [(2, "", BOATS, "match")]),
+        ("Boats are blue.", []),  # too few words stand in either
+    ],
+    ids=["the model's", "by its words", "no guess"],
+)
+def test_sentences_have_the_numbers_of_their_sources(text, numbers):
+    assert found(text, SKY, BOATS) == numbers
 
 
 @pytest.mark.parametrize("text", ["Both say so [1, 2].", "Both say so [1;2]."])
@@ -53,14 +60,7 @@ def test_other_brackets_are_text(text):
     )
 
 
-def test_sentences_without_numbers_are_matched_by_their_words():
-    text = "The red boat belongs to Ada. I do not know."
-    assert found(text, SKY, BOATS) == [(2, "", BOATS, "match")]
-    assert text[: cite(text, [SKY, BOATS]).citations[0].start] == "The red boat belongs to Ada."
-
-
-def test_no_match_is_better_than_a_guess():
-    assert found("Boats are blue.", SKY, BOATS) == [], "too few words stand in either"
+def test_of_equal_passages_the_first_is_cited_and_of_none_nothing():
     twin = source(3, BOATS.text)
     assert found("The red boat belongs to Ada.", twin, BOATS) == [(2, "", BOATS, "match")], "ranked first"
     assert found("The red boat belongs to Ada.") == []
@@ -117,19 +117,6 @@ def test_every_sentence_keeps_its_mark():
 )
 def test_a_sentence_that_says_something_else_is_not_cited(changed):
     assert found(changed, SKY, BOATS) == []
-
-
-@pytest.mark.parametrize(
-    ("passage", "changed"),
-    [
-        ("The fare rises from 11 to 12 pounds in May.", "The fare rises from 12 to 11 pounds in May."),
-        ("Ann Lee trained Bob Hay for two years.", "Bob Hay trained Ann Lee for two years."),
-        ("The lock was opened before the flood.", "The lock was opened after the flood."),
-        ("Engine four is not in the shed.", "Engine four is in the shed."),
-    ],
-)
-def test_exchanged_and_opposite_words_are_not_supported(passage, changed):
-    assert supporting(passage, passage) is not None and supporting(changed, passage) is None
 
 
 CONTRACT = """Contract of employment
@@ -220,9 +207,14 @@ def test_words_of_another_statement_are_no_rephrasing(sentence, is_supported):
         ("The toll was 1200 crowns.", "The toll was 1,200 crowns."),
         ("The bell came from Hull in 1926.", "The bell is new. It came from Hull in 1926 by cart."),
         ("According to the passages, Ada owns the red boat.", "The red boat which Ada owns is old."),
+        ("红船属于阿达。", "码头上有三艘船。红船属于阿达。"),
+        ("赤い船はアダのものです。", "港に三隻いる。赤い船はアダのものです。"),
+        ("The ferry costs ３５０ euros.", "The ｆｅｒｒｙ costs 350 euros."),
+        ("लाल नाव आदा की है।", "लाल नाव आदा की है। वह नई है।"),
+        ("Die STRASSE führt zum Hafen.", "Die Straße führt zum Hafen."),
     ],
 )
-def test_rephrased_sentences_are_supported(sentence, passage):
+def test_sentences_in_other_words_scripts_and_widths_are_supported(sentence, passage):
     assert supporting(sentence, passage) is not None
 
 
@@ -309,29 +301,23 @@ def test_citations_as_json_have_the_passage_and_its_sentence():
             ["Il cria : « Le bateau coule ! »", "Puis il partit."],
         ),
         ("船は港を出た。[1] 北で待つ。", ["船は港を出た。[1]", "北で待つ。"]),
+        (
+            'Mr. Orr paid 3.50 to R. A. Lee. [1] "Good," he said. [2, 3]\n- Then? No',
+            ["Mr. Orr paid 3.50 to R. A. Lee. [1]", '"Good," he said. [2, 3]', "- Then?", "No"],
+        ),
     ],
 )
-def test_ends_of_sentences_in_other_scripts(text, ends):
+def test_ends_of_sentences(text, ends):
     assert [text[start:stop] for start, stop in sentences(text)] == ends
 
 
 @pytest.mark.parametrize(
     ("sentence", "passage"),
     [
-        ("红船属于阿达。", "码头上有三艘船。红船属于阿达。"),
-        ("赤い船はアダのものです。", "港に三隻いる。赤い船はアダのものです。"),
-        ("The ferry costs ３５０ euros.", "The ｆｅｒｒｙ costs 350 euros."),
-        ("लाल नाव आदा की है।", "लाल नाव आदा की है। वह नई है।"),
-        ("Die STRASSE führt zum Hafen.", "Die Straße führt zum Hafen."),
-    ],
-)
-def test_sentences_of_other_scripts_and_widths_are_supported(sentence, passage):
-    assert supporting(sentence, passage) is not None
-
-
-@pytest.mark.parametrize(
-    ("sentence", "passage"),
-    [
+        ("The fare rises from 12 to 11 pounds in May.", "The fare rises from 11 to 12 pounds in May."),
+        ("Bob Hay trained Ann Lee for two years.", "Ann Lee trained Bob Hay for two years."),
+        ("The lock was opened after the flood.", "The lock was opened before the flood."),
+        ("Engine four is in the shed.", "Engine four is not in the shed."),
         ("红船属于阿达。", "红船不属于阿达。"),
         ("红船不属于阿达。", "红船属于阿达。"),
         ("赤い船は港に着いた。", "赤い船は港に着いたのではない。"),
@@ -341,14 +327,8 @@ def test_sentences_of_other_scripts_and_widths_are_supported(sentence, passage):
         ("Красная лодка стоит сегодня в порту.", "Красная лодка не стоит сегодня в порту."),
     ],
 )
-def test_changed_sentences_of_other_languages_are_not_supported(sentence, passage):
+def test_exchanged_and_opposite_words_of_any_language_are_not_supported(sentence, passage):
     assert supporting(passage, passage) is not None and supporting(sentence, passage) is None
-
-
-def test_ends_of_sentences():
-    text = 'Mr. Orr paid 3.50 to R. A. Lee. [1] "Good," he said. [2, 3]\n- Then? No'
-    ends = ["Mr. Orr paid 3.50 to R. A. Lee. [1]", '"Good," he said. [2, 3]', "- Then?", "No"]
-    assert [text[start:stop] for start, stop in sentences(text)] == ends
 
 
 @pytest.mark.parametrize(
@@ -401,12 +381,6 @@ def test_of_180_sentences_the_true_are_cited_and_the_changed_and_foreign_are_not
     for kind in (changed, foreign):
         wrong = [sentence for form in kind.values() for sentence in form if cited(sentence)]
         assert len(wrong) <= 0.1 * sum(map(len, kind.values())), wrong
-
-
-def test_a_decimal_point_ends_no_sentence():
-    prices = source(4, "The ferry costs 3.50 euros for each passenger and bicycle.")
-    text = "The ferry costs 3.50 euros for each passenger."
-    assert [(c.number, c.start) for c in cite(text, [prices]).citations] == [(4, len(text))]
 
 
 @pytest.mark.parametrize(

@@ -48,22 +48,6 @@ def test_the_open_file_limit_is_raised(capfd):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_start_imports_nothing_heavy():
-    heavy = [
-        "torch",
-        "transformers",
-        "chromadb",
-        "llama_index",
-        "sentence_transformers",
-        "numpy",
-        "sqlite3",
-        "rich",
-    ]
-    code = f"import sys, ragblend.app.cli.main; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_ingest_for_people(cli, documents, capfd):
     (documents / "empty.txt").touch()
     (documents / "picture.png").touch()

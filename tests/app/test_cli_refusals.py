@@ -131,9 +131,3 @@ def test_an_empty_library_is_reported_at_once(without):
     for code, out, err in without([([*ASK], {}), (["chat"], {})], (*HEAVY, "torch")):
         assert code == 1 and out == ""
         assert "There are no documents yet" in err and "ragblend ingest PATH" in err
-
-
-@pytest.mark.usefixtures("library")
-def test_a_refusal_is_one_json_object(without):
-    ((code, out, _),) = without([([*ASK, "--collection", "nosuch", "--json"], {})])
-    assert code == 2 and json.loads(out)["error"]["type"] == "UsageError"

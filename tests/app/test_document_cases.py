@@ -388,21 +388,7 @@ def test_mail(tmp_path):
     assert parse(tmp_path / "a.mbox")["parts"] == [(text, "message 1"), (text, "message 2")]
 
 
-def test_pdf_form_values_and_remarks_are_read(tmp_path):
-    from pypdf import PdfReader, PdfWriter
-    from reportlab.pdfgen.canvas import Canvas
-
-    canvas = Canvas(str(tmp_path / "form.pdf"))
-    canvas.drawString(40, 700, "Name of the boat")
-    canvas.acroForm.textfield(name="boat", tooltip="Boat", value="Seagull", x=200, y=690)
-    canvas.save()
-    writer = PdfWriter(clone_from=PdfReader(tmp_path / "form.pdf"))
-    writer.write(tmp_path / "a.pdf")
-    text = text_of(tmp_path / "a.pdf")
-    assert "Name of the boat" in text and "Boat: Seagull" in text
-
-
-def test_pdf_values_that_are_no_text_are_left_out_and_several_are_listed(tmp_path):
+def test_pdf_form_values_are_read_and_those_that_are_no_text_are_left_out(tmp_path):
     """A signature's bytes stood in the text of signed documents."""
     from pypdf import PdfWriter
     from pypdf.generic import ArrayObject, DictionaryObject, NameObject, TextStringObject
@@ -410,12 +396,13 @@ def test_pdf_values_that_are_no_text_are_left_out_and_several_are_listed(tmp_pat
     writer = PdfWriter(clone_from=write_pdf(tmp_path / "plain.pdf", ["Signed by the harbour master."]))
     signature = DictionaryObject({NameObject("/Contents"): TextStringObject("x82x00")})
     listed = ArrayObject([TextStringObject("oak"), TextStringObject("elm")])
-    for name, value in (("Signature1", signature), ("Wood", listed), ("Empty", TextStringObject(""))):
+    boat, empty = TextStringObject("Seagull"), TextStringObject("")
+    for name, value in (("Boat", boat), ("Signature1", signature), ("Wood", listed), ("Empty", empty)):
         field = {"/Subtype": NameObject("/Widget"), "/T": TextStringObject(name), "/V": value}
         widget = DictionaryObject({NameObject(key): each for key, each in field.items()})
         writer.pages[0].setdefault(NameObject("/Annots"), ArrayObject()).append(widget)
     writer.write(tmp_path / "a.pdf")
-    assert text_of(tmp_path / "a.pdf") == "Signed by the harbour master.\nWood: oak, elm"
+    assert text_of(tmp_path / "a.pdf") == "Signed by the harbour master.\nBoat: Seagull\nWood: oak, elm"
 
 
 @pytest.mark.parametrize("unmapped", ["\x01\x02\r\n\x03", "\x07", "\x0b\x0e", "T h e k e y " * 20])

@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from app_fakes import make_cross_encoder
 from waiting import SOON_S
 
 from ragblend.integrations.embeddings import Embedder, joined
@@ -120,7 +121,7 @@ def make_sentence_model(tmp_path_factory):
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.models import Dense, Normalize, Pooling, Transformer
 
-        base = make_bert(tmp_path_factory.mktemp("bert") / "model", TEXTS)
+        base = make_cross_encoder(tmp_path_factory.mktemp("bert") / "model", TEXTS)
         read = Transformer(str(base), max_seq_length=48)
         modules = [read, Pooling(32, pooling_mode="mean"), Dense(32, 16), Normalize()]
         model = SentenceTransformer(modules=modules, prompts=prompts, device="cpu")
@@ -129,25 +130,6 @@ def make_sentence_model(tmp_path_factory):
         return folder
 
     return make
-
-
-def make_bert(folder, texts):
-    import torch
-    from tokenizers import BertWordPieceTokenizer
-    from transformers import BertConfig, BertModel, BertTokenizerFast
-
-    words = BertWordPieceTokenizer()
-    words.train_from_iterator(texts, vocab_size=2000, min_frequency=1, show_progress=False)
-    folder.mkdir()
-    words.save(str(folder / "tokenizer.json"))
-    BertTokenizerFast(tokenizer_file=str(folder / "tokenizer.json")).save_pretrained(folder)
-    torch.manual_seed(5)
-    config = BertConfig(
-        vocab_size=2000, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-        max_position_embeddings=64, initializer_range=0.5,
-    )  # fmt: skip
-    BertModel(config).save_pretrained(folder)
-    return folder
 
 
 TEXTS = [

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from waiting import SOON_S, idle, until
+from waiting import idle, until
 
 from ragblend.app.answering.retrieval import search
 from ragblend.app.library import readers
@@ -30,7 +30,19 @@ from ragblend.integrations.chroma import apart
 from ragblend.integrations.text_index import MINIMUM
 from ragblend.kvstore.errors import StoreFullError, StoreLockedError
 
-WORKER = Path(__file__).parent / "ingest_worker.py"
+
+@pytest.fixture(scope="module")
+def run_worker():
+    """The exit code of `ragblend ingest` in a process of its own, which gets a signal at that point."""
+    command = [sys.executable, Path(__file__).with_name("ingest_worker.py")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+
+        def run(*given):
+            print(*given, file=process.stdin, flush=True)
+            return int(process.stdout.readline())
+
+        yield run
 
 
 @pytest.fixture
@@ -99,9 +111,12 @@ def test_changed_file_replaces_only_what_changed(open_workspace, documents):
     assert_consistent(second)
 
 
-def test_other_chunk_size_cuts_again(reopen, documents):
-    second = reopen(chunk_tokens=64)
-    assert len(ingest(second, [documents]).updated) == 3
+@pytest.mark.parametrize("changed", [{"chunk_tokens": 64}, {"ocr_language": "thai"}])
+def test_other_chunks_or_another_language_of_scans_read_documents_again(reopen, documents, changed):
+    second = reopen(**changed)
+    again = ingest(second, [documents])
+    assert len(again.updated) == 3 and not again.unchanged
+    assert bool(again.embedded) == ("chunk_tokens" in changed)
     assert_consistent(second)
 
 
@@ -239,17 +254,6 @@ def test_other_writers_get_the_lock_between_two_files(workspace, documents):
     assert_consistent(workspace)
 
 
-def test_documents_can_be_asked_before_anything_is_encoded(workspace, documents):
-    report = ingest_paths(workspace, [documents])
-    assert len(report.added) == 3 and workspace.engine.stored() == set()
-    assert not workspace.engine.weights_loaded, "the model is not needed for that"
-    assert {d.state for d in workspace.library.documents("default")} == {DocumentState.DONE}
-    found = search([workspace], "To whom does the red boat belong?", 1)
-    assert "Ada" in found[0].text
-    encode_missing(workspace)
-    assert_consistent(workspace)
-
-
 @pytest.fixture
 def many(tmp_path):
     """A folder of so many files that the first three are sketched; the second half of each says what no other does."""
@@ -288,6 +292,7 @@ def test_first_of_many_files_is_searchable_by_its_sketch(workspace, many, tmp_pa
     before = vectors_of(workspace)
     found = search([workspace], "boat 0 carries herring", 8)
     assert "boat00.txt" in [source.document for source in found]
+    assert workspace.engine.stored() == set() and not workspace.engine.weights_loaded, "no model is needed"
     workspace.embedder.embedded.clear()
     assert embed_in_full(workspace) and len(workspace.embedder.embedded) == 3 and not sketched(workspace)
     after = vectors_of(workspace)
@@ -568,9 +573,8 @@ def test_missing_files_are_reported_and_removed_by_prune_alone(open_workspace, d
 
 
 @pytest.mark.parametrize("point", ["before-passages", "before-index", "before-entering", "before-done"])
-def test_next_run_resumes_after_a_kill_anywhere(open_workspace, home, documents, point):
-    done = run_worker(home, "SIGKILL", point, documents)
-    assert done.returncode == -signal.SIGKILL
+def test_next_run_resumes_after_a_kill_anywhere(open_workspace, home, documents, run_worker, point):
+    assert run_worker(home, "SIGKILL", point, documents) == -signal.SIGKILL
     second = open_workspace()
     states = [document.state for document in second.library.documents("default")]
     assert states == [DocumentState.DONE, DocumentState.PENDING]
@@ -581,20 +585,20 @@ def test_next_run_resumes_after_a_kill_anywhere(open_workspace, home, documents,
     assert clean.to_json()["unchanged"] == [str(path) for path in sorted(documents.iterdir())]
 
 
-def test_killed_while_replacing_leaves_no_stale_node(reopen, home, documents):
+def test_killed_while_replacing_leaves_no_stale_node(reopen, home, documents, run_worker):
     for path in documents.iterdir():
         path.write_text("Entirely new words stand in this file now.")
-    run_worker(home, "SIGKILL", "before-index", documents)
+    assert run_worker(home, "SIGKILL", "before-index", documents) == -signal.SIGKILL
     second = reopen()
     ingest(second, [documents])
     assert len(nodes_of(second)) == 3
     assert_consistent(second)
 
 
-def test_ctrl_c_in_a_real_process(open_workspace, home, documents):
-    done = run_worker(home, "SIGINT", "before-entering", documents)
-    assert done.returncode == 1 and "Interrupted" in done.stderr and "Traceback" not in done.stderr
-    assert json.loads(done.stdout)["interrupted"] is True
+def test_ctrl_c_in_a_real_process(open_workspace, home, documents, run_worker):
+    assert run_worker(home, "SIGINT", "before-entering", documents) == 1
+    out, err = (home.with_suffix(suffix).read_text() for suffix in (".out", ".err"))
+    assert "Interrupted" in err and "Traceback" not in err and json.loads(out)["interrupted"] is True
     second = open_workspace()
     assert len(ingest(second, [documents]).unchanged) == 1
     assert_consistent(second)
@@ -630,11 +634,6 @@ def test_only_links_given_by_the_user_are_followed(tmp_path):
     )
 
 
-def run_worker(home, signal_name, point, path):
-    arguments = [sys.executable, str(WORKER), str(home), signal_name, point, str(path)]
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=SOON_S, check=False)
-
-
 BROKEN = "Die Möwen schreien über dem Fluss, während die Fähre ablegt. " * 20
 REPLACED = "1 bytes that are not UTF-8 were replaced by \ufffd"
 
@@ -667,9 +666,3 @@ def test_notes_outlive_an_interruption_and_the_second_embedding(open_workspace, 
     workspace.library.begin("default", found[0].path)
     again = ingest(workspace, [tmp_path])
     assert again.resumed == [found[0].path] and again.notes == {found[0].path: (REPLACED,)}
-
-
-def test_another_language_of_scans_reads_documents_again(open_workspace, documents):
-    ingest(open_workspace(), [documents])
-    again = ingest(open_workspace(ocr_language="thai"), [documents])
-    assert len(again.updated) == 3 and not again.unchanged and again.embedded == 0

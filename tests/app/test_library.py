@@ -9,7 +9,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from ragblend.app.library.documents import DocumentPassage, DocumentState, FileFacts, document_id, node_id
+from ragblend.app.library.documents import DocumentPassage, DocumentState, FileFacts, node_id
 from ragblend.app.library.registry import Library
 from ragblend.kvstore.errors import LibraryError
 
@@ -63,12 +63,6 @@ def test_file_is_private_and_durable(library):
     assert values == {"synchronous": 2, "journal_mode": "wal"}
 
 
-def test_ids_are_stable_and_differ():
-    document = document_id("default", "/a")
-    assert document == document_id("default", "/a") != document_id("other", "/a")
-    assert node_id(document, 0, "x") == node_id(document, 0, "x") != node_id(document, 1, "x")
-
-
 def test_replaced_passages_are_stale_until_finished(library):
     document, before = fill(library, "/a", ["same", "old"])
     _, after = fill(library, "/a", ["same", "new", "more"])
@@ -87,15 +81,6 @@ def test_a_failed_change_changes_nothing(library):
         library.replace_passages(document, FACTS, "r", twice, [np.zeros((1, 3), np.float32)] * 2)
     assert [passage.node_id for passage in library.passages_of(document)] == nodes
     assert library.stale(document) == []
-
-
-def test_removed_text_is_erased_from_the_file(library):
-    document, _ = fill(library, "/a", ["unmistakable words " * 20])
-    fill(library, "/b", ["other"])
-    library.remove(document)
-    everything = b"".join(path.read_bytes() for path in library.path.parent.iterdir())
-    assert b"unmistakable" not in everything and b"other" in everything
-    assert library.count_passages("default") == 1
 
 
 def test_find_by_id_path_and_name(library):

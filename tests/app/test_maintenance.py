@@ -69,15 +69,6 @@ def test_check_and_repair_cover_all_collections_without_duplicates(filled, lette
     assert filled.library.by_words(["default"], "rye", 1)
 
 
-def test_unreadable_index_is_reported_once_and_rebuilt(filled, letters):
-    """All collections share Chroma's files."""
-    truth = [each.index.node_ids() for each in (filled, letters)]
-    (filled.home.chroma / "chroma.sqlite3").write_bytes(b"rubbish" * 1000)
-    assert [finding.part for finding in check(filled)] == ["index"]
-    repair(filled, lambda text: None)
-    assert check(filled) == [] and [each.index.node_ids() for each in (filled, letters)] == truth
-
-
 def test_a_damaged_page_of_the_registry_is_named_and_its_documents_are_made_again_from_their_files(
     filled, open_workspace
 ):

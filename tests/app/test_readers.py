@@ -13,7 +13,6 @@ from ragblend.app.library.documents import content_digest, shortened
 from ragblend.app.library.readers import clean, parse, read_document
 from ragblend.app.library.text_recognition import TextRecognition
 from ragblend.kvstore.errors import (
-    Cancelled,
     EmptyDocumentError,
     EncryptedDocumentError,
     ModelNotFoundError,
@@ -61,7 +60,8 @@ def test_html_is_divided_at_headings(tmp_path):
     ]
 
 
-def test_pdf_keeps_page_numbers(tmp_path, make):
+def test_pdf_keeps_page_numbers(tmp_path, make, monkeypatch):
+    monkeypatch.setattr(readers, "can_recognise", lambda: False)
     path = make["pdf"](tmp_path / "a.pdf", ["first page", "", "third page"])
     assert [(part.location, part.text) for part in read_document(path).parts] == [
         ("p. 1", "first page"),
@@ -189,20 +189,6 @@ def test_a_scan_in_another_language_is_read_by_that_languages_model(scan, tmp_pa
 
 def refused(*_, **__):
     raise OSError("no network")
-
-
-def test_text_recognition_can_be_cancelled_between_pages(scan):
-    def leave(done, total):
-        if done and total == 2:
-            raise Cancelled("left")
-
-    with pytest.raises(Cancelled):
-        read_document(scan, leave)
-
-
-def test_a_scan_without_text_is_empty(tmp_path, make):
-    pytest.importorskip("rapidocr", reason="scans need the extra `ocr`")
-    fails_with(EmptyDocumentError, make["pdf"](tmp_path / "a.pdf", ["", ""]), "no text")
 
 
 def encrypted_member(path, make):

@@ -77,15 +77,6 @@ def test_interrupted_removal_is_finished_by_the_next(cli, told, home, monkeypatc
     assert left_of(home, nodes) == [] and b"CANARY" not in read(home)
 
 
-def test_running_answer_does_not_store_deleted_passages(told, home, cli):
-    document = told.library.find("default", "secret.txt")
-    found = AnswerSource.of(document, told.library.passages_of(document.id)[0], 0.5, 9)
-    assert cli("docs", "rm", "secret.txt") == 0
-    with Chats(home / "chats.sqlite", told.library.known) as chats:
-        assert chats.add(1, "assistant", "Late.", [found]).sources[0].text == DELETED_TEXT
-    assert b"CANARY" not in read(home)
-
-
 def test_writing_without_deleting_erases_nothing(workspace, documents, monkeypatch):
     from ragblend.integrations.chroma import VectorIndex
 

@@ -191,15 +191,20 @@ def cut_off(folder):
         (lambda folder: (folder / "config.json").unlink(), ModelNotFoundError, "no config.json"),
     ],
 )
-def test_other_models_are_refused_as_reranker(open_workspace, boats, folder, damage, error, words):
-    """Answers work again without a reranker, and with a sound one."""
+def test_other_models_are_refused_as_reranker(folder, damage, error, words):
     damage(folder)
+    with pytest.raises(error, match=words) as caught:
+        CrossEncoder(str(folder), "cpu").scores(QUESTION, TEXTS)
+    assert str(folder) in str(caught.value) and "eranker" in str(caught.value)
+
+
+def test_answers_work_again_without_a_damaged_reranker_and_with_a_sound_one(open_workspace, boats, folder):
+    cut_off(folder)
     workspace = open_workspace(reranker=str(folder))
     ingest(workspace, [boats])
     talks = Conversations(workspace.workspaces)
-    with pytest.raises(error, match=words) as caught:
+    with pytest.raises(CorruptModelError, match="reranker"):
         talks.answer(QUESTION)
-    assert str(folder) in str(caught.value) and "eranker" in str(caught.value)
     workspace.workspaces.change(reranker="")
     assert talks.answer(QUESTION).whole().sources
     shutil.rmtree(folder)

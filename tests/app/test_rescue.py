@@ -52,6 +52,13 @@ def overwrite(path, page, by=bytes(PAGE)):
     path.write_bytes(content)
 
 
+def root_of(path, table):
+    with sqlite3.connect(path) as sql:
+        root = sql.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (table,)).fetchone()[0]
+    sql.close()
+    return root - 1
+
+
 def test_all_but_the_damaged_page_is_in_a_new_file_and_that_is_said(path, caplog):
     overwrite(path, page_with(path, b"100 a line"))
     damaged = path.read_bytes()
@@ -87,10 +94,7 @@ def test_what_belongs_to_a_lost_row_is_left_out_and_counted(path):
 
 
 def test_a_table_whose_root_is_gone_is_named_and_the_others_are_kept(path):
-    with sqlite3.connect(path) as sql:
-        root = sql.execute("SELECT rootpage FROM sqlite_master WHERE name = 'notes'").fetchone()[0]
-    sql.close()
-    overwrite(path, root - 1, b"\xff" * PAGE)
+    overwrite(path, root_of(path, "notes"), b"\xff" * PAGE)
     with Notes(path) as notes:
         assert notes.column("SELECT name FROM folders") == ["a", "b"]
         assert notes.column("SELECT count(*) FROM notes") == [0]
@@ -213,13 +217,6 @@ def test_conversations_and_jobs_are_rescued_alike(tmp_path):
         assert 150 < jobs.counts()["queued"] < 200 and jobs.fact("name") == "value"
 
 
-def root_of(path, table):
-    with sqlite3.connect(path) as sql:
-        root = sql.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (table,)).fetchone()[0]
-    sql.close()
-    return root - 1
-
-
 def test_messages_whose_conversation_is_lost_are_kept_in_one_without_a_title(tmp_path):
     path = tmp_path / "chats.sqlite"
     with Chats(path) as chats:
@@ -231,13 +228,20 @@ def test_messages_whose_conversation_is_lost_are_kept_in_one_without_a_title(tmp
         assert [chats.messages(n)[0].text for n in (1, 2, 3)] == ["message 0", "message 1", "message 2"]
 
 
-def test_documents_of_which_only_an_index_is_left_are_named_and_keep_their_passages(library):
+def letters(library, *texts):
+    """A document of these passages, erased from the log and closed; and its passages."""
     document = library.begin("letters", "/a.txt")
-    texts = ("Dear Ada", "Dear Bo", "Dear Cy")
     passages = [DocumentPassage(f"node{n}", document, n, text, "") for n, text in enumerate(texts)]
-    library.replace_passages(document, FileFacts(1, 2, "x"), "r", passages, [np.ones((1, 3), np.float32)] * 3)
+    rows = [np.ones((1, 3), np.float32)] * len(texts)
+    library.replace_passages(document, FileFacts(1, 2, "x"), "r", passages, rows)
     library.finish(document)
+    library.erase()
     library.close()
+    return document, passages
+
+
+def test_documents_of_which_only_an_index_is_left_are_named_and_keep_their_passages(library):
+    document, passages = letters(library, "Dear Ada", "Dear Bo", "Dear Cy")
     overwrite(library.path, root_of(library.path, "documents"))
     with Library(library.path) as again:
         (found,) = again.incomplete_documents()
@@ -248,32 +252,19 @@ def test_documents_of_which_only_an_index_is_left_are_named_and_keep_their_passa
 
 def test_a_row_that_breaks_a_rule_is_had_again_from_an_index_or_counted(library):
     """One flipped bit in a document's state lost the document and its passages without a message."""
-    document = library.begin("letters", "/a.txt")
-    passage = DocumentPassage("node", document, 0, "Dear Ada", "")
-    library.replace_passages(document, FileFacts(1, 2, "x"), "r", [passage], [np.ones((1, 3), np.float32)])
-    library.finish(document)
-    library.erase()
-    library.close()
+    document, passages = letters(library, "Dear Ada")
     content = library.path.read_bytes()
     at = content.index(b"/a.txtlettersdone") + len(b"/a.txtletters")
     library.path.write_bytes(content[:at] + b"dqne" + content[at + 4 :])
     with Library(library.path) as again:
         assert again.rescued is not None and again.rescued.gaps["documents"]
         (found,) = again.incomplete_documents()
-        assert (found.id, found.path) == (document, "/a.txt") and again.passages_of(document) == [passage]
+        assert (found.id, found.path) == (document, "/a.txt") and again.passages_of(document) == passages
 
 
 def test_documents_that_lost_passages_are_named_whoever_puts_the_file_in_its_place(library, monkeypatch):
     """After a kill before the rename, the next process only renames the file."""
-    document = library.begin("letters", "/a.txt")
-    texts = [f"{n} {TEXT}" for n in range(40)]
-    passages = [DocumentPassage(f"node{n}", document, n, text, "") for n, text in enumerate(texts)]
-    library.replace_passages(
-        document, FileFacts(1, 2, "x"), "r", passages, [np.ones((1, 3), np.float32)] * 40
-    )
-    library.finish(document)
-    library.erase()
-    library.close()
+    document, _ = letters(library, *(f"{n} {TEXT}" for n in range(40)))
     overwrite(library.path, page_with(library.path, b"20 a line"))
 
     def killed(path):

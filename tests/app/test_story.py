@@ -66,7 +66,8 @@ def test_stored_kv_is_reused_for_the_same_prompt(workspace):
 def test_an_ask_imports_no_reader_index_or_framework(workspace):
     """Imports were five of the eight seconds that a question took. The vectors are searched without chromadb."""
     words = "import sys; from ragblend.app.cli.main import main; main(sys.argv[1:]); print(*sys.modules)"
-    command = [sys.executable, "-c", words, "ask", QUESTION, "--home", str(workspace.home.root)]
+    command = [sys.executable, "-c", words, "ask", QUESTION, "--max-new-tokens", "1"]
+    command += ["--home", str(workspace.home.root)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     unused = {
         "chromadb",
@@ -129,13 +130,14 @@ def test_reranker_decides_while_the_device_prefills(workspace, tmp_path, monkeyp
         agrees = False
 
         def scores(self, question, texts):
-            assert begun.wait(300)
+            assert begun.wait(250)
             return [-n for n, _ in enumerate(texts)] if self.agrees else super().scores(question, texts)
 
     slow = Slow(str(reranker), "cpu")
     monkeypatch.setattr(type(workspace), "reranker", slow)
     monkeypatch.setattr(engines.Engine, "device", "cuda")
     for slow.agrees, want, times in ((False, expected, 2), (True, fused, 1)):
+        assert opened.first.engine.finish_background(250), "a busy device prefills nothing ahead"
         begun.clear()
         read.update({"ahead": 0, "in place": 0})
         answer = answer_of(opened.first, QUESTION)

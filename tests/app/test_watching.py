@@ -93,7 +93,8 @@ def test_a_file_renamed_to_the_other_unicode_form_stays_one_document(watcher, jo
     assert idle(jobs) and len(names(workspaces)) == 4
 
 
-def test_a_file_whose_name_is_not_utf8_is_watched(watcher, workspaces, documents):
+def test_a_file_whose_name_is_not_utf8_is_watched(watcher, workspaces, documents, monkeypatch):
+    monkeypatch.setattr("ragblend.app.library.watching.RETRY_S", 0.05)
     watched(watcher, documents)
     odd = documents / os.fsdecode(b"caf\xe9.txt")
     odd.write_text("The café opens at nine.")

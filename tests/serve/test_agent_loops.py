@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from servers import events, serving
+from servers import events
 
 from ragblend.engine.decoding import loop
 
@@ -40,23 +40,20 @@ class Script:
 
 
 @pytest.fixture
-def scripted(home_of, caller_folder, monkeypatch):
-    """scripted(answer_to): a server whose model says that."""
-    made, script = loop.logits_processors, {}
+def scripted(caller, monkeypatch):
+    """scripted(answer_to): the server, whose model says that."""
+    made = loop.logits_processors
 
-    def processors(options, prompt_tokens, *more):
-        found = made(options, prompt_tokens, *more)
-        found.insert(0, Script(script["tokenizer"], script["answer_to"], prompt_tokens))
-        return found
+    def begin(answer_to):
+        def processors(options, prompt_tokens, *more):
+            found = made(options, prompt_tokens, *more)
+            found.insert(0, Script(caller.engine.tokenizer, answer_to, prompt_tokens))
+            return found
 
-    monkeypatch.setattr(loop, "logits_processors", processors)
-    with serving(home_of(), caller_folder) as served:
+        monkeypatch.setattr(loop, "logits_processors", processors)
+        return caller
 
-        def begin(answer_to):
-            script.update(answer_to=answer_to, tokenizer=served.engine.tokenizer)
-            return served
-
-        yield begin
+    yield begin
     gc.collect()  # some clients leave connections open, which is no fault of the tests after these
 
 
@@ -73,6 +70,11 @@ def get_weather(city: str) -> str:
 
 def told(served):
     return {"base_url": f"{served.url}/v1", "api_key": served.keys["ada"]}
+
+
+def key_of(served):
+    """For Ollama's client. Nobody closes the frameworks' clients, so connections are not kept."""
+    return {"authorization": f"Bearer {served.keys['ada']}", "connection": "close"}
 
 
 def openai_chat(served):
@@ -125,27 +127,52 @@ def litellm(served):
             messages.append(found)
 
 
-def langchain(served):
+def langchain(model):
     """Source: docs.langchain.com/oss/python/langchain/agents."""
     from langchain.agents import create_agent
-    from langchain_openai import ChatOpenAI
 
-    agent = create_agent(ChatOpenAI(**told(served), model=served.service.model), tools=[get_weather])
+    agent = create_agent(model, tools=[get_weather])
     return agent.invoke({"messages": [{"role": "user", "content": ASKED}]})["messages"][-1].content
 
 
-def llama_index(served):
-    """Source: developers.llamaindex.ai, "Building an agent"; it streams."""
-    from llama_index.core.agent.workflow import FunctionAgent
+def langchain_openai(served):
+    from langchain_openai import ChatOpenAI
+
+    return langchain(ChatOpenAI(**told(served), model=served.service.model))
+
+
+def langchain_ollama(served):
+    from langchain_ollama import ChatOllama
+
+    key = {"headers": key_of(served)}
+    return langchain(ChatOllama(model=served.service.model, base_url=served.url, client_kwargs=key))
+
+
+def llama_index(llm, agent="FunctionAgent", **options):
+    """Source: developers.llamaindex.ai, "Building an agent"; it streams unless it is told otherwise."""
+    from llama_index.core.agent import workflow
+
+    async def run():
+        return await getattr(workflow, agent)(tools=[get_weather], llm=llm, **options).run(ASKED)
+
+    return str(asyncio.run(run()))
+
+
+def openai_like(served, **options):
     from llama_index.llms.openai_like import OpenAILike
 
     place = {"api_base": f"{served.url}/v1", "api_key": served.keys["ada"], "model": served.service.model}
-    llm = OpenAILike(**place, is_chat_model=True, is_function_calling_model=True)
+    return OpenAILike(**place, is_chat_model=True, **options)
 
-    async def run():
-        return await FunctionAgent(tools=[get_weather], llm=llm).run(ASKED)
 
-    return str(asyncio.run(run()))
+def llama_index_openai(served):
+    return llama_index(openai_like(served, is_function_calling_model=True))
+
+
+def llama_index_ollama(served):
+    from llama_index.llms.ollama import Ollama
+
+    return llama_index(Ollama(model=served.service.model, base_url=served.url, headers=key_of(served)))
 
 
 def pydantic_ai(served):
@@ -186,8 +213,10 @@ def openai_agents_responses(served):
         (openai_chat, "openai"),
         (openai_responses, "openai"),
         (litellm, "litellm"),
-        (langchain, "langchain_openai"),
-        (llama_index, "llama_index.llms.openai_like"),
+        (langchain_openai, "langchain_openai"),
+        (langchain_ollama, "langchain_ollama"),
+        (llama_index_openai, "llama_index.llms.openai_like"),
+        (llama_index_ollama, "llama_index.llms.ollama"),
         (pydantic_ai, "pydantic_ai"),
         (openai_agents, "agents"),
         (openai_agents_responses, "agents"),
@@ -203,8 +232,6 @@ def test_a_frameworks_tool_loop_ends_with_the_answer(scripted, run, package) -> 
 def test_a_react_agent_reads_its_calls_from_the_text(scripted, streaming) -> None:
     """Source: developers.llamaindex.ai, "ReAct agent". Its first answer here is none of its forms: it asks again."""
     pytest.importorskip("llama_index.llms.openai_like", reason="the client's package is not installed")
-    from llama_index.core.agent.workflow import ReActAgent
-    from llama_index.llms.openai_like import OpenAILike
 
     def answer_to(prompt):
         if FOUND in prompt:
@@ -213,14 +240,8 @@ def test_a_react_agent_reads_its_calls_from_the_text(scripted, streaming) -> Non
             return 'Thought: I ask.\nAction: get_weather("Paris")'
         return 'Thought: I ask.\nAction: get_weather\nAction Input: {"city": "Paris"}'
 
-    served = scripted(answer_to)
-    place = {"api_base": f"{served.url}/v1", "api_key": served.keys["ada"], "model": served.service.model}
-    llm = OpenAILike(**place, is_chat_model=True, context_window=4096, max_tokens=100)
-
-    async def run():
-        return await ReActAgent(tools=[get_weather], llm=llm, streaming=streaming).run(ASKED)
-
-    assert str(asyncio.run(run())) == ANSWER
+    llm = openai_like(scripted(answer_to), context_window=4096, max_tokens=100)
+    assert llama_index(llm, "ReActAgent", streaming=streaming) == ANSWER
 
 
 def test_instructor_asks_again_until_the_arguments_are_valid(scripted) -> None:

@@ -27,17 +27,20 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.sta
 pytestmark = pytest.mark.timeout(600)
 
 
-EITHER_WAY = pytest.mark.parametrize("home", ["alone", "beside a server"], indirect=True)
-
-
 @pytest.fixture(scope="module")
-def home(request, home_of, tiny_folder, tmp_path_factory):
+def home(home_of, tiny_folder, tmp_path_factory):
     home, folder = home_of(), tmp_path_factory.mktemp("documents")
     (folder / "lighthouse.md").write_text(LIGHT * 2)
     (folder / "ferry.txt").write_text(FERRY * 700)
     assert main(["ingest", str(folder), "--home", str(home), "--model", str(tiny_folder)]) == 0
     (home / "settings.toml").write_text(f'model = "{tiny_folder}"\nmax_new_tokens = 4\n')
-    if getattr(request, "param", "alone") == "alone":
+    return home
+
+
+@pytest.fixture(params=["alone", "beside a server"])
+def either_way(request, home):
+    """The home, which no other process has open, or this one as a server."""
+    if request.param == "alone":
         yield home
         return
     with AppServices.open(home) as services, CommandListener(services):
@@ -76,10 +79,9 @@ def value(result):
     return json.loads(result.content[0].text)
 
 
-@EITHER_WAY
-def test_an_assistant_finds_asks_lists_and_reads(home) -> None:
+def test_an_assistant_finds_asks_lists_and_reads(either_way) -> None:
     tools, results = told(
-        home,
+        either_way,
         ("search", {"question": "Who built the lighthouse?", "limit": 1}),
         ("ask", {"question": "Who built the lighthouse?"}),
         ("list_documents", {}),
@@ -102,19 +104,41 @@ def test_an_assistant_finds_asks_lists_and_reads(home) -> None:
     assert "next_offset" not in end and len(end["text"]) == end["characters"] - 40_000 > 0
 
 
-@EITHER_WAY
-def test_http_and_stdio_give_the_same_answers(home) -> None:
-    calls = (
-        ("search", {"question": "Who built the lighthouse?", "limit": 2}),
-        ("list_documents", {}),
-        ("read_document", {"document": "ferry.txt", "offset": 20_000}),
-        ("search", {"question": " "}),
-        ("read_document", {"document": "none.txt"}),
-    )
-    tools, results = told(home, *calls)
-    with listening(home) as url:
-        over_http, same = asyncio.run(asked(url, calls))
-        [answer] = asyncio.run(asked(url, [("ask", {"question": "Who built the lighthouse?"})]))[1]
+# What is refused, and a word of the reason; then what is answered.
+REFUSED = [
+    (("search", {"question": " "}), "empty"),
+    (("search", {"question": "Who?", "collection": "nobodys"}), "nobodys"),
+    (("list_documents", {"collection": "../x"}), "../x"),
+    (("ask", {"question": ""}), "empty"),
+    (("ask", {"question": "x" * 10_001}), "10000"),
+    (("read_document", {"document": "none.txt"}), "none.txt"),
+    (("read_document", {"document": "ferry.txt", "offset": -1}), "greater"),
+    (("search", {"question": "Who?", "limit": 0}), "greater"),
+]
+CALLS = [
+    *(call for call, _ in REFUSED),
+    ("search", {"question": "Who built the lighthouse?", "limit": 2}),
+    ("list_documents", {}),
+    ("read_document", {"document": "ferry.txt", "offset": 20_000}),
+]
+
+
+@pytest.fixture(scope="module")
+def over_stdio(home):
+    """The tools, and what CALLS gave."""
+    return told(home, *CALLS)
+
+
+@pytest.fixture(scope="module")
+def url(home):
+    with listening(home) as found:
+        yield found
+
+
+def test_http_and_stdio_give_the_same_answers(over_stdio, url) -> None:
+    tools, results = over_stdio
+    over_http, same = asyncio.run(asked(url, CALLS))
+    [answer] = asyncio.run(asked(url, [("ask", {"question": "Who built the lighthouse?"})]))[1]
     assert {name: tool.model_dump() for name, tool in over_http.items()} == {
         name: tool.model_dump() for name, tool in tools.items()
     }
@@ -122,7 +146,14 @@ def test_http_and_stdio_give_the_same_answers(home) -> None:
     assert value(answer)["answer"] and value(answer)["sources"]
 
 
-def test_excess_requests_are_refused_with_advice_to_retry(home) -> None:
+def test_tool_errors_are_reported_and_the_server_continues(over_stdio) -> None:
+    _, results = over_stdio
+    for (call, word), result in zip(REFUSED, results, strict=False):
+        assert result.is_error and word in result.content[0].text, call
+    assert all(map(value, results[len(REFUSED) :]))
+
+
+def test_excess_requests_are_refused_with_advice_to_retry(url) -> None:
     """Each request got a thread, without a limit."""
 
     async def all_at_once(url):
@@ -130,8 +161,7 @@ def test_excess_requests_are_refused_with_advice_to_retry(home) -> None:
             calls = [client.call_tool("search", {"question": f"What is at pier {n}?"}) for n in range(60)]
             return await asyncio.gather(*calls), await client.call_tool("search", {"question": "And now?"})
 
-    with listening(home) as url:
-        found, last = asyncio.run(all_at_once(url))
+    found, last = asyncio.run(all_at_once(url))
     refused = [each for each in found if each.is_error]
     assert 0 < len(refused) < 60 - 16 + 1 and not last.is_error
     assert all(
@@ -160,24 +190,3 @@ def test_http_access_needs_the_owners_key(home, capfd) -> None:
     finally:
         for name in keys.names():
             keys.remove(name)
-
-
-@EITHER_WAY
-def test_tool_errors_are_reported_and_the_server_continues(home) -> None:
-    _, (*refused, fine) = told(
-        home,
-        ("search", {"question": " "}),
-        ("search", {"question": "Who?", "collection": "nobodys"}),
-        ("list_documents", {"collection": "../x"}),
-        ("ask", {"question": ""}),
-        ("ask", {"question": "x" * 10_001}),
-        ("read_document", {"document": "none.txt"}),
-        ("read_document", {"document": "ferry.txt", "offset": -1}),
-        ("search", {"question": "Who?", "limit": 0}),
-        ("search", {"question": "Who built the lighthouse?"}),
-    )
-    said = [result.content[0].text for result in refused]
-    assert all(result.is_error for result in refused), refused
-    words = ("empty", "nobodys", "../x", "empty", "10000", "none.txt", "greater", "greater")
-    assert [word for word, text in zip(words, said, strict=True) if word not in text] == []
-    assert value(fine)["passages"]
