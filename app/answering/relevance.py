@@ -9,7 +9,8 @@ always relevant. `python -m benchmarks.measure_languages` measures the numbers h
 
 from collections.abc import Mapping
 
-from ragblend.app.library.registry import UnrelatedSimilarity, WordMatch
+from ragblend.app.library.registry import UnrelatedSimilarity
+from ragblend.app.library.word_search import WordMatch
 
 LEAST_RELEVANCE = 0.4  # that of a question about other things
 LEAST_OF_BEST = 0.4  # of the best passage's relevance
@@ -21,7 +22,7 @@ def relevant(
 ) -> set[str]:
     """The node ids that have to do with the question.
 
-    scores: cosine similarities; words: what `Library.by_words` found; unrelated None: unknown, then all are relevant.
+    scores: cosine similarities; words: what `by_words` found; unrelated None: unknown, then all are relevant.
     """
     if unrelated is None:
         return set(scores)

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.relevance import relevant
-from ragblend.app.library.registry import Library, UnrelatedSimilarity, WordMatch
+from ragblend.app.library.registry import Library, UnrelatedSimilarity
 from ragblend.app.library.similarity import recorded_similarity
+from ragblend.app.library.word_search import WordMatch, by_words
 from ragblend.app.workspace import Workspace
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.kvstore.errors import LibraryError, UsageError, did_you_mean
@@ -33,7 +34,6 @@ RANK_CONSTANT = 60  # the paper's: the larger, the less the first ranks differ
 # A question is joined to the one before it if both together are as near to a passage as that one was alone: a change of
 # topic leads away from it. `python -m benchmarks.measure_retrieval` has the table.
 LEAST_OF_BEFORE = 0.9
-MOST_BY_WORDS = 10_000  # passages with words of the question, where only those of some documents count
 # Up to so many passages the registry compares every vector, in about 15 ms; importing Chroma takes 0.4 s.
 COMPARED_PASSAGES = 500
 
@@ -132,20 +132,19 @@ def _rank_together(
                 raise
     words = dict[str, WordMatch]()
     if first.settings.search == "hybrid":
-        most = MOST_BY_WORDS if within else count
-        words = library.by_words([each.settings.collection for each in workspaces], question, most)
-        words = {node: match for node, match in words.items() if not within or node in within}
+        names = [each.settings.collection for each in workspaces]
+        words = by_words(library, names, question, count, within)
         scores |= library.scores([node for node in words if node not in scores], vector)
     measured, recorded = _measured(workspaces), recorded_similarity(first.embedder.name)
     found = scores if within else relevant(scores, words, measured or recorded)
     sources = _sources(library, {node: scores[node] for node in found})
     by_nearness = sorted(sources, key=lambda node: -scores[node])
-    by_words = [node for node in words if node in sources]
+    in_order = [node for node in words if node in sources]
     # A recorded embedder is measured only where it does not know the documents' language: its order is chance there.
     if measured is not None and recorded is not None:
-        order = [*by_words, *(node for node in by_nearness if node not in words)]
+        order = [*in_order, *(node for node in by_nearness if node not in words)]
     else:
-        order = reciprocal_rank_fusion(by_nearness, by_words)
+        order = reciprocal_rank_fusion(by_nearness, in_order)
     order.sort(key=lambda node: -words[node].share if node in words and words[node].is_exact else 1)
     return [sources[node] for node in order]
 

@@ -11,6 +11,7 @@ import pytest
 
 from ragblend.app.library.documents import DocumentPassage, DocumentState, FileFacts, node_id
 from ragblend.app.library.registry import Library
+from ragblend.app.library.word_search import by_words
 from ragblend.kvstore.errors import LibraryError
 
 FACTS = FileFacts(10, 20, "ab" * 32)
@@ -127,11 +128,11 @@ def test_damaged_index_of_words_is_rebuilt(library, caplog):
     document, nodes = fill(library, "/a", ["a red boat", "a house", "a mill"])
     with library.transaction() as sql:
         sql.execute("UPDATE words_data SET block = x'ffffffffffff' WHERE id >= 10")
-    assert library.by_words(["default"], "boat", 5) == {}
+    assert by_words(library, ["default"], "boat", 5) == {}
     assert "store repair" in caplog.records[0].getMessage() and "malformed" in library.words_damage()
     assert len(library.passages_of(document)) == 3
     library.index_words()
-    assert library.by_words(["default"], "boat", 5).keys() == {nodes[0]} and library.words_damage() == ""
+    assert by_words(library, ["default"], "boat", 5).keys() == {nodes[0]} and library.words_damage() == ""
 
 
 def test_a_passage_that_is_no_text_any_more_can_be_removed(library):

@@ -5,6 +5,7 @@ import pytest
 
 from ragblend.app.library.ingest import ingest
 from ragblend.app.library.maintenance import check, repair
+from ragblend.app.library.word_search import by_words
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_check_and_repair_cover_all_collections_without_duplicates(filled, lette
     done = repair(filled, lambda text: None)
     assert (done.vectors, done.passages, done.with_kv) == (5, 5, 5)
     assert check(filled) == [] and [each.index.node_ids() for each in (filled, letters)] == truth
-    assert filled.library.by_words(["default"], "rye", 1)
+    assert by_words(filled.library, ["default"], "rye", 1)
 
 
 def test_a_damaged_page_of_the_registry_is_named_and_its_documents_are_made_again_from_their_files(

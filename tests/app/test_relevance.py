@@ -12,8 +12,9 @@ from ragblend.app.answering.retrieval import search
 from ragblend.app.cli import demo
 from ragblend.app.library.ingest import ingest
 from ragblend.app.library.language import is_english
-from ragblend.app.library.registry import UnrelatedSimilarity, WordMatch
+from ragblend.app.library.registry import UnrelatedSimilarity
 from ragblend.app.library.similarity import FOREIGN, RECORDED
+from ragblend.app.library.word_search import WordMatch
 from ragblend.engine.prompts.segments import Chunk
 from ragblend.integrations.embeddings import BUNDLED, DEFAULT
 

@@ -13,6 +13,7 @@ from ragblend.app.database import Database
 from ragblend.app.library.documents import DocumentPassage, FileFacts
 from ragblend.app.library.job_store import JobStore
 from ragblend.app.library.registry import Library
+from ragblend.app.library.word_search import by_words
 from ragblend.app.rescue import joined, set_aside_files
 from ragblend.kvstore.errors import LibraryError, StoreFullError
 
@@ -247,7 +248,7 @@ def test_documents_of_which_only_an_index_is_left_are_named_and_keep_their_passa
         (found,) = again.incomplete_documents()
         assert (found.id, found.path, found.collection) == (document, "/a.txt", "letters")
         assert again.passages_of(document) == passages
-        assert again.by_words(["letters"], "Ada", 5).keys() == {"node0"}
+        assert by_words(again, ["letters"], "Ada", 5).keys() == {"node0"}
 
 
 def test_a_row_that_breaks_a_rule_is_had_again_from_an_index_or_counted(library):

@@ -16,6 +16,7 @@ from ragblend.app.answering.retrieval import (
 from ragblend.app.library.documents import DocumentPassage, FileFacts, node_id
 from ragblend.app.library.ingest import ingest
 from ragblend.app.library.registry import UnrelatedSimilarity
+from ragblend.app.library.word_search import by_words
 from ragblend.integrations.embeddings import BUNDLED
 
 
@@ -243,11 +244,11 @@ def test_other_collections_do_not_change_the_order(library):
     """How rare a word is there would tell whether others have it."""
     texts = ["red boat", "red house and its garden", "green boat", "a mill", "a well", "a sluice"]
     fill(library, "/a", texts)
-    before = library.by_words(["default"], "Whose is the red boat or the mill?", 9)
+    before = by_words(library, ["default"], "Whose is the red boat or the mill?", 9)
     assert len(before) == 4
     fill(library, "/b", ["mill"] * 40, "secret")
     fill(library, "/c", ["weather in the hills"] * 40, "other")
-    after = library.by_words(["default"], "Whose is the red boat or the mill?", 9)
+    after = by_words(library, ["default"], "Whose is the red boat or the mill?", 9)
     assert list(after.items()) == list(before.items())
 
 
@@ -255,14 +256,14 @@ def test_a_word_counts_once_by_how_rare_it_is(library):
     """FTS5 has weighed it already: three of log(7.5 / 3.5) are more than one of log(9.5 / 1.5), squares are not."""
     texts = ["sluice b c d", "oak elm ash e", "oak f g h", "oak i j k", "elm l m n", "elm o p q", "ash r s t"]
     _, nodes = fill(library, "/a", [*texts, "ash u v w", "x y z zz", "xx yy zz xz"])
-    assert list(library.by_words(["default"], "sluice oak elm ash", 2)) == [nodes[1], nodes[0]]
+    assert list(by_words(library, ["default"], "sluice oak elm ash", 2)) == [nodes[1], nodes[0]]
 
 
 def test_repeated_word_of_a_question_counts_once(library):
     """Three of log(7.5 / 3.5) are more than one of log(9.5 / 1.5)."""
     texts = ["sluice b c d", "elm e f g", "elm h i j", "elm k l m", *(f"{n} x y z" for n in range(6))]
     _, nodes = fill(library, "/a", texts)
-    assert next(iter(library.by_words(["default"], "Elm, elm or ELM at the sluice?", 9))) == nodes[0]
+    assert next(iter(by_words(library, ["default"], "Elm, elm or ELM at the sluice?", 9))) == nodes[0]
 
 
 @pytest.mark.parametrize(
@@ -288,14 +289,14 @@ def test_repeated_word_of_a_question_counts_once(library):
 )
 def test_scripts_without_blanks_are_found_by_their_words(library, texts, question, wanted):
     _, nodes = fill(library, "/a", texts)
-    assert next(iter(library.by_words(["default"], question, 3))) == nodes[wanted]
+    assert next(iter(by_words(library, ["default"], question, 3))) == nodes[wanted]
 
 
 def test_passages_with_the_code_come_first(library):
     _, nodes = fill(library, "/a", ["4711 b c d", "red boat e f", "red boat g h", *"ijklmn"])
-    (first,) = library.by_words(["default"], "red boat 4711", 1).items()
+    (first,) = by_words(library, ["default"], "red boat 4711", 1).items()
     assert first[0] == nodes[0] and first[1].is_exact
-    both = library.by_words(["default"], "red boat 4711", 9)
+    both = by_words(library, ["default"], "red boat 4711", 9)
     assert next(iter(both)) == nodes[0]
     assert {node: match.is_exact for node, match in both.items()} == {
         node: node == nodes[0] for node in nodes[:3]
@@ -305,11 +306,11 @@ def test_passages_with_the_code_come_first(library):
 def test_words_in_half_of_the_passages_are_ignored(library):
     """Whichever collection they are in."""
     fill(library, "/a", ["a red boat", "a mill"])
-    assert library.by_words(["default"], "boat", 9) == {}
+    assert by_words(library, ["default"], "boat", 9) == {}
     _, nodes = fill(library, "/b", ["a green boat", "a blue boat", *"cdefgh"], "other")
     for asked in (["default", "other"], ["other", "default"]):
-        assert len(library.by_words(asked, "boat", 9)) == 3
-    assert set(library.by_words(["other"], "boat", 9)) == set(nodes[:2])
+        assert len(by_words(library, asked, "boat", 9)) == 3
+    assert set(by_words(library, ["other"], "boat", 9)) == set(nodes[:2])
 
 
 def test_other_forms_of_a_word_are_found(library):
@@ -319,7 +320,7 @@ def test_other_forms_of_a_word_are_found(library):
     for question, place in (
         ("lighthouse", 0), ("ORLEANS", 0), ("écluse", 1), ("ecluses", 1), ("fit", 1), ("bar", 2), ("nasa", 3),
     ):  # fmt: skip
-        assert list(library.by_words(["default"], question, 9)) == [nodes[place]], question
+        assert list(by_words(library, ["default"], question, 9)) == [nodes[place]], question
 
 
 HOSTILE = [
@@ -340,7 +341,7 @@ def test_no_question_breaks_the_search_for_words(library, caplog):
         for _ in range(300)
     ]
     for question in HOSTILE + strange:
-        found = library.by_words(["default"], f"{question} BOATS", 3)
+        found = by_words(library, ["default"], f"{question} BOATS", 3)
         assert len(found) >= 1 or len(question) > 200, question
         assert not caplog.records, question
-    assert len(library.by_words(["default"], "boat", 3)) == 1
+    assert len(by_words(library, ["default"], "boat", 3)) == 1

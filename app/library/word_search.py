@@ -1,0 +1,133 @@
+"""Finds passages by the words of a question: BM25 over the registry, codes and quoted phrases first."""
+
+import logging
+import math
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from heapq import nlargest
+
+from ragblend.app.database import WORD, split_words, words_of
+from ragblend.app.library.registry import Library
+from ragblend.kvstore.errors import LibraryError
+
+log = logging.getLogger("ragblend")
+# In quotation marks of one kind or another.
+QUOTED = re.compile('"([^"]+)"|“([^”]+)”|„([^“”]+)[“”]|«([^»]+)»|»([^«]+)«|「([^」]+)」|『([^』]+)』')
+MOST_WORDS = 100  # of a question that are searched
+# English words of no subject: "does" is rarer in manuals than "error".
+COMMON_WORDS = frozenset(
+    """a an the and or but if of to in on at by for with from as is are was were be been do does did have has had will
+    would can could may it its he she they his her their you your this that there who which what when""".split()  # noqa: SIM905
+)
+# A number or code with its parts: INV-2024-0817, 48213, 4711. A year, a round number, or a number with its unit is not
+# one: passages contain them by chance.
+CODE = re.compile(r"[^\W_]+(?:[-_./\u2010-\u2015][^\W_]+)*")
+SHORT_CODE = re.compile(r"[A-Z]\d\d")
+COMMON = re.compile(r"\d[\d.]*000|(?:1[5-9]|20)\d\d|\d+[^\W\d_]+|\d\d?[./]\d\d?")
+Scores = dict[int, float]  # by a passage's number in the index
+
+
+@dataclass(frozen=True)
+class WordMatch:
+    """How a passage matches a question's words.
+
+    is_exact: it has a code or quoted phrase of the question; words: how many of its words the passage has, without
+    those of codes and `COMMON_WORDS`; share: of the question's words, weighed by their rarity in the collections (0 to
+    1). Words that half of the passages have do not count.
+    """
+
+    is_exact: bool
+    words: int
+    share: float
+
+
+def by_words(
+    library: Library, collections: Sequence[str], question: str, count: int, within: Set[str] = frozenset()
+) -> dict[str, WordMatch]:
+    """Passages of these collections that share words with a question, best first, by node id.
+
+    within: the only passages to return; empty: all. Those with a code or quoted phrase (`exact_parts`) come first, then
+    the best by BM25. Words that half of the passages have are ignored. Other collections do not influence the score, so
+    that it reveals nothing about them. An index that cannot be read is treated as empty, with a warning.
+    """
+    try:
+        scores, words, shares = _scores(library, collections, question)
+        exact = _with_exact_parts(library, collections, question, -1 if within else count)
+        found = dict.fromkeys((*scores, *exact))
+        if within:
+            numbers = library.among("SELECT id FROM numbers WHERE node_id IN", [*within])
+            found = {row["id"]: None for row in numbers if row["id"] in found}
+        best = nlargest(count, found, key=lambda each: (each in exact, scores[each]))
+        rows = library.among("SELECT id, node_id FROM numbers WHERE id IN", best)
+    except LibraryError as error:
+        log.warning("searching without words: %s", error)
+        return {}
+    nodes = {row["id"]: row["node_id"] for row in rows}
+    return {nodes[n]: WordMatch(n in exact, int(words[n]), shares.get(n, 0.0)) for n in best if n in nodes}
+
+
+def exact_parts(question: str) -> list[str]:
+    """Numbers and codes in a question that identify something, such as an invoice, and what it puts in quotes.
+
+    A code has at least four letters or digits, or is a capital with two digits, like the error E07. If the question is
+    only the code, three are enough, and a year counts.
+    """
+    text = unicodedata.normalize("NFKC", question)
+    quoted = [each for found in QUOTED.findall(text) for each in found if len(WORD.findall(each)) > 1]
+    found = [code for code in CODE.findall(text) if re.search(r"\d", code)]
+    if found and len(WORD.findall(question)) == len(WORD.findall(found[0])):
+        return [code for code in found if len(code) >= 3]
+    codes = [
+        c
+        for c in found
+        if (len("".join(WORD.findall(c))) >= 4 or SHORT_CODE.fullmatch(c)) and not COMMON.fullmatch(c)
+    ]
+    return list(dict.fromkeys([*codes, *quoted]))
+
+
+def _scores(library: Library, collections: Sequence[str], question: str) -> tuple[Scores, Scores, Scores]:
+    """For each passage its BM25 score, and the question's words that it has: their number and share."""
+    scores, counts, shares = (defaultdict[int, float](float) for _ in range(3))
+    whole = 0.0
+    asked = sum(map(library.count_passages, collections))
+    everywhere = library.column("SELECT count(*) FROM numbers")[0]
+    # A part of a code is another code's, too.
+    of_codes = {word for part in exact_parts(question) for word in split_words(part)}
+    ways = zip(split_words(question), *(words_of(each, question) for each in collections), strict=True)
+    for plain, *words in list(dict.fromkeys(ways))[:MOST_WORDS]:  # a word, as each collection indexes it
+        having = [
+            library.column("SELECT count(*) FROM words WHERE words MATCH ?", f'"{word}"')[0] for word in words
+        ]
+        if 2 * sum(having) >= asked or plain in COMMON_WORDS:
+            continue
+        rarity = _rarity(sum(having), asked)
+        whole += rarity
+        for word, here in zip(words, having, strict=True):
+            # FTS5 computes the rarity over all collections.
+            weight = -rarity / _rarity(here, everywhere)
+            query = "SELECT rowid, bm25(words) FROM words WHERE words MATCH ?"
+            for number, score in library.rows(query, f'"{word}"') if here else ():
+                scores[number] += weight * score
+                if plain not in of_codes:
+                    counts[number] += 1
+                    shares[number] += rarity
+    return scores, counts, {number: share / whole for number, share in shares.items()}
+
+
+def _with_exact_parts(library: Library, collections: Sequence[str], question: str, count: int) -> set[int]:
+    """Passages with a code or quoted phrase of the question, its words in order; at most `count` for each (-1: all)."""
+    query = "SELECT rowid FROM words WHERE words MATCH ? ORDER BY rank LIMIT ?"
+    return {
+        number
+        for collection in collections
+        for part in exact_parts(question)[:MOST_WORDS]
+        for number in library.column(query, f'"{" ".join(words_of(collection, part))}"', count)
+    }
+
+
+def _rarity(having: int, passages: int) -> float:
+    """BM25's weight of a word (Robertson and Spärck Jones), as FTS5 computes it. having: passages with the word."""
+    return math.log((passages - having + 0.5) / (having + 0.5))
