@@ -137,14 +137,6 @@ def test_forget_frees_kv_that_no_other_node_shares(fresh):
     assert engine.store.stats().entries == 1
 
 
-def test_a_node_whose_text_changed_gives_up_its_old_kv(fresh):
-    fresh.engine.encode([TEXTS[0]], node_ids=["a"])
-    old = fresh.engine.encode([TEXTS[0]]).keys[0]
-    fresh.engine.encode([TEXTS[1]], node_ids=["a"])
-    assert not fresh.engine.store.contains(old)
-    assert fresh.engine.store.stats().entries == 1
-
-
 @pytest.mark.parametrize("how", ["forget", "encode"])
 def test_after_a_kill_the_next_call_deletes_the_kv(fresh, monkeypatch, how):
     """The rows were gone by then, so that nothing could name the KV, and a second `docs rm` freed nothing."""

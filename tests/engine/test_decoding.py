@@ -11,7 +11,7 @@ from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.config import DEFAULT_RATIO
 from ragblend.engine.decoding.direct import DirectDecode
 from ragblend.engine.decoding.sampling import GumbelNoise
-from ragblend.kvstore.errors import PromptTooLongError, UnknownChunkError, UsageError
+from ragblend.kvstore.errors import PromptTooLongError, UsageError
 
 TEXTS = [make_text(seed) for seed in range(3)]
 
@@ -55,16 +55,6 @@ def test_continue_logits_equals_teacher_forcing(bench_for, kind):
         start = len(prefilled.prompt.token_ids) - 1
         assert found.shape == (len(answer), 400)
         assert largest_error(found, expected[start : start + len(answer)]) < 1e-4
-
-
-def test_a_stream_yields_the_answer_in_pieces(stored):
-    prompt = make_prompt(TEXTS)
-    expected = stored.engine.generate(prompt, max_new_tokens=60)
-    stream = stored.engine.stream(prompt, max_new_tokens=60)
-    pieces = list(stream)
-    assert "".join(pieces) == expected.text == stream.result.text
-    assert stream.result.token_ids == expected.token_ids
-    assert len(pieces) > 5
 
 
 def is_plain(text):
@@ -226,8 +216,3 @@ def test_prompts_longer_than_the_window_are_refused(stored):
         stored.engine.encode([TEXTS[0] * 100])
     last = stored.engine.generate(Prompt([Literal(token_ids=ids[: window - 1])]), max_new_tokens=50)
     assert len(last.token_ids) == 1  # the answer ends where the window does
-
-
-def test_unknown_nodes_are_refused_before_waiting_for_the_device(stored):
-    with pytest.raises(UnknownChunkError, match="nobody"):
-        stored.engine.stream(Prompt([Chunk(node_id="nobody")]))

@@ -123,11 +123,6 @@ def test_dots_of_abbreviations_and_dates_do_not_end_lines(pieces, lines):
     assert FigureFinder(Pieces(*pieces))(range(len(pieces))).lines.max() == lines
 
 
-def test_an_empty_prompt_has_no_figures():
-    rows = FigureFinder(Pieces("a"))([])
-    assert rows.is_figure.numel() == rows.lines.numel() == 0
-
-
 @pytest.mark.parametrize(
     ("best", "rows"),
     [(10, [2, 3, 6, 7, 8]), (4, [2, 3]), (3, [2, 3]), (1, [])],

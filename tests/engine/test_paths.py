@@ -284,17 +284,6 @@ def test_a_damaged_node_is_computed_again(fresh, place):
     assert torch.equal(again.logits, expected)
 
 
-def test_the_remaining_half_of_a_path_is_loaded(fresh):
-    prompt = chat(fresh, CHAIN)
-    expected = read(fresh, prompt).logits
-    first = next(parent for parent in nodes(fresh).values() if parent not in nodes(fresh))
-    fresh.engine.store.delete([first])
-    assert fresh.engine.store.stats().entries == 0
-    again = read(fresh, prompt)
-    assert again.report.hits == 0
-    assert torch.equal(again.logits, expected)
-
-
 # --- auto
 
 

@@ -90,10 +90,6 @@ def test_a_chunk_may_occur_twice(stored):
     assert torch.equal(values[0], values[1])  # both as stored
 
 
-def test_an_empty_passage_is_not_stored(stored):
-    assert stored.engine.encode([""]).keys == (None,)
-
-
 def test_a_prompt_may_have_130_chunks(stored):
     texts = [f"{number}: {make_text(number, words=3)}" for number in range(130)]
     stored.engine.encode(texts)

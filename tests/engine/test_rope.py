@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ragblend.engine.model.rope import HALF, INTERLEAVED, UNROTATED, Rope, move_keys, move_keys_
+from ragblend.engine.model.rope import HALF, INTERLEAVED, Rope, move_keys, move_keys_
 
 HEADS, TOKENS, SIZE = 2, 7, 16
 
@@ -71,8 +71,3 @@ def test_bfloat16_is_rounded_once():
     exact = rotated_by_hand(keys, torch.tensor(5000.0, dtype=torch.float64), rope.inv_freq)
     moved = move_keys(keys, 5000, rope).double()
     assert float(((moved - exact).abs() / exact.abs().clamp_min(0.05)).max()) < 2**-8 + 2e-2
-
-
-def test_layers_without_rope_do_not_move_keys():
-    keys = make_keys()
-    assert torch.equal(move_keys(keys, 300, Rope(frequencies(), UNROTATED)), keys)

@@ -104,15 +104,6 @@ def test_background_work_begins_after_a_pause(clock):
     assert order == [0, 1, 2, "background"]
 
 
-def test_an_error_frees_the_device():
-    queue = DeviceQueue()
-    with pytest.raises(ZeroDivisionError), queue.turn():
-        raise ZeroDivisionError
-    with queue.turn():
-        pass
-    assert not queue.inside
-
-
 class BusyTasks(BackgroundTasks):
     """Background tasks of which one is running, until `go` is set; done: what the others did."""
 

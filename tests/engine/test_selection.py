@@ -4,7 +4,7 @@ import pytest
 import torch
 from benches import Unread, make_prompt, make_text
 
-from ragblend.engine.plan import Kind, Span, make_plan
+from ragblend.engine.plan import Span, make_plan
 from ragblend.engine.selection import METHODS, Evidence, Static
 from ragblend.engine.selection.base import Policy, every_row, fresh_rows, needed_rows, pick_top
 from ragblend.kvstore.errors import UsageError
@@ -62,12 +62,6 @@ def test_what_is_not_loaded_at_the_beginning_is_settled_and_probed():
     assert fresh_rows(plan).tolist() == [*range(20), *range(30, 35), *range(45, 50)]
     assert needed_rows(plan).tolist() == [*range(20), *range(30, 50)]
     assert plan.settled_by(fresh_rows(plan)) == 20
-
-
-def test_the_last_token_is_always_fresh():
-    plan = make_plan(torch.arange(20), (Span(5, 15, Unread()),), 2, 0.3, 0.2)
-    assert plan.kinds[-1] == Kind.FRESH
-    assert (plan.candidate_tokens, plan.always_tokens) == (14, 6)
 
 
 def test_pick_top_selects_the_best_candidates_and_all_needed_rows():

@@ -82,13 +82,6 @@ def test_shared_passages_are_fetched_and_not_encoded(redis, fresh_bench_for, loc
     assert third.engine.runtime.store.stats().entries == 4
 
 
-def test_missing_passages_are_encoded_here_and_shared(redis, fresh_bench_for):
-    one, other = (fresh_bench_for(remote=redis.url() + PATIENT) for _ in range(2))
-    assert one.engine.prefill(PROMPT).report.misses == 4
-    assert one.engine.finish_background() and remote_of(one).flush()
-    assert other.engine.prefill(PROMPT).report.hits == 4
-
-
 def test_shared_kv_without_room_here_is_logged_in_a_line(redis, fresh_bench_for, caplog):
     share(fresh_bench_for(remote=redis.url() + PATIENT))
     here = fresh_bench_for(remote=redis.url() + PATIENT, store_budget_bytes=1000)

@@ -100,17 +100,6 @@ def test_text_that_only_begins_like_a_stop_string_is_shown(tokenizer):
 # --- segments
 
 
-def test_prompts_know_offsets_and_prefix():
-    prompt = Prompt(
-        [Literal(token_ids=(1, 2)), Literal(token_ids=(3,)), Chunk(token_ids=(4, 5)), Literal(token_ids=(6,))]
-    )
-    assert prompt.token_ids == (1, 2, 3, 4, 5, 6)
-    assert (prompt.offsets, prompt.places) == ([0, 2, 3, 5], [(3, 5)])
-    assert prompt.prefix_ids == (1, 2, 3)
-    assert Prompt([Literal(token_ids=(7, 8))]).prefix_ids == (7, 8)
-    assert Prompt([Chunk(token_ids=(7, 8))]).prefix_ids == ()
-
-
 def test_an_untokenized_prompts_error_says_what_to_do():
     with pytest.raises(PromptError, match="tokenize"):
         _ = Prompt([Literal("x")]).token_ids

@@ -163,26 +163,6 @@ def test_a_request_that_is_cancelled_in_the_queue_leaves_it(backend, short):
     assert is_free(backend)
 
 
-async def test_errors_of_a_stream_are_raised_where_it_is_read(short, monkeypatch):
-    monkeypatch.setitem(short[0].call.arguments, "temperature", -1)
-    items = await short[0].astream()
-    with pytest.raises(ValueError, match="temperature must be 0"):
-        await anext(items)
-
-
-def test_an_error_in_on_text_ends_the_answer_and_frees_the_device(backend, short):
-    """A closed loop raises an error there: the device must stop, and the next request must get it."""
-    expected = short[0].generate().text
-
-    def refuse(piece):
-        raise ConnectionError("nobody listens")
-
-    with pytest.raises(ConnectionError):
-        backend.engine.generate(short[0].make_prompt(), max_new_tokens=6, on_text=refuse)
-    assert is_free(backend)
-    assert short[0].generate().text == expected
-
-
 def test_adapters_command_line_and_page_share_one_engine(place):
     """One model in memory; the command line and the page both use a `Workspace`."""
     pytest.importorskip("langchain_core", reason="the langchain extra is not installed")

@@ -130,16 +130,6 @@ def test_delete_removes_a_value_and_returns_its_bytes(open_tier, sample):
     assert tier.stats().bytes == 0
 
 
-def test_hits_and_misses_are_counted(open_tier, sample):
-    tier = open_tier()
-    key, chunk = sample(6)
-    get(tier, key, chunk.token_ids)
-    put(tier, key, chunk)
-    for _ in range(3):
-        get(tier, key, chunk.token_ids)
-    assert (tier.stats().hits, tier.stats().misses) == (3, 1)
-
-
 def test_an_open_value_stays_whole_when_it_is_evicted(open_tier, sample):
     tier = open_tier()
     key, chunk = sample(7)
