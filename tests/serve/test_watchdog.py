@@ -57,38 +57,36 @@ def watching(queues, limit_s=LIMIT_S):
 
 
 @pytest.mark.parametrize("what", ["an answer", "a passage", "what is measured after it"])
-def test_a_hanging_device_ends_the_process(home_of, tiny_folder, monkeypatch, what) -> None:
-    with serving(home_of(), tiny_folder) as served:
-        served.chat()
-        assert served.engine.finish_background(SOON_S)
-        runtime = served.engine.runtime
+def test_a_hanging_device_ends_the_process(served, monkeypatch, what) -> None:
+    served.chat()
+    assert served.engine.finish_background(SOON_S)
+    runtime = served.engine.runtime
 
-        def measure(_):
-            runtime.choice.needs_measurement = True
-            runtime.choose_steps()
+    def measure(_):
+        runtime.choice.needs_measurement = True
+        runtime.choose_steps()
 
-        work = {
-            "an answer": served.chat,
-            "a passage": lambda text: served.engine.encode([text]),
-            "what is measured after it": measure,
-        }
-        asked = threading.Thread(target=work[what], args=("Is it there?",))
-        assert runtime.queue.still_s == 0, "nobody has the device"
-        with hanging(monkeypatch, runtime.loaded.model.model.layers[1]) as begun:
-            asked.start()
-            assert begun.wait(SOON_S)
-            with watching(lambda: [runtime.queue]) as ended:
-                until(lambda: ended)
-        asked.join(SOON_S)
-        assert ended == [EX_TEMPFAIL]
+    work = {
+        "an answer": served.chat,
+        "a passage": lambda text: served.engine.encode([text]),
+        "what is measured after it": measure,
+    }
+    asked = threading.Thread(target=work[what], args=("Is it there?",))
+    assert runtime.queue.still_s == 0, "nobody has the device"
+    with hanging(monkeypatch, runtime.loaded.model.model.layers[1]) as begun:
+        asked.start()
+        assert begun.wait(SOON_S)
+        with watching(lambda: [runtime.queue]) as ended:
+            until(lambda: ended)
+    asked.join(SOON_S)
+    assert ended == [EX_TEMPFAIL]
 
 
-def test_loading_a_model_is_not_a_hang(home_of, tiny_folder) -> None:
+def test_loading_a_model_is_not_a_hang(served) -> None:
     """Loading and converting a model holds the device without completing a layer."""
-    with serving(home_of(), tiny_folder) as served:
-        served.chat()
-        with served.engine.runtime.queue.turn():
-            assert served.engine.runtime.queue.still_s == 0
+    served.chat()
+    with served.engine.runtime.queue.turn():
+        assert served.engine.runtime.queue.still_s == 0
 
 
 @pytest.mark.parametrize("what", ["the embedder", "a reranker"])
