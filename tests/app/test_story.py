@@ -130,14 +130,13 @@ def test_reranker_decides_while_the_device_prefills(workspace, tmp_path, monkeyp
         agrees = False
 
         def scores(self, question, texts):
-            assert begun.wait(250)
+            assert begun.wait(300)
             return [-n for n, _ in enumerate(texts)] if self.agrees else super().scores(question, texts)
 
     slow = Slow(str(reranker), "cpu")
     monkeypatch.setattr(type(workspace), "reranker", slow)
     monkeypatch.setattr(engines.Engine, "device", "cuda")
     for slow.agrees, want, times in ((False, expected, 2), (True, fused, 1)):
-        assert opened.first.engine.finish_background(250), "a busy device prefills nothing ahead"
         begun.clear()
         read.update({"ahead": 0, "in place": 0})
         answer = answer_of(opened.first, QUESTION)

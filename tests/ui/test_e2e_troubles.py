@@ -238,10 +238,6 @@ def test_settings_and_the_store_over_a_restart(start, open_page, harbour, tiny_f
     page.wait_for_selector("#rb-cost:has-text('1 document (1 passage) must be cut and embedded again')")
     before = mine.changes()
     mine.press("#rb-save", "#rb-saved:has-text('Saved. 1 document queued.')")
-    page.fill("#rb-reranker input, #rb-reranker textarea", "/no/such/reranker")
-    mine.press("#rb-save", "#rb-saved .rb-note.error:has-text('/no/such/reranker')")
-    page.fill("#rb-model input, #rb-model textarea", "/no/such/model")
-    mine.press("#rb-save", "#rb-saved .rb-note.error:has-text('/no/such/model')")
     mine.tab("Library")
     mine.all_encoded(before)  # nothing may read the document again between the damage and its repair
     mine.tab("Chat")
