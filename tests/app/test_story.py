@@ -120,6 +120,8 @@ def test_reranker_decides_while_the_device_prefills(workspace, tmp_path, monkeyp
 
     monkeypatch.setattr(speculation, "prefill", counted("ahead"))
     monkeypatch.setattr(engines, "prefill", counted("in place"))
+    engine = workspace.engine
+    monkeypatch.setattr(engine.runtime.choice, "needs_measurement", False)  # one decode loop for all answers
     expected = answer_of(opened.first, QUESTION)
     fused = answer_of(workspace, QUESTION, top_k=2)
     assert read == {"ahead": 0, "in place": 2} and expected.sources != fused.sources
@@ -137,6 +139,7 @@ def test_reranker_decides_while_the_device_prefills(workspace, tmp_path, monkeyp
     monkeypatch.setattr(type(workspace), "reranker", slow)
     monkeypatch.setattr(engines.Engine, "device", "cuda")
     for slow.agrees, want, times in ((False, expected, 2), (True, fused, 1)):
+        assert engine.finish_background(), "it reads ahead only on an idle device"
         begun.clear()
         read.update({"ahead": 0, "in place": 0})
         answer = answer_of(opened.first, QUESTION)
