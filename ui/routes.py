@@ -39,10 +39,12 @@ def add_routes(app: FastAPI, services: AppServices) -> None:
 
     @app.get("/ragblend/documents/{document_id}")
     def document(document_id: str) -> Response:
-        """The file of a document of the library, to save."""
+        """The file of a document of the library, to save; not what has taken its place since, such as a link."""
         found = services.workspaces.library.documents_with([document_id]).get(document_id)
-        if found is None or not found.file.is_file():
-            return PlainTextResponse("The library has no such document, or its file is no longer there.", 404)
+        if found is None or not found.facts.fit(found.file):
+            return PlainTextResponse(
+                "The library has no such document, or its file has changed since it was read.", 404
+            )
         return FileResponse(found.file, filename=found.name, media_type="application/octet-stream")
 
     app.mount("/ragblend", PageAssets(directory=Path(__file__).parent / "assets"))

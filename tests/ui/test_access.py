@@ -18,6 +18,8 @@ from browser import Server
 from serverless import built
 
 from ragblend.app.cli.main import main
+from ragblend.app.library.documents import FileFacts
+from ragblend.app.library.registry import Library
 from ragblend.app.serve.errors import ApiError
 from ragblend.app.serve.front import Address, Rules, refuse, split_netloc
 from ragblend.app.serve.keys import Authenticator, Client, Keys
@@ -204,6 +206,26 @@ def test_files_other_sites_and_api_docs_are_not_served(ask, site) -> None:
     exported += [f"ragblend/documents/{name}" for name in ("x", "..%2fsecret.txt", "%2fetc%2fpasswd")]
     for path in (*others, *docs, *exported, "proxy=http://127.0.0.1:22/", "ragblend/x.css"):
         assert is_refused(ask("GET", f"/{path}")), path
+
+
+def test_a_document_is_saved_as_it_was_read_and_only_with_a_session(ask, site, tmp_path) -> None:
+    file, secret = tmp_path / "a.html", tmp_path / "secret"
+    file.write_text("<script>alert(1)</script>")
+    secret.write_text(SECRET)
+    found = file.stat()
+    with Library(site.home / "library.sqlite") as library:
+        document = library.begin("default", str(file))
+        library.set_facts(document, FileFacts(found.st_size, found.st_mtime_ns, ""))
+    path = f"/ragblend/documents/{document}"
+    saved = ask("GET", path)
+    assert saved.content == file.read_bytes() and saved.headers["content-disposition"].startswith(
+        "attachment"
+    )
+    assert saved.headers["content-type"] == "application/octet-stream", "a browser must not run it"
+    assert is_refused(ask("GET", path, session=False))
+    file.unlink()
+    file.symlink_to(secret)
+    assert is_refused(ask("GET", path)), "not what has taken its place"
 
 
 def test_a_body_over_the_limit_is_refused_by_its_length_or_when_it_is_counted(ask, site) -> None:
