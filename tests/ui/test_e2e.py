@@ -138,6 +138,9 @@ def test_a_dropped_file_is_read_and_can_be_asked_alone(open_page) -> None:
     expect(page, f"{ANSWERS} >> nth=-1").to_contain_text("five hours")
     with page.expect_file_chooser():
         page.click("[data-act=attach]")
+    mine.tab("Library")
+    deleted = "#rb-library-message:has-text('of stored KV freed')"
+    mine.confirm(".rb-documents tr:has-text('gannet') [data-act=delete-document]", deleted)
 
 
 def test_details_of_an_answer(open_page) -> None:

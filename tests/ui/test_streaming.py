@@ -66,11 +66,11 @@ class Page:
         self.request = gr.Request(session_hash="here")
 
     def send(self, question, chat_id=None):
-        return self.chat.send(question, chat_id, ["default"], "chat", self.request)
+        return self.chat.send(question, chat_id, ["default"], "chat", "", self.request)
 
     def edit(self, message_id, question, chat_id):
         event = gr.EventData(None, {"act": "edit", "id": str(message_id), "text": question})
-        return self.chat.again(chat_id, ["default"], "chat", event, self.request)
+        return self.chat.again(chat_id, ["default"], "chat", "", event, self.request)
 
     def measure(self, message):
         event = gr.EventData(None, {"act": "measure", "message": str(message.id)})
