@@ -64,8 +64,11 @@ def search_in_stages(
     to search, all of whose passages count as relevant; (): all documents.
     """
     queries, count = [question], DEPTH * top_k
-    library = workspaces[0].library if workspaces else None
-    within = {each.node_id for name in documents if library for each in library.passages_of(name)}
+    within = None
+    if documents:
+        within = {
+            node for first in workspaces[:1] for name in documents for node in first.library.node_ids(name)
+        }
     rank = partial(_rank, workspaces, count=count, cancel=cancel, within=within)
     ranked = [rank(question)]
     if before:
@@ -96,11 +99,11 @@ def _interleave(ranked: Sequence[Sequence[AnswerSource]]) -> list[AnswerSource]:
 
 
 def _rank(
-    workspaces: Sequence[Workspace], question: str, count: int, cancel: Cancel | None, within: Set[str]
+    workspaces: Sequence[Workspace], question: str, count: int, cancel: Cancel | None, within: Set[str] | None
 ) -> list[AnswerSource]:
     """The relevant passages, best first; those of collections with different embedders alternate.
 
-    within: the only passages that count, by node id; empty: all do.
+    within: the only passages that count, by node id; None: all do.
     """
     by_embedder = defaultdict[str, list[Workspace]](list)
     for workspace in workspaces:
@@ -111,7 +114,7 @@ def _rank(
 
 
 def _rank_together(
-    workspaces: Sequence[Workspace], question: str, count: int, cancel: Cancel | None, within: Set[str]
+    workspaces: Sequence[Workspace], question: str, count: int, cancel: Cancel | None, within: Set[str] | None
 ) -> list[AnswerSource]:
     """The relevant passages of collections with one embedder, in the combined order of vectors and words.
 
@@ -123,9 +126,9 @@ def _rank_together(
     while embedder is not first.embedder:  # again if another thread has replaced the embedder meanwhile
         embedder = first.embedder
         vector = embedder.embed_question(question, cancel)
-        scores = library.scores([*within], vector)
+        scores = library.scores([*(within or ())], vector)
         try:
-            for workspace in workspaces if not within else ():
+            for workspace in workspaces if within is None else ():
                 scores |= nearest(workspace, vector, count)
         except LibraryError:
             if embedder is first.embedder:
@@ -136,7 +139,7 @@ def _rank_together(
         words = by_words(library, names, question, count, within)
         scores |= library.scores([node for node in words if node not in scores], vector)
     measured, recorded = _measured(workspaces), recorded_similarity(first.embedder.name)
-    found = scores if within else relevant(scores, words, measured or recorded)
+    found = relevant(scores, words, measured or recorded) if within is None else scores
     sources = _sources(library, {node: scores[node] for node in found})
     by_nearness = sorted(sources, key=lambda node: -scores[node])
     in_order = [node for node in words if node in sources]

@@ -45,19 +45,19 @@ class WordMatch:
 
 
 def by_words(
-    library: Library, collections: Sequence[str], question: str, count: int, within: Set[str] = frozenset()
+    library: Library, collections: Sequence[str], question: str, count: int, within: Set[str] | None = None
 ) -> dict[str, WordMatch]:
     """Passages of these collections that share words with a question, best first, by node id.
 
-    within: the only passages to return; empty: all. Those with a code or quoted phrase (`exact_parts`) come first, then
+    within: the only passages to return; None: all. Those with a code or quoted phrase (`exact_parts`) come first, then
     the best by BM25. Words that half of the passages have are ignored. Other collections do not influence the score, so
     that it reveals nothing about them. An index that cannot be read is treated as empty, with a warning.
     """
     try:
         scores, words, shares = _scores(library, collections, question)
-        exact = _with_exact_parts(library, collections, question, -1 if within else count)
+        exact = _with_exact_parts(library, collections, question, count if within is None else -1)
         found = dict.fromkeys((*scores, *exact))
-        if within:
+        if within is not None:
             numbers = library.among("SELECT id FROM numbers WHERE node_id IN", [*within])
             found = {row["id"]: None for row in numbers if row["id"] in found}
         best = nlargest(count, found, key=lambda each: (each in exact, scores[each]))

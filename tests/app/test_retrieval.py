@@ -118,6 +118,9 @@ def test_of_one_document_all_passages_count_and_no_others(open_workspace, logs, 
     assert len(known) > 3 and {source.node_id for source in found} == {each.node_id for each in known}
     *_, found = search_in_stages([workspace], "What became of pump 7013?", 1, documents=[ferry.id])
     assert "7013" in found[0].text, "its words count, though another document has them as well"
+    assert list(search_in_stages([workspace], "What became of pump 7013?", 9, documents=["empty"])) == [[]], (
+        "a document without passages has none: all others were searched"
+    )
 
 
 WHO = "Ohlsen Reuter Kamp Boysen Tietjen Harms Meyn Stehr Wulf Voss Quast Timm".split()  # noqa: SIM905
