@@ -9,7 +9,7 @@ from document_files import write_docx, write_epub, write_pdf
 from shared_servers import redis_server  # noqa: F401
 
 from ragblend.app.library.jobs import JobQueue
-from ragblend.app.library.registry import Library
+from ragblend.app.library.registry import Library, UnrelatedSimilarity
 from ragblend.app.workspace import Workspace, Workspaces
 
 
@@ -63,6 +63,13 @@ def jobs(workspaces):
     queue = JobQueue(workspaces)
     yield queue
     queue.close()
+
+
+@pytest.fixture
+def unrelated(monkeypatch):
+    """The fake embedder's similarity of unrelated texts is known."""
+    known = UnrelatedSimilarity(0.0, 0.2)
+    monkeypatch.setattr("ragblend.app.answering.retrieval.recorded_similarity", lambda name: known)
 
 
 @pytest.fixture

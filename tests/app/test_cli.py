@@ -12,7 +12,6 @@ import pytest
 
 from ragblend.app.answering.chats import INTERRUPTED, Chats
 from ragblend.app.cli.main import main
-from ragblend.app.library.registry import UnrelatedSimilarity
 from ragblend.engine.config import DEFAULT_RATIO
 from ragblend.kvstore.lock import writer_lock
 
@@ -91,10 +90,8 @@ def test_ask_searches_one_document(filled, read, capfd):
     assert "none.md" in capfd.readouterr().err
 
 
-def test_where_nothing_was_found_no_times_and_no_sources_are_printed(filled, capfd, monkeypatch):
+def test_where_nothing_was_found_no_times_and_no_sources_are_printed(filled, capfd, unrelated):
     """It printed `of 0 prompt tokens 0 reused`, an empty list of sources, and waited for work that there was not."""
-    known = UnrelatedSimilarity(0.0, 0.2)
-    monkeypatch.setattr("ragblend.app.answering.retrieval.recorded_similarity", lambda name: known)
     filled.engine.measures_answers = True
     assert filled("ask", "Photosynthesis?") == 0
     said = capfd.readouterr()

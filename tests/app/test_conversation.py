@@ -12,7 +12,6 @@ from ragblend.app.answering.conversation import AskOptions, Conversations
 from ragblend.app.answering.retrieval import nearest
 from ragblend.app.database import now
 from ragblend.app.library.ingest import ingest
-from ragblend.app.library.registry import UnrelatedSimilarity
 from ragblend.app.library.removal import remove_document
 from ragblend.app.services import AppServices
 from ragblend.kvstore.errors import (
@@ -117,13 +116,6 @@ def test_several_collections_each_with_its_kv(talks, workspaces, chat, engine, t
     assert answer.sources[0].document == "train.txt"
     assert {c.collection for c in engine.requests[0][0].chunks} == {"default", "trains"}
     assert [s.score for s in answer.sources] == sorted((s.score for s in answer.sources), reverse=True)
-
-
-@pytest.fixture
-def unrelated(monkeypatch):
-    """The fake embedder's similarity of unrelated texts is known."""
-    known = UnrelatedSimilarity(0.0, 0.2)
-    monkeypatch.setattr("ragblend.app.answering.retrieval.recorded_similarity", lambda name: known)
 
 
 @pytest.mark.parametrize("mode", ["documents", "chat"])
