@@ -253,6 +253,11 @@ class Watched:
         self.page.press("#rb-question textarea", "Control+Enter")
         self.page.wait_for_function("document.querySelector('#rb-question textarea').value === ''")
 
+    def open_source(self, document: str) -> None:
+        """Show the first source of the only answer whose document's name has that."""
+        self.page.click(".rb-sources summary")
+        self.page.click(f".rb-source:has-text('{document}') >> nth=0")
+
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
         """What begins an answer is done in it; it is left when that answer has ended, and is drawn."""

@@ -65,8 +65,7 @@ def test_first_run_to_the_highlighted_passage(open_page, servers) -> None:
     mine.ask(QUESTION)
     assert page.evaluate("window.seen.size") > 1  # it came in pieces
     mine.expect(f"{ANSWERS} .rb-prose").to_contain_text("five hours")
-    page.click(".rb-sources summary")
-    page.click(".rb-source:has-text('visitor-guide.html')")
+    mine.open_source("visitor-guide.html")
     said = "The causeway is under water for five hours at every high tide."
     mine.expect("#rb-source .rb-mark").to_have_text(said)
     page.screenshot(path=screenshots() / "chat.png")
@@ -76,8 +75,7 @@ def test_a_page_of_a_pdf_is_shown_with_boxes(open_page) -> None:
     mine = open_page()
     page = mine.page
     mine.ask("What are Dunlin's axleboxes packed with?")
-    page.click(".rb-sources summary")
-    page.click(".rb-source:has-text('.pdf') >> nth=0")
+    mine.open_source(".pdf")
     page.wait_for_selector("#rb-source .rb-box")
     page.wait_for_function("document.querySelector('#rb-source .rb-page img')?.naturalWidth > 300")
     page.screenshot(path=screenshots() / "pdf.png")
@@ -87,8 +85,7 @@ def test_a_document_is_read_page_by_page_from_its_source_and_from_the_library(op
     mine = open_page()
     page = mine.page
     mine.ask("What are Dunlin's axleboxes packed with?")
-    page.click(".rb-sources summary")
-    page.click(".rb-source:has-text('dunlin') >> nth=0")
+    mine.open_source("dunlin")
     page.click("#rb-source [data-act=view]")
     expect(page, ".rb-viewer[open] .rb-box >> nth=0").to_be_in_viewport()
     marked = page.inner_text(".rb-viewer nav span")
