@@ -87,7 +87,7 @@ def test_the_client_takes_no_memory_for_kv(opened, monkeypatch):
 def test_the_report_is_the_connectors(opened):
     engine, server = opened
     tokens = len(engine.tokenize(ASKED).token_ids)
-    server.told["served"] = [["f", tokens - 28], ["r", 20], ["c", 5], ["m", 3]]
+    server.told |= {"served": [["f", tokens - 28], ["r", 20], ["c", 5], ["m", 3]], "misses": 1}
     report = engine.generate(ASKED).report
     counts = report.tokens
     assert (counts.reused, counts.recomputed, counts.missing, counts.fresh) == (20, 5, 3, tokens - 28)
@@ -222,6 +222,7 @@ def test_the_collection_with_most_tokens_is_requested(opened):
 
 def test_missing_passages_are_encoded_behind_the_canonical_prefix(opened):
     engine, server = opened
+    server.told["misses"] = 1
     engine.generate(make_prompt(TEXTS[:1]))
     engine.finish_background()
     _, encode = server.asked
@@ -232,7 +233,8 @@ def test_missing_passages_are_encoded_behind_the_canonical_prefix(opened):
 
 
 def test_closing_does_not_wait_for_the_server(opened, monkeypatch):
-    engine, _ = opened
+    engine, server = opened
+    server.told["misses"] = 1
     engine.generate(make_prompt(TEXTS[:1]))
     engine.finish_background()
     begun, fetch = threading.Event(), engine.runtime.server.fetch
@@ -281,7 +283,6 @@ def test_kv_of_a_node_that_is_deleted_while_the_server_encodes_it_is_deleted(ope
 
 def sessions_of(engine, server, prompt) -> set[str]:
     """What a router goes by for an answer, and for the report of it."""
-    server.told["misses"] = 0  # or they would be encoded behind it
     server.sessions.clear()
     engine.generate(prompt)
     assert len(server.sessions) == 2
