@@ -163,6 +163,13 @@ def medians(rows: Iterable[Sequence[float]]) -> list[float]:
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
+def auc(larger: Sequence[float], smaller: Sequence[float]) -> float:
+    """How often a value of the first is larger than one of the second; equal ones count half."""
+    from scipy.stats import mannwhitneyu
+
+    return float(mannwhitneyu(larger, smaller).statistic) / (len(larger) * len(smaller))
+
+
 def agreement(expected: "Tensor", found: "Tensor") -> tuple[float, float]:
     """Mean KL(expected || found) in nats, and the share of positions with the same top token; logits (n, vocab)."""
     from ragblend.measuring.metrics import kl_divergence, top1_agreement

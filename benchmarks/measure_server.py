@@ -32,9 +32,8 @@ from typing import Annotated, Any
 import httpx
 import psutil  # type: ignore[import-untyped]
 import typer
-from scipy.stats import mannwhitneyu
 
-from benchmarks.common import Model, read_json, serving
+from benchmarks.common import Model, auc, read_json, serving
 from benchmarks.common import run as run_script
 from benchmarks.filler import Notes, names
 from ragblend.app.serve.keys import Client, Keys
@@ -139,11 +138,6 @@ def timing(home: Path, model: str, requests: int) -> Json:
         }
         for name in clients
     }
-
-
-def auc(longer: Sequence[float], shorter: Sequence[float]) -> float:
-    """How often a value of the first is larger than one of the second."""
-    return float(mannwhitneyu(longer, shorter).statistic) / (len(longer) * len(shorter))
 
 
 class Soak:

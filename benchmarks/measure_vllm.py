@@ -4,6 +4,7 @@
     python -m benchmarks.measure_vllm decode --home HOME --data musique.json --starts 4
     python -m benchmarks.measure_vllm agree --home HOME --data musique.json --limit 60
     python -m benchmarks.measure_vllm figures --home HOME --limit 50 --dtype float32
+    python -m benchmarks.measure_vllm salts --home HOME --limit 1000
 
 Run it in an environment with vLLM (`make test-vllm` makes one). Both servers have the same model, dtype, cores and
 options and prefix caching, and get the same prompts over HTTP alternately; options after `--` go to both. The server
@@ -36,6 +37,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ANSWER_TOKENS = 32
 REPEATS = 6  # of a prompt, by `decode`
+SALTED_SENTENCES = 30  # of a passage, by `salts`
 WARM_UP = 2  # prompts: threads and kernels
 SERVERS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1", "VLLM_NO_USAGE_STATS": "1"}
 # Ends a process group, stopped processes too, when its input is closed: that is, when the measuring process ends.
@@ -48,7 +50,7 @@ def main() -> int:
     """Run the chosen command, print the results, write the JSON."""
     own, _, passed = " ".join(sys.argv[1:]).partition(" -- ")
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("speed", "decode", "agree", "figures"))
+    parser.add_argument("what", choices=("speed", "decode", "agree", "figures", "salts"))
     parser.add_argument(
         "--home", type=Path, required=True, help="a RAGBlend home; the model is converted there"
     )
@@ -56,7 +58,7 @@ def main() -> int:
     parser.add_argument(
         "--data",
         type=Path,
-        help="questions with passages, as `ragblend bench quality` reads; not for `figures`",
+        help="questions with passages, as `ragblend bench quality` reads; not for `figures` and `salts`",
     )
     parser.add_argument("--passages", type=int, default=6, help="in a prompt")
     parser.add_argument("--tokens", type=int, default=512, help="of a passage; longer ones are cut")
@@ -70,16 +72,16 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=4, help="of each server, by `decode`")
     parser.add_argument("--json", type=Path, help="where the figures go")
     given = parser.parse_args(own.split())
-    if (given.data is None) != (given.what == "figures"):
-        parser.error("--data: `figures` makes its own questions, and the others need some")
+    if (given.data is None) != (given.what in ("figures", "salts")):
+        parser.error("--data: `figures` and `salts` make their own questions, and the others need some")
     # Nothing is timed by these, and threads that spin beside busy ones take ten times as long.
     if given.what in ("agree", "figures"):
         os.environ["GOMP_SPINCOUNT"] = SERVERS["GOMP_SPINCOUNT"] = "0"
     if given.what == "speed" and given.limit <= WARM_UP:
         parser.error(f"--limit: the first {WARM_UP} prompts warm up; ask for more")
     engine, questions = opened(given)
-    run = {"speed": speed, "decode": decode, "agree": agree, "figures": figures}[given.what]
-    found = run(given, engine, questions, passed.split())
+    runs = {"speed": speed, "decode": decode, "agree": agree, "figures": figures, "salts": salts}
+    found = runs[given.what](given, engine, questions, passed.split())
     print(json.dumps(found, indent=1))
     if given.json:
         given.json.write_text(json.dumps(found, indent=1))
@@ -96,6 +98,8 @@ def opened(given: argparse.Namespace) -> tuple[Any, list[Any]]:
     if given.what == "figures":
         made = figure_questions(-(-given.limit // QUESTIONS_A_SET), orders=1)
         return engine, made[: given.limit]
+    if given.what == "salts":
+        return engine, []
     return engine, list(load(given.data).questions)[: given.limit]
 
 
@@ -375,6 +379,60 @@ def figures(given: argparse.Namespace, engine: Any, questions: list[Any], more: 
         "right_vllm": sum(all(contains(other, each) for each in q.required) for q, _, other in answers),
         "differing": [(ours, other) for _, ours, other in answers if figures_in(ours) != figures_in(other)],
     }
+
+
+def salts(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
+    """Whether a request learns what another has had encoded, by its time, and by the hits that its report says.
+
+    Each probe asks about a passage, after its victim had that one encoded or, as often, another. Every tenth probe has
+    the victim's salt, which shows what would be seen. AUC 0.5: nothing; 1: always.
+    """
+    from benchmarks.common import auc
+    from benchmarks.filler import Notes
+
+    notes, probes = Notes(random.Random(0)), []
+    for number in range(given.limit):
+        probed, other = (cut(engine, notes.passage(SALTED_SENTENCES), given.tokens) for _ in range(2))
+        is_encoded = notes.draw.random() < 0.5
+        victims = prompt_of(engine, [probed if is_encoded else other], notes.question())
+        prompt = prompt_of(engine, [probed], notes.question())
+        probes.append((number % 10 == 0, is_encoded, victims, prompt))
+    folder = str(engine.runtime.folder)
+    engine.close()
+    found = {has_salt: {True: list[Seen](), False: list[Seen]()} for has_salt in (False, True)}
+    with served(given, folder, True, more) as server, server.awake() as url:
+        for number, (has_salt, is_encoded, victims, prompt) in enumerate(probes, 1):
+            _seen(url, victims, "victim", encode=True)
+            seen = _seen(url, prompt, "victim" if has_salt else "probe", encode=False)
+            found[has_salt][is_encoded].append(seen)
+            if number % 100 == 0:
+                print(f"{number} of {len(probes)}", file=sys.stderr)
+    return {
+        "with the victim's salt" if has_salt else "with another salt": {
+            "probes": sum(map(len, seen.values())),
+            "seconds where it is encoded": statistics.median(each.seconds for each in seen[True]),
+            "seconds where another is": statistics.median(each.seconds for each in seen[False]),
+            "auc by time": auc([e.seconds for e in seen[False]], [e.seconds for e in seen[True]]),
+            "auc by hits": auc([e.hits for e in seen[True]], [e.hits for e in seen[False]]),
+        }
+        for has_salt, seen in found.items()
+    }
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a client sees of its request."""
+
+    seconds: float
+    hits: int
+
+
+def _seen(url: str, prompt: Any, salt: str, encode: bool) -> Seen:
+    params, begun = {"spans": prompt.places, "encode": encode}, time.perf_counter()
+    said = {"max_tokens": 2, "cache_salt": salt, "kv_transfer_params": params}
+    with opened_answer(url, prompt.token_ids, **said) as answer:
+        told = (json.load(answer).get("kv_transfer_params") or {}).get("ragblend") or {}
+    return Seen(time.perf_counter() - begun, told.get("hits", 0))
 
 
 def agreement(everyone: dict[str, list[Any]], gold: list[Any], count: int) -> dict[str, Any]:
