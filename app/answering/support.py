@@ -19,6 +19,7 @@ from itertools import pairwise, takewhile
 from typing import Literal
 
 from ragblend.app.database import IS_UNSPACED, SIGNS, UNSPACED, folded, split_words
+from ragblend.app.library.word_search import COMMON_WORDS
 from ragblend.engine.decoding.text import SENTENCE_END
 
 LEAST_SHARE = 0.8  # of a sentence's words that must occur in the passage's sentence
@@ -33,11 +34,9 @@ CLAUSE = re.compile(r"[,;，；、]\s*(?!\d)(?:(?:and|und|y|et) )?|\s(?:and|und|
 HEADING = re.compile(r"[^|:\s][^|:\n]{0,80}[^|:.;,!?。、\s]")
 ENDED = re.compile(r"[.!?。！？]\W*\Z")
 LISTED = re.compile(r"\s*(?:[-–•*#|>]|\d{1,3}[.)]\s)")
-STOP = frozenset(
-    """a an the and or but if of to in on at by for with from as is are was were be been being am do does did done have
-    has had having will would shall should can could may might must it its he she they them his her hers their theirs
-    him i me my mine we us our you your this that these those there here which who whom whose what when where how why
-    than then so such also into about just very own out off mr mrs ms miss dr s""".split()  # noqa: SIM905
+STOP = COMMON_WORDS | frozenset(
+    """being am done having shall should might must them hers theirs him i me my mine we us our these those here whom
+    whose where how why than then so such also into about just very own out off mr mrs ms miss dr s""".split()  # noqa: SIM905
 )
 FRAME = frozenset(  # words that an answer uses about its passages
     """according passage passages text document documents answer states stated mentioned mentions says said source
