@@ -13,12 +13,16 @@ MAX_SCHEMA_CHARS = 100_000  # compiled in a tenth of a second; the next power of
 # Flexible whitespace lets small models write blanks and line breaks for ever.
 _JSON_FORMAT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Formats that are kept to. Others are notes to the reader, as the specification has it (`password`, `int64`).
-_FORMATS = frozenset(
+FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid", "unknown")
 )
 _BASE64 = "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
-# At most six digits of a second: the formats set no limit, small models find no end, and Python reads no more.
-_SHORT_SECONDS = r"^[^.]*(\.[0-9]{1,6}([^0-9.][^.]*)?)?$"
+# llguidance's own formats allow 29 February in any year, and leap seconds in any minute (here in none). At most six
+# digits of a second: the formats set no limit, small models find no end, and Python reads no more.
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+_DATE = f"([0-9]{{4}}-(0[13-9]-..|1[0-2]-..|02-[01].|02-2[0-8])|{_LEAP_YEAR}-02-29)"
+_TIME = r"[^.]{5}:[0-5][0-9](\.[0-9]{1,6})?[^0-9.][^.]*"
+_PATTERNS = {"byte": _BASE64, "date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}.{_TIME}$"}
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 
 
@@ -91,10 +95,10 @@ def _strict(schema: Any, ignored: Container[str], is_part: bool = False) -> Any:
     result = {key: value for key, value in schema.items() if key not in ignored}
     if result.get("uniqueItems") is False:  # the default, which the compiler does not know either
         del result["uniqueItems"]
-    if result.get("format", "unknown") not in _FORMATS and result.pop("format") == "byte":  # OpenAPI's base64
-        result.setdefault("pattern", _BASE64)
-    if result.get("format") in ("time", "date-time"):
-        result.setdefault("pattern", _SHORT_SECONDS)
+    if (pattern := _PATTERNS.get(result.get("format", "unknown"))) is not None:
+        result.setdefault("pattern", pattern)
+    if result.get("format", "unknown") not in FORMATS:
+        del result["format"]
     _change_subschemas(result, lambda part, key: _strict(part, ignored, key == "allOf"))
     if not is_part and "properties" in result and "allOf" not in result and "patternProperties" not in result:
         result = {"type": "object", "additionalProperties": False} | result

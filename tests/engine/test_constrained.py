@@ -155,12 +155,28 @@ def test_items_that_need_not_differ_are_no_error():
 
 
 @pytest.mark.parametrize(
-    ("said", "is_allowed"),
-    [("12:34:56Z", True), ("12:34:56.123456+02:00", True), ("12:34:56.1234567Z", False)],
+    ("format", "said", "is_allowed"),
+    [
+        ("time", "12:34:56Z", True),
+        ("time", "12:34:56.123456+02:00", True),
+        ("time", "12:34:56.1234567Z", False),
+        ("time", "23:58:60Z", False),
+        ("date", "2024-02-29", True),
+        ("date", "2000-02-29", True),
+        ("date", "1900-02-29", False),
+        ("date", "2023-02-29", False),
+        ("date", "2023-10-31", True),
+        ("date", "2023-04-31", False),
+        ("date-time", "2024-02-29T00:00:00-08:00", True),
+        ("date-time", "2023-02-29T00:00:00Z", False),
+        ("date-time", "2023-12-31T23:58:60.5Z", False),
+    ],
 )
-def test_a_time_has_at_most_six_digits_after_its_second(llama, said, is_allowed):
+def test_dates_exist_and_times_have_no_leap_second_and_at_most_six_digits_after_the_second(
+    llama, format, said, is_allowed
+):
     matcher = llguidance.LLMatcher(
-        llama.engine.runtime.token_grammars, json_grammar(text(format="time")).text
+        llama.engine.runtime.token_grammars, json_grammar(text(format=format)).text
     )
     ids = llama.engine.tokenizer.encode(json.dumps(said), add_special_tokens=False)
     assert (matcher.validate_tokens(ids) == len(ids)) is is_allowed
