@@ -4,10 +4,10 @@
     pip install "jsonschema[format-nongpl]"
     python -m benchmarks.measure_schemas --suite jsonschema-4.25.1/json/tests/draft2020-12 --home HOME [--generated 200]
 
-The suite's `optional` and `optional/format` are folders of their own; formats that are not kept to are left out. A schema
-of the suite is refused before the first token, or its grammar is asked which of the suite's values it allows. Wrong: it
-allows an invalid one. Narrower: it allows no invalid one, and not all valid ones (another order of keys, keys that the
-schema does not name). A generated schema is valid if its answer parses and keeps to it, formats included.
+The suite's `optional` and `optional/format` are folders of their own; formats that are not kept to are left out. A
+schema of the suite is refused before the first token, or its grammar is asked which of the suite's values it allows.
+Wrong: it allows an invalid one. Narrower: it allows no invalid one, and not all valid ones (another order of keys, keys
+that the schema does not name). A generated schema is valid if its answer parses and keeps to it, formats included.
 """
 
 import json
@@ -22,8 +22,8 @@ import jsonschema
 import typer
 
 from benchmarks.common import Home, Model, markdown, run
-from ragblend.engine.decoding.constrained import token_grammars
 from ragblend.engine.decoding import grammar as kept
+from ragblend.engine.decoding.constrained import token_grammars
 from ragblend.engine.decoding.grammar import Grammar, json_grammar, load_llguidance
 from ragblend.engine.engine import Engine
 from ragblend.engine.interface import EngineInterface
