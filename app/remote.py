@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from ragblend import __version__
 from ragblend.app.home import absolute
-from ragblend.app.posix import connect_in, on_signal
+from ragblend.app.system import connect_in, on_signal
 from ragblend.kvstore import errors
 from ragblend.kvstore.errors import LibraryError, RagBlendError
 from ragblend.kvstore.files import Closing

@@ -23,8 +23,8 @@ from ragblend.kvstore.files import (
     make_private_file,
     sync_file,
 )
-from ragblend.kvstore.posix import sync_folder
 from ragblend.kvstore.sqlite import connect, lenient_text
+from ragblend.kvstore.system import sync_folder
 
 log = logging.getLogger("ragblend")
 LARGEST_ROWID = 2**40

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ragblend.kvstore import posix
+from ragblend.kvstore import system
 from ragblend.kvstore.errors import StoreError, StoreFullError
-from ragblend.kvstore.posix import sync_folder
+from ragblend.kvstore.system import sync_folder
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 # Errors of opening or reading that mean a damaged value; others, such as too many open files, do not.
@@ -65,7 +65,7 @@ def make_private_file(path: Path) -> None:
     process could remove the write-ahead log (sqlite.org/howtocorrupt.html, 2.2).
     """
     try:
-        os.close(posix.create_private(path, FILE_MODE))
+        os.close(system.create_private(path, FILE_MODE))
     except FileExistsError:
         if path.is_symlink():
             raise OSError(errno.ELOOP, "it is a link", str(path)) from None
@@ -75,7 +75,7 @@ def make_private_file(path: Path) -> None:
 
 def open_file(path: Path) -> int:
     """A descriptor for reading; OSError for a link, a folder, a socket, or a FIFO (opening it would block)."""
-    fd = posix.open_existing(path)
+    fd = system.open_existing(path)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.ENXIO, "no regular file", str(path))
@@ -150,9 +150,9 @@ def replace_durably(path: Path, text: str) -> None:
 
 
 def _write_new(path: Path, pieces: Iterable[memoryview], nbytes: int) -> None:
-    fd = posix.create_private(path, FILE_MODE)
+    fd = system.create_private(path, FILE_MODE)
     try:
-        posix.reserve(fd, nbytes)  # detects a full disk before 70 MB are written
+        system.reserve(fd, nbytes)  # detects a full disk before 70 MB are written
         for piece in pieces:
             while piece:
                 piece = piece[os.write(fd, piece) :]

@@ -19,7 +19,7 @@ from ragblend.kvstore import files
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.errors import StoreFormatError
 from ragblend.kvstore.keys import FORMAT_VERSION
-from ragblend.kvstore.posix import sync_folder
+from ragblend.kvstore.system import sync_folder
 
 log = logging.getLogger(__name__)
 INDEX_NAME = "index/cache.db"  # diskcache's own name for the file

@@ -18,7 +18,7 @@ from ragblend.kvstore.index import Index, Row
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.layout import ValueFile
 from ragblend.kvstore.memory import layers_of
-from ragblend.kvstore.posix import sync_folder
+from ragblend.kvstore.system import sync_folder
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 30.0

@@ -29,8 +29,8 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from ragblend.app.linux import restrict_process
-from ragblend.app.posix import disable_core_dumps, end_process_group, fork, limit_allocations, reap
 from ragblend.app.progress import silent
+from ragblend.app.system import disable_core_dumps, end_process_group, fork, limit_allocations, reap
 from ragblend.kvstore.errors import (
     DocumentError,
     DocumentNotFoundError,

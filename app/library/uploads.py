@@ -12,7 +12,7 @@ from ragblend.app.home import Home
 from ragblend.app.library.documents import composed, content_digest
 from ragblend.kvstore.errors import LibraryError, StoreFullError, UnreadableDocumentError
 from ragblend.kvstore.files import FILE_MODE, FOLDER_MODE, NO_ROOM, sync_file
-from ragblend.kvstore.posix import sync_folder
+from ragblend.kvstore.system import sync_folder
 
 NAME_BYTES = 200
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from ragblend import __version__
 from ragblend.app.cli.common import CommandHost, Terminal, run_forwarded
-from ragblend.app.posix import is_same_user, limit_sending, listen_in
 from ragblend.app.remote import NAME, Line
 from ragblend.app.services import AppServices
+from ragblend.app.system import is_same_user, limit_sending, listen_in
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.kvstore.files import Closing
 

@@ -17,7 +17,7 @@ from ragblend.engine.model.checkpoints import file_digest
 from ragblend.kvstore.chunks import DTYPES
 from ragblend.kvstore.errors import CorruptModelError, StoreFullError
 from ragblend.kvstore.files import make_private_folder, sync_file
-from ragblend.kvstore.posix import sync_folder
+from ragblend.kvstore.system import sync_folder
 
 # Raised by transformers' readers; NotImplementedError is a RuntimeError, KeyError and IndexError are LookupErrors.
 CONVERSION_ERRORS = (ValueError, LookupError, RuntimeError, TypeError, EOFError, struct.error)

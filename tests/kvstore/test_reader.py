@@ -10,7 +10,7 @@ import pytest
 import torch
 from waiting import SOON_S
 
-from ragblend.kvstore import posix
+from ragblend.kvstore import system
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import CorruptBlobError, StoreError
 
@@ -52,7 +52,7 @@ def test_more_buffers_than_one_preadv_takes(store, sample, same, monkeypatch):
         lengths.append(len(buffers))
         return whole(fd, buffers, offset)
 
-    monkeypatch.setattr(posix, "_IOV_MAX", 4)
+    monkeypatch.setattr(system, "_IOV_MAX", 4)
     monkeypatch.setattr(os, "preadv", counted)
     assert same(store.get(key, chunk.token_ids), chunk)
     assert max(lengths) == 4

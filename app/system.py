@@ -1,4 +1,4 @@
-"""POSIX calls of the app: limits, signals, and Unix sockets."""
+"""System calls of the app that not every system has: limits, signals, and sockets for this user only."""
 
 import os
 import resource

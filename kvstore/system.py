@@ -1,4 +1,4 @@
-"""Calls that only POSIX has, for the store's files: opening, locking, reading at an offset, hints to the kernel."""
+"""System calls of the store that systems have by different names: opening, locking, reading at an offset, hints."""
 
 import errno
 import fcntl
