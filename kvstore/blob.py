@@ -30,7 +30,7 @@ from ragblend.kvstore.checksum import crc32
 from ragblend.kvstore.chunks import DTYPES, ChunkKV, Geometry
 from ragblend.kvstore.codec import RAW, Codec, Source, codec_numbered
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, UsageError
-from ragblend.kvstore.files import open_file
+from ragblend.kvstore.files import finish_deleting, open_file
 from ragblend.kvstore.keys import FORMAT_VERSION, ChunkKey, pack_tokens, unpack_tokens
 
 MAGIC = b"RBKV\r\n\x1a\n"  # a text-mode copy would change it
@@ -286,6 +286,7 @@ class ChunkReader(Source):
             self._closed = True
             self._state.wait_for(lambda: self._reading == 0)
         os.close(self._fd)
+        finish_deleting()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):

@@ -10,6 +10,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -82,12 +83,32 @@ def open_file(path: Path) -> int:
     return fd
 
 
+_open_when_deleted: set[Path] = set()
+
+
 def discard(path: Path) -> None:
-    """Delete whatever is at the path, a folder with its content; links are not followed."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    """Delete whatever is at the path, a folder with its content; links are not followed.
+
+    What Windows refuses to delete because it is open, here or in another process, `finish_deleting` deletes later, so
+    another file must never get its name.
+    """
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except PermissionError as error:
+        if getattr(error, "winerror", None) != system.SHARING_VIOLATION:
+            raise
+        _open_when_deleted.add(path)
+
+
+def finish_deleting() -> None:
+    """Delete what was open when it should have been deleted; called when a reader has closed its file."""
+    for path in tuple(_open_when_deleted):
+        _open_when_deleted.discard(path)
+        with suppress(OSError):  # it stays as an orphan, which the next open deletes
+            discard(path)
 
 
 def discard_database(path: Path) -> None:
@@ -126,7 +147,7 @@ def write_durably(path: Path, pieces: Iterable[memoryview], nbytes: int) -> None
     temporary = path.with_suffix(".tmp")
     try:
         _write_new(temporary, pieces, nbytes)
-        os.rename(temporary, path)
+        system.replace(temporary, path)
         sync_folder(path.parent)
     except FileExistsError:
         raise
@@ -142,7 +163,7 @@ def replace_durably(path: Path, text: str) -> None:
     content = text.encode()
     try:
         _write_new(temporary, [memoryview(content)], len(content))
-        os.rename(temporary, path)
+        system.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -67,7 +67,7 @@ class WriterLock(Closing):
             self._depth += 1
             try:
                 if self._depth == 1:
-                    self.before = _parsed(system.read_beginning(self._fd, _HOLDER_BYTES))
+                    self.before = _parsed(system.read_at(self._fd, _HOLDER_BYTES, 0))
                     self._write(self._holder)
                 yield
             finally:
