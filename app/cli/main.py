@@ -156,7 +156,7 @@ def _flush() -> None:
         try:
             stream.flush()
         except BrokenPipeError:
-            with open(os.devnull, "w") as nowhere:
+            with open(os.devnull, "w", encoding="utf-8") as nowhere:
                 os.dup2(nowhere.fileno(), stream.fileno())
 
 
