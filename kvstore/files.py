@@ -89,8 +89,8 @@ _open_when_deleted: set[Path] = set()
 def discard(path: Path) -> None:
     """Delete whatever is at the path, a folder with its content; links are not followed.
 
-    What Windows refuses to delete because it is open, here or in another process, `finish_deleting` deletes later, so
-    another file must never get its name.
+    A value that Windows refuses to delete because it is open, here or in another process, loses its first bytes, so
+    that no rebuilt index has it again. `finish_deleting` deletes it later, so no other file may get its name.
     """
     try:
         if path.is_dir() and not path.is_symlink():
@@ -101,6 +101,8 @@ def discard(path: Path) -> None:
         if getattr(error, "winerror", None) != system.SHARING_VIOLATION:
             raise
         _open_when_deleted.add(path)
+        with suppress(OSError), path.open("r+b") as file:
+            file.write(bytes(8))
 
 
 def finish_deleting() -> None:

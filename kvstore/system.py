@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +177,8 @@ def unlock(fd: int) -> None:
 
 
 def _lock_byte(fd: int, how: str) -> None:
-    windows: Any = import_module("msvcrt")
+    import msvcrt
+
+    windows: Any = msvcrt
     with _position(fd, _LOCKED_BYTE):
         windows.locking(fd, getattr(windows, how), 1)
