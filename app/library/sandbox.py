@@ -2,8 +2,9 @@
 
 The process is a new interpreter: not forked, because the caller has torch and its threads, and not multiprocessing's,
 which runs the caller's main script again. It forks for each file, so that what a file does to its parser ends with
-that file. On Linux the fork may read its file and the installed programs, and nothing else: it may not write, connect,
-or start a program. One that takes too much memory or time is killed; so are all if the caller ends.
+that file; a process that cannot fork (on Windows) ends after one. On Linux the fork may read its file and the
+installed programs, and nothing else: it may not write, connect, or start a program. One that takes too much memory or
+time is killed; so are all if the caller ends.
 """
 
 import atexit

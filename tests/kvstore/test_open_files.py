@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from windows.open_files import refusing
+from windows.hidden.open_files import refusing
 
 from ragblend.kvstore import system
 from ragblend.kvstore.errors import CorruptBlobError
@@ -13,8 +13,9 @@ from ragblend.kvstore.memory import whole
 
 @pytest.fixture(autouse=True)
 def refused(monkeypatch):
-    for name, winerror in (("unlink", system.SHARING_VIOLATION), ("replace", system.ACCESS_DENIED)):
-        monkeypatch.setattr(os, name, refusing(getattr(os, name), winerror))
+    for name in ("unlink", "rename"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name), system.SHARING_VIOLATION))
+    monkeypatch.setattr(os, "replace", refusing(os.replace, system.ACCESS_DENIED))
 
 
 def test_a_deleted_value_goes_with_its_last_reader(store, sample, same, held_anywhere):

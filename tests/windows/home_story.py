@@ -47,7 +47,7 @@ def sources(answer):
 
 def story(folder: Path, model: Path) -> None:
     home, documents = folder / "a home", folder / "documents"
-    documents.mkdir()
+    documents.mkdir(parents=True)
     (documents / "lighthouse.md").write_text(LIGHT * 2, encoding="utf-8")
     (documents / "ferry.txt").write_text(FERRY * 2, encoding="utf-8")
     pages = samples.documents_folder() / "letters-of-tobit-crane.pdf"

@@ -17,8 +17,8 @@ FOLDER, REPOSITORY = Path(__file__).parent, Path(__file__).parents[2]
 
 
 def as_on_windows(*command):
-    """Run Python with the names of `sitecustomize.py` hidden; returns its output."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER), str(REPOSITORY)])}
+    """Run Python with what `hidden/sitecustomize.py` names hidden; returns its output."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER / "hidden"), str(REPOSITORY)])}
     done = subprocess.run(
         [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, check=False
     )

@@ -5,10 +5,10 @@ from contextlib import suppress
 
 
 def refusing(call, winerror: int):
-    """os.unlink or os.replace, which refuses open files with that error of Windows."""
+    """os.unlink, os.rename or os.replace, which refuses open files with that error of Windows."""
 
     def refused(*paths, **how):
-        if "dir_fd" not in how and os.path.realpath(paths[-1]) in _open_files():
+        if "dir_fd" not in how and _open_files() & {os.path.realpath(path) for path in paths}:
             error = PermissionError(13, "it is being used by another process", os.fspath(paths[-1]))
             error.winerror = winerror
             raise error

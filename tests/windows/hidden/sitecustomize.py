@@ -46,7 +46,7 @@ def without(module: types.ModuleType, names: set[str]) -> types.ModuleType:
 
 
 os.unlink = os.remove = refusing(os.unlink, 32)
-os.replace, os.rename = refusing(os.replace, 5), refusing(os.rename, 5)
+os.replace, os.rename = refusing(os.replace, 5), refusing(os.rename, 32)
 COPIES = {module.__name__: without(module, names) for module, names in HIDDEN.items()}
 COPIES["msvcrt"] = types.ModuleType("msvcrt")
 vars(COPIES["msvcrt"]).update(locking=hold, LK_NBLCK=fcntl.F_WRLCK, LK_UNLCK=fcntl.F_UNLCK)
