@@ -81,6 +81,14 @@ def test_a_kernel_without_landlock_reads_documents_too(tmp_path, monkeypatch):
     assert (tmp_path / "b").exists()
 
 
+def test_another_system_takes_no_right_away(monkeypatch):
+    """macOS has no prctl, without which no document was read."""
+    monkeypatch.setattr(linux, "IS_LINUX", False)
+    monkeypatch.setattr(linux, "_libc", None)
+    linux.restrict_process([])
+    assert linux.landlock_version() == 0
+
+
 @pytest.mark.parametrize(
     ("version", "files", "tcp", "scopes"),
     [(1, 0x1FFF, 0, 0), (2, 0x3FFF, 0, 0), (3, 0x7FFF, 0, 0), (4, 0x7FFF, 3, 0), (5, 0xFFFF, 3, 0), (7, 0xFFFF, 3, 3)],

@@ -96,7 +96,9 @@ def story(folder: Path, model: Path) -> None:
     listed = said("docs", "list", *at)["documents"]
     assert {Path(each["path"]).name for each in listed} == {"lighthouse.md", pages.name}
     assert 0 < len(list((home / "kv").rglob("*.kv"))) < before
-    assert said("store", "check", *at)["ok"]
+    checks = {check["name"]: check for check in said("doctor", *at)["checks"]}
+    assert not [check for check in checks.values() if check["status"] == "failed"], checks
+    assert ("memory" in checks["parser"]["detail"]) == (system.fcntl is None)
 
 
 if __name__ == "__main__":
