@@ -15,6 +15,7 @@ from ragblend.app.library.sandbox import rights_left, run_in_sandbox
 from ragblend.app.library.similarity import recorded_similarity
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.errors import RagBlendError, UnsupportedModelError, install_hint
+from ragblend.kvstore.system import HAS_MODES
 
 Status = Literal["ok", "warning", "failed"]
 Check = Callable[[Workspace], tuple[Status, str]]
@@ -97,7 +98,8 @@ def _home(workspace: Workspace) -> tuple[Status, str]:
     if loose:
         advice = f"run `chmod -R go= {workspace.home.root}`"
         return "warning", f"other users may read {len(loose)} paths, such as {loose[0]}; {advice}"
-    return "ok", f"{workspace.home.root}, readable for you only"
+    readers = "readable for you only" if HAS_MODES else "readable for whoever may read the folder it is in"
+    return "ok", f"{workspace.home.root}, {readers}"
 
 
 def _disk(workspace: Workspace) -> tuple[Status, str]:

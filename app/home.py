@@ -10,6 +10,7 @@ from pathlib import Path
 from ragblend.engine.config import default_home
 from ragblend.kvstore.errors import LibraryError
 from ragblend.kvstore.files import FILE_MODE, FOLDER_MODE
+from ragblend.kvstore.system import HAS_MODES
 
 
 def absolute(path: Path | str) -> Path:
@@ -42,7 +43,7 @@ class Home:
         """Create the folder for this user only. Raises LibraryError if it cannot be created or written."""
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
-            if stat.S_IMODE(self.root.stat().st_mode) & 0o077:
+            if HAS_MODES and stat.S_IMODE(self.root.stat().st_mode) & 0o077:
                 self.root.chmod(FOLDER_MODE)
         except OSError as error:
             raise LibraryError(_cannot_use(self.root, error)) from error
@@ -70,7 +71,7 @@ def _is_open_to_others(path: Path) -> bool:
         found = path.lstat().st_mode
     except FileNotFoundError:  # a temporary file that was deleted meanwhile
         return False
-    return not stat.S_ISLNK(found) and bool(stat.S_IMODE(found) & 0o077)
+    return HAS_MODES and not stat.S_ISLNK(found) and bool(stat.S_IMODE(found) & 0o077)
 
 
 def _cannot_use(root: Path, found: object) -> str:

@@ -10,10 +10,12 @@ import os
 import platform
 import stat
 import struct
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+IS_LINUX = sys.platform == "linux"
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # system calls, the same on all processors
 RULESET_VERSION, PATH_BENEATH = 1, 1
 READ_FILE, READ_DIR, WRITE_FILE = 1 << 2, 1 << 3, 1 << 1
@@ -38,6 +40,8 @@ PROCESSORS = {
 
 def landlock_version() -> int:
     """The version of Landlock that this kernel offers; 0 if none."""
+    if not IS_LINUX:
+        return 0
     return max(0, _libc().syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(RULESET_VERSION)))
 
 
@@ -45,8 +49,10 @@ def restrict_process(readable: Iterable[Path | str], writable: Iterable[Path | s
     """Let this process open these files, and what is in these folders, only; and no socket, and start no program.
 
     Files that are open stay so. Paths that do not exist are ignored. Only the calling thread and those that it starts
-    are bound, so call it in a process of one thread.
+    are bound, so call it in a process of one thread. Other systems than Linux take no right away.
     """
+    if not IS_LINUX:
+        return
     libc = _libc()
     libc.prctl(
         NO_NEW_PRIVILEGES, 1, 0, 0, 0

@@ -36,7 +36,7 @@ def _has_idle_core_per_thread(load: Path) -> bool:
         cores = len(psutil.Process().cpu_affinity())
         threads = int(os.environ.get("OMP_NUM_THREADS") or psutil.cpu_count(logical=False) or cores)
         for _ in range(LOOKS):
-            running = int(load.read_text().split()[3].partition("/")[0])
+            running = int(load.read_text("ascii").split()[3].partition("/")[0])
             if running - 1 + min(threads, cores) <= cores:
                 return True
             time.sleep(LOOK_S)

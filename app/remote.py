@@ -1,8 +1,9 @@
 """Forwards a command to the process that has the home open (`ragblend serve`), and prints its output.
 
 That process listens at a Unix socket in the home. The folder's mode decides who may connect, and the kernel identifies
-the other end, so there is no port that another program could take, and no token. The command's arguments are sent as
-JSON in lines; `serve/commands.py` runs it there. No model, index or web client is imported here.
+the other end, so there is no port that another program could take, and no token. Without Unix sockets (on Windows) it
+listens at a port, and both ends prove that they know the token in the home. The command's arguments are sent as JSON in
+lines; `serve/commands.py` runs it there. No model, index or web client is imported here.
 """
 
 import io
@@ -19,7 +20,7 @@ from typing import Any, TextIO
 
 from ragblend import __version__
 from ragblend.app.home import absolute
-from ragblend.app.posix import connect_in, on_signal
+from ragblend.app.system import connect_in, on_signal
 from ragblend.kvstore import errors
 from ragblend.kvstore.errors import LibraryError, RagBlendError
 from ragblend.kvstore.files import Closing
@@ -169,7 +170,7 @@ class _InputLines:
         self._lines: Any = io.BytesIO()
         with suppress(AttributeError, OSError, ValueError):
             # Not `sys.stdin` itself: the interpreter would wait for its lock at exit.
-            self._lines = io.BufferedReader(io.FileIO(sys.stdin.fileno(), closefd=False))
+            self._lines = os.fdopen(sys.stdin.fileno(), "rb", closefd=False)
 
     def send_next(self) -> None:
         if not self._is_reading:  # else the next line is the answer

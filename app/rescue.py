@@ -7,7 +7,6 @@ A kill at any step loses nothing: a FILE.rescued is complete, and replaces FILE 
 
 import heapq
 import logging
-import os
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,8 +22,8 @@ from ragblend.kvstore.files import (
     make_private_file,
     sync_file,
 )
-from ragblend.kvstore.posix import sync_folder
 from ragblend.kvstore.sqlite import connect, lenient_text
+from ragblend.kvstore.system import replace, sync_folder
 
 log = logging.getLogger("ragblend")
 LARGEST_ROWID = 2**40
@@ -63,7 +62,7 @@ def finish(path: Path) -> None:
     if rescued.exists():
         for suffix in ("-wal", "-shm"):
             Path(f"{path}{suffix}").unlink(missing_ok=True)
-        os.replace(rescued, path)
+        replace(rescued, path)
         sync_folder(path.parent)
 
 
@@ -100,7 +99,7 @@ def rescue(
             new.execute("COMMIT")
         rescuing = Path(f"{path}.rescuing")
         sync_file(rescuing)
-        os.replace(rescuing, f"{path}.rescued")
+        replace(rescuing, f"{path}.rescued")
         sync_folder(path.parent)
     except BaseException as error:
         discard_database(kept)

@@ -36,7 +36,7 @@ import torch
 
 from benchmarks.common import Row, dumped, markdown, packed_loop, read_json
 from benchmarks.filler import sentences
-from ragblend.kvstore import posix
+from ragblend.kvstore import system
 from ragblend.kvstore.checksum import crc32
 from ragblend.measuring.variants import Variant, label
 
@@ -225,7 +225,7 @@ class Readers:
         fd = os.open(self.path, os.O_RDONLY | flags)
         try:
             if cold:
-                posix.drop_pages(fd)
+                system.drop_pages(fd)
             todo, lock, failed = iter(range(0, self.size, piece)), threading.Lock(), list[OSError]()
 
             def read() -> None:
@@ -236,7 +236,7 @@ class Readers:
                         if at is None:
                             return
                         stop = min(at + piece, self.size)
-                        if posix.read_into(fd, [self.view[at:stop]], at) < stop - at:
+                        if system.read_into(fd, [self.view[at:stop]], at) < stop - at:
                             raise OSError("the file is too short")
                         for begin in range(at, stop, 4 * MIB) if crc else ():
                             crc32(self.view[begin : min(begin + 4 * MIB, stop)], 0)
@@ -322,7 +322,7 @@ def kvikio_rows(path: Path, size: int) -> Iterator[Row]:
             for _ in range(2 - cold):  # the first one warms up
                 if cold:
                     with path.open("rb") as handle:
-                        posix.drop_pages(handle.fileno())
+                        system.drop_pages(handle.fileno())
                 begun = time.perf_counter()
                 file.pread(target).get()
                 rate = size / (time.perf_counter() - begun) / 1e9

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragblend.kvstore import posix
+from ragblend.kvstore import system
 from ragblend.kvstore.checksum import crc32
 from ragblend.kvstore.chunks import DTYPES, ChunkKV, Geometry
 from ragblend.kvstore.codec import RAW, Codec, Source, codec_numbered
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, UsageError
-from ragblend.kvstore.files import open_file
+from ragblend.kvstore.files import finish_deleting, open_file
 from ragblend.kvstore.keys import FORMAT_VERSION, ChunkKey, pack_tokens, unpack_tokens
 
 MAGIC = b"RBKV\r\n\x1a\n"  # a text-mode copy would change it
@@ -255,7 +255,7 @@ class ChunkReader(Source):
         with self._open_fd() as fd:
             try:
                 buffers = [buffer for layer in layers for buffer in layer]
-                found = posix.read_into(fd, buffers, self.header.layer_offset(first))
+                found = system.read_into(fd, buffers, self.header.layer_offset(first))
             except OSError as error:
                 raise self._damage(f"reading layer {first} failed: {error.strerror}") from error
         if found != nbytes * len(layers):
@@ -272,11 +272,11 @@ class ChunkReader(Source):
         header = self.header
         places = (header.layer_offset(0), header.file_nbytes // 2, header.file_nbytes - 1)
         with self._open_fd() as fd:
-            return PAGE_CACHE if all(posix.is_cached(fd, place) for place in places) else self.tier
+            return PAGE_CACHE if all(system.is_cached(fd, place) for place in places) else self.tier
 
     def drop_page_cache(self) -> None:
         with self._open_fd() as fd:
-            posix.drop_pages(fd)
+            system.drop_pages(fd)
 
     def close(self) -> None:
         """Close the file when running reads are done. Idempotent."""
@@ -286,6 +286,7 @@ class ChunkReader(Source):
             self._closed = True
             self._state.wait_for(lambda: self._reading == 0)
         os.close(self._fd)
+        finish_deleting()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
@@ -331,7 +332,7 @@ def open_verified(
     """
     fd = open_file(path)
     try:
-        header = read_header(partial(posix.read_at, fd), os.fstat(fd).st_size)
+        header = read_header(partial(system.read_at, fd), os.fstat(fd).st_size)
         check_header(header, key, token_ids, geometry, start, parent)
     except BaseException:
         os.close(fd)

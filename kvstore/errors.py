@@ -34,7 +34,7 @@ import json
 import shlex
 from collections.abc import Iterable
 from typing import TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 Error = TypeVar("Error", bound=BaseException)
 
@@ -48,13 +48,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def install_hint(extra: str = "") -> str:
     """The command that installs an extra from where RAGBlend was installed, because it is on no package index."""
     from importlib.metadata import PackageNotFoundError, distribution  # slow to import, and only for messages
+    from urllib.request import url2pathname
 
     try:
         source = json.loads(distribution("ragblend").read_text("direct_url.json") or "{}").get("url", "")
     except (PackageNotFoundError, ValueError):
         source = ""
     # Without a local file or folder it names the checkout that the user is in.
-    place = unquote(urlsplit(source).path) if source.startswith("file:") else "."
+    place = url2pathname(urlsplit(source).path) if source.startswith("file:") else "."
     return f"pip install {shlex.quote(place + (f'[{extra}]' if extra else ''))}"
 
 

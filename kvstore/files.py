@@ -10,14 +10,15 @@ import re
 import shutil
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ragblend.kvstore import posix
+from ragblend.kvstore import system
 from ragblend.kvstore.errors import StoreError, StoreFullError
-from ragblend.kvstore.posix import sync_folder
+from ragblend.kvstore.system import sync_folder
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 # Errors of opening or reading that mean a damaged value; others, such as too many open files, do not.
@@ -65,7 +66,7 @@ def make_private_file(path: Path) -> None:
     process could remove the write-ahead log (sqlite.org/howtocorrupt.html, 2.2).
     """
     try:
-        os.close(posix.create_private(path, FILE_MODE))
+        os.close(system.create_private(path, FILE_MODE))
     except FileExistsError:
         if path.is_symlink():
             raise OSError(errno.ELOOP, "it is a link", str(path)) from None
@@ -75,19 +76,41 @@ def make_private_file(path: Path) -> None:
 
 def open_file(path: Path) -> int:
     """A descriptor for reading; OSError for a link, a folder, a socket, or a FIFO (opening it would block)."""
-    fd = posix.open_existing(path)
+    fd = system.open_existing(path)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.ENXIO, "no regular file", str(path))
     return fd
 
 
+_open_when_deleted: set[Path] = set()
+
+
 def discard(path: Path) -> None:
-    """Delete whatever is at the path, a folder with its content; links are not followed."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    """Delete whatever is at the path, a folder with its content; links are not followed.
+
+    A value that Windows refuses to delete because it is open, here or in another process, loses its first bytes, so
+    that no rebuilt index has it again. `finish_deleting` deletes it later, so no other file may get its name.
+    """
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except PermissionError as error:
+        if getattr(error, "winerror", None) != system.SHARING_VIOLATION:
+            raise
+        _open_when_deleted.add(path)
+        with suppress(OSError), path.open("r+b") as file:
+            file.write(bytes(8))
+
+
+def finish_deleting() -> None:
+    """Delete what was open when it should have been deleted; called when a reader has closed its file."""
+    for path in tuple(_open_when_deleted):
+        _open_when_deleted.discard(path)
+        with suppress(OSError):  # it stays as an orphan, which the next open deletes
+            discard(path)
 
 
 def discard_database(path: Path) -> None:
@@ -126,7 +149,7 @@ def write_durably(path: Path, pieces: Iterable[memoryview], nbytes: int) -> None
     temporary = path.with_suffix(".tmp")
     try:
         _write_new(temporary, pieces, nbytes)
-        os.rename(temporary, path)
+        system.replace(temporary, path)
         sync_folder(path.parent)
     except FileExistsError:
         raise
@@ -142,7 +165,7 @@ def replace_durably(path: Path, text: str) -> None:
     content = text.encode()
     try:
         _write_new(temporary, [memoryview(content)], len(content))
-        os.rename(temporary, path)
+        system.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -150,9 +173,9 @@ def replace_durably(path: Path, text: str) -> None:
 
 
 def _write_new(path: Path, pieces: Iterable[memoryview], nbytes: int) -> None:
-    fd = posix.create_private(path, FILE_MODE)
+    fd = system.create_private(path, FILE_MODE)
     try:
-        posix.reserve(fd, nbytes)  # detects a full disk before 70 MB are written
+        system.reserve(fd, nbytes)  # detects a full disk before 70 MB are written
         for piece in pieces:
             while piece:
                 piece = piece[os.write(fd, piece) :]

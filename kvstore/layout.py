@@ -19,7 +19,7 @@ from ragblend.kvstore import files
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.errors import StoreFormatError
 from ragblend.kvstore.keys import FORMAT_VERSION
-from ragblend.kvstore.posix import sync_folder
+from ragblend.kvstore.system import sync_folder
 
 log = logging.getLogger(__name__)
 INDEX_NAME = "index/cache.db"  # diskcache's own name for the file
@@ -133,10 +133,10 @@ def write_value(root: Path, blob: Blob) -> ValueFile:
 
 
 def remove_values(root: Path, filenames: Iterable[str]) -> None:
-    """Unlink value files; one that cannot be unlinked stays as an orphan for check() and gc()."""
+    """Delete value files; one that cannot be deleted stays as an orphan for check() and gc()."""
     for filename in filenames:
         with suppress(OSError):
-            (root / filename).unlink()
+            files.discard(root / filename)
 
 
 def value_name(digest: str, suffix: bytes) -> str:

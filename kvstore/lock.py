@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ragblend.kvstore import posix
+from ragblend.kvstore import system
 from ragblend.kvstore.errors import StoreError, StoreLockedError
 from ragblend.kvstore.files import Closing, identity, is_same_file, make_private_file, open_file
 
@@ -50,7 +50,7 @@ class WriterLock(Closing):
         self.before: dict[str, Any] = {}  # the file's content before the lock was taken
         self._threads = threading.RLock()
         self._depth = 0
-        self._fd = posix.open_existing(path, writable=True)
+        self._fd = system.open_existing(path, writable=True)
         self._identity = identity(os.fstat(self._fd))
 
     @contextmanager
@@ -67,13 +67,13 @@ class WriterLock(Closing):
             self._depth += 1
             try:
                 if self._depth == 1:
-                    self.before = _parsed(posix.read_beginning(self._fd, _HOLDER_BYTES))
+                    self.before = _parsed(system.read_at(self._fd, _HOLDER_BYTES, 0))
                     self._write(self._holder)
                 yield
             finally:
                 self._depth -= 1
                 if self._depth == 0:
-                    posix.unlock(self._fd)
+                    system.unlock(self._fd)
         finally:
             self._threads.release()
 
@@ -93,14 +93,14 @@ class WriterLock(Closing):
                 self._fd = -1
 
     def _lock_file(self, deadline: float) -> None:
-        while not posix.try_to_lock(self._fd):
+        while not system.try_to_lock(self._fd):
             if time.monotonic() >= deadline:
                 raise StoreLockedError(self._message())
             time.sleep(_POLL_S)
 
     def _write(self, text: bytes) -> None:
         try:
-            posix.overwrite(self._fd, text)
+            system.overwrite(self._fd, text)
         except OSError:
             with suppress(OSError):
                 os.ftruncate(self._fd, 0)  # without a mark the next writer assumes a kill

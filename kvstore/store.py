@@ -15,7 +15,7 @@ from functools import partial
 from itertools import filterfalse
 from pathlib import Path
 
-from ragblend.kvstore import posix, upkeep
+from ragblend.kvstore import system, upkeep
 from ragblend.kvstore.blob import Blob, ChunkReader, open_verified
 from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.codec import RAW, Codec, Source
@@ -356,7 +356,7 @@ class KVStore(Closing):
                 contextlib.suppress(OSError),
                 os.fdopen(open_file(path), "rb") as file,
             ):  # evicted meanwhile, say
-                posix.read_ahead(file.fileno())
+                system.read_ahead(file.fileno())
 
     def promote(
         self,

@@ -18,7 +18,7 @@ from ragblend.kvstore.index import Index, Row
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.layout import ValueFile
 from ragblend.kvstore.memory import layers_of
-from ragblend.kvstore.posix import sync_folder
+from ragblend.kvstore.system import HAS_MODES, sync_folder
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 30.0
@@ -91,7 +91,7 @@ def _check_file(path: Path, file: ValueFile, has_row: bool) -> Iterator[Problem]
         yield Problem("temporary-file", key, path, "left by an interrupted put; gc removes it")
     elif not has_row:
         yield Problem("orphan-file", key, path, "no row names this file; gc removes it")
-    if file.mode & 0o077:
+    if HAS_MODES and file.mode & 0o077:
         yield Problem("open-to-others", key, path, f"mode {file.mode:o}, expected 600")
 
 

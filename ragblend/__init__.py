@@ -3,7 +3,6 @@
 The public names, imported on first use, so that `import ragblend` costs nothing.
 """
 
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,6 @@ _HOMES = {
 __all__ = ["Chunk", "Engine", "Literal", "Prompt", "RagBlendError"]
 __version__ = "0.1.0"
 
-if sys.platform == "win32":
-    raise ImportError(
-        "RAGBlend runs on Linux and macOS. On Windows install it in WSL: `wsl --install`, and there as on Linux."
-    )
 if not Path(__file__).with_name("engine").is_dir():
     raise ImportError(
         f"{Path(__file__).parent} has no folder `engine`: in the sources it is a link to ../engine, which this copy "

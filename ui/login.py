@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope
 
 from ragblend.app.serve.front import whole_body
 from ragblend.kvstore.files import write_durably
+from ragblend.kvstore.system import HAS_MODES
 from ragblend.ui import views
 from ragblend.ui.password import Attempts, matches
 
@@ -28,7 +29,7 @@ def load_or_create_secret(path: Path, anew: bool = False) -> bytes:
     A secret that others could read, or that is incomplete, is replaced.
     """
     with suppress(FileNotFoundError):
-        private = path.stat().st_mode & 0o077 == 0
+        private = not HAS_MODES or path.stat().st_mode & 0o077 == 0
         if not anew and private and len(kept := path.read_bytes()) == SECRET_BYTES:
             return kept
         path.unlink()

@@ -15,7 +15,7 @@ import typer
 
 from ragblend.app.cli.common import command
 from ragblend.app.openmp import set_thread_spinning
-from ragblend.app.posix import raise_open_file_limit
+from ragblend.app.system import raise_open_file_limit
 from ragblend.kvstore.errors import Cancelled, RagBlendError, UsageError
 
 DONE, FAILED, WRONG_USAGE = 0, 1, 2
@@ -156,7 +156,7 @@ def _flush() -> None:
         try:
             stream.flush()
         except BrokenPipeError:
-            with open(os.devnull, "w") as nowhere:
+            with open(os.devnull, "w", encoding="utf-8") as nowhere:
                 os.dup2(nowhere.fileno(), stream.fileno())
 
 

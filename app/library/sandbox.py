@@ -2,8 +2,9 @@
 
 The process is a new interpreter: not forked, because the caller has torch and its threads, and not multiprocessing's,
 which runs the caller's main script again. It forks for each file, so that what a file does to its parser ends with
-that file. On Linux the fork may read its file and the installed programs, and nothing else: it may not write, connect,
-or start a program. One that takes too much memory or time is killed; so are all if the caller ends.
+that file; a process that cannot fork (on Windows) ends after one. On Linux the fork may read its file and the
+installed programs, and nothing else: it may not write, connect, or start a program. One that takes too much memory or
+time is killed; so are all if the caller ends.
 """
 
 import atexit
@@ -29,8 +30,18 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from ragblend.app.linux import restrict_process
-from ragblend.app.posix import disable_core_dumps, end_process_group, fork, limit_allocations, reap
 from ragblend.app.progress import silent
+from ragblend.app.system import (
+    CAN_FORK,
+    CAN_LIMIT,
+    disable_core_dumps,
+    end_process_group,
+    fork,
+    limit_allocations,
+    parent_connection,
+    reap,
+    start_python,
+)
 from ragblend.kvstore.errors import (
     DocumentError,
     DocumentNotFoundError,
@@ -112,22 +123,11 @@ class _Request:
 
 class _Process:
     def __init__(self) -> None:
-        self._connection, theirs = Pipe()
         self._has_served = False
-        with theirs:
-            code = (
-                f"from ragblend.app.library.sandbox import serve_requests; serve_requests({theirs.fileno()})"
-            )
-            self._process = subprocess.Popen(
-                # -P: do not import from the user's current folder
-                [sys.executable, "-P", "-c", code],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                process_group=0,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
-            )
+        self._process, self._connection = start_python(
+            "from ragblend.app.library.sandbox import serve_requests; serve_requests()",
+            {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+        )
 
     def reply(self, request: _Request, on_page: OnPage, silent_s: float) -> Any:
         """`result`, or `error` and `message`, or `exit`, the code of a crash.
@@ -185,7 +185,7 @@ _idle_lock = threading.Lock()
 
 def _keep_for_next_call(process: _Process) -> None:
     with _idle_lock:
-        if not _idle:
+        if CAN_FORK and not _idle:
             _idle.append(process)
             return
     process.end()
@@ -197,7 +197,8 @@ def _end_idle() -> None:
         _idle.pop().end()
 
 
-os.register_at_fork(after_in_child=_idle.clear)  # they belong to the parent
+if CAN_FORK:
+    os.register_at_fork(after_in_child=_idle.clear)  # they belong to the parent
 
 
 def _crash_error(request: _Request, code: int) -> DocumentError:
@@ -228,22 +229,33 @@ def _too_much_memory(path: Path, memory_bytes: int) -> DocumentError:
 # --- in the subprocess
 
 
-def serve_requests(descriptor: int) -> None:
-    """Answer requests, one after the other, until none comes for a while."""
+def serve_requests() -> None:
+    """Answer requests, one after the other, until none comes for a while; only one if this process cannot fork."""
     disable_core_dumps()
     warnings.simplefilter("ignore")  # parsers warn of oddities in files; real errors are raised
     logging.disable()
-    connection = Connection(descriptor)
     _code_folders()  # once, for all forks
-    with suppress(EOFError, OSError):  # the caller has ended
+    with suppress(EOFError, OSError), parent_connection() as connection:  # the caller has ended
         while connection.poll(IDLE_S):
-            _serve(connection, _Request(**json.loads(connection.recv_bytes())))
+            request = _Request(**json.loads(connection.recv_bytes()))
+            for module in (request.module, *request.imports):
+                import_module(module)
+            if not CAN_FORK:
+                _send(connection, {"page": (0, 0), "process": os.getpid()})
+                threading.Thread(target=_end_with_caller, args=(connection,), daemon=True).start()
+                _work(request, connection, ())
+                return
+            _serve(connection, request)
+
+
+def _end_with_caller(connection: Connection) -> None:
+    with suppress(OSError):
+        connection.poll(None)  # nothing comes during the work but its end
+    os._exit(0)
 
 
 def _serve(connection: Connection, request: _Request) -> None:
     """Have a fork do the work, and pass on its messages, unread: it may be in the power of the file."""
-    for module in (request.module, *request.imports):
-        import_module(module)
     ours, theirs = Pipe(duplex=False)
     with ours:
         parser = fork(partial(_work, request, theirs, (connection, ours)))
@@ -296,6 +308,8 @@ def rights_left(_path: Path, other: str, _: OnPage) -> list[str]:
         left.append("read and change your files")
     with suppress(PermissionError), socket.socket():
         left.append("use the network")
+    if not CAN_LIMIT:
+        left.append("exceed its memory for a moment")
     return left
 
 

@@ -12,7 +12,7 @@ from ragblend.app.home import Home
 from ragblend.app.library.documents import composed, content_digest
 from ragblend.kvstore.errors import LibraryError, StoreFullError, UnreadableDocumentError
 from ragblend.kvstore.files import FILE_MODE, FOLDER_MODE, NO_ROOM, sync_file
-from ragblend.kvstore.posix import sync_folder
+from ragblend.kvstore.system import replace, sync_folder
 
 NAME_BYTES = 200
 
@@ -101,7 +101,7 @@ def _copy_durably(path: Path, target: Path) -> Path:
         shutil.copyfile(path, partial)
         partial.chmod(FILE_MODE)
         sync_file(partial)
-        os.replace(partial, target)
+        replace(partial, target)
         sync_folder(target.parent)
     except BaseException:
         partial.unlink(missing_ok=True)

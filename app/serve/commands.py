@@ -16,9 +16,9 @@ from typing import Any
 
 from ragblend import __version__
 from ragblend.app.cli.common import CommandHost, Terminal, run_forwarded
-from ragblend.app.posix import is_same_user, limit_sending, listen_in
 from ragblend.app.remote import NAME, Line
 from ragblend.app.services import AppServices
+from ragblend.app.system import is_same_user, limit_sending, listen_in
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.kvstore.files import Closing
 
@@ -66,13 +66,16 @@ class CommandListener(Closing):
             except OSError:
                 self._closing.wait(RETRY_S)
                 continue
-            if is_same_user(connection):
-                limit_sending(connection, SEND_TIMEOUT_S)
-                threading.Thread(target=self._serve, args=(Line(connection),), daemon=True).start()
-            else:
-                connection.close()
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
-    def _serve(self, line: Line) -> None:
+    def _serve(self, connection: socket.socket) -> None:
+        with suppress(OSError), connection:
+            if not is_same_user(connection, self._root / NAME):
+                return
+            limit_sending(connection, SEND_TIMEOUT_S)
+            self._serve_line(Line(connection))
+
+    def _serve_line(self, line: Line) -> None:
         with line, suppress(OSError):
             line.send(ragblend=__version__, pid=os.getpid())
             line.wait(REQUEST_TIMEOUT_S)

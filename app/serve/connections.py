@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from ragblend.app.posix import open_file_limit
+from ragblend.app.system import open_file_limit
 
 BACKLOG = 64  # most connections that are accepted before the limits are checked
 RESERVED_FILES = 192  # for the store, documents and models

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from ragblend.app.posix import limit_malloc_arenas, on_signal
 from ragblend.app.serve.commands import CommandListener
 from ragblend.app.serve.connections import BACKLOG, ConnectionLimits, GuardedProtocol
 from ragblend.app.serve.front import MIB, Address, Rules
 from ragblend.app.serve.keys import Authenticator, Keys
 from ragblend.app.serve.watchdog import watch
 from ragblend.app.services import AppServices
+from ragblend.app.system import limit_malloc_arenas, on_signal
 from ragblend.kvstore.errors import StoreLockedError, UsageError
 from ragblend.kvstore.files import FOLDER_MODE
 from ragblend.kvstore.lock import read_holder, writer_lock

@@ -1,6 +1,5 @@
 """A decoder's weights in four or eight bits: packed, saved and loaded."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ragblend.engine.model.device import available_bytes
 from ragblend.kvstore.checksum import crc32
 from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.files import FILE_MODE
+from ragblend.kvstore.system import replace
 
 MAX_FREE_MEMORY_SHARE = 0.25
 PackedWeight = FourBit | EightBit
@@ -79,7 +79,7 @@ def save_packed(packed: PackedWeights, path: Path) -> int:
     draft = path.with_suffix(".part")
     save_file(tensors, draft)  # leaves nothing if the disk is full
     draft.chmod(FILE_MODE)
-    os.replace(draft, path)
+    replace(draft, path)
     return _checksum(tensors)
 
 

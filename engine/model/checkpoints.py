@@ -93,7 +93,7 @@ def file_digest(file: Path, ledger: Path) -> str:
 
 def _read_ledger(ledger: Path) -> dict[str, str]:
     try:
-        found = json.loads(ledger.read_text())
+        found = json.loads(ledger.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

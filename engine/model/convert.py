@@ -1,7 +1,6 @@
 """Converts GGUF files to safetensors once: transformers unpacks GGUF in 15 to 60 s, and loads safetensors in one."""
 
 import logging
-import os
 import shutil
 import struct
 import tempfile
@@ -17,7 +16,7 @@ from ragblend.engine.model.checkpoints import file_digest
 from ragblend.kvstore.chunks import DTYPES
 from ragblend.kvstore.errors import CorruptModelError, StoreFullError
 from ragblend.kvstore.files import make_private_folder, sync_file
-from ragblend.kvstore.posix import sync_folder
+from ragblend.kvstore.system import replace, sync_folder
 
 # Raised by transformers' readers; NotImplementedError is a RuntimeError, KeyError and IndexError are LookupErrors.
 CONVERSION_ERRORS = (ValueError, LookupError, RuntimeError, TypeError, EOFError, struct.error)
@@ -69,7 +68,7 @@ def _create(folder: Path, marker: str, fill: Callable[[Path], None]) -> None:
             fill(draft)
             for file in draft.iterdir():  # else a power cut could leave empty files under the final name
                 sync_file(file)
-            os.replace(draft, folder)
+            replace(draft, folder)
             sync_folder(folder.parent)
     except OSError as error:
         if (folder / marker).is_file():  # another process was faster

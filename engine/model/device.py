@@ -90,15 +90,10 @@ def cpu_features() -> dict[str, Any]:
 
 
 def available_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Host memory available without swapping; half of all memory if the system does not say.
+    """Host memory available without swapping. control_group: the container's, which may have a lower limit."""
+    import psutil  # type: ignore[import-untyped]
 
-    control_group: the container's, which may have a lower limit.
-    """
-    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        # Not SC_AVPHYS_PAGES: it leaves out the page cache, most of the available memory.
-        found = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    found = int(psutil.virtual_memory().available)
     with contextlib.suppress(OSError, ValueError, KeyError):  # no container, or its limit is "max"
         limit, used = (int((control_group / f"memory.{name}").read_text()) for name in ("max", "current"))
         counts = dict(line.split() for line in (control_group / "memory.stat").read_text().splitlines())

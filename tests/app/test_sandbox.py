@@ -12,7 +12,7 @@ import hostile_work
 import pytest
 from waiting import until
 
-from ragblend.app import linux, posix
+from ragblend.app import linux, system
 from ragblend.app.library.sandbox import run_in_sandbox
 from ragblend.app.linux import PROCESSORS, landlock_version
 from ragblend.kvstore.errors import Cancelled, OversizedDocumentError, UnreadableDocumentError
@@ -77,8 +77,16 @@ def test_a_kernel_without_landlock_reads_documents_too(tmp_path, monkeypatch):
     monkeypatch.setattr(linux, "landlock_version", lambda: 0)
     monkeypatch.setattr(linux, "PROCESSORS", {})
     (tmp_path / "a.txt").write_text("x")
-    assert os.waitpid(posix.fork(lambda: linux.restrict_process([]) or (tmp_path / "b").touch()), 0)[1] == 0
+    assert os.waitpid(system.fork(lambda: linux.restrict_process([]) or (tmp_path / "b").touch()), 0)[1] == 0
     assert (tmp_path / "b").exists()
+
+
+def test_another_system_takes_no_right_away(monkeypatch):
+    """macOS has no prctl, without which no document was read."""
+    monkeypatch.setattr(linux, "IS_LINUX", False)
+    monkeypatch.setattr(linux, "_libc", None)
+    linux.restrict_process([])
+    assert linux.landlock_version() == 0
 
 
 @pytest.mark.parametrize(

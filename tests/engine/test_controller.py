@@ -26,7 +26,7 @@ from ragblend.engine.controller import (
 )
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.scheduling.queue import DeviceTurn
-from ragblend.kvstore import posix
+from ragblend.kvstore import system
 from ragblend.kvstore.codec import Part
 from ragblend.kvstore.errors import StoreError, UsageError
 from ragblend.kvstore.memory import held_nbytes
@@ -416,7 +416,7 @@ def test_a_file_in_the_page_cache_is_told_from_one_that_is_not(fresh, monkeypatc
     (chunk,) = engine.tokenize(make_prompt(TEXTS[:1])).chunks
     with engine.store.open_chunk(key, chunk.token_ids) as reader:
         for known, expected in ((True, "page cache"), (False, "disk")):
-            monkeypatch.setattr(posix, "is_cached", lambda fd, offset, known=known: known)
+            monkeypatch.setattr(system, "is_cached", lambda fd, offset, known=known: known)
             assert reader.comes_from == expected and Part(reader, 1, 2).comes_from == expected
         assert reader.tier == "disk"
-    assert not posix.is_cached(-1, 0)
+    assert not system.is_cached(-1, 0)

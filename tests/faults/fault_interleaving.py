@@ -21,10 +21,9 @@ from ragblend.kvstore.store import KVStore
 POINTS = (
     "open",
     "preadv",
-    "pread",
     "fstat",
     "write",
-    "rename",
+    "replace",
     "unlink",
     "fsync",
     "close",

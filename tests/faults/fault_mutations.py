@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
-from ragblend.kvstore import blob, files, posix, store
+from ragblend.kvstore import blob, files, store, system
 
 Mutation = tuple[Callable[..., Any], str, str]
 MUTATIONS: dict[str, Mutation] = {
     "no file fsync": (files._write_new, "os.fsync(fd)", "pass"),
-    "no folder fsync": (posix.sync_folder, "os.fsync(fd)", "pass"),
+    "no folder fsync": (system.sync_folder, "os.fsync(fd)", "pass"),
     "no checksum": (
         blob.ChunkReader._read,
         "if _crc(buffers) != self.header.layer_crcs[layer]:",

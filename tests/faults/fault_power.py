@@ -22,7 +22,7 @@ from fault_values import demand, version_read
 from ragblend.kvstore.store import KVStore
 
 INDEX = ("index/cache.db", "index/cache.db-wal")
-_REAL = {name: getattr(os, name) for name in ("open", "fsync", "rename", "unlink", "write")}
+_REAL = {name: getattr(os, name) for name in ("open", "fsync", "replace", "unlink", "write")}
 
 
 class Disk:
@@ -106,7 +106,7 @@ def _watched(disk: Disk, before_each: Any) -> Iterator[None]:
         return call
 
     changed = {"open": open_, "fsync": fsync} | {
-        name: announced(name) for name in ("rename", "unlink", "write")
+        name: announced(name) for name in ("replace", "unlink", "write")
     }
     with _in_os(changed):
         yield

@@ -13,7 +13,7 @@ from ragblend.kvstore.store import KVStore
 FULL, BROKEN = errno.ENOSPC, errno.EIO
 FAULTS = [
     ("posix_fallocate", 1, FULL), ("write", 1, FULL), ("write", 4, BROKEN), ("fsync", 1, BROKEN), ("fsync", 2, FULL),
-    ("rename", 1, FULL), ("open", 1, BROKEN),
+    ("replace", 1, FULL), ("open", 1, BROKEN),
 ]  # fmt: skip
 
 

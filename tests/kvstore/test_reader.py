@@ -10,7 +10,7 @@ import pytest
 import torch
 from waiting import SOON_S
 
-from ragblend.kvstore import posix
+from ragblend.kvstore import system
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import CorruptBlobError, StoreError
 
@@ -52,7 +52,7 @@ def test_more_buffers_than_one_preadv_takes(store, sample, same, monkeypatch):
         lengths.append(len(buffers))
         return whole(fd, buffers, offset)
 
-    monkeypatch.setattr(posix, "_IOV_MAX", 4)
+    monkeypatch.setattr(system, "_IOV_MAX", 4)
     monkeypatch.setattr(os, "preadv", counted)
     assert same(store.get(key, chunk.token_ids), chunk)
     assert max(lengths) == 4
@@ -101,8 +101,12 @@ def test_io_errors_are_damage(store, sample, monkeypatch):
     key, chunk = sample(11)
     store.put(key, chunk)
 
+    read = os.preadv
+
     def broken(fd, buffers, offset):
-        raise OSError(5, "Input/output error")
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".kv"):
+            raise OSError(5, "Input/output error")
+        return read(fd, buffers, offset)
 
     with store.open_chunk(key, chunk.token_ids) as reader:
         monkeypatch.setattr(os, "preadv", broken)

@@ -114,7 +114,7 @@ def test_a_hit_writes_nothing(store, sample, root, monkeypatch):
     def never(*args):
         raise AssertionError("a hit must not write")
 
-    for name in ("fsync", "fdatasync", "write", "rename"):
+    for name in ("fsync", "fdatasync", "write", "rename", "replace"):
         monkeypatch.setattr(os, name, never)
     for _ in range(20):
         assert store.get(key, chunk.token_ids)

@@ -13,8 +13,8 @@ import pytest
 # huggingface_hub is a part of transformers' surface: what its own `from_pretrained` downloads with.
 ENGINE_LIBRARIES = {"torch", "transformers", "huggingface_hub", "safetensors", "diskcache", "numpy"}
 # Asked for inside a function only: where the data folder is, when no home is given; what reads a GGUF; what holds
-# answers to a schema; and what speaks to a shared store.
-LATE_LIBRARIES = {"platformdirs", "gguf", "llguidance", "redis", "obstore"}
+# answers to a schema; what speaks to a shared store; and what knows the free memory.
+LATE_LIBRARIES = {"platformdirs", "gguf", "llguidance", "redis", "obstore", "psutil"}
 # Taken where they are there (`kvstore/checksum.py`, `engine/kernels`).
 OPTIONAL_LIBRARIES = {"isal", "triton"}
 HEAVY = {"chromadb", "gradio", "langchain", "langchain_core", "llama_index", "torch", "transformers"}

@@ -108,9 +108,3 @@ def test_the_command_runs_and_the_version_stands_in_one_place(clean_environment)
         "from importlib.metadata import version; print(version('ragblend'))"
     )
     assert told.stdout.split() == ["ragblend", packaged]
-
-
-def test_windows_is_refused_with_the_way_out():
-    code = "import sys; sys.platform = 'win32'; import ragblend"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "wsl --install" in done.stderr

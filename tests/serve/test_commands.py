@@ -17,10 +17,10 @@ from waiting import SOON_S, until
 from ragblend import __version__
 from ragblend.app import remote
 from ragblend.app.cli.main import main
-from ragblend.app.posix import listen_in
 from ragblend.app.remote import NAME, Line, connected
 from ragblend.app.serve.commands import CommandListener, RemoteTerminal
 from ragblend.app.services import AppServices
+from ragblend.app.system import listen_in
 from ragblend.app.workspace import Workspaces
 
 LIGHT = "The lighthouse of Skarholm was built in 1888 by Marta Lind. "
