@@ -76,9 +76,10 @@ class UndoableDeletions(Closing):
         self._jobs.wake()
 
     def pending(self) -> list[Document]:
-        """The documents that `undo` would bring back, of all collections."""
-        hidden, now = self._workspaces.library.hidden(), self._clock()
-        return [each for each in hidden if self._deadlines.get(each.id, now) > now]
+        """The documents that `undo` would bring back, of all collections, the last one first."""
+        deadlines, now = self._deadlines, self._clock()
+        hidden = [each for each in self._workspaces.library.hidden() if deadlines.get(each.id, now) > now]
+        return sorted(hidden, key=lambda each: -deadlines[each.id])
 
     def complete_due(self) -> None:
         """Delete for good what can no longer be undone. Raises LibraryError."""
