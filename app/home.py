@@ -32,6 +32,7 @@ class Home:
         self.chats, self.jobs = root / "chats.sqlite", root / "jobs.sqlite"
         self.settings = root / "settings.toml"
         self.lock, self.encoder_lock = root / "writer.lock", root / "encoder.lock"
+        self.undo_lock = root / "undo.lock"
         self.models_named = root / ".models-named"
 
     @classmethod

@@ -7,6 +7,7 @@ from typing import Any
 
 from ragblend.app.answering.chats import Chats
 from ragblend.app.answering.conversation import Conversations
+from ragblend.app.library.deletions import UndoableDeletions
 from ragblend.app.library.jobs import JobQueue
 from ragblend.app.library.removal import RemovedDocument
 from ragblend.app.library.watching import Watcher
@@ -19,11 +20,14 @@ log = logging.getLogger(__name__)
 
 
 class AppServices(Closing):
-    """Ingest queue, folder watcher and conversations of one home. `start` begins background work, `close` ends it."""
+    """Ingest queue, deletions, folder watcher and conversations of one home. `start` begins background work, `close`
+    ends it.
+    """
 
     def __init__(self, workspaces: Workspaces) -> None:
         self.workspaces = workspaces
         self.jobs = JobQueue(workspaces)
+        self.deletions = UndoableDeletions(self.jobs)
         self.watching = Watcher(self.jobs)
         self.conversations = Conversations(workspaces)
 
@@ -43,6 +47,7 @@ class AppServices(Closing):
     def start(self) -> None:
         """Start the ingest queue and the watcher, and mark answers that a killed process left unfinished."""
         self.chats.end_unfinished()
+        self.deletions.start()
         self.jobs.start()
         self.watching.start()
 
@@ -54,9 +59,12 @@ class AppServices(Closing):
         return self.jobs.remove_collection(name)
 
     def close(self) -> None:
-        """Stop answers and threads and close the files. The engine stays open: it is shared in a process."""
+        """Stop answers and threads, complete deletions and close the files. The engine stays open: it is shared in a
+        process.
+        """
         self.conversations.stop_all()
         self.watching.close()
+        self.deletions.close()
         self.jobs.close()
         self.workspaces.close()
 

@@ -192,6 +192,14 @@ class EngineInterface(ABC):
         """Delete nodes and the KV that no other node shares. Returns the bytes freed."""
         return self._nodes.forget(node_ids)
 
+    def hide(self, node_ids: Sequence[str]) -> None:
+        """Treat nodes as deleted, in the shared store too, but keep their KV here until `unhide` or `forget`."""
+        self._nodes.hide(node_ids)
+
+    def unhide(self, node_ids: Sequence[str]) -> None:
+        """Use hidden nodes and their KV again, and offer it to the shared store."""
+        self._nodes.unhide(node_ids)
+
     def forget_all(self) -> int:
         """Delete this collection's nodes, their KV, and its registered texts. Returns the bytes freed."""
         return self._nodes.forget_all()

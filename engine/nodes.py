@@ -75,13 +75,35 @@ class NodeEncoder(ABC):
         return found
 
     def forget(self, node_ids: Sequence[str]) -> int:
-        """Delete nodes and the KV that no other node shares. Returns the bytes freed."""
-        self._runtime.forget_unstored()
-        mine = {(self._collection, node_id) for node_id in node_ids}
-        self._runtime.background.drop(lambda name: isinstance(name, tuple) and name[:2] in mine)
+        """Delete nodes, hidden ones too, and the KV that no other node shares. Returns the bytes freed."""
+        self._drop_tasks(node_ids)
         with self._runtime.store_lock:
             self._runtime.nodes.delete(self._collection, node_ids)
         return self._delete_orphaned_kv()
+
+    def hide(self, node_ids: Sequence[str]) -> None:
+        """Treat nodes as deleted, in the shared store too, but keep their KV here until `unhide` or `forget`."""
+        self._drop_tasks(node_ids)
+        runtime = self._runtime
+        with runtime.store_lock:
+            shared = runtime.store.remote is not None
+            runtime.nodes.set_hidden(self._collection, node_ids, True, shared)
+        self._delete_shared()
+
+    def unhide(self, node_ids: Sequence[str]) -> None:
+        """Use hidden nodes and their KV again, and offer it to the shared store."""
+        runtime = self._runtime
+        with runtime.store_lock:
+            keys, store = runtime.nodes.set_hidden(self._collection, node_ids, False), runtime.store
+            for key in keys:
+                if store.remote is not None and store.contains(key):
+                    store.remote.offer(key)
+
+    def _drop_tasks(self, node_ids: Sequence[str]) -> None:
+        """Drop the queued tasks that encode these nodes, and what is in memory alone."""
+        self._runtime.forget_unstored()
+        mine = {(self._collection, node_id) for node_id in node_ids}
+        self._runtime.background.drop(lambda name: isinstance(name, tuple) and name[:2] in mine)
 
     def forget_all(self) -> int:
         """Delete every node of the collection, its KV and its registered texts; returns the bytes freed.

@@ -42,9 +42,13 @@ _TABLES = (
     "CREATE INDEX PassagesByWhole ON Passages (collection, whole, node_id)",
 )
 _NODE = "collection = ? AND tokenizer = ? AND node_id = ?"
-# Except keys that a node has (again).
-_TO_DELETE = """SELECT key, number FROM Outbox WHERE shared = ? AND key > ?
-    AND NOT EXISTS (SELECT 1 FROM NodeKeys WHERE NodeKeys.key = Outbox.key) ORDER BY key LIMIT ?"""
+# Prefix of the collection that hidden nodes (and the app's hidden documents) are in; others' names have no slash.
+HIDDEN = "deleted/"
+IS_HIDDEN = f"(collection >= '{HIDDEN}' AND collection < 'deleted0')"  # "0" follows "/"
+# Except keys that a node has (again); in the shared store those of hidden nodes are deleted too.
+_TO_DELETE = f"""SELECT key, number FROM Outbox WHERE shared = ? AND key > ?
+    AND NOT EXISTS (SELECT 1 FROM NodeKeys WHERE NodeKeys.key = Outbox.key
+    AND NOT (shared AND {IS_HIDDEN})) ORDER BY key LIMIT ?"""
 
 
 @dataclass(frozen=True)
@@ -150,14 +154,16 @@ class NodeIndex(SqliteFile):
         return {ChunkKey(key) for key in self.column(select + " WHERE collection = ?" * len(where), *where)}
 
     def delete(self, collection: str, node_ids: Iterable[str]) -> None:
-        """Delete nodes, for every tokenizer, and their texts; keys without another node go into the outbox."""
+        """Delete nodes, hidden ones too, for every tokenizer, and their texts; keys without another node go into the
+        outbox.
+        """
         with self.transaction() as sql:
             dropped: set[str] = set()
             for node_id in node_ids:
-                where = (collection, _bound(node_id))
-                dropped |= _drop_keys(sql, "collection = ? AND node_id = ?", where)
+                where = (collection, HIDDEN + collection, _bound(node_id))
+                dropped |= _drop_keys(sql, "collection IN (?, ?) AND node_id = ?", where)
                 for table in ("Nodes", "Entered"):
-                    sql.execute(f"DELETE FROM {table} WHERE collection = ? AND node_id = ?", where)
+                    sql.execute(f"DELETE FROM {table} WHERE collection IN (?, ?) AND node_id = ?", where)
                 _unregister(sql, collection, node_id)
             _to_outbox(sql, dropped)
         self.erase_log()
@@ -165,11 +171,35 @@ class NodeIndex(SqliteFile):
     def delete_collection(self, collection: str) -> None:
         """Delete all nodes and texts of the collection, as `delete` does."""
         with self.transaction() as sql:
-            dropped = _drop_keys(sql, "collection = ?", (collection,))
+            where = (collection, HIDDEN + collection)
+            dropped = _drop_keys(sql, "collection IN (?, ?)", where)
             for table in ("Nodes", "Entered", "Passages"):
-                sql.execute(f"DELETE FROM {table} WHERE collection = ?", (collection,))
+                sql.execute(f"DELETE FROM {table} WHERE collection IN (?, ?)", where)
             _to_outbox(sql, dropped)
         self.erase_log()
+
+    def set_hidden(
+        self, collection: str, node_ids: Iterable[str], hidden: bool, shared: bool = False
+    ) -> set[ChunkKey]:
+        """Hide nodes, or show them again; returns their keys. A hidden node is as if deleted, but its KV stays.
+
+        shared: delete their KV from the shared store, by its outbox.
+        """
+        old, new = (collection, HIDDEN + collection)[:: 1 if hidden else -1]
+        of_node, keys = "WHERE collection = ? AND node_id = ?", set[str]()
+        with self.transaction() as sql:
+            for node_id in map(_bound, node_ids):
+                keys |= {key for (key,) in sql.execute(f"SELECT key FROM NodeKeys {of_node}", (old, node_id))}
+                for table in ("Nodes", "NodeKeys"):
+                    sql.execute(
+                        f"UPDATE OR REPLACE {table} SET collection = ? {of_node}", (new, old, node_id)
+                    )
+                sql.execute(f"DELETE FROM Entered {of_node}", (old, node_id))
+                tokenizers = f"SELECT collection, node_id, tokenizer FROM Nodes {of_node}"
+                insert = f"INSERT OR REPLACE INTO Entered (collection, node_id, tokenizer) {tokenizers}"
+                sql.execute(insert, (new, node_id))
+            _to_outbox(sql, keys if shared else (), shared=True)
+        return {ChunkKey(key) for key in keys}
 
     def outbox(self, at_most: int = -1, shared: bool = False, after: str = "") -> dict[ChunkKey, int]:
         """Keys without a node whose KV must still be deleted, each with its number.

@@ -93,7 +93,8 @@ class PageLayout:
             return {self.header: gr.skip()}
         overview = self._context.services.jobs.overview()
         startup = self._context.startup
-        now = f"{fingerprint(overview, view)} {startup.is_loading} {startup.problem}"
+        undoable = [document.id for document in self._context.services.deletions.pending()]
+        now = f"{fingerprint(overview, (*view, undoable))} {startup.is_loading} {startup.problem}"
         if now == seen:
             return {self.header: gr.skip()}
         updates: Updates = {self.library.queue: views.library.queue(overview)}
@@ -132,8 +133,8 @@ def state_line(overview: QueueOverview, settings: Settings, is_loading: bool = F
 def fingerprint(overview: QueueOverview, view: tuple[Any, ...] = ()) -> str:
     """A text that differs whenever there is something new to draw; the list of documents depends on its first line.
 
-    view: the collection, search, state and page that are shown. A list for one view may arrive when another is shown
-    already; the next tick finds another text then, and draws again.
+    view: the collection, search, state, page and deletions that are shown. A list for one view may arrive when another
+    is shown already; the next tick finds another text then, and draws again.
     """
     job = overview.current
     now = (job.id, job.state, job.done, job.total) if job else ()

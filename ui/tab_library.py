@@ -45,7 +45,7 @@ class LibraryTab:
         # what was drawn last decides whether to draw again.
         self.seen = gr.Textbox("", visible=False, elem_id="rb-seen")
         self._page = [self.documents, self.tools, self.offset, self.seen]
-        self.drawn = [self.queue, self.jobs, self.watched, *self._page]
+        self.drawn = [self.deleted, self.queue, self.jobs, self.watched, *self._page]
         self._connect()
 
     def _lay_out_adding(self, names: list[str]) -> None:
@@ -75,6 +75,7 @@ class LibraryTab:
     def _lay_out_documents(self) -> None:
         """The last message, the queue, the collection's documents, and the tools for all of them."""
         self.message = drawn("rb-library-message", acts=False)
+        self.deleted = drawn("rb-deleted")
         self.queue, self.jobs = drawn("rb-queue"), drawn("rb-jobs")
         with gr.Row():
             hint, label = "Search documents  ( / )", "Search documents"
@@ -94,7 +95,7 @@ class LibraryTab:
             asked(self.add_folder, [self.folder, self.watch, *view], [*listed, self.folder], **each)
         self.samples.click(self.add_samples, view, listed, **QUICK)
         self.new.click(self.create, [self.new_name], [self.collection, self.new_name, self.message], **QUICK)
-        for drawing in (self.queue, self.jobs, self.watched):
+        for drawing in (self.deleted, self.queue, self.jobs, self.watched):
             drawing.click(self.act, view, listed, **each)
         self.documents.click(self.act, view, [*listed, self._viewer.component], **each)
         self.tools.click(self.remove_collection, view, [*listed, self.collection], **QUICK)
@@ -174,11 +175,13 @@ class LibraryTab:
     def _do(self, event: gr.EventData, collection: str) -> str:
         jobs, act = self._services.jobs, event.act
         if act == "delete-document":
-            return views.library.deleted(jobs.remove([str(event.id)], collection))
+            deleted = self._services.deletions.delete([str(event.id)], collection)
+            return "" if deleted else views.library.deleted([])
         if act == "retry-document":
             known = self._services.workspaces.of(collection).library.documents_with([str(event.id)])
             return views.library.added(jobs.add([each.file for each in known.values()], collection))
         doing: dict[str, Callable[[], object]] = {
+            "undo-delete": lambda: self._services.deletions.undo(str(event.id)),
             "unwatch": lambda: self._services.watching.remove(int(event.id)),
             "retry-job": lambda: jobs.retry([int(event.id)]),
             "cancel-job": lambda: jobs.cancel([int(event.id)]),
@@ -195,10 +198,11 @@ class LibraryTab:
         return self._listed(collection, search, state, 0)
 
     def refresh(self, collection: str, search: str, state: str, offset: int) -> Updates:
-        """Draw the queue, the folders and the page of documents."""
+        """Draw the deletions that can be undone, the queue, the folders and the page of documents."""
         jobs = self._services.jobs
         overview, (shown, total) = jobs.overview(), jobs.page(limit=JOBS_SHOWN)
         return {
+            self.deleted: views.library.undoable(self._services.deletions.pending()),
             self.queue: views.library.queue(overview),
             self.jobs: views.library.jobs(shown, total, overview.finished >= overview.total),
             self.watched: views.library.watched(self._services.watching.folders()),

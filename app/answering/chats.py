@@ -88,14 +88,17 @@ class Chats(Database):
     """All conversations of one home. Safe for threads, and for several programs at once.
 
     known: of node ids, those that are in the library; the text of other passages is not stored with an answer.
+    hidden: the node ids of deleted passages whose deletion can still be undone; their text is not given out.
     """
 
     what, version, tables = "conversations", 3, TABLES
     copied, adopted = ("chats", "messages"), (ADOPTED,)
 
-    def __init__(self, path: Path, known: Known | None = None) -> None:
+    def __init__(
+        self, path: Path, known: Known | None = None, hidden: Callable[[], Container[str]] = frozenset[str]
+    ) -> None:
         super().__init__(path)
-        self._known = known
+        self._known, self._hidden = known, hidden
 
     # --- conversations
 
@@ -166,10 +169,15 @@ class Chats(Database):
         rows = self.rows("SELECT * FROM messages WHERE chat_id = ? ORDER BY id", chat_id)
         if not rows:
             self.get(chat_id)
-        return [message for message in map(_message, rows) if UNFINISHED not in message.report]
+        hidden = self._hidden()
+        messages = [_without(hidden, _message(row)) for row in rows]
+        return [message for message in messages if UNFINISHED not in message.report]
 
     def message(self, message_id: int) -> ChatMessage:
         """One message. Raises LibraryError if it does not exist."""
+        return _without(self._hidden(), self._stored(message_id))
+
+    def _stored(self, message_id: int) -> ChatMessage:
         rows = self.rows("SELECT * FROM messages WHERE id = ?", message_id)
         if not rows:
             raise LibraryError(f"Opening the message {message_id}: it was deleted. Reload the conversation.")
@@ -208,7 +216,7 @@ class Chats(Database):
     def add_to_report(self, message_id: int, more: dict[str, Any]) -> ChatMessage:
         """Add entries to a message's report. Raises LibraryError if the message does not exist."""
         with self.transaction() as sql:
-            report = self.message(message_id).report | more
+            report = self._stored(message_id).report | more
             sql.execute("UPDATE messages SET report = ? WHERE id = ?", (_json(report), message_id))
         return self.message(message_id)
 
@@ -218,7 +226,7 @@ class Chats(Database):
         A passage that was deleted meanwhile stays deleted.
         """
         with self.transaction() as sql:
-            gone = {s.number for s in self.message(message.id).sources if s.text == DELETED_TEXT}
+            gone = {s.number for s in self._stored(message.id).sources if s.text == DELETED_TEXT}
             rows = [_removed(source) if source.number in gone else source for source in message.sources]
             report = _without_texts(message.report, gone)
             sql.execute(
@@ -332,6 +340,15 @@ def _around(texts: Sequence[str], word: str) -> str:
     start = max(0, at - SNIPPET_CHARACTERS // 3)
     piece = line[start : start + SNIPPET_CHARACTERS]
     return ("… " if start else "") + piece + (" …" if start + len(piece) < len(line) else "")
+
+
+def _without(hidden: Container[str], message: ChatMessage) -> ChatMessage:
+    """The message without the text of hidden passages, as if they were removed."""
+    gone = {source.number for source in message.sources if source.node_id in hidden}
+    if not gone:
+        return message
+    sources = tuple(_removed(each) if each.number in gone else each for each in message.sources)
+    return replace(message, sources=sources, report=_without_texts(message.report, gone))
 
 
 def _removed(source: AnswerSource) -> AnswerSource:

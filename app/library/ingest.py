@@ -21,6 +21,7 @@ from ragblend.app.library.documents import (
     DocumentState,
     FileFacts,
     content_digest,
+    document_id,
     printable,
 )
 from ragblend.app.library.encoding import KvProgress, KvReport, encode_missing
@@ -226,7 +227,7 @@ class _IngestRun:
         Nothing is stored of a file that has vanished.
         """
         name = printable(path)
-        known = self._library.document(self._collection, name)
+        known = self._library.document(self._collection, name) or self._restored(name)
         try:
             kind = self._ingest(path, known, behind)
         except DocumentError as error:
@@ -240,6 +241,14 @@ class _IngestRun:
         if known and known.path != name:
             self._library.set_path(known.id, name)
         getattr(self.report, kind).append(name)
+
+    def _restored(self, name: str) -> Document | None:
+        """The document of that path if its deletion can still be undone, which this does."""
+        key = document_id(self._collection, name)
+        for document in self._library.hidden(self._collection):
+            if document.id == key:
+                restore_document(self._workspace, document)
+        return self._library.document(self._collection, name)
 
     def _ingest(self, path: Path, known: Document | None, behind: int) -> str:
         """Returns the field of the report that the file belongs to."""
@@ -354,6 +363,19 @@ class _IngestRun:
         cut = f"{settings.chunk_tokens}/{settings.chunk_overlap}"
         scans = "" if settings.ocr_language == "default" else f"scans in {settings.ocr_language}, "
         return f"readers {readers.VERSION}, {scans}{settings.model}, {cut}"
+
+
+def restore_document(workspace: Workspace, document: Document) -> None:
+    """Undo `hide_document`; nothing is embedded again. Call it inside `workspaces.writing()`.
+
+    The registry comes last: after an interruption the document is still deleted.
+    """
+    library = workspace.library
+    nodes, rows = library.embeddings_of(document.id)
+    workspace.engine.unhide(nodes)
+    workspace.index.upsert(nodes, rows)
+    register(workspace, library.passages_of(document.id))
+    library.set_hidden(document.id, False)
 
 
 def register(workspace: Workspace, passages: Sequence[DocumentPassage]) -> None:

@@ -166,7 +166,9 @@ class JobQueue:
         self.store.forget_collection(collection)
         documents = self.workspaces.library.documents(collection)
         removed = self.remove([document.id for document in documents], collection)
-        with self.workspaces.writing():  # KV and uploads that belong to no document
+        with self.workspaces.writing():  # KV and uploads that belong to no document, or to a hidden one
+            for document in self.workspaces.library.hidden(collection):
+                remove_document(self.workspaces.of(collection), document)
             freed = self.workspaces.of(collection).engine.forget_all()
             with self._upload_lock:
                 freed += delete_uploads(self.workspaces.home, collection)

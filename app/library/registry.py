@@ -28,6 +28,7 @@ from ragblend.app.library.documents import (
 )
 from ragblend.app.rescue import Gap
 from ragblend.kvstore.errors import LibraryError
+from ragblend.kvstore.nodes import HIDDEN, IS_HIDDEN
 
 Embeddings = NDArray[np.float32]
 PASSAGE_COUNT = "(SELECT count(*) FROM chunks WHERE document_id = documents.id) AS passages"
@@ -196,8 +197,9 @@ class Library(Database):
         return DocumentPage(tuple(documents), total, counts)
 
     def documents_with(self, ids: Sequence[str]) -> dict[str, Document]:
-        """The documents with these ids; unknown ids are left out."""
-        return {row["id"]: _document(row) for row in self.among(f"SELECT {COLUMNS} WHERE id IN", ids)}
+        """The documents with these ids; unknown ids and hidden documents are left out."""
+        rows = self.among(f"SELECT {COLUMNS} WHERE NOT {IS_HIDDEN} AND id IN", ids)
+        return {row["id"]: _document(row) for row in rows}
 
     def paths_below(self, collection: str, folder: str) -> list[str]:
         """The paths of all documents in a folder, however deep."""
@@ -271,12 +273,40 @@ class Library(Database):
             connection.execute("DELETE FROM documents WHERE id = ?", (document,))
         self.erase_log()
 
+    # --- hidden documents: their deletion can be undone --------------------------------------------------
+
+    def set_hidden(self, document: str, hidden: bool) -> None:
+        """Hide a document as if it were deleted, or show it again; its row, passages and embeddings stay.
+
+        Hidden documents are in a collection that no search and no list names.
+        """
+        passages = "FROM wordings WHERE node_id IN (SELECT node_id FROM chunks WHERE document_id = ?)"
+        name = f"'{HIDDEN}' || collection" if hidden else f"substr(collection, {len(HIDDEN) + 1})"
+        with self.transaction() as connection:  # the index of words has the collection's name
+            for query in (
+                f"INSERT INTO words (words, rowid, text) SELECT 'delete', id, text {passages}",
+                f"UPDATE documents SET collection = {name} WHERE id = ?",
+                f"INSERT INTO words (rowid, text) SELECT id, text {passages}",
+            ):
+                connection.execute(query, (document,))
+
+    def hidden(self, collection: str | None = None) -> list[Document]:
+        """The hidden documents of a collection, or of all, each with its collection's own name."""
+        where, values = (IS_HIDDEN, ()) if collection is None else ("collection = ?", (HIDDEN + collection,))
+        found = map(_document, self.rows(f"SELECT {COLUMNS} WHERE {where} ORDER BY path", *values))
+        return [replace(each, collection=each.collection.removeprefix(HIDDEN)) for each in found]
+
+    def hidden_nodes(self) -> set[str]:
+        """The node ids of all hidden documents."""
+        query = f"SELECT node_id FROM documents JOIN chunks ON document_id = documents.id WHERE {IS_HIDDEN}"
+        return set(self.column(query))
+
     # --- collections -----------------------------------------------------------------------------
 
     def collections(self) -> list[str]:
         """All collections by name: those with documents, and empty ones that were created."""
-        query = "SELECT collection AS name FROM documents UNION SELECT name FROM collections ORDER BY name"
-        return self.column(query)
+        of_documents = f"SELECT collection AS name FROM documents WHERE NOT {IS_HIDDEN}"
+        return self.column(f"{of_documents} UNION SELECT name FROM collections ORDER BY name")
 
     def keep_collection(self, name: str) -> None:
         """Keep a collection even while it is empty."""
@@ -301,7 +331,8 @@ class Library(Database):
         Vectors of another next one are deleted.
         """
         known = self.embedder(collection)
-        if known is None or (known.name != name and not self.has_passages(collection)):
+        is_empty = not self.has_passages(collection) and not self.hidden(collection)
+        if known is None or (known.name != name and is_empty):
             self.execute(
                 "INSERT OR REPLACE INTO embedders (collection, name) VALUES (?, ?)", collection, name
             )
@@ -494,7 +525,8 @@ class Library(Database):
 
     def incomplete_documents(self) -> list[Document]:
         """Documents that lost passages to damage, and were not ingested again since."""
-        rows = self.rows(f"SELECT {COLUMNS} WHERE state = 'failed' AND reason = ? ORDER BY path", LOST)
+        where = f"state = 'failed' AND reason = ? AND NOT {IS_HIDDEN}"
+        rows = self.rows(f"SELECT {COLUMNS} WHERE {where} ORDER BY path", LOST)
         return [_document(row) for row in rows]
 
     def unerased(self) -> list[str]:
@@ -523,7 +555,7 @@ class Library(Database):
 
 
 def _note_unerased(connection: sqlite3.Connection, document: str) -> None:
-    query = "INSERT OR IGNORE INTO unerased SELECT collection FROM documents WHERE id = ?"
+    query = f"INSERT OR IGNORE INTO unerased SELECT replace(collection, '{HIDDEN}', '') FROM documents WHERE id = ?"
     connection.execute(query, (document,))
 
 

@@ -4,12 +4,17 @@ After an interruption the row is still there, so removing it again finishes the 
 has is erased from conversations and Chroma's files at the end of `Workspaces.writing`.
 """
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ragblend.app.home import Home
 from ragblend.app.library.documents import Document
 from ragblend.app.library.job_store import JobStore
 from ragblend.app.library.uploads import delete_upload
-from ragblend.app.workspace import Workspace
+from ragblend.app.workspace import Workspace, Workspaces
+from ragblend.kvstore import posix
+from ragblend.kvstore.files import make_private_file
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,43 @@ class RemovedDocument:
     path: str
     passages: int
     bytes_freed: int
+
+
+def hide_document(workspace: Workspace, document: Document) -> None:
+    """Delete a document as `remove_document` does, except for what `ingest.restore_document` needs.
+
+    Call it inside `workspaces.writing()`. The registry comes first: after an interruption the document is deleted.
+    """
+    library, nodes = workspace.library, workspace.library.node_ids(document.id)
+    library.set_hidden(document.id, True)
+    for index in workspace.indexes:
+        index.delete(nodes)
+    workspace.known_passages.remove(nodes)
+    workspace.engine.hide(nodes)
+    _forget_jobs(workspace, document)
+
+
+def lock_hidden(home: Home) -> int | None:
+    """Lock the home's hidden documents: nobody else may delete them for good. Returns the file to close, or None if
+    another process has the lock.
+    """
+    make_private_file(home.undo_lock)
+    file = posix.open_existing(home.undo_lock, writable=True)
+    if posix.try_to_lock(file):
+        return file
+    os.close(file)
+    return None
+
+
+def delete_hidden(workspaces: Workspaces, documents: Iterable[Document]) -> None:
+    """Delete hidden documents for good, except those whose file is queued again: ingest restores them."""
+    for document in documents:
+        workspace, queued = workspaces.of(document.collection), set[str]()
+        if workspaces.home.jobs.exists():
+            with JobStore(workspaces.home.jobs) as jobs:
+                queued = jobs.open_among(document.collection, [document.path])
+        if not queued:
+            remove_document(workspace, document)
 
 
 def remove_document(workspace: Workspace, document: Document) -> RemovedDocument:
@@ -32,9 +74,13 @@ def remove_document(workspace: Workspace, document: Document) -> RemovedDocument
             index.delete(everything)
         workspace.known_passages.remove(everything)
         freed = workspace.engine.forget(everything)
-    if home.jobs.exists():
-        with JobStore(home.jobs) as jobs:
-            jobs.forget(document.collection, [document.path])
+    _forget_jobs(workspace, document)
     freed += delete_upload(home, document.file)
     library.remove(document.id)
     return RemovedDocument(document.path, len(nodes), freed)
+
+
+def _forget_jobs(workspace: Workspace, document: Document) -> None:
+    if workspace.home.jobs.exists():
+        with JobStore(workspace.home.jobs) as jobs:
+            jobs.forget(document.collection, [document.path])

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 
 from ragblend.app.library.documents import Document
+from ragblend.app.library.removal import remove_document
 from ragblend.app.library.similarity import measure_similarity
 from ragblend.app.progress import OnProgress, ProgressCounter, silent
 from ragblend.app.workspace import Workspace
@@ -75,6 +76,8 @@ def _switch(workspace: Workspace, embedder: str) -> None:
         for start in range(0, len(missing), INDEXED_NODES):
             index.upsert(*library.next_embeddings(missing[start : start + INDEXED_NODES]))
         index.delete([*(indexed - set(nodes))])
+        for document in library.hidden(collection):  # it has no vectors by the next embedder
+            remove_document(workspace, document)
         library.switch_embedder(collection, embedder)
 
 

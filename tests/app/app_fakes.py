@@ -149,9 +149,18 @@ class FakeEngine:
             self.room_bytes -= 10 * self.count_tokens(text)
             yield self.count_tokens(text)
 
+    def hide(self, node_ids):
+        for node in node_ids:
+            (self.nodes / node).rename(self.nodes / f"hidden {node}")
+
+    def unhide(self, node_ids):
+        for node in node_ids:
+            (self.nodes / f"hidden {node}").rename(self.nodes / node)
+
     def forget(self, node_ids):
         for node in node_ids:
             (self.nodes / node).unlink(missing_ok=True)
+            (self.nodes / f"hidden {node}").unlink(missing_ok=True)
         files = [self.folder / node for node in node_ids if (self.folder / node).exists()]
         freed = sum(file.stat().st_size for file in files)
         for file in files:

@@ -243,6 +243,22 @@ def test_forgotten_kv_is_deleted_from_the_shared_store(redis, fresh_bench_for):
     assert len(names.names()) == 1 and here.engine.runtime.nodes.outbox(shared=True) == {}
 
 
+def test_kv_of_hidden_nodes_is_at_home_alone(redis, fresh_bench_for):
+    """A deletion that can still be undone: its KV must not wait in the shared store."""
+    here, names = fresh_bench_for(remote=redis.url() + PATIENT), RedisNames(redis)
+    here.engine.encode(TEXTS, node_ids=["a", "b", "c", "d"])
+    assert remote_of(here).flush() and len(names.names()) == 4
+    here.engine.hide(["a", "b"])
+    assert remote_of(here).flush() and len(names.names()) == 2
+    assert here.engine.store.stats().entries == 4 and here.engine.missing(["a", "b"]).left_out == 2
+    assert list(here.engine.encode_nodes(["a", "b"])) == [0, 0]
+    here.engine.unhide(["a"])
+    assert remote_of(here).flush() and len(names.names()) == 3
+    assert here.engine.missing(["a"]).node_ids == () and here.engine.missing(["a"]).left_out == 0
+    here.engine.forget(["b"])
+    assert here.engine.store.stats().entries == 3 and here.engine.runtime.nodes.outbox(shared=True) == {}
+
+
 @pytest.fixture
 def line(redis):
     with proxy_to(redis.port) as proxy:

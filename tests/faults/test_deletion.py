@@ -140,17 +140,35 @@ def test_nothing_of_a_removed_document_is_found(home, tmp_path, count):
             assert {"text", "node", "tokens, int32", "vector"} <= kinds, (path, kinds)
         for way in dict.fromkeys(WAYS):
             _remove(desk, home, way, [path for path in paths if ways[path] == way], folder)
+        undone = [path for path in paths if ways[path] == "undone"]
+        _undo(desk, undone)
+    with AppServices.open(home) as desk:  # what was to be undone was completed
         after = found(home, marks)
-        left = {(ways[path], kind): file for (path, kind), file in after.items() if ways[path] != "kept"}
+        stay = ("kept", "undone")
+        left = {(ways[path], kind): file for (path, kind), file in after.items() if ways[path] not in stay}
         assert left == {}
-        kept = {path for path in paths if ways[path] == "kept"}
+        kept = {path for path in paths if ways[path] in stay}
         assert {path for path, kind in after if kind == "text"} == kept
-        assert desk.conversations.answer(_words(sorted(kept)[0])).whole().sources
+        for path in (sorted(kept)[0], undone[0]):
+            assert path.name in {s.document for s in desk.conversations.answer(_words(path)).whole().sources}
     engine = desk.workspaces.of("default").engine
     engine.close()
 
 
-WAYS = ["command line", "page", "collection", "watched folder", "changed", "kept"]
+WAYS = ["command line", "page", "collection", "watched folder", "changed", "undone", "kept"]
+
+
+def _undo(desk, paths):
+    """Delete them, and take that back: they are as before, with their KV."""
+    library, engine = desk.workspaces.library, desk.workspaces.of("default").engine
+    documents = [library.find("default", str(path)) for path in paths]
+    nodes = [node for document in documents for node in library.node_ids(document.id)]
+    before = engine.missing(nodes)
+    desk.deletions.delete([document.id for document in documents], "default")
+    assert engine.missing(nodes).left_out == len(nodes)
+    for document in documents:
+        desk.deletions.undo(document.id)
+    assert engine.missing(nodes) == before
 
 
 def _marks(desk, path, way):
@@ -180,7 +198,7 @@ def _remove(desk, home, way, paths, folder):
     if way == "command line":
         assert main(["docs", "rm", *map(str, paths), "--home", str(home)]) == 0
     elif way == "page":
-        desk.jobs.remove([library.find("default", str(path)).id for path in paths], "default")
+        desk.deletions.delete([library.find("default", str(path)).id for path in paths], "default")
     elif way == "collection":
         desk.remove_collection("letters")
     elif way == "watched folder":

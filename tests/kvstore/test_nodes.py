@@ -93,6 +93,25 @@ def test_a_key_goes_to_the_outbox_when_its_last_node_is_deleted(nodes):
     assert nodes.keys() == set()
 
 
+def test_a_hidden_node_is_as_if_deleted_but_its_kv_stays(nodes):
+    nodes.put_many(SCOPE, [("a", (1,), key(1)), ("b", (2,), key(2)), ("c", (2,), key(2))])
+    nodes.put_many(OTHER, [("a", (1,), key(3))])
+    last, _ = nodes.entered(SCOPE, None)
+    assert nodes.set_hidden("papers", ["a", "b", "absent"], True, shared=True) == {key(1), key(2), key(3)}
+    assert nodes.node_ids(SCOPE) == ["c"] and nodes.get(OTHER, "a") is None
+    assert not nodes.claim(SCOPE, "a", (1,), key(4)) and not nodes.has(SCOPE, "a", key(1))
+    assert nodes.outbox() == {} and nodes.keys() == {key(1), key(2), key(3)}
+    assert set(nodes.outbox(shared=True)) == {key(1), key(3)}, "c has the other one"
+    assert nodes.set_hidden("papers", ["a"], False) == {key(1), key(3)}
+    assert nodes.get(SCOPE, "a") == (1,) and nodes.get(OTHER, "a") == (1,) and nodes.has(SCOPE, "a", key(1))
+    assert nodes.entered(SCOPE, last)[1] == ["a"] and nodes.outbox(shared=True) == {}
+    nodes.delete("papers", ["b"])
+    assert nodes.outbox() == {} and nodes.set_hidden("papers", ["b"], False) == set()
+    nodes.set_hidden("papers", ["a"], True)
+    nodes.delete_collection("papers")
+    assert set(nodes.outbox()) == {key(1), key(2), key(3)} and nodes.keys() == set()
+
+
 def test_a_node_with_new_text_releases_its_old_keys(nodes):
     nodes.put_many(SCOPE, [("a", (1,), key(1)), ("b", (2,), key(2))])
     nodes.put_many(SCOPE, [("a", (1,), key(3))])  # the same text for another model

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from browser import ANSWERS
+from browser import ANSWERS, files_below
 
 # Half a minute of one core to embed: long enough to be paused, cancelled and killed in. With some more words it had so
 # many passages that a third of each were embedded first.
@@ -115,6 +115,59 @@ def test_one_bad_file_among_many_is_named_and_stops_nothing(start, open_page, tm
     page.click(".rb-documents tr:has-text('broken') [data-act=retry-document]")
     page.wait_for_selector("#rb-library-message:has-text('1 file queued')")
     mine.all_read(before)
+
+
+def test_a_deletion_is_undone_or_completed_when_the_page_ends(start, open_page, tmp_path) -> None:
+    """Of an upload: the home has a copy of the file, too."""
+    (letter := tmp_path / "letter.txt").write_text("The zanzibarcanary sits in the lamp room of the harbour.")
+    running = start()
+    mine = open_page(running)
+    page = mine.page
+    mine.tab("Library")
+    page.set_input_files("#rb-upload input[type=file]", [str(letter)])
+    mine.await_states(letter="ready")
+    mine.tab("Chat")
+    mine.ask("Where does the zanzibarcanary sit?")
+    mine.tab("Library")
+    deleted, button = "#rb-deleted:has-text('letter.txt was deleted.')", "[data-act=delete-document]"
+    mine.confirm(button, deleted)
+    mine.expect(".rb-documents tbody tr").to_have_count(0)
+    mine.tab("Chat")
+    page.click(".rb-chat-open")
+    page.click(".rb-sources summary")
+    page.click(".rb-source")
+    mine.expect("#rb-source").to_contain_text("The document was deleted from the library.")
+    again = open_page(running)  # as after a reload
+    again.tab("Library")
+    again.page.wait_for_selector(deleted)
+    again.press("#rb-deleted [data-act=undo-delete]", ".rb-documents tr:has-text('letter.txt')")
+    again.expect("#rb-deleted .rb-note").to_have_count(0)
+    again.tab("Chat")
+    again.ask("Where does the zanzibarcanary sit?")
+    again.page.click(".rb-sources summary")
+    again.page.click(".rb-source")
+    again.page.wait_for_selector("#rb-source .rb-mark")
+    mine.tab("Library")
+    mine.expect("#rb-deleted .rb-note").to_have_count(0)
+    mine.confirm(button, deleted)
+    assert holding(running.home, "in the lamp room")
+    for each in (mine, again):
+        each.leave()
+    assert running.stop() == 0
+    assert holding(running.home, "in the lamp room") == []
+
+
+def holding(home: Path, word: str) -> list[str]:
+    """Files of the home, the models aside (a link), in which that word stands."""
+    return [str(path) for path in files_below(home) if word.encode() in content(path)]
+
+
+def content(path: Path) -> bytes:
+    """Nothing, where it has gone meanwhile."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
 def test_a_watched_folder_is_followed_also_over_a_restart(start, open_page, tmp_path) -> None:

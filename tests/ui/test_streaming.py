@@ -225,6 +225,23 @@ def test_a_conversation_that_is_deleted_elsewhere_leaves_a_usable_page(page, whe
     assert [each.text for each in page.answers()] == ["It is blue."]
 
 
+def test_a_deletion_is_offered_to_be_undone_on_every_page(page, library) -> None:
+    tab, view = page.frame.library, ("default", "", "", 0)
+    (document,) = page.services.workspaces.library.documents("default")
+
+    def click(act):
+        return tab.act(*view, gr.EventData(None, {"act": act, "id": document.id}))
+
+    drawn = click("delete-document")
+    assert "sky.txt was deleted." in drawn[tab.deleted] and "No documents here" in drawn[tab.documents]
+    assert tab.refresh(*view)[tab.deleted] == drawn[tab.deleted], "another page, or this one after a reload"
+    seen = page.frame.tick("earlier", *view)[tab.seen]
+    drawn = click("undo-delete")
+    assert drawn[tab.deleted] == "" and "sky.txt" in drawn[tab.documents] and drawn[tab.message] == ""
+    assert page.frame.tick(seen, *view)[tab.deleted] == "", "other pages see it"
+    assert "the document is back already" in click("undo-delete")[tab.message]
+
+
 def test_only_gradios_copy_of_an_upload_is_deleted(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "temporary"))
     mine, other = tmp_path / "temporary" / "hash" / "a.txt", tmp_path / "documents" / "b.txt"

@@ -72,6 +72,7 @@ def drawn(text):
         yield "library.jobs", [job(text, reason=text, state=state)], 5, state == "failed"
     yield "library.added", QueuedFiles(1, ((text, text),) * 9, ((text, text),))
     yield "library.watched", [WatchedFolder(1, text, text, text)]
+    yield "library.undoable", rows
     yield "library.deleted", [RemovedDocument(text, 3, 500)]
     yield ("compare.looking",)
     full, left = (compared(name, text) for name in ("full", text))

@@ -1,0 +1,122 @@
+"""Deletions that can be undone for ten minutes: a document is hidden first, and deleted for good later.
+
+Meanwhile this process holds `undo.lock` in the home. The hidden documents of a process that was killed are deleted by
+the next one that writes there (`Workspaces.writing`).
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from ragblend.app.library.documents import Document
+from ragblend.app.library.ingest import restore_document
+from ragblend.app.library.jobs import JobQueue
+from ragblend.app.library.removal import delete_hidden, hide_document, lock_hidden
+from ragblend.kvstore.errors import LibraryError, RagBlendError, StoreLockedError
+from ragblend.kvstore.files import Closing
+
+UNDO_S = 600.0
+RETRY_S = 10.0  # after an error, or while a file is queued again
+log = logging.getLogger("ragblend")
+
+
+class UndoableDeletions(Closing):
+    """The deletions that this process can undo; closing it completes them. Thread-safe. clock: monotonic, in seconds.
+
+    What belongs to it is changed by the thread that holds the writer lock.
+    """
+
+    def __init__(self, jobs: JobQueue, clock: Callable[[], float] = time.monotonic) -> None:
+        self._jobs, self._workspaces, self._clock = jobs, jobs.workspaces, clock
+        self._deadlines = dict[str, float]()  # by document id
+        self._lock_file: int | None = None
+        self._timer, self._is_closed = threading.Timer(0, self._complete), False
+
+    def start(self) -> None:
+        """Complete what a killed process left, in the background."""
+        if self._workspaces.library.hidden():
+            self._set_timer(0)
+
+    def delete(self, document_ids: Sequence[str], collection: str) -> int:
+        """Delete documents of a collection until `undo`; unknown ids are ignored. Returns how many.
+
+        Raises LibraryError, StoreLockedError.
+        """
+        workspace = self._workspaces.of(collection)
+        with self._workspaces.writing():
+            known = workspace.library.documents_with(document_ids).values()
+            found = [document for document in known if document.collection == collection]
+            if found and self._lock_file is None:
+                self._lock_file = lock_hidden(workspace.home)
+                if self._lock_file is None:
+                    raise StoreLockedError(
+                        f"Deleting from {workspace.home.root}: another process can still undo deletions there. End it."
+                    )
+            try:
+                for document in found:
+                    self._deadlines[document.id] = self._clock() + UNDO_S
+                    hide_document(workspace, document)
+            finally:
+                self._set_timer(RETRY_S)
+        self._jobs.wake()
+        return len(found)
+
+    def undo(self, document_id: str) -> None:
+        """Use a deleted document again; nothing is read or embedded. Raises LibraryError if it is too late."""
+        with self._workspaces.writing():
+            document = next((each for each in self.pending() if each.id == document_id), None)
+            if document is None:
+                raise LibraryError(
+                    "Undoing a deletion: the document is back already, or it was deleted for good. If it is not in the "
+                    "list, add its file again."
+                )
+            restore_document(self._workspaces.of(document.collection), document)
+        self._jobs.wake()
+
+    def pending(self) -> list[Document]:
+        """The documents that `undo` would bring back, of all collections, the last one first."""
+        deadlines, now = self._deadlines, self._clock()
+        hidden = [each for each in self._workspaces.library.hidden() if deadlines.get(each.id, now) > now]
+        return sorted(hidden, key=lambda each: -deadlines[each.id])
+
+    def complete_due(self) -> None:
+        """Delete for good what can no longer be undone. Raises LibraryError."""
+        with self._workspaces.writing():
+            library, pending = self._workspaces.library, {each.id for each in self.pending()}
+            delete_hidden(self._workspaces, [each for each in library.hidden() if each.id not in pending])
+            now = self._clock()
+            self._deadlines = {each.id: self._deadlines.get(each.id, now) for each in library.hidden()}
+        self._jobs.wake()  # there may be room for more KV now
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._timer.cancel()
+        if self._timer.is_alive():
+            self._timer.join()
+        if self._lock_file is not None:
+            os.close(self._lock_file)
+            self._lock_file = None
+            try:
+                with self._workspaces.writing():
+                    pass  # it deletes hidden documents: nobody can bring them back now
+            except RagBlendError as error:
+                log.warning("%s Deleted documents stay hidden until the next process deletes them.", error)
+
+    def _set_timer(self, least_s: float) -> None:
+        """Call `complete_due` once something is due, but not before least_s seconds."""
+        self._timer.cancel()
+        if self._deadlines or not least_s:
+            wait_s = min(self._deadlines.values(), default=0) - self._clock()
+            self._timer = threading.Timer(max(least_s, wait_s), self._complete)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _complete(self) -> None:
+        try:
+            self.complete_due()
+        except RagBlendError as error:  # another process writes, say
+            log.warning("%s Deleted documents stay hidden, and this is tried again.", error)
+        if not self._is_closed:
+            self._set_timer(RETRY_S)

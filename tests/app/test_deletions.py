@@ -1,0 +1,246 @@
+"""Deletions of the page can be undone for ten minutes: until then nobody finds the document, and nothing is lost."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from app_fakes import FakeEmbedder
+from test_removal import left_of, read
+from waiting import until
+
+from ragblend.app.answering.answer import AnswerSource
+from ragblend.app.answering.chats import DELETED_TEXT
+from ragblend.app.answering.highlight import open_document
+from ragblend.app.answering.retrieval import search
+from ragblend.app.library.deletions import UNDO_S, UndoableDeletions
+from ragblend.app.library.encoding import encode_missing
+from ragblend.app.library.ingest import ingest
+from ragblend.app.library.maintenance import check_index
+from ragblend.app.library.switching import embed_anew
+from ragblend.app.services import AppServices
+from ragblend.app.workspace import Workspaces
+from ragblend.kvstore.errors import LibraryError, StoreLockedError
+
+SECRET = "CANARY the lighthouse keeper hides ruby RX-77012 behind the seventh stair of Harrow tower"
+QUESTION = "Where is ruby RX-77012 hidden, behind which stair?"
+
+
+class Clock:
+    """A clock that a test turns on."""
+
+    seconds = 0.0
+
+    def __call__(self):
+        return self.seconds
+
+
+@pytest.fixture
+def secret(documents):
+    path = documents / "secret.txt"
+    path.write_text(SECRET)
+    return path
+
+
+@pytest.fixture
+def document(workspaces, documents, secret):
+    """The secret document, ingested with others, with KV; an answer cites it."""
+    ingest(workspaces.first, [documents])
+    found = workspaces.library.find("default", "secret.txt")
+    passages = enumerate(workspaces.library.passages_of(found.id))
+    sources = [AnswerSource.of(found, each, 0.5, number) for number, each in passages]
+    segments = [{"number": each.number, "text": each.text[:40]} for each in sources]
+    chat = workspaces.chats.create("A talk").id
+    workspaces.chats.add(chat, "user", "Where?")
+    workspaces.chats.add(chat, "assistant", "There.", sources, {"segments": segments})
+    return found
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def deletions(jobs, clock):
+    with UndoableDeletions(jobs, clock) as opened:
+        yield opened
+
+
+def cited(workspaces):
+    """The texts of the old answer's sources, and what its report says of them."""
+    answer = workspaces.chats.messages(1)[-1]
+    assert answer == workspaces.chats.message(answer.id)
+    return {each.text for each in answer.sources} | {each["text"] for each in answer.report["segments"]}
+
+
+def names(workspaces):
+    return [each.name for each in workspaces.library.documents("default")]
+
+
+def found(workspaces):
+    return {source.document for source in search([workspaces.first], QUESTION, 10)}
+
+
+def is_gone(home, nodes):
+    return left_of(home, nodes) == [] and b"CANARY" not in read(home)
+
+
+def test_a_deleted_document_is_nowhere_but_can_be_brought_back(
+    deletions, workspaces, document, unrelated, cli, told, capfd
+):
+    library, first = workspaces.library, workspaces.first
+    before = cited(workspaces)
+    assert "secret.txt" in found(workspaces) and "CANARY" in str(before)
+    assert deletions.delete([document.id, "unknown"], "default") == 1
+    assert [each.name for each in deletions.pending()] == ["secret.txt"]
+    assert "secret.txt" not in found(workspaces) and "secret.txt" not in names(workspaces)
+    assert library.page("default").total == 3 and document.path not in library.nodes("default").values()
+    assert open_document(library, document.id).reason == "The document was deleted from the library."
+    assert cited(workspaces) == {DELETED_TEXT, ""}
+    assert "CANARY" not in workspaces.chats.export_markdown(1)
+    assert encode_missing(first).passages == library.count_passages("default")
+    assert check_index(first) == []
+    # Other processes, one of which writes.
+    assert "secret.txt" not in str(told("docs", "list", "--all"))
+    assert cli("docs", "rm", "secret.txt") == 1 and "there is none" in capfd.readouterr().err
+    assert cli("docs", "rm", "sky.txt") == 0
+    embedded, encoded = len(first.embedder.embedded), list(first.engine.encoded)
+    deletions.undo(document.id)
+    assert deletions.pending() == [] and "secret.txt" in found(workspaces)
+    assert cited(workspaces) == before
+    assert library.documents_with([document.id])[document.id] == document
+    assert check_index(first) == []
+    ingest(first, [Path(document.path)])
+    assert len(first.embedder.embedded) == embedded and first.engine.encoded == encoded, (
+        "nothing is done again"
+    )
+    with pytest.raises(LibraryError, match="is back already"):
+        deletions.undo(document.id)
+
+
+def test_after_ten_minutes_nothing_of_it_is_left(deletions, workspaces, document, home, clock):
+    nodes = workspaces.library.node_ids(document.id)
+    deletions.delete([document.id], "default")
+    clock.seconds += UNDO_S - 1
+    deletions.complete_due()
+    assert left_of(home, nodes) and len(deletions.pending()) == 1
+    clock.seconds += 1
+    assert deletions.pending() == []
+    with pytest.raises(LibraryError, match="it was deleted for good"):
+        deletions.undo(document.id)
+    deletions.complete_due()
+    assert is_gone(home, nodes) and names(workspaces) == ["boats.txt", "bread.md", "sky.txt"]
+    assert cited(workspaces) == {DELETED_TEXT, ""}
+
+
+def test_closing_completes_deletions(workspaces, document, home):
+    nodes = workspaces.library.node_ids(document.id)
+    with AppServices(Workspaces(workspaces.home, workspaces.settings)) as services:
+        services.deletions.delete([document.id], "default")
+        assert left_of(home, nodes)
+    assert is_gone(home, nodes)
+
+
+KILLED = """
+import os, sys
+from app_fakes import FakeEmbedder, FakeEngine
+from ragblend.app.services import AppServices
+from ragblend.app.workspace import Workspace
+home, document = sys.argv[1:]
+Workspace.engine, Workspace.embedder = FakeEngine(home), FakeEmbedder()
+assert AppServices.open(home).deletions.delete([document], "default") == 1
+os._exit(9)
+"""
+
+
+@pytest.mark.parametrize("by", ["another program", "the page"])
+def test_a_killed_process_leaves_deletions_to_the_next(workspaces, document, home, cli, by):
+    nodes = workspaces.library.node_ids(document.id)
+    command = [sys.executable, "-c", KILLED, str(home), document.id]
+    assert subprocess.run(command, cwd=Path(__file__).parent).returncode == 9
+    assert left_of(home, nodes) and "secret.txt" not in names(workspaces)
+    if by == "the page":
+        with AppServices(Workspaces(workspaces.home, workspaces.settings)) as services:
+            services.deletions.start()
+            until(lambda: is_gone(home, nodes))
+    else:
+        assert cli("docs", "rm", "sky.txt") == 0
+    assert is_gone(home, nodes)
+
+
+def test_only_one_process_can_undo(deletions, workspaces, document, jobs):
+    deletions.delete([document.id], "default")
+    other = workspaces.library.find("default", "sky.txt")
+    with UndoableDeletions(jobs) as second, pytest.raises(StoreLockedError, match="can still undo deletions"):
+        second.delete([other.id], "default")
+    assert "sky.txt" in names(workspaces)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_ingesting_it_again_brings_it_back(deletions, workspaces, document, home, secret, clock, changed):
+    nodes, embedded = workspaces.library.node_ids(document.id), len(workspaces.first.embedder.embedded)
+    deletions.delete([document.id], "default")
+    if changed:
+        secret.write_text("The keeper has moved the gems to the cellar of the brewery.")
+    report = ingest(workspaces.first, [secret])
+    assert deletions.pending() == [] and "secret.txt" in names(workspaces)
+    assert (report.updated if changed else report.unchanged) == [str(secret)]
+    assert (len(workspaces.first.embedder.embedded) == embedded) is not changed
+    clock.seconds += UNDO_S
+    deletions.complete_due()
+    assert "secret.txt" in names(workspaces), "the old deadline does not count"
+    assert is_gone(home, nodes) is changed
+    deletions.delete([document.id], "default")  # the same again
+    clock.seconds += UNDO_S
+    deletions.complete_due()
+    assert is_gone(home, nodes) and "secret.txt" not in names(workspaces)
+
+
+def test_an_upload_that_waits_in_the_queue_is_not_deleted(deletions, workspaces, jobs, tmp_path, clock):
+    (letter := tmp_path / "letter.txt").write_text(SECRET)
+    jobs.upload([letter], "default")
+    job = jobs.store.next()
+    ingest(workspaces.first, [Path(job.path)])
+    jobs.store.finish(job.id, "done")
+    deletions.delete([workspaces.library.find("default", "letter.txt").id], "default")
+    jobs.upload([letter], "default")
+    clock.seconds += UNDO_S
+    deletions.complete_due()
+    assert os.path.exists(job.path)
+    assert ingest(workspaces.first, [Path(job.path)]).unchanged and "letter.txt" in found(workspaces)
+
+
+def test_deleting_its_collection_completes_it(deletions, workspaces, document, jobs, home):
+    nodes = workspaces.library.node_ids(document.id)
+    deletions.delete([document.id], "default")
+    removed, _ = jobs.remove_collection("default")
+    assert len(removed) == 3 and is_gone(home, nodes) and deletions.pending() == []
+    assert workspaces.library.collections() == []
+
+
+def test_another_embedder_completes_it(deletions, workspaces, documents, document, home, monkeypatch):
+    """Its vectors are by the old embedder; a switch that waited for the deletion would never have ended."""
+    made = {}
+    monkeypatch.setattr(Workspaces, "embedder", lambda self, model: made.setdefault(model, FakeEmbedder()))
+    nodes = workspaces.library.node_ids(document.id)
+    everything = [each.id for each in workspaces.library.documents("default")]
+    deletions.delete(everything, "default")
+    workspaces.change(embedder="sentence-transformers/other")
+    assert workspaces.first.embedder_name == "default"
+    assert embed_anew(workspaces.first)
+    assert workspaces.first.embedder_name == "sentence-transformers/other"
+    assert deletions.pending() == []
+    with workspaces.writing():
+        pass
+    assert is_gone(home, nodes)
+
+
+def test_a_file_that_vanishes_meanwhile_changes_nothing(deletions, workspaces, document, jobs, secret):
+    deletions.delete([document.id], "default")
+    secret.unlink()
+    assert jobs.remove_missing([secret], "default") == 0
+    deletions.undo(document.id)
+    assert "secret.txt" in found(workspaces)
+    assert jobs.remove_missing([secret], "default") == 1
