@@ -120,6 +120,7 @@ class Options(OwnOptions):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     reasoning_effort: Any = None
     stream_usage: Any = None
@@ -132,6 +133,7 @@ class Options(OwnOptions):
     min_tokens: Literal[0] | None = None
     length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
     typical_p: Annotated[float, Field(ge=1, le=1)] | None = None
+    moderation: None = None
 
     @property
     def includes_usage(self) -> bool:

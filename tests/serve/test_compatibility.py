@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -95,13 +96,7 @@ def test_the_docs_name_every_parameter_and_every_ignored_field() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        dict.fromkeys(
-            ("audio", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs", "max_tokens",
-             "max_completion_tokens", "metadata", "modalities", "n", "parallel_tool_calls", "prediction",
-             "presence_penalty", "reasoning_effort", "response_format", "seed", "service_tier", "stop", "store",
-             "stream", "stream_options", "temperature", "tool_choice", "tools", "top_logprobs", "top_p", "user",
-             "verbosity", "web_search_options", "top_k", "min_p", "repetition_penalty", "best_of"),
-        ),
+        dict.fromkeys(("top_k", "min_p", "repetition_penalty", "best_of")),
         {"reasoning_effort": "high", "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "user": "me"},
         {"parallel_tool_calls": True, "modalities": ["text"], "verbosity": "medium", "tools": [], "stop": []},
         {"top_k": -1, "max_tokens": -1, "max_completion_tokens": None, "best_of": 1, "echo": False, "logit_bias": {}},
@@ -114,6 +109,25 @@ def test_the_docs_name_every_parameter_and_every_ignored_field() -> None:
 def test_options_that_change_nothing_are_no_errors(served, options) -> None:
     plain = said(served.chat(max_tokens=None))
     assert said(served.chat(**{"max_tokens": None} | options)) == plain
+
+
+@pytest.mark.parametrize(
+    ("path", "basis", "module", "parameters"),
+    [
+        (CHAT, {"messages": [HI]}, "chat.completion", "CompletionCreateParamsBase"),
+        ("/v1/completions", {"prompt": "Hi."}, "completion", "CompletionCreateParamsBase"),
+        ("/v1/responses", {"input": "Hi."}, "responses.response", "ResponseCreateParamsBase"),
+    ],
+    ids=["chat", "completions", "responses"],
+)
+def test_null_of_every_name_of_openais_client_is_no_error(served, path, basis, module, parameters) -> None:
+    """Names that its newer versions have (`moderation`, `prompt_cache_options`) were unknown."""
+    pytest.importorskip("openai", reason="the client's package is not installed")
+    names = vars(import_module(f"openai.types.{module}_create_params"))[parameters].__annotations__
+    limit = {"max_output_tokens" if "input" in basis else "max_tokens": 1}
+    with served.client() as client:
+        body = dict.fromkeys(names) | {"model": ""} | basis | limit
+        assert client.post(path, json=body).status_code == 200
 
 
 def test_the_models_name_counts_in_any_case(served) -> None:
