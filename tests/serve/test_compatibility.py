@@ -78,6 +78,48 @@ def test_arguments_that_are_no_object_are_shown_to_the_model(caller, arguments, 
         assert prompt_of(caller, called(arguments)) == prompt_of(caller, called(same))
 
 
+def result(call_id="c1"):
+    return {"role": "tool", "tool_call_id": call_id, "content": "It is up."}
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([HI, result()], r"messages\[1\] has the role tool and must answer .* its tool_call_id is 'c1'"),
+        ([HI, called("{}"), result("c9")], r"messages\[2\] has the role tool .* is 'c9'"),
+        (
+            [HI, called("{}"), {"role": "tool", "content": "up"}],
+            r"messages\[2\] has the role tool .* is None",
+        ),
+        (
+            [HI, called("{}"), result(), result()],
+            r"messages\[2\] and messages\[3\] both answer the call 'c1'",
+        ),
+    ],
+    ids=["no call", "another call", "no id", "two results"],
+)
+def test_results_without_a_call_of_their_own_are_refused(caller, messages, message) -> None:
+    """As by OpenAI: they were shown to the model as if they had one."""
+    answer = caller.chat(messages=messages, tools=[TOOL])
+    assert answer.status_code == 400
+    assert re.search(message, answer.json()["error"]["message"]), answer.text
+
+
+def test_what_conversations_of_agents_have_is_accepted(caller) -> None:
+    """A tool that is gone, an id that is used again, a developer's message in the middle."""
+    gone = called("{}")
+    gone["tool_calls"][0]["function"]["name"] = "gone"
+    developer = {"role": "developer", "content": "Be brief."}
+    told = [HI, gone, result(), developer, called("{}"), result(), HI]
+    for tools in ([TOOL], None):
+        assert caller.chat(messages=told, tools=tools, max_tokens=1).status_code == 200
+    shorter = [each for each in told if each is not developer]
+    counts = [
+        caller.chat(messages=each, max_tokens=1).json()["usage"]["prompt_tokens"] for each in (told, shorter)
+    ]
+    assert counts[0] > counts[1], "nothing is lost"
+
+
 def test_fields_that_clients_send_back_with_a_message_change_nothing(served) -> None:
     plain = {"role": "assistant", "content": "Yes."}
     more = {name: {"any": ["thing"]} for name in IGNORED_IN_MESSAGES}
