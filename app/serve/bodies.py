@@ -120,6 +120,7 @@ class Options(OwnOptions):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     reasoning_effort: Any = None
     stream_usage: Any = None
@@ -132,6 +133,7 @@ class Options(OwnOptions):
     min_tokens: Literal[0] | None = None
     length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
     typical_p: Annotated[float, Field(ge=1, le=1)] | None = None
+    moderation: None = None
 
     @property
     def includes_usage(self) -> bool:
@@ -189,6 +191,7 @@ class ChatBody(Options):
 
     def turns(self) -> list[ChatTurn]:
         """Raises UsageError for what the model cannot read."""
+        _check_results(self.messages)
         return drop_empty_turns([_turn(number, message) for number, message in enumerate(self.messages)])
 
 
@@ -348,6 +351,30 @@ def _chat_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": {n: v for n, v in wanted.items() if n != "type"}}
     return wanted if isinstance(wanted, dict) else {"type": wanted}
+
+
+def _check_results(messages: Sequence[MessageBody]) -> None:
+    """Raise UsageError for a tool's result without a call, and for a second one, which OpenAI's API refuses too.
+
+    Results of the older role `function` have no ids.
+    """
+    results: dict[Any, int | None] = {}  # by the call's id: its result's message
+    for number, message in enumerate(messages):
+        called = message.tool_call_id
+        if message.role == "assistant":
+            results |= {call.get("id"): None for call in message.tool_calls or ()}
+        elif message.role == "tool" and (called is None or called not in results):
+            raise UsageError(
+                f"messages[{number}] has the role tool and must answer an earlier call of tool_calls; its tool_call_id "
+                f"is {called!r:.100}"
+            )
+        elif message.role == "tool" and results[called] is not None:
+            raise UsageError(
+                f"messages[{results[called]}] and messages[{number}] both answer the call {called!r:.100}; send one "
+                "result of each call"
+            )
+        elif message.role == "tool":
+            results[called] = number
 
 
 def _turn(number: int, message: MessageBody) -> ChatTurn:

@@ -382,6 +382,7 @@ def _messages(messages: Sequence[OllamaMessage]) -> Iterator[Json]:
             "reasoning_content": message.thinking,
         }
         if message.role == "tool":
+            turn["role"] = "function"  # a result that need not have a call: this API does not ask for one
             answered = next((each for each in open_calls if message.tool_name in (None, each[1])), None)
             if answered is not None:
                 open_calls.remove(answered)

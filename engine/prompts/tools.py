@@ -142,7 +142,7 @@ def tools_grammar(
     """A grammar of text or calls, or only calls (is_forced). answer: the rule of the text.
 
     From the trigger on it is a call of one of these tools, with arguments of its schema. So is an answer that begins as
-    a call without its tags (`_bare_call`).
+    a call without its tags (`_parse_bare`).
     """
     functions = functions_by_name(tools)
     calls = [f"{json.dumps(name + form.middle)} {_arguments(name, each)}" for name, each in functions.items()]
@@ -158,8 +158,9 @@ def tools_grammar(
     else:
         bare = [f"/{_bare_begin(name)}/ {_arguments(name, each)}" for name, each in functions.items()]
         rules += [f"bare: ({' | '.join(bare)}) /{_BARE_END}/", f"BEGUN: /{_bare_begin(*functions)}(.|\\n)*/"]
-        if tag in form.tokens:  # no text holds it
-            rules += [f"start: WORDS | bare | WORDS {begin} rest", "WORDS: TEXT & ~BEGUN"]
+        if tag in form.tokens:  # ordinary tokens could write it too, and it would be read as a call
+            rules += [f"start: WORDS | bare | WORDS {begin} rest", "WORDS: TEXT & ~BEGUN & ~SPELLED"]
+            rules.append(rf"SPELLED: /(.|\n)*{re.escape(tag)}(.|\n)*/")
         elif form.is_tagged:
             rules += ["start: WORDS | bare | begun rest", "WORDS: TEXT & ~BEGUN"]
             rules += [f"begun[lazy]: (TEXT {json.dumps(form.trigger)}) & ~BEGUN"]
@@ -211,38 +212,27 @@ def _bare_begin(*names: str) -> str:
 
 
 def _parse_bare(text: str, functions: Mapping[str, Tool]) -> ParsedAnswer:
-    """An answer without tags: a call, one that was cut off, or text."""
-    if (bare := _bare_call(text, functions)) is not None:
-        return ParsedAnswer("", (bare,))
-    begin = re.match(_bare_begin(*functions), text, re.ASCII)
-    if begin is not None:
-        try:
-            json.JSONDecoder().raw_decode(text, begin.end())
-        except (ValueError, RecursionError):
-            return ParsedAnswer("", (), text[begin.end() :], begin[2])
-    return ParsedAnswer(text)
-
-
-def _bare_call(text: str, functions: Mapping[str, Tool]) -> ToolCall | None:
-    """The call of an answer without tags, which small models forget (Qwen2.5-Coder 0.5B nearly always)."""
-    try:  # the grammar lets either fence be missing
-        said = json.loads(re.sub(rf"\A{_FENCE}", "", text).rstrip().removesuffix("```"))
+    """An answer without tags: a call, which small models write so (Qwen2.5-Coder 0.5B nearly always), one that was cut
+    off, or text.
+    """
+    if (begin := re.match(_bare_begin(*functions), text, re.ASCII)) is None:
+        return ParsedAnswer(text)
+    try:
+        arguments, end = json.JSONDecoder().raw_decode(text, begin.end())
     except (ValueError, RecursionError):
-        return None
-    if not isinstance(said, dict) or said.keys() != {"name", "arguments"}:
-        return None
-    is_call = isinstance(said["name"], str) and said["name"] in functions
-    return _call(**said) if is_call and isinstance(said["arguments"], dict) else None
+        return ParsedAnswer("", (), text[begin.end() :], begin[2])
+    is_call = isinstance(arguments, dict) and re.fullmatch(_BARE_END, text[end:]) is not None
+    return ParsedAnswer("", (_call(begin[2], arguments),)) if is_call else ParsedAnswer(text)
 
 
 def _may_become_bare_call(text: str, names: Sequence[str]) -> bool:
-    """Whether an answer that begins so can be one of `_bare_call`."""
+    """Whether an answer that begins so can be a call of `_parse_bare`."""
     said = text.lstrip()
     if said.startswith("`"):
         fence, newline, said = said.partition("\n")
         if not re.fullmatch(r"`{1,3}|```\w*", fence) or (newline and len(fence) < 3):
             return False
-    begins = ['{"arguments":{', *(f'{{"name":"{name}","arguments":{{' for name in names)]
+    begins = [f'{{"name":"{name}","arguments":{{' for name in names]
     packed = re.sub(r"\s", "", said)
     if not any(packed.startswith(begin) for begin in begins):
         return any(begin.startswith(packed) for begin in begins)

@@ -27,6 +27,7 @@ from ragblend.integrations.vllm.plugin import is_paused, worker_of
 from ragblend.integrations.vllm.runtime import VllmRuntime, decoder_for, fuses_a_step_ahead, unsupported
 from ragblend.integrations.vllm.scheduler import ConnectorScheduler
 from ragblend.integrations.vllm.settings import ConnectorSettings
+from ragblend.integrations.vllm.streams import report_in_streams
 from ragblend.integrations.vllm.tensor_parallel import tensor_parallel_group
 from ragblend.integrations.vllm.worker import ConnectorWorker
 from ragblend.kvstore.errors import RagBlendError
@@ -195,6 +196,7 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_prom_metrics(cls, *given: Any) -> FusionMetrics:
+        report_in_streams()  # vLLM calls this in the process that answers HTTP
         return FusionMetrics(*given)
 
 

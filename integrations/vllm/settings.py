@@ -87,8 +87,8 @@ class RequestOptions:
 
     off: vLLM alone; asked: the request chose its method, and is fused even if that saves nothing. encode: encode its
     passages without KV first (True), never (False), or by the server's setting (None). label: name under which its
-    report is kept for a later request with that `report`, because streams carry none. space: where KV that it encodes
-    is stored.
+    report is kept for a later request with that `report`, because an answer of one token has none. space: where KV that
+    it encodes is stored.
     """
 
     method: str

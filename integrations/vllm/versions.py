@@ -8,8 +8,9 @@ COMPARED = ("0.33.",)  # the interface was compared and is the same; not run
 
 # Undocumented names, by module, and what would happen without each. If one is missing the start says so and nothing is
 # fused. Attributes of instances are tried by the gate.
+Names = tuple[tuple[str, str, str], ...]
 TRANSFER = "vllm.distributed.kv_transfer.kv_connector"
-PRIVATE_NAMES = (
+PRIVATE_NAMES: Names = (
     (f"{TRANSFER}.factory", "KVConnectorFactory._registry", "vLLM would not know the connector"),
     (f"{TRANSFER}.v1.base", "KVConnectorTransferResults", "failed prompts would get wrong answers"),
     ("vllm.forward_context", "set_forward_context", "the gate could not run vLLM's forward pass"),
@@ -37,11 +38,20 @@ PRIVATE_NAMES = (
         "the model would not be found",
     ),
 )
+# Looked up in the server's own process, when its metrics are made; without them prompts are fused all the same.
+SERVING = "vllm.entrypoints.openai"
+STREAM_NAMES: Names = tuple(
+    (f"{SERVING}.{module}.serving", path, "its streams have no report")
+    for module, path in (
+        ("chat_completion", "OpenAIServingChat.chat_completion_stream_generator"),
+        ("completion", "OpenAIServingCompletion.completion_stream_generator"),
+    )
+)
 
 
-def missing_name() -> str | None:
-    """The reason why the connector does not support the installed vLLM: a name that is missing; None if none is."""
-    for module, path, consequence in PRIVATE_NAMES:
+def missing_name(names: Names = PRIVATE_NAMES) -> str | None:
+    """The first of these names that the installed vLLM does not have, and what follows; None if it has all."""
+    for module, path, consequence in names:
         try:
             reduce(getattr, path.split("."), import_module(module))
         except (ImportError, AttributeError):

@@ -228,9 +228,10 @@ def test_values_that_cannot_end_at_once_are_led_to_an_end(llama, name, options):
     "schema",
     [
         {"type": "string", "minLength": 10**9},
+        {"type": "string", "minLength": 600},
         {"type": "array", "items": {"type": "string"}, "minItems": 10**6},
     ],
-    ids=["text", "list"],
+    ids=["text", "long text", "list"],
 )
 def test_schemas_without_a_short_answer_end_at_the_limit(llama, schema):
     """As everywhere else: what was refused were also schemas whose end was not found."""
@@ -238,7 +239,18 @@ def test_schemas_without_a_short_answer_end_at_the_limit(llama, schema):
     assert len(result.token_ids) == 30 and not result.stopped
 
 
-@pytest.mark.parametrize("schema", [with_keys(600, "null"), ENDLESS], ids=["wide", "endless"])
+def test_a_long_text_is_whole_where_it_fits(llama):
+    grammar = json_grammar(thing(a=text(minLength=600)))
+    said = json.loads(llama.engine.generate(PROMPT, grammar=grammar, max_new_tokens=900).text)
+    assert len(said["a"]) >= 600
+
+
+EXPLODING = thing(a=text(pattern="^(((((a{10}){10}){10}){10}){10}){10}$"))
+
+
+@pytest.mark.parametrize(
+    "schema", [with_keys(600, "null"), ENDLESS, EXPLODING], ids=["wide", "endless", "exploding pattern"]
+)
 def test_schemas_that_are_too_much_for_the_compiler_are_refused(llama, schema):
     grammar = Grammar(json_grammar(schema).text, is_closed=False)
     with pytest.raises(UsageError, match="too much for its compiler"):

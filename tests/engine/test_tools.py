@@ -5,12 +5,15 @@ import copy
 import pytest
 from benches import assert_grammar_changes_nothing, make_text
 from tiny_models import TEMPLATE, TOOLS_TEMPLATE
+from tokenizers import AddedToken
 
 from ragblend import Chunk, Literal
+from ragblend.engine.decoding.constrained import token_grammars
 from ragblend.engine.decoding.grammar import load_llguidance
 from ragblend.engine.prompts.chat import chat
 from ragblend.engine.prompts.segments import Message, ToolCall
 from ragblend.engine.prompts.tools import (
+    ParsedAnswer,
     TextBeforeCalls,
     call_format,
     check_tools,
@@ -151,13 +154,17 @@ def test_calls_that_are_cut_off_are_broken(form, cut):
 
 
 def test_untagged_calls_count_if_they_are_the_whole_answer(form):
-    """With one fence of two, which the grammar allows, they were the text of the answer."""
+    """With one fence of two, which the grammar allows, they were the text of the answer. What the grammar does not take
+    for a call (arguments first, two names) was one, with arguments that keep to no schema.
+    """
     bare = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
     for text in (bare, f"```json\n{bare}\n```", f"{bare}\n```", f" ```\n{bare}"):
         [call] = parse_answer(text, form, TOOLS).calls
         assert (call.name, call.arguments) == ("add", {"a": 1, "b": 2})
-    for text in (f"So: {bare}", bare.replace("add", "rob"), "[1]", bare.replace("arguments", "kwargs")):
-        assert parse_answer(text, form, TOOLS).text == text
+    unchecked = '{"arguments": {"a": "x"}, "name": "add"}', bare.replace("{", '{"name": "b", ', 1)
+    others = f"So: {bare}", bare.replace("add", "rob"), "[1]", bare.replace("arguments", "kwargs")
+    for text in (*others, *unchecked, bare.replace("name", "n\\u0061me")):
+        assert parse_answer(text, form, TOOLS) == ParsedAnswer(text)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +196,21 @@ def test_calls_without_tags_keep_to_the_tools_schema(llama, tokenizer, template,
     tokens = grammars.tokenize_str(text)
     assert (matcher.validate_tokens(tokens) == len(tokens)) == kept
     assert not kept or (matcher.consume_tokens(tokens) and matcher.is_accepting())
+
+
+def test_no_ordinary_tokens_write_the_tag_of_a_call(tokenizer):
+    """Copied from a prompt, where it is plain text, it began a call with arguments that keep to no schema."""
+    tokenizer.add_tokens([AddedToken(tag, special=False) for tag in ("<tool_call>", "</tool_call>")])
+    grammar = tools_grammar(call_format(tokenizer, "tiny"), TOOLS, is_forced=False, is_parallel=True)
+    tables = token_grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+
+    def allowed(*parts):
+        matcher = load_llguidance().LLMatcher(tables, grammar.text, log_level=0)
+        ids = [i for part in parts for i in tokenizer.encode(part, add_special_tokens=False)]
+        return matcher.validate_tokens(ids) == len(ids)
+
+    assert allowed("See: <tool_call", " >") and not allowed("See: <tool_call", ">")
+    assert allowed('See.<tool_call>\n{"name": "add"') and not allowed('See.<tool_call>\n{"name": "no')
 
 
 @pytest.mark.parametrize("begin", ['{"name": "add", "arguments": ', '```json\n{"name":"add" ,"arguments":'])
@@ -229,7 +251,7 @@ BARE = '{"name": "add", "arguments": {"a": 1}}'
         ("`ls` lists files", "`"),
         ("```json\n[1, 2, 3]\n```", "```json\n"),
         ('{"name": "ad", "arguments": {}}', '{"name": "ad'),
-        ('{"arguments": [1]}', '{"arguments": '),
+        ('{"arguments": {"a": 1}}', '{"'),
         (f"{BARE} would add", f"{BARE} "),
         ("  \n\n two blanks", "  \n\n "),
         (BARE, BARE),

@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,48 @@ def test_arguments_that_are_no_object_are_shown_to_the_model(caller, arguments, 
         assert prompt_of(caller, called(arguments)) == prompt_of(caller, called(same))
 
 
+def result(call_id="c1"):
+    return {"role": "tool", "tool_call_id": call_id, "content": "It is up."}
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([HI, result()], r"messages\[1\] has the role tool and must answer .* its tool_call_id is 'c1'"),
+        ([HI, called("{}"), result("c9")], r"messages\[2\] has the role tool .* is 'c9'"),
+        (
+            [HI, called("{}"), {"role": "tool", "content": "up"}],
+            r"messages\[2\] has the role tool .* is None",
+        ),
+        (
+            [HI, called("{}"), result(), result()],
+            r"messages\[2\] and messages\[3\] both answer the call 'c1'",
+        ),
+    ],
+    ids=["no call", "another call", "no id", "two results"],
+)
+def test_results_without_a_call_of_their_own_are_refused(caller, messages, message) -> None:
+    """As by OpenAI: they were shown to the model as if they had one."""
+    answer = caller.chat(messages=messages, tools=[TOOL])
+    assert answer.status_code == 400
+    assert re.search(message, answer.json()["error"]["message"]), answer.text
+
+
+def test_what_conversations_of_agents_have_is_accepted(caller) -> None:
+    """A tool that is gone, an id that is used again, a developer's message in the middle."""
+    gone = called("{}")
+    gone["tool_calls"][0]["function"]["name"] = "gone"
+    developer = {"role": "developer", "content": "Be brief."}
+    told = [HI, gone, result(), developer, called("{}"), result(), HI]
+    for tools in ([TOOL], None):
+        assert caller.chat(messages=told, tools=tools, max_tokens=1).status_code == 200
+    shorter = [each for each in told if each is not developer]
+    counts = [
+        caller.chat(messages=each, max_tokens=1).json()["usage"]["prompt_tokens"] for each in (told, shorter)
+    ]
+    assert counts[0] > counts[1], "nothing is lost"
+
+
 def test_fields_that_clients_send_back_with_a_message_change_nothing(served) -> None:
     plain = {"role": "assistant", "content": "Yes."}
     more = {name: {"any": ["thing"]} for name in IGNORED_IN_MESSAGES}
@@ -95,13 +138,7 @@ def test_the_docs_name_every_parameter_and_every_ignored_field() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        dict.fromkeys(
-            ("audio", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs", "max_tokens",
-             "max_completion_tokens", "metadata", "modalities", "n", "parallel_tool_calls", "prediction",
-             "presence_penalty", "reasoning_effort", "response_format", "seed", "service_tier", "stop", "store",
-             "stream", "stream_options", "temperature", "tool_choice", "tools", "top_logprobs", "top_p", "user",
-             "verbosity", "web_search_options", "top_k", "min_p", "repetition_penalty", "best_of"),
-        ),
+        dict.fromkeys(("top_k", "min_p", "repetition_penalty", "best_of")),
         {"reasoning_effort": "high", "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "user": "me"},
         {"parallel_tool_calls": True, "modalities": ["text"], "verbosity": "medium", "tools": [], "stop": []},
         {"top_k": -1, "max_tokens": -1, "max_completion_tokens": None, "best_of": 1, "echo": False, "logit_bias": {}},
@@ -114,6 +151,25 @@ def test_the_docs_name_every_parameter_and_every_ignored_field() -> None:
 def test_options_that_change_nothing_are_no_errors(served, options) -> None:
     plain = said(served.chat(max_tokens=None))
     assert said(served.chat(**{"max_tokens": None} | options)) == plain
+
+
+@pytest.mark.parametrize(
+    ("path", "basis", "module", "parameters"),
+    [
+        (CHAT, {"messages": [HI]}, "chat.completion", "CompletionCreateParamsBase"),
+        ("/v1/completions", {"prompt": "Hi."}, "completion", "CompletionCreateParamsBase"),
+        ("/v1/responses", {"input": "Hi."}, "responses.response", "ResponseCreateParamsBase"),
+    ],
+    ids=["chat", "completions", "responses"],
+)
+def test_null_of_every_name_of_openais_client_is_no_error(served, path, basis, module, parameters) -> None:
+    """Names that its newer versions have (`moderation`, `prompt_cache_options`) were unknown."""
+    pytest.importorskip("openai", reason="the client's package is not installed")
+    names = vars(import_module(f"openai.types.{module}_create_params"))[parameters].__annotations__
+    limit = {"max_output_tokens" if "input" in basis else "max_tokens": 1}
+    with served.client() as client:
+        body = dict.fromkeys(names) | {"model": ""} | basis | limit
+        assert client.post(path, json=body).status_code == 200
 
 
 def test_the_models_name_counts_in_any_case(served) -> None:

@@ -167,6 +167,8 @@ def test_results_answer_calls_by_name_or_in_order() -> None:
     assert first != second and [each.arguments for each in turns[1].calls] == [{"up": True}] * 2
     assert [turn.call_id for turn in turns if turn.role == "tool"] == [second, first, "mine"]
     assert turns[4].calls[0].id == "mine"
+    alone = OllamaChatBody(model="m", messages=[{"role": "tool", "content": "up"}] * 2)
+    assert [turn.role for turn in alone.chat().turns()] == ["tool", "tool"], "Ollama asks for no call"
 
 
 def called(arguments):

@@ -14,15 +14,25 @@ from vllm_helpers import TIMEOUT_S
 from ragblend.kvstore.errors import UnsupportedModelError
 
 
-def cores_of_readers(home: Path, core: int) -> set[int]:
-    """The cores of a reader thread in a process whose main thread is bound to one, as vLLM binds a worker."""
+def runtime_of(home: Path, **settings):
     from ragblend.integrations.vllm.runtime import VllmRuntime
     from ragblend.integrations.vllm.settings import ConnectorSettings
 
-    os.sched_setaffinity(0, {core})
     model = SimpleNamespace(model="m", dtype="torch.bfloat16")
     config = SimpleNamespace(model_config=model, device_config=SimpleNamespace(device_type="cpu"))
-    runtime = VllmRuntime(config, ConnectorSettings(home=str(home)))
+    return VllmRuntime(config, ConnectorSettings(home=str(home), **settings))
+
+
+def test_the_connectors_limit_on_the_disk_is_the_stores(tmp_path):
+    runtime = runtime_of(tmp_path, store_bytes=12_345)
+    assert runtime.store.stats().budget_bytes == 12_345
+    runtime.close()
+
+
+def cores_of_readers(home: Path, core: int) -> set[int]:
+    """The cores of a reader thread in a process whose main thread is bound to one, as vLLM binds a worker."""
+    os.sched_setaffinity(0, {core})
+    runtime = runtime_of(home)
     try:
         return set(runtime.readers.submit(os.sched_getaffinity, 0).result())
     finally:

@@ -29,15 +29,27 @@ def test_prompts_of_ordinary_clients_are_fused_and_reported(listening):
     assert re.search(r"tokens from the store, \d+ recomputed, probe-shift 0.25", said)
 
 
-def test_streams_work_and_invalid_options_are_computed_by_vllm(listening):
-    url = listening.url
-    body = {"model": "tiny", "prompt": "\n\n".join(TEXTS[1:]), "max_tokens": 3, "stream": True}
+@pytest.mark.parametrize("usage", [{}, {"stream_options": {"include_usage": True}}], ids=["plain", "usage"])
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_the_last_piece_of_a_stream_has_the_report(listening, route, usage):
+    """vLLM has it in whole answers only."""
+    text = "\n\n".join(TEXTS[1:]) + f"\n\n{route} {len(usage)}?"
+    asked = {"prompt": text} if route == "completions" else {"messages": [{"role": "user", "content": text}]}
+    body = {"model": "tiny", "max_tokens": 3, "stream": True, **asked, **usage}
     request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"{listening.url}/v1/{route}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as stream:
-        lines = stream.read().decode().strip().splitlines()
+        lines = [line for line in stream.read().decode().splitlines() if line]
     assert lines[-1] == "data: [DONE]"
+    pieces = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert pieces[-1]["kv_transfer_params"]["ragblend"]["reused_tokens"] > 50
+    assert not any("kv_transfer_params" in piece for piece in pieces[:-1])
+    assert sum(bool(each["finish_reason"]) for piece in pieces for each in piece["choices"]) == 1
+
+
+def test_invalid_options_are_computed_by_vllm(listening):
+    url = listening.url
     with pytest.raises(urllib.error.HTTPError, match=r"400|422"):
         ask(url, TEXTS, kv_transfer_params="reuse")
     invalid = (
@@ -49,6 +61,12 @@ def test_streams_work_and_invalid_options_are_computed_by_vllm(listening):
         answer = ask(url, TEXTS[1:3], kv_transfer_params=options)
         assert len(answer["choices"]) == 1 and answer["kv_transfer_params"] is None, "computed by vLLM"
     assert ask(url, TEXTS[3:0:-1])["kv_transfer_params"]["ragblend"]["reused_tokens"] > 50
+
+
+def test_lone_surrogates_in_a_prompt_are_a_400(listening):
+    for content in ("a \ud800 b", [{"type": "text", "text": "\udfff"}]):
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            chat(listening.url, content)
 
 
 def test_options_of_a_wrong_type_in_vllm_xargs_do_not_end_the_server(listening):

@@ -35,12 +35,12 @@ def test_a_missing_vllm_is_refused(monkeypatch):
     assert "pip install" in str(refusal())
 
 
-def test_a_missing_private_name_is_refused_with_its_consequence(has_vllm, monkeypatch):
+def test_a_missing_private_name_is_refused_with_its_consequence(has_vllm):
     assert missing_name() is None
-    for module, path, consequence in versions.PRIVATE_NAMES:
-        with monkeypatch.context() as patched:
-            patched.setattr(versions, "PRIVATE_NAMES", ((module, f"{path}_x", consequence),))
-            assert f"has no {path}_x in {module}; without it {consequence}" in str(missing_name())
+    assert missing_name(versions.STREAM_NAMES) is None
+    for module, path, consequence in (*versions.PRIVATE_NAMES, *versions.STREAM_NAMES):
+        said = missing_name(((module, f"{path}_x", consequence),))
+        assert f"has no {path}_x in {module}; without it {consequence}" in str(said)
 
 
 def test_an_unsupported_vllm_says_so_when_it_loads_the_connector(has_vllm):
