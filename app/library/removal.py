@@ -13,7 +13,7 @@ from ragblend.app.library.documents import Document
 from ragblend.app.library.job_store import JobStore
 from ragblend.app.library.uploads import delete_upload
 from ragblend.app.workspace import Workspace, Workspaces
-from ragblend.kvstore import posix
+from ragblend.kvstore import system
 from ragblend.kvstore.files import make_private_file
 
 
@@ -45,8 +45,8 @@ def lock_hidden(home: Home) -> int | None:
     another process has the lock.
     """
     make_private_file(home.undo_lock)
-    file = posix.open_existing(home.undo_lock, writable=True)
-    if posix.try_to_lock(file):
+    file = system.open_existing(home.undo_lock, writable=True)
+    if system.try_to_lock(file):
         return file
     os.close(file)
     return None
