@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from ragblend.app.serve.bodies import EmbeddingBody
 from ragblend.app.serve.errors import ApiError, json_response
-from ragblend.app.serve.service import client_of, service_of, until_gone
+from ragblend.app.serve.service import client_of, is_named, service_of, until_gone
 from ragblend.engine.scheduling.queue import Cancel
 from ragblend.integrations.embeddings import Embeddings
 
@@ -26,14 +26,15 @@ async def embed(request: Request, body: EmbeddingBody) -> Response:
         for number, vector in enumerate(vectors)
     ]
     usage = {"prompt_tokens": count, "total_tokens": count}
-    return json_response({"object": "list", "model": body.model, "data": data, "usage": usage})
+    name = service_of(request).app.workspaces.first.embedder.name
+    return json_response({"object": "list", "model": name, "data": data, "usage": usage})
 
 
 async def embedded(request: Request, body: EmbeddingBody) -> tuple[list[Embeddings], int]:
     """A vector (E,) of each text, and the tokens of all. Raises ApiError for another model or length."""
     service, texts = service_of(request), [body.input] if isinstance(body.input, str) else body.input
     embedder = service.app.workspaces.first.embedder
-    if body.model != embedder.name:
+    if not is_named(body.model, embedder.name):
         message = f"There is no model {body.model!r:.100}; the embedding model is {embedder.name!r}."
         raise ApiError(404, message, "model_not_found", "model")
 

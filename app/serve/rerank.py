@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from ragblend.app.serve.bodies import MOST_TEXTS, Body, Count, Text
 from ragblend.app.serve.errors import ApiError, json_response
-from ragblend.app.serve.service import client_of, service_of, until_gone
+from ragblend.app.serve.service import client_of, is_named, service_of, until_gone
 from ragblend.engine.scheduling.queue import Cancel
 
 router = APIRouter(prefix="/v1")
@@ -41,7 +41,7 @@ async def rerank(request: Request, body: RerankBody) -> Response:
             "No reranker is named: set `reranker` in the settings to a cross-encoder's hub id or folder."
         )
         raise ApiError(404, message, "no_reranker", "model")
-    if body.model not in (service.reranker, service.app.settings.reranker):
+    if not is_named(body.model, service.reranker, service.app.settings.reranker):
         message = f"There is no model {body.model!r:.100}; the reranker is {service.reranker!r}."
         raise ApiError(404, message, "model_not_found", "model")
     texts = [each if isinstance(each, str) else each.text for each in body.documents]

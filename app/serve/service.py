@@ -122,7 +122,7 @@ class Service:
         """The model's name for clients. Raises ApiError (404) for another model; case does not count, nor an empty
         name.
         """
-        if name.lower() not in ("", self.model.lower(), self.app.settings.model.lower()):
+        if not is_named(name, self.model, self.app.settings.model):
             raise ApiError(
                 404, f"There is no model {name!r:.100}; there is {self.model!r}.", "model_not_found", "model"
             )
@@ -197,6 +197,11 @@ class Service:
         _ = self.app.workspaces.of(collection).engine  # opens it with the settings' budgets
         where = settings.device, settings.dtype, settings.vllm
         return Backend(settings.model, self.home, collection, *where)
+
+
+def is_named(name: str, *known: str | None) -> bool:
+    """Whether a client means the model of these names: case does not count, nor an empty name."""
+    return name.lower() in ("", *(each.lower() for each in known if each))
 
 
 def service_of(request: Request) -> Service:

@@ -178,7 +178,11 @@ def test_embeddings_equal_the_apps(served, ada) -> None:
 
     told = {"model": "all-MiniLM-L6-v2", "input": ["A tram.", "A lighthouse by the sea."]}
     plain = ada.post("/v1/embeddings", json=told).json()
-    packed = ada.post("/v1/embeddings", json=told | {"encoding_format": "base64"}).json()
+    packed = ada.post("/v1/embeddings", json=told | {"encoding_format": "base64", "model": ""}).json()
+    assert packed["model"] == "all-MiniLM-L6-v2", "an empty name, and any case, as of the model that answers"
+    assert (
+        ada.post("/v1/embeddings", json=told | {"model": "ALL-minilm-L6-v2"}).json()["data"] == plain["data"]
+    )
     expected = served.service.app.workspaces.first.embedder.embed_means(told["input"])
     for one, other, vector in zip(plain["data"], packed["data"], expected, strict=True):
         assert np.allclose(one["embedding"], vector)

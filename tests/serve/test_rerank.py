@@ -44,7 +44,7 @@ def test_documents_are_sorted_by_the_cross_encoders_scores(reranking, folder) ->
         assert each["relevance_score"] == pytest.approx(expected[each["index"]])
         assert each["document"] == {"text": TEXTS[each["index"]]}
     assert answer["model"] == "ranker" and answer["usage"]["total_tokens"] > 4 * len(TEXTS)
-    best = post(reranking, top_n=2, return_documents=False).json()["results"]
+    best = post(reranking, top_n=2, return_documents=False, model="Ranker").json()["results"]
     assert [each["index"] for each in best] == [each["index"] for each in results[:2]]
     assert all(each.keys() == {"index", "relevance_score"} for each in best)
     with reranking.client() as client:

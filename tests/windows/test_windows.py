@@ -14,6 +14,7 @@ from waiting import SOON_S
 from ragblend.app.system import connect_in, is_same_user, listen_in
 
 FOLDER, REPOSITORY = Path(__file__).parent, Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(900)
 
 
 def as_on_windows(*command):
