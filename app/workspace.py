@@ -1,7 +1,6 @@
 """An open home (`Workspaces`) and its collections (`Workspace`): files, models, settings, opened when needed."""
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -21,7 +20,7 @@ from ragblend.engine.scheduling.queue import DeviceQueue
 from ragblend.integrations.chroma import VectorIndex
 from ragblend.integrations.embeddings import DEFAULT, Embedder, find_embedder
 from ragblend.integrations.passages import PassageRegistry
-from ragblend.kvstore.errors import RagBlendError, SettingsError, UsageError
+from ragblend.kvstore.errors import SettingsError, UsageError
 from ragblend.kvstore.files import Closing
 from ragblend.kvstore.lock import writer_lock
 from ragblend.kvstore.nodes import NodeIndex
@@ -181,14 +180,13 @@ class Workspaces(Closing):
         """Hold the writer lock of this home, among threads and processes; deleted text is erased at the end.
 
         patient: the caller has yielded to others before. Not reentrant. Raises StoreLockedError, which names the
-        process that holds the lock, and LibraryError. Deletions that can no longer be undone are completed first.
+        process that holds the lock, and LibraryError.
         """
         shared = self._shared
         with shared.write_turn(patient), writer_lock(self.home.lock) as hold:
             if hold.before != shared.lock_mark:  # another process wrote: Chroma's memory may be outdated
                 self.close_indexes()
             shared.lock_mark = hold.mark
-            self._delete_hidden()
             try:
                 yield
             finally:
@@ -197,19 +195,6 @@ class Workspaces(Closing):
                 finally:
                     if self.home.chroma.exists():
                         make_private(self.home.chroma)  # Chroma creates files that everybody may read
-
-    def _delete_hidden(self) -> None:
-        """Delete documents for good whose deletion a process could have undone that has ended."""
-        from ragblend.app.library.removal import delete_hidden, lock_hidden
-
-        if not (hidden := self.library.hidden()) or (lock := lock_hidden(self.home)) is None:
-            return
-        try:
-            delete_hidden(self, hidden)
-        except RagBlendError as error:
-            log.warning("%s Deleted documents stay hidden until the next process deletes them.", error)
-        finally:
-            os.close(lock)
 
     def erase_removed(self) -> None:
         """Erase deleted text from the files that still hold it. The caller holds the writer lock.

@@ -87,7 +87,10 @@ def repair(cli: Cli, collection: OneOrAll = None) -> None:
 @command(store)
 def gc(cli: Cli) -> None:
     """Remove files that nothing refers to, and quarantined ones."""
+    from ragblend.app.library.removal import finish_deletions
+
     with cli.open() as workspace, workspace.workspaces.writing():
+        finish_deletions(workspace.workspaces)
         deleted = workspace.engine.forget(())  # completes a deletion that a kill interrupted
         report = workspace.store.gc()
         workspace.index.erase()

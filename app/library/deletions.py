@@ -1,7 +1,7 @@
 """Deletions that can be undone for ten minutes: a document is hidden first, and deleted for good later.
 
-Meanwhile this process holds `undo.lock` in the home. The hidden documents of a process that was killed are deleted by
-the next one that writes there (`Workspaces.writing`).
+Meanwhile this process holds `undo.lock` in the home. The hidden documents of a process that was killed are deleted when
+the page or the server starts, or by the next command that calls `finish_deletions`.
 """
 
 import logging
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from ragblend.app.library.documents import Document
 from ragblend.app.library.ingest import restore_document
 from ragblend.app.library.jobs import JobQueue
-from ragblend.app.library.removal import delete_hidden, hide_document, lock_hidden
+from ragblend.app.library.removal import delete_hidden, finish_deletions, hide_document, lock_hidden
 from ragblend.kvstore.errors import LibraryError, RagBlendError, StoreLockedError
 from ragblend.kvstore.files import Closing
 
@@ -100,9 +100,9 @@ class UndoableDeletions(Closing):
             self._lock_file = None
             try:
                 with self._workspaces.writing():
-                    pass  # it deletes hidden documents: nobody can bring them back now
+                    finish_deletions(self._workspaces)
             except RagBlendError as error:
-                log.warning("%s Deleted documents stay hidden until the next process deletes them.", error)
+                log.warning("%s Deleted documents stay hidden until the page starts again.", error)
 
     def _set_timer(self, least_s: float) -> None:
         """Call `complete_due` once something is due, but not before least_s seconds."""

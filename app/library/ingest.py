@@ -27,7 +27,7 @@ from ragblend.app.library.documents import (
 from ragblend.app.library.encoding import KvProgress, KvReport, encode_missing
 from ragblend.app.library.file_checks import check_file
 from ragblend.app.library.registry import SKETCHED, Embeddings
-from ragblend.app.library.removal import remove_document
+from ragblend.app.library.removal import finish_deletions, remove_document
 from ragblend.app.library.switching import choose_embedder, embed_anew
 from ragblend.app.library.text_recognition import TextRecognition
 from ragblend.app.progress import OnProgress, ProgressCounter, silent
@@ -117,6 +117,7 @@ def ingest_paths(
         steps = run.ingest_all(discover(paths, workspace.settings.skip), prune)
         while not is_over:
             with workspaces.writing(patient=has_yielded):
+                finish_deletions(workspaces)
                 is_over = not any(workspaces.has_waiting_writer for _ in steps)
             has_yielded = True
     except KeyboardInterrupt:

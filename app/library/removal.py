@@ -63,6 +63,18 @@ def delete_hidden(workspaces: Workspaces, documents: Iterable[Document]) -> None
             remove_document(workspace, document)
 
 
+def finish_deletions(workspaces: Workspaces) -> None:
+    """Delete documents for good that a process hid and nobody can bring back any more, because it has ended.
+
+    Call it inside `workspaces.writing()`.
+    """
+    if (hidden := workspaces.library.hidden()) and (lock := lock_hidden(workspaces.home)) is not None:
+        try:
+            delete_hidden(workspaces, hidden)
+        finally:
+            os.close(lock)
+
+
 def remove_document(workspace: Workspace, document: Document) -> RemovedDocument:
     """Remove a document and everything made from it. Call it inside `workspaces.writing()`, which erases the rest."""
     library, home = workspace.library, workspace.home

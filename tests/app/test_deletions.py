@@ -155,7 +155,7 @@ os._exit(9)
 """
 
 
-@pytest.mark.parametrize("by", ["another program", "the page"])
+@pytest.mark.parametrize("by", ["docs rm", "ingest", "store gc", "the page"])
 def test_a_killed_process_leaves_deletions_to_the_next(workspaces, document, home, cli, by):
     nodes = workspaces.library.node_ids(document.id)
     command = [sys.executable, "-c", KILLED, str(home), document.id]
@@ -166,7 +166,8 @@ def test_a_killed_process_leaves_deletions_to_the_next(workspaces, document, hom
             services.deletions.start()
             until(lambda: is_gone(home, nodes))
     else:
-        assert cli("docs", "rm", "sky.txt") == 0
+        paths = {"docs rm": ["sky.txt"], "ingest": [Path(document.path).with_name("sky.txt")]}
+        assert cli(*by.split(), *paths.get(by, ())) == 0
     assert is_gone(home, nodes)
 
 
@@ -232,8 +233,6 @@ def test_another_embedder_completes_it(deletions, workspaces, documents, documen
     assert embed_anew(workspaces.first)
     assert workspaces.first.embedder_name == "sentence-transformers/other"
     assert deletions.pending() == []
-    with workspaces.writing():
-        pass
     assert is_gone(home, nodes)
 
 

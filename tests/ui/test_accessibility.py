@@ -73,7 +73,7 @@ def test_no_view_has_a_serious_finding(open_page, folder, scheme, width) -> None
     page.click("[data-act=delete-document] >> nth=0")
     judge.look("library, asked whether to delete")
     page.wait_for_selector("[data-act=delete-document].asking", state="detached")
-    mine.confirm("[data-act=delete-document] >> nth=0", "#rb-deleted .rb-note")
+    mine.confirm(".rb-documents tr:has-text('broken') [data-act=delete-document]", "#rb-deleted .rb-note")
     judge.look("library, deleted")
     mine.press("#rb-deleted [data-act=undo-delete]", "#rb-deleted:not(:has(.rb-note))")
     mine.tab("Chat")
