@@ -18,7 +18,7 @@ from ragblend.kvstore.errors import LibraryError, RagBlendError, StoreLockedErro
 from ragblend.kvstore.files import Closing
 
 UNDO_S = 600.0
-RETRY_S = 10.0  # after an error, or while a file is queued again
+RETRY_S = 30.0  # after an error, or while a file is queued again
 log = logging.getLogger("ragblend")
 
 
@@ -116,7 +116,7 @@ class UndoableDeletions(Closing):
     def _complete(self) -> None:
         try:
             self.complete_due()
-        except RagBlendError as error:  # another process writes, say
+        except Exception as error:  # another process writes, say
             log.warning("%s Deleted documents stay hidden, and this is tried again.", error)
         if not self._is_closed:
             self._set_timer(RETRY_S)
