@@ -148,10 +148,10 @@ def test_one_disk_error_while_rebuilding_the_index_loses_no_value(three, monkeyp
     (three / "index/cache.db").write_bytes(b"ruin" * 2000)
     real, failures = os.preadv, iter([True])
 
-    def preadv(*arguments):
-        if next(failures, False):
+    def preadv(descriptor, *arguments):
+        if "/values/" in os.readlink(f"/proc/self/fd/{descriptor}") and next(failures, False):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(*arguments)
+        return real(descriptor, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", preadv)
