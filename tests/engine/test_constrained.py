@@ -4,11 +4,11 @@ import json
 import sys
 from itertools import cycle
 
-import jsonschema
 import llguidance
 import pytest
 import torch
 from benches import assert_grammar_changes_nothing, make_text
+from jsonschema import Draft202012Validator
 from tiny_models import reference_logits
 
 from ragblend import Engine, Literal, Prompt
@@ -27,6 +27,13 @@ PERSON = {
     "required": ["name", "age", "kind", "tags", "more"],
 }
 TEXT, NUMBER, WHOLE, TRUTH = {"type": "string"}, {"type": "number"}, {"type": "integer"}, {"type": "boolean"}
+
+
+def check(said, schema):
+    """Raises ValidationError unless it is JSON of the schema, formats included."""
+    Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(
+        json.loads(said)
+    )
 
 
 def thing(**properties):
@@ -84,7 +91,7 @@ def test_answers_follow_the_json_schema(llama, name, options):
     """Its answer would go on for ever: near the last token it is led to an end."""
     grammar = json_grammar(SCHEMAS[name])
     result = llama.engine.generate(PROMPT, grammar=grammar, **{"max_new_tokens": 90} | options)
-    jsonschema.validate(json.loads(result.text), SCHEMAS[name], format_checker=jsonschema.FormatChecker())
+    check(result.text, SCHEMAS[name])
     assert len(result.token_ids) <= 130
 
 
@@ -221,7 +228,7 @@ def test_values_that_cannot_end_at_once_are_led_to_an_end(llama, name, options):
     """Each was refused (no answer found that ends within 512 tokens), or ended without what the schema wants."""
     grammar = json_grammar(FAR[name])
     result = llama.engine.generate(PROMPT, grammar=grammar, max_new_tokens=150, **options)
-    jsonschema.validate(json.loads(result.text), FAR[name], format_checker=jsonschema.FormatChecker())
+    check(result.text, FAR[name])
 
 
 @pytest.mark.parametrize(
