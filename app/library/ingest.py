@@ -249,7 +249,8 @@ class _IngestRun:
         for document in self._library.hidden(self._collection):
             if document.id == key:
                 restore_document(self._workspace, document)
-        return self._library.document(self._collection, name)
+                return self._library.document(self._collection, name)
+        return None
 
     def _ingest(self, path: Path, known: Document | None, behind: int) -> str:
         """Returns the field of the report that the file belongs to."""

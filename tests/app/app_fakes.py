@@ -20,6 +20,7 @@ from ragblend.kvstore.errors import Cancelled, PromptTooLongError
 
 WORDS = 64  # dimensions of the fake embeddings
 BATCH_TEXTS = 8
+SECRET = "CANARY the lighthouse keeper hides ruby RX-77012 behind the seventh stair of Harrow tower"
 
 
 def _halves(text):

@@ -4,7 +4,7 @@ import json
 from functools import cached_property
 
 import pytest
-from app_fakes import FakeEmbedder, FakeEngine
+from app_fakes import SECRET, FakeEmbedder, FakeEngine
 from document_files import write_docx, write_epub, write_pdf
 from shared_servers import redis_server  # noqa: F401
 
@@ -126,3 +126,11 @@ def documents(tmp_path):
 def make():
     """The makers of documents, by suffix."""
     return {"pdf": write_pdf, "docx": write_docx, "epub": write_epub}
+
+
+@pytest.fixture
+def secret(documents):
+    """A document among the others that tests delete."""
+    path = documents / "secret.txt"
+    path.write_text(SECRET)
+    return path

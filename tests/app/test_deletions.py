@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from app_fakes import FakeEmbedder
+from app_fakes import SECRET, FakeEmbedder
 from test_removal import left_of, read
 from waiting import until
 
@@ -23,7 +23,6 @@ from ragblend.app.services import AppServices
 from ragblend.app.workspace import Workspaces
 from ragblend.kvstore.errors import LibraryError, StoreLockedError
 
-SECRET = "CANARY the lighthouse keeper hides ruby RX-77012 behind the seventh stair of Harrow tower"
 QUESTION = "Where is ruby RX-77012 hidden, behind which stair?"
 
 
@@ -34,13 +33,6 @@ class Clock:
 
     def __call__(self):
         return self.seconds
-
-
-@pytest.fixture
-def secret(documents):
-    path = documents / "secret.txt"
-    path.write_text(SECRET)
-    return path
 
 
 @pytest.fixture

@@ -8,15 +8,6 @@ from ragblend.app.library.ingest import ingest
 from ragblend.app.library.registry import Library
 from ragblend.app.workspace import Workspaces
 
-SECRET = "CANARY the lighthouse keeper hides rubies behind the seventh stair of Harrow tower"
-
-
-@pytest.fixture
-def secret(documents):
-    path = documents / "secret.txt"
-    path.write_text(SECRET)
-    return path
-
 
 @pytest.fixture
 def told(home, workspace, documents, secret):
