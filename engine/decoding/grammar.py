@@ -54,7 +54,7 @@ def json_rule(
         if not isinstance(strict, dict):
             raise TypeError("true and false are schemas only inside others")
         text = json.dumps(strict | {"x-guidance": _JSON_FORMAT})
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         reason = "it is nested without end" if isinstance(error, RecursionError) else str(error)
         raise UsageError(f"{name} is no JSON schema: {reason}") from error
     if len(text) > MAX_SCHEMA_CHARS:
@@ -99,10 +99,18 @@ def _strict(schema: Any, ignored: Container[str], is_part: bool = False) -> Any:
         result.setdefault("pattern", pattern)
     if result.get("format", "unknown") not in FORMATS:
         del result["format"]
+    for bound, inwards in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
+        if result.get("type") != "integer" and _is_whole(result.get(bound)):
+            # llguidance allows an excluded whole number if the other bound is less than one away (0 to 0.5).
+            result[bound] += inwards * max(1e-9, 1e-12 * abs(result[bound]))
     _change_subschemas(result, lambda part, key: _strict(part, ignored, key == "allOf"))
     if not is_part and "properties" in result and "allOf" not in result and "patternProperties" not in result:
         result = {"type": "object", "additionalProperties": False} | result
     return result
+
+
+def _is_whole(bound: Any) -> bool:
+    return isinstance(bound, int | float) and not isinstance(bound, bool) and float(bound).is_integer()
 
 
 def _change_subschemas(schema: dict[str, Any], change: Callable[[Any, str], Any]) -> None:

@@ -182,11 +182,36 @@ def test_items_that_need_not_differ_are_no_error():
 def test_dates_exist_and_times_have_no_leap_second_and_at_most_six_digits_after_the_second(
     llama, format, said, is_allowed
 ):
-    matcher = llguidance.LLMatcher(
-        llama.engine.runtime.token_grammars, json_grammar(text(format=format)).text
+    assert allows(llama, text(format=format), json.dumps(said)) is is_allowed
+
+
+def allows(llama, schema, said):
+    """Whether an answer of this schema can be `said`, in full."""
+    matcher = llguidance.LLMatcher(llama.engine.runtime.token_grammars, json_grammar(schema).text)
+    ids = llama.engine.tokenizer.encode(said, add_special_tokens=False)
+    return (
+        matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
     )
-    ids = llama.engine.tokenizer.encode(json.dumps(said), add_special_tokens=False)
-    assert (matcher.validate_tokens(ids) == len(ids)) is is_allowed
+
+
+@pytest.mark.parametrize(
+    ("bounds", "allowed", "forbidden"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ("0.001", "0.5"), ("0", "0.0")),
+        ({"exclusiveMinimum": 1.0, "exclusiveMaximum": 1.5}, ("1.001", "1.4"), ("1", "1.0", "1.5")),
+        ({"minimum": -0.5, "exclusiveMaximum": 0}, ("-0.5", "-0.1"), ("0", "-0", "-0.0")),
+        ({"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}, ("0.1",), ("0",)),
+        ({"exclusiveMinimum": 10**9, "maximum": 10**9 + 0.5}, ("1000000000.25",), ("1000000000",)),
+        ({"type": "integer", "exclusiveMinimum": -1, "exclusiveMaximum": 2}, ("0", "1"), ("-1", "2", "0.5")),
+    ],
+    ids=str,
+)
+def test_an_excluded_bound_is_not_said(llama, bounds, allowed, forbidden):
+    """llguidance allows a whole number that is excluded, if the other bound is less than one away."""
+    schema = {"type": "number"} | bounds
+    assert [allows(llama, schema, said) for said in (*allowed, *forbidden)] == [True] * len(allowed) + [
+        False
+    ] * len(forbidden)
 
 
 def with_keys(count, kind):
