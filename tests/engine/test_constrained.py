@@ -189,9 +189,7 @@ def allows(llama, schema, said):
     """Whether an answer of this schema can be `said`, in full."""
     matcher = llguidance.LLMatcher(llama.engine.runtime.token_grammars, json_grammar(schema).text)
     ids = llama.engine.tokenizer.encode(said, add_special_tokens=False)
-    return (
-        matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
-    )
+    return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
 
 
 @pytest.mark.parametrize(
