@@ -24,10 +24,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from ragblend.integrations.vllm.messages import FusionReports, StepWork, WorkerStatus
 from ragblend.integrations.vllm.metrics import FusionMetrics, FusionStats
 from ragblend.integrations.vllm.plugin import is_paused, worker_of
+from ragblend.integrations.vllm.routes import change_routes
 from ragblend.integrations.vllm.runtime import VllmRuntime, decoder_for, fuses_a_step_ahead, unsupported
 from ragblend.integrations.vllm.scheduler import ConnectorScheduler
 from ragblend.integrations.vllm.settings import ConnectorSettings
-from ragblend.integrations.vllm.streams import report_in_streams
 from ragblend.integrations.vllm.tensor_parallel import tensor_parallel_group
 from ragblend.integrations.vllm.worker import ConnectorWorker
 from ragblend.kvstore.errors import RagBlendError
@@ -196,7 +196,7 @@ class RAGBlendConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_prom_metrics(cls, *given: Any) -> FusionMetrics:
-        report_in_streams()  # vLLM calls this in the process that answers HTTP
+        change_routes()  # vLLM calls this in the process that answers HTTP
         return FusionMetrics(*given)
 
 

@@ -40,11 +40,17 @@ PRIVATE_NAMES: Names = (
 )
 # Looked up in the server's own process, when its metrics are made; without them prompts are fused all the same.
 SERVING = "vllm.entrypoints.openai"
-STREAM_NAMES: Names = tuple(
-    (f"{SERVING}.{module}.serving", path, "its streams have no report")
-    for module, path in (
-        ("chat_completion", "OpenAIServingChat.chat_completion_stream_generator"),
-        ("completion", "OpenAIServingCompletion.completion_stream_generator"),
+ROUTE_NAMES: Names = tuple(
+    (f"{SERVING}.{module}.serving", path, consequence)
+    for module, path, consequence in (
+        (
+            "chat_completion",
+            "OpenAIServingChat.chat_completion_stream_generator",
+            "its streams have no report",
+        ),
+        ("chat_completion", "OpenAIServingChat.create_chat_completion", "lone surrogates are an error 500"),
+        ("completion", "OpenAIServingCompletion.completion_stream_generator", "its streams have no report"),
+        ("completion", "OpenAIServingCompletion.create_completion", "lone surrogates are an error 500"),
     )
 )
 

@@ -63,17 +63,35 @@ def test_invalid_options_are_computed_by_vllm(listening):
     assert ask(url, TEXTS[3:0:-1])["kv_transfer_params"]["ragblend"]["reused_tokens"] > 50
 
 
+BAD = "\ud800"
+
+
 def test_lone_surrogates_in_a_prompt_are_a_400(listening):
-    for content in ("a \ud800 b", [{"type": "text", "text": "\udfff"}]):
+    for content in (f"a {BAD} b", [{"type": "text", "text": "\udfff"}]):
         with pytest.raises(urllib.error.HTTPError, match="400"):
             chat(listening.url, content)
 
 
-def test_options_of_a_wrong_type_in_vllm_xargs_do_not_end_the_server(listening):
-    """vLLM checks the type of `kv_transfer_params`, but not of its replacement by `vllm_xargs`, which it refuses as an
-    error of its own.
-    """
-    for given in ("reuse", 7, ["reuse"]):
-        with pytest.raises(urllib.error.HTTPError, match="500"):
-            ask(listening.url, TEXTS[:3], vllm_xargs={"kv_transfer_params": given})
-    assert ask(listening.url, TEXTS[2:0:-1])["kv_transfer_params"]["ragblend"]["reused_tokens"] > 50
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop": [BAD]},
+        {"request_id": BAD},
+        {"kv_transfer_params": {"report": BAD}},
+        {"kv_transfer_params": {"spans": [BAD]}},
+        {"vllm_xargs": {"a": BAD}},
+        {"vllm_xargs": {"kv_transfer_params": "reuse"}},
+        {"vllm_xargs": {"kv_transfer_params": 7}},
+        {"vllm_xargs": {"kv_transfer_params": ["reuse"]}},
+    ],
+    ids=ascii,
+)
+def test_what_vllm_cannot_send_on_is_a_400(listening, route, options):
+    """vLLM finds it out after its checks, as an error 500 of its own."""
+    asked = {"messages": [{"role": "user", "content": "Hi."}]} if "chat" in route else {"prompt": "Hi."}
+    body = json.dumps({"model": "tiny", "max_tokens": 1, **asked, **options}).encode()
+    sent = urllib.request.Request(f"{listening.url}/v1/{route}", body, {"Content-Type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        urllib.request.urlopen(sent, timeout=60)
+    assert chat(listening.url, "Hi.")["choices"], "it goes on"

@@ -37,8 +37,8 @@ def test_a_missing_vllm_is_refused(monkeypatch):
 
 def test_a_missing_private_name_is_refused_with_its_consequence(has_vllm):
     assert missing_name() is None
-    assert missing_name(versions.STREAM_NAMES) is None
-    for module, path, consequence in (*versions.PRIVATE_NAMES, *versions.STREAM_NAMES):
+    assert missing_name(versions.ROUTE_NAMES) is None
+    for module, path, consequence in (*versions.PRIVATE_NAMES, *versions.ROUTE_NAMES):
         said = missing_name(((module, f"{path}_x", consequence),))
         assert f"has no {path}_x in {module}; without it {consequence}" in str(said)
 

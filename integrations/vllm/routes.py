@@ -1,33 +1,48 @@
-"""Reports in the streams of vLLM's OpenAI routes, which by themselves have them in whole answers only."""
+"""vLLM's OpenAI routes: reports in streams, which vLLM has in whole answers only, and a 400 for what is no text."""
 
 import inspect
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from functools import reduce, wraps
 from importlib import import_module
 from typing import Any
 
-from ragblend.integrations.vllm.versions import STREAM_NAMES, missing_name
+from ragblend.integrations.vllm.versions import ROUTE_NAMES, missing_name
 
 log = logging.getLogger("ragblend")
 DONE = "data: [DONE]\n\n"
 Events = AsyncGenerator[str, None]
 
 
-def report_in_streams() -> None:
-    """Give the last event of each stream of this server the `kv_transfer_params` of its answer. Idempotent."""
-    if (reason := missing_name(STREAM_NAMES)) is not None:
+def change_routes() -> None:
+    """Change the routes of this server. Idempotent."""
+    if (reason := missing_name(ROUTE_NAMES)) is not None:
         log.warning("%s", reason)
         return
-    for module, path, _ in STREAM_NAMES:
+    for module, path, _ in ROUTE_NAMES:
         *owners, name = path.split(".")
         owner = reduce(getattr, owners, import_module(module))
         if not hasattr(original := getattr(owner, name), "__wrapped__"):
-            setattr(owner, name, reported(original))
+            setattr(owner, name, (_reported if name.endswith("generator") else _checked)(original))
 
 
-def reported(generate: Callable[..., Events]) -> Callable[..., Events]:
+def _checked(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """The same answer, after a look at what vLLM sends on unchecked, and then fails to encode (a 500)."""
+
+    @wraps(answer)
+    async def answered(serving: Any, request: Any, *more: Any, **options: Any) -> Any:
+        given = (request.stop, request.request_id, request.kv_transfer_params, request.vllm_xargs)
+        json.dumps(given, ensure_ascii=False).encode()  # raises ValueError, a 400, for a lone surrogate
+        replaced = (request.vllm_xargs or {}).get("kv_transfer_params", {})
+        if not isinstance(replaced, dict):
+            raise ValueError(f"kv_transfer_params in vllm_xargs is an object, not {replaced!r:.80}")
+        return await answer(serving, request, *more, **options)
+
+    return answered
+
+
+def _reported(generate: Callable[..., Events]) -> Callable[..., Events]:
     """The same generator of a stream's events, which looks at the results that it is given."""
     parameters = inspect.signature(generate)
 
