@@ -2,6 +2,7 @@
 
     pip download --no-deps --no-binary jsonschema jsonschema==4.25.1 && tar xf jsonschema-4.25.1.tar.gz
     python -m benchmarks.measure_schemas --suite jsonschema-4.25.1/json/tests/draft2020-12 --home HOME [--generated 200]
+    pip install xgrammar outlines-core    # --libraries xgrammar,outlines-core asks these as well, if installed
 
 The suite's `optional` and `optional/format` are folders of their own; formats that are not kept to are left out. A
 schema of the suite is refused before the first token, or its grammar is asked which of the suite's values it allows.
@@ -10,8 +11,10 @@ that the schema does not name). A generated schema is valid if its answer parses
 """
 
 import json
+import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from random import Random
@@ -23,10 +26,9 @@ import typer
 from benchmarks.common import Home, Model, markdown, run
 from ragblend.engine.decoding import grammar as kept
 from ragblend.engine.decoding.constrained import token_grammars
-from ragblend.engine.decoding.grammar import Grammar, json_grammar, load_llguidance
+from ragblend.engine.decoding.grammar import json_grammar, load_llguidance
 from ragblend.engine.engine import Engine
 from ragblend.engine.interface import EngineInterface
-from ragblend.kvstore.errors import UsageError
 
 OUTCOMES = ("right", "narrower", "wrong", "refused")
 WORDS = ("name", "code", "when", "where", "price", "tags", "parts", "owner", "state", "note")
@@ -41,25 +43,31 @@ PATTERNS = (
 )
 
 
+Allows = Callable[[str], bool]  # whether this can be the whole answer
+
+
 def measure(
     suite: Annotated[Path, typer.Option(help="The folder of one draft's JSON files.")],
     home: Home,
     model: Model = "default",
+    libraries: Annotated[str, typer.Option(help="Others to compare, separated by commas.")] = "",
     generated: Annotated[
         int, typer.Option(min=0, help="How many generated schemas the model answers.")
     ] = 200,
 ) -> None:
-    """Print both tables."""
+    """Print the tables."""
     with closing(Engine.open(model, home=home)) as engine:
         tokenizer = engine.tokenizer
         tables = token_grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
-        counts = {file.stem: _of_suite(tables, file) for file in sorted(suite.glob("*.json"))}
-        total = sum(counts.values(), Counter[str]())
+        ours = _of_suite(lambda schema: _ours(tables, schema), suite)
         rows = [
-            [name, *(str(count[each]) for each in OUTCOMES)]
-            for name, count in (*counts.items(), ("all", total))
+            [name, *(str(list(found.values()).count(each)) for each in OUTCOMES)]
+            for name, found in ours.items()
         ]
+        rows.append(["all", *(str(sum(int(row[place]) for row in rows)) for place in range(1, 5))])
         print(markdown(["keyword", *OUTCOMES], rows))
+        if chosen := [name for name in libraries.split(",") if name]:
+            print(_comparison(ours, {name: _of_suite(LIBRARIES[name], suite) for name in chosen}))
         valid = 0
         for number, schema in enumerate(random_schemas(generated), 1):
             valid += _is_answered(engine, schema)
@@ -67,27 +75,85 @@ def measure(
         print(f"\ngenerated schemas answered validly: {valid} of {generated}")
 
 
-def _of_suite(tables: Any, file: Path) -> Counter[str]:
-    if file.parent.name == "format" and file.stem not in kept.FORMATS:
-        return Counter()
-    return Counter(_outcome(tables, case["schema"], case["tests"]) for case in json.loads(file.read_text()))
+Outcomes = dict[str, dict[str, str]]  # keyword -> schema's description -> one of OUTCOMES
 
 
-def _outcome(tables: Any, schema: Any, tests: list[dict[str, Any]]) -> str:
+def _of_suite(grammar_of: Callable[[Any], Allows], suite: Path) -> Outcomes:
+    return {
+        file.stem: {
+            case["description"]: _outcome(grammar_of, case["schema"], case["tests"])
+            for case in json.loads(file.read_text())
+        }
+        for file in sorted(suite.glob("*.json"))
+        if suite.name != "format" or file.stem in kept.FORMATS
+    }
+
+
+def _outcome(grammar_of: Callable[[Any], Allows], schema: Any, tests: list[dict[str, Any]]) -> str:
     try:
-        grammar = json_grammar(schema)
-    except UsageError:
+        allows = grammar_of(schema)
+    except Exception as error:  # each library has its own
+        print(f"{json.dumps(schema)}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
         return "refused"
-    allowed = [_allows(tables, grammar, test["data"]) for test in tests]
+    allowed = [allows(json.dumps(test["data"], ensure_ascii=False)) for test in tests]
     if any(is_allowed and not test["valid"] for is_allowed, test in zip(allowed, tests, strict=True)):
         return "wrong"
     return "right" if sum(allowed) == sum(test["valid"] for test in tests) else "narrower"
 
 
-def _allows(tables: Any, grammar: Grammar, value: Any) -> bool:
-    matcher = load_llguidance().LLMatcher(tables, grammar.text, log_level=0)
-    ids = tables.tokenize_str(json.dumps(value, ensure_ascii=False))
-    return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+def _ours(tables: Any, schema: Any) -> Allows:
+    grammar = json_grammar(schema)
+
+    def allows(text: str) -> bool:
+        matcher = load_llguidance().LLMatcher(tables, grammar.text, log_level=0)
+        ids = tables.tokenize_str(text)
+        return bool(
+            matcher.validate_tokens(ids) == len(ids)
+            and matcher.consume_tokens(ids)
+            and matcher.is_accepting()
+        )
+
+    return allows
+
+
+def _xgrammar(schema: Any) -> Allows:
+    import xgrammar  # type: ignore[import-not-found]
+
+    tokens = xgrammar.TokenizerInfo([bytes([byte]) for byte in range(256)] + [b"<end>"], stop_token_ids=[256])
+    grammar = xgrammar.GrammarCompiler(tokens).compile_json_schema(json.dumps(schema))
+
+    def allows(text: str) -> bool:
+        matcher = xgrammar.GrammarMatcher(grammar)
+        return bool(matcher.accept_string(text) and matcher.is_completed())
+
+    return allows
+
+
+def _outlines_core(schema: Any) -> Allows:
+    from outlines_core import json_schema  # type: ignore[import-not-found]
+
+    pattern = re.compile(json_schema.build_regex_from_schema(json.dumps(schema)), re.DOTALL)
+    return lambda text: pattern.fullmatch(text) is not None
+
+
+LIBRARIES = {"xgrammar": _xgrammar, "outlines-core": _outlines_core}
+
+
+def _comparison(ours: Outcomes, others: dict[str, Outcomes]) -> str:
+    """Totals, and the keywords of the schemas that are wrong, or that only the other keeps to exactly."""
+    rows = []
+    for name, found in {"ragblend": ours, **others}.items():
+        cases = [
+            (word, each, outcome) for word, each_of in found.items() for each, outcome in each_of.items()
+        ]
+        totals = Counter(outcome for *_, outcome in cases)
+        wrong = Counter(word for word, _, outcome in cases if outcome == "wrong")
+        more = Counter(
+            word for word, each, outcome in cases if outcome == "right" and ours[word][each] == "refused"
+        )
+        counted = (", ".join(f"{word} {count}" for word, count in each.items()) for each in (wrong, more))
+        rows.append([name, *(str(totals[each]) for each in OUTCOMES), *counted])
+    return markdown(["library", *OUTCOMES, "wrong in", "right where ragblend refuses"], rows)
 
 
 def random_schemas(count: int, seed: int = 0) -> list[dict[str, Any]]:
