@@ -4,7 +4,9 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from ragblend.app.library.file_checks import MAX_TEXT_BYTES, open_archive
@@ -12,6 +14,7 @@ from ragblend.app.library.file_checks import MAX_TEXT_BYTES, open_archive
 SNIFF_CHARACTERS = 16_384
 DELIMITERS = ",;\t|"
 NAMES = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+FIRST_ROWS = 10  # among which the header is
 NOT_USED = "\x1f"  # a delimiter that no table has
 Row = tuple[str, str]  # its text as lines of "column: value", and its location
 
@@ -35,33 +38,41 @@ def csv_rows(text: str, notes: list[str]) -> Iterator[Row]:
 
 
 def table_rows(rows: Iterable[Sequence[str]], place: str = "") -> Iterator[Row]:
-    """The rows, each value after its column's name. place: put before each location, such as a sheet's name."""
-    header: list[str] = []
-    header_number, has_rows = 1, False
-    for number, row in enumerate(rows, start=1):
-        if not any(value.strip() for value in row):
-            continue
-        if not header:
-            header, header_number = [" ".join(name.split()) for name in row], number
-        else:
-            has_rows = True
-            yield _row_text(header, row), f"{place}row {number}"
-    if header and not has_rows:  # the table is only a header, or a list of one line
+    """The rows, each value after its column's name. place: put before each location, such as a sheet's name.
+
+    Lines above the header, such as a title, have fewer values than most rows, and are rows of their own.
+    """
+    filled = ((n, row) for n, row in enumerate(rows, start=1) if any(value.strip() for value in row))
+    first = list(islice(filled, FIRST_ROWS))
+    if not first:
+        return
+    widths = [sum(1 for value in row if value.strip()) for _, row in first]
+    above = next(at for at, width in enumerate(widths) if width > median_high(widths) / 2)
+    for number, row in first[:above]:
+        yield _row_text([""] * len(row), row).replace("\n", ", "), f"{place}row {number}"
+    (header_number, names), *rest = first[above:]
+    header = [" ".join(name.split()) for name in names]
+    if not rest:  # the table is only a header, or a list of one line
         yield ", ".join(name for name in header if name), f"{place}row {header_number}"
+    for number, row in chain(rest, filled):
+        yield _row_text(header, row), f"{place}row {number}"
 
 
 def xlsx_rows(path: Path) -> Iterator[Row]:
-    """The rows of all sheets, with the values that formulas had when the file was saved."""
+    """The rows of all sheets, with the values that formulas had when the file was saved.
+
+    Each says its sheet's name, if there are several: the same rows may be in each.
+    """
     from openpyxl import load_workbook  # type: ignore[import-untyped]
 
     with open_archive(path):
         workbook = load_workbook(path, read_only=True, data_only=True, keep_links=False)
     try:
         for sheet in workbook.worksheets:
-            place = f"{sheet.title}, " if len(workbook.worksheets) > 1 else ""
-            yield from table_rows(
-                ([_cell_text(value) for value in row] for row in sheet.iter_rows(values_only=True)), place
-            )
+            is_one_of_many = len(workbook.worksheets) > 1
+            place, named = (f"{sheet.title}, ", f"Sheet: {sheet.title}\n") if is_one_of_many else ("", "")
+            rows = ([_cell_text(value) for value in row] for row in sheet.iter_rows(values_only=True))
+            yield from ((named + text, location) for text, location in table_rows(rows, place))
     finally:
         workbook.close()
 

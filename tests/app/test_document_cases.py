@@ -306,8 +306,29 @@ def test_workbook(tmp_path):
     workbook.create_sheet("Other").append(["single"])
     workbook.save(tmp_path / "a.xlsx")
     assert parse(tmp_path / "a.xlsx")["parts"] == [
-        ("name: pump\nprice: 12", "Sheet, row 2"),
-        ("single", "Other, row 1"),
+        ("Sheet: Sheet\nname: pump\nprice: 12", "Sheet, row 2"),
+        ("Sheet: Other\nsingle", "Other, row 1"),
+    ]
+
+
+def test_lines_above_a_table_are_not_its_header(tmp_path):
+    """A title became the first column's name, and the real names a row."""
+    from openpyxl import Workbook
+
+    workbook = Workbook()
+    for row in (
+        ["Prices 2024"],
+        ["printed", "1 May"],
+        [],
+        ["code", "name", "unit", "price"],
+        ["K1", "pump", "m", 12],
+    ):
+        workbook.active.append(row)
+    workbook.save(tmp_path / "a.xlsx")
+    assert parse(tmp_path / "a.xlsx")["parts"] == [
+        ("Prices 2024", "row 1"),
+        ("printed, 1 May", "row 2"),
+        ("code: K1\nname: pump\nunit: m\nprice: 12", "row 5"),
     ]
 
 
