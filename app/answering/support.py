@@ -34,6 +34,7 @@ CLAUSE = re.compile(r"[,;，；、]\s*(?!\d)(?:(?:and|und|y|et) )?|\s(?:and|und|
 HEADING = re.compile(r"[^|:\s][^|:\n]{0,80}[^|:.;,!?。、\s]")
 ENDED = re.compile(r"[.!?。！？]\W*\Z")
 LISTED = re.compile(r"\s*(?:[-–•*#|>]|\d{1,3}[.)]\s)")
+CODE_BEFORE, CODE_AFTER = re.compile(r"\d[-/]?\Z"), re.compile(r"[-/]?\d")
 STOP = COMMON_WORDS | frozenset(
     """being am done having shall should might must them hers theirs him i me my mine we us our these those here whom
     whose where how why than then so such also into about just very own out off mr mrs ms miss dr s""".split()  # noqa: SIM905
@@ -125,6 +126,7 @@ def names(text: str) -> list[str]:
     found, words = list[str](), 0
     for start, stop in sentences(text):
         known = [match for match in TOKEN.finditer(text, start, stop) if match.group()[0].isalpha()][1:]
+        known = [match for match in known if not _is_part_of_code(text, match)]
         words += len(known)
         found += [
             match.group().removesuffix("'s").removesuffix("’s")
@@ -132,6 +134,11 @@ def names(text: str) -> list[str]:
             if match.group()[0].isupper() and folded(match.group()) not in STOP
         ]
     return list(dict.fromkeys(found)) if len(found) <= MOST_NAMES * words else []
+
+
+def _is_part_of_code(text: str, match: re.Match[str]) -> bool:
+    """Whether digits are joined to the letters, as in `KX-2216` or `YO21`: figures are compared as wholes."""
+    return bool(CODE_BEFORE.search(text, 0, match.start()) or CODE_AFTER.match(text, match.end()))
 
 
 def sentences(text: str) -> list[tuple[int, int]]:

@@ -8,10 +8,22 @@ from typing import Any
 FULL_STOPS = "。！？｡؟۔।॥։።"
 # Also the marks that open a quotation in English and close one in German, Danish or Polish.
 QUOTES = r"\"'”’“‘»«›‹」』》〉】）)*_"
-# Not the dot of an abbreviation, an initial or a decimal; quotes and citations after it belong to the sentence.
+_MONTHS = "Januar Jänner Februar März April Mai Juni Juli August September Oktober November Dezember".split()  # noqa: SIM905
+
+
+def _begun(word: str) -> str:
+    """A pattern of the word, or of as much as there is of it at the text's end."""
+    return rf"(?:\Z|{word[0]}{_begun(word[1:])})" if word else ""
+
+
+_MONTH = "|".join(map(_begun, _MONTHS))
+_AFTER_DAY = r"(?:(?<=(?<![\w.,:])\d)|(?<=(?<![\w.,:])\d\d))"  # a number of one or two digits
+_DAY = rf"{_AFTER_DAY}\.[ \u00a0]++(?:[a-zß-öø-ÿ]|{_MONTH})"  # `31. Dezember`, `3. maj`, or not decided yet
+_MAY_BE_DAY = re.compile(rf"(?<={_AFTER_DAY}\.)[ \u00a0]++(?:{_MONTH})\Z")
+# Not the dot of an abbreviation, an initial, a day or a decimal; quotes and citations after it belong to the sentence.
 SENTENCE_END = re.compile(
-    r"(?:(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)(?<!\bNo)(?<!\bvs)(?<!\be\.g)(?<!\bi\.e)(?<!\b[A-HJ-Z])"
-    rf"(?<![.!?…])[.!?…]++(?:[{QUOTES}]|[ \u00a0\u202f]»(?=\s|$))*+(?=\s|$|\[\d)"
+    r"(?:(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)(?<!\bN[or])(?<!\bvs)(?<!\be\.g)(?<!\bi\.e)(?<!\b[A-HJ-Z])"
+    rf"(?<![.!?…])(?!{_DAY})[.!?…]++(?:[{QUOTES}]|[ \u00a0\u202f]»(?=\s|$))*+(?=\s|$|\[\d)"
     rf"|[{FULL_STOPS}]++[{FULL_STOPS}.!?…{QUOTES}]*+)"
     r"(?:[ \t]*\[\d{1,4}(?:\s*[,;]\s*\d{1,4})*\])*"
 )
@@ -61,6 +73,8 @@ class TextStream:
             end = sentence
         elif self._one_sentence and _BRACKET.search(text):
             end -= 1
+        elif self._one_sentence and (day := _MAY_BE_DAY.search(text)):
+            end = day.start()
         for stop in self._stop:
             for length in range(min(len(stop) - 1, end), 0, -1):
                 if text[:end].endswith(stop[:length]):

@@ -88,9 +88,20 @@ def test_figures_and_names_lead_to_their_passage_or_are_marked():
     ]  # fmt: skip
     assert ("", "", None) in marks, "a sentence that no source supports"
     assert "from Oslo [?]." in with_marks(text, [SKY, manual], unsupported=["Oslo", "25"])
+    text = "The policy has the number HC-5520-B, and the car that it is for has the plate YN19 KRB."
+    assert names(text) == ["KRB"], "letters of a code were a name that is in no passage"
     assert names("Der Kiosk im Freibad nimmt heute kein Geld von Gästen.") == [], (
         "every noun looks like a name"
     )
+
+
+def test_the_dot_of_a_day_ends_no_sentence():
+    """`September 2024 180,00 €.` was a sentence, and supported another statement with that date and amount."""
+    passage = source(
+        1, "Die Nachzahlung ist 234,38 €.\nDie neue Vorauszahlung beträgt ab 1. September 2024 180,00 €."
+    )
+    assert found("Die Nachzahlung beträgt ab 1. September 2024 180,00 €.", passage) == []
+    assert found("Die Vorauszahlung beträgt ab 1. September 2024 180,00 €.", passage)[0][:1] == (1,)
 
 
 def test_every_sentence_keeps_its_mark():

@@ -27,6 +27,9 @@ SENTENCES = [
     ("नाव निकली। वह लौटेगी।", "नाव निकली।"),
     ("船は出た。[1] 次。", "船は出た。[1]"),
     ("„Das Boot sinkt!“ Er ging.", "„Das Boot sinkt!“"),
+    ("Sie endet am 31. Dezember um 12. Danach nicht.", "Sie endet am 31. Dezember um 12."),
+    ("Det er den 3. maj. Og Nr. 5 ist frei.", "Det er den 3. maj."),
+    ("Wohnung Nr. 5 ist frei. Nr. 6 nicht.", "Wohnung Nr. 5 ist frei."),
     ("The end.", "The end."),
 ]
 
