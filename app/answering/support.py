@@ -90,6 +90,31 @@ def supporting(
     """
     if not is_statement(sentence, least_words):
         return None
+    return _span_of_all(sentence, passage, about, before) or _span_of_clauses(sentence, passage, about)
+
+
+def _span_of_clauses(sentence: str, passage: str, about: str) -> SupportingSpan | None:
+    """The support of the first of several clauses, if the sentence can be cut into such as are supported each."""
+    cuts = [match.span() for match in CLAUSE.finditer(sentence)]
+    starts, stops = [0, *(stop for _, stop in cuts)], [*(start for start, _ in cuts), len(sentence)]
+    rest_from = {len(stops)}  # what begins with this clause is supported
+    for first in reversed(range(len(starts))):
+        for last in range(first, len(stops)):
+            clause = sentence[starts[first] : stops[last]]
+            if last + 1 not in rest_from or (first, last) == (0, len(cuts)):
+                continue
+            if len(_content(tokens(clause))) <= LEAST_WORDS or not is_statement(clause):
+                continue
+            if (span := _span_of_all(clause, passage, about)) is not None:
+                rest_from.add(first)
+                if first == 0:
+                    return span
+                break
+    return None
+
+
+def _span_of_all(sentence: str, passage: str, about: str, before: str = "") -> SupportingSpan | None:
+    """The sentence of the passage that supports all of this one, best."""
     asked = tokens(sentence)
     wanted, elsewhere = {token.stem for token in _content(asked)}, _stems(passage)
     # It says what the passage is about, and no more.
@@ -110,13 +135,6 @@ def supporting(
         share = _share(said, given, known, elsewhere)
         if share >= LEAST_SHARE:
             found.append(SupportingSpan(start, stop, share))
-    if not found:
-        for cut in CLAUSE.finditer(sentence):
-            clauses = sentence[: cut.start()], sentence[cut.end() :]
-            if all(len(_content(tokens(clause))) > LEAST_WORDS for clause in clauses):
-                first, second = (supporting(clause, passage, about) for clause in clauses)
-                if first is not None and second is not None:
-                    return first
     return max(found, key=lambda place: (place.share, place.start - place.stop), default=None)
 
 
