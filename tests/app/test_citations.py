@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.measure_citations import labelled, rates
 from ragblend.app import samples
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.citations import Citation, Mark, cite, with_marks
@@ -227,6 +228,58 @@ def test_words_of_another_statement_are_no_rephrasing(sentence, is_supported):
 )
 def test_sentences_in_other_words_scripts_and_widths_are_supported(sentence, passage):
     assert supporting(sentence, passage) is not None
+
+
+INVOICE = """Invoice 0042
+Tarn Supplies, 14 Weir Lane. Billed to: Mossley Dental. Chair: Nora Tarn.
+Present: Iver Vale, Selma Quist.
+Total due: EUR 1,161.00. Please pay by 20 April. The insurance was renewed in May by Selma.
+Nobody is obliged to pay in cash.
+Stock-taking: Saturday 14 June.
+Indoors no meeting takes place on 15 June."""
+MEMBERS = """Name: Ann Holm
+Fee paid in: 2019
+Bicycle: Koga F3
+
+Name: Bert Ley
+Fee paid in: 2021
+Bicycle: Ridley Grifn"""
+
+
+@pytest.mark.parametrize(
+    ("sentence", "passage", "is_supported"),
+    [
+        ("The total due to Mossley Dental is EUR 1,161.00.", INVOICE, True),
+        ("The total due to Harbour Dental is EUR 1,161.00.", INVOICE, False),
+        ("The total due to Selma Quist is EUR 1,161.00.", INVOICE, False),  # one of several names
+        ("Nora Tarn renewed the insurance in May.", INVOICE, False),  # not in a field
+        ("Bert Ley paid the fee in 2021.", MEMBERS, True),
+        ("Ann Holm paid the fee in 2021.", MEMBERS, False),  # of another record
+        ("No one is obliged to pay in cash.", INVOICE, True),
+        ("One is obliged to pay in cash.", INVOICE, False),
+        ("The stock-taking is held on 14 June.", INVOICE, True),
+        ("The stock-taking is not held on 14 June.", INVOICE, False),
+        ("The meeting takes place on 15 June.", INVOICE, False),
+        ("The record of the club is held by Ada.", "The record of the club was broken by Ada.", False),
+        ("The chair of the meeting is Nora Tarn.", "In the chair of the meeting: Nora Tarn.", True),
+    ],
+)
+def test_forms_and_light_verbs(sentence, passage, is_supported):
+    assert (supporting(sentence, passage) is not None) is is_supported
+
+
+def test_an_answer_of_many_clauses_is_compared_in_bounded_work():
+    """Every way to cut the sentence was tried: 2 to the power of 23."""
+    said = [f"boat {letter} has a red hull" for letter in "abcdefghijklmnopqrstuvw"]
+    passage = "".join(f"{each.capitalize()}.\n" for each in said)
+    assert supporting(f"{', '.join(said)}.", passage) is not None
+    assert supporting(f"{', '.join(said)}, and the ferry sank last winter.", passage) is None
+
+
+def test_citations_of_real_answers_are_precise_and_few_are_missed():
+    """Labelled by hand: 240 sentences of three models' answers."""
+    sentences, _, precision, recall = rates(labelled())
+    assert sentences == 240 and precision >= 0.95 and recall >= 0.85
 
 
 def test_place_is_the_supporting_sentence():
