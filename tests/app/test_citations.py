@@ -277,9 +277,9 @@ def test_an_answer_of_many_clauses_is_compared_in_bounded_work():
 
 
 def test_citations_of_real_answers_are_precise_and_few_are_missed():
-    """Labelled by hand: 240 sentences of three models' answers."""
+    """Labelled by hand: 238 sentences of three models' answers."""
     sentences, _, precision, recall = rates(labelled())
-    assert sentences == 240 and precision >= 0.95 and recall >= 0.85
+    assert sentences == 238 and precision >= 0.95 and recall >= 0.85
 
 
 def test_place_is_the_supporting_sentence():
