@@ -313,7 +313,7 @@ def _by_kernel(query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
             queries = queries.flatten(1, 2)[:, None]  # (H, 1, G * R, D)
         shape = (*queries.shape[:2], tile.stop_key - tile.first_key, -1)
         keys = slice(tile.first_key, tile.stop_key)
-        mask = tile.folded(group if folds else 1, is_kept=is_small or not folds)
+        mask = tile.folded(group if folds else 1, is_kept=is_small)
         part = nn.functional.scaled_dot_product_attention(
             queries,
             key[0, :, None, keys].expand(shape),
