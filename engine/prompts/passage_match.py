@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
 
 from ragblend.engine.prompts.segments import Chunk, Prompt
 
@@ -14,7 +15,8 @@ SEPARATOR_TOKENS = 16  # a literal of at most this many tokens between two passa
 def matching_passage(prompt: Prompt) -> int | None:
     """The number of the passage that matches the question best, by BM25 over token ids, for any language.
 
-    None if no passage has a word of the question.
+    Pairs of tokens count like tokens: tokenizers cut an invoice's number into digits, which every passage has. None if
+    no passage has a word of the question.
     """
     question = prompt.token_ids[prompt.places[-1][1] :] if prompt.chunks else ()
     scores = _bm25(question, [chunk.token_ids or () for chunk in prompt.chunks])
@@ -36,22 +38,25 @@ def with_passage_alone(prompt: Prompt, number: int) -> Prompt:
     return Prompt(segment for at, segment in enumerate(prompt.segments) if stays(at))
 
 
+def _terms(tokens: Sequence[int]) -> Iterator[int | tuple[int, int]]:
+    """All tokens and pairs of tokens."""
+    return chain(tokens, pairwise(tokens))
+
+
 def _bm25(query: Sequence[int], passages: Sequence[Sequence[int]]) -> list[float]:
     """Each passage's score for the query, all as token ids."""
-    counts = [Counter(passage) for passage in passages]
-    having = Counter(token for count in counts for token in count)
+    asked = set(_terms(query))
+    counts = [Counter(term for term in _terms(passage) if term in asked) for passage in passages]
+    having = Counter(term for count in counts for term in count)
     mean = sum(map(len, passages)) / max(1, len(passages))
     weights = {
-        token: math.log(1 + (len(passages) - having[token] + 0.5) / (having[token] + 0.5))
-        for token in set(query)
-        if having[token]
+        term: math.log(1 + (len(passages) - number + 0.5) / (number + 0.5)) for term, number in having.items()
     }
 
-    def score(count: Counter[int], length: int) -> float:
+    def score(count: Counter[int | tuple[int, int]], length: int) -> float:
         norm = SATURATION * (1 - LENGTH_WEIGHT + LENGTH_WEIGHT * length / mean)
         return sum(
-            weight * count[token] * (SATURATION + 1) / (count[token] + norm)
-            for token, weight in weights.items()
+            weights[term] * number * (SATURATION + 1) / (number + norm) for term, number in count.items()
         )
 
     return [score(count, len(passage)) for count, passage in zip(counts, passages, strict=True)]

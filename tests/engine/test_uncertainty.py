@@ -236,3 +236,12 @@ def test_a_prefilled_prompt_can_be_decoded_again(fresh, monkeypatch):
     assert first.token_ids == again.token_ids and again.report.read_again_at == 2
     assert torch.equal(engine.continue_logits(prefilled, (5, 6, 7)), before)
     assert engine.decode(replace(prefilled, sure=0.0), max_new_tokens=6).report.read_again_at is None
+
+
+def test_number_of_an_invoice_is_matched_by_its_digits_in_order():
+    """Alone its digits are in every passage, and the other one has them more often."""
+    asked, other = (8, 0, 3, 1, 7), (8, 7, 3, 1, 0, 3, 1, 7, 0, 1)
+    prompt = Prompt(
+        [Chunk("a", token_ids=other), Chunk("b", token_ids=(8, 0, 3, 1, 7, 9, 9)), Literal("", asked)]
+    )
+    assert matching_passage(prompt) == 1
