@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # Ask for this many times top_k passages: what is far down in one ranking may be on top in the other.
 DEPTH = 4
+ALL_WORDS = 0.99  # of the question's words, by rarity, but for rounding
 RANK_CONSTANT = 60  # the paper's: the larger, the less the first ranks differ
 # A question is joined to the one before it if both together are as near to a passage as that one was alone: a change of
 # topic leads away from it. `python -m benchmarks.measure_retrieval` has the table.
@@ -141,6 +142,8 @@ def _rank_together(
     measured, recorded = _measured(workspaces), recorded_similarity(first.embedder.name)
     found = relevant(scores, words, measured or recorded) if within is None else scores
     sources = _sources(library, {node: scores[node] for node in found})
+    if within is None:
+        sources = _about_the_code(sources, words)
     by_nearness = sorted(sources, key=lambda node: -scores[node])
     in_order = [node for node in words if node in sources]
     # A recorded embedder is measured only where it does not know the documents' language: its order is chance there.
@@ -150,6 +153,21 @@ def _rank_together(
         order = reciprocal_rank_fusion(by_nearness, in_order)
     order.sort(key=lambda node: -words[node].share if node in words and words[node].is_exact else 1)
     return [sources[node] for node in order]
+
+
+def _about_the_code(
+    sources: dict[str, AnswerSource], words: Mapping[str, WordMatch]
+) -> dict[str, AnswerSource]:
+    """Without passages that lack the question's code or quoted phrase, if one has it and all the other words too.
+
+    Those are about another invoice or article, and a small model takes its figures. Other passages of the same
+    document stay.
+    """
+    exact = {node for node in sources if node in words and words[node].is_exact}
+    if not any(words[node].share > ALL_WORDS for node in exact):
+        return sources
+    documents = {sources[node].document_id for node in exact}
+    return {node: each for node, each in sources.items() if node in exact or each.document_id in documents}
 
 
 def _measured(workspaces: Sequence[Workspace]) -> UnrelatedSimilarity | None:

@@ -20,7 +20,8 @@ MOST_WORDS = 100  # of a question that are searched
 # English words of no subject: "does" is rarer in manuals than "error".
 COMMON_WORDS = frozenset(
     """a an the and or but if of to in on at by for with from as is are was were be been do does did have has had will
-    would can could may it its he she they his her their you your this that there who which what when""".split()  # noqa: SIM905
+    would can could may must should it its he she they his her their you your this that there who which what when how
+    much many""".split()  # noqa: SIM905
 )
 # A number or code with its parts: INV-2024-0817, 48213, 4711. A year, a round number, or a number with its unit is not
 # one: passages contain them by chance.
@@ -35,8 +36,8 @@ class WordMatch:
     """How a passage matches a question's words.
 
     is_exact: it has a code or quoted phrase of the question; words: how many of its words the passage has, without
-    those of codes and `COMMON_WORDS`; share: of the question's words, weighed by their rarity in the collections (0 to
-    1). Words that half of the passages have do not count.
+    those of codes and `COMMON_WORDS`; share: of these words, weighed by their rarity in the collections (0 to 1; 1 if
+    there are none). Words that half of the passages have do not count.
     """
 
     is_exact: bool
@@ -66,7 +67,7 @@ def by_words(
         log.warning("searching without words: %s", error)
         return {}
     nodes = {row["id"]: row["node_id"] for row in rows}
-    return {nodes[n]: WordMatch(n in exact, int(words[n]), shares.get(n, 0.0)) for n in best if n in nodes}
+    return {nodes[n]: WordMatch(n in exact, int(words[n]), shares[n]) for n in best if n in nodes}
 
 
 def exact_parts(question: str) -> list[str]:
@@ -104,7 +105,8 @@ def _scores(library: Library, collections: Sequence[str], question: str) -> tupl
         if 2 * sum(having) >= asked or plain in COMMON_WORDS:
             continue
         rarity = _rarity(sum(having), asked)
-        whole += rarity
+        if plain not in of_codes:
+            whole += rarity
         for word, here in zip(words, having, strict=True):
             # FTS5 computes the rarity over all collections.
             weight = -rarity / _rarity(here, everywhere)
@@ -114,7 +116,8 @@ def _scores(library: Library, collections: Sequence[str], question: str) -> tupl
                 if plain not in of_codes:
                     counts[number] += 1
                     shares[number] += rarity
-    return scores, counts, {number: share / whole for number, share in shares.items()}
+    none = 0.0 if whole else 1.0
+    return scores, counts, defaultdict(lambda: none, {n: share / whole for n, share in shares.items()})
 
 
 def _with_exact_parts(library: Library, collections: Sequence[str], question: str, count: int) -> set[int]:

@@ -182,6 +182,32 @@ def test_of_passages_with_a_code_that_with_the_other_words_comes_first(open_work
         assert first.document == f"{name}.txt"
 
 
+def test_a_passage_with_the_code_and_all_that_is_asked_leaves_no_other_documents(open_workspace, tmp_path):
+    """The other invoice's date was answered, and junk was read. But a question with more in it may need others."""
+    invoices = {"2024-0317": "16 April", "2024-0892": "23 September"}
+    for number, day in invoices.items():
+        more = "Spare parts are listed here. " * 20
+        (tmp_path / f"{number}.txt").write_text(f"Invoice {number} of Nordlicht. To be paid by {day}. {more}")
+    for n in range(8):
+        (tmp_path / f"{n}.txt").write_text(
+            f"Letter {n}: the bill of the mill is settled, and {n} sacks are paid."
+        )
+    workspace = open_workspace(chunk_tokens=64)
+    ingest(workspace, [tmp_path])
+
+    def documents(question):
+        return {source.document for source in search([workspace], question, 6)}
+
+    for asked in ("By when must invoice 2024-0317 be paid?", "2024-0317"):
+        found = search([workspace], asked, 6)
+        assert "16 April" in found[0].text
+        assert {source.document for source in found} == {"2024-0317.txt"}, asked
+    assert documents("Must invoice 2024-0317 or 2024-0892 be paid first?") >= {
+        f"{each}.txt" for each in invoices
+    }
+    assert len(documents("Is invoice 2024-0317 of Nordlicht older than the other invoice?")) > 1
+
+
 def test_a_code_is_found_in_the_only_passage_there_is(workspace, far, tmp_path):
     """BM25 gives a word nothing that half of all passages have."""
     (tmp_path / "one.txt").write_text("The pump 7013 was tested.")
