@@ -32,7 +32,9 @@ TOKEN = re.compile(rf"\d+(?:[.,:]\d+)*|[{UNSPACED}]+|{LETTERS}(?:['’]{LETTERS}
 NUMBERS = re.compile(r"\[(\d{1,4}(?:\s*[,;]\s*\d{1,4})*)\]")  # of sources, no words of a sentence
 CLAUSE = re.compile(r"[,;，；、]\s*(?!\d)(?:(?:and|und|y|et) )?|\s(?:and|und|y|et)\s")
 HEADING = re.compile(r"[^|:\s][^|:\n]{0,80}[^|:.;,!?。、\s]")
+AMOUNT_LAST = re.compile(r"(?:\d[.,:]\d+|(?:[A-Z]{3}|[€£$]) ?\d+|\d ?[%€£$])$")
 FIELD = re.compile(r"(?:^|(?<=[.;] ))(?P<key>[^\W\d][\w '’-]{1,30}): (?P<value>[^\n.;]+)", re.MULTILINE)
+RECORD = re.compile(r"^[^:\n]{1,40}: [^\n]+(?:\n[^:\n]{1,40}: [^\n]+)+$", re.MULTILINE)  # a row of a table
 ENDED = re.compile(r"[.!?。！？]\W*\Z")
 LISTED = re.compile(r"\s*(?:[-–•*#|>]|\d{1,3}[.)]\s)")
 CODE_BEFORE, CODE_AFTER = re.compile(r"\d[-/]?\Z"), re.compile(r"[-/]?\d")
@@ -91,7 +93,51 @@ def supporting(
     """
     if not is_statement(sentence, least_words):
         return None
-    return _span_of_all(sentence, passage, about, before) or _span_of_clauses(sentence, passage, about)
+    return (
+        _span_of_all(sentence, passage, about, before)
+        or _record_of(sentence, passage, about)
+        or _span_of_clauses(sentence, passage, about)
+    )
+
+
+def _record_of(sentence: str, passage: str, about: str) -> SupportingSpan | None:
+    """The record, lines of `field: value`, that supports all of the sentence.
+
+    Figures must be in fields that the sentence names, `Saturday first: 06:53` by both words, or in values that it names
+    in whole, `Line 42`. Of the fields that it names, only one may have figures: two might be exchanged.
+    """
+    for start, stop, fields in _records(passage):
+        given = tokens(passage[start:stop])
+        asked = [each for each in _in_forms_of(given, tokens(sentence)) if each.stem not in LIGHT_STEMS]
+        content, known = _content(asked), _stems(about) | _heading_stems(passage[:start])
+        said, there = {token.stem for token in asked}, {token.stem for token in given}
+        missing = [token for token in content if token.stem not in there | known]
+        share = 1 - len(missing) / len(content)
+        if share < LEAST_SHARE or any(token.kind != "word" for token in missing) or _negated(asked):
+            continue
+        values = [({token.stem for token in key}, {token.stem for token in value}) for key, value in fields]
+        named = [value for key, value in values if key and key <= said and value & said]
+        whole = [value for _, value in values if len(value) > 1 and value <= said]
+        covered = known.union(*named, *whole)
+        figures = {token.stem for token in content if token.kind == "number"}
+        with_figures = [value for value in named if value & figures and value not in whole]
+        if figures <= covered and len(with_figures) == 1 and len([*named, *whole]) > 1:
+            return SupportingSpan(start, stop, share)
+    return None
+
+
+@lru_cache(maxsize=512)
+def _records(passage: str) -> list[tuple[int, int, list[tuple[list[Token], list[Token]]]]]:
+    """(start, stop) of each record, with the tokens of its fields' names, without units in brackets, and values."""
+    found = []
+    for record in RECORD.finditer(passage):
+        lines = [line.partition(": ") for line in record.group().splitlines()]
+        fields = [
+            (_content(tokens(re.sub(r"\(.*?\)", "", name))), _content(tokens(value)))
+            for name, _, value in lines
+        ]
+        found.append((record.start(), record.end(), fields))
+    return found
 
 
 def _span_of_clauses(sentence: str, passage: str, about: str) -> SupportingSpan | None:
@@ -131,7 +177,10 @@ def _span_of_all(sentence: str, passage: str, about: str, before: str = "") -> S
         if FIELD.match(passage, start, stop):
             known |= _form_names(passage, start)
             said = [token for token in asked if token.stem not in LIGHT_STEMS or token.stem in there]
-        if (who and who.isdisjoint(there | known)) or (is_topic and not ENDED.search(passage[start:stop])):
+        # A total at the end of an invoice is no heading, however short.
+        has_figure = any(each.kind == "number" and each.stem in there - _stems(about) for each in said)
+        is_heading = not has_figure and not ENDED.search(passage[start:stop])
+        if (who and who.isdisjoint(there | known)) or (is_topic and is_heading):
             continue
         share = _share(said, given, known, elsewhere)
         if share >= LEAST_SHARE:
@@ -260,7 +309,10 @@ def _heading_stems(text: str) -> frozenset[str]:
     short = SHORT_LINE * max(map(len, lines), default=0)
     return _stems(
         "\n".join(
-            line for line in lines if line.startswith("#") or (len(line) < short and HEADING.fullmatch(line))
+            line
+            for line in lines
+            if line.startswith("#")
+            or (len(line) < short and HEADING.fullmatch(line) and not AMOUNT_LAST.search(line))
         )
     )
 

@@ -268,6 +268,71 @@ def test_forms_and_light_verbs(sentence, passage, is_supported):
     assert (supporting(sentence, passage) is not None) is is_supported
 
 
+TIMETABLE = """Sheet: Line 42
+Stop: Mill Lane
+Mon-Fri first: 06:04
+Saturday first: 06:53
+Saturday last: 23:17
+
+Sheet: Line 57
+Stop: Mill Lane
+Saturday first: 07:29
+Saturday last: 22:14"""
+PRICES = """Article: KX-2215
+Description: Thermostat head chrome
+Price (EUR): 31.5
+Stock: 13
+
+Article: KX-2216
+Description: Filter cartridge
+Price (EUR): 18.75
+Stock: 20"""
+
+
+@pytest.mark.parametrize(
+    ("sentence", "passage", "quote"),
+    [
+        ("The first bus of line 42 leaves Mill Lane on Saturday at 06:53.", TIMETABLE, "06:53"),
+        ("The last bus of line 57 leaves Mill Lane on Saturday at 22:14.", TIMETABLE, "22:14"),
+        (
+            "The first bus of line 42 leaves Mill Lane on Saturday at 07:29.",
+            TIMETABLE,
+            None,
+        ),  # another line's
+        (
+            "The last bus of line 42 leaves Mill Lane on Saturday at 06:53.",
+            TIMETABLE,
+            None,
+        ),  # another column's
+        ("The first bus of line 42 leaves Mill Lane on Saturday at 23:17.", TIMETABLE, None),
+        ("The first bus of line 42 leaves Mill Lane on Saturday at 06:04.", TIMETABLE, None),
+        ("The first bus of line 42 does not leave Mill Lane on Saturday at 06:53.", TIMETABLE, None),
+        ("The first bus of line 42 leaves Abbey Road on Saturday at 06:53.", TIMETABLE, None),
+        ("On Saturday the first bus is at 23:17 and the last one at 06:53 in Mill Lane.", TIMETABLE, None),
+        ("The price of article KX-2216 is 18.75 EUR.", PRICES, "18.75"),
+        ("The price of the thermostat head chrome is 31.5 euros.", PRICES, "31.5"),
+        ("The price of article KX-2216 is 31.5 EUR.", PRICES, None),
+        ("The price of article KX-2216 is 20 EUR.", PRICES, None),  # that is the stock
+        ("The stock of article KX-2215 is 20 pieces.", PRICES, None),
+        ("The price of the cartridge chrome is 18.75 EUR.", PRICES, None),
+    ],
+)
+def test_a_table_row_supports_what_its_fields_say(sentence, passage, quote):
+    place = supporting(sentence, passage, "Bus timetable and prices")
+    assert (place is not None) is (quote is not None)
+    if place is not None:
+        assert quote in passage[place.start : place.stop]
+
+
+def test_the_total_at_the_end_of_an_invoice_is_no_heading():
+    invoice = (
+        "Thank you for your order. We invoice what follows.\nVAT 20% 208.10\nTotal amount due GBP 1,248.60"
+    )
+    for amount, is_supported in (("1,248.60", True), ("208.10", False)):
+        said = f"The total amount due of invoice 2024-0892 is GBP {amount}."
+        assert (supporting(said, invoice, "Invoice 2024-0892.pdf") is not None) is is_supported
+
+
 def test_an_answer_of_many_clauses_is_compared_in_bounded_work():
     """Every way to cut the sentence was tried: 2 to the power of 23."""
     said = [f"boat {letter} has a red hull" for letter in "abcdefghijklmnopqrstuvw"]
@@ -277,9 +342,9 @@ def test_an_answer_of_many_clauses_is_compared_in_bounded_work():
 
 
 def test_citations_of_real_answers_are_precise_and_few_are_missed():
-    """Labelled by hand: 238 sentences of three models' answers."""
+    """Labelled by hand: 264 sentences of three models' answers."""
     sentences, _, precision, recall = rates(labelled())
-    assert sentences == 238 and precision >= 0.95 and recall >= 0.85
+    assert sentences == 264 and precision >= 0.95 and recall >= 0.85
 
 
 def test_place_is_the_supporting_sentence():
