@@ -22,10 +22,15 @@ PARTS = ("tuned", "held out", "all")
 
 
 def labelled() -> list[dict[str, Any]]:
-    """The answers, each with its sources' texts, and with the supporting sources of each sentence."""
+    """The answers, each with its sources' names, places and texts, and with the supporting sources of each sentence."""
     data = json.loads(Path(__file__).with_name("citations.json").read_text(encoding="utf-8"))
     return [
-        answer | {"sources": [(each, data["passages"][each]) for each in answer["sources"]]}
+        answer
+        | {
+            "sources": [
+                (each, data["locations"].get(each, ""), data["passages"][each]) for each in answer["sources"]
+            ]
+        }
         for answer in data["answers"]
     ]
 
@@ -33,8 +38,8 @@ def labelled() -> list[dict[str, Any]]:
 def judged(answer: dict[str, Any]) -> Iterator[tuple[str, set[int], set[int]]]:
     """Each sentence with the numbers that support it, and those that we cite."""
     text, sources = answer["answer"], [
-        AnswerSource(number, name, name, "", name.partition("#")[0], "", 0.0, passage)
-        for number, (name, passage) in enumerate(answer["sources"], start=1)
+        AnswerSource(number, name, name, "", name.partition("#")[0], place, 0.0, passage)
+        for number, (name, place, passage) in enumerate(answer["sources"], start=1)
     ]  # fmt: skip
     found = cite(text, sources).citations
     for (start, stop), numbers in zip(sentences(text), answer["supported_by"], strict=True):

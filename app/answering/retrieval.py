@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.relevance import relevant
+from ragblend.app.database import split_words
 from ragblend.app.library.registry import Library, UnrelatedSimilarity
 from ragblend.app.library.similarity import recorded_similarity
 from ragblend.app.library.word_search import WordMatch, by_words
@@ -35,6 +36,8 @@ RANK_CONSTANT = 60  # the paper's: the larger, the less the first ranks differ
 # A question is joined to the one before it if both together are as near to a passage as that one was alone: a change of
 # topic leads away from it. `python -m benchmarks.measure_retrieval` has the table.
 LEAST_OF_BEFORE = 0.9
+LEAST_WITH_PRONOUN = 0.85  # "Translate that into German" says nothing of its own
+PRONOUNS = frozenset("it its that this those these they them their he him his she her".split())  # noqa: SIM905
 # Up to so many passages the registry compares every vector, in about 15 ms; importing Chroma takes 0.4 s.
 COMPARED_PASSAGES = 500
 
@@ -75,7 +78,8 @@ def search_in_stages(
     if before:
         joined = f"{before} {question}"
         earlier, both = rank(before), rank(joined)
-        if both and _nearest_score(both) >= LEAST_OF_BEFORE * _nearest_score(earlier):
+        least = LEAST_OF_BEFORE if PRONOUNS.isdisjoint(split_words(question)) else LEAST_WITH_PRONOUN
+        if both and _nearest_score(both) >= least * _nearest_score(earlier):
             queries.append(joined)
             ranked.append(both)
     found = _interleave(ranked)[:count]

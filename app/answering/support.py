@@ -39,8 +39,8 @@ ENDED = re.compile(r"[.!?。！？]\W*\Z")
 LISTED = re.compile(r"\s*(?:[-–•*#|>]|\d{1,3}[.)]\s)")
 CODE_BEFORE, CODE_AFTER = re.compile(r"\d[-/]?\Z"), re.compile(r"[-/]?\d")
 STOP = COMMON_WORDS | frozenset(
-    """being am done having shall should might must them hers theirs him i me my mine we us our these those here whom
-    whose where how why than then so such also into about just very own out off mr mrs ms miss dr s""".split()  # noqa: SIM905
+    """being am done having shall might them hers theirs him i me my mine we us our these those here whom whose where
+    why than then so such also into about just very own out off mr mrs ms miss dr s""".split()  # noqa: SIM905
 )
 FRAME = frozenset(  # words that an answer uses about its passages
     """according passage passages text document documents answer states stated mentioned mentions says said source

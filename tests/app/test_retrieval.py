@@ -240,6 +240,23 @@ def test_a_new_topic_is_not_joined_to_the_question_before_it(
     assert [source.document for source in search([workspace], question, 1, before)] == found
 
 
+@pytest.mark.parametrize(
+    ("question", "share", "is_joined"),
+    [
+        ("Translate that into German.", 0.87, True),  # says nothing of its own
+        ("Translate vitamins into German.", 0.87, False),
+        ("Translate that into German.", 0.84, False),
+    ],
+)
+def test_a_question_with_a_pronoun_is_joined_sooner(workspace, monkeypatch, question, share, is_joined):
+    def rank(_, asked, **others):
+        score = {"Who bakes?": 1.0, question: 0.0}.get(asked, share)
+        return [AnswerSource(0, "a", "a", "default", "a", "", score, "text")] if score else []
+
+    monkeypatch.setattr("ragblend.app.answering.retrieval._rank", rank)
+    assert bool(search([workspace], question, 6, "Who bakes?")) is is_joined
+
+
 def test_collections_are_searched_separately_and_together(workspaces, tmp_path, logs, request):
     workspaces.create("trains")
     text = tmp_path / "train.txt"
