@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.relevance import relevant
+from ragblend.app.answering.support import PRONOUNS
 from ragblend.app.database import split_words
 from ragblend.app.library.registry import Library, UnrelatedSimilarity
 from ragblend.app.library.similarity import recorded_similarity
@@ -37,7 +38,7 @@ RANK_CONSTANT = 60  # the paper's: the larger, the less the first ranks differ
 # topic leads away from it. `python -m benchmarks.measure_retrieval` has the table.
 LEAST_OF_BEFORE = 0.9
 LEAST_WITH_PRONOUN = 0.85  # "Translate that into German" says nothing of its own
-PRONOUNS = frozenset("it its that this those these they them their he him his she her".split())  # noqa: SIM905
+POINTING = PRONOUNS | {"that", "those", "her"}
 # Up to so many passages the registry compares every vector, in about 15 ms; importing Chroma takes 0.4 s.
 COMPARED_PASSAGES = 500
 
@@ -78,7 +79,7 @@ def search_in_stages(
     if before:
         joined = f"{before} {question}"
         earlier, both = rank(before), rank(joined)
-        least = LEAST_OF_BEFORE if PRONOUNS.isdisjoint(split_words(question)) else LEAST_WITH_PRONOUN
+        least = LEAST_OF_BEFORE if POINTING.isdisjoint(split_words(question)) else LEAST_WITH_PRONOUN
         if both and _nearest_score(both) >= least * _nearest_score(earlier):
             queries.append(joined)
             ranked.append(both)

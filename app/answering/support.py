@@ -106,37 +106,39 @@ def _record_of(sentence: str, passage: str, about: str) -> SupportingSpan | None
     Figures must be in fields that the sentence names, `Saturday first: 06:53` by both words, or in values that it names
     in whole, `Line 42`. Of the fields that it names, only one may have figures: two might be exchanged.
     """
-    for start, stop, fields in _records(passage):
-        given = tokens(passage[start:stop])
-        asked = [each for each in _in_forms_of(given, tokens(sentence)) if each.stem not in LIGHT_STEMS]
-        content, known = _content(asked), _stems(about) | _heading_stems(passage[:start])
-        said, there = {token.stem for token in asked}, {token.stem for token in given}
+    plain = tokens(sentence)
+    for start, stop, given, fields in _records(passage):
+        asked = [each for each in _in_forms_of(given, plain) if each.stem not in LIGHT_STEMS]
+        content, said = _content(asked), {token.stem for token in asked}
+        figures = {token.stem for token in content if token.kind == "number"}
+        named = [value for key, value in fields if key and key <= said and value & said]
+        whole = [value for _, value in fields if len(value) > 1 and value <= said]
+        with_figures = [value for value in named if value & figures and value not in whole]
+        if len(with_figures) != 1 or len([*named, *whole]) < 2 or _negated(asked):
+            continue
+        known, there = _stems(about) | _heading_stems(passage[:start]), {token.stem for token in given}
         missing = [token for token in content if token.stem not in there | known]
         share = 1 - len(missing) / len(content)
-        if share < LEAST_SHARE or any(token.kind != "word" for token in missing) or _negated(asked):
-            continue
-        values = [({token.stem for token in key}, {token.stem for token in value}) for key, value in fields]
-        named = [value for key, value in values if key and key <= said and value & said]
-        whole = [value for _, value in values if len(value) > 1 and value <= said]
-        covered = known.union(*named, *whole)
-        figures = {token.stem for token in content if token.kind == "number"}
-        with_figures = [value for value in named if value & figures and value not in whole]
-        if figures <= covered and len(with_figures) == 1 and len([*named, *whole]) > 1:
+        is_said = share >= LEAST_SHARE and all(token.kind == "word" for token in missing)
+        if is_said and figures <= known.union(*named, *whole):
             return SupportingSpan(start, stop, share)
     return None
 
 
 @lru_cache(maxsize=512)
-def _records(passage: str) -> list[tuple[int, int, list[tuple[list[Token], list[Token]]]]]:
-    """(start, stop) of each record, with the tokens of its fields' names, without units in brackets, and values."""
+def _records(passage: str) -> list[tuple[int, int, list[Token], list[tuple[set[str], set[str]]]]]:
+    """(start, stop) and tokens of each record, with the stems of its fields' names, without units in brackets, and
+    values.
+    """
+
+    def stems(text: str) -> set[str]:
+        return {token.stem for token in _content(tokens(text))}
+
     found = []
     for record in RECORD.finditer(passage):
         lines = [line.partition(": ") for line in record.group().splitlines()]
-        fields = [
-            (_content(tokens(re.sub(r"\(.*?\)", "", name))), _content(tokens(value)))
-            for name, _, value in lines
-        ]
-        found.append((record.start(), record.end(), fields))
+        fields = [(stems(re.sub(r"\(.*?\)", "", name)), stems(value)) for name, _, value in lines]
+        found.append((record.start(), record.end(), tokens(record.group()), fields))
     return found
 
 
@@ -177,10 +179,11 @@ def _span_of_all(sentence: str, passage: str, about: str, before: str = "") -> S
         if FIELD.match(passage, start, stop):
             known |= _form_names(passage, start)
             said = [token for token in asked if token.stem not in LIGHT_STEMS or token.stem in there]
+        is_heading = is_topic and not ENDED.search(passage[start:stop])
         # A total at the end of an invoice is no heading, however short.
-        has_figure = any(each.kind == "number" and each.stem in there - _stems(about) for each in said)
-        is_heading = not has_figure and not ENDED.search(passage[start:stop])
-        if (who and who.isdisjoint(there | known)) or (is_topic and is_heading):
+        if is_heading and any(each.kind == "number" and each.stem in there - _stems(about) for each in said):
+            is_heading = False
+        if (who and who.isdisjoint(there | known)) or is_heading:
             continue
         share = _share(said, given, known, elsewhere)
         if share >= LEAST_SHARE:

@@ -116,8 +116,9 @@ def _scores(library: Library, collections: Sequence[str], question: str) -> tupl
                 if plain not in of_codes:
                     counts[number] += 1
                     shares[number] += rarity
-    none = 0.0 if whole else 1.0
-    return scores, counts, defaultdict(lambda: none, {n: share / whole for n, share in shares.items()})
+    if not whole:
+        return scores, counts, defaultdict(lambda: 1.0)
+    return scores, counts, defaultdict(float, {n: share / whole for n, share in shares.items()})
 
 
 def _with_exact_parts(library: Library, collections: Sequence[str], question: str, count: int) -> set[int]:

@@ -294,16 +294,9 @@ Stock: 20"""
     [
         ("The first bus of line 42 leaves Mill Lane on Saturday at 06:53.", TIMETABLE, "06:53"),
         ("The last bus of line 57 leaves Mill Lane on Saturday at 22:14.", TIMETABLE, "22:14"),
-        (
-            "The first bus of line 42 leaves Mill Lane on Saturday at 07:29.",
-            TIMETABLE,
-            None,
-        ),  # another line's
-        (
-            "The last bus of line 42 leaves Mill Lane on Saturday at 06:53.",
-            TIMETABLE,
-            None,
-        ),  # another column's
+        # Another line's, and another column's.
+        ("The first bus of line 42 leaves Mill Lane on Saturday at 07:29.", TIMETABLE, None),
+        ("The last bus of line 42 leaves Mill Lane on Saturday at 06:53.", TIMETABLE, None),
         ("The first bus of line 42 leaves Mill Lane on Saturday at 23:17.", TIMETABLE, None),
         ("The first bus of line 42 leaves Mill Lane on Saturday at 06:04.", TIMETABLE, None),
         ("The first bus of line 42 does not leave Mill Lane on Saturday at 06:53.", TIMETABLE, None),
@@ -315,6 +308,7 @@ Stock: 20"""
         ("The price of article KX-2216 is 20 EUR.", PRICES, None),  # that is the stock
         ("The stock of article KX-2215 is 20 pieces.", PRICES, None),
         ("The price of the cartridge chrome is 18.75 EUR.", PRICES, None),
+        ("It is held, carried and located there.", PRICES, None),  # light verbs alone
     ],
 )
 def test_a_table_row_supports_what_its_fields_say(sentence, passage, quote):
