@@ -397,10 +397,9 @@ def long_phases(methods: list[Row]) -> dict[str, list[Row]]:
 def page(recorded: Row) -> str:
     """The generated part of docs/performance.md."""
     now, parts = recorded["phases"], list[str]()
-    rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in now["gflops"].items())
     parts.append(
         f"{now['model']}, {CHUNKS} passages of {TOKENS} tokens, {now['tokens']:,} tokens in all, on {now['machine']}; "
-        f"medians of {REPEATS}. Memory is read at {now['gbytes_per_s']:.0f} GB/s. Products reach, in GFLOP/s: {rates}."
+        f"medians of {REPEATS}."
     )
     parts.append(table(long_phases(now["methods"])))
     times = now["whole_ms"]
@@ -410,13 +409,11 @@ def page(recorded: Row) -> str:
         f"Without the profiler, in turns, medians of {2 * REPEATS + 1}: {said} ms. `probe-shift` at {RATIO:.0%} takes "
         f"{took / least:.2f} times as long as `reuse` plus {RATIO:.0%} of `full`."
     )
-    parts += ["Other work:", table({"ms": now["others"]})]
     if grown := recorded.get("long"):
-        names = ["tokens", *WAYS, "attention", "shift", "select", "lookup", "rest", "memory", "disk"]
+        names = ["tokens", *WAYS, "attention", "shift"]
         parts += [
-            f"Longer prompts, by a random model with {LONG_LAYERS} layers of the same shapes, on {grown['machine']}: "
-            "milliseconds (from *attention* to *rest*: parts of `probe-shift`), and bytes per token of the fused KV in "
-            "memory and the stored KV on disk.",
+            f"Longer prompts, by a random model with {LONG_LAYERS} layers of the same shapes, on {grown['machine']}; "
+            "*attention* and *shift* are parts of `probe-shift`.",
             markdown(names, [[f"{row[name]:,.0f}" for name in names] for row in grown["rows"]]).rstrip(),
         ]
     return "\n\n".join(parts) + "\n"

@@ -33,6 +33,7 @@ times count.
 
 [Measuring quality](quality.md#columns) explains the columns, and how to measure your own documents. Here also:
 
+- `full` is not shown where methods are compared with it: its divergence is 0, and it keeps all figures.
 - *Identical*: answers equal to full prefill's word for word. *Faster*: the median of full prefill's time to first token
   divided by the method's.
 - *`probe-shift` leaves*: its KL divided by that method's at the same ratio, with the paired 95% interval.
@@ -124,9 +125,13 @@ def _cell(row: Row, name: str) -> str:
 
 def section(run: Run) -> str:
     names = {name for row in run["rows"] for name in row}
-    unseen = UNSEEN | (UNSEEN_WITH_KL if "kl" in names else set())
-    unseen |= UNSEEN_WITH_FIGURES if "figures_kept" in names else set()
-    return _titled(run["title"], run, table(run["rows"], [name for name in COLUMNS if name not in unseen]))
+    rows, unseen = run["rows"], set(UNSEEN)
+    if "kl" in names:
+        rows = [row for row in rows if row.get("method") != "full"]  # the measure of the others
+        unseen |= UNSEEN_WITH_KL
+    if "figures_kept" in names:
+        unseen |= UNSEEN_WITH_FIGURES
+    return _titled(run["title"], run, table(rows, [name for name in COLUMNS if name not in unseen]))
 
 
 def side_by_side(runs: list[Run]) -> str:
@@ -188,17 +193,18 @@ def with_programs(text: str, recorded: Mapping[str, Iterable[Row]]) -> str:
         if end not in after:
             raise ValueError(f"{FRAMEWORKS.name} must hold `{begin.strip()}` and, behind it, `{end}`")
         kept = [_of_program(row) for row in rows]
+        first = [row["first_cpu"] for row in rows if "first_cpu" in row]
         shown = markdown(list(kept[0]), [list(row.values()) for row in kept])
+        shown += f"\n*First question*: {min(first):.2f} to {max(first):.2f}.\n"
         text = before + begin + shown + after[after.index(end) :]
     return text
 
 
 def _of_program(row: Row) -> dict[str, str]:
     """Its cells, by their headings."""
-    counts = ("reused", "recomputed", "fresh")
+    counts = ("reused", "fresh")
     cells = {"program": row["program"], **{name: f"{row[name]:,}" for name in counts}}
-    cells["of what was retrieved"] = percent(row["found"] / row["retrieved"])
-    return cells | {"first question": f"{row['first_cpu']:.2f}" if "first_cpu" in row else ""}
+    return cells | {"of what was retrieved": percent(row["found"] / row["retrieved"])}
 
 
 def taken(folder: Path, title: str, command: str, says: str) -> Run:

@@ -65,7 +65,6 @@ class StoragePlace:
 
 MODELS = (
     Model("SmolLM2 135M", 135e6, 30, 9, 3, 64),
-    Model("Qwen2.5 1.5B", 1.54e9, 28, 12, 2, 128),
     Model("Llama 3.1 8B", 8.03e9, 32, 32, 8, 128),
     Model("Llama 3.3 70B", 70.6e9, 80, 64, 8, 128),
 )
@@ -79,17 +78,10 @@ PLACES = (
 
 
 def sizes() -> Iterable[Sequence[str]]:
-    yield "model", "a token", f"a chunk of {CHUNK}", "10^6 chunks", "10^9 chunks"
+    yield "model", "a token", f"a chunk of {CHUNK}", "10^9 chunks"
     for model in MODELS:
         chunk = model.token_bytes * CHUNK
-        yield model.name, *(_bytes(size) for size in (model.token_bytes, chunk, 1e6 * chunk, 1e9 * chunk))
-
-
-def rates() -> Iterable[Sequence[str]]:
-    yield "model", *(f"{device.name}: wins from, hidden from" for device in DEVICES)
-    for model in MODELS:
-        least = [model.token_bytes * PROMPT / device.seconds(model) for device in DEVICES]
-        yield model.name, *(f"{_bytes(rate)}/s, {_bytes(rate / RATIO)}/s" for rate in least)
+        yield model.name, *(_bytes(size) for size in (model.token_bytes, chunk, 1e9 * chunk))
 
 
 def waits() -> Iterable[Sequence[str]]:
@@ -126,8 +118,8 @@ def _ms(seconds: float) -> str:
 
 
 def rendered(page: str) -> str:
-    """The page with its four tables rendered again."""
-    made = iter([sizes, rates, waits, prices])
+    """The page with its three tables rendered again."""
+    made = iter([sizes, waits, prices])
 
     def table() -> str:
         head, *rows = next(made)()
