@@ -29,7 +29,7 @@ INTRODUCTION = """# Results
 How close each method comes to full prefill, and how much faster its first token is. Each run names its command, without
 `--home` and `--output`; `FILE` and `FOLDER` are the questions and the model of the title, `METHODS` those of the table.
 Unless a run says otherwise, it used two cores, bfloat16 and torch 2.13, often beside other work, so only the ratios of
-times count.
+times count. The Xeon has AMX.
 
 [Measuring quality](quality.md#columns) explains the columns, and how to measure your own documents. Here also:
 
@@ -151,7 +151,8 @@ def side_by_side(runs: list[Run]) -> str:
 
 
 def _titled(title: str, run: Run, shown: str) -> str:
-    count = f"{run['n']} questions. " if run.get("n") else ""
+    told = not run.get("n") or run["says"].startswith(f"Full prefill had {run['n']} of")
+    count = "" if told else f"{run['n']} questions. "
     about = f"{count}{run['machine'].removesuffix(USUAL)}. {run['says']}"
     command = re.sub(r"(--methods) \S{150,}", r"\1 METHODS", run["command"])
     return f"## {title}\n\n`{command}`\n\n{about}\n\n{shown}"
@@ -202,9 +203,10 @@ def with_programs(text: str, recorded: Mapping[str, Iterable[Row]]) -> str:
 
 def _of_program(row: Row) -> dict[str, str]:
     """Its cells, by their headings."""
-    counts = ("reused", "fresh")
-    cells = {"program": row["program"], **{name: f"{row[name]:,}" for name in counts}}
-    return cells | {"of what was retrieved": percent(row["found"] / row["retrieved"])}
+    return {
+        "program": row["program"],
+        "of what was retrieved": percent(row["found"] / row["retrieved"]),
+    }
 
 
 def taken(folder: Path, title: str, command: str, says: str) -> Run:
