@@ -379,7 +379,7 @@ def page(recorded: Row) -> str:
     took, least = times["probe-shift"], times["reuse"] + RATIO * times["full"]
     said = ", ".join(f"`{method}` {ms:,.0f}" for method, ms in times.items())
     parts.append(
-        f"Without the profiler, medians of {2 * REPEATS + 1}: {said} ms. `probe-shift` at {RATIO:.0%} takes "
+        f"Medians of {2 * REPEATS + 1}: {said} ms. `probe-shift` at {RATIO:.0%} takes "
         f"{took / least:.2f} times as long as `reuse` plus {RATIO:.0%} of `full`."
     )
     if grown := recorded.get("long"):
