@@ -481,7 +481,6 @@ def compared(systems: dict[str, Row]) -> str:
         "p99",
         "requests/s within the SLO",
         "of full's",
-        "passed",
     ]
     rows, full = list[Sequence[str]](), systems["full"]["throughput"]
     for name, row in systems.items():
@@ -490,7 +489,6 @@ def compared(systems: dict[str, Row]) -> str:
         rows.append((
             name, *(f"{each:.2f} s" for each in (row["alone_s"], at["mean_s"], at["p99_s"])),
             f"{more}{row['throughput']:.2f}", f"{row['throughput'] / full:.2f}",
-            str(max(each["passed"] for each in row["loads"])),
         ))  # fmt: skip
     return markdown(head, rows)
 
@@ -500,7 +498,7 @@ def evictions(rows: list[Row]) -> str:
     shown = [row for row in rows if row["lengths"] == "documents"]
     found: dict[str, list[str]] = {}
     for row in shown:
-        found.setdefault(row["policy"], []).append(f"{row['mean_s']:.2f} s, {row['on_paths']:.1%}")
+        found.setdefault(row["policy"], []).append(f"{row['mean_s']:.2f} s")
     budgets = dict.fromkeys(f"{row['budget']:.0%}" for row in shown)
     return markdown(("room for", *budgets), [(policy, *cells) for policy, cells in found.items()])
 
@@ -550,7 +548,7 @@ def page(found: Row) -> str:
     costs, rows = found["costs"], found["simulated"][SHOWN]
     parts += [
         f"**Eviction, simulated** (`{SHOWN}`, `exact tree`, {SHAPES['documents']}; costs fitted to {costs['samples']} "
-        f"prompts, median error {costs['error']:.0%}): mean TTFT, and tokens on known paths.",
+        f"prompts, median error {costs['error']:.0%}): mean TTFT.",
         evictions(rows["policies"]),
     ]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"

@@ -57,7 +57,6 @@ from ragblend.measuring.ttft import encoded
 
 RECORDED, PAGE, PICTURE = FIGURES / "speed.json", DOCS / "performance.md", DOCS / "pictures" / "speed.svg"
 CHUNKS, TOKENS, RATIO, REPEATS, ANSWER = 6, 512, 0.15, 5, 32
-LEAST_SHARE = 0.025  # of a prefill: shorter phases are not shown
 LONG_LAYERS = 4  # of the random model; every layer's cost grows alike with the length
 WAYS: dict[str, Row] = {"full": {}, "reuse": {}, "probe-shift": {"ratio": RATIO}}
 
@@ -370,53 +369,23 @@ def random_model(longest: int, home: Path | None) -> Iterator[Engine]:
         yield Engine.open(folder, home=Path(folder) / "home")
 
 
-def table(columns: dict[str, list[Row]]) -> str:
-    """Phases by column, longest first: milliseconds, and in brackets the bound as a share of them."""
-    cells: dict[str, dict[str, str]] = {}
-    for column, rows in columns.items():
-        for row in sorted(rows, key=lambda row: -row["ms"]):
-            share = (row["bound_ms"] or 0) / row["ms"]
-            bound = f" ({share:.0%})" if share >= 0.01 else ""
-            cells.setdefault(row["phase"], {})[column] = f"{row['ms']:,.1f}{bound}"
-    lines = [(phase, *(found.get(column, "") for column in columns)) for phase, found in cells.items()]
-    return markdown(("phase", *columns), lines).rstrip()
-
-
-def long_phases(methods: list[Row]) -> dict[str, list[Row]]:
-    """By method, the phases that take LEAST_SHARE of the whole by any of them."""
-    shown = set[str]()
-    for each in methods:
-        whole_ms = max(row["ms"] for row in each["phases"])
-        shown |= {row["phase"] for row in each["phases"] if row["ms"] >= LEAST_SHARE * whole_ms}
-    return {
-        each["method"]: [row for row in each["phases"] if row["phase"] in shown and row["ms"] >= 0.5]
-        for each in methods
-    }
-
-
 def page(recorded: Row) -> str:
     """The generated part of docs/performance.md."""
     now, parts = recorded["phases"], list[str]()
-    rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in now["gflops"].items())
     parts.append(
-        f"{now['model']}, {CHUNKS} passages of {TOKENS} tokens, {now['tokens']:,} tokens in all, on {now['machine']}; "
-        f"medians of {REPEATS}. Memory is read at {now['gbytes_per_s']:.0f} GB/s. Products reach, in GFLOP/s: {rates}."
+        f"{now['model']}, {CHUNKS} passages of {TOKENS} tokens, {now['tokens']:,} tokens in all, on {now['machine']}."
     )
-    parts.append(table(long_phases(now["methods"])))
     times = now["whole_ms"]
     took, least = times["probe-shift"], times["reuse"] + RATIO * times["full"]
     said = ", ".join(f"`{method}` {ms:,.0f}" for method, ms in times.items())
     parts.append(
-        f"Without the profiler, in turns, medians of {2 * REPEATS + 1}: {said} ms. `probe-shift` at {RATIO:.0%} takes "
+        f"Medians of {2 * REPEATS + 1}: {said} ms. `probe-shift` at {RATIO:.0%} takes "
         f"{took / least:.2f} times as long as `reuse` plus {RATIO:.0%} of `full`."
     )
-    parts += ["Other work:", table({"ms": now["others"]})]
     if grown := recorded.get("long"):
-        names = ["tokens", *WAYS, "attention", "shift", "select", "lookup", "rest", "memory", "disk"]
+        names = ["tokens", *WAYS]
         parts += [
-            f"Longer prompts, by a random model with {LONG_LAYERS} layers of the same shapes, on {grown['machine']}: "
-            "milliseconds (from *attention* to *rest*: parts of `probe-shift`), and bytes per token of the fused KV in "
-            "memory and the stored KV on disk.",
+            f"Longer prompts, in ms: a random model with {LONG_LAYERS} layers of these shapes on {grown['machine']}.",
             markdown(names, [[f"{row[name]:,.0f}" for name in names] for row in grown["rows"]]).rstrip(),
         ]
     return "\n\n".join(parts) + "\n"

@@ -8,6 +8,7 @@
 documents: a test renders them and compares.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,24 +27,30 @@ INTRODUCTION = """# Results
 <!-- Made by `python -m benchmarks.results` from benchmarks/recorded.json: do not edit. -->
 
 How close each method comes to full prefill, and how much faster its first token is. Each run names its command, without
-`--home` and `--output`; `FILE` and `FOLDER` are the questions and the model of the title. To measure your own documents
-and machine, and for the columns: [measuring quality](quality.md#columns). Here also:
+`--home` and `--output`; `FILE` and `FOLDER` are the questions and the model of the title, `METHODS` those of the table.
+Unless a run says otherwise, it used two cores, bfloat16 and torch 2.13, often beside other work, so only the ratios of
+times count. The Xeon has AMX.
 
-- *`probe-shift` leaves*: its KL divided by that method's at the same ratio, with the paired 95% interval.
+[Measuring quality](quality.md#columns) explains the columns, and how to measure your own documents. Here also:
+
+- `full` is not shown where methods are compared with it: its divergence is 0, and it keeps all figures.
 - *Identical*: answers equal to full prefill's word for word. *Faster*: the median of full prefill's time to first token
   divided by the method's.
+- *`probe-shift` leaves*: its KL divided by that method's at the same ratio, with the paired 95% interval.
 - `sure=0`: `probe-shift` without the [second look](methods.md#a-second-look-at-figures).
 
-The runs over MuSiQue on three models measured a `probe-shift` that did not yet recompute figures as a whole; "With and
-without whole figures" compares the two.
+The runs "MuSiQue, ..." on three models measured a `probe-shift` that did not yet recompute figures as a whole.
 """
 README_RUN = "Figures kept: Qwen2.5-Coder-0.5B"
 README_RATIOS = (None, 0.25)
 README_METHODS = ("full", "reuse", "cacheblend", "epic", "probe-shift")
 KINDS = ("quality", "ttft", "peers")  # of benches, as commands and files call them
-# Recorded in recorded.json, and not shown: in any table, and where figures were counted.
-UNSEEN = {"first_kl", "rouge_l_to_full", "top1"}
-UNSEEN_WITH_FIGURES = {"kl_ci", "exact_match", "f1", "ttft_ms"}
+# Recorded in recorded.json, and not shown: in any table, beside a divergence, and where figures were counted.
+UNSEEN = {"first_kl", "rouge_l_to_full", "top1", "f1"}
+UNSEEN_WITH_KL = {"ttft_ms"}
+UNSEEN_WITH_FIGURES = {"kl_ci", "exact_match"}
+USUAL = ", 2 cores, bfloat16, torch 2.13.0+cpu"  # as the introduction says
+TIMES = "Time to first token"  # titles of runs that share a table
 README_COLUMNS = ("method", "figures_kept", "figures_other", "figure_kl", "speedup")
 
 
@@ -117,16 +124,54 @@ def _cell(row: Row, name: str) -> str:
 
 
 def section(run: Run) -> str:
-    has_figures = any("figures_kept" in row for row in run["rows"])
-    unseen = UNSEEN | UNSEEN_WITH_FIGURES if has_figures else UNSEEN
-    count = f"{run['n']} questions. " if run.get("n") else ""
-    about = f"{count}{run['machine']}. {run['says']}"
-    shown = table(run["rows"], [name for name in COLUMNS if name not in unseen])
-    return f"## {run['title']}\n\n`{run['command']}`\n\n{about}\n\n{shown}"
+    names = {name for row in run["rows"] for name in row}
+    rows, unseen = run["rows"], set(UNSEEN)
+    if "kl" in names:
+        rows = [row for row in rows if row.get("method") != "full"]  # the measure of the others
+        unseen |= UNSEEN_WITH_KL
+    if "figures_kept" in names:
+        unseen |= UNSEEN_WITH_FIGURES
+    return _titled(run["title"], run, table(rows, [name for name in COLUMNS if name not in unseen]))
+
+
+def side_by_side(runs: list[Run]) -> str:
+    """Times to first token of one machine: a column for each model."""
+    title = _family(runs[0])
+    models = [each["title"].removeprefix(f"{title}, ") for each in runs]
+    cells: dict[tuple[str, float | None], dict[str, str]] = {}
+    for model, each in zip(models, runs, strict=True):
+        for row in each["rows"]:
+            text = f"{row['ttft_ms']:,.0f} ms ({times(row['speedup'])})"
+            cells.setdefault((row["method"], row.get("ratio")), {})[model] = text
+    rows = [
+        (f"`{method}`", percent(ratio) if ratio else "", *(found.get(model, "") for model in models))
+        for (method, ratio), found in cells.items()
+    ]
+    return _titled(title, runs[0], markdown(("method", "ratio", *models), rows))
+
+
+def _titled(title: str, run: Run, shown: str) -> str:
+    told = not run.get("n") or run["says"].startswith(f"Full prefill had {run['n']} of")
+    count = "" if told else f"{run['n']} questions. "
+    about = f"{count}{run['machine'].removesuffix(USUAL)}. {run['says']}"
+    command = re.sub(r"(--methods) \S{150,}", r"\1 METHODS", run["command"])
+    return f"## {title}\n\n`{command}`\n\n{about}\n\n{shown}"
+
+
+def _family(run: Run) -> str:
+    """What runs that share a table have in common: the title without the model."""
+    return run["title"].partition(", ")[0] if run["title"].startswith(TIMES) else run["title"]
 
 
 def results_page(runs: list[Run]) -> str:
-    return "\n".join([INTRODUCTION, *map(section, runs)])
+    families: dict[str, list[Run]] = {}
+    for each in runs:
+        families.setdefault(_family(each), []).append(each)
+    shown = [
+        side_by_side(alike) if name.startswith(TIMES) else section(alike[0])
+        for name, alike in families.items()
+    ]
+    return "\n".join([INTRODUCTION, *shown])
 
 
 def readme_table(runs: list[Run]) -> str:
@@ -149,17 +194,19 @@ def with_programs(text: str, recorded: Mapping[str, Iterable[Row]]) -> str:
         if end not in after:
             raise ValueError(f"{FRAMEWORKS.name} must hold `{begin.strip()}` and, behind it, `{end}`")
         kept = [_of_program(row) for row in rows]
+        first = [row["first_cpu"] for row in rows if "first_cpu" in row]
         shown = markdown(list(kept[0]), [list(row.values()) for row in kept])
+        shown += f"\n*First question*: {min(first):.2f} to {max(first):.2f}.\n"
         text = before + begin + shown + after[after.index(end) :]
     return text
 
 
 def _of_program(row: Row) -> dict[str, str]:
     """Its cells, by their headings."""
-    counts = ("reused", "recomputed", "fresh")
-    cells = {"program": row["program"], **{name: f"{row[name]:,}" for name in counts}}
-    cells["of what was retrieved"] = percent(row["found"] / row["retrieved"])
-    return cells | {"first question": f"{row['first_cpu']:.2f}" if "first_cpu" in row else ""}
+    return {
+        "program": row["program"],
+        "of what was retrieved": percent(row["found"] / row["retrieved"]),
+    }
 
 
 def taken(folder: Path, title: str, command: str, says: str) -> Run:

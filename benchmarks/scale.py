@@ -16,7 +16,6 @@ PAGE = DOCS / "vllm.md"
 CHUNK, PASSAGES, RATIO = 512, 6, 0.15
 PROMPT = CHUNK * PASSAGES
 REACHED = 0.5  # of a GPU's peak, in a prefill
-MONTH_H, QUESTIONS = 730, 1e6
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU. flops: dense bfloat16 peak; dollars: per hour."""
+    """A GPU. flops: dense bfloat16 peak."""
 
     name: str
     flops: float
-    dollars: float
 
     def seconds(self, model: Model, tokens: float = PROMPT) -> float:
         return tokens * model.flop / (REACHED * self.flops)
@@ -53,11 +51,10 @@ class Device:
 
 @dataclass(frozen=True)
 class StoragePlace:
-    """Storage for KV. rate: bytes per second to one device; dollars: per gigabyte and month."""
+    """Storage for KV. rate: bytes per second to one device."""
 
     name: str
     rate: float
-    dollars: float
 
     def seconds(self, model: Model, tokens: float = PROMPT) -> float:
         return tokens * model.token_bytes / self.rate
@@ -65,31 +62,23 @@ class StoragePlace:
 
 MODELS = (
     Model("SmolLM2 135M", 135e6, 30, 9, 3, 64),
-    Model("Qwen2.5 1.5B", 1.54e9, 28, 12, 2, 128),
     Model("Llama 3.1 8B", 8.03e9, 32, 32, 8, 128),
     Model("Llama 3.3 70B", 70.6e9, 80, 64, 8, 128),
 )
-DEVICES = (Device("L4", 121e12, 0.7), Device("H100", 989e12, 2.5))
+DEVICES = (Device("L4", 121e12), Device("H100", 989e12))
 PLACES = (
-    StoragePlace("object storage, 10 Gbit/s", 1.25e9, 0.023),
-    StoragePlace("Redis, 100 Gbit/s", 12.5e9, 3.0),
-    StoragePlace("NVMe, PCIe 4", 7e9, 0.003),
-    StoragePlace("host memory, PCIe 5", 55e9, 0.11),
+    StoragePlace("object storage, 10 Gbit/s", 1.25e9),
+    StoragePlace("Redis, 100 Gbit/s", 12.5e9),
+    StoragePlace("NVMe, PCIe 4", 7e9),
+    StoragePlace("host memory, PCIe 5", 55e9),
 )
 
 
 def sizes() -> Iterable[Sequence[str]]:
-    yield "model", "a token", f"a chunk of {CHUNK}", "10^6 chunks", "10^9 chunks"
+    yield "model", "a token", f"a chunk of {CHUNK}", "10^9 chunks"
     for model in MODELS:
         chunk = model.token_bytes * CHUNK
-        yield model.name, *(_bytes(size) for size in (model.token_bytes, chunk, 1e6 * chunk, 1e9 * chunk))
-
-
-def rates() -> Iterable[Sequence[str]]:
-    yield "model", *(f"{device.name}: wins from, hidden from" for device in DEVICES)
-    for model in MODELS:
-        least = [model.token_bytes * PROMPT / device.seconds(model) for device in DEVICES]
-        yield model.name, *(f"{_bytes(rate)}/s, {_bytes(rate / RATIO)}/s" for rate in least)
+        yield model.name, *(_bytes(size) for size in (model.token_bytes, chunk, 1e9 * chunk))
 
 
 def waits() -> Iterable[Sequence[str]]:
@@ -99,18 +88,6 @@ def waits() -> Iterable[Sequence[str]]:
             full = device.seconds(model)
             fused = [max(place.seconds(model), RATIO * full) for place in PLACES]
             yield f"{model.name}, {device.name}", _ms(full), *(f"{_ms(t)} ({full / t:.1f})" for t in fused)
-
-
-def prices() -> Iterable[Sequence[str]]:
-    yield "model on a device", "full prefill", "fused", *(place.name.split(",")[0] for place in PLACES)
-    for model in MODELS[1:]:
-        for device in DEVICES:
-            second = device.dollars / 3600
-            full = QUESTIONS * device.seconds(model) * second
-            saved = (1 - RATIO) * device.seconds(model, CHUNK) * second
-            month = [place.dollars * model.token_bytes * CHUNK / 1e9 for place in PLACES]
-            uses = (f"{dollars / saved:,.1f}" for dollars in month)
-            yield f"{model.name}, {device.name}", f"${full:,.0f}", f"${RATIO * full:,.0f}", *uses
 
 
 def _bytes(count: float) -> str:
@@ -126,8 +103,8 @@ def _ms(seconds: float) -> str:
 
 
 def rendered(page: str) -> str:
-    """The page with its four tables rendered again."""
-    made = iter([sizes, rates, waits, prices])
+    """The page with its two tables rendered again."""
+    made = iter([sizes, waits])
 
     def table() -> str:
         head, *rows = next(made)()

@@ -25,6 +25,7 @@ from ragblend.engine.selection import METHODS
 REPO = Path(__file__).parents[2]
 DOCUMENTS = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md"))]
 README = (REPO / "README.md").read_text(encoding="utf-8")
+MOST_WORDS = 22_000  # of README.md and docs/, tables and code included: an afternoon's reading
 # Pictures that are not a method's.
 OTHERS = {"data-path", "demo", "load", "needle", "open-webui", "page", "peers", "speed"}
 
@@ -124,6 +125,20 @@ def test_the_readme_starts_with_the_two_commands_and_is_read_in_five_minutes() -
     assert (first.code, second.code) == ("make demo\n", "make test\n")
 
 
+def test_the_documentation_is_read_in_an_afternoon() -> None:
+    """What is measured anew replaces what it supersedes; what is said on one page is linked from others."""
+    pages = [REPO / "README.md", *(REPO / "docs").rglob("*.md")]
+    counts = {
+        str(page.relative_to(REPO)): sum(
+            bool(re.search(r"\w", word)) for word in page.read_text(encoding="utf-8").split()
+        )
+        for page in pages
+    }
+    longest = sorted(counts.items(), key=lambda each: -each[1])[:5]
+    words = sum(counts.values())
+    assert words <= MOST_WORDS, f"the most are in {longest}"
+
+
 def test_figures_are_those_that_were_recorded() -> None:
     """After `benchmarks/recorded.json` or `programs.json` changes: `python -m benchmarks.results`."""
     runs = json.loads(results.RECORDED.read_text(encoding="utf-8"))
@@ -140,7 +155,7 @@ def test_figures_are_those_that_were_recorded() -> None:
 def test_the_tables_of_scale_are_those_that_its_formulas_give() -> None:
     """After a figure in `benchmarks/scale.py` changes: `python -m benchmarks.scale`."""
     page = scale.PAGE.read_text(encoding="utf-8")
-    assert scale.rendered(page) == page and page.count("| Llama 3.1 8B, H100 |") == 2
+    assert scale.rendered(page) == page and page.count("| Llama 3.1 8B, H100 |") == 1
     llama = next(model for model in scale.MODELS if model.name == "Llama 3.1 8B")
     assert llama.token_bytes == 131_072, "what its configuration says: 32 layers, 8 key heads of 128"
 
@@ -160,9 +175,26 @@ def test_a_run_is_taken_out_of_a_benchs_folder(tmp_path) -> None:
     assert "6 questions. Abacus, 2 cores" in results.section(run)
     assert "| `reuse` | 0.123 | 0.100 to 0.200 |" in results.section(run)
     assert json.loads(results.dumped([run], 3)) == [run]
+    long = run | {"command": f"bench --methods {','.join(['reuse'] * 40)} --limit 3"}
+    assert "`bench --methods METHODS --limit 3`" in results.section(long)
     others = [{"title": "Before"}, {"title": "Abacus"}, {"title": "Behind"}]
     assert results.added(others, run) == [others[0], run, others[2]]
     assert results.added(others[:1], run) == [others[0], run]
+
+
+def test_models_share_a_table_of_times() -> None:
+    run = {"command": "bench", "machine": "Abacus", "says": "", "n": None}
+    times = [
+        {"method": "full", "ttft_ms": 1234.5, "speedup": 1},
+        {"method": "epic", "ratio": 0.15, "ttft_ms": 617, "speedup": 2},
+    ]
+    runs = [
+        run | {"title": "Time to first token, Slow", "rows": times},
+        run | {"title": "Time to first token, Fast", "rows": times[:1]},
+    ]
+    page = results.results_page(runs)
+    assert page.count("## Time to first token\n") == 1 and "| method | ratio | Slow | Fast |" in page
+    assert "| `full` |  | 1,234 ms (1) | 1,234 ms (1) |\n| `epic` | 15% | 617 ms (2.0 times) |  |" in page
 
 
 @pytest.mark.parametrize("document", sorted({block.document for block in PYTHON}), ids=lambda path: path.name)
