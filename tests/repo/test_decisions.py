@@ -49,11 +49,7 @@ def test_a_record_is_short_and_of_one_form(path: Path) -> None:
 def test_the_index_lists_every_record_in_order() -> None:
     index = (FOLDER / "index.md").read_text(encoding="utf-8")
     titles = {number: TITLE.match(path.read_text(encoding="utf-8")) for number, path in RECORDS.items()}
-    rows = [
-        f"| {number} | [{titles[number][2]}]({path.name}) |"
-        for number, path in RECORDS.items()
-        if titles[number]
-    ]
+    rows = [f"- [{found[2]}]({RECORDS[number].name})" for number, found in titles.items() if found]
     assert index.splitlines()[-len(rows) :] == rows
 
 
