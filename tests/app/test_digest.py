@@ -173,10 +173,10 @@ def test_digest_command_ingests_a_file_and_names_sources(told, cli, log, capfd):
 
 def test_killed_command_is_continued(home, log, tiny_folder):
     """On a real model: nothing is encoded twice, and every window has all of its KV."""
-    log.write_text("\n\n".join(ships(32)))
+    log.write_text("\n\n".join(ships(16)))
     command = [sys.executable, "-m", "ragblend.app.cli.main", "digest", log, "--home", home, "--json"]
     command += ["--model", tiny_folder, "--device", "cpu", "--dtype", "float32", "--top-k", "2"]
-    environment = os.environ | {"RAGBLEND_CHUNK_TOKENS": "128", "RAGBLEND_MAX_NEW_TOKENS": "64"}
+    environment = os.environ | {"RAGBLEND_CHUNK_TOKENS": "128", "RAGBLEND_MAX_NEW_TOKENS": "16"}
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
 
     def notes():
