@@ -13,6 +13,7 @@ from typing import Literal
 from ragblend.app.library.maintenance import check_index, check_library
 from ragblend.app.library.sandbox import rights_left, run_in_sandbox
 from ragblend.app.library.similarity import recorded_similarity
+from ragblend.app.words import plural
 from ragblend.app.workspace import Workspace
 from ragblend.kvstore.errors import RagBlendError, UnsupportedModelError, install_hint
 from ragblend.kvstore.system import HAS_MODES
@@ -116,7 +117,7 @@ def _library(workspace: Workspace) -> tuple[Status, str]:
         states.update(library.counts_by_state(name))
     counts = ", ".join(f"{count} {state}" for state, count in sorted(states.items()) if count)
     where = f" in {', '.join(names)}" if len(names) > 1 else ""
-    return "ok", f"{states.total()} documents{where}" + (f" ({counts})" if counts else "")
+    return "ok", f"{plural(states.total(), 'document')}{where}" + (f" ({counts})" if counts else "")
 
 
 def _parser(workspace: Workspace) -> tuple[Status, str]:

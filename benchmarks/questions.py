@@ -13,8 +13,9 @@ import typer
 from benchmarks import tasks
 from benchmarks.common import product_app, run_product_app
 from benchmarks.formats import PASSAGES, convert
-from ragblend.app.cli.common import Cli, plural
+from ragblend.app.cli.common import Cli
 from ragblend.app.quality.cli import engine_arguments
+from ragblend.app.words import plural
 from ragblend.kvstore.errors import UsageError
 
 Generate = Annotated[

@@ -4,10 +4,10 @@ from typing import Any
 
 import gradio as gr
 
-from ragblend.app.cli.common import plural
 from ragblend.app.library.jobs import QueueOverview
 from ragblend.app.models import OFFLINE_DEMO
 from ragblend.app.settings import Settings
+from ragblend.app.words import plural
 from ragblend.ui import tab_chat, tab_compare, tab_library, tab_settings, tab_store, views
 from ragblend.ui.callback_checks import check_callbacks, dismissed
 from ragblend.ui.page_context import EACH, QUEUED, QUICK, PageContext, Updates, drawn

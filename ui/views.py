@@ -23,9 +23,9 @@ from ragblend.app.answering.breakdown import KINDS, counts_of, has_breakdown
 from ragblend.app.answering.chats import INTERRUPTED
 from ragblend.app.answering.citations import CitedAnswer
 from ragblend.app.answering.comparing import ComparedMethod
-from ragblend.app.cli.common import plural, size
 from ragblend.app.model_offers import Offer, offered
 from ragblend.app.models import LocalModel
+from ragblend.app.words import plural, size
 from ragblend.engine.trace import TraceEvent
 
 TAGS = "p br hr em strong del code pre blockquote ul ol li a h1 h2 h3 h4 h5 h6 table thead tbody tr th td"

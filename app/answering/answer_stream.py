@@ -15,6 +15,7 @@ from ragblend.app.answering.context import PromptContext
 from ragblend.app.answering.support import names
 from ragblend.app.database import now
 from ragblend.app.settings import Settings
+from ragblend.app.words import plural
 from ragblend.engine.config import Report
 from ragblend.engine.prompts.figures import contains
 from ragblend.engine.prompts.segments import Prompt
@@ -101,7 +102,7 @@ class AnswerStream(Closing):
     @property
     def status(self) -> str:
         """The current work, before the first word of the answer."""
-        return f"Reading {len(self.sources)} passages …" if self.sources else "Thinking …"
+        return f"Reading {plural(len(self.sources), 'passage')} …" if self.sources else "Thinking …"
 
     @property
     def text(self) -> str:

@@ -220,9 +220,6 @@ def _user_segments(
 
 
 def _left_out_notice(turns: int, all_turns: int, passages: int, all_passages: int) -> str | None:
-    parts = []
-    if turns:
-        parts.append(f"The first {turns} of {all_turns} earlier questions are no longer in the prompt.")
-    if passages:
-        parts.append(f"The {passages} lowest-ranked of {all_passages} passages were left out.")
-    return " ".join([*parts, "The model's window is full."]) if parts else None
+    parts = [f"the first {turns} of {all_turns} earlier questions"] if turns else []
+    parts += [f"the {passages} lowest-ranked of {all_passages} passages"] if passages else []
+    return f"The model's window is full. Left out: {', '.join(parts)}." if parts else None

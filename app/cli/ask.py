@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragblend.app.answering.answer import Answer, AnswerSource
-from ragblend.app.cli.common import ADVANCED, AnswerOptions, Cli, plural
+from ragblend.app.cli.common import ADVANCED, AnswerOptions, Cli
 from ragblend.app.home import absolute
 from ragblend.app.library.documents import on_one_line
+from ragblend.app.words import plural
 from ragblend.kvstore.errors import Cancelled, LibraryError, UsageError
 
 if TYPE_CHECKING:
@@ -281,7 +282,7 @@ def _finish_background(cli: Cli, conversations: "Conversations", answer: Answer)
     """Wait for background work that speeds up the next question, unless the host process does it."""
     if cli.host is not None or not answer.report.tokens.prompt:
         return
-    todo = [f"Encoding {answer.report.misses} passages"] if answer.report.misses else []
+    todo = [f"Encoding {plural(answer.report.misses, 'passage')}"] if answer.report.misses else []
     if conversations.engine.measures_answers:
         todo.append("Measuring once how answers are computed fastest")
     if todo:

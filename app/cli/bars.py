@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ragblend.app.cli.common import Cli, Terminal, size
+from ragblend.app.cli.common import Cli, Terminal
 from ragblend.app.progress import OnProgress, Stage
+from ragblend.app.words import plural, size
 
 if TYPE_CHECKING:
     from ragblend.app.library.encoding import KvProgress
@@ -63,8 +64,9 @@ def plan(kv: "KvProgress") -> str:
     fits = kv.nbytes <= kv.room_bytes
     room = "all of it fits" if fits else f"the first {kv.room_bytes / kv.nbytes:.0%} fit"
     return (
-        f"Encoding KV for {kv.total:,} passages ({kv.tokens:,} tokens): it needs {size(kv.nbytes)} of disk, the "
-        f"budget has {size(kv.room_bytes)} left; {room}. Questions can be asked meanwhile; Ctrl-C keeps what is done."
+        f"Encoding KV for {plural(kv.total, 'passage')} ({kv.tokens:,} tokens): it needs {size(kv.nbytes)} of disk, "
+        f"the budget has {size(kv.room_bytes)} left; {room}. Questions can be asked meanwhile; Ctrl-C keeps what is "
+        "done."
     )
 
 

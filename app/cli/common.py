@@ -320,17 +320,3 @@ def _option_parameters(kind: Any) -> list[inspect.Parameter]:
         for each in fields(kind)
         if "option" in each.metadata
     ]
-
-
-def plural(count: int, noun: str) -> str:
-    """1 passage, 2 passages."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def size(count: float) -> str:
-    """Bytes for people: 1.5 MiB."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.app.cli.common import Cli, command, plural, size, typer_callback
+from ragblend.app.cli.common import Cli, command, typer_callback
 from ragblend.app.library.documents import Document, on_one_line
+from ragblend.app.words import plural, size
 from ragblend.kvstore.errors import UsageError
 
 if TYPE_CHECKING:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ragblend.app.cli.bars import encoding_bar, progress_bars
-from ragblend.app.cli.common import Cli, absolute_folder, plural
+from ragblend.app.cli.common import Cli, absolute_folder
 from ragblend.app.cli.models import name_better_ones
 from ragblend.app.library.documents import on_one_line
+from ragblend.app.words import plural
 
 if TYPE_CHECKING:
     from ragblend.app.library.ingest import IngestReport

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ragblend.app.cli.bars import progress_bar
-from ragblend.app.cli.common import Cli, command, plural, size
+from ragblend.app.cli.common import Cli, command
 from ragblend.app.home import absolute
 from ragblend.app.model_offers import (
     GIGABYTE,
@@ -24,6 +24,7 @@ from ragblend.app.model_offers import (
     offers,
 )
 from ragblend.app.models import GATED, check_model, full_name, models_here, must_be_fetched
+from ragblend.app.words import plural, size
 from ragblend.engine.model.checkpoints import DEFAULT, find_model
 from ragblend.engine.model.hub import download, is_hub_id
 from ragblend.kvstore.errors import ModelNotFoundError, UsageError

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ragblend.app.cli.common import Cli, command, plural, size
+from ragblend.app.cli.common import Cli, command
+from ragblend.app.words import plural, size
 
 store = typer.Typer(
     name="store", help="Check and repair the stored KV and the vector index.", no_args_is_help=True

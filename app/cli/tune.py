@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ragblend.app.cli.common import Cli, option, plural
+from ragblend.app.cli.common import Cli, option
 from ragblend.app.quality.cli import engine_arguments, settings_of
 from ragblend.app.quality.sources import ALL_DOCUMENTS, QuestionSource, ingested, read
 from ragblend.app.tuned import save_choice, tuned_file, undo_choice
+from ragblend.app.words import plural
 from ragblend.engine.config import DEFAULT_RATIO
 from ragblend.kvstore.errors import UsageError
 

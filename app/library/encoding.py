@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ragblend.app.progress import Pace, silent
+from ragblend.app.words import plural
 from ragblend.app.workspace import Workspace
 from ragblend.engine.scheduling.queue import CallbackCancel
 from ragblend.kvstore.errors import Cancelled, StoreLockedError
@@ -96,9 +97,7 @@ def _encode(
     total, count = len(missing.node_ids), len(passages)
     can_have_kv, left_out = count - missing.left_out, ""
     if missing.left_out:
-        left_out = (
-            f"{missing.left_out} passages are too long for {engine.model_name}, or were not ingested with it."
-        )
+        left_out = f"Too long for {engine.model_name}, or not ingested with it: {plural(missing.left_out, 'passage')}."
     if not total:
         return KvReport(count, can_have_kv, message=left_out)
     with_kv = can_have_kv - total

@@ -286,7 +286,7 @@ def test_turns_that_are_too_long_to_be_tokenized_are_left_out(talks, engine):
     engine.most_characters = 1000
     earlier = [ChatMessage(0, 0, role, f"{role} {'x' * 500}", now()) for role in ("user", "assistant") * 2]
     ready = talks.prepare(SKY, AskOptions(top_k=2), earlier)
-    assert "The first 2 of 2 earlier questions" in ready.notice and len(ready.prompt.chunks) == 2
+    assert "the first 2 of 2 earlier questions" in ready.notice and len(ready.prompt.chunks) == 2
     with pytest.raises(PromptTooLongError):
         talks.prepare("x" * 1001, AskOptions(top_k=2))
 
@@ -327,7 +327,7 @@ def test_oldest_turns_are_left_out_first_and_stay_out(talks, chat, engine):
     answer = asked(talks, chat, BOATS)
     prompt = engine.requests[-1][0]
     assert len(prompt.token_ids) <= whole and questions[0] not in " ".join(texts(prompt))
-    assert "earlier questions are no longer in the prompt" in answer.report["notice"]
+    assert "Left out: the first" in answer.report["notice"]
     assert {s.node_id for s in answer.sources} <= {c.node_id for c in prompt.chunks}, "it came again"
     engine.context_window = 4096
     asked(talks, chat, SKY)

@@ -354,7 +354,7 @@ def test_a_changed_file_is_embedded_in_full_at_once(workspace, many):
     ("limits", "stopped", "without_kv", "words"),
     [
         ({"room_bytes": 100}, "budget", None, "budget reached: {encoded} of {passages} passages"),
-        ({"left_out": 2}, "", 2, "2 passages are too long for fake"),
+        ({"left_out": 2}, "", 2, "Too long for fake, or not ingested with it: 2 passages."),
         (
             {"verdict": GateVerdict(False, (), "no keys")},
             "model",
