@@ -54,7 +54,7 @@ def computed_in(
     decoder: Decoder, cache: FusedCache, path: Sequence[tuple[Node, Chunk]], spans: Sequence[Span]
 ) -> list[Computed]:
     """The nodes of the path that an exact policy computed: those that were not loaded."""
-    read = {span.stop for span in spans if span.reader is not None}
+    read = {span.stop for span in spans if span.stored is not None}
     layers, found = range(cache.geometry.layers), list[Computed]()
     for node, chunk in path:
         if node.stop not in read:
