@@ -132,7 +132,7 @@ class Ledger:
 
     # --- reading
 
-    def asked(self) -> dict[str, float]:
+    def request_counts(self) -> dict[str, float]:
         """Request counts of values that are not stored, by digest."""
         with self._lock:
             gone = {

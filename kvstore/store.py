@@ -348,7 +348,7 @@ class KVStore(Closing):
                 return file.read()
         return None
 
-    def will_need(self, key: ChunkKey) -> None:
+    def read_ahead(self, key: ChunkKey) -> None:
         """Ask the kernel to read this value ahead; no error for absent values or old systems."""
         path = self._path_of(key)
         if path is not None:
@@ -382,7 +382,7 @@ class KVStore(Closing):
         if not self.contains(key):  # deleted meanwhile
             wanting.delete([key])
 
-    def save_uses(self, is_last: bool = False) -> None:
+    def save_ledger(self, is_last: bool = False) -> None:
         """Save the ledger for other processes, if enough has changed, or anything before the process ends."""
         self._live_index()
         if self._ledger.is_due:
@@ -561,11 +561,11 @@ class KVStore(Closing):
         """Bytes that can be put before anything is evicted."""
         return self.budget_bytes - self._live_index().totals[1]
 
-    def asked(self) -> dict[str, float]:
+    def request_counts(self) -> dict[str, float]:
         """Request counts of values that are not stored, by digest, as far as they are remembered."""
-        return self._ledger.asked()
+        return self._ledger.request_counts()
 
-    def times_asked(self, key: ChunkKey) -> float:
+    def request_count(self, key: ChunkKey) -> float:
         """Request count of a value, stored or not, as far as it is remembered."""
         return self._ledger.entry(key.digest).frequency
 

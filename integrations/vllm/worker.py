@@ -119,9 +119,9 @@ class ConnectorWorker:
     def _read_ahead(self) -> None:
         """Have the most requested passages in the page cache before the first prompt."""
         store = self._runtime.store
-        asked = store.asked()
+        asked = store.request_counts()
         for digest in heapq.nlargest(self._settings.warm, asked, key=asked.__getitem__):
-            store.will_need(ChunkKey(digest))
+            store.read_ahead(ChunkKey(digest))
 
     @contextmanager
     def _lead_or_follow(self, decoder: "VllmDecoder") -> Iterator[bool]:
@@ -226,7 +226,7 @@ class ConnectorWorker:
             rows = torch.stack([torch.stack(cache.span(layer, tail, stop)) for layer in layers])
             self._tails.keep(prompt.salt, tail, rows.cpu())
         self._count(prompt, prefilled.report, fused - started, time.perf_counter() - fused)
-        self._runtime.background.add(self._runtime.store.save_uses)
+        self._runtime.background.add(self._runtime.store.save_ledger)
         # Only KV with a node is stored, because other KV could not be deleted.
         known = {key for chunk, _, key in keys_of(self._runtime, request) if chunk.node_id is not None}
         arrived = {key: blob for key, blob in prefilled.arrived.items() if key in known}
@@ -286,7 +286,7 @@ class ConnectorWorker:
             nodes = LocalNodeEncoder(runtime, collection)
             if not nodes.claim(node_id, passage, key) or runtime.store.contains(key):
                 return
-            if is_idle and nodes.fetched(key, passage, prefix, node_id):
+            if is_idle and nodes.copy_from_shared(key, passage, prefix, node_id):
                 return
             limit = self._settings.encode_seconds
             if is_idle and limit is not None and self._token_seconds * len(passage) > limit:
@@ -297,7 +297,7 @@ class ConnectorWorker:
             started = time.perf_counter()
             encoded = self._encoder.encode(passage)
             self._token_seconds = (time.perf_counter() - started) / len(passage)
-            self._stats.add(encoded=int(nodes.keep(key, encoded, node_id)))
+            self._stats.add(encoded=int(nodes.store(key, encoded, node_id)))
         except Exception as error:
             log.warning("a passage of %d tokens could not be encoded: %s", len(passage), error)
 

@@ -86,7 +86,7 @@ def test_a_match_counts_one_request_per_node(store, path):
     nodes = path(1, 2, 3)
     for times in (1, 2):
         held(store, nodes)
-        assert [round(store.times_asked(key), 2) for key, _ in nodes] == [times] * 3
+        assert [round(store.request_count(key), 2) for key, _ in nodes] == [times] * 3
 
 
 def test_a_node_is_stored_only_after_a_stored_parent(store, path):
@@ -226,7 +226,7 @@ def test_deleting_a_node_deletes_its_descendants(store, path, held_anywhere):
     put_all(store, nodes)
     put_all(store, other)
     held(store, nodes)
-    store.save_uses()
+    store.save_ledger()
     freed = store.delete([nodes[1][0]])
     assert freed == sum(Blob.of(*node).nbytes for node in nodes[1:])
     assert (held(store, nodes[:1]), held(store, other)) == (1, 2)

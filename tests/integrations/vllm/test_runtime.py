@@ -248,6 +248,6 @@ def test_the_most_requested_passages_are_read_ahead():
     from ragblend.integrations.vllm.worker import ConnectorWorker
 
     read, asked = [], {"a" * 64: 1.0, "b" * 64: 3.0, "c" * 64: 2.0}
-    store = SimpleNamespace(asked=lambda: asked, will_need=lambda key: read.append(key.digest[0]))
+    store = SimpleNamespace(request_counts=lambda: asked, read_ahead=lambda key: read.append(key.digest[0]))
     ConnectorWorker(SimpleNamespace(store=store), ConnectorSettings(warm=2))._read_ahead()
     assert read == ["b", "c"]
