@@ -247,7 +247,7 @@ class NodeEncoder(ABC):
         with runtime.store_lock:
             if isinstance(chunk, Blob):
                 return runtime.store.put_blob(chunk, has_node)
-            return runtime.store.put(key, chunk, runtime.codec, wanted=has_node)
+            return runtime.store.put(key, chunk, runtime.codec, may_store=has_node)
 
     @property
     def _scope(self) -> Scope:

@@ -78,10 +78,10 @@ def prefill(
     # Exact KV, which may enter the knowledge tree.
     computed = computed_in(runtime.decoder, fusion.cache, path, plan.spans)
 
-    def read_alone(prompt: Prompt, turn: DeviceTurn) -> Prefilled:
+    def prefill_other(prompt: Prompt, turn: DeviceTurn) -> Prefilled:
         return prefill(runtime, replace(request, prompt=prompt, policy=METHODS["reuse"], session=None), turn)
 
-    return Prefilled(request.prompt, logits, fusion.cache, report, computed, arrived, sure, read_alone)
+    return Prefilled(request.prompt, logits, fusion.cache, report, computed, arrived, sure, prefill_other)
 
 
 def _learn(runtime: Runtime, report: Report) -> None:

@@ -36,7 +36,7 @@ class Memory:
         if digest in self.here:
             entry = used(self.here[digest], self.uses, self.half_life)
             self.here[digest] = ranked(entry, self.policy, self.clock)
-        elif self.policy.fades:
+        elif self.policy.decays:
             self.gone[digest] = used(self.gone.get(digest, Entry(digest, 0)), self.uses, self.half_life)
 
     def put(self, digest, nbytes, value_cost):
@@ -53,7 +53,7 @@ class Memory:
             victims.append(min(others, key=lambda each: (each.priority, each.used_at)))
             del self.here[victims[-1].digest]
         self.clock = clock_after(self.clock, victims)
-        if self.policy.fades:
+        if self.policy.decays:
             self.gone |= {each.digest: each for each in victims}
 
     def delete(self, digest):
@@ -277,7 +277,7 @@ def test_finding_a_victim_takes_the_same_steps_for_any_number_of_values(monkeypa
     for count in (10, 1000):
         uses = in_memory()
         for number in range(count):
-            uses.arrive(digest_of(number), 1, 1.0)
+            uses.add(digest_of(number), 1, 1.0)
         popped, pop = [], ledger.heapq.heappop
         monkeypatch.setattr(
             ledger.heapq, "heappop", lambda heap, popped=popped, pop=pop: popped.append(1) or pop(heap)
@@ -290,18 +290,18 @@ def test_finding_a_victim_takes_the_same_steps_for_any_number_of_values(monkeypa
 
 def test_memory_does_not_grow_with_the_number_of_uses():
     uses = in_memory()
-    uses.arrive(digest_of(0), 1, 1.0)
+    uses.add(digest_of(0), 1, 1.0)
     for _ in range(5000):
         uses.used(digest_of(0))
-    assert len(uses._order) < 200
+    assert len(uses._heap) < 200
 
 
 def test_counts_of_evicted_values_are_bounded():
     uses = in_memory()
     for number in range(6):
-        uses.arrive(digest_of(number), 1, 1.0)
+        uses.add(digest_of(number), 1, 1.0)
     uses.evict(uses.victims(6, 9))
-    uses.merged(b"", dict)
+    uses.prepare_save(b"", dict)
     assert set(uses.request_counts()) == {digest_of(number) for number in (3, 4, 5)}
 
 
@@ -311,7 +311,7 @@ def test_requests_for_values_never_stored_are_bounded_and_not_saved():
         uses.used(digest_of(number))
     found = {digest_of(2): 1.0, digest_of(0): pytest.approx(2.0, abs=0.01), digest_of(3): 1.0}
     assert uses.request_counts() == found
-    packed, is_saved = uses.merged(b"", dict)
+    packed, is_saved = uses.prepare_save(b"", dict)
     is_saved()
     assert uses.request_counts() == found
     again = in_memory()

@@ -294,7 +294,7 @@ def test_the_tree_survives_a_lost_ledger(open_store, path, sample, rows):
 
 def test_a_node_is_stored_while_a_lowered_budget_is_exceeded(open_store, path, sample, monkeypatch):
     """Each put evicts some values; where that was not enough, every node was refused and the evictions undone."""
-    monkeypatch.setattr("ragblend.kvstore.store.AT_ONCE", 4)
+    monkeypatch.setattr("ragblend.kvstore.store.EXTRA_EVICTIONS", 4)
     nodes, store = path(1, 2), open_store()
     for seed in range(20, 40):
         store.put(*sample(seed))
