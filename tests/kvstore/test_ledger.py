@@ -316,7 +316,7 @@ def test_requests_for_values_never_stored_are_bounded_and_not_saved():
     assert uses.request_counts() == found
     again = in_memory()
     again.load(packed, {})
-    assert again.asked() == {}
+    assert again.request_counts() == {}
 
 
 def test_counts_that_could_not_be_saved_are_saved_later(root, sample, rows, every_save):
