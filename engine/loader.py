@@ -355,9 +355,8 @@ class _KernelFiller:
         deltas = [torch.zeros(1)]  # one at least: without angles another kernel would be compiled
         for number, span in spans.items():
             delta, first = torch.as_tensor(rotations.get(number, ())).float().flatten(), sum(map(len, deltas))
-            places = (
-                first + torch.arange(len(delta)) if len(delta) else torch.tensor([-1])
-            )  # in deltas; -1: none
+            # In deltas; -1: none.
+            places = first + torch.arange(len(delta)) if len(delta) else torch.tensor([-1])
             rows.append((packed.slices[number].start, span.start, places.expand(span.length)))
             deltas.append(delta)
         (codec,) = {span.source.codec.name for span in spans.values()}

@@ -186,7 +186,7 @@ class NodeEncoder(ABC):
         geometry = runtime.fingerprint.geometry  # converts a GGUF: before the lock is taken
         prefix, scope = runtime.canonical_prefix, self._scope
         with runtime.store_lock:
-            requests, room_bytes = runtime.store.request_counts(), max(0, runtime.store.room_bytes)
+            requests, room_bytes = runtime.store.unstored_request_counts(), max(0, runtime.store.room_bytes)
         for begin in range(0, len(node_ids), BATCH):
             with runtime.store_lock:
                 for node_id in node_ids[begin : begin + BATCH]:

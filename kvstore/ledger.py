@@ -137,11 +137,19 @@ class Ledger:
 
     # --- reading
 
-    def request_counts(self) -> dict[str, float]:
+    def unstored_request_counts(self) -> dict[str, float]:
         """Request counts of values that are not stored, by digest."""
         with self._lock:
             evicted = [entry for entry in self._state.entries.values() if not entry.nbytes]
             return {entry.digest: entry.frequency for entry in (*evicted, *self._never_stored.values())}
+
+    def most_requested(self, count: int) -> list[str]:
+        """At most `count` of the stored values, the most often requested first."""
+        with self._lock:
+            stored = (entry for entry in self._state.entries.values() if entry.nbytes)
+            return [
+                entry.digest for entry in heapq.nlargest(count, stored, key=lambda entry: entry.frequency)
+            ]
 
     def entry(self, digest: str) -> Entry:
         """The entry of a value; one without counts if nothing is remembered of it."""
@@ -181,12 +189,8 @@ class Ledger:
 
         At most at_most_extra values beyond those that free needed_bytes; never those in `protected`.
         """
-        chosen, freed, extra, taken = (
-            dict[str, Entry](),
-            0,
-            0,
-            [],
-        )  # taken from the heap, and put back at the end
+        chosen, freed, extra = dict[str, Entry](), 0, 0
+        taken = list[tuple[float, float, str]]()  # from the heap, and put back at the end
         with self._lock:
             entries, parents = self._state.entries, self._state.parents
             while self._heap and freed < excess_bytes and extra < at_most_extra:

@@ -123,9 +123,8 @@ class KVStore(Closing):
         self.budget_bytes: int  # `open` sets the following
         self._lock: WriterLock
         self._index: Index
-        self._must_refresh = self._closed = (
-            False  # the ledger, from the index, before values to evict are chosen
-        )
+        self._must_refresh = False  # the ledger, from the index, before values to evict are chosen
+        self._closed = False
 
     def _settle(self) -> None:
         """Synchronise files, index and ledger. The caller holds the lock."""
@@ -189,9 +188,9 @@ class KVStore(Closing):
         self._check_budget(tokens, blob.nbytes)
         cost = self._cost(blob.header.start, tokens)
         with self._changing() as index:
-            if (may_store is not None and not may_store()) or (
-                parent is not None and index.get(parent) is None
-            ):
+            if may_store is not None and not may_store():
+                return False
+            if parent is not None and index.get(parent) is None:
                 return False
             file = write_value(self.root, blob)
             try:
@@ -571,9 +570,13 @@ class KVStore(Closing):
         """Bytes that can be put before anything is evicted."""
         return self.budget_bytes - self._live_index().totals[1]
 
-    def request_counts(self) -> dict[str, float]:
+    def unstored_request_counts(self) -> dict[str, float]:
         """How often values that are not stored were requested, by digest, as far as that is remembered."""
-        return self._ledger.request_counts()
+        return self._ledger.unstored_request_counts()
+
+    def most_requested(self, count: int) -> list[ChunkKey]:
+        """At most `count` of the stored values, the most often requested first."""
+        return [ChunkKey(digest) for digest in self._ledger.most_requested(count)]
 
     def request_count(self, key: ChunkKey) -> float:
         """How often a value was requested, stored or not, as far as that is remembered; older requests count less."""

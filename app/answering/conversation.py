@@ -36,13 +36,8 @@ if TYPE_CHECKING:
 
 SESSIONS = 2  # conversations whose KV stays in memory
 MODES = ("documents", "chat")
-OVERRIDES = (
-    "method",
-    "ratio",
-    "top_k",
-    "max_new_tokens",
-    "temperature",
-)  # settings that a question may override
+# Settings that a question may override.
+OVERRIDES = ("method", "ratio", "top_k", "max_new_tokens", "temperature")
 
 
 @dataclass(frozen=True)

@@ -150,11 +150,7 @@ def _decode_fused(answer: _Answer) -> tuple[list[int], int | None]:
     rope_limit = constant_rope_tokens(runtime.model_config)
     sequence = torch.tensor([[*prompt, *[0] * max_new_tokens]], device=prefilled.logits.device)
     ids, implementation = list[int](), None
-    lookup, guesses, rows = (
-        PromptLookup(0, ()),
-        list[int](),
-        prefilled.logits[None],
-    )  # no guesses before the first
+    lookup, guesses, rows = PromptLookup(0, ()), list[int](), prefilled.logits[None]
     uncertainty = _uncertainty_check(runtime, prefilled, turn) if prefilled.sure else None
     read_again_at: int | None = None
     cache.truncate()

@@ -2,7 +2,6 @@
 sends, writes their KV into vLLM's blocks, encodes passages, and reports.
 """
 
-import heapq
 import logging
 import math
 import sys
@@ -33,7 +32,6 @@ from ragblend.integrations.vllm.runtime import VllmRuntime
 from ragblend.integrations.vllm.settings import ConnectorSettings
 from ragblend.integrations.vllm.tensor_parallel import TensorParallelGroup, WorkersOutOfSync
 from ragblend.kvstore.errors import RagBlendError, UnsupportedModelError
-from ragblend.kvstore.keys import ChunkKey
 
 if TYPE_CHECKING:
     from ragblend.integrations.vllm.decoder import VllmDecoder
@@ -120,19 +118,15 @@ class ConnectorWorker:
             if not verdict.passed:
                 raise UnsupportedModelError(str(verdict.reason))
             runtime.adopt(decoder, verdict)
-            _ = (
-                runtime.store,
-                runtime.readers,
-                runtime.canonical_prefix,
-            )  # opened now, not by the first request
+            # Opened now, not by the first request.
+            _ = runtime.store, runtime.readers, runtime.canonical_prefix
             runtime.background.add(self._read_ahead)
 
     def _read_ahead(self) -> None:
         """Read the most requested passages into the page cache, before the first prompt."""
         store = self._runtime.store
-        counts = store.request_counts()
-        for digest in heapq.nlargest(self._settings.warm, counts, key=counts.__getitem__):
-            store.read_ahead(ChunkKey(digest))
+        for key in store.most_requested(self._settings.warm):
+            store.read_ahead(key)
 
     @contextmanager
     def _lead_or_follow(self, decoder: "VllmDecoder") -> Iterator[bool]:

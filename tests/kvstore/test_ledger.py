@@ -302,7 +302,7 @@ def test_counts_of_evicted_values_are_bounded():
         uses.add(digest_of(number), 1, 1.0)
     uses.evict(uses.victims(6, 9))
     uses.prepare_save(b"", dict)
-    assert set(uses.request_counts()) == {digest_of(number) for number in (3, 4, 5)}
+    assert set(uses.unstored_request_counts()) == {digest_of(number) for number in (3, 4, 5)}
 
 
 def test_requests_for_values_never_stored_are_bounded_and_not_saved():
@@ -310,13 +310,13 @@ def test_requests_for_values_never_stored_are_bounded_and_not_saved():
     for number in (0, 1, 2, 0, 3):
         uses.used(digest_of(number))
     found = {digest_of(2): 1.0, digest_of(0): pytest.approx(2.0, abs=0.01), digest_of(3): 1.0}
-    assert uses.request_counts() == found
+    assert uses.unstored_request_counts() == found
     packed, is_saved = uses.prepare_save(b"", dict)
     is_saved()
-    assert uses.request_counts() == found
+    assert uses.unstored_request_counts() == found
     again = in_memory()
     again.load(packed, {})
-    assert again.request_counts() == {}
+    assert again.unstored_request_counts() == {}
 
 
 def test_counts_that_could_not_be_saved_are_saved_later(root, sample, rows, every_save):
