@@ -74,7 +74,7 @@ class AskOptions:
 
 
 class Conversations:
-    """Answers questions over one home, and stores conversations. Thread-safe; answers are computed one after another.
+    """Answers questions over one home, and stores conversations. Thread-safe; answers share the device.
 
     An answer is returned when its prompt is ready; iterating over it waits for the text.
     """
@@ -245,14 +245,9 @@ class Conversations:
         prepared = next(stages)
         if prepared.context is not None:
             session = None if chats is None else self._session(prepared.question.chat_id)
-            arguments: dict[str, Any] = {
-                "session": session,
-                "client": client,
-                **prepared.settings.answering,
-            }
-            if (
-                prepared.settings.reranker and engine.device != "cpu"
-            ):  # else the reranker needs the device itself
+            arguments = {"session": session, "client": client, **prepared.settings.answering}
+            # On a CPU the reranker and a prefill would only slow each other down.
+            if prepared.settings.reranker and engine.device != "cpu":
                 prepared, stream = self._stream_in_stages(prepared, stages, arguments)
             else:
                 prepared = [prepared, *stages][-1]

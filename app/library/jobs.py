@@ -389,9 +389,8 @@ class JobQueue:
         if is_cancelled or document is None or not is_gone(document.file):
             return "unchanged"
         remove_document(self.workspaces.of(job.collection), document)
-        if not self.store.has_other(
-            job
-        ):  # the last removal: the lock, whose end erases too, may be held for hours
+        # After the last removal, because the writer lock, whose release erases too, may be held for hours.
+        if not self.store.has_other(job):
             self.workspaces.erase_removed()
         return "done"
 

@@ -79,11 +79,8 @@ def listening(
     """Open a socket at the first free port of `ports_tried` from `port` on (0: any free port), and close it after the
     block. names: further host names, as in `Address`. Raises UsageError.
     """
-    family, ports, reason = (
-        socket.AF_INET6 if ":" in host else socket.AF_INET,
-        range(port, port + ports_tried),
-        "",
-    )
+    family, reason = socket.AF_INET6 if ":" in host else socket.AF_INET, ""
+    ports = range(port, port + ports_tried)
     for number in ports:
         try:
             listener = socket.create_server((host, number), family=family)
