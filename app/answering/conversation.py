@@ -245,7 +245,7 @@ class Conversations:
         prepared = next(stages)
         if prepared.context is not None:
             session = None if chats is None else self._session(prepared.question.chat_id)
-            arguments = {"session": session, "client": client, **prepared.settings.answering}
+            arguments = prepared.settings.answering | {"session": session, "client": client}
             # On a CPU the reranker and a prefill would only slow each other down.
             if prepared.settings.reranker and engine.device != "cpu":
                 prepared, stream = self._stream_in_stages(prepared, stages, arguments)

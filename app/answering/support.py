@@ -36,19 +36,21 @@ HEADING = re.compile(r"[^|:\s][^|:\n]{0,80}[^|:.;,!?。、\s]")
 AMOUNT_LAST = re.compile(r"(?:\d[.,:]\d+|(?:[A-Z]{3}|[€£$]) ?\d+|\d ?[%€£$])$")
 FIELD = re.compile(r"(?:^|(?<=[.;] ))(?P<key>[^\W\d][\w '’-]{1,30}): (?P<value>[^\n.;]+)", re.MULTILINE)
 RECORD = re.compile(r"^[^:\n]{1,40}: [^\n]+(?:\n[^:\n]{1,40}: [^\n]+)+$", re.MULTILINE)  # a row of a table
-ENDED = re.compile(r"[.!?。！？]\W*\Z")
-LISTED = re.compile(r"\s*(?:[-–•*#|>]|\d{1,3}[.)]\s)")
+ENDS_SENTENCE = re.compile(r"[.!?。！？]\W*\Z")
+LIST_ITEM = re.compile(r"\s*(?:[-–•*#|>]|\d{1,3}[.)]\s)")
 CODE_BEFORE, CODE_AFTER = re.compile(r"\d[-/]?\Z"), re.compile(r"[-/]?\d")
-STOP = COMMON_WORDS | frozenset(  # words that need not be in the evidence
+STOP_WORDS = COMMON_WORDS | frozenset(  # words that need not be in the evidence
     """being am done having shall might them hers theirs him i me my mine we us our these those here whom whose where
     why than then so such also into about just very own out off mr mrs ms miss dr s""".split()  # noqa: SIM905
 )
-FRAME = frozenset(  # words with which an answer speaks of its passages; they need not be in the evidence
-    """according passage passages text document documents answer states stated mentioned mentions says said source
+FRAME_WORDS = (
+    frozenset(  # words with which an answer speaks of its passages; they need not be in the evidence
+        """according passage passages text document documents answer states stated mentioned mentions says said source
     sources information provided context""".split()  # noqa: SIM905
+    )
 )
 # Verbs that a field of a form does without: `Stock-taking: 14 June` supports "The stock-taking is held on 14 June".
-LIGHT = frozenset("carried held scheduled takes place located".split())  # noqa: SIM905
+LIGHT_VERBS = frozenset("carried held scheduled takes place located".split())  # noqa: SIM905
 NEGATIONS = frozenset(
     """not no never none nothing nobody nowhere neither nor cannot without hardly nicht kein keine keinen nie niemals ne
     pas jamais aucun ni nunca jamás sin non mai não не нет ни никогда nincs niet geen لا لم لن ليس नहीं न मत""".split()  # noqa: SIM905
@@ -186,7 +188,7 @@ def _span_of_all(sentence: str, passage: str, about: str, before: str = "") -> S
         if FIELD.match(passage, start, stop):
             known |= _form_names(passage, start)
             claim = [token for token in claim if token.stem not in LIGHT_STEMS or token.stem in present]
-        is_heading = is_topic and not ENDED.search(passage[start:stop])
+        is_heading = is_topic and not ENDS_SENTENCE.search(passage[start:stop])
         # A total at the end of an invoice is no heading, however short.
         if is_heading and any(
             each.kind == "number" and each.stem in present - _stems(about) for each in claim
@@ -220,7 +222,7 @@ def names(text: str) -> list[str]:
         found += [
             match.group().removesuffix("'s").removesuffix("’s")
             for match in known
-            if match.group()[0].isupper() and folded(match.group()) not in STOP
+            if match.group()[0].isupper() and folded(match.group()) not in STOP_WORDS
         ]
     return list(dict.fromkeys(found)) if len(found) <= MOST_NAMES * words else []
 
@@ -272,9 +274,9 @@ def _token(word: str, plain: str, begins: bool) -> Token:
         return Token(digits, "word" if digits == "1" else "number")
     if plain in NEGATIONS or plain.endswith("n't"):
         return Token("not", "not")
-    if word[0].isupper() and not begins and plain not in STOP - {"may"}:
+    if word[0].isupper() and not begins and plain not in STOP_WORDS - {"may"}:
         return Token(_stem(plain), "name")
-    return Token(plain, "stop") if plain in STOP else Token(_stem(plain), "word")
+    return Token(plain, "stop") if plain in STOP_WORDS else Token(_stem(plain), "word")
 
 
 def _stem(word: str) -> str:
@@ -288,7 +290,7 @@ def _stem(word: str) -> str:
     return f"{word[:-1]}i" if word.endswith("y") and len(word) > 3 else word
 
 
-FRAME_STEMS, LIGHT_STEMS = frozenset(map(_stem, FRAME)), frozenset(map(_stem, LIGHT))
+FRAME_STEMS, LIGHT_STEMS = frozenset(map(_stem, FRAME_WORDS)), frozenset(map(_stem, LIGHT_VERBS))
 HEDGE_STEMS = frozenset(map(_stem, HEDGES)) | HEDGES
 
 
@@ -369,7 +371,7 @@ def _passage_sentences(text: str) -> list[tuple[int, int]]:
     joins = False
     for start, stop in lines:
         line = text[start:stop]
-        if joins and line.strip() and not LISTED.match(line):
+        if joins and line.strip() and not LIST_ITEM.match(line):
             blocks[-1] = (blocks[-1][0], stop)
         else:
             blocks.append((start, stop))
