@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragblend.app.answering.answer import Answer, AnswerSource
-from ragblend.app.cli.common import AnswerOptions, Cli, plural
+from ragblend.app.cli.common import ADVANCED, AnswerOptions, Cli, plural
 from ragblend.app.home import absolute
 from ragblend.app.library.documents import on_one_line
 from ragblend.kvstore.errors import Cancelled, LibraryError, UsageError
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 Collection = Annotated[str | None, typer.Option(help="Which collection to ask.")]
 Trace = Annotated[
     Path | None,
-    typer.Option(help="Write what was loaded and computed when: .json (ui.perfetto.dev) or .png."),
+    typer.Option(
+        help="Write what was loaded and computed when: .json (ui.perfetto.dev) or .png.",
+        rich_help_panel=ADVANCED,
+    ),
 ]
 LISTED = 50
 MAX_ID_DIGITS = 18  # of a conversation's number; SQLite's largest id has 19
@@ -102,10 +105,12 @@ def chat(
     answering: AnswerOptions,
     saved: Annotated[
         str | None,
-        typer.Argument(metavar="CHAT", help="Continue this conversation: its number or title [a new one]."),
+        typer.Argument(
+            metavar="CHAT", help="Continue this conversation: its number or title (default: a new one)."
+        ),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="Title of a new conversation [its first question].")
+        str | None, typer.Option(help="Title of a new conversation (default: its first question).")
     ] = None,
     go_on: Annotated[bool, typer.Option("--continue", "-c", help="Continue the latest one.")] = False,
     no_save: Annotated[bool, typer.Option("--no-save", help="Do not save the conversation.")] = False,

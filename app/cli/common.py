@@ -25,15 +25,20 @@ if TYPE_CHECKING:
 Command = Callable[..., int | None]
 FORWARDED: dict[str, Command] = {}  # by name: run by the process that has the home open, if there is one
 UNENCRYPTED = "It is served without encryption: put a proxy with TLS before it on a network you do not trust."
+ADVANCED = "Advanced"  # what is seldom needed, in the help of a command
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 
 
-def option(default: Any, help: str, *names: str, **more: Any) -> Any:
+def option(default: Any, help: str, *names: str, advanced: bool = False, **more: Any) -> Any:
     """Declare a command-line option as a field of a dataclass that a command takes as one argument.
 
-    Such a class is written once and used by several commands, so that options are not repeated.
+    Such a class is written once and used by several commands, so that options are not repeated. advanced: the help
+    lists it last, in a group of its own.
     """
-    return field(default=default, metadata={"option": typer.Option(*names, help=help, **more)})
+    group = ADVANCED if advanced else None
+    return field(
+        default=default, metadata={"option": typer.Option(*names, help=help, rich_help_panel=group, **more)}
+    )
 
 
 def parse_ratio(text: str) -> float | str:
@@ -54,20 +59,36 @@ def absolute_folder(text: str) -> str:
 class AnswerOptions:
     """How a question is answered: settings for one command."""
 
-    method: str | None = option(None, f"How to prefill: full, reuse, cacheblend, ... [{DEFAULT_METHOD}].")
+    method: str | None = option(
+        None, f"How to prefill: full, reuse, cacheblend, ... (default: {DEFAULT_METHOD}).", advanced=True
+    )
     ratio: str | None = option(
         None,
-        f"Share of the stored tokens to recompute, or `auto`: what loading hides [{DEFAULT_RATIO}].",
+        f"Share of the stored tokens to recompute, or `auto`: what loading hides (default: {DEFAULT_RATIO}).",
         parser=parse_ratio,
+        advanced=True,
     )
-    top_k: int | None = option(None, "How many passages to read [6].")
-    search: str | None = option(None, "How they are found: hybrid (meaning and words) or vectors [hybrid].")
+    top_k: int | None = option(None, "How many passages to read (default: 6).")
+    search: str | None = option(
+        None,
+        "How passages are found: hybrid (meaning and words) or vectors (default: hybrid).",
+        advanced=True,
+    )
     reranker: str | None = option(
-        None, "Cross-encoder that ranks them: a hub id or a folder [none].", parser=absolute_folder
+        None,
+        "Cross-encoder that ranks the passages: a hub id or a folder (default: none).",
+        parser=absolute_folder,
+        advanced=True,
     )
-    max_new_tokens: int | None = option(None, "Longest answer, in tokens [what suits the model, else 256].")
-    keep_tokens: int | None = option(None, "Keep only N passage tokens per head while decoding [all].")
-    temperature: float | None = option(None, "0 for the likeliest answer, higher for variety [0].")
+    max_new_tokens: int | None = option(
+        None, "Longest answer, in tokens (default: what suits the model, else 256).", advanced=True
+    )
+    keep_tokens: int | None = option(
+        None, "Keep only N passage tokens per head while decoding (default: all).", advanced=True
+    )
+    temperature: float | None = option(
+        None, "0 for the likeliest answer, higher for variety (default: 0).", advanced=True
+    )
 
 
 class Terminal:
@@ -144,12 +165,18 @@ class Cli:
     host: the process that the command was forwarded to; None if it runs in its own process.
     """
 
-    home: Path | None = option(None, "Where all data lives [default: RAGBLEND_HOME or your data folder].")
+    home: Path | None = option(None, "Where all data lives (default: RAGBLEND_HOME or your data folder).")
     model: str | None = option(None, "'default', a hub id, a folder or a .gguf file.")
-    device: str | None = option(None, "cpu, cuda or mps [default: the best there is].")
-    dtype: str | None = option(None, "float32, bfloat16 or float16 [default: what is fast].")
-    vllm: str | None = option(None, "Address of a vLLM server that has the model [none: it is loaded here].")
-    remote: str | None = option(None, "URL of a KV store that machines share, such as redis://host:6379/0.")
+    device: str | None = option(None, "cpu, cuda or mps (default: the best there is).", advanced=True)
+    dtype: str | None = option(None, "float32, bfloat16 or float16 (default: what is fast).", advanced=True)
+    vllm: str | None = option(
+        None,
+        "Address of a vLLM server that has the model (default: the model is loaded here).",
+        advanced=True,
+    )
+    remote: str | None = option(
+        None, "URL of a KV store that machines share, such as redis://host:6379/0.", advanced=True
+    )
     json: bool = option(False, "One JSON object on stdout, all else on stderr.", "--json")
     terminal: Terminal = field(default_factory=Terminal)
     host: CommandHost | None = None
@@ -215,15 +242,16 @@ class Cli:
 
 
 def command(
-    app: typer.Typer, name: str | None = None, forwarded: bool = False
+    app: typer.Typer, name: str | None = None, forwarded: bool = False, group: str | None = None
 ) -> Callable[[Command], Command]:
     """Register a command, by default under the function's name; it returns an exit code (None: 0).
 
-    forwarded: the command runs in the process that has the home open, if there is one.
+    forwarded: the command runs in the process that has the home open, if there is one. group: the help lists it there.
     """
 
     def decorate(function: Command) -> Command:
-        app.command(name or getattr(function, "__name__", None))(typer_callback(function, forwarded))
+        register = app.command(name or getattr(function, "__name__", None), rich_help_panel=group)
+        register(typer_callback(function, forwarded))
         return function
 
     return decorate

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ragblend.app.workspace import Workspace
 
 docs = typer.Typer(name="docs", help="List, show and remove documents.", no_args_is_help=True)
-collections = typer.Typer(name="collections", rich_markup_mode=None)
+collections = typer.Typer(name="collections")
 Collection = Annotated[str | None, typer.Option(help="Which collection.")]
 # "~" is expanded here: the command may be run by another process.
 Reference = Annotated[

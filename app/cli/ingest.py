@@ -22,7 +22,7 @@ def ingest(
         str | None,
         typer.Option(
             help="Embedder of the collection: `default`, a hub id or a folder of sentence-transformers. Another one "
-            "embeds everything anew [the collection's].",
+            "embeds everything anew (default: the collection's).",
             parser=absolute_folder,
         ),
     ] = None,

@@ -24,32 +24,41 @@ DONE, FAILED, WRONG_USAGE = 0, 1, 2
 GC_WHILE_IMPORTING, GC_AFTERWARDS = (1_000_000, 50, 100), (100_000, 50, 100)
 OPEN_FILES = 16_384  # a prompt of 1,000 stored passages opens as many files at once; the usual limit is 1,024
 PRIVATE_UMASK = 0o077  # new files of all libraries are private
-# The module, the command or group of commands in it, and whether the process that has the home open runs it.
-COMMANDS: tuple[tuple[str, str, bool], ...] = (
-    ("cli.ingest", "ingest", True),
-    ("cli.ask", "ask", True),
-    ("cli.ask", "chat", True),
-    ("cli.ask", "digest", True),
-    ("cli.mcp", "mcp", True),
-    ("cli.store", "doctor", False),
-    ("cli.demo", "demo", False),
-    ("cli.tune", "tune", False),
-    ("cli.ui", "up", False),
-    ("cli.ui", "ui", False),
-    ("cli.serve", "serve", False),
-    ("cli.docs", "docs", False),
-    ("cli.docs", "collections", False),
-    ("cli.serve", "keys", False),
-    ("cli.store", "store", False),
-    ("cli.models", "models", False),
-    ("cli.vllm", "vllm", False),
-    ("quality.cli", "bench_app", False),
-)
+# By group of the help: module, command or group of commands in it, and whether the process that has the home open runs
+# it.
+COMMANDS: dict[str, tuple[tuple[str, str, bool], ...]] = {
+    "Your documents": (
+        ("cli.ui", "up", False),
+        ("cli.ui", "ui", False),
+        ("cli.ingest", "ingest", True),
+        ("cli.ask", "ask", True),
+        ("cli.ask", "chat", True),
+        ("cli.ask", "digest", True),
+        ("cli.docs", "docs", False),
+        ("cli.docs", "collections", False),
+    ),
+    "Models and this installation": (
+        ("cli.models", "models", False),
+        ("cli.store", "doctor", False),
+        ("cli.store", "store", False),
+    ),
+    "For other programs": (
+        ("cli.serve", "serve", False),
+        ("cli.serve", "keys", False),
+        ("cli.mcp", "mcp", True),
+        ("cli.vllm", "vllm", False),
+    ),
+    "Measuring": (
+        ("cli.demo", "demo", False),
+        ("cli.tune", "tune", False),
+        ("quality.cli", "bench_app", False),
+    ),
+}
 
 app = typer.Typer(
     name="ragblend",
     no_args_is_help=True,
-    rich_markup_mode=None,  # "[default: cpu]" in a help text is not markup
+    rich_markup_mode="rich",
     pretty_exceptions_enable=False,  # a traceback with locals would print the documents
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -73,12 +82,13 @@ def ragblend(
     """Fast questions over your own documents: each passage is read once, and its KV cache is kept and fused."""
 
 
-for module, name, forwarded in COMMANDS:
-    command_or_group = getattr(import_module(f"ragblend.app.{module}"), name)
-    if isinstance(command_or_group, typer.Typer):
-        app.add_typer(command_or_group)
-    else:
-        command(app, forwarded=forwarded)(command_or_group)
+for group, commands_of_group in COMMANDS.items():
+    for module, name, forwarded in commands_of_group:
+        found = getattr(import_module(f"ragblend.app.{module}"), name)
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, rich_help_panel=group)
+        else:
+            command(app, forwarded=forwarded, group=group)(found)
 
 
 def main(arguments: Sequence[str] | None = None, commands: typer.Typer = app, name: str = "ragblend") -> int:

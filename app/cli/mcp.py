@@ -19,7 +19,9 @@ class McpOptions:
     )
     port: int = option(8001, "Port, with --http. 0: any.", min=0, max=65535)
     host: str = option("127.0.0.1", "Address to listen at; beyond this machine the owner's key is needed.")
-    allow_host: list[str] | None = option(None, "A further host name that it answers to; may be repeated.")
+    allow_host: list[str] | None = option(
+        None, "A further host name that it answers to; may be repeated.", advanced=True
+    )
 
 
 def mcp(cli: Cli, answering: AnswerOptions, options: McpOptions, collection: Collection = None) -> None:

@@ -11,7 +11,7 @@ from ragblend.app.extras import check_installed
 from ragblend.kvstore.errors import UsageError
 
 MIB = 1 << 20
-keys = typer.Typer(name="keys", rich_markup_mode=None)
+keys = typer.Typer(name="keys")
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,24 @@ class ServerOptions:
 
     port: int = option(8000, "Port. 0: any.", min=0, max=65535)
     host: str = option("127.0.0.1", "Address to listen at; beyond this machine a key is needed.")
-    allow_host: list[str] | None = option(None, "A further host name that it answers to; may be repeated.")
-    allow_origin: list[str] | None = option(
-        None, "A web site whose pages may use it (CORS), as https://app.example; may be repeated."
+    allow_host: list[str] | None = option(
+        None, "A further host name that it answers to; may be repeated.", advanced=True
     )
-    max_upload_mib: int = option(512, "The largest file that may be uploaded, in MiB.", min=1)
-    max_requests: int = option(64, "Most requests running and waiting; more are refused with 429.", min=1)
-    timeout: float = option(600.0, "Most seconds for an answer, waiting included.", min=0.1)
+    allow_origin: list[str] | None = option(
+        None,
+        "A web site whose pages may use it (CORS), as https://app.example; may be repeated.",
+        advanced=True,
+    )
+    max_upload_mib: int = option(512, "The largest file that may be uploaded, in MiB.", min=1, advanced=True)
+    max_requests: int = option(
+        64, "Most requests running and waiting; more are refused with 429.", min=1, advanced=True
+    )
+    timeout: float = option(600.0, "Most seconds for an answer, waiting included.", min=0.1, advanced=True)
     hang: float = option(
-        600.0, "End the process with status 75 if the device makes no progress for so many seconds.", min=1
+        600.0,
+        "End the process with status 75 if the device makes no progress for so many seconds.",
+        min=1,
+        advanced=True,
     )
 
 
@@ -90,7 +99,7 @@ def add_key(
     name: Annotated[str, typer.Argument(help="Whose key it is.")],
     collection: Annotated[
         list[str] | None,
-        typer.Option(help="A collection that it may use; may be repeated [one of its own]."),
+        typer.Option(help="A collection that it may use; may be repeated (default: one of its own)."),
     ] = None,
     owner: Annotated[
         bool, typer.Option("--owner", help="It may use all collections, and read /metrics.")

@@ -12,7 +12,7 @@ store = typer.Typer(
     name="store", help="Check and repair the stored KV and the vector index.", no_args_is_help=True
 )
 Collection = Annotated[str | None, typer.Option(help="Which collection's passages.")]
-OneOrAll = Annotated[str | None, typer.Option(help="Which collection's index [all].")]
+OneOrAll = Annotated[str | None, typer.Option(help="Which collection's index (default: all).")]
 MARKS = {"ok": "ok     ", "warning": "warning", "failed": "FAILED "}
 
 

@@ -27,16 +27,16 @@ class TuneOptions:
     docs: str | None = option(None, "Measure on these ingested documents (a folder, a file, or `all`).")
     data: Path | None = option(None, "Measure on a file of questions.")
     collection: str | None = option(None, "Of --docs.")
-    limit: int | None = option(None, "How many questions at most.")
-    seed: int = option(0, "Which questions, and their order.", min=0)
+    limit: int | None = option(None, "How many questions at most.", advanced=True)
+    seed: int = option(0, "Which questions, and their order.", min=0, advanced=True)
     save: bool | None = option(
         None,
         "Save the result even if the present setting cannot be compared with it, or only show it "
-        "[save what is shown to be better].",
+        "(default: save what is shown to be better).",
         "--save/--no-save",
         show_default=False,
     )
-    fresh: bool = option(False, "Discard earlier measurements.", "--fresh")
+    fresh: bool = option(False, "Discard earlier measurements.", "--fresh", advanced=True)
     undo: bool = option(False, "Undo the last choice for this model.", "--undo")
 
 

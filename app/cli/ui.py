@@ -32,11 +32,13 @@ class PageOptions:
     port: int = option(7860, "Port; if it is taken, one of the next. 0: any.", min=0, max=65515)
     host: str = option("127.0.0.1", "Address to listen at; beyond this machine a password is needed.")
     allow_host: list[str] | None = option(
-        None, "A further host name that the page answers to; may be repeated."
+        None, "A further host name that the page answers to; may be repeated.", advanced=True
     )
-    max_upload_mib: int = option(512, "The largest file that may be uploaded, in MiB.", min=1)
+    max_upload_mib: int = option(512, "The largest file that may be uploaded, in MiB.", min=1, advanced=True)
     browser: bool = option(True, "Open the page in a browser.", "--browser/--no-browser")
-    new_link: bool = option(False, "Log out every browser that used the old link.", "--new-link")
+    new_link: bool = option(
+        False, "Log out every browser that used the old link.", "--new-link", advanced=True
+    )
     set_password: bool = option(
         False, "Ask for the page's password, save its hash, and end.", "--set-password"
     )

@@ -18,7 +18,7 @@ class QualityRequest:
         None, "Two methods, A,B or A@0.05,B@0.15, to compare by paired bootstrap. May be repeated."
     )
     max_new_tokens: int | None = option(
-        None, "Longest answer in tokens [32, or what an exact one needs].", min=1
+        None, "Longest answer in tokens (default: 32, or what an exact one needs).", min=1
     )
     output: Path = option(OUTPUT, "Folder for the results; a stopped run is resumed from it.")
     fresh: bool = option(False, "Discard the measurements in this folder.", "--fresh")

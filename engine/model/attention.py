@@ -334,7 +334,7 @@ def _by_products(
     group = heads // key.shape[1]
     scale = width**-0.5 if scaling is None else scaling
     groups = query.reshape(key.shape[1], group, rows, width)  # (H, G, R, D)
-    near = _centred(key[0])
+    near = _centred(key[0, :, : tiles[-1].stop_key])  # later rows may not be written yet
     out = torch.empty((1, rows, heads, value.shape[-1]), dtype=query.dtype, device=query.device)
     nothing = query.new_zeros(1)
     sizes = [group * (tile.stop - tile.start) * (tile.stop_key - tile.first_key) for tile in tiles]

@@ -37,6 +37,12 @@ def test_help_shows_every_text(capfd, monkeypatch):
     assert found > 100
 
 
+def test_help_lists_last_what_is_seldom_needed(capfd):
+    assert main(["ask", "--help"]) == 0
+    shown = capfd.readouterr().out
+    assert shown.index("--top-k") < shown.index(" Advanced ") < shown.index("--method")
+
+
 @pytest.mark.parametrize(
     ("words", "position", "offered"),
     [
