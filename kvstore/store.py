@@ -302,6 +302,7 @@ class KVStore(Closing):
             self.remote.withdraw(keys)
 
     def _forget_in_memory(self, digests: Sequence[str]) -> None:
+        """Delete the copies in memory tiers."""
         for tier in self.tiers:
             tier.delete([ChunkKey(digest) for digest in digests])
 
@@ -320,6 +321,7 @@ class KVStore(Closing):
         return freed
 
     def _forget(self, digests: Sequence[str]) -> None:
+        """Delete the counts and rows of values whose files were deleted."""
         self._ledger.forget(digests)
         self._save(digests)
 
