@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import DOCS, REPO, AnyHome, opened, run
-from ragblend.engine.plan import Kind, Plan
+from ragblend.engine.plan import Plan, TokenKind
 from ragblend.engine.selection import METHODS, AfterLayer, ByAttention, Evidence, Policy, by_attention
 from ragblend.measuring.plots import figure_of
 from ragblend.measuring.prefilling import prompt_of, stored
@@ -183,8 +183,11 @@ def states(seen: RecordedRun, policy: Policy) -> Tensor:
         if policy.corrects(plan)
         else RowState.MOVED
     )
-    of_kind = dict.fromkeys(Kind, RowState.FRESH) | {Kind.EXACT: RowState.EXACT, Kind.REUSABLE: kept}
-    row = torch.tensor([of_kind[Kind(kind)] for kind in plan.kinds.tolist()])
+    of_kind = dict.fromkeys(TokenKind, RowState.FRESH) | {
+        TokenKind.EXACT: RowState.EXACT,
+        TokenKind.REUSABLE: kept,
+    }
+    row = torch.tensor([of_kind[TokenKind(kind)] for kind in plan.kinds.tolist()])
     found = row.repeat(plan.layers, 1)
     found[computed & ~plan.always] = RowState.COMPUTED
     for rows in seen.probed:

@@ -34,7 +34,7 @@ import typer
 from benchmarks.common import run
 from benchmarks.independent_parsers import DIALECTS, KINDS, declared_encoding, expected, words_of
 from ragblend.app.library.file_checks import check_file
-from ragblend.app.library.readers import LIBRARIES, parse
+from ragblend.app.library.readers import FORMATS, parse
 from ragblend.app.library.sandbox import run_in_sandbox
 from ragblend.kvstore.errors import DocumentError
 
@@ -88,7 +88,7 @@ def judge(kind: str, path: Path) -> Read:
     found: dict[str, Any] = {"parts": [], "notes": []}
     try:
         check_file(path)
-        found = run_in_sandbox(parse, path, imports=LIBRARIES.get(path.suffix.lower(), ()))
+        found = run_in_sandbox(parse, path, imports=FORMATS[path.suffix.lower()].libraries)
     except DocumentError as error:
         reason = f"{type(error).__name__}: {error}"
     seconds, text = time.perf_counter() - begun, "\n".join(text for text, _ in found["parts"])

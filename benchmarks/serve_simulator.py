@@ -253,7 +253,7 @@ class Simulator:
         for node in self._path(request):
             if not self.store.contains(node.key):
                 has_room = file_nbytes(SHAPE, len(node.token_ids), RAW) <= self.store.room_bytes
-                if not (has_room or self.store.times_asked(node.key) >= ASKED_AGAIN) or not self._put(node):
+                if not (has_room or self.store.request_count(node.key) >= ASKED_AGAIN) or not self._put(node):
                     break
 
     def _learn(self, request: SimulatedRequest) -> float:
@@ -261,7 +261,7 @@ class Simulator:
         stored = list(takewhile(lambda node: self.store.contains(node.key), path))
         if stored and len(stored) < len(path):
             node = path[len(stored)]
-            if self.store.times_asked(node.key) >= ASKED_AGAIN and self._put(node):
+            if self.store.request_count(node.key) >= ASKED_AGAIN and self._put(node):
                 return self.costs.seconds(PromptTokens(len(node.token_ids), node.start))
         return 0.0
 

@@ -24,7 +24,7 @@ def queue_background_work(runtime: Runtime, request: Request, prefilled: Prefill
     """Call it after the answer: earlier, this work would compete with decoding."""
     report, background = prefilled.report, runtime.background
     if report.hits:
-        background.add(runtime.store.save_uses, priority=Priority.STORE)
+        background.add(runtime.store.save_ledger, priority=Priority.STORE)
     if prefilled.computed:  # at most one such task waits, because each holds a whole context in memory
         store = partial(store_computed, runtime, request.collection, prefilled.computed)
         background.add(store, store_computed)
@@ -33,7 +33,7 @@ def queue_background_work(runtime: Runtime, request: Request, prefilled: Prefill
         background.add(compute, compute_next_node)
     queue_storing_arrived(runtime, request, prefilled)
     for collection, node_ids in runtime.take_unstored().items():
-        LocalNodeEncoder(runtime, collection).queue_unstored(node_ids)
+        LocalNodeEncoder(runtime, collection).queue_nodes(node_ids)
     if report.misses and request.policy.name != "full" and not request.policy.exact:
         for chunk in request.prompt.chunks:
             if chunk.token_ids:
@@ -62,7 +62,7 @@ def _store_arrived(runtime: Runtime, request: Request, arrived: Mapping[ChunkKey
         for chunk, _, key in keys_of(runtime, request):
             if key in arrived:
                 nodes = LocalNodeEncoder(runtime, request.collection_of(chunk))
-                nodes.keep_for(chunk, key, partial(arrived.__getitem__, key))
+                nodes.store_chunk(chunk, key, partial(arrived.__getitem__, key))
     except StoreFullError as error:
         log.warning("KV from the shared store is not stored here: %s", error)
 

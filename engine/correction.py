@@ -6,7 +6,7 @@ from torch import Tensor
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.model.decoder import Decoder
 from ragblend.engine.model.rope import angles, rotated
-from ragblend.engine.plan import Kind, Plan
+from ragblend.engine.plan import Plan, TokenKind
 from ragblend.engine.selection.base import Policy
 from ragblend.engine.selection.shift import Delta, LayerChange, ShiftContext
 
@@ -19,7 +19,7 @@ class Correction:
 
     def __init__(self, decoder: Decoder, plan: Plan, policy: Policy, cache: FusedCache, rows: Tensor) -> None:
         self._decoder, self._plan, self._policy, self._cache = decoder, plan, policy, cache
-        self._at = (plan.kinds[rows] == Kind.REUSABLE).nonzero().squeeze(1)
+        self._at = (plan.kinds[rows] == TokenKind.REUSABLE).nonzero().squeeze(1)
         chunks = [(span.start, span.stop) for span in policy.spans(plan) if not span.exact]
         stored = decoder.geometry.torch_dtype
         # bfloat16 stays, else float32: squares of float16 may overflow.

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ragblend.engine.cache import Append, FusedCache, LayerStopped, NewKV, Scatter
 from ragblend.engine.correction import Correction
-from ragblend.engine.loader import LayerLoader, loader_of
+from ragblend.engine.loader import LayerLoader, loader_class
 from ragblend.engine.model.attention import AttentionCollector, CollectAttention
 from ragblend.engine.model.decoder import BLOCK_ROWS, Decoder, RowBlock
 from ragblend.engine.model.device import TransferStream
-from ragblend.engine.plan import Kind, Plan
+from ragblend.engine.plan import Plan, TokenKind
 from ragblend.engine.scheduling.queue import DeviceTurn
 from ragblend.engine.selection.base import COLLECTED_ROWS, Attention, Evidence, Policy, ProbeResult
 from ragblend.engine.trace import Recorder
@@ -176,7 +176,7 @@ class Fusion:
             decoder.row_block(part, plan.tokens, hidden, collected if number == last else 0, absent)
             for number, part in enumerate(parts)
         ]
-        stored = int((plan.kinds[rows] > Kind.NOT_LOADED).sum())
+        stored = int((plan.kinds[rows] > TokenKind.NOT_LOADED).sum())
         correct = Correction(decoder, plan, self.policy, self.cache, rows).apply if corrects else None
         return ActiveRows(rows, hidden, blocks, stored, correct)
 
@@ -266,7 +266,7 @@ class Fusion:
         spent.again_layer_rows = spent.layer_rows  # nothing was computed before
         spent.probe_rows = rows.numel()
         settled = Settled()
-        if count := plan.settled_by(rows):
+        if count := plan.settled_rows(rows):
             spent.again_layer_rows -= count * layers.stop
             settled = Settled(plan.settled_tokens)
             if ends_early:  # the last layer was stopped, and is computed again for these rows
@@ -317,7 +317,7 @@ def fusing(
     """Context manager: the layer loop with a new cache, and a loader that stops at the end."""
     cache = FusedCache(decoder.geometry, plan.tokens, room_tokens, decoder.device)
     given = cache, decoder, transfers, pool, recorder, policy.moves_keys
-    loader = loader_of(transfers)(policy.spans(plan), *given)
+    loader = loader_class(transfers)(policy.spans(plan), *given)
     try:
         yield Fusion(decoder, plan, policy, cache, loader, recorder, turn)
     finally:

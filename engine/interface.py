@@ -114,7 +114,7 @@ class EngineInterface(ABC):
     @property
     def gate(self) -> GateVerdict:
         """Whether this model's KV may be fused."""
-        return self.runtime.judged()
+        return self.runtime.gate_verdict()
 
     @property
     def needs_conversion(self) -> bool:
@@ -236,7 +236,7 @@ class EngineInterface(ABC):
             return prompt
         given = (each for each in prompt.segments if isinstance(each, Literal) or not each.entered)
         self.check_text(sum(len(each.text or "") for each in given if each.token_ids is None))
-        return self.runtime.tokenizing.prompt(prompt, self._nodes.find(prompt.chunks))
+        return self.runtime.tokenizing.prompt(prompt, self._nodes.token_ids_of(prompt.chunks))
 
     # --- answers
 

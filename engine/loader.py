@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -20,16 +20,19 @@ from ragblend.kvstore.codec import RAW, Codec, Part
 from ragblend.kvstore.errors import CorruptBlobError, RemoteError, StoreError
 from ragblend.kvstore.memory import HeldChunk
 
-# How much is read at once by all threads, and how much lies in pinned memory before it is copied to the device.
-GROUP_BYTES, READ_AHEAD_BYTES = 128 << 20, 384 << 20
-# Layers whose copies are queued before the device computes them: of so many bytes, but at least and at most so many.
+GROUP_BYTES = 128 << 20  # at most, of a `ReadGroup`
+READ_AHEAD_BYTES = 384 << 20  # of pinned memory that waits to be copied to the device
+# Copies are queued for as many layers ahead of the device as these bytes hold, but at least and at most so many.
 QUEUED_BYTES, LEAST_QUEUED, MOST_QUEUED = 128 << 20, 2, 6
-ALIGN_BYTES = 256  # of each span in `LayerRoom`, for any dtype and wide accesses
+ALIGN_BYTES = 256  # of each span's bytes in `PackedLayer`: kernels read them as any dtype, many bytes at once
 Fill = Callable[[], object]  # fills a chunk's rows in one layer
+Rotations = Sequence[
+    tuple[Span, int | Tensor]
+]  # spans whose keys must be rotated; by, as `Span.rotation` gives it
 
 
 class LostChunk(Exception):
-    """A stored chunk is damaged or late: the request starts again without it."""
+    """A stored chunk is damaged, or did not arrive in time: the prefill starts again without its KV."""
 
     def __init__(self, span: Span, why: StoreError) -> None:
         super().__init__(f"the stored KV of tokens {span.start}..{span.stop} is lost: {why}")
@@ -37,10 +40,11 @@ class LostChunk(Exception):
 
 
 class LayerLoader:
-    """Reads the layers of all spans in threads, in order of use; the computing thread calls `wait(layer)`.
+    """Loader for the CPU, and base of the other: threads read the layers of all spans in order of use, and the thread
+    that computes calls `wait(layer)` before each.
 
-    On the CPU, reads go directly into the fused buffers, and the computing thread rotates the keys when it needs them:
-    rotating in other threads would only take its cores.
+    Reads go directly into the fused buffers, and the computing thread rotates the keys when it needs them: rotating in
+    other threads would only take its cores. moves_keys: as in `Span.rotation`.
     """
 
     def __init__(
@@ -56,24 +60,22 @@ class LayerLoader:
         self._spans = list(spans)
         self._cache, self._decoder, self._transfers = cache, decoder, transfers
         self._pool, self._recorder = pool, recorder
-        rotations = [span.rotation(moves_keys) for span in self._spans]
-        self._moved = [
-            (span, by) for span, by in zip(self._spans, rotations, strict=True) if _is_rotation(by)
-        ]
+        rotations = [(span, span.rotation(moves_keys)) for span in self._spans]
+        self._rotations = [(span, by) for span, by in rotations if isinstance(by, Tensor) or by != 0]
         self._angles: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
-        self._reads: dict[int, list[Future[Any]]] = {}
-        self._done: set[int] = set()
+        self._reads: dict[int, list[Future[Any]]] = {}  # by layer
+        self._done: set[int] = set()  # layers that were waited for
         for layer in range(cache.geometry.layers):
             for span in self._spans:
                 span.source.expect(layer)
         self._begin()
 
     def _begin(self) -> None:
+        """Queue all reads."""
         for layer in range(self._cache.geometry.layers):
-            self._submit(layer, enumerate(self._spans))
-
-    def _submit(self, layer: int, numbered: Iterable[tuple[int, Span]]) -> None:
-        self._reads[layer] = [self._pool.submit(self._read, *each, layer) for each in numbered]
+            self._reads[layer] = [
+                self._pool.submit(self._read, number, span, layer) for number, span in enumerate(self._spans)
+            ]
 
     def wait(self, layer: int) -> None:
         """Wait until that layer's stored KV is in the buffers, rotated. Raises LostChunk if it cannot be read."""
@@ -84,12 +86,14 @@ class LayerLoader:
             for read in self._reads[layer]:
                 read.result()
         with self._recorder.part("move", layer):
-            for span, by in self._moved:
+            for span, by in self._rotations:
                 keys, _ = self._cache.span(layer, span.start, span.stop)
                 rotate_(keys, *self._angles_of(span, by, layer), self._decoder.rope(layer))
 
     def _angles_of(self, span: Span, by: int | Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of that rotation in layers of that type, (T, R/2) or (R/2,)."""
+        """cos and sin of a span's rotation in this layer, (T, R/2) or (R/2,) with R rotated dimensions; computed once
+        for all layers of one type.
+        """
         kind = self._decoder.layer_types[layer]
         if (span.start, kind) not in self._angles:
             self._angles[span.start, kind] = angles(by, self._decoder.ropes[kind])
@@ -111,7 +115,7 @@ class LayerLoader:
         self._reads.clear()  # an error would keep a reference to this loader, and so to the whole cache
 
     def _read(self, number: int, span: Span, layer: int) -> Any:
-        """In a thread: read one chunk's layer."""
+        """In a thread: read one layer of a span. number: the span's, for the trace."""
         with self._recorder.part("load", layer, number):
             keys, values = self._cache.span(layer, span.start, span.stop)
             try:
@@ -123,16 +127,18 @@ class LayerLoader:
 class ReadGroup:
     """Consecutive layers that are read from files together, into pinned memory.
 
-    row_nbytes: of one layer of all packed files, as they follow each other in `LayerRoom`.
+    layer_nbytes: size of one layer of all spans in files, in the order of `PackedLayer`.
     """
 
-    def __init__(self, layers: range, row_nbytes: int, staging: Callable[[Tensor], Tensor]) -> None:
-        self.layers, self.nbytes = layers, row_nbytes * len(layers)
-        self._shape, self._staging = (len(layers), row_nbytes), staging
+    def __init__(self, layers: range, layer_nbytes: int, staging: Callable[[Tensor], Tensor]) -> None:
+        self.layers, self.nbytes = layers, layer_nbytes * len(layers)
+        self._shape, self._staging = (len(layers), layer_nbytes), staging
         self._lock, self._memory = threading.Lock(), list[Tensor]()
 
     def of(self, layer: int) -> Tensor:
-        """(bytes,) uint8 of one layer. The first thread that reads allocates all: pinning memory takes a while."""
+        """(bytes,) uint8: the memory of one layer. Allocated for the group by the first thread that reads, because
+        pinning takes long.
+        """
         with self._lock:
             if not self._memory:
                 like = torch.empty(self._shape, dtype=torch.uint8, device="meta")
@@ -141,29 +147,33 @@ class ReadGroup:
 
 
 class StagedLoader(LayerLoader):
-    """Loader for an accelerator: threads read files, and the computing thread queues copies and rotations ahead, by
-    layer.
+    """Loader for an accelerator: threads read files into pinned memory, and the computing thread queues copies to the
+    device and rotations there, some layers ahead.
 
-    Few large reads, the first ones small, so that the first layer arrives soon: with a read of each layer of each
-    chunk, hundreds of calls blocked the interpreter, and so did copies that the reading threads queued.
+    Few large reads, the first ones small, so that the first layer arrives soon. One read for each layer of each chunk
+    was slower: hundreds of calls blocked the interpreter, and so did copies that the reading threads queued.
     """
 
     def _begin(self) -> None:
         decoder, cache = self._decoder, self._cache
-        self._room = LayerRoom(self._spans, decoder.device)
-        self._fillers, moved = _fillers(self._spans, self._moved, self._room, cache, decoder)
-        self._rotation = _Rotation(moved, decoder) if moved else None
-        self._deliveries: list[Any] = []  # of the layers whose copies are queued
-        self._sources: list[object] = []  # of queued copies that do not keep them alive
-        self._next = 0  # the next layer to wait for
-        self._reads = {layer: [] for layer in range(cache.geometry.layers)}
-        self._todo, self._reading = deque(self._groups()), deque[ReadGroup]()
+        self._packed_layer = PackedLayer(self._spans, decoder.device)
+        self._fillers, remaining = _fillers(self._spans, self._rotations, self._packed_layer, cache, decoder)
+        self._rotation = _Rotation(remaining, decoder) if remaining else None
+        self._tickets: list[Any] = []  # one for each layer whose copies are queued
+        self._kept_alive: list[
+            object
+        ] = []  # host memory that queued copies read, where they hold no reference to it
+        self._next = 0  # the layer after the last one that was waited for
+        self._reads = {
+            layer: [] for layer in range(cache.geometry.layers)
+        }  # a read of several: under the first
+        self._unread, self._reading = deque(self._groups()), deque[ReadGroup]()
         self._transfers.begin()
         self._read_ahead()
 
     def _groups(self) -> Iterator[ReadGroup]:
-        """Groups of 1, 1, 2, 4, ... layers, of at most GROUP_BYTES."""
-        layers, nbytes, first = self._cache.geometry.layers, self._room.file_nbytes, 0
+        """All layers in groups of 1, 1, 2, 4, ..., each of at most GROUP_BYTES (or one layer)."""
+        layers, nbytes, first = self._cache.geometry.layers, self._packed_layer.file_nbytes, 0
         most = max(1, GROUP_BYTES // max(nbytes, 1))
         while first < layers:
             stop = min(first + min(max(first, 1), most), layers)
@@ -171,16 +181,18 @@ class StagedLoader(LayerLoader):
             first = stop
 
     def _read_ahead(self) -> None:
-        """Let threads read the next groups, as far as memory allows."""
-        while self._todo:
-            group = self._todo[0]
+        """Queue the reads of the next groups, up to READ_AHEAD_BYTES."""
+        while self._unread:
+            group = self._unread[0]
             if self._reading and group.nbytes + sum(each.nbytes for each in self._reading) > READ_AHEAD_BYTES:
                 return
-            self._reading.append(self._todo.popleft())
+            self._reading.append(self._unread.popleft())
             for number, span in enumerate(self._spans):
-                at_once = span.source.reads_runs and number in self._room.places
-                runs = [group.layers] if at_once else [range(each, each + 1) for each in group.layers]
-                for run in runs if not span.source.in_memory else ():
+                if span.source.in_memory:
+                    continue
+                is_one_read = span.source.reads_runs and number in self._packed_layer.slices
+                runs = [group.layers] if is_one_read else [range(each, each + 1) for each in group.layers]
+                for run in runs:
                     self._reads[run.start].append(self._pool.submit(self._read_run, number, span, run, group))
 
     def wait(self, layer: int) -> None:
@@ -189,64 +201,67 @@ class StagedLoader(LayerLoader):
         self._done.add(layer)
         self._next = layer + 1
         with self._recorder.part("stall", layer, stream="device"):
-            while len(self._deliveries) <= layer:
+            while len(self._tickets) <= layer:
                 self._queue()
-            self._transfers.arrive(self._deliveries[layer])
+            self._transfers.arrive(self._tickets[layer])
 
     def pace(self) -> None:
         super().pace()
-        ahead = min(max(QUEUED_BYTES // max(self._room.nbytes, 1), LEAST_QUEUED), MOST_QUEUED)
-        while len(self._deliveries) < min(self._next + ahead, self._cache.geometry.layers):
-            if not all(read.done() for read in self._reads[len(self._deliveries)]):
+        ahead = min(max(QUEUED_BYTES // max(self._packed_layer.nbytes, 1), LEAST_QUEUED), MOST_QUEUED)
+        while len(self._tickets) < min(self._next + ahead, self._cache.geometry.layers):
+            if not all(read.done() for read in self._reads[len(self._tickets)]):
                 return
             self._queue()
 
     def _queue(self) -> None:
-        """Queue the copies of the next layer."""
-        layer, group = len(self._deliveries), self._reading[0]
+        """Queue the copies of the next layer, once its reads have ended."""
+        layer, group = len(self._tickets), self._reading[0]
         fills = [fill for read in self._reads[layer] if (fill := read.result()) is not None]
         for number, span in enumerate(self._spans):
-            if span.source.in_memory and number not in self._room.places:
+            if span.source.in_memory and number not in self._packed_layer.slices:
                 fills.append(
                     partial(span.source.read_layer, layer, *self._cache.span(layer, span.start, span.stop))
                 )
         read = group.of(layer) if group.nbytes else None
-        self._deliveries.append(self._transfers.deliver(partial(self._copied, layer, read, fills)))
+        self._tickets.append(self._transfers.deliver(partial(self._copy_layer, layer, read, fills)))
         self._reads[layer] = []
         if not self._transfers.keeps_reads:
-            self._sources.append((read, fills))
+            self._kept_alive.append((read, fills))
         if layer == group.layers[-1]:
             self._reading.popleft()
             self._read_ahead()
 
     def finish(self) -> None:
         super().finish()
-        self._sources.clear()
+        self._kept_alive.clear()
 
-    def _copied(self, layer: int, read: Tensor | None, fills: Sequence[Fill]) -> None:
+    def _copy_layer(self, layer: int, read: Tensor | None, fills: Sequence[Fill]) -> None:
+        """Fill a layer's rows in the fused buffers. read: the bytes from files; fills: of spans that are not packed."""
         with self._recorder.part("copy", layer, stream="copy"):
             for fill in fills:
                 fill()
-            self._room.fill(layer, read)
+            self._packed_layer.fill(layer, read)
             for filler in self._fillers:
                 filler.fill(layer)
             if self._rotation is not None:
                 self._rotation.rotate(layer, self._cache.fused[layer].key_buffer[0])
 
     def _read_run(self, number: int, span: Span, layers: range, group: ReadGroup) -> Fill | None:
-        """In a thread: read a chunk's layers into the group's memory; or return what fills its rows on the device."""
+        """In a thread: read a span's layers into the group's memory. Of a span that is not packed, read one layer, and
+        return what copies it to its rows.
+        """
         with self._recorder.part("load", layers.start, number):
             try:
-                if number not in self._room.places:
+                if number not in self._packed_layer.slices:
                     return self._read_part(span, layers.start)
-                packed = [group.of(layer)[self._room.places[number]] for layer in layers]
+                packed = [group.of(layer)[self._packed_layer.slices[number]] for layer in layers]
                 span.source.read_packed_layers(layers.start, packed)
             except (CorruptBlobError, RemoteError) as error:
                 raise LostChunk(span, error) from error
         return None
 
     def _read_part(self, span: Span, layer: int) -> Fill:
-        """Read a layer of a part of a chunk, which is no run of bytes."""
+        """Read a layer of a `Part`, whose tokens are no run of bytes in the file, into memory of its own."""
         keys, values = self._cache.span(layer, span.start, span.stop)
         staging, reader = self._transfers.staging, span.source
         host_keys, host_values = staging(keys), staging(values)
@@ -255,19 +270,20 @@ class StagedLoader(LayerLoader):
         return partial(held.read_layer, 0, keys, values)
 
 
-class LayerRoom:
-    """Device memory for one layer of all spans that arrive as packed bytes: those of files first, by one copy.
+class PackedLayer:
+    """Device memory for the packed bytes of one layer of all spans, those in files first: one copy brings them.
 
-    places: by span number, its bytes in the room.
+    A `Part` and a `HeldChunk` have no packed bytes. slices: where each span's bytes are, by the span's number.
+    file_nbytes: size of the spans in files; nbytes: of all.
     """
 
     def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
-        self.places: dict[int, slice] = {}
+        self.slices: dict[int, slice] = {}
         self.file_nbytes = self.nbytes = 0
         packed = [(n, span) for n, span in enumerate(spans) if not isinstance(span.source, Part | HeldChunk)]
         for number, span in sorted(packed, key=lambda each: each[1].source.in_memory):
             nbytes = span.source.codec.layer_nbytes(span.source.geometry, span.length)
-            self.places[number] = slice(self.nbytes, self.nbytes + nbytes)
+            self.slices[number] = slice(self.nbytes, self.nbytes + nbytes)
             self.nbytes += -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
             if not span.source.in_memory:
                 self.file_nbytes = self.nbytes
@@ -275,22 +291,23 @@ class LayerRoom:
         self._in_memory = [(span.source, self.of(n)) for n, span in packed if span.source.in_memory]
 
     def of(self, number: int) -> Tensor:
-        return self.bytes[self.places[number]]
+        """(bytes,) uint8 of that span."""
+        return self.bytes[self.slices[number]]
 
     def fill(self, layer: int, read: Tensor | None) -> None:
-        """Copy a layer of all spans: what was read from files, and what lies in memory."""
+        """Copy a layer of all spans to the device. read: the bytes from files; those in memory are read here."""
         if read is not None:
             self.bytes[: self.file_nbytes].copy_(read, non_blocking=True)
         for source, packed in self._in_memory:
             source.read_packed(layer, packed)
 
 
-class _Unpacked:
-    """Unpacks spans from the room into their rows of a layer."""
+class _UnpackFiller:
+    """Fills rows from packed bytes of any codec, span by span."""
 
-    def __init__(self, spans: Mapping[int, Span], room: LayerRoom, cache: FusedCache) -> None:
+    def __init__(self, spans: Mapping[int, Span], packed: PackedLayer, cache: FusedCache) -> None:
         self._cache = cache
-        self._packed = [(span, room.of(number)) for number, span in spans.items()]
+        self._packed = [(span, packed.of(number)) for number, span in spans.items()]
 
     def fill(self, layer: int) -> None:
         for span, packed in self._packed:
@@ -298,18 +315,18 @@ class _Unpacked:
             span.source.codec.unpack(packed, span.source.geometry, keys, values)
 
 
-class _RawRows:
-    """Copies raw spans, keys and values of one size, from the room to their rows at once: a call for each span would
-    take the host too long.
+class _RawFiller:
+    """Fills the rows of all raw spans at once, for keys and values of one size: a call for each span would take the
+    host too long.
     """
 
-    def __init__(self, spans: Mapping[int, Span], room: LayerRoom, cache: FusedCache) -> None:
+    def __init__(self, spans: Mapping[int, Span], packed: PackedLayer, cache: FusedCache) -> None:
         self._cache, g = cache, cache.geometry
         shape = (2, g.kv_heads, -1, g.key_size)
-        self._parts = [room.of(number).view(g.torch_dtype).view(shape) for number in spans]
-        self._joined = torch.cat(self._parts, dim=2)
+        self._parts = [packed.of(number).view(g.torch_dtype).view(shape) for number in spans]
+        self._joined = torch.cat(self._parts, dim=2)  # (2, H, rows, D)
         rows = [torch.arange(span.start, span.stop) for span in spans.values()]
-        self._rows = torch.cat(rows).to(room.bytes.device)
+        self._rows = torch.cat(rows).to(packed.bytes.device)
 
     def fill(self, layer: int) -> None:
         held = self._cache.fused[layer]
@@ -318,85 +335,84 @@ class _RawRows:
         held.value_buffer[0].index_copy_(1, self._rows, values)
 
 
-class _RowsByKernel:
-    """Moves spans of one codec from the room to their rows in one launch (`kernels/placement.py`), with rotated keys.
+class _KernelFiller:
+    """Fills the rows of all spans of one codec, with rotated keys, in one launch (`kernels/placement.py`).
 
-    by: by span number, how far its keys are rotated, in tokens.
+    rotations: by the span's number, as `Span.rotation` gives it; spans that need none are left out.
     """
 
     def __init__(
         self,
         spans: Mapping[int, Span],
-        room: LayerRoom,
+        packed: PackedLayer,
         cache: FusedCache,
         decoder: Decoder,
-        by: Mapping[int, int | Tensor],
+        rotations: Mapping[int, int | Tensor],
     ) -> None:
         from ragblend.engine.kernels.placement import RowTable
 
         rows = list[tuple[int, int, Tensor]]()
         deltas = [torch.zeros(1)]  # one at least: without angles another kernel would be compiled
         for number, span in spans.items():
-            delta, known = torch.as_tensor(by.get(number, ())).float().flatten(), sum(map(len, deltas))
-            turns = known + torch.arange(len(delta)) if len(delta) else torch.tensor([-1])
-            rows.append((room.places[number].start, span.start, turns.expand(span.length)))
+            delta, first = torch.as_tensor(rotations.get(number, ())).float().flatten(), sum(map(len, deltas))
+            # In deltas; -1: none.
+            places = first + torch.arange(len(delta)) if len(delta) else torch.tensor([-1])
+            rows.append((packed.slices[number].start, span.start, places.expand(span.length)))
             deltas.append(delta)
         (codec,) = {span.source.codec.name for span in spans.values()}
-        self._cache, self._decoder, turned = cache, decoder, torch.cat(deltas).to(decoder.device)
-        self._table = RowTable(room.bytes, rows, cache.geometry, codec)
-        self._angles = {kind: angles(turned, inv_freq) for kind, inv_freq in decoder.ropes.items()}
+        self._cache, self._decoder, by = cache, decoder, torch.cat(deltas).to(decoder.device)
+        self._table = RowTable(packed.bytes, rows, cache.geometry, codec)
+        self._angles = {kind: angles(by, inv_freq) for kind, inv_freq in decoder.ropes.items()}
 
     def fill(self, layer: int) -> None:
         held, by = self._cache.fused[layer], self._angles[self._decoder.layer_types[layer]]
         self._table.place(held.key_buffer[0], held.value_buffer[0], self._decoder.rope(layer), by)
 
 
-Moved = Sequence[tuple[Span, int | Tensor]]
+Filler = _UnpackFiller | _RawFiller | _KernelFiller  # fill(layer): copies packed bytes to the spans' rows
 
 
 def _fillers(
-    spans: Sequence[Span], moved: Moved, room: LayerRoom, cache: FusedCache, decoder: Decoder
-) -> tuple[list[Any], Moved]:
-    """What fills a layer's rows from the room; and the spans whose keys must be rotated afterwards."""
-    g, found = cache.geometry, list[Any]()
+    spans: Sequence[Span], rotations: Rotations, packed: PackedLayer, cache: FusedCache, decoder: Decoder
+) -> tuple[list[Filler], Rotations]:
+    """A filler for the spans of each codec; and the rotations that no filler does."""
+    g, fillers = cache.geometry, list[Filler]()
     by_codec: dict[Codec, dict[int, Span]] = {}
-    for number in room.places:
+    for number in packed.slices:
         by_codec.setdefault(spans[number].source.codec, {})[number] = spans[number]
-    by = {span.start: delta for span, delta in moved}
+    remaining = {span.start: by for span, by in rotations}
     for codec, some in by_codec.items():
         if decoder.has_kernels("placement", codec.name):
-            turned = {number: by.pop(span.start) for number, span in some.items() if span.start in by}
-            found.append(_RowsByKernel(some, room, cache, decoder, turned))
+            own = {
+                number: remaining.pop(span.start) for number, span in some.items() if span.start in remaining
+            }
+            fillers.append(_KernelFiller(some, packed, cache, decoder, own))
         elif codec is RAW and g.key_size == g.value_size:
-            found.append(_RawRows(some, room, cache))
+            fillers.append(_RawFiller(some, packed, cache))
         else:
-            found.append(_Unpacked(some, room, cache))
-    return found, [(span, delta) for span, delta in moved if span.start in by]
+            fillers.append(_UnpackFiller(some, packed, cache))
+    return fillers, [(span, by) for span, by in rotations if span.start in remaining]
 
 
 class _Rotation:
     """Rotates the keys of several spans at once: a call for each span would take as long as its copy."""
 
-    def __init__(self, moved: Sequence[tuple[Span, int | Tensor]], decoder: Decoder) -> None:
+    def __init__(self, rotations: Rotations, decoder: Decoder) -> None:
         self._decoder = decoder
-        places = torch.cat([torch.arange(span.start, span.stop) for span, _ in moved])
-        deltas = torch.cat([torch.as_tensor(by).float().expand(span.length) for span, by in moved])
-        self._rows, deltas = places.to(decoder.device), deltas.to(decoder.device)
+        rows = torch.cat([torch.arange(span.start, span.stop) for span, _ in rotations])
+        deltas = torch.cat([torch.as_tensor(by).float().expand(span.length) for span, by in rotations])
+        self._rows, deltas = rows.to(decoder.device), deltas.to(decoder.device)
         self._angles = {kind: angles(deltas, inv_freq) for kind, inv_freq in decoder.ropes.items()}
 
     def rotate(self, layer: int, keys: Tensor) -> None:
         """Rotate these rows of a layer's buffer (H, capacity, D)."""
         rope = self._decoder.rope(layer)
         if rope.layout != UNROTATED:
-            moved = keys.index_select(1, self._rows)
-            rotate_(moved, *self._angles[self._decoder.layer_types[layer]], rope)
-            keys.index_copy_(1, self._rows, moved)
+            rotated = keys.index_select(1, self._rows)
+            rotate_(rotated, *self._angles[self._decoder.layer_types[layer]], rope)
+            keys.index_copy_(1, self._rows, rotated)
 
 
-def _is_rotation(by: int | Tensor) -> bool:
-    return isinstance(by, Tensor) or by != 0
-
-
-def loader_of(transfers: TransferStream) -> type[LayerLoader]:
-    """The loader for that device."""
+def loader_class(transfers: TransferStream) -> type[LayerLoader]:
+    """The class of loaders for that device."""
     return StagedLoader if transfers.staged else LayerLoader

@@ -29,24 +29,24 @@ class LocalNodeEncoder(NodeEncoder):
     def _encode_now(
         self, encoder: "_PrefixedEncoder", passage: TokenIds, key: ChunkKey, node_id: str | None
     ) -> int:
-        if self.fetched(key, passage, encoder.prefix, node_id):
+        if self.copy_from_shared(key, passage, encoder.prefix, node_id):
             return 0
         chunk = self._retrying(lambda: self._encode_in_turn(encoder, passage))
-        self.keep(key, chunk, node_id)
+        self.store(key, chunk, node_id)
         return len(passage)
 
     def encode_missing(self, node_ids: Sequence[str], cancel: Cancel | None) -> Iterator[int]:
         """Each chunk is written while the next one is computed."""
         runtime = self._runtime
         encoder = _PrefixedEncoder(runtime, runtime.canonical_prefix)
-        runtime.judged()
+        runtime.gate_verdict()
         computed: tuple[UnencodedNode, ChunkKV] | None = None  # not written yet
         writing: Future[int] | None = None
         with ThreadPoolExecutor(1, "ragblend-write") as writer:
             try:
                 for node_id in node_ids:
                     # Before the last one is written, which holds the store's lock.
-                    node = self._to_encode(node_id, computed[0].nbytes if computed is not None else 0)
+                    node = self._unencoded(node_id, computed[0].nbytes if computed is not None else 0)
                     if node is None or (computed is not None and node.key == computed[0].key):
                         if computed is not None:
                             yield self._write(*computed)
@@ -71,7 +71,7 @@ class LocalNodeEncoder(NodeEncoder):
             if computed is not None:
                 yield self._write(*computed)
 
-    def encode_later(self, chunk: Chunk, due: float) -> None:
+    def encode_in_background(self, chunk: Chunk, due: float) -> None:
         """The chunk is encoded alone, never copied from a fused cache."""
         runtime = self._runtime
         if runtime.loaded_now is None:  # the engine was closed after the answer
@@ -84,10 +84,12 @@ class LocalNodeEncoder(NodeEncoder):
         try:
             with runtime.store_lock:
                 runtime.store.check_room(len(passage), nbytes)
-            if self._claim_named(chunk, key) and not self.fetched(key, passage, prefix, chunk.node_id):
+            if self._claim_chunk(chunk, key) and not self.copy_from_shared(
+                key, passage, prefix, chunk.node_id
+            ):
                 encoder = _PrefixedEncoder(runtime, prefix, loads_model=False)
                 is_closed = CallbackCancel(lambda: runtime.loaded_now is None)
-                self.keep(key, self._encode_in_pause(encoder, passage, is_closed, due), chunk.node_id)
+                self.store(key, self._encode_in_pause(encoder, passage, is_closed, due), chunk.node_id)
         except Cancelled:
             pass
         except StoreFullError as error:  # the next question tries again
@@ -96,12 +98,12 @@ class LocalNodeEncoder(NodeEncoder):
     def prefetch(self, tokenized: Callable[[], Sequence[Chunk]]) -> None:
         """Load the model if necessary, and read the chunks' KV ahead from the disk."""
         runtime = self._runtime
-        if not runtime.judged().passed:
+        if not runtime.gate_verdict().passed:
             return
         prefix = runtime.canonical_prefix
         for chunk in tokenized():
             collection = chunk.collection or self._collection
-            runtime.store.will_need(runtime.key_of(prefix, chunk.token_ids or (), collection))
+            runtime.store.read_ahead(runtime.key_of(prefix, chunk.token_ids or (), collection))
 
     def _retrying(self, encode: Callable[[], ChunkKV]) -> ChunkKV:
         """If the device fails, retry once with a reloaded model. Raises DeviceError."""
@@ -130,7 +132,7 @@ class LocalNodeEncoder(NodeEncoder):
 
     def _write(self, node: UnencodedNode, chunk: ChunkKV) -> int:
         """Write the KV; returns the tokens stored, 0 if the node was deleted meanwhile."""
-        return len(node.passage) if self.keep(node.key, chunk, node.node_id) else 0
+        return len(node.passage) if self.store(node.key, chunk, node.node_id) else 0
 
 
 class _PrefixedEncoder:

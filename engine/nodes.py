@@ -1,4 +1,8 @@
-"""Chunks by node id: enters them before they have KV, resolves them in prompts, and deletes them with their KV."""
+"""Nodes of a collection: a node id with the token ids of its passage, and the key of its KV.
+
+`NodeEncoder` enters nodes, before or with their KV, finds the token ids of prompts' node ids, stores KV that a node
+refers to, and deletes nodes with their KV.
+"""
 
 import logging
 import time
@@ -21,15 +25,18 @@ from ragblend.kvstore.nodes import NodeIndex, Scope
 from ragblend.kvstore.remote import Wanted
 
 BATCH = 200  # nodes that are handled while the store's lock is held
-BREATH_S = 0.001  # pause between two batches, in which a waiting thread gets the lock
+PAUSE_S = 0.001  # between two batches, so that a waiting thread gets the lock
 log = logging.getLogger("ragblend")
 TokenIds = tuple[int, ...]
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], None]  # called with the passages done, and their number
 
 
 @dataclass(frozen=True)
 class UnencodedNode:
-    """A node without KV. nbytes: of the KV that it will have; fits: whether the store's budget has room for it."""
+    """A node without KV. nbytes: size of its KV once encoded; fits: whether the store has room for it without evicting.
+
+    passage: its token ids.
+    """
 
     node_id: str
     passage: TokenIds
@@ -39,9 +46,9 @@ class UnencodedNode:
 
 
 class NodeEncoder(ABC):
-    """The nodes of one collection and their encoder: the model loaded here, or a server.
+    """The nodes of one collection, and an encoder for them: the model in this process, or a server (subclasses).
 
-    KV means KV encoded after the canonical prefix, unless stated otherwise.
+    A passage is given as its token ids. KV is encoded after the canonical prefix, unless stated otherwise.
     """
 
     def __init__(self, runtime: RuntimeBase, collection: str) -> None:
@@ -58,8 +65,10 @@ class NodeEncoder(ABC):
             self._runtime.nodes.put_many(self._scope, zip(node_ids, passages, keys, strict=True))
         self._delete_orphaned_kv()
 
-    def find(self, chunks: Sequence[Chunk]) -> NodeIds:
-        """Token ids of the chunks that have only a node id. Raises UnknownChunkError for one never encoded."""
+    def token_ids_of(self, chunks: Sequence[Chunk]) -> NodeIds:
+        """Token ids of the chunks that have only a node id, by collection and node id. Raises UnknownChunkError for a
+        node that was never encoded.
+        """
         found: NodeIds = {}
         for chunk in chunks:
             if chunk.token_ids is not None or chunk.text is not None or chunk.node_id is None:
@@ -100,25 +109,24 @@ class NodeEncoder(ABC):
                     store.remote.offer(key)
 
     def _drop_tasks(self, node_ids: Sequence[str]) -> None:
-        """Drop the queued tasks that encode these nodes, and what is in memory alone."""
+        """Drop queued tasks that encode these nodes, and the list of nodes that an earlier process did not encode."""
         self._runtime.forget_unstored()
         mine = {(self._collection, node_id) for node_id in node_ids}
         self._runtime.background.drop(lambda name: isinstance(name, tuple) and name[:2] in mine)
 
     def forget_all(self) -> int:
-        """Delete every node of the collection, its KV and its registered texts; returns the bytes freed.
-
-        Queued tasks that encode its passages are dropped, because they would enter the nodes again.
-        """
+        """Delete every node of the collection, its KV and its registered texts; returns the bytes freed."""
         self._runtime.forget_unstored()
         mine = self._collection
+        # Tasks that encode its passages would enter the nodes again.
         self._runtime.background.drop(lambda name: isinstance(name, tuple) and name[0] == mine)
         with self._runtime.store_lock:
             self._runtime.nodes.delete_collection(self._collection)
         return self._delete_orphaned_kv()
 
     def _delete_orphaned_kv(self) -> int:
-        """Delete the KV that no node refers to, here and in the shared store; returns the bytes freed.
+        """Delete the KV in the node index's outbox, which no node refers to, here and in the shared store; returns the
+        bytes freed.
 
         Deletes in batches, so that requests are not blocked. After a kill the next call deletes the rest, except KV
         that has a node again.
@@ -137,35 +145,39 @@ class NodeEncoder(ABC):
                     nodes.deleted(waiting, also_shared=store.remote is not None)
                 except StoreError as error:  # a file that cannot be removed must not stop the others
                     failed = failed or error
-            time.sleep(BREATH_S)
+            time.sleep(PAUSE_S)
         self._delete_shared()
         if failed is not None:
             raise failed
         return freed
 
     def _delete_shared(self) -> None:
-        """Delete from the shared store KV that was deleted here, of any collection."""
+        """Delete from the shared store KV that was deleted here, of any collection; if it cannot be reached, when it
+        answers again.
+        """
         runtime = self._runtime
         with runtime.store_lock:
-            store, owed = runtime.store, runtime.nodes.outbox(shared=True)
-        if store.remote is None or not owed:
+            store, waiting = runtime.store, runtime.nodes.outbox(shared=True)
+        if store.remote is None or not waiting:
             return
         try:
-            store.withdraw(tuple(owed))
+            store.withdraw(tuple(waiting))
         except RemoteError as error:
             log.warning(
                 "%s. The KV of %d deleted passages may still be there, until it answers again, the next deletion, or "
-                "`ragblend store gc`; at most for its time-to-live.", error, len(owed),
+                "`ragblend store gc`; at most for its time-to-live.", error, len(waiting),
             )  # fmt: skip
             again = partial(runtime.background.add, self._delete_shared, priority=Priority.STORE)
             store.remote.when_back(again, NodeEncoder._delete_shared)
         else:
             with runtime.store_lock:
-                runtime.nodes.deleted(owed)
+                runtime.nodes.deleted(waiting)
 
     def keys_of(self, passages: Sequence[TokenIds], prefix: TokenIds) -> list[ChunkKey | None]:
-        """The key of each passage's KV; None if it can have none."""
-        self._runtime.judged()
+        """The key of each passage's KV; None for a passage that can have no KV (empty, too long, or of a model that
+        is not fused).
+        """
+        self._runtime.gate_verdict()  # runs the gate now, on which `refusal` depends
         return [self._key_of(passage, prefix) for passage in passages]
 
     def missing(self, node_ids: Sequence[str]) -> Missing:
@@ -174,7 +186,7 @@ class NodeEncoder(ABC):
         geometry = runtime.fingerprint.geometry  # converts a GGUF: before the lock is taken
         prefix, scope = runtime.canonical_prefix, self._scope
         with runtime.store_lock:
-            asked, room_bytes = runtime.store.asked(), max(0, runtime.store.room_bytes)
+            requests, room_bytes = runtime.store.unstored_request_counts(), max(0, runtime.store.room_bytes)
         for begin in range(0, len(node_ids), BATCH):
             with runtime.store_lock:
                 for node_id in node_ids[begin : begin + BATCH]:
@@ -184,52 +196,58 @@ class NodeEncoder(ABC):
                         continue
                     key = runtime.key_of(prefix, passage, self._collection)
                     if not runtime.store.contains(key):
-                        found.append((-asked.get(key.digest, 0.0), node_id))
+                        found.append((-requests.get(key.digest, 0.0), node_id))
                         sizes[key.digest] = len(passage)
-            time.sleep(BREATH_S)
+            time.sleep(PAUSE_S)
         found.sort(key=lambda each: each[0])  # a stable sort: nodes without requests stay in order
         nbytes = sum(file_nbytes(geometry, tokens, runtime.codec) for tokens in sizes.values())
         names = tuple(node_id for _, node_id in found)
         return Missing(names, sum(sizes.values()), nbytes, room_bytes, left_out)
 
-    def keep_for(self, chunk: Chunk, key: ChunkKey, make: Callable[[], ChunkKV | Blob]) -> bool:
-        """Store KV of a chunk, or of a tree node that ends with it; it is deleted together with the chunk's node.
+    def store_chunk(self, chunk: Chunk, key: ChunkKey, make: Callable[[], ChunkKV | Blob]) -> bool:
+        """Store the KV of a chunk, or of a path in the knowledge tree that ends with it; it is deleted with the chunk's
+        node.
 
-        make: called if the chunk's node still exists. False if the node, or the tree node before it, was deleted.
+        make: gives the KV; called only if the node still exists. Returns whether the KV was stored: not if the node, or
+        the KV of the path before it, was deleted.
         """
-        return self._claim_named(chunk, key) and self.keep(key, make(), chunk.node_id)
+        return self._claim_chunk(chunk, key) and self.store(key, make(), chunk.node_id)
 
-    def _claim_named(self, chunk: Chunk, key: ChunkKey) -> bool:
-        """Whether the chunk's KV may be stored; enters a node that is new in this prompt."""
+    def _claim_chunk(self, chunk: Chunk, key: ChunkKey) -> bool:
+        """As `claim`; first enters a node that is new in this prompt."""
         if chunk.node_id is not None and not chunk.entered:
             self.enter([chunk.node_id], [chunk.encoded_ids], [key])
         return self.claim(chunk.node_id, chunk.encoded_ids, key)
 
     def claim(self, node_id: str | None, passage: TokenIds, key: ChunkKey) -> bool:
-        """Whether this KV may be stored: its node was not deleted."""
+        """Make the key one of its node's, so that the KV is deleted with it. False if the node was deleted, or has
+        another passage: then the KV must not be stored.
+        """
         with self._runtime.store_lock:
             return node_id is None or self._runtime.nodes.claim(self._scope, node_id, passage, key)
 
-    def fetched(self, key: ChunkKey, passage: TokenIds, prefix: TokenIds, node_id: str | None = None) -> bool:
-        """Copy a passage's KV from the shared store; False if that did not work in time."""
+    def copy_from_shared(
+        self, key: ChunkKey, passage: TokenIds, prefix: TokenIds, node_id: str | None = None
+    ) -> bool:
+        """Copy a passage's KV from the shared store, if it has it; returns whether it is stored here now."""
         remote, geometry = self._runtime.store.remote, self._runtime.fingerprint.geometry
         blob = None if remote is None else remote.fetch(Wanted(key, passage, geometry, len(prefix)))
-        return blob is not None and self.keep(key, blob, node_id)
+        return blob is not None and self.store(key, blob, node_id)
 
-    def keep(self, key: ChunkKey, chunk: ChunkKV | Blob, node_id: str | None) -> bool:
-        """Store KV, unless its node was deleted while it was computed.
+    def store(self, key: ChunkKey, chunk: ChunkKV | Blob, node_id: str | None) -> bool:
+        """Store KV, unless its node was deleted while it was computed; returns whether it was stored.
 
-        Called outside of a device turn, so that deletions do not wait for the device.
+        Call it when the device is free for others, so that deletions do not wait for the device.
         """
         runtime = self._runtime
 
-        def wanted() -> bool:
+        def has_node() -> bool:
             return node_id is None or runtime.nodes.has(self._scope, node_id, key)
 
         with runtime.store_lock:
             if isinstance(chunk, Blob):
-                return runtime.store.put_blob(chunk, wanted)
-            return runtime.store.put(key, chunk, runtime.codec, wanted=wanted)
+                return runtime.store.put_blob(chunk, has_node)
+            return runtime.store.put(key, chunk, runtime.codec, may_store=has_node)
 
     @property
     def _scope(self) -> Scope:
@@ -267,53 +285,56 @@ class NodeEncoder(ABC):
                 progress(number, len(passages))
         return tokens, encoded
 
-    def _to_encode(self, node_id: str, taken_bytes: int = 0) -> UnencodedNode | None:
-        """The passage to encode; None for a node that was deleted or has KV. Raises PromptTooLongError.
+    def _unencoded(self, node_id: str, reserved_bytes: int = 0) -> UnencodedNode | None:
+        """The node, if it must be encoded; None if it was deleted, has KV, or gets it now from the shared store.
 
-        taken_bytes: part of the store's budget reserved for KV that is not written yet.
+        reserved_bytes: size of KV that is computed and not yet written. Raises PromptTooLongError.
         """
         runtime, prefix = self._runtime, self._runtime.canonical_prefix
         with runtime.store_lock:
             passage = runtime.nodes.get(self._scope, node_id) or ()
-            room_bytes = runtime.store.room_bytes - taken_bytes
+            room_bytes = runtime.store.room_bytes - reserved_bytes
         runtime.check_length(len(prefix) + len(passage), "a passage behind its prefix")
         key = self._key_of(passage, prefix)
         if key is None or not self.claim(node_id, passage, key) or self._is_stored(key):
             return None
         nbytes = file_nbytes(runtime.fingerprint.geometry, len(passage), runtime.codec)
-        if nbytes <= room_bytes and self.fetched(key, passage, prefix, node_id):
+        if nbytes <= room_bytes and self.copy_from_shared(key, passage, prefix, node_id):
             return None
         return UnencodedNode(node_id, passage, key, nbytes, nbytes <= room_bytes)
 
     def queue_encoding(self, chunk: Chunk) -> None:
-        """Encode a chunk in the background, for the next question."""
+        """Queue the encoding of a chunk, for the next question."""
         due, name = time.monotonic() + PATIENCE_S, (self._collection, chunk.node_id, chunk.encoded_ids)
-        self._runtime.background.add(partial(self.encode_later, chunk, due), name, Priority.STORE)
+        self._runtime.background.add(partial(self.encode_in_background, chunk, due), name, Priority.STORE)
 
-    def queue_unstored(self, node_ids: Sequence[str]) -> None:
-        """Encode nodes in the background; those that were deleted meanwhile are left out."""
+    def queue_nodes(self, node_ids: Sequence[str]) -> None:
+        """Queue the encoding of nodes; those that were deleted are left out."""
         for node_id in node_ids:
             if ids := self._runtime.nodes.get(self._scope, node_id):
                 self.queue_encoding(Chunk(node_id=node_id, token_ids=ids, entered=True))
 
     @abstractmethod
     def _encoder_after(self, prefix: TokenIds) -> Callable[[TokenIds, ChunkKey, str | None], int]:
-        """A function that encodes and stores a node's passage after that prefix, and returns its tokens (0: not encoded
-        here).
+        """A function of passage, key and node id that encodes the passage after that prefix and stores its KV.
+
+        It returns the tokens encoded: 0 if the KV came from the shared store.
         """
 
     @abstractmethod
     def encode_missing(self, node_ids: Sequence[str], cancel: Cancel | None) -> Iterator[int]:
-        """Encode entered nodes in the background, yielding the tokens encoded of each.
+        """Encode nodes while no request needs the device, yielding the number of tokens encoded after each.
 
         Ends before a passage for which others would have to be evicted. Raises Cancelled and PromptTooLongError.
         """
 
     @abstractmethod
-    def encode_later(self, chunk: Chunk, due: float) -> None:
-        """Encode a chunk in the background unless it is stored. due: when to stop waiting for an idle device."""
+    def encode_in_background(self, chunk: Chunk, due: float) -> None:
+        """The queued task: encode a chunk unless it is stored. due: until when to wait for an idle device, by
+        `time.monotonic`.
+        """
 
 
 def _still_orphaned(nodes: NodeIndex, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-    """The keys that still have no node."""
+    """Those of the keys that no node refers to yet."""
     return nodes.outbox().keys() & set(keys)

@@ -11,28 +11,30 @@ from ragblend.engine.prompts.figure_rows import FigureRows
 from ragblend.kvstore.codec import Source
 
 
-class Kind(IntEnum):
-    """How one token is served."""
+class TokenKind(IntEnum):
+    """Where one token's KV comes from. Up to NOT_LOADED it is computed, from EXACT on it is stored."""
 
-    FRESH = 0  # a literal: always computed
-    MISSING = 1  # of a chunk without stored KV: computed in place
-    NOT_LOADED = 2  # of a chunk whose stored KV would take longer to load: computed in place
-    EXACT = 3  # its KV was computed after the same tokens: nothing to correct
-    REUSABLE = 4  # stored, and a candidate for recomputing
+    FRESH = 0  # part of a literal: always computed
+    MISSING = 1  # part of a chunk without stored KV: computed in the prompt
+    NOT_LOADED = (
+        2  # part of a chunk whose stored KV takes longer to load than to compute: computed in the prompt
+    )
+    EXACT = 3  # stored, and computed after the same tokens as in this prompt: nothing to correct
+    REUSABLE = 4  # stored, and computed after other tokens: may be recomputed
 
 
 @dataclass(frozen=True)
 class Span:
-    """A chunk in the prompt: its position, and its stored KV if there is any. exact: it was encoded after the same
-    tokens.
+    """A run of the prompt's tokens that has, or could have, stored KV: a chunk, or what a session holds.
 
-    held: not a chunk, but the beginning of the prompt, which a session holds. not_loaded: it has stored KV that is not
-    used, because computing it is faster.
+    start, length: in tokens. stored: its KV, None if it is computed. exact: the KV was computed after the same tokens
+    as in this prompt. held: the beginning of the prompt, whose KV a session holds in memory. not_loaded: `stored` is
+    None because computing is faster than loading.
     """
 
     start: int
     length: int
-    reader: Source | None
+    stored: Source | None
     exact: bool = False
     held: bool = False
     not_loaded: bool = False
@@ -43,14 +45,14 @@ class Span:
 
     @property
     def source(self) -> Source:
-        """Its stored KV, which it must have."""
-        assert self.reader is not None
-        return self.reader
+        """`stored`, for spans that have it."""
+        assert self.stored is not None
+        return self.stored
 
     def rotation(self, moves_keys: bool) -> int | Tensor:
-        """How far the keys that are read must be rotated, in tokens: one number, or (T,) on the CPU.
+        """How many positions to rotate the stored keys by: one number, or (T,) on the CPU for keys stored unrotated.
 
-        moves_keys: else they stay where they were encoded.
+        moves_keys: whether to rotate them to this prompt's positions; if not, to those they were encoded at.
         """
         start = self.start if moves_keys else self.source.start
         if self.source.unrotated:
@@ -60,12 +62,16 @@ class Span:
 
 @dataclass(frozen=True)
 class Plan:
-    """The prompt as rows. kinds (T,) int8 of `Kind`; token_ids (T,) int64; both on the device.
+    """Which of a prompt's tokens have stored KV, and how many of them may be recomputed.
 
-    The counts are on the host, so that reading them never waits for the device. settled_tokens: how many fresh, exact
-    and not loaded tokens the prompt begins with; no other token can change their KV. budget: stored rows that may be
-    recomputed, averaged over layers, selection included. figures: the positions of figures and lines, on the device;
-    None without a tokenizer.
+    token_ids (T,) int64 and kinds (T,) int8 of `TokenKind`, on the device; figures: which tokens are part of a figure,
+    on the device, None without a tokenizer. spans: ascending. layers: of the model. budget: stored rows that may be
+    recomputed, averaged over layers, the cost of choosing them included. attention_share: as in `Decoder`. seed: for
+    policies that choose by chance.
+
+    The counts are on the host, so that reading them never waits for the device: always_tokens of `always`,
+    candidate_tokens of `candidates`, stored_tokens of EXACT and REUSABLE. settled_tokens: length of the prompt's
+    beginning without MISSING and REUSABLE tokens; its KV is final once it is computed.
     """
 
     token_ids: Tensor
@@ -92,8 +98,8 @@ class Plan:
         """The budget as a share of the stored tokens; 0 if there are none."""
         return self.budget / self.stored_tokens if self.stored_tokens else 0.0
 
-    def at(self, ratio: float) -> "Plan":
-        """The same plan with that share of the stored tokens as its budget."""
+    def with_ratio(self, ratio: float) -> "Plan":
+        """The same plan with this share of the stored tokens as its budget."""
         return replace(self, budget=round(ratio * self.stored_tokens))
 
     @property
@@ -104,16 +110,19 @@ class Plan:
     @property
     def always(self) -> Tensor:
         """(T,) bool: rows that every policy computes (literals, and chunks that are missing or not loaded)."""
-        return self.kinds <= Kind.NOT_LOADED
+        return self.kinds <= TokenKind.NOT_LOADED
 
     @property
     def candidates(self) -> Tensor:
         """(T,) bool: rows that a policy may choose to compute."""
-        return self.kinds == Kind.REUSABLE
+        return self.kinds == TokenKind.REUSABLE
 
-    def settled_by(self, rows: Tensor) -> int:
-        """How many of these rows have final KV after a probe: all rows of the settled tokens, or none."""
-        found = int((rows < self.settled_tokens).sum())
+    def settled_rows(self, probe_rows: Tensor) -> int:
+        """How many of a probe's rows (R,) need not be computed again after it: those of the settled tokens.
+
+        0 if the probe leaves out one of the settled tokens that are computed: then the others lacked its KV.
+        """
+        found = int((probe_rows < self.settled_tokens).sum())
         return found if found == int(self.always[: self.settled_tokens].sum()) else 0
 
     def to(self, device: torch.device) -> "Plan":
@@ -125,23 +134,24 @@ class Plan:
 
     @property
     def piece_stops(self) -> list[int]:
-        """The ends of the prefix and of each chunk."""
+        """Positions after the prefix and after each span, ascending."""
         return sorted({span.stop for span in self.spans} | {span.start for span in self.spans[:1]})
 
     @property
     def suffix_start(self) -> int:
-        """Position after the last chunk, but at most that of the last token."""
+        """Position after the last span, but at most that of the last token."""
         return min(max((span.stop for span in self.spans), default=0), self.tokens - 1)
 
-    def without(self, lost: Iterable[Span], not_loaded: bool = False) -> "Plan":
-        """The same plan without the stored KV of these spans. not_loaded: it is there, but computing is faster."""
-        starts = {span.start for span in lost}
+    def without(self, computed: Iterable[Span], not_loaded: bool = False) -> "Plan":
+        """The plan in which these spans are computed although KV is stored. not_loaded: because that is faster."""
+        starts = {span.start for span in computed}
         spans = tuple(
-            replace(span, reader=None, exact=False, not_loaded=not_loaded) if span.start in starts else span
+            replace(span, stored=None, exact=False, not_loaded=not_loaded) if span.start in starts else span
             for span in self.spans
         )
-        shares = self.ratio, self.attention_share
-        return make_plan(self.token_ids, spans, self.layers, *shares, self.seed, self.figures)
+        return make_plan(
+            self.token_ids, spans, self.layers, self.ratio, self.attention_share, self.seed, self.figures
+        )
 
 
 def make_plan(
@@ -153,18 +163,18 @@ def make_plan(
     seed: int = 0,
     figures: FigureRows | None = None,
 ) -> Plan:
-    """Make the plan: assign a kind to every token. The last token is always fresh: its row gives the first logits.
+    """The plan of a prompt: assigns a kind to every token. ratio: the budget as a share of the stored tokens.
 
-    ratio: the budget, as a share of the stored tokens.
+    The last token is always fresh: its row gives the first logits. The other parameters are as in `Plan`.
     """
-    kinds = torch.full(token_ids.shape, int(Kind.FRESH), dtype=torch.int8)
+    kinds = torch.full(token_ids.shape, int(TokenKind.FRESH), dtype=torch.int8)
     for span in spans:
         kinds[span.start : span.stop] = int(_kind_of(span))
     if kinds.numel():
-        kinds[-1] = int(Kind.FRESH)
-    counts = torch.bincount(kinds.long(), minlength=len(Kind)).tolist()
-    stored_tokens = counts[Kind.EXACT] + counts[Kind.REUSABLE]
-    open_rows = ((kinds == int(Kind.MISSING)) | (kinds == int(Kind.REUSABLE))).nonzero()
+        kinds[-1] = int(TokenKind.FRESH)
+    counts = torch.bincount(kinds.long(), minlength=len(TokenKind)).tolist()
+    stored_tokens = counts[TokenKind.EXACT] + counts[TokenKind.REUSABLE]
+    unsettled = ((kinds == int(TokenKind.MISSING)) | (kinds == int(TokenKind.REUSABLE))).nonzero()
     return Plan(
         token_ids,
         kinds.to(token_ids.device),
@@ -173,17 +183,17 @@ def make_plan(
         round(ratio * stored_tokens),
         attention_share,
         seed,
-        always_tokens=counts[Kind.FRESH] + counts[Kind.MISSING] + counts[Kind.NOT_LOADED],
-        missing_tokens=counts[Kind.MISSING],
-        not_loaded_tokens=counts[Kind.NOT_LOADED],
-        candidate_tokens=counts[Kind.REUSABLE],
+        always_tokens=counts[TokenKind.FRESH] + counts[TokenKind.MISSING] + counts[TokenKind.NOT_LOADED],
+        missing_tokens=counts[TokenKind.MISSING],
+        not_loaded_tokens=counts[TokenKind.NOT_LOADED],
+        candidate_tokens=counts[TokenKind.REUSABLE],
         stored_tokens=stored_tokens,
-        settled_tokens=int(open_rows[0]) if open_rows.numel() else token_ids.numel(),
+        settled_tokens=int(unsettled[0]) if unsettled.numel() else token_ids.numel(),
         figures=None if figures is None else figures.to(token_ids.device),
     )
 
 
-def _kind_of(span: Span) -> Kind:
-    if span.reader is None:
-        return Kind.NOT_LOADED if span.not_loaded else Kind.MISSING
-    return Kind.EXACT if span.exact else Kind.REUSABLE
+def _kind_of(span: Span) -> TokenKind:
+    if span.stored is None:
+        return TokenKind.NOT_LOADED if span.not_loaded else TokenKind.MISSING
+    return TokenKind.EXACT if span.exact else TokenKind.REUSABLE

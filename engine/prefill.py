@@ -17,7 +17,7 @@ from ragblend.engine.controller import Decision, DeviceProfile, Workload, decide
 from ragblend.engine.fusion import Fusion, Spent, fusing
 from ragblend.engine.loader import LostChunk
 from ragblend.engine.nodes import TokenIds
-from ragblend.engine.plan import Kind, Plan, Span, make_plan
+from ragblend.engine.plan import Plan, Span, TokenKind, make_plan
 from ragblend.engine.prompts.paths import computed_in, path_of
 from ragblend.engine.prompts.segments import Chunk, Prompt
 from ragblend.engine.request import Request, keys_of
@@ -64,7 +64,7 @@ def prefill(
             except LostChunk as lost:  # treat it as missing and start again
                 log.warning("%s; it is computed in place", without_frames(lost))
                 fusion = None  # frees its cache before the next one is allocated
-                others = [span for span in plan.spans if span.reader is not None and span.reader.is_lost]
+                others = [span for span in plan.spans if span.stored is not None and span.stored.is_lost]
                 plan = plan.without([lost.span, *others])  # each would start the request again
         arrived = {key: blob for key, reader in shared.items() if (blob := reader.blob) is not None}
     runtime.transfers.synchronize()
@@ -78,10 +78,10 @@ def prefill(
     # Exact KV, which may enter the knowledge tree.
     computed = computed_in(runtime.decoder, fusion.cache, path, plan.spans)
 
-    def read_alone(prompt: Prompt, turn: DeviceTurn) -> Prefilled:
+    def prefill_other(prompt: Prompt, turn: DeviceTurn) -> Prefilled:
         return prefill(runtime, replace(request, prompt=prompt, policy=METHODS["reuse"], session=None), turn)
 
-    return Prefilled(request.prompt, logits, fusion.cache, report, computed, arrived, sure, read_alone)
+    return Prefilled(request.prompt, logits, fusion.cache, report, computed, arrived, sure, prefill_other)
 
 
 def _learn(runtime: Runtime, report: Report) -> None:
@@ -214,7 +214,9 @@ def _work(policy: Policy, plan: Plan) -> Workload:
     loaded = Counter[str]()
     for span in policy.spans(plan):
         loaded[span.source.comes_from] += held_nbytes(span.source)
-    return Workload(plan.tokens, plan.layers, dict(loaded), lambda ratio: policy.passes(plan.at(ratio)))
+    return Workload(
+        plan.tokens, plan.layers, dict(loaded), lambda ratio: policy.passes(plan.with_ratio(ratio))
+    )
 
 
 def _loading_what_pays(
@@ -294,7 +296,7 @@ def _report(
     warning: str | None,
 ) -> Report:
     """The report. Fresh tokens' rows that are computed twice because of a probe count as recomputed."""
-    found = [span.reader is not None or span.not_loaded for span in plan.spans if not span.held]
+    found = [span.stored is not None or span.not_loaded for span in plan.spans if not span.held]
     recomputed = (
         spent.stored_layer_rows + spent.again_layer_rows
     ) / plan.layers  # rows, averaged over layers
@@ -335,7 +337,7 @@ def _served(plan: Plan, spent: Spent) -> str:
     letters = torch.full(kinds.shape, ord("r"), dtype=torch.uint8)
     if spent.rows is not None:
         letters[spent.rows.cpu()] = ord("c")
-    letters[kinds == Kind.FRESH] = ord("f")
-    letters[kinds == Kind.MISSING] = ord("m")
-    letters[kinds == Kind.NOT_LOADED] = ord("n")
+    letters[kinds == TokenKind.FRESH] = ord("f")
+    letters[kinds == TokenKind.MISSING] = ord("m")
+    letters[kinds == TokenKind.NOT_LOADED] = ord("n")
     return bytes(letters.tolist()).decode("ascii")

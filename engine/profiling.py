@@ -17,7 +17,7 @@ from torch import Tensor
 from ragblend.engine.cache import FusedCache
 from ragblend.engine.controller import DeviceProfile, Tier
 from ragblend.engine.fusion import Fusion
-from ragblend.engine.loader import loader_of
+from ragblend.engine.loader import loader_class
 from ragblend.engine.model.decoder import BLOCK_ROWS, Decoder
 from ragblend.engine.plan import Plan, Span, make_plan
 from ragblend.engine.runtime import Runtime
@@ -167,7 +167,7 @@ def _prefill_ms(runtime: Runtime, behind: int, count: int, turn: DeviceTurn | No
         cache.blank(layer, torch.arange(tokens, device=decoder.device))
     transfers.synchronize()
     begun, recorder = time.perf_counter(), Recorder(transfers)
-    loader = loader_of(transfers)((), cache, decoder, transfers, runtime.readers, recorder)
+    loader = loader_class(transfers)((), cache, decoder, transfers, runtime.readers, recorder)
     Fusion(decoder, plan, Spread(count), cache, loader, recorder, turn).prefill()
     transfers.synchronize()
     return (time.perf_counter() - begun) * 1e3
@@ -183,7 +183,7 @@ def _load_ms(runtime: Runtime, count: int, opened: Opened) -> float:
         cache = FusedCache(decoder.geometry, spans[-1].stop, 0, decoder.device)
         transfers.synchronize()
         begun, recorder = time.perf_counter(), Recorder(transfers)
-        loader = loader_of(transfers)(spans, cache, decoder, transfers, runtime.readers, recorder)
+        loader = loader_class(transfers)(spans, cache, decoder, transfers, runtime.readers, recorder)
         try:
             for layer in range(decoder.geometry.layers):
                 loader.wait(layer)

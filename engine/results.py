@@ -68,7 +68,8 @@ class Prefilled:
 
     cache: a cache of transformers' interface; None for a model that cannot be fused. computed: KV that may enter the
     knowledge tree. arrived: values read from a shared store, to be stored here. sure: the policy's, if inexact stored
-    KV was used; else 0. read_alone(prompt, turn): prefills another prompt with the same request, reusing all stored KV.
+    KV was used; else 0. prefill_other(prompt, turn): prefills another prompt, with the same options, from stored KV
+    without recomputing any.
     """
 
     prompt: Prompt
@@ -78,7 +79,7 @@ class Prefilled:
     computed: Sequence[Computed] = ()
     arrived: Mapping[ChunkKey, Blob] = field(default_factory=dict)
     sure: float = 0.0
-    read_alone: Callable[[Prompt, DeviceTurn], "Prefilled"] | None = None
+    prefill_other: Callable[[Prompt, DeviceTurn], "Prefilled"] | None = None
 
 
 @dataclass(frozen=True)

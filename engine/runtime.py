@@ -158,7 +158,7 @@ class Runtime(RuntimeBase):
             )
         return verdict
 
-    def judged(self) -> GateVerdict:
+    def gate_verdict(self) -> GateVerdict:
         """The gate's verdict, for callers that do not hold the device. Takes a device turn only if there is no verdict
         yet, because all requests wait for such a turn.
         """

@@ -117,7 +117,7 @@ class RuntimeBase(ABC):
         self.background.end()
         with suppress(StoreError):  # the home may be gone
             if "store" in vars(self):
-                self.store.save_uses(is_last=True)
+                self.store.save_ledger(is_last=True)
 
     def close(self) -> None:
         """Stop background tasks and free everything that was loaded or opened."""
@@ -147,7 +147,7 @@ class RuntimeBase(ABC):
     def gate(self) -> GateVerdict:
         """Whether the model's KV may be fused."""
 
-    def judged(self) -> GateVerdict:
+    def gate_verdict(self) -> GateVerdict:
         """The gate's verdict, for callers that do not hold the device."""
         return self.gate
 

@@ -1,4 +1,7 @@
-"""One request of either framework: its options, and the four ways to get the answer."""
+"""One request to the model by LangChain, LlamaIndex or the server: its options, and four ways to get the answer.
+
+`Call` is the request, `PreparedCall` gives the answer: whole or in pieces, each for threads and for an event loop.
+"""
 
 import logging
 import math
@@ -23,9 +26,9 @@ if TYPE_CHECKING:
     from ragblend.engine.results import Result, Stream
 
 log = logging.getLogger("ragblend")
-_warned: set[tuple[Backend, str]] = set()
+_warned: set[tuple[Backend, str]] = set()  # of which reasons
 _MIN_CONTEXT_CHARS = 1000  # a shorter prompt (for a title, say) is not expected to hold passages
-# Reasons why nothing of a prompt is reused, with advice; each is logged once per model and collection.
+# Reasons why nothing of a prompt is reused, with advice; each is logged once per backend (a model and a collection).
 REASONS = {
     "named": "the passages that this call names (passages=, nodes=, documents of a tool) are not in its prompt "
     "unchanged; name the texts as they are in the prompt",
@@ -80,18 +83,18 @@ def without_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options by the engine's names, without those that are None. Raises UsageError."""
-    named = resolve_aliases(without_neutral(options), ALIASES)
-    named = {name: value for name, value in named.items() if value is not None}
-    do_sample = named.pop("do_sample", None)
+    resolved = resolve_aliases(without_neutral(options), ALIASES)
+    resolved = {name: value for name, value in resolved.items() if value is not None}
+    do_sample = resolved.pop("do_sample", None)
     if do_sample is False:  # transformers' name for temperature 0
-        named["temperature"] = 0.0
-    elif do_sample and not named.get("temperature"):
-        named["temperature"] = 1.0
+        resolved["temperature"] = 0.0
+    elif do_sample and not resolved.get("temperature"):
+        resolved["temperature"] = 1.0
     # OpenAI has two parameters, a switch and a number; the engine has the number only.
-    top, wants = named.pop("top_logprobs", None), named.get("logprobs")
-    if isinstance(wants, bool) or (wants is None and top is not None):
-        named["logprobs"] = (top or 0) if wants or wants is None else None
-    return named
+    top, switch = resolved.pop("top_logprobs", None), resolved.get("logprobs")
+    if isinstance(switch, bool) or (switch is None and top is not None):
+        resolved["logprobs"] = (top or 0) if switch or switch is None else None
+    return resolved
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,9 @@ class Call:
     """The options of one request, and the backend that answers it.
 
     named: passages that the caller declares to be in the prompt. learn: whether text that recurs from an earlier prompt
-    becomes a passage. arguments: method, ratio, and those of the engine's `DecodeOptions`. session: the conversation's,
-    if it has one. client: name for the fair sharing of the device.
+    becomes a passage. timeout: in seconds. arguments: method, ratio, and those of the engine's `DecodeOptions`, by
+    name. answer_format: tools, and the schema of JSON. session: the conversation's, if it has one. client: the user's
+    name, for sharing the device fairly.
     """
 
     backend: Backend
@@ -113,16 +117,17 @@ class Call:
     client: str = ""
 
     @classmethod
-    def of(cls, backend: Backend, named: Sequence[Passage], learn: bool, *layers: Mapping[str, Any]) -> Self:
-        """Later layers override earlier ones. Raises UsageError for an unknown option and a bad timeout.
+    def of(cls, backend: Backend, named: Sequence[Passage], learn: bool, *options: Mapping[str, Any]) -> Self:
+        """A call with these options: the model's, then the request's; later ones override earlier ones.
 
-        Prompts of method `full` are not learnt from, so that they are tokenized as by any other model.
+        Raises UsageError for an unknown option and a bad timeout. Prompts of method `full` are not learnt from, so that
+        they are tokenized as by any other model.
         """
         from ragblend.engine.config import DecodeOptions
 
         merged: dict[str, Any] = {}
-        for layer in layers:
-            merged |= engine_options(layer)
+        for each in options:
+            merged |= engine_options(each)
         timeout = merged.pop("timeout", None)
         if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
             raise UsageError(f"timeout must be a number of seconds above 0, not {timeout!r}")
@@ -133,18 +138,20 @@ class Call:
         return cls(backend, tuple(named), learn, timeout, merged, answer_format)
 
     def chat_prompt(self, turns: Sequence[ChatTurn], named: Sequence[Passage] = ()) -> "Prompt":
-        """The turns as a prompt. May load the tokenizer and read the registry: not for an event loop."""
+        """The turns as a prompt. named: further passages declared to be in it. May load the tokenizer and read the
+        registry, so call it in a thread, not in an event loop.
+        """
         named = (*self.named, *named)
         prompt = self.backend.chat_prompt(turns, named, self.learn, self.answer_format.tools)
         return self._warn_without_passages(prompt, bool(named))
 
     def text_prompt(self, text: str, parts: Sequence[str] = ()) -> "Prompt":
-        """The text as a prompt; parts: as in `Backend.text_prompt`."""
+        """The text as a prompt. parts: as in `Backend.text_prompt`. In a thread, as `chat_prompt`."""
         prompt = self.backend.text_prompt(text, self.named, parts, self.learn)
         return self._warn_without_passages(prompt, bool(self.named))
 
     def _warn_without_passages(self, prompt: "Prompt", is_named: bool) -> "Prompt":
-        """Log, once per reason, why a prompt has no passage although one was expected."""
+        """The prompt; logs, once per reason, why it has no passage although one was expected."""
         registry = self.backend.registry
         if prompt.chunks:
             registry.retrieved_chars = 0
@@ -177,29 +184,29 @@ class Call:
         return self.arguments | {"session": self.session} | ({} if grammar is None else {"grammar": grammar})
 
     def warn_if_cut_off(self, result: "Result") -> None:
+        """Log that the token limit ended the answer inside a tool call or a JSON text."""
         if result.stopped:
             return
         answer, limit = self.parse(result), len(result.token_ids)
         if answer.broken is not None:
             log.warning(
-                "the answer reached its most tokens (%d) in a call of %s, which is not made; allow more with "
+                "the token limit (%d) ended the answer within a call of %s, which is not made; allow more with "
                 "max_new_tokens",
                 limit,
                 answer.broken_name or "a tool",
             )
         elif self.answer_format.schema is not None:
             log.warning(
-                "the answer reached its most tokens (%d): the end of its JSON may be cut short; allow more with "
-                "max_tokens",
+                "the token limit (%d) ended the answer: the end of its JSON may be missing; allow more with max_tokens",
                 limit,
             )
 
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A call, and a function that makes its prompt, for a worker thread if the caller is in an event loop.
+    """A call whose prompt is made on use: in the caller's thread, or in another one if the caller is an event loop.
 
-    errors: a context manager that turns RAGBlend's errors into the framework's.
+    errors: gives a context manager that turns RAGBlend's errors into the framework's.
     """
 
     call: Call
@@ -217,7 +224,7 @@ class PreparedCall:
             return self._pieces(self.call.backend.engine.stream(self.make_prompt(), **self.call.options()))
 
     async def agenerate(self) -> "Result":
-        """Cancelling the task stops the device within one layer, and waits for that."""
+        """The whole answer. Cancelling the task stops the device within one layer, and waits for that."""
         *_, result = [item async for item in await self.astream(waits=True)]
         assert not isinstance(result, str), "the result is the last item"
         return result
@@ -242,7 +249,7 @@ class PreparedCall:
             return result
 
     def _pieces(self, stream: "Stream") -> Generator["str | Result", None, None]:
-        # A finished answer is still delivered after the time limit.
+        # The limit is for computing: a finished answer is delivered however late the caller reads it.
         with self.errors(), _time_limit(self.call.timeout, stream.stop), closing(stream):
             visible = _visible_text(self.call)
             for piece in stream:
@@ -270,18 +277,20 @@ class PreparedCall:
 
 
 def _visible_text(call: Call) -> "Callable[[str | Result], str]":
-    """Filters a stream's text: tool calls are not shown, but come with the result."""
+    """A function that gives the part of each piece to show: tool calls are not shown, but come with the result."""
     from ragblend.engine.prompts.tools import TextBeforeCalls
 
     if not call.answer_format.tools:
         return lambda item: item if isinstance(item, str) else ""
-    words = TextBeforeCalls(call.backend.engine.call_format, call.answer_format.tools)
-    return lambda item: words.feed(item) if isinstance(item, str) else words.finish(call.parse(item).text)
+    text = TextBeforeCalls(call.backend.engine.call_format, call.answer_format.tools)
+    return lambda item: text.feed(item) if isinstance(item, str) else text.finish(call.parse(item).text)
 
 
 @contextmanager
 def _time_limit(seconds: float | None, stop: Callable[[], None]) -> Iterator[float]:
-    """Stop the work after that time, and raise AnswerTimeout. Yields the deadline by `time.monotonic`."""
+    """Stop the block's work after that time by calling `stop`, and raise AnswerTimeout for its Cancelled. Yields the
+    deadline by `time.monotonic`.
+    """
     if seconds is None:
         yield math.inf
         return

@@ -163,18 +163,18 @@ class MemoryTier:
             entry = (known or Entry(key.digest, 0))._replace(nbytes=nbytes, tokens=len(chunk.token_ids))
             entry = entry._replace(used_at=self._uses, frequency=max(entry.frequency, 1.0))
             self._held[key.digest] = chunk, ranked(entry, self._policy, self._clock)
-            victims = self._evict(spare=key.digest)
+            victims = self._evict(protected=key.digest)
         self.counters.add(evictions=victims)
         return True
 
-    def _evict(self, spare: str) -> int:
+    def _evict(self, protected: str) -> int:
         """Evict values of the lowest priority until the budget is met; returns how many. Sorting a few hundred is
         cheap.
         """
         entries = [entry for _, entry in self._held.values()]
         excess, victims = sum(entry.nbytes for entry in entries) - self.budget_bytes, []
         for entry in sorted(entries, key=lambda entry: (entry.priority, entry.used_at)) if excess > 0 else ():
-            if excess > 0 and entry.digest != spare:
+            if excess > 0 and entry.digest != protected:
                 excess -= entry.nbytes
                 victims.append(entry)
                 del self._held[entry.digest]

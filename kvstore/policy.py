@@ -48,18 +48,18 @@ class EvictionPolicy:
     """One row of the table.
 
     priority(entry, clock): the lowest is evicted first; clock is the tier's.
-    fades: retrievals lose half their weight in HALF_LIFE_USES, and count also while the value is not stored (RAGCache's
-    frequency within a time window); otherwise they are counted from the insertion on, without decay.
+    decays: retrievals lose half their weight in HALF_LIFE_USES, and count also while the value is not stored
+    (RAGCache's frequency within a time window); if not, they are counted from the insertion on, with full weight.
     """
 
     name: str
     priority: Callable[[Entry, float], float]
-    fades: bool = False
+    decays: bool = False
 
     @property
     def half_life(self) -> float | None:
         """Half-life of a retrieval, in uses; None without decay."""
-        return HALF_LIFE_USES if self.fades else None
+        return HALF_LIFE_USES if self.decays else None
 
 
 def used(entry: Entry, at: float, half_life: float | None = None) -> Entry:
@@ -74,10 +74,12 @@ def used(entry: Entry, at: float, half_life: float | None = None) -> Entry:
 def joined(entry: Entry, later: Entry, half_life: float | None = None) -> Entry:
     """Merge the retrievals counted separately in `later` into `entry`, as if `used` were applied for each."""
     at = max(entry.used_at, later.used_at)
-    return entry._replace(used_at=at, frequency=_faded(entry, at, half_life) + _faded(later, at, half_life))
+    return entry._replace(
+        used_at=at, frequency=_decayed(entry, at, half_life) + _decayed(later, at, half_life)
+    )
 
 
-def _faded(entry: Entry, at: float, half_life: float | None) -> float:
+def _decayed(entry: Entry, at: float, half_life: float | None) -> float:
     return (
         entry.frequency if half_life is None else entry.frequency * 2.0 ** ((entry.used_at - at) / half_life)
     )
@@ -116,7 +118,7 @@ POLICIES: dict[str, EvictionPolicy] = {
         # Cost / Size is the mean over computations of T(cached, new)/new: per token already, so no division here.
         # Without measurements all tokens cost the same.
         EvictionPolicy(
-            "pgdsf", lambda entry, clock: clock + entry.frequency * (entry.cost or 1.0), fades=True
+            "pgdsf", lambda entry, clock: clock + entry.frequency * (entry.cost or 1.0), decays=True
         ),
     )
 }

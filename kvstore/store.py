@@ -1,6 +1,7 @@
 """KVStore: stores chunks' KV on disk by key, verifies it at every use, and evicts by policy.
 
-Raises errors only for problems that the caller must handle: no space, no access, another format.
+The store raises errors only for problems that the caller must handle: no space, no access, another format. Damage is a
+miss. The index says what is stored (`index.py`), the ledger what to evict first (`ledger.py`).
 """
 
 import contextlib
@@ -41,8 +42,10 @@ from ragblend.kvstore.remote import Remote
 from ragblend.kvstore.upkeep import GcReport, Problem
 
 log = logging.getLogger(__name__)
-Cost = Callable[[int, int], float]
-AT_ONCE = 64  # evictions per put, after a budget was lowered
+TokenCost = Callable[[int, int], float]  # of (cached, new) tokens: of computing one new token, in any unit
+# At most so many per put beyond those that make room for the put, where a budget was lowered: deleting a file takes a
+# millisecond or more, for which the caller waits.
+EXTRA_EVICTIONS = 64
 _QUARANTINE_WAIT_S = 2.0  # a reader must not wait for a long put only to clean up
 
 
@@ -69,7 +72,7 @@ class KVStore(Closing):
         budget_bytes: int | None,
         tiers: Sequence[MemoryTier] = (),
         policy: str | None = None,
-        cost: Cost = lambda cached, new: 1.0,
+        cost: TokenCost = lambda cached, new: 1.0,
         remote: str | None = None,
     ) -> "KVStore":
         """Open the store at `root`, created if absent (0700, files 0600).
@@ -78,12 +81,11 @@ class KVStore(Closing):
         beyond it evicts at least what it adds, so a lowered budget is reached by several puts, or by `gc` at once;
         tiers: memory tiers above the disk, the fastest first (see `promote`); policy: a row of POLICIES (None:
         unchanged, at first DEFAULT_POLICY), which other processes with the store open adopt at their next save;
-        cost(cached, new): of computing one of `new` tokens after `cached` ones, in any unit; remote: URL of a shared
-        store (see `places.Place`). Raises StoreFormatError for a folder of another format, StoreLockedError,
-        StoreError, UsageError for an unknown policy.
+        cost: see `TokenCost`; remote: URL of a shared store (see `places.Place`). Raises StoreFormatError for a folder
+        of another format, StoreLockedError, StoreError, UsageError for an unknown policy.
         """
-        wanted = None if policy is None else policy_named(policy)
-        store = cls(Path(root), tiers, cost, None if remote is None else Place.of(remote), wanted)
+        eviction = None if policy is None else policy_named(policy)
+        store = cls(Path(root), tiers, cost, None if remote is None else Place.of(remote), eviction)
         with ExitStack() as opened, _opening(store.root):
             check_format(store.root)  # before anything changes in a folder that is not ours
             make_private_folder(store.root)
@@ -108,7 +110,7 @@ class KVStore(Closing):
         self,
         root: Path,
         tiers: Sequence[MemoryTier],
-        cost: Cost,
+        cost: TokenCost,
         remote: Place | None = None,
         policy: EvictionPolicy | None = None,
     ) -> None:
@@ -121,19 +123,21 @@ class KVStore(Closing):
         self.budget_bytes: int  # `open` sets the following
         self._lock: WriterLock
         self._index: Index
-        self._unsynced = self._closed = False
+        self._must_refresh = False  # the ledger, from the index, before values to evict are chosen
+        self._closed = False
 
     def _settle(self) -> None:
         """Synchronise files, index and ledger. The caller holds the lock."""
         rows, lost = upkeep.sweep(self._index)
         self._counters.add(quarantined=lost)
-        is_ranked_anew = self._ledger.load(self._index.ledger(), rows)
+        has_new_policy = self._ledger.load(self._index.ledger(), rows)
         if orphans := self._ledger.orphans():  # their parent was damaged, say
             self._remove(self._index, orphans)
-        if is_ranked_anew:
+        if has_new_policy:
             self._try_to_save()  # for other processes that have the store open
 
     def _rebuild(self, why: str) -> None:
+        """Replace a damaged index by one of the files that are there. The caller holds the lock."""
         self._counters.add(quarantined=1)
         self._index.close()
         self._index = upkeep.rebuilt(self.root, why)
@@ -161,67 +165,74 @@ class KVStore(Closing):
         chunk: ChunkKV,
         codec: Codec = RAW,
         shared: bool = True,
-        wanted: Callable[[], bool] | None = None,
+        may_store: Callable[[], bool] | None = None,
     ) -> bool:
         """Store (or replace) a value; it is on disk and in the index when this returns, and in the shared store soon
         after.
 
-        codec: of its layers; a node of the tree must be raw, else it would not be exact. shared: whether to copy it to
-        the shared store. wanted: called while no other writer can delete or put anything; if it returns False, or the
-        parent of a node is not stored, nothing is stored and this returns False. Raises StoreFullError,
+        codec: of its layers, except that a tree node is raw, because it must stay exact. shared: whether to copy it to
+        the shared store. may_store: called while no other writer can delete or put anything; if it returns False, or
+        the parent of a tree node is not stored, nothing is stored and this returns False. Raises StoreFullError,
         StoreLockedError, StoreError; then nothing has changed.
         """
         blob = Blob.of(key, chunk, RAW if chunk.parent is not None else codec)
-        stored = self.put_blob(blob, wanted)
+        stored = self.put_blob(blob, may_store)
         if stored and self.remote is not None and shared and chunk.parent is None:
             self.remote.offer(key)
         return stored
 
-    def put_blob(self, blob: Blob, wanted: Callable[[], bool] | None = None) -> bool:
-        """The same for a packed value, which may come from the shared store."""
+    def put_blob(self, blob: Blob, may_store: Callable[[], bool] | None = None) -> bool:
+        """As `put`, of a packed value, which may come from the shared store; it is not copied there."""
         digest, tokens = blob.header.key.digest, len(blob.header.token_ids)
         parent = None if blob.header.parent is None else blob.header.parent.digest
         self._check_budget(tokens, blob.nbytes)
         cost = self._cost(blob.header.start, tokens)
         with self._changing() as index:
-            if (wanted is not None and not wanted()) or (parent is not None and index.get(parent) is None):
+            if may_store is not None and not may_store():
+                return False
+            if parent is not None and index.get(parent) is None:
                 return False
             file = write_value(self.root, blob)
             try:
-                evicted, unnamed = self._enter(index, digest, Row(file.filename, blob.nbytes, parent))
+                evicted, unlisted = self._insert(index, digest, Row(file.filename, blob.nbytes, parent))
             except BaseException:  # also for KeyboardInterrupt: no file may stay without a row
                 if (found := index.get(digest)) is None or found.filename != file.filename:
                     remove_values(self.root, [file.filename])
                 raise
             self._forget_in_memory([digest])  # this key may have had another value
-            self._ledger.arrive(digest, blob.nbytes, cost, parent)
-            self._was_evicted(evicted)
-            remove_values(self.root, unnamed)
+            self._ledger.add(digest, blob.nbytes, cost, parent)
+            self._record_evictions(evicted)
+            remove_values(self.root, unlisted)
             if self._ledger.is_due:
                 self._try_to_save()
         return True
 
-    def _enter(self, index: Index, digest: str, row: Row) -> tuple[list[Entry], list[str]]:
-        """Insert a row and evict for it in one transaction; returns the evicted keys, and the files without a row."""
+    def _insert(self, index: Index, digest: str, row: Row) -> tuple[list[Entry], list[str]]:
+        """Insert a row and evict for it in one transaction; returns the evicted entries, and the names of files that
+        have no row any more.
+        """
         replaced = index.get(digest)
         grown_bytes = row.nbytes - (0 if replaced is None else replaced.nbytes)
         total_bytes = index.totals[1] + grown_bytes
-        spare = {digest, row.parent or digest}
+        protected = {digest, row.parent or digest}
         with index.changing():
             index.set(digest, row)
-            evicted, unnamed = self._make_room(index, total_bytes - self.budget_bytes, grown_bytes, spare)
+            evicted, unlisted = self._make_room(
+                index, total_bytes - self.budget_bytes, grown_bytes, protected
+            )
             total_bytes -= sum(victim.nbytes for victim in evicted)
-            has_room = total_bytes <= self.budget_bytes or len(evicted) >= AT_ONCE
+            has_room = total_bytes <= self.budget_bytes or len(evicted) >= EXTRA_EVICTIONS
             if row.parent and grown_bytes > 0 and not has_room:
-                self._unsynced = True
+                self._must_refresh = True
                 raise StoreFullError(
-                    f"storing {row.nbytes:,} bytes behind what the store at {self.root} keeps for them takes "
-                    f"more than its budget ({self.budget_bytes:,}). Raise it."
+                    f"storing {row.nbytes:,} bytes beside the values that they follow, which must stay, takes more "
+                    f"than the budget of the store at {self.root} ({self.budget_bytes:,}). Raise it."
                 )
-        return evicted, unnamed if replaced is None else [replaced.filename, *unnamed]
+        return evicted, unlisted if replaced is None else [replaced.filename, *unlisted]
 
-    def _was_evicted(self, victims: Sequence[Entry]) -> None:
-        self._forget_in_memory([victim.digest for victim in victims])  # they have no row any more
+    def _record_evictions(self, victims: Sequence[Entry]) -> None:
+        """Update memory tiers, ledger and counts after the rows of these values were deleted."""
+        self._forget_in_memory([victim.digest for victim in victims])
         self._ledger.evict(victims)
         self._counters.add(evictions=len(victims))
 
@@ -240,33 +251,32 @@ class KVStore(Closing):
             )
 
     def _make_room(
-        self, index: Index, excess_bytes: int, needed_bytes: int = 0, spare: Collection[str] = ()
+        self, index: Index, excess_bytes: int, needed_bytes: int = 0, protected: Collection[str] = ()
     ) -> tuple[list[Entry], list[str]]:
-        """Delete the rows of values to evict; returns their keys and files.
+        """Delete the rows of values to evict; returns their entries and files.
 
-        At most AT_ONCE beyond those that free `needed_bytes`, never `spare`, because deleting a file takes a
-        millisecond or more, for which the caller of put waits.
+        At most EXTRA_EVICTIONS beyond those that free `needed_bytes`, never those in `protected`.
         """
-        evicted, unnamed = list[Entry](), list[str]()
+        evicted, unlisted = list[Entry](), list[str]()
         if excess_bytes > 0 and self._others_saved(index):
-            self._unsynced = True
-        for _ in range(2):
-            if self._unsynced:  # other processes also put and evict
-                gone, rows = {victim.digest for victim in evicted}, index.entries()
-                stored = {digest: row for digest, row in rows.items() if digest not in gone}
+            self._must_refresh = True
+        for _ in range(2):  # a second time if the ledger did not know what other processes put and evicted
+            if self._must_refresh:
+                chosen, rows = {victim.digest for victim in evicted}, index.entries()
+                stored = {digest: row for digest, row in rows.items() if digest not in chosen}
                 self._ledger.refresh(self._saved_by_others(index), stored)
-                self._unsynced = False
-            for victim in self._ledger.victims(excess_bytes, AT_ONCE, needed_bytes, spare):
+                self._must_refresh = False
+            for victim in self._ledger.victims(excess_bytes, EXTRA_EVICTIONS, needed_bytes, protected):
                 row = index.get(victim.digest)
                 if row is not None and index.delete(victim.digest):
                     evicted.append(victim)
-                    unnamed.append(row.filename)
+                    unlisted.append(row.filename)
                     excess_bytes -= victim.nbytes
                     needed_bytes -= victim.nbytes
-            if excess_bytes <= 0 or len(evicted) >= AT_ONCE:
+            if excess_bytes <= 0 or len(evicted) >= EXTRA_EVICTIONS:
                 break
-            self._unsynced = True
-        return evicted, unnamed
+            self._must_refresh = True
+        return evicted, unlisted
 
     def delete(
         self, keys: Collection[ChunkKey], still: Callable[[], Collection[ChunkKey]] | None = None
@@ -274,14 +284,15 @@ class KVStore(Closing):
         """Delete every byte of these values and of their descendants in the tree, quarantined copies and counts
         included; returns the bytes freed.
 
-        still: called while no other writer can put anything; returns which of them must still be deleted. `withdraw`
-        deletes from the shared store. Raises StoreError if a file stays.
+        still: called while no other writer can put anything; returns those of `keys` that must still be deleted. The
+        shared store keeps its copies (see `withdraw`). Raises StoreError if a file stays.
         """
         with self._changing() as index:
             self._ledger.refresh(self._saved_by_others(index), index.entries())
-            below = self._ledger.below([key.digest for key in (keys if still is None else still())])
-            freed = self._remove(index, below).bytes
-            self._forget_in_memory(below)  # again, because a promotion may have been running
+            keys = keys if still is None else still()
+            digests = self._ledger.with_descendants([key.digest for key in keys])
+            freed = self._remove(index, digests).bytes
+            self._forget_in_memory(digests)  # again, because a promotion may have been running
             index.erase_log()
             return freed
 
@@ -291,6 +302,7 @@ class KVStore(Closing):
             self.remote.withdraw(keys)
 
     def _forget_in_memory(self, digests: Sequence[str]) -> None:
+        """Delete the copies in memory tiers."""
         for tier in self.tiers:
             tier.delete([ChunkKey(digest) for digest in digests])
 
@@ -309,6 +321,7 @@ class KVStore(Closing):
         return freed
 
     def _forget(self, digests: Sequence[str]) -> None:
+        """Delete the counts and rows of values whose files were deleted."""
         self._ledger.forget(digests)
         self._save(digests)
 
@@ -336,7 +349,7 @@ class KVStore(Closing):
         for tier in self.tiers if self.tiers and self.contains(key) else ():
             if (held := tier.open_chunk(key, token_ids)) is not None:
                 return held
-        reader = self._open(self._spoiled, key, tuple(token_ids), geometry, start, parent)
+        reader = self._open(self._on_damaged_hit, key, tuple(token_ids), geometry, start, parent)
         self._counters.add(**({"misses": 1} if reader is None else {"hits": 1}))
         return reader
 
@@ -348,14 +361,12 @@ class KVStore(Closing):
                 return file.read()
         return None
 
-    def will_need(self, key: ChunkKey) -> None:
+    def read_ahead(self, key: ChunkKey) -> None:
         """Ask the kernel to read this value ahead; no error for absent values or old systems."""
         path = self._path_of(key)
         if path is not None:
-            with (
-                contextlib.suppress(OSError),
-                os.fdopen(open_file(path), "rb") as file,
-            ):  # evicted meanwhile, say
+            # An OSError if it was evicted meanwhile, say.
+            with contextlib.suppress(OSError), os.fdopen(open_file(path), "rb") as file:
                 system.read_ahead(file.fileno())
 
     def promote(
@@ -367,23 +378,23 @@ class KVStore(Closing):
         parent: ChunkKey | None = None,
     ) -> None:
         """Copy a used value to the next faster tier, if there is one; a background task. See `open_chunk`."""
-        wanting: MemoryTier | None = None
+        target: MemoryTier | None = None
         source: Source | None = None
         for tier in self.tiers:  # the fastest first
             if (source := tier.peek(key, token_ids)) is not None:
                 break
-            wanting = tier
-        if wanting is None or not self.contains(key):
+            target = tier
+        if target is None or not self.contains(key):
             return
         source = source or self._open(self._quarantine, key, tuple(token_ids), geometry, start, parent)
         if source is not None:
             with source, contextlib.suppress(CorruptBlobError):  # now in quarantine
-                wanting.admit(key, source, self._ledger.entry(key.digest))
+                target.admit(key, source, self._ledger.entry(key.digest))
         if not self.contains(key):  # deleted meanwhile
-            wanting.delete([key])
+            target.delete([key])
 
-    def save_uses(self, is_last: bool = False) -> None:
-        """Save the ledger for other processes, if enough has changed, or anything before the process ends."""
+    def save_ledger(self, is_last: bool = False) -> None:
+        """Save the ledger for other processes, if enough has changed. is_last: the process ends; save any change."""
         self._live_index()
         if self._ledger.is_due:
             self._try_to_save()
@@ -400,13 +411,13 @@ class KVStore(Closing):
         return index.ledger_serial() != self._ledger.serial
 
     def _saved_by_others(self, index: Index) -> bytes:
-        """The saved ledger if another process saved it after this one; else it is not read."""
+        """The saved ledger, if another process saved it since this one did; empty, and not read, if none did."""
         return index.ledger() if self._others_saved(index) else b""
 
     def _save(self, deleted: Sequence[str] = ()) -> None:
         """Save the ledger, and delete rows, in one transaction."""
         with self._changing() as index:
-            packed, is_saved = self._ledger.merged(self._saved_by_others(index), index.entries)
+            packed, is_saved = self._ledger.prepare_save(self._saved_by_others(index), index.entries)
             serial = self._ledger.serial + 1
             with index.changing():
                 for digest in deleted:
@@ -427,21 +438,21 @@ class KVStore(Closing):
 
     def _open(
         self,
-        spoiled: Callable[[ChunkKey, Path, str], None],
+        on_damage: Callable[[ChunkKey, Path, str], None],
         key: ChunkKey,
         token_ids: tuple[int, ...],
         geometry: Geometry | None,
         start: int | None,
         parent: ChunkKey | None,
     ) -> ChunkReader | None:
-        """Open a value. spoiled: called with key, path and description of a damaged layer."""
+        """Open the value's file. on_damage: called with key, path and description if a layer is found to be damaged."""
         missing: Path | None = None
         while (path := self._path_of(key)) is not None:
             try:
-                damaged = partial(spoiled, key, path)
+                damaged = partial(on_damage, key, path)
                 return open_verified(path, key, token_ids, damaged, geometry, start, parent)
             except FileNotFoundError:
-                if path == missing:  # same row twice: hardly an eviction
+                if path == missing:  # twice the same row: it was not evicted or replaced meanwhile
                     self._quarantine(key, path, "the index names a file that is not there")
                     return None
                 missing = path
@@ -469,7 +480,7 @@ class KVStore(Closing):
         row = self._row_of(key)
         return None if row is None else self.root / row.filename
 
-    def _spoiled(self, key: ChunkKey, path: Path, what: str) -> None:
+    def _on_damaged_hit(self, key: ChunkKey, path: Path, what: str) -> None:
         """Handle a damaged layer of an open value: turn the counted hit into a miss."""
         self._counters.add(hits=-1, misses=1)
         self._quarantine(key, path, what)
@@ -525,18 +536,18 @@ class KVStore(Closing):
         return problems
 
     def gc(self, keep: Collection[ChunkKey] | None = None) -> GcReport:
-        """Delete orphans, temporary files, the quarantine, values beyond the budget, and values not in `keep`, if
-        given.
+        """Delete tree nodes without a parent, temporary files, the quarantine, values beyond the budget, and, if `keep`
+        is given, all other values.
         """
         with self._changing() as index:
             rows = index.entries()
             self._ledger.refresh(self._saved_by_others(index), rows)
-            gone = self._ledger.orphans()
+            unwanted = self._ledger.orphans()
             if keep is not None:
-                wanted = {key.digest for key in keep}
-                gone += self._ledger.below([digest for digest in rows if digest not in wanted])
-                self._ledger.keep_only(wanted)
-            report = self._remove(index, gone) + upkeep.remove_leftovers(index)
+                kept = {key.digest for key in keep}
+                unwanted += self._ledger.with_descendants([digest for digest in rows if digest not in kept])
+                self._ledger.keep_only(kept)
+            report = self._remove(index, unwanted) + upkeep.remove_leftovers(index)
             index.erase_log()
         while (evicted := self._evict_some()).files:
             report += evicted
@@ -551,9 +562,9 @@ class KVStore(Closing):
             if excess_bytes <= 0:
                 return GcReport(0, 0)
             with index.changing():
-                evicted, unnamed = self._make_room(index, excess_bytes)
-            self._was_evicted(evicted)
-            remove_values(self.root, unnamed)
+                evicted, unlisted = self._make_room(index, excess_bytes)
+            self._record_evictions(evicted)
+            remove_values(self.root, unlisted)
             return GcReport(len(evicted), sum(victim.nbytes for victim in evicted))
 
     @property
@@ -561,12 +572,16 @@ class KVStore(Closing):
         """Bytes that can be put before anything is evicted."""
         return self.budget_bytes - self._live_index().totals[1]
 
-    def asked(self) -> dict[str, float]:
-        """Request counts of values that are not stored, by digest, as far as they are remembered."""
-        return self._ledger.asked()
+    def unstored_request_counts(self) -> dict[str, float]:
+        """How often values that are not stored were requested, by digest, as far as that is remembered."""
+        return self._ledger.unstored_request_counts()
 
-    def times_asked(self, key: ChunkKey) -> float:
-        """Request count of a value, stored or not, as far as it is remembered."""
+    def most_requested(self, count: int) -> list[ChunkKey]:
+        """At most `count` of the stored values, the most often requested first."""
+        return [ChunkKey(digest) for digest in self._ledger.most_requested(count)]
+
+    def request_count(self, key: ChunkKey) -> float:
+        """How often a value was requested, stored or not, as far as that is remembered; older requests count less."""
         return self._ledger.entry(key.digest).frequency
 
     @property

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from ragblend.app.serve.front import MIB, Address, Rules
-from ragblend.app.serve.listening import UvicornServer, files_inside, owning
+from ragblend.app.serve.listening import UvicornServer, owning, temporary_files_in
 from ragblend.app.services import AppServices
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.files import replace_durably
@@ -89,7 +89,7 @@ def gradio_environment(home: Path) -> Iterator[Path]:
     folder = home / "ui"
     names = {**GRADIO_ENVIRONMENT, "GRADIO_TEMP_DIR": str(folder)}
     before = {name: os.environ.get(name) for name in names}
-    with files_inside(folder):
+    with temporary_files_in(folder):
         os.environ.update(names)
         try:
             yield folder

@@ -15,12 +15,12 @@ from typing import Any, Literal
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.support import (
     LEAST_WORDS,
-    NUMBERS,
+    SOURCE_NUMBERS,
     SupportingSpan,
     is_statement,
     names,
     sentences,
-    supporting,
+    supporting_span,
 )
 from ragblend.engine.prompts.figures import contains, figures_in
 
@@ -129,7 +129,7 @@ def _figures(
 ) -> list[Mark]:
     """The figures and names of a sentence: those of `unsupported`, and those that a source has, best a cited one."""
     sentence, marks = text[start:stop], list[Mark]()
-    no_words = [match.span() for way in (NUMBERS, LINK) for match in way.finditer(text, start, stop)]
+    no_words = [match.span() for way in (SOURCE_NUMBERS, LINK) for match in way.finditer(text, start, stop)]
     for figure in sorted({*figures_in(sentence), *names(sentence), *unsupported}, key=len, reverse=True):
         having = (each for each in (*cited, *sources) if each is not None and contains(each.text, figure))
         source = None if figure in unsupported else next(having, None)
@@ -198,7 +198,10 @@ def _foreign_marks(sources: Sequence[AnswerSource]) -> set[int]:
 
 
 def _marks(text: str, *span: int) -> list[tuple[re.Match[str], set[int]]]:
-    return [(match, set(map(int, NUMBER.findall(match.group())))) for match in NUMBERS.finditer(text, *span)]
+    return [
+        (match, set(map(int, NUMBER.findall(match.group()))))
+        for match in SOURCE_NUMBERS.finditer(text, *span)
+    ]
 
 
 def _model_citations(
@@ -239,4 +242,4 @@ def _support(
     sentence: str, source: AnswerSource, least_words: int = LEAST_WORDS, before: str = ""
 ) -> SupportingSpan | None:
     about = f"{source.document} {source.location}"
-    return supporting(sentence, source.text, about, least_words, before)
+    return supporting_span(sentence, source.text, about, least_words, before)

@@ -36,16 +36,18 @@ if TYPE_CHECKING:
 
 SESSIONS = 2  # conversations whose KV stays in memory
 MODES = ("documents", "chat")
-ANSWERING = ("method", "ratio", "top_k", "max_new_tokens", "temperature")
+# Settings that a question may override.
+OVERRIDES = ("method", "ratio", "top_k", "max_new_tokens", "temperature")
 
 
 @dataclass(frozen=True)
 class AskOptions:
     """How to answer one question; None and () mean the settings' value.
 
-    mode `documents`: from passages only; if none is found, the answer says so without asking the model. `chat`: with
-    passages if some are found, else a plain conversation. client: who asks, where the device is shared. cancel:
-    checked during retrieval, which then raises Cancelled. documents: ids; if any are named, only these are searched.
+    collections: names of those to search. mode `documents`: from passages only; if none is found, the answer says so
+    without asking the model. `chat`: with passages if some are found, else a plain conversation. top_k: passages to
+    retrieve. client: the user's name, for sharing the device fairly. cancel: checked during retrieval, which then
+    raises Cancelled. documents: ids; if any are named, only these are searched.
     """
 
     collections: tuple[str, ...] = ()
@@ -64,20 +66,24 @@ class AskOptions:
             raise UsageError(f"the mode {self.mode!r} is unknown; pass {' or '.join(MODES)}")
 
     def settings(self, base: Settings) -> Settings:
-        overrides = {name: getattr(self, name) for name in ANSWERING}
+        """The settings with these options. Raises SettingsError for an invalid one."""
+        overrides = {name: getattr(self, name) for name in OVERRIDES}
         if self.method not in (None, base.method) and self.ratio is None:
             overrides["ratio"] = Settings.ratio  # the settings' ratio was chosen for another method
         return base.changed(overrides)
 
 
 class Conversations:
-    """Answers questions over one home, and stores conversations. Thread-safe; the device serves one at a time."""
+    """Answers questions over one home, and stores conversations. Thread-safe; answers share the device.
+
+    An answer is returned when its prompt is ready; iterating over it waits for the text.
+    """
 
     def __init__(self, workspaces: Workspaces) -> None:
         self._workspaces = workspaces
         self._sessions: OrderedDict[int, Session] = OrderedDict()
         self._lock = threading.Lock()
-        self._turns: weakref.WeakSet[AnswerStream] = weakref.WeakSet()
+        self._answers: weakref.WeakSet[AnswerStream] = weakref.WeakSet()  # all that may still be running
 
     @property
     def settings(self) -> Settings:
@@ -85,13 +91,14 @@ class Conversations:
 
     @property
     def engine(self) -> "EngineInterface":
-        """The engine of any collection: each passage names the collection of its KV."""
+        """One engine serves all collections, because each passage names the collection of its KV."""
         return self._workspaces.first.engine
 
     def ask(self, chat_id: int, question: str, options: AskOptions | None = None) -> AnswerStream:
-        """Store the question, search, and start the answer.
+        """Store the question, search, and start the answer, which is stored too.
 
-        Raises UsageError, SettingsError, LibraryError, PromptTooLongError; a question that is not empty stays stored.
+        Raises UsageError, SettingsError, LibraryError, PromptTooLongError. The question stays stored then, unless it is
+        empty or an option is invalid.
         """
         options = options or AskOptions()
         self._check(question, options)
@@ -109,9 +116,9 @@ class Conversations:
     def prepare(
         self, question: str, options: AskOptions, earlier: Sequence[ChatMessage] = ()
     ) -> PreparedQuestion:
-        """Search, and build a prompt that fits the window. Raises as `ask` does."""
-        *_, asked = self._unsaved_stages(question, options, earlier)
-        return asked
+        """Search, and build a prompt that fits the window, without answering. Raises as `ask` does."""
+        *_, last = self._unsaved_stages(question, options, earlier)
+        return last
 
     def digest(
         self, document: Document, chat_id: int | None = None, show: OnProgress = silent
@@ -122,9 +129,9 @@ class Conversations:
         if chats is not None and chat_id is not None:
             asked = chats.add(chat_id, "user", request)
         summariser = DocumentSummariser(self._workspaces.of(document.collection), document, show)
-        turn = DocumentSummary(PreparedQuestion(asked, self.settings), summariser, chats)
-        self._turns.add(turn)
-        return turn
+        summary = DocumentSummary(PreparedQuestion(asked, self.settings), summariser, chats)
+        self._answers.add(summary)
+        return summary
 
     def edit(self, message_id: int, question: str, options: AskOptions | None = None) -> AnswerStream:
         """Replace a question, and delete all messages after it. Raises as `ask` does."""
@@ -143,14 +150,14 @@ class Conversations:
         questions = [message for message in messages if message.role == "user"]
         if not questions:
             raise UsageError("Answering again: this conversation has no question yet. Write one.")
-        summed_up = self._workspaces.library.documents_with([str(messages[-1].report.get("digest"))])
-        for document in summed_up.values():
+        summarised = str(messages[-1].report.get("digest"))  # a document's id, if the answer is a summary
+        if document := self._workspaces.library.documents_with([summarised]).get(summarised):
             self._chats.delete_from(questions[-1].id)
             return self.digest(document, chat_id)
         return self.edit(questions[-1].id, questions[-1].text, options)
 
     def measure_full(self, message_id: int, cancel: threading.Event | None = None) -> dict[str, Any]:
-        """Run full prefill of that answer's prompt and store its time; the answer's report.
+        """Run full prefill of a stored answer's prompt, store its time with the answer, and return the answer's report.
 
         Raises UsageError if there is nothing to measure, and Cancelled once `cancel` is set.
         """
@@ -167,11 +174,11 @@ class Conversations:
 
     def stop_all(self) -> None:
         """Stop all running answers, and wait until the device is free."""
-        for turn in list(self._turns):
-            turn.close()
+        for answer in list(self._answers):
+            answer.close()
 
     def forget(self, chat_id: int) -> None:
-        """Release a conversation's KV in memory."""
+        """Release the KV of a conversation that is kept in memory."""
         with self._lock:
             self._sessions.pop(chat_id, None)
 
@@ -205,76 +212,82 @@ class Conversations:
         return self._stages(asked, messages, options)
 
     def _stages(
-        self, asked: ChatMessage, messages: Sequence[ChatMessage], options: AskOptions
+        self, question: ChatMessage, messages: Sequence[ChatMessage], options: AskOptions
     ) -> Iterator[PreparedQuestion]:
-        """The prompt after each stage of retrieval: the last one is answered."""
+        """The question with its prompt after each stage of retrieval (before and after reranking, say). The last one is
+        answered. messages: those before the question.
+        """
         settings = options.settings(self.settings)
-        self.engine.check_text(len(asked.text))  # raises before the search
+        self.engine.check_text(len(question.text))  # raises before the search
         turns, begun = past_turns(messages), time.perf_counter()
         collections = self._collections(options)
-        known = any(turn.sources for turn in turns)
-        before = turns[-1].question if turns else ""
-        for found, notice in self._search(collections, asked.text, before, settings.top_k, options):
+        has_earlier_sources = any(turn.sources for turn in turns)
+        previous = turns[-1].question if turns else ""
+        for found, notice in self._search(collections, question.text, previous, settings.top_k, options):
             retrieve_ms = (time.perf_counter() - begun) * 1e3
-            words = wording_for(options.mode, settings.system, bool(found) or known)
+            wording = wording_for(options.mode, settings.system, bool(found) or has_earlier_sources)
             if not found:
-                notice = notice or _nothing_found_notice(
-                    collections, alone=options.mode == "chat" and not known
-                )
-                if options.mode == "documents":  # not even by the question before it
-                    yield PreparedQuestion(asked, settings, None, notice, retrieve_ms)
+                without_passages = options.mode == "chat" and not has_earlier_sources
+                notice = notice or _nothing_found_notice(collections, without_passages)
+                if options.mode == "documents":  # passages of earlier questions are no answer to this one
+                    yield PreparedQuestion(question, settings, None, notice, retrieve_ms)
                     continue
-            room = self.engine.context_window - settings.answer_tokens
-            context = fit(self.engine, room, words, messages, asked.text, found, options.cancel)
+            room_tokens = self.engine.context_window - settings.answer_tokens
+            context = fit(self.engine, room_tokens, wording, messages, question.text, found, options.cancel)
             notices = " ".join(text for text in (notice, context.notice) if text) or None
-            yield PreparedQuestion(asked, settings, context, notices, retrieve_ms)
+            yield PreparedQuestion(question, settings, context, notices, retrieve_ms)
 
     def _answer_stream(
         self, stages: Iterator[PreparedQuestion], client: str, chats: Chats | None
     ) -> AnswerStream:
+        """The answer to the last stage; its text is stored in `chats`, if given."""
         engine, stream = self.engine, None
-        asked = next(stages)
-        if asked.context is not None:
-            session = None if chats is None else self._session(asked.question.chat_id)
-            given: dict[str, Any] = {"session": session, "client": client, **asked.settings.answering}
-            if asked.settings.reranker and engine.device != "cpu":  # the reranker needs the CPU itself
-                asked, stream = self._stream_in_stages(asked, stages, given)
+        prepared = next(stages)
+        if prepared.context is not None:
+            session = None if chats is None else self._session(prepared.question.chat_id)
+            arguments = prepared.settings.answering | {"session": session, "client": client}
+            # On a CPU the reranker and a prefill would only slow each other down.
+            if prepared.settings.reranker and engine.device != "cpu":
+                prepared, stream = self._stream_in_stages(prepared, stages, arguments)
             else:
-                *_, asked = asked, *stages
-                stream = engine.stream(asked.prompt, **given)
-        turn = AnswerStream(asked, engine, stream, chats)
-        self._turns.add(turn)
-        return turn
+                prepared = [prepared, *stages][-1]
+                stream = engine.stream(prepared.prompt, **arguments)
+        answer = AnswerStream(prepared, engine, stream, chats)
+        self._answers.add(answer)
+        return answer
 
     def _stream_in_stages(
-        self, asked: PreparedQuestion, stages: Iterator[PreparedQuestion], given: dict[str, Any]
+        self, prepared: PreparedQuestion, stages: Iterator[PreparedQuestion], arguments: dict[str, Any]
     ) -> "tuple[PreparedQuestion, Stream]":
         """The last stage, and its stream: the device prefills each stage's prompt while the next one is prepared."""
         prompts = SimpleQueue[Prompt | None]()
-        stream = self.engine.stream_staged(iter(prompts.get, None), **given)
+        stream = self.engine.stream_staged(iter(prompts.get, None), **arguments)
         try:
-            prompts.put(asked.prompt)
-            for asked in stages:
-                prompts.put(asked.prompt)
+            prompts.put(prepared.prompt)
+            for prepared in stages:
+                prompts.put(prepared.prompt)
         except BaseException:
             stream.stop()
-            prompts.put(asked.prompt)  # wakes the stream, which then sees that it was stopped
+            prompts.put(prepared.prompt)  # wakes the stream, which then sees that it was stopped
             raise
         prompts.put(None)
-        return asked, stream
+        return prepared, stream
 
     def _search(
-        self, collections: Sequence[str], question: str, before: str, top_k: int, options: AskOptions
+        self, collections: Sequence[str], question: str, previous: str, top_k: int, options: AskOptions
     ) -> Iterator[tuple[list[AnswerSource], str | None]]:
-        """The best passages of all collections so far, and a notice about empty collections."""
+        """The best passages of all collections after each stage, and a notice about empty collections.
+
+        previous: the question before, for one that refers to it.
+        """
         names = list(dict.fromkeys(collections))
         if unknown := [name for name in names if name not in self._workspaces.names()]:
             raise UsageError(f"Asking: there is no collection {_quoted(unknown)}. Choose one that exists.")
-        full = [name for name in names if self._workspaces.library.has_passages(name)]
-        empty = [name for name in names if name not in full]
+        filled = [name for name in names if self._workspaces.library.has_passages(name)]
+        empty = [name for name in names if name not in filled]
         notice = f"Nothing has been ingested in {_quoted(empty)} yet." if empty else None
-        spaces, documents = [self._workspaces.of(name) for name in full], options.documents
-        for found in search_in_stages(spaces, question, top_k, before, options.cancel, documents):
+        workspaces, documents = [self._workspaces.of(name) for name in filled], options.documents
+        for found in search_in_stages(workspaces, question, top_k, previous, options.cancel, documents):
             yield found, notice
 
     def _collections(self, options: AskOptions) -> Sequence[str]:
@@ -287,13 +300,13 @@ class Conversations:
         return [document.collection for document in found.values()]
 
     def _prompt_of(self, answer: ChatMessage, messages: Sequence[ChatMessage]) -> Prompt:
-        """The prompt of a stored answer, built again."""
+        """The prompt of a stored answer, built again. messages: those before it, the last one its question."""
         turns = [turn for turn in past_turns(messages[:-1]) if turn.id >= answer.report["first_id"]]
-        words = PromptWording(answer.report["system"], answer.report["closing"])
-        return build(self.engine, words, turns, messages[-1].text, new_sources(answer))
+        wording = PromptWording(answer.report["system"], answer.report["closing"])
+        return build(self.engine, wording, turns, messages[-1].text, new_sources(answer))
 
     def _session(self, chat_id: int) -> "Session":
-        """The conversation's KV in memory; that of the least recently used conversation is dropped."""
+        """The conversation's KV in memory; drops that of the least recently used one if there are too many."""
         from ragblend.engine.prompts.session import Session
 
         with self._lock:
@@ -308,6 +321,6 @@ def _quoted(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
-def _nothing_found_notice(collections: Sequence[str], alone: bool) -> str:
+def _nothing_found_notice(collections: Sequence[str], without_passages: bool) -> str:
     notice = f"Nothing about this was found in {_quoted(collections)}."
-    return f"{notice} The answer is the model's own." if alone else notice
+    return f"{notice} The answer is the model's own." if without_passages else notice

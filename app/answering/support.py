@@ -1,11 +1,12 @@
-"""Decides whether a passage supports a sentence, and where: rules on words, no model. Pure functions over text.
+"""Decides whether a passage supports a sentence of an answer, and where: rules on words, no model. Pure functions.
 
-A sentence, or each of its clauses, is compared with single sentences of the passage, not with all its words: a bag of
-words supports "never under water" as well as "under water". Most of its words must be there in some form, and all
-numbers and names. Missing words are taken for the answer's own wording, unless the passage uses them elsewhere (they
-belong to another statement) or two are side by side (a statement of its own). A replaced word, an added or missing
-negation, or two exchanged numbers make it another statement. In scripts without blanks between words (Chinese,
-Japanese, Thai) all of the sentence must be there: one character more may be its negation.
+The sentence (in the code: the *claim*), or each of its clauses, is compared with single sentences of the passage (the
+*evidence*), not with all words of the passage: a bag of words supports "never under water" as well as "under water".
+The evidence must have most of the claim's words in some form, and all its numbers and names. Missing words are taken
+for the answer's own wording, unless the passage uses them elsewhere (they belong to another statement) or two are side
+by side (a statement of its own). A replaced word, an added or missing negation, or two exchanged numbers make it
+another statement. In scripts without blanks between words (Chinese, Japanese, Thai) the evidence must have all of the
+claim: one character more may be its negation.
 """
 
 import re
@@ -22,51 +23,58 @@ from ragblend.app.database import IS_UNSPACED, SIGNS, UNSPACED, folded, split_wo
 from ragblend.app.library.word_search import COMMON_WORDS
 from ragblend.engine.decoding.text import SENTENCE_END
 
-LEAST_SHARE = 0.8  # of a sentence's words that must occur in the passage's sentence
-LEAST_WORDS, MOST_WORDS = 3, 100  # fewer match by chance; more are not a sentence
-MOST_NAMES = 0.25  # of the words of a text; German has more nouns
-LEAST_ALIKE = 0.6  # of the letters of two forms of a word, from the first on
-SHORT_LINE = 0.5  # of the longest line: a sentence ends at the end of a shorter line (headings, cells)
+LEAST_SHARE = 0.8  # of the claim's words that must occur in the evidence
+LEAST_WORDS, MOST_WORDS = 3, 100  # of a claim: fewer match by chance, more are not a sentence
+MOST_NAMES = 0.25  # of a text's words with a capital; where there are more, all nouns have one, as in German
+LEAST_ALIKE = 0.6  # of the letters of two words, from the first on, for them to be forms of one word
+SHORT_LINE = 0.5  # of the longest line's length: a shorter line (a heading, a cell) ends a sentence
 LETTERS = rf"(?:(?![{UNSPACED}])[^\W\d_]|[{SIGNS}])+"
 TOKEN = re.compile(rf"\d+(?:[.,:]\d+)*|[{UNSPACED}]+|{LETTERS}(?:['’]{LETTERS})*")
-NUMBERS = re.compile(r"\[(\d{1,4}(?:\s*[,;]\s*\d{1,4})*)\]")  # of sources, no words of a sentence
+SOURCE_NUMBERS = re.compile(r"\[(\d{1,4}(?:\s*[,;]\s*\d{1,4})*)\]")  # `[2]`, `[1, 3]`: no words of the claim
 CLAUSE = re.compile(r"[,;，；、]\s*(?!\d)(?:(?:and|und|y|et) )?|\s(?:and|und|y|et)\s")
 HEADING = re.compile(r"[^|:\s][^|:\n]{0,80}[^|:.;,!?。、\s]")
 AMOUNT_LAST = re.compile(r"(?:\d[.,:]\d+|(?:[A-Z]{3}|[€£$]) ?\d+|\d ?[%€£$])$")
 FIELD = re.compile(r"(?:^|(?<=[.;] ))(?P<key>[^\W\d][\w '’-]{1,30}): (?P<value>[^\n.;]+)", re.MULTILINE)
 RECORD = re.compile(r"^[^:\n]{1,40}: [^\n]+(?:\n[^:\n]{1,40}: [^\n]+)+$", re.MULTILINE)  # a row of a table
-ENDED = re.compile(r"[.!?。！？]\W*\Z")
-LISTED = re.compile(r"\s*(?:[-–•*#|>]|\d{1,3}[.)]\s)")
+ENDS_SENTENCE = re.compile(r"[.!?。！？]\W*\Z")
+LIST_ITEM = re.compile(r"\s*(?:[-–•*#|>]|\d{1,3}[.)]\s)")
 CODE_BEFORE, CODE_AFTER = re.compile(r"\d[-/]?\Z"), re.compile(r"[-/]?\d")
-STOP = COMMON_WORDS | frozenset(
+STOP_WORDS = COMMON_WORDS | frozenset(  # words that need not be in the evidence
     """being am done having shall might them hers theirs him i me my mine we us our these those here whom whose where
     why than then so such also into about just very own out off mr mrs ms miss dr s""".split()  # noqa: SIM905
 )
-FRAME = frozenset(  # words that an answer uses about its passages
-    """according passage passages text document documents answer states stated mentioned mentions says said source
+FRAME_WORDS = (
+    frozenset(  # words with which an answer speaks of its passages; they need not be in the evidence
+        """according passage passages text document documents answer states stated mentioned mentions says said source
     sources information provided context""".split()  # noqa: SIM905
+    )
 )
-# Where a field of a form has no verb: `Stock-taking: 14 June` for "is held on 14 June".
-LIGHT = frozenset("carried held scheduled takes place located".split())  # noqa: SIM905
+# Verbs that a field of a form does without: `Stock-taking: 14 June` supports "The stock-taking is held on 14 June".
+LIGHT_VERBS = frozenset("carried held scheduled takes place located".split())  # noqa: SIM905
 NEGATIONS = frozenset(
     """not no never none nothing nobody nowhere neither nor cannot without hardly nicht kein keine keinen nie niemals ne
     pas jamais aucun ni nunca jamás sin non mai não не нет ни никогда nincs niet geen لا لم لن ليس नहीं न मत""".split()  # noqa: SIM905
 )
 PRONOUNS = frozenset("it he she they him her its his them their this these".split())  # noqa: SIM905
-# A passage that says only so much does not say that it is so.
+# Evidence with one of these ("may close") does not support a claim without one ("closes").
 HEDGES = frozenset("may might could propose suggest plan consider expect hope intend".split())  # noqa: SIM905
 PERSONS = frozenset(("he", "she"))
-UNITS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+# Number words.
+TO_NINETEEN = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
     seventeen eighteen nineteen""".split()  # noqa: SIM905
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
-SMALL = {word: n for n, word in enumerate(UNITS)} | {word: 10 * n for n, word in enumerate(TENS, start=2)}
+SMALL = {word: n for n, word in enumerate(TO_NINETEEN)} | {
+    word: 10 * n for n, word in enumerate(TENS, start=2)
+}
 LARGE = {"hundred": 100, "thousand": 1000, "million": 1_000_000}
 Kind = Literal["word", "name", "number", "not", "stop", "pair"]
 
 
 @dataclass(frozen=True)
 class Token:
-    """A word for comparison: its stem, a number's digits, or a pair of neighbours in a script without blanks."""
+    """A word for comparison. stem: a word's without endings, a number's digits, `not` for any negation, or two
+    neighbouring characters in a script without blanks.
+    """
 
     stem: str
     kind: Kind
@@ -74,22 +82,22 @@ class Token:
 
 @dataclass(frozen=True)
 class SupportingSpan:
-    """passage[start:stop] supports the sentence; share: of the sentence's words that occur there."""
+    """passage[start:stop] supports the claim; share: of the claim's words that occur there, 0 to 1."""
 
     start: int
     stop: int
     share: float
 
 
-def supporting(
+def supporting_span(
     sentence: str, passage: str, about: str = "", least_words: int = LEAST_WORDS, before: str = ""
 ) -> SupportingSpan | None:
-    """The sentence of the passage that supports this one, or None. about: the document's name and place; their words
-    count too, as do those of the headings above.
+    """The sentence of the passage that supports this one; None if none does.
 
-    least_words: sentences with fewer words that say something are supported by none. before: the sentence before, which
-    names whom `She` is: the passage must name one of the same.
-    Of a sentence of several clauses each may be supported by another sentence; the span is that of the first.
+    about: the document's name, and the passage's place in it; their words count as the evidence's, as do those of the
+    headings above it. least_words: a sentence with fewer words of content is never supported. before: the answer's
+    sentence before, which names whom `She` is: the evidence must have one of its names. The clauses of a sentence may
+    each be supported by another sentence of the passage; the span is then the first clause's.
     """
     if not is_statement(sentence, least_words):
         return None
@@ -107,28 +115,28 @@ def _record_of(sentence: str, passage: str, about: str) -> SupportingSpan | None
     in whole, `Line 42`. Of the fields that it names, only one may have figures: two might be exchanged.
     """
     plain = tokens(sentence)
-    for start, stop, given, fields in _records(passage):
-        asked = [each for each in _in_forms_of(given, plain) if each.stem not in LIGHT_STEMS]
-        content, said = _content(asked), {token.stem for token in asked}
+    for start, stop, evidence, fields in _records(passage):
+        claim = [each for each in _in_forms_of(evidence, plain) if each.stem not in LIGHT_STEMS]
+        content, stems = _content(claim), {token.stem for token in claim}
         figures = {token.stem for token in content if token.kind == "number"}
-        named = [value for key, value in fields if key and key <= said and value & said]
-        whole = [value for _, value in fields if len(value) > 1 and value <= said]
+        named = [value for key, value in fields if key and key <= stems and value & stems]
+        whole = [value for _, value in fields if len(value) > 1 and value <= stems]
         with_figures = [value for value in named if value & figures and value not in whole]
-        if len(with_figures) != 1 or len([*named, *whole]) < 2 or _negated(asked):
+        if len(with_figures) != 1 or len([*named, *whole]) < 2 or _negated(claim):
             continue
-        known, there = _stems(about) | _heading_stems(passage[:start]), {token.stem for token in given}
-        missing = [token for token in content if token.stem not in there | known]
+        known, present = _stems(about) | _heading_stems(passage[:start]), {token.stem for token in evidence}
+        missing = [token for token in content if token.stem not in present | known]
         share = 1 - len(missing) / len(content)
-        is_said = share >= LEAST_SHARE and all(token.kind == "word" for token in missing)
-        if is_said and figures <= known.union(*named, *whole):
+        has_most = share >= LEAST_SHARE and all(token.kind == "word" for token in missing)
+        if has_most and figures <= known.union(*named, *whole):
             return SupportingSpan(start, stop, share)
     return None
 
 
 @lru_cache(maxsize=512)
 def _records(passage: str) -> list[tuple[int, int, list[Token], list[tuple[set[str], set[str]]]]]:
-    """(start, stop) and tokens of each record, with the stems of its fields' names, without units in brackets, and
-    values.
+    """Each record of the passage: start, stop, tokens, and a pair for each field: the stems of its name (without units
+    in brackets) and of its value.
     """
 
     def stems(text: str) -> set[str]:
@@ -143,10 +151,10 @@ def _records(passage: str) -> list[tuple[int, int, list[Token], list[tuple[set[s
 
 
 def _span_of_clauses(sentence: str, passage: str, about: str) -> SupportingSpan | None:
-    """The support of the first of several clauses, if the sentence can be cut into such as are supported each."""
+    """The span of the first clause, if the sentence can be cut into clauses that are all supported."""
     cuts = [match.span() for match in CLAUSE.finditer(sentence)]
     starts, stops = [0, *(stop for _, stop in cuts)], [*(start for start, _ in cuts), len(sentence)]
-    rest_from = {len(stops)}  # what begins with this clause is supported
+    rest_from = {len(stops)}  # numbers of clauses: the sentence from there on is supported
     for first in reversed(range(len(starts))):
         for last in range(first, len(stops)):
             clause = sentence[starts[first] : stops[last]]
@@ -163,36 +171,41 @@ def _span_of_clauses(sentence: str, passage: str, about: str) -> SupportingSpan 
 
 
 def _span_of_all(sentence: str, passage: str, about: str, before: str = "") -> SupportingSpan | None:
-    """The sentence of the passage that supports all of this one, best."""
-    asked = tokens(sentence)
-    wanted, elsewhere = {token.stem for token in _content(asked)}, _stems(passage)
-    # It says what the passage is about, and no more.
+    """The sentence of the passage that supports all of this one best."""
+    sentence_tokens = tokens(sentence)
+    wanted, elsewhere = {token.stem for token in _content(sentence_tokens)}, _stems(passage)
+    # The sentence says what the passage is about, and no more.
     is_topic = wanted <= _stems(about) | _heading_stems(passage) | {"1"}
-    who = {each.stem for each in tokens(before) if each.kind == "name"} if asked[0].stem in PERSONS else set()
+    is_of_person = sentence_tokens[0].stem in PERSONS
+    persons = {each.stem for each in tokens(before) if each.kind == "name"} if is_of_person else set()
     found = list[SupportingSpan]()
-    for start, stop, given in _windows(passage):
-        there = {token.stem for token in given}
-        if len(wanted & there) < LEAST_SHARE * len(wanted) / 2:
+    for start, stop, evidence in _candidates(passage):
+        present = {token.stem for token in evidence}
+        if len(wanted & present) < LEAST_SHARE * len(wanted) / 2:  # too few, in whatever form
             continue
         known = _stems(about) | _heading_stems(passage[:start])
-        said = asked
+        claim = sentence_tokens
         if FIELD.match(passage, start, stop):
             known |= _form_names(passage, start)
-            said = [token for token in asked if token.stem not in LIGHT_STEMS or token.stem in there]
-        is_heading = is_topic and not ENDED.search(passage[start:stop])
+            claim = [token for token in claim if token.stem not in LIGHT_STEMS or token.stem in present]
+        is_heading = is_topic and not ENDS_SENTENCE.search(passage[start:stop])
         # A total at the end of an invoice is no heading, however short.
-        if is_heading and any(each.kind == "number" and each.stem in there - _stems(about) for each in said):
+        if is_heading and any(
+            each.kind == "number" and each.stem in present - _stems(about) for each in claim
+        ):
             is_heading = False
-        if (who and who.isdisjoint(there | known)) or is_heading:
+        if (persons and persons.isdisjoint(present | known)) or is_heading:
             continue
-        share = _share(said, given, known, elsewhere)
+        share = _share(claim, evidence, known, elsewhere)
         if share >= LEAST_SHARE:
             found.append(SupportingSpan(start, stop, share))
     return max(found, key=lambda place: (place.share, place.start - place.stop), default=None)
 
 
 def is_statement(sentence: str, least_words: int = LEAST_WORDS) -> bool:
-    """Whether it has enough words to be supported: others match by chance, and names alone say nothing."""
+    """Whether a sentence says something that evidence could support: with fewer words it would match by chance, and
+    names alone say nothing.
+    """
     found = tokens(sentence)
     # A sentence begins with a capital, whether that is a name or not.
     says_something = any(token.kind != "name" for token in _content(found[1:]))
@@ -209,7 +222,7 @@ def names(text: str) -> list[str]:
         found += [
             match.group().removesuffix("'s").removesuffix("’s")
             for match in known
-            if match.group()[0].isupper() and folded(match.group()) not in STOP
+            if match.group()[0].isupper() and folded(match.group()) not in STOP_WORDS
         ]
     return list(dict.fromkeys(found)) if len(found) <= MOST_NAMES * words else []
 
@@ -225,12 +238,12 @@ def sentences(text: str) -> list[tuple[int, int]]:
 
 
 def tokens(text: str) -> list[Token]:
-    """The text's words; numbers in words equal numbers in digits."""
+    """The text's words; numbers in words become digits, and `one` is a word, not a number."""
     return list(_tokens(text))
 
 
 def _tokens(text: str) -> Iterator[Token]:
-    words = list(TOKEN.finditer(unicodedata.normalize("NFKC", NUMBERS.sub("", text))))
+    words = list(TOKEN.finditer(unicodedata.normalize("NFKC", SOURCE_NUMBERS.sub("", text))))
     number: int | None = None
     for place, match in enumerate(words):
         word = match.group().replace("’", "'")
@@ -261,9 +274,9 @@ def _token(word: str, plain: str, begins: bool) -> Token:
         return Token(digits, "word" if digits == "1" else "number")
     if plain in NEGATIONS or plain.endswith("n't"):
         return Token("not", "not")
-    if word[0].isupper() and not begins and plain not in STOP - {"may"}:
+    if word[0].isupper() and not begins and plain not in STOP_WORDS - {"may"}:
         return Token(_stem(plain), "name")
-    return Token(plain, "stop") if plain in STOP else Token(_stem(plain), "word")
+    return Token(plain, "stop") if plain in STOP_WORDS else Token(_stem(plain), "word")
 
 
 def _stem(word: str) -> str:
@@ -277,11 +290,12 @@ def _stem(word: str) -> str:
     return f"{word[:-1]}i" if word.endswith("y") and len(word) > 3 else word
 
 
-FRAME_STEMS, LIGHT_STEMS = frozenset(map(_stem, FRAME)), frozenset(map(_stem, LIGHT))
+FRAME_STEMS, LIGHT_STEMS = frozenset(map(_stem, FRAME_WORDS)), frozenset(map(_stem, LIGHT_VERBS))
 HEDGE_STEMS = frozenset(map(_stem, HEDGES)) | HEDGES
 
 
 def _content(found: Sequence[Token]) -> list[Token]:
+    """Those that must be in the evidence: no stop words, negations or words about passages."""
     return [token for token in found if _is_content(token)]
 
 
@@ -302,12 +316,13 @@ def _cut(text: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 @lru_cache(maxsize=512)
 def _stems(text: str) -> frozenset[str]:
+    """The stems of all its words but stop words."""
     return frozenset(token.stem for token in tokens(text) if token.kind != "stop")
 
 
 @lru_cache(maxsize=512)
 def _heading_stems(text: str) -> frozenset[str]:
-    """The stems of its headings: lines marked as such, or short ones without an end."""
+    """The stems of its headings: lines that begin with `#`, and short ones without punctuation at the end."""
     lines = [line.strip() for line in text.splitlines()]
     short = SHORT_LINE * max(map(len, lines), default=0)
     return _stems(
@@ -321,9 +336,9 @@ def _heading_stems(text: str) -> frozenset[str]:
 
 
 def _form_names(passage: str, start: int) -> set[str]:
-    """The stems of names in the fields above a field, `Billed to: Mossley Dental`: a form is about them.
+    """The stems of names in the form's fields above `start`, `Billed to: Mossley Dental`: the form is about them.
 
-    Not those of fields that come more than once, as in records, nor of several names.
+    Fields that occur more than once, as in records, are left out, as are those with several names.
     """
     keys = Counter(field["key"] for field in FIELD.finditer(passage))
     above = (field for field in FIELD.finditer(passage, 0, start) if keys[field["key"]] == 1)
@@ -332,8 +347,10 @@ def _form_names(passage: str, start: int) -> set[str]:
 
 
 @lru_cache(maxsize=512)
-def _windows(passage: str) -> list[tuple[int, int, list[Token]]]:
-    """The passage's sentences, and pairs of them if the second has a pronoun for something in the first."""
+def _candidates(passage: str) -> list[tuple[int, int, list[Token]]]:
+    """Start, stop and tokens of what may be evidence: the passage's sentences, and two together if the second has a
+    pronoun near its beginning.
+    """
     places = _passage_sentences(passage)
     found = [(start, stop, tokens(passage[start:stop])) for start, stop in places]
     pairs = [
@@ -345,14 +362,16 @@ def _windows(passage: str) -> list[tuple[int, int, list[Token]]]:
 
 
 def _passage_sentences(text: str) -> list[tuple[int, int]]:
-    """Sentences of a text that may be wrapped: only the end of a short line, or a list item, ends one."""
+    """(start, stop) of the sentences of a text whose lines may be wrapped: the end of a short line ends a sentence, as
+    does the beginning of a list item, and the end of a long line does not.
+    """
     lines = [(match.start(), match.end()) for match in re.finditer(r"[^\n]*\n?", text) if match.group()]
     longest = max((stop - start for start, stop in lines), default=0)
     blocks: list[tuple[int, int]] = []
     joins = False
     for start, stop in lines:
         line = text[start:stop]
-        if joins and line.strip() and not LISTED.match(line):
+        if joins and line.strip() and not LIST_ITEM.match(line):
             blocks[-1] = (blocks[-1][0], stop)
         else:
             blocks.append((start, stop))
@@ -363,37 +382,40 @@ def _passage_sentences(text: str) -> list[tuple[int, int]]:
 
 
 def _share(
-    asked: Sequence[Token], given: Sequence[Token], known: frozenset[str], elsewhere: frozenset[str]
+    claim: Sequence[Token], evidence: Sequence[Token], known: frozenset[str], elsewhere: frozenset[str]
 ) -> float:
-    """The share of the content that is given; 0 if what is given is another statement."""
-    asked = _in_forms_of(given, asked)
-    content, there = _content(asked), {token.stem for token in given}
-    missing = [token for token in content if token.stem not in there | known]
+    """The share of the claim's content that the evidence has; 0 if the evidence is another statement.
+
+    known: stems that count as the evidence's; elsewhere: those of the whole passage.
+    """
+    claim = _in_forms_of(evidence, claim)
+    content, present = _content(claim), {token.stem for token in evidence}
+    missing = [token for token in content if token.stem not in present | known]
     if any(token.kind != "word" or token.stem in elsewhere for token in missing):
         return 0.0
     if any(one in missing and other in missing for one, other in pairwise(content)):  # a clause of its own
         return 0.0
-    if _pairs(asked) != _pairs(given) or _negated_otherwise(asked, given):
+    if _character_pairs(claim) != _character_pairs(evidence) or _is_negated_otherwise(claim, evidence):
         return 0.0
-    if _exchanged(asked, given):
+    if _is_exchanged(claim, evidence):
         return 0.0
-    if _is_hedged(given) and not (_is_hedged(asked) or any(token.stem == "can" for token in asked)):
+    if _is_hedged(evidence) and not (_is_hedged(claim) or any(token.stem == "can" for token in claim)):
         return 0.0
-    own = [token for token in content if token.stem in there or token.stem not in known]
-    if _replaced(own, _content(given)):
+    own = [token for token in content if token.stem in present or token.stem not in known]
+    if _is_replaced(own, _content(evidence)):
         return 0.0
     return 1 - len(missing) / len(content)
 
 
-def _in_forms_of(given: Sequence[Token], asked: Sequence[Token]) -> list[Token]:
-    """The sentence's words as the passage spells or inflects them, in any language: their letters begin alike."""
-    there = {token.stem for token in given}
-    words = {token.stem for token in given if token.kind in ("word", "name")}
+def _in_forms_of(evidence: Sequence[Token], claim: Sequence[Token]) -> list[Token]:
+    """The claim's words as the evidence spells or inflects them, in any language: the first letters are the same."""
+    present = {token.stem for token in evidence}
+    words = {token.stem for token in evidence if token.kind in ("word", "name")}
     return [
         token
-        if token.stem in there or token.kind not in ("word", "name")
+        if token.stem in present or token.kind not in ("word", "name")
         else replace(token, stem=next((each for each in words if _is_form(token.stem, each)), token.stem))
-        for token in asked
+        for token in claim
     ]
 
 
@@ -407,14 +429,14 @@ def _is_hedged(found: Sequence[Token]) -> bool:
     return any(token.stem in HEDGE_STEMS for token in found if token.kind != "name")
 
 
-def _pairs(found: Sequence[Token]) -> set[str]:
+def _character_pairs(found: Sequence[Token]) -> set[str]:
     return {token.stem for token in found if token.kind == "pair"}
 
 
-def _negated_otherwise(asked: Sequence[Token], given: Sequence[Token]) -> bool:
+def _is_negated_otherwise(claim: Sequence[Token], evidence: Sequence[Token]) -> bool:
     """Whether a word is negated in only one of them."""
-    here, there = _negated(asked), _negated(given)
-    return bool(here - there) or bool((there - here) & {token.stem for token in asked})
+    in_claim, in_evidence = _negated(claim), _negated(evidence)
+    return bool(in_claim - in_evidence) or bool((in_evidence - in_claim) & {token.stem for token in claim})
 
 
 def _negated(found: Sequence[Token]) -> set[str]:
@@ -427,41 +449,45 @@ def _negated(found: Sequence[Token]) -> set[str]:
     return denied
 
 
-def _replaced(content: Sequence[Token], given: Sequence[Token]) -> bool:
-    """Whether the passage has other words than the sentence between the same neighbours, or a number beside others."""
-    here, there = [token.stem for token in content], [token.stem for token in given]
-    beside = {*pairwise(there)}
-    for how, start, stop, first, last in SequenceMatcher(None, here, there, autojunk=False).get_opcodes():
+def _is_replaced(content: Sequence[Token], evidence: Sequence[Token]) -> bool:
+    """Whether the evidence has other words than the claim between the same neighbours, or a number of the claim next to
+    none of its neighbours.
+    """
+    claimed, present = [token.stem for token in content], [token.stem for token in evidence]
+    neighbours = {*pairwise(present)}
+    for how, start, stop, first, last in SequenceMatcher(
+        None, claimed, present, autojunk=False
+    ).get_opcodes():
         if (
             how == "replace"
-            and set(here[start:stop]).isdisjoint(there)
-            and set(there[first:last]) - set(here)
+            and set(claimed[start:stop]).isdisjoint(present)
+            and set(present[first:last]) - set(claimed)
         ):
             return True
         numbers = (place for place in range(start, stop) if content[place].kind == "number")
         if how != "equal" and any(
-            beside.isdisjoint(pairwise(here[max(0, place - 1) : place + 2])) for place in numbers
+            neighbours.isdisjoint(pairwise(claimed[max(0, place - 1) : place + 2])) for place in numbers
         ):
             return True
     return False
 
 
-def _exchanged(asked: Sequence[Token], given: Sequence[Token]) -> bool:
-    """Whether two numbers or two names are exchanged: each is next to what the other is next to in the passage."""
+def _is_exchanged(claim: Sequence[Token], evidence: Sequence[Token]) -> bool:
+    """Whether two numbers or two names are exchanged: each is next to what the other is next to in the evidence."""
     for kind in ("number", "name"):
         for step in (-1, 1):
-            here, there = _beside(asked, step), _beside(given, step)
+            in_claim, in_evidence = _neighbours(claim, step), _neighbours(evidence, step)
             moved = {
-                (here[token.stem], there[token.stem])
-                for token in asked
-                if token.kind == kind and token.stem in here and token.stem in there
+                (in_claim[token.stem], in_evidence[token.stem])
+                for token in claim
+                if token.kind == kind and token.stem in in_claim and token.stem in in_evidence
             }
             if any(one != other and (other, one) in moved for one, other in moved):
                 return True
     return False
 
 
-def _beside(found: Sequence[Token], step: int) -> dict[str, str]:
+def _neighbours(found: Sequence[Token], step: int) -> dict[str, str]:
     """The word before (-1) or after (1) each word that occurs once."""
     stems = [token.stem for token in found]
     counted = Counter(stems)

@@ -46,10 +46,10 @@ def _listen(cli: Cli, server: Any, options: McpOptions, root: Path) -> None:
     from ragblend.app.assistants import over_http
     from ragblend.app.serve.front import Rules
     from ragblend.app.serve.keys import Authenticator, Keys
-    from ragblend.app.serve.listening import GRACE_S, UvicornServer, check_reach, listening
+    from ragblend.app.serve.listening import GRACE_S, UvicornServer, listening, require_key_if_reachable
 
     keys = Keys(root)
-    check_reach(options.host, options.allow_host, keys)
+    require_key_if_reachable(options.host, options.allow_host, keys)
     with listening(options.host, options.port, options.allow_host) as (address, listener):
         authenticator = Authenticator(Rules(address), keys, not address.is_private)
         url = f"{address.url}mcp"

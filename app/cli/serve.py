@@ -46,14 +46,14 @@ def serve(cli: Cli, options: ServerOptions) -> None:
     cli.open().close()  # wrong options are refused before anything is loaded
     check_installed("The server", ("fastapi", "python_multipart", "uvicorn"), "serve")
     from ragblend.app.serve.keys import Keys
-    from ragblend.app.serve.listening import check_origins, check_reach, listening
+    from ragblend.app.serve.listening import check_origins, listening, require_key_if_reachable
     from ragblend.app.serve.listening import serve as run
     from ragblend.app.serve.service import Limits
     from ragblend.app.services import AppServices
 
     with AppServices.open(cli.home, **cli.overrides) as services:
         known = Keys(services.workspaces.home.root)
-        check_reach(options.host, options.allow_host, known)
+        require_key_if_reachable(options.host, options.allow_host, known)
         origins = check_origins(options.allow_origin, known)
         with listening(options.host, options.port, options.allow_host) as (address, socket):
             is_open = address.is_private and not known.clients()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ragblend.app.home import absolute
 from ragblend.app.library.documents import composed, printable
-from ragblend.app.library.readers import READERS
+from ragblend.app.library.readers import FORMATS
 from ragblend.app.settings import Settings
 from ragblend.kvstore.errors import DocumentError, DocumentNotFoundError, UnreadableDocumentError
 
@@ -86,7 +86,7 @@ def is_replaced(path: Path) -> bool:
 
 def is_readable(path: Path) -> bool:
     """Whether there is a reader for its suffix."""
-    return path.suffix.lower() in READERS
+    return path.suffix.lower() in FORMATS
 
 
 def is_skipped(name: str, skip: str) -> bool:
@@ -100,7 +100,7 @@ def _check_given(path: Path) -> Path:
     if not os.path.lexists(path):
         raise DocumentNotFoundError(f"Looking for {name}: there is no such file or folder. Check the path.")
     if not is_readable(path):
-        known = ", ".join(READERS)
+        known = ", ".join(FORMATS)
         raise UnreadableDocumentError(
             f"Reading {name}: {path.suffix or 'no suffix'} is not supported. Convert it to one of {known}."
         )

@@ -1,9 +1,10 @@
 """The ingest queue: add files and folders, progress, pause, cancel, retry; it survives restarts.   <- START HERE
 
-`JobQueue.add` -> `JobStore`; one thread ingests file by file (`ingest.ingest_file`). When no file waits, it embeds
-sketched passages in full (`ingest.embed_in_full`) and encodes KV (`encoding.encode_missing`). It interrupts a file
-within two seconds when the file is cancelled, the queue paused, or another thread wants to write; what is done of
-the file is kept. It interrupts a passage between two layers when paused or a file arrives, and yields to questions.
+`JobQueue.add` -> `JobStore`; one thread, the worker, ingests file by file (`ingest.ingest_file`). When no file waits,
+it embeds in full what was embedded only in part while many files waited (`ingest.embed_in_full`), and encodes KV
+(`encoding.encode_missing`). It interrupts a file within two seconds when the file is cancelled, the queue is paused, or
+another thread wants to write; the passages that are done are kept. It interrupts the encoding of a passage between two
+layers when the queue is paused or a file arrives, and lets questions go first.
 """
 
 import logging
@@ -30,15 +31,17 @@ from ragblend.engine.scheduling.background import end_at_exit
 from ragblend.kvstore.errors import Cancelled, DocumentError, ModelError, RagBlendError
 
 log = logging.getLogger("ragblend")
-STATES_OF: dict[Stage, JobState] = {"parse": "parsing", "recognise": "parsing", "embed": "embedding"}
+STATE_OF: dict[Stage, JobState] = {"parse": "parsing", "recognise": "parsing", "embed": "embedding"}
 REMOVED_PER_LOCK = 200  # documents that are removed in one go, before other writers may continue
-RETRY_S = 2.0
-RECHECK_S = 30.0  # whether another process still encodes
+RETRY_S = 2.0  # after an error that stopped the worker
+RECHECK_S = 30.0  # between two looks at whether another process still encodes
 
 
 @dataclass(frozen=True)
 class QueuedFiles:
-    """The result of adding: how many files are queued; those left out, and unreadable ones: (path, reason)."""
+    """The result of adding. files: how many are queued; skipped: those left out; failed: unreadable ones; each with the
+    reason.
+    """
 
     files: int
     skipped: tuple[tuple[str, str], ...]
@@ -47,11 +50,13 @@ class QueuedFiles:
 
 @dataclass(frozen=True)
 class QueueOverview:
-    """The state of the queue. waiting: why the worker cannot work at the moment; current: the file that it works on.
+    """The state of the queue.
 
-    changes: a number that differs whenever the queue was written to, even if all counts are the same; kv: the progress
-    of encoding, None when nothing is encoded; kv_message: why some passages have no KV, and what to know of the
-    embedder; is_idle: nothing is left to do.
+    counts: jobs by state; total: of all; finished: of those that need no more work. waiting: why the worker cannot work
+    at the moment; current: the file that it works on, with its progress. changes: a number that differs whenever the
+    queue was written to, even if all counts are the same. kv: the progress of embedding in full and of encoding, None
+    when neither is done; kv_message: why some passages have no KV, and notices about the embedder. is_idle: nothing is
+    left to do.
     """
 
     counts: dict[JobState, int]
@@ -69,7 +74,7 @@ class QueueOverview:
 
 
 class JobQueue:
-    """Files waiting to be ingested into one home. Thread-safe; one queue per process does the work, once started."""
+    """The files to be ingested into one home, and the worker that ingests them once `start` is called. Thread-safe."""
 
     def __init__(self, workspaces: Workspaces) -> None:
         self.workspaces, self.store = workspaces, JobStore(workspaces.home.jobs)
@@ -78,15 +83,17 @@ class JobQueue:
         self._upload_lock = threading.Lock()  # held from copying an upload until it is queued
         self._cancelled_id: int | None = None  # the current job, if it was cancelled
         self._pace, self._paused = Pace(), self.store.fact("paused") == "yes"
-        self._waiting: str | None = None  # why it cannot work at the moment
-        self._current: FileJob | None = None  # the current file with its progress
+        # As in `QueueOverview`.
+        self._waiting: str | None = None
+        self._current: FileJob | None = None
         self._kv: KvProgress | None = None
         self._kv_message, self._is_idle = "", False
 
     def start(self) -> None:
-        """Start the worker thread, which also continues what a killed process was working on.
+        """Start the worker, which also continues what a killed process was working on.
 
-        Call it only while this process owns the home: the running jobs of another process would be started again.
+        Call it only while this process owns the home (`listening.owning`): another process's running jobs would be
+        started again.
         """
         if self._thread is None or not self._thread.is_alive():
             self.store.requeue_running()
@@ -96,7 +103,7 @@ class JobQueue:
             end_at_exit(self)
 
     def end(self) -> None:
-        """Interrupt the current file, and wait until the thread has ended."""
+        """Stop the worker: interrupt the current file, and wait until the thread has ended. `start` starts it again."""
         self._ending.set()
         self._woken.set()
         if self._thread is not None:
@@ -110,7 +117,7 @@ class JobQueue:
 
     def add(self, paths: Sequence[Path], collection: str) -> QueuedFiles:
         """Queue files and folders. Raises SettingsError for an invalid collection name."""
-        self.workspaces.of(collection)
+        self.workspaces.of(collection)  # checks the name
         found = discover(list(paths), self.workspaces.settings.skip)
         failed = tuple((printable(path), printable(str(error))) for path, error in found.failed)
         # A given folder may contain the home.
@@ -122,7 +129,7 @@ class JobQueue:
 
     def upload(self, paths: Sequence[Path], collection: str) -> QueuedFiles:
         """Copy files into the home and queue the copies. Raises StoreFullError after queueing what was copied."""
-        self.workspaces.of(collection)
+        self.workspaces.of(collection)  # checks the name
         found = discover(list(paths))
         copies, failed = [], [(path.name, str(error)) for path, error in found.failed]
         with self._upload_lock:
@@ -138,8 +145,10 @@ class JobQueue:
         skipped = tuple((path.name, why) for path, why in found.skipped.items())
         return replace(added, skipped=skipped, failed=(*failed, *added.failed))
 
-    def remove_missing(self, paths: Sequence[Path], collection: str) -> int:
-        """Queue the removal of documents whose files no longer exist. Returns how many of them are in the library."""
+    def queue_removal(self, paths: Sequence[Path], collection: str) -> int:
+        """Queue the removal of these files' documents, if the files do not exist by then. Returns how many of the files
+        are documents.
+        """
         library = self.workspaces.library
         known = [name for name in map(printable, paths) if library.document(collection, name)]
         if known:
@@ -195,7 +204,7 @@ class JobQueue:
         limit: int = 50,
         collection: str | None = None,
     ) -> tuple[list[FileJob], int]:
-        """As `JobStore.page`, with the progress of the current file."""
+        """Some of the jobs, and the number of all that match, as `JobStore.page`; the current one with its progress."""
         (jobs, total), current = self.store.page(state, search, offset, limit, collection), self._current
         if current is not None:
             jobs = [current if j.id == current.id and j.state in RUNNING else j for j in jobs]
@@ -242,13 +251,14 @@ class JobQueue:
         return [as_path(job.path) for job in copies if library.document(job.collection, job.path) is None]
 
     def wake(self) -> None:
-        """Have the worker look for work: a file, or passages without KV."""
+        """Have the worker look for work: a file, or passages to embed in full or to encode."""
         self._is_idle = False
         self._woken.set()
 
-    # --- the thread
+    # --- the worker
 
     def _run(self) -> None:
+        """The thread's loop."""
         while not self._ending.is_set():
             self._woken.clear()
             if self._paused and not self._ending.is_set():  # `end` sets the flag before it wakes us
@@ -269,7 +279,7 @@ class JobQueue:
             self._ending.wait(RETRY_S)
 
     def _embed_and_encode(self) -> None:
-        """Embed and encode what is missing in all collections until a file arrives; then wait for new work."""
+        """Embed and encode what is missing in all collections, or until a file arrives; then wait for new work."""
         settings = self.workspaces.settings
 
         def is_cancelled() -> bool:
@@ -293,7 +303,7 @@ class JobQueue:
                 if not embed_anew(workspace, show_embedding, is_cancelled):
                     return
                 messages.append(language_notice(workspace))
-            except ModelError as error:  # of the next embedder; the old one goes on answering
+            except ModelError as error:  # of the next embedder; questions are answered with the old one
                 messages.append(str(error))
             reports.append(encode_missing(workspace, show, is_cancelled))
         self._kv, self._waiting = None, None
@@ -302,29 +312,32 @@ class JobQueue:
         messages += [each.message for each in reports]
         self._kv_message = " ".join(filter(None, dict.fromkeys(messages)))
         self._is_idle = True
-        elsewhere = any(each.stopped == "elsewhere" for each in reports)
+        another_encodes = any(each.stopped == "elsewhere" for each in reports)  # another process
         while not self._woken.wait(RECHECK_S):
-            if elsewhere or self.workspaces.settings is not settings:  # such as another budget
+            if another_encodes or self.workspaces.settings is not settings:  # such as another budget
                 break
         self._is_idle = False
 
     def _work_off_queue(self) -> None:
-        """Ingest until the queue is empty or another thread wants to write; a patient one waits for one file."""
+        """Ingest until the queue is empty, or another thread wants to write: an urgent writer interrupts the current
+        file, a patient one writes after it.
+        """
         with self.workspaces.writing():
-            self._waiting, yields = None, False
+            self._waiting, is_wanted = None, False  # the writer lock, by another thread
             self.store.requeue_running()  # jobs that could not be put back, because the disk was full
-            while not (self._must_stop or yields) and (job := self.store.next()) is not None:
+            while not (self._must_stop or is_wanted) and (job := self.store.next()) is not None:
                 begun = time.monotonic()
                 if self._process(job):
                     self._pace.add(time.monotonic() - begun)
-                yields = self.workspaces.has_waiting_writer
+                is_wanted = self.workspaces.has_waiting_writer
 
     @property
     def _must_stop(self) -> bool:
+        """Whether the current file must be interrupted."""
         return self._paused or self._ending.is_set() or self.workspaces.has_urgent_writer
 
     def _process(self, job: FileJob) -> bool:
-        """Whether the job ended, well or not."""
+        """Do a job, and store its result, or queue it again if it was interrupted; returns whether it has ended."""
         self._cancelled_id, self._current = None, job
         try:
             self.store.finish(job.id, *self._ingest_or_remove(job))
@@ -338,13 +351,14 @@ class JobQueue:
             self._current = None
 
     def _ingest_or_remove(self, job: FileJob) -> tuple[JobState, str]:
+        """Do a job; returns its last state, and the reason if it failed."""
         if job.kind == "remove":
             return self._remove_if_missing(job), ""
 
         def show(stage: Stage, done: int, total: int, name: str = "") -> None:
             assert self._current is not None
-            state = STATES_OF[stage]
-            if self._current.state != state and not self.store.start(job.id, state):
+            state = STATE_OF[stage]
+            if self._current.state != state and not self.store.start(job.id, state):  # it was cancelled
                 self._cancelled_id = job.id
             self._current = replace(self._current, state=state, done=done, total=total)
 
@@ -368,19 +382,20 @@ class JobQueue:
         return ("unchanged" if report.unchanged or report.skipped else "done"), ""
 
     def _remove_if_missing(self, job: FileJob) -> JobState:
-        """Remove a document whose file does not exist; one whose file exists again stays, also by its other name."""
-        # Running: a file of that name that comes back meanwhile is queued anew.
+        """Remove the document, unless its file exists again, under the job's path or the document's own."""
+        # As a running job, so that a file of that name which comes back meanwhile is queued again.
         is_cancelled = not self.store.start(job.id, "parsing")
         document = self.workspaces.library.document(job.collection, job.path)
         if is_cancelled or document is None or not is_gone(document.file):
             return "unchanged"
         remove_document(self.workspaces.of(job.collection), document)
-        if not self.store.has_other(job):  # the worker may go on for hours
+        # After the last removal, because the writer lock, whose release erases too, may be held for hours.
+        if not self.store.has_other(job):
             self.workspaces.erase_removed()
         return "done"
 
     def _is_inside_home(self, path: Path) -> bool:
-        """Whether it is a file of the home itself, whatever link leads to it; copies of uploads may be ingested."""
+        """Whether the file belongs to the home itself, by whatever link; copies of uploads do not count."""
         home, real = self.workspaces.home, Path(os.path.realpath(path))
         return real.is_relative_to(home.root.resolve()) and not real.is_relative_to(home.originals.resolve())
 

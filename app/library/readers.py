@@ -1,7 +1,7 @@
 """Document readers: one file -> parts of text, each with its location ("p. 3", a heading, a row).
 
 Parsing runs in a limited subprocess (`sandbox`), which bounds memory and time; this module bounds the amount of text.
-`READERS` has a row per format, each read by a library made for it (docs/decisions). LlamaIndex's readers were rejected:
+`FORMATS` has a row per suffix, each read by a library made for it (docs/decisions). LlamaIndex's readers were rejected:
 they load a PDF three times and hide why it failed, and join table cells without a space.
 """
 
@@ -53,6 +53,16 @@ Reader = Callable[[Path, Notes, OnPage], Iterable[Part]]
 
 
 @dataclass(frozen=True, slots=True)
+class Format:
+    """How files of one suffix are read. libraries: modules that reading imports. Its process is new for each file, and
+    gets them from the process that it is forked from.
+    """
+
+    read: Reader
+    libraries: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class DocumentPart:
     """A part of a document's text and its location, which may be empty."""
 
@@ -77,7 +87,7 @@ def read_document(
     times a second, and if it raises, reading is cancelled.
     """
     check_file(path)
-    libraries = LIBRARIES.get(path.suffix.lower(), ())
+    libraries = known.libraries if (known := FORMATS.get(path.suffix.lower())) else ()
     found = run_in_sandbox(parse, path, on_page=on_page, imports=libraries)
     parts, notes, garbled = (
         list(starmap(DocumentPart, found["parts"])),
@@ -125,7 +135,7 @@ def parse(path: Path, on_page: OnPage = silent) -> dict[str, Any]:
     check_content(path)
     notes, garbled, parts, characters, beginning = list[str](), list[int](), list[Part](), 0, ""
     is_pdf = path.suffix.lower() == ".pdf"
-    for number, (text, location) in enumerate(READERS[path.suffix.lower()](path, notes, on_page)):
+    for number, (text, location) in enumerate(FORMATS[path.suffix.lower()].read(path, notes, on_page)):
         characters += len(text)
         if characters > MAX_CHARACTERS or number >= MAX_PARTS:
             raise OversizedDocumentError(
@@ -173,39 +183,38 @@ def _of_text(read: Callable[[str], Iterable[Part]]) -> Reader:
     return lambda path, notes, _: read(decode(path.read_bytes(), path, notes))
 
 
-READERS: dict[str, Reader] = {
-    ".txt": _of_text(lambda text: [(text, "")]),
-    ".md": _of_text(_markdown_sections),
-    ".markdown": _of_text(_markdown_sections),
-    ".html": _of_text(html_sections),
-    ".htm": _of_text(html_sections),
-    ".xhtml": _of_text(html_sections),
-    ".pdf": pdf_pages,
-    ".docx": lambda path, notes, _: docx_sections(path, notes),
-    ".odt": lambda path, notes, _: opendocument_sections(path),
-    ".odp": lambda path, notes, _: opendocument_sections(path),
-    ".pptx": lambda path, notes, _: pptx_slides(path, notes),
-    ".rtf": lambda path, notes, _: rtf_text(path, notes),
-    ".epub": lambda path, notes, _: epub_chapters(path, notes),
-    ".csv": lambda path, notes, _: csv_rows(decode(path.read_bytes(), path, notes), notes),
-    ".tsv": lambda path, notes, _: csv_rows(decode(path.read_bytes(), path, notes), notes),
-    ".xlsx": lambda path, notes, _: xlsx_rows(path),
-    ".ipynb": _of_text(lambda text: _markdown_sections(notebook_text(text))),
-    ".rst": _of_text(rst_sections),
-    ".org": _of_text(org_sections),
-    ".tex": _of_text(latex_text),
-    ".eml": lambda path, notes, _: mail_parts(path, notes),
-    ".mbox": lambda path, notes, _: mail_parts(path, notes),
+_CHARDET, _MARKUP = ("chardet",), ("selectolax.lexbor", "defusedxml.ElementTree", "chardet")
+_MARKDOWN = Format(_of_text(_markdown_sections), ("markdown_it",))
+_HTML = Format(_of_text(html_sections), _MARKUP)
+_OPENDOCUMENT = Format(lambda path, notes, _: opendocument_sections(path))
+_TABLE = Format(
+    lambda path, notes, _: csv_rows(decode(path.read_bytes(), path, notes), notes), ("clevercsv", "chardet")
+)
+_MAIL = Format(lambda path, notes, _: mail_parts(path, notes))
+FORMATS: dict[str, Format] = {
+    ".txt": Format(_of_text(lambda text: [(text, "")]), _CHARDET),
+    ".md": _MARKDOWN,
+    ".markdown": _MARKDOWN,
+    ".html": _HTML,
+    ".htm": _HTML,
+    ".xhtml": _HTML,
+    ".pdf": Format(pdf_pages, ("pypdfium2", "pypdf")),
+    ".docx": Format(lambda path, notes, _: docx_sections(path, notes), _MARKUP),
+    ".odt": _OPENDOCUMENT,
+    ".odp": _OPENDOCUMENT,
+    ".pptx": Format(lambda path, notes, _: pptx_slides(path, notes), ("pptx",)),
+    ".rtf": Format(lambda path, notes, _: rtf_text(path, notes)),
+    ".epub": Format(lambda path, notes, _: epub_chapters(path, notes), _MARKUP),
+    ".csv": _TABLE,
+    ".tsv": _TABLE,
+    ".xlsx": Format(lambda path, notes, _: xlsx_rows(path), ("openpyxl",)),
+    ".ipynb": Format(_of_text(lambda text: _markdown_sections(notebook_text(text)))),
+    ".rst": Format(_of_text(rst_sections), ("docutils.core",)),
+    ".org": Format(_of_text(org_sections)),
+    ".tex": Format(_of_text(latex_text)),
+    ".eml": _MAIL,
+    ".mbox": _MAIL,
 }
-
-
-# What a reader imports: its process is new for each file, and gets these from the process that it is forked from.
-LIBRARIES = {
-    ".pdf": ("pypdfium2", "pypdf"), ".xlsx": ("openpyxl",), ".pptx": ("pptx",), ".csv": ("clevercsv", "chardet"),
-    ".tsv": ("clevercsv", "chardet"), ".txt": ("chardet",), ".md": ("markdown_it",), ".rst": ("docutils.core",),
-} | dict.fromkeys(
-    (".docx", ".html", ".htm", ".xhtml", ".epub"), ("selectolax.lexbor", "defusedxml.ElementTree", "chardet")
-)  # fmt: skip
 
 
 def _no_text(path: Path) -> str:

@@ -151,7 +151,7 @@ class WatchedFolder:
                 "them in the list if you do not need them."
             )
             return
-        self._jobs.remove_missing(missing, self.collection)
+        self._jobs.queue_removal(missing, self.collection)
         self.reason = ""
 
     def _missing_in(self, folder: Path) -> list[Path]:
@@ -168,7 +168,7 @@ class WatchedFolder:
             self._jobs.add(there, self.collection)
         for path in changed:  # also below a file: its place may have been a folder's
             gone = [path] if is_gone(path) else []
-            self._jobs.remove_missing([*gone, *self._missing_in(path)], self.collection)
+            self._jobs.queue_removal([*gone, *self._missing_in(path)], self.collection)
 
 
 def _real(path: Path) -> Path:

@@ -1,4 +1,7 @@
-"""Listening sockets and uvicorn, for the page and the server, and what the process needs to be the home's owner."""
+"""What the page and the server share: the listening socket, uvicorn, the checks before, and owning the home.
+
+One process owns a home: it runs the ingest queue, and the commands that other processes forward to it.
+"""
 
 import gc
 import logging
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     from ragblend.app.serve.service import Limits
 
 log = logging.getLogger("ragblend")
-LOCK = "ui-page.lock"  # a second process would resume the files that the first one is ingesting
+LOCK = "ui-page.lock"  # of the home's owner, page or server; a second one would ingest the first one's files again
 GC_THRESHOLDS = (700, 10, 10)  # Python's own
 GRACE_S = 30  # for running requests when the server stops
 
@@ -39,7 +42,7 @@ GRACE_S = 30  # for running requests when the server stops
 class UvicornServer(uvicorn.Server):
     """uvicorn that calls on_ready once it accepts requests, and limits connections.
 
-    grace_s: for running requests when it stops; None: no limit.
+    grace_s: how long running requests may continue when it stops; None: until they end.
     """
 
     def __init__(
@@ -71,28 +74,31 @@ class UvicornServer(uvicorn.Server):
 
 @contextmanager
 def listening(
-    host: str, port: int, names: Iterable[str] | None = None, tried: int = 1
+    host: str, port: int, names: Iterable[str] | None = None, ports_tried: int = 1
 ) -> Iterator[tuple[Address, socket.socket]]:
-    """Open a socket at the first free one of `tried` ports (0: any port). Raises UsageError."""
-    family, said, ports = socket.AF_INET6 if ":" in host else socket.AF_INET, "", range(port, port + tried)
-    for each in ports:
+    """Open a socket at the first free port of `ports_tried` from `port` on (0: any free port), and close it after the
+    block. names: further host names, as in `Address`. Raises UsageError.
+    """
+    family, reason = socket.AF_INET6 if ":" in host else socket.AF_INET, ""
+    ports = range(port, port + ports_tried)
+    for number in ports:
         try:
-            at = socket.create_server((host, each), family=family)
+            listener = socket.create_server((host, number), family=family)
         except OSError as error:
-            said = error.strerror or str(error)
+            reason = error.strerror or str(error)
             continue
-        with at:
-            # Without it each later packet, a streamed token too, waits up to 40 ms for an acknowledgement. uvloop sets
-            # it by itself; asyncio only for sockets that name their protocol, which this one does not.
-            at.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            yield Address(host, at.getsockname()[1], tuple(names or ())), at
+        with listener:
+            # Without TCP_NODELAY each later packet, a streamed token too, waits up to 40 ms for an acknowledgement.
+            # uvloop sets it; asyncio only for sockets that name their protocol, which this one does not.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            yield Address(host, listener.getsockname()[1], tuple(names or ())), listener
         return
-    several = f"port {port}" if tried == 1 else f"ports {port} to {ports[-1]}"
-    raise UsageError(f"Listening at {host}, {several}: {said}. Name another with --port or --host.")
+    several = f"port {port}" if ports_tried == 1 else f"ports {port} to {ports[-1]}"
+    raise UsageError(f"Listening at {host}, {several}: {reason}. Name another with --port or --host.")
 
 
-def check_reach(host: str, names: Iterable[str] | None, keys: Keys) -> None:
-    """Raise UsageError if other machines can reach the server, directly or by a proxy, and there is no key."""
+def require_key_if_reachable(host: str, names: Iterable[str] | None, keys: Keys) -> None:
+    """Raise UsageError if other machines can reach the server, directly or by a proxy, and no key was made."""
     if not (Address(host, names=tuple(names or ())).is_private or keys.clients()):
         raise UsageError(
             f"Serving at {host}: it could be reached from other machines, so it needs a key. Make one with "
@@ -101,7 +107,9 @@ def check_reach(host: str, names: Iterable[str] | None, keys: Keys) -> None:
 
 
 def check_origins(origins: Iterable[str] | None, keys: Keys) -> tuple[str, ...]:
-    """The web origins whose pages may use the server. Raises UsageError for no origin, and for `*` without a key."""
+    """The web origins whose pages may use the server. Raises UsageError for a text that is no origin, and for `*` if no
+    key was made.
+    """
     found = tuple(origins or ())
     for each in found:
         if each != "*" and not re.fullmatch(r"https?://[^/\s?#@]+", each):
@@ -117,16 +125,18 @@ def check_origins(origins: Iterable[str] | None, keys: Keys) -> tuple[str, ...]:
 def serve(
     services: AppServices,
     address: Address,
-    at: socket.socket,
+    listener: socket.socket,
     keys: Keys,
     on_ready: Callable[[], None],
     limits: "Limits | None" = None,
     max_upload_bytes: int = 512 * MIB,
     origins: tuple[str, ...] = (),
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM; running requests may finish. Raises StoreLockedError if the home is in use.
+    """Run `ragblend serve` until Ctrl-C or SIGTERM; running requests may finish. Raises StoreLockedError if the home is
+    in use.
 
-    origins: of web pages that may use it, as `check_origins` returns them.
+    listener: the socket at `address`. on_ready: called once it accepts requests. origins: as `check_origins` returns
+    them.
     """
     from ragblend.app.serve.application import build
     from ragblend.app.serve.library import UPLOAD_PATH
@@ -134,28 +144,28 @@ def serve(
     limit_malloc_arenas()
     root = services.workspaces.home.root
     rules = Rules(address, UPLOAD_PATH, max_upload_bytes, origins=origins)
-    with owning(services, "ragblend serve"), files_inside(root / "serve"):
-        front = build(services, Authenticator(rules, keys, not address.is_private), limits)
+    with owning(services, "ragblend serve"), temporary_files_in(root / "serve"):
+        application = build(services, Authenticator(rules, keys, not address.is_private), limits)
 
         def ready() -> None:
             services.start()
-            front.service.startup.begin(services)
+            application.service.startup.begin(services)
             on_ready()
 
         workspace = services.workspaces.first
-        stop_watchdog = watch(lambda: workspace.queues, front.service.limits.hang_s)
+        stop_watchdog = watch(lambda: workspace.queues, application.service.limits.hang_s)
         try:
-            UvicornServer(front, ready, GRACE_S).run([at])
+            UvicornServer(application, ready, GRACE_S).run([listener])
         finally:
             stop_watchdog.set()
 
 
 @contextmanager
 def owning(services: AppServices, command: str) -> Iterator[None]:
-    """Make this the one process that has the home open: it runs the ingest queue and this user's forwarded commands.
+    """Make this process the home's owner, which may run the ingest queue and runs forwarded commands.
 
-    If it cannot listen for commands, they run in their own processes. SIGTERM ends it as Ctrl-C does. Raises
-    StoreLockedError if another process has the home open.
+    command: the command line's words, for messages in other processes. If this process cannot listen for commands, they
+    run in their own processes. SIGTERM ends it as Ctrl-C does. Raises StoreLockedError if the home has another owner.
     """
     root = services.workspaces.home.root
     with ExitStack() as held:
@@ -174,8 +184,8 @@ def owning(services: AppServices, command: str) -> Iterator[None]:
             log.warning(
                 "commands run in their own processes: listening in the home %s failed: %s", root, error
             )
-        # Python's own thresholds, which the command line raises for its start: a cancelled request is garbage in a
-        # cycle that holds its KV. Imported modules are not searched.
+        # The command line raises the thresholds for its start. They are restored, because a cancelled request is
+        # garbage in a cycle that holds its KV; frozen, what was imported is not searched each time.
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         held.enter_context(on_signal(signal.SIGTERM, _interrupt))
@@ -183,8 +193,8 @@ def owning(services: AppServices, command: str) -> Iterator[None]:
 
 
 @contextmanager
-def files_inside(folder: Path) -> Iterator[None]:
-    """Put temporary files into this folder, for this user only, and delete them after the block."""
+def temporary_files_in(folder: Path) -> Iterator[None]:
+    """Have temporary files created in this folder, for this user only, and delete them at the end of the block."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=FOLDER_MODE)
     before, tempfile.tempdir = tempfile.tempdir, str(folder)

@@ -1,4 +1,4 @@
-"""The decode loop: generates an answer's tokens after a prefilled prompt, as text, and times them."""
+"""The decode loop: generates the tokens of an answer after a prefilled prompt, and streams their text."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -39,13 +39,14 @@ def decode_answer(
     cancel: Cancel | None = None,
     begun: float | None = None,
 ) -> Result:
-    """Decode from a prefilled prompt, yielding the device between tokens. begun: when ttft_ms starts, now by default.
+    """Decode from a prefilled prompt, yielding the device between tokens. Raises Cancelled if `cancel` is set.
 
-    Raises Cancelled if `cancel` is set.
+    on_text: called with each piece of text. begun: when the request began, by `time.perf_counter`, for ttft_ms; None:
+    now.
     """
-    room = max(1, runtime.context_window - len(prefilled.prompt.token_ids))
-    options = replace(options, max_new_tokens=min(options.max_new_tokens, room))
-    if options.keep_tokens is not None:  # nothing would be evicted from a full prefill's cache
+    room_tokens = max(1, runtime.context_window - len(prefilled.prompt.token_ids))
+    options = replace(options, max_new_tokens=min(options.max_new_tokens, room_tokens))
+    if options.keep_tokens is not None:  # a full prefill would bring back what is evicted
         prefilled = replace(prefilled, sure=0.0)
     clock = AnswerTimer(time.perf_counter() if begun is None else begun)
     answer = _Answer(runtime, prefilled, options, turn, on_text, cancel, clock)
@@ -58,7 +59,7 @@ def decode_answer(
 
 
 class _Answer:
-    """An answer in progress: handles each token, decides when to stop, and builds the result."""
+    """An answer in progress: records and streams each token, says when to stop, and builds the result."""
 
     def __init__(
         self,
@@ -94,10 +95,11 @@ class _Answer:
             self._recorder.record(token_id)
         if self._reads_text and (piece := self._stream.feed(token_id)) and self._on_text is not None:
             self._on_text(piece)
-        if is_first and self.options.max_new_tokens > 1:
+        if is_first and self.options.max_new_tokens > 1:  # after it was streamed, so that it does not wait
             self._evict()
 
     def _evict(self) -> None:
+        """Evict KV of passages, if the options limit how much is kept while decoding."""
         keep_tokens, cache = self.options.keep_tokens, self.prefilled.cache
         if keep_tokens is None:
             return
@@ -122,26 +124,30 @@ class _Answer:
         ended = ids[-1] in end_ids(self.model)
         logprobs = None if self._recorder is None else tuple(self._recorder.tokens[: len(ids) - ended])
         report = replace(report, unsupported_figures=unsupported, **reported)
-        return Result(text, tuple(ids), report, prompt, self._stopped(ids, ended), logprobs)
+        return Result(text, tuple(ids), report, prompt, self._is_whole(ids, ended), logprobs)
 
-    def _stopped(self, ids: Sequence[int], ended: bool) -> bool:
-        """Whether the answer stopped before the token limit: by its end token, our own criterion or the grammar."""
+    def _is_whole(self, ids: Sequence[int], ended: bool) -> bool:
+        """Whether the answer ended by itself: with an end token, a stop string or its first sentence, and neither by
+        the token limit nor because the grammar was closed at it.
+        """
         if self._constraint is not None and self._constraint.was_closed:
             return False
         return self._stream.stopped or len(ids) < self.options.max_new_tokens or ended
 
 
 def _decode_fused(answer: _Answer) -> tuple[list[int], int | None]:
-    """Ids of the generated tokens, with the end token; and after how many of them a full prefill followed, if one did.
+    """Ids of the generated tokens, the end token included; and after how many of them an uncertain figure caused a full
+    prefill, None if none did.
 
-    The cache grows by the tokens that are fed back. An uncertain figure (`UncertaintyCheck`) causes a full prefill of
-    prompt and answer, once, into another cache, from which the answer continues. So does a token beyond the length up
-    to which RoPE's frequencies are constant, as in transformers' own `generate`: old keys were rotated by others.
+    Each pass computes the last token and guesses for the next ones; `rows` are their logits. Guesses are kept up to the
+    first that differs from the token chosen. An uncertain figure (`UncertaintyCheck`) causes a full prefill of prompt
+    and answer, once, into another cache, from which the answer continues. So does a token beyond the length up to which
+    RoPE's frequencies are constant, as in transformers' own `generate`: the keys before it were rotated by others.
     """
     runtime, prefilled, turn, processors = answer.runtime, answer.prefilled, answer.turn, answer.processors
     max_new_tokens = answer.options.max_new_tokens
     prompt, cache, ends = prefilled.prompt.token_ids, prefilled.cache, set(end_ids(answer.model))
-    regime = constant_rope_tokens(runtime.model_config)
+    rope_limit = constant_rope_tokens(runtime.model_config)
     sequence = torch.tensor([[*prompt, *[0] * max_new_tokens]], device=prefilled.logits.device)
     ids, implementation = list[int](), None
     lookup, guesses, rows = PromptLookup(0, ()), list[int](), prefilled.logits[None]
@@ -156,10 +162,10 @@ def _decode_fused(answer: _Answer) -> tuple[list[int], int | None]:
                 token, partial(likely_tokens, logits), ids
             ):
                 cache.truncate(len(ids))  # a session keeps the cache, without the rejected guesses
-                cache, again = _full_prefill(runtime, prompt, ids, turn)
+                cache, exact_logits = _full_prefill(runtime, prompt, ids, turn)
                 uncertainty, read_again_at = None, len(ids)
                 guesses = guesses[:number]
-                token = int(processors(sequence[:, :end], again).argmax())
+                token = int(processors(sequence[:, :end], exact_logits).argmax())
             sequence[0, end] = token
             ids.append(token)
             lookup.add(token)
@@ -176,30 +182,32 @@ def _decode_fused(answer: _Answer) -> tuple[list[int], int | None]:
             implementation = runtime.choice.current  # the same for the whole answer
             lookup = PromptLookup(implementation.guessed_tokens, (*prompt, token))
         guesses = lookup.propose()[: max_new_tokens - len(ids) - 1]
-        held = cache.get_seq_length()
-        if regime is not None and held <= regime < held + 1 + len(guesses):
+        cached = cache.get_seq_length()
+        if rope_limit is not None and cached <= rope_limit < cached + 1 + len(guesses):
             (cache, rows), guesses = _full_prefill(runtime, prompt, ids, turn), []
         else:
             rows = turn.share(implementation, (cache, [token, *guesses]))
 
 
 def _uncertainty_check(runtime: Runtime, prefilled: Prefilled, turn: DeviceTurn) -> UncertaintyCheck:
+    prefill_other = prefilled.prefill_other
+
     def view_of(prompt: Prompt) -> View:
-        assert prefilled.read_alone is not None
-        view = PassageView(runtime.decoder, prefilled.read_alone(prompt, turn))
+        assert prefill_other is not None
+        view = PassageView(runtime.decoder, prefill_other(prompt, turn))
         return lambda answer: likely_tokens(view.logits(answer))
 
-    given = runtime.tokenizing.tokenizer, prefilled.prompt, prefilled.sure
-    return UncertaintyCheck(*given, None if prefilled.read_alone is None else view_of)
+    tokenizer = runtime.tokenizing.tokenizer
+    return UncertaintyCheck(
+        tokenizer, prefilled.prompt, prefilled.sure, None if prefill_other is None else view_of
+    )
 
 
 def _full_prefill(
     runtime: Runtime, prompt: Sequence[int], answer: Sequence[int], turn: DeviceTurn
 ) -> tuple[FusedCache, Tensor]:
     """Compute prompt and answer by the model's own forward into a new cache; returns it and the logits (1, vocab)
-    float32.
-
-    Raises Cancelled between layers.
+    float32 of the last token. Raises Cancelled between layers.
     """
 
     def between_layers() -> bool:
@@ -217,7 +225,7 @@ def _full_prefill(
 
 
 def _decode_by_transformers(answer: _Answer) -> list[int]:
-    """Ids of the generated tokens of a model that is not fused, by transformers' `generate`, which prefills too."""
+    """Ids of the generated tokens of a model that cannot be fused: transformers' `generate` prefills and decodes."""
     from transformers import StoppingCriteriaList
 
     # transformers' own `stop_strings` compares vocabulary entries, and misses parts of characters.
@@ -248,16 +256,18 @@ def figures_not_in_prompt(answer: str, prompt: Prompt, tokenizer: Any) -> tuple[
 
 
 def continue_logits(runtime: Runtime, prefilled: Prefilled, token_ids: Sequence[int]) -> Tensor:
-    """Teacher-forced logits (n, vocab) float32 that predict each of the n tokens. Leaves the cache as it was."""
+    """Logits (n, vocab) float32 from which each of the n tokens would be chosen, if those before it were the answer so
+    far (teacher forcing). Leaves the cache as it was.
+    """
     model, cache, begin = runtime.loaded.model, prefilled.cache, len(prefilled.prompt.token_ids)
     ids = torch.tensor([[*prefilled.prompt.token_ids, *token_ids[:-1]]], device=model.device)
     if cache is None:
         with torch.inference_mode():
             whole: Tensor = model(ids, use_cache=False).logits[0].float()
         return whole[begin - 1 :]
-    end, regime = ids.shape[1], constant_rope_tokens(runtime.model_config)
-    # Beyond that length the whole prompt is prefilled again, as in an answer.
-    stop = end if regime is None else min(end, max(begin, regime))
+    end, rope_limit = ids.shape[1], constant_rope_tokens(runtime.model_config)
+    # Beyond it all is computed by the model's own forward, as in an answer.
+    stop = end if rope_limit is None else min(end, max(begin, rope_limit))
     rows = [prefilled.logits[None].float()]
     cache.truncate()
     with torch.inference_mode():
@@ -297,19 +307,24 @@ class _Streamer:
 
 
 class AnswerTimer:
-    """Times an answer's first and last token."""
+    """Times an answer's first and last token. All times are those of `time.perf_counter`.
+
+    begun: when the request began.
+    """
 
     def __init__(self, begun: float) -> None:
         self.begun = begun
-        self.decoding = time.perf_counter()
+        self.decoding = time.perf_counter()  # when decoding began
         self.first: float | None = None
         self.last = self.decoding
 
     def tick(self) -> None:
+        """A token was generated."""
         self.last = time.perf_counter()
         self.first = self.first or self.last
 
     def report(self, prefill: Report, generated: int) -> Report:
+        """The prefill's report with the answer's times. generated: number of tokens."""
         first = self.first or self.last
         decoding_s = self.last - first
         timings = replace(

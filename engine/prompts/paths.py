@@ -54,7 +54,7 @@ def computed_in(
     decoder: Decoder, cache: FusedCache, path: Sequence[tuple[Node, Chunk]], spans: Sequence[Span]
 ) -> list[Computed]:
     """The nodes of the path that an exact policy computed: those that were not loaded."""
-    read = {span.stop for span in spans if span.reader is not None}
+    read = {span.stop for span in spans if span.stored is not None}
     layers, found = range(cache.geometry.layers), list[Computed]()
     for node, chunk in path:
         if node.stop not in read:
@@ -85,7 +85,7 @@ def store_computed(runtime: Runtime, collection: str, computed: Sequence[Compute
                 return
             nodes = LocalNodeEncoder(runtime, salt)
             try:
-                if not nodes.keep_for(each.chunk, key, partial(_copied, runtime, each, parent)):
+                if not nodes.store_chunk(each.chunk, key, partial(_copied, runtime, each, parent)):
                     return
             except StoreFullError:
                 return
@@ -93,7 +93,7 @@ def store_computed(runtime: Runtime, collection: str, computed: Sequence[Compute
 
 def _is_worth_storing(runtime: Runtime, node: Node, key: ChunkKey, parent: ChunkKey | None) -> bool:
     """Whether it was asked for before; or there is room, and it is no unpacked KV beside a codec that packs."""
-    if runtime.store.times_asked(key) >= ASKED_AGAIN:
+    if runtime.store.request_count(key) >= ASKED_AGAIN:
         return True
     nbytes = file_nbytes(runtime.fingerprint.geometry, len(node.token_ids), runtime.codec)
     return (runtime.codec is RAW or parent is None) and nbytes <= runtime.store.room_bytes
@@ -117,7 +117,7 @@ def compute_next_node(runtime: Runtime, prompt: Prompt, collection: str) -> None
         node, chunk = path[len(stored)]
         if node.parent is None or not store.contains(node.parent):
             return
-        if store.times_asked(node.key) < ASKED_AGAIN:
+        if store.request_count(node.key) < ASKED_AGAIN:
             return
 
     def compute() -> ChunkKV:
@@ -135,4 +135,4 @@ def compute_next_node(runtime: Runtime, prompt: Prompt, collection: str) -> None
             return replace(kv, parent=node.parent)
 
     with suppress(CorruptBlobError, StoreFullError):  # the next request tries again
-        LocalNodeEncoder(runtime, chunk.collection or collection).keep_for(chunk, node.key, compute)
+        LocalNodeEncoder(runtime, chunk.collection or collection).store_chunk(chunk, node.key, compute)

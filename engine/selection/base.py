@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ragblend.engine.plan import Kind, Plan, Span
+from ragblend.engine.plan import Plan, Span, TokenKind
 from ragblend.engine.selection.shift import Delta, KernelShift, LayerChange
 from ragblend.kvstore.errors import UsageError
 
@@ -136,7 +136,7 @@ class Policy:
 
     def spans(self, plan: Plan) -> tuple[Span, ...]:
         """The chunks whose stored KV is used."""
-        return tuple(span for span in plan.spans if span.reader is not None)
+        return tuple(span for span in plan.spans if span.stored is not None)
 
     def peeks(self, plan: Plan, layer: int) -> bool:
         """Whether to call `narrow` with this layer's new KV before its attention is computed."""
@@ -181,7 +181,7 @@ def fresh_rows(plan: Plan) -> Tensor:
     """(R,) positions of the literals, and of chunks that are not loaded before any stored one: what a probe computes
     there is final, and loading goes on meanwhile.
     """
-    rows = plan.kinds == Kind.FRESH
+    rows = plan.kinds == TokenKind.FRESH
     rows[: plan.settled_tokens] |= plan.always[: plan.settled_tokens]
     return rows.nonzero().squeeze(1)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ragblend.engine.plan import Kind, Plan
+from ragblend.engine.plan import Plan, TokenKind
 from ragblend.engine.selection import base
 from ragblend.engine.selection.base import COLLECTED_ROWS, Attention, Policy, ProbeResult
 from ragblend.engine.selection.shift import evenly_spread
@@ -96,7 +96,7 @@ class ByAttention(Policy):
         probe = self.probe_rows(plan)
         if probe is None:
             return super().passes(plan)
-        settled, layers = plan.settled_by(probe), self.attention_layers(plan)
+        settled, layers = plan.settled_rows(probe), self.attention_layers(plan)
         through = layers.stop
         passes = through if self.anchors is None else through + len(layers) - 1
         again = probe.numel() * passes - settled * through
@@ -203,7 +203,7 @@ def merged_heads(plan: Plan, attention: Attention) -> Tensor:
     grouped = queries.reshape(keys.shape[0], -1, *queries.shape[1:]).sum(1)
     merged = torch.einsum("hwd,hkd->wk", grouped.float(), keys.float())
     merged *= attention.scaling / queries.shape[0] ** 0.5
-    of_documents = plan.kinds[attention.first_key :] > Kind.NOT_LOADED
+    of_documents = plan.kinds[attention.first_key :] > TokenKind.NOT_LOADED
     merged = (merged + attention.mask).masked_fill(~of_documents, -torch.inf)
     return merged.softmax(dim=-1).nan_to_num(0.0).sum(0)  # NaN: a window without any document
 

@@ -46,18 +46,18 @@ class ServerNodeEncoder(NodeEncoder):
     def encode_missing(self, node_ids: Sequence[str], cancel: Cancel | None) -> Iterator[int]:
         for node_id in node_ids:
             self._runtime.ensure_connected(cancel)
-            node = self._to_encode(node_id)
+            node = self._unencoded(node_id)
             if node is not None and not node.fits:
                 return
             yield 0 if node is None else self._encode(node.passage, node.key, node_id, cancel)
 
-    def encode_later(self, chunk: Chunk, due: float) -> None:
+    def encode_in_background(self, chunk: Chunk, due: float) -> None:
         runtime = self._runtime
         is_closing = CallbackCancel(lambda: runtime.background.stopping)
         with suppress(Cancelled):  # an exiting process does not wait for a server
             runtime.ensure_connected(is_closing)
             key = self._key_of(chunk.encoded_ids, runtime.canonical_prefix)
-            if key is not None and not self._is_stored(key) and self._claim_named(chunk, key):
+            if key is not None and not self._is_stored(key) and self._claim_chunk(chunk, key):
                 self._encode(chunk.encoded_ids, key, chunk.node_id, is_closing)
 
     def _encode(

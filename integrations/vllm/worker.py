@@ -1,6 +1,7 @@
-"""The connector in vLLM's worker: fuses prompts, writes their KV into vLLM's blocks, encodes passages, and reports."""
+"""The connector's part in vLLM's worker process, which has the model: fuses the prompts that the scheduler's part
+sends, writes their KV into vLLM's blocks, encodes passages, and reports.
+"""
 
-import heapq
 import logging
 import math
 import sys
@@ -31,19 +32,19 @@ from ragblend.integrations.vllm.runtime import VllmRuntime
 from ragblend.integrations.vllm.settings import ConnectorSettings
 from ragblend.integrations.vllm.tensor_parallel import TensorParallelGroup, WorkersOutOfSync
 from ragblend.kvstore.errors import RagBlendError, UnsupportedModelError
-from ragblend.kvstore.keys import ChunkKey
 
 if TYPE_CHECKING:
     from ragblend.integrations.vllm.decoder import VllmDecoder
 
 log = logging.getLogger("ragblend")
-MOST_TAIL_BYTES = 256 << 20  # of all fused prompts
+MOST_TAIL_BYTES = 256 << 20  # of a `TailCache`
 
 
 class TailCache:
-    """The last rows of fused prompts, which fill no block: vLLM's prefix cache has only whole ones.
+    """The KV of the last tokens of fused prompts, which fill no whole block: vLLM's prefix cache has only whole ones.
 
-    With them, a repeated question gets all of its fused KV again, and so the same answer.
+    With it, a repeated question gets all of its fused KV again, and so the same answer. Prompts are named by the salt
+    of their blocks (`PromptToFuse`).
     """
 
     def __init__(self, most_bytes: int = MOST_TAIL_BYTES) -> None:
@@ -51,7 +52,7 @@ class TailCache:
         self._rows: OrderedDict[str, tuple[int, Tensor]] = OrderedDict()
 
     def keep(self, salt: str, start: int, rows: Tensor) -> None:
-        """Rows from position `start` on, (L, 2, H, T, D), of the prompt with that salt; evicts the oldest."""
+        """Keep rows (L, 2, H, T, D) from position `start` on; evicts the least recently used prompts."""
         if (old := self._rows.pop(salt, None)) is not None:
             self._bytes -= old[1].nbytes
         self._rows[salt] = start, rows
@@ -60,7 +61,7 @@ class TailCache:
             self._bytes -= self._rows.popitem(last=False)[1][1].nbytes
 
     def rows(self, salt: str, start: int) -> Tensor | None:
-        """All rows from that position on; None if there are not so many."""
+        """Rows from position `start` on; None if earlier ones than were kept are needed."""
         first, rows = self._rows.get(salt, (sys.maxsize, None))
         if rows is None or start < first:
             return None
@@ -69,16 +70,18 @@ class TailCache:
 
 
 class ConnectorWorker:
-    """The worker's side.
+    """Does the work of each step on the model of vLLM's worker.
 
-    If fusing a prompt of at most `step_tokens` failed, it is computed in full; vLLM computes a longer one in pieces,
-    because its wait for workers is limited. is_ahead: prompts are fused a step before their last token is computed.
-    refusal: why nothing is fused; None if prompts are. The scheduler gets it before the first request.
+    If fusing a prompt of at most `step_tokens` fails, it is computed in full here; vLLM computes a longer one in
+    pieces, because its wait for workers is limited. is_ahead: prompts are fused a step before vLLM computes their last
+    token, so that vLLM itself can compute one that failed. refusal: why nothing is fused; None if prompts are. The
+    scheduler gets it before the first request. Of a tensor-parallel group only the first worker leads; the others run
+    the leader's operations on their shards.
     """
 
     def __init__(self, runtime: VllmRuntime, settings: ConnectorSettings, is_ahead: bool = False) -> None:
         self._runtime, self._settings, self._is_ahead = runtime, settings, is_ahead
-        self._longest = settings.step_tokens
+        self._step_tokens = settings.step_tokens
         self._decoder: VllmDecoder | None = None
         self._leads = True
         self.refusal: str | None = "the worker has not started"
@@ -90,22 +93,24 @@ class ConnectorWorker:
         self._reports, self._stats = FusionReports(), FusionStats()
 
     def start(self, make: "Callable[[str], VllmDecoder]", group: TensorParallelGroup) -> None:
-        """Create the decoder and run the gate; model and cache must exist. All workers of a group start together."""
+        """Create the decoder and run the gate; the model and vLLM's KV cache must exist. All workers of a group start
+        together, and agree on one refusal. make(dtype): gives the decoder.
+        """
         started = time.perf_counter()
-        made: list[VllmDecoder] = []
+        decoders: list[VllmDecoder] = []
         self._leads = group.leads
-        self.refusal = group.agree(_failure(lambda: made.append(make(self._runtime.dtype))))
+        self.refusal = group.agree(_error_of(lambda: decoders.append(make(self._runtime.dtype))))
         if self.refusal is None:
-            self.refusal = group.agree(_failure(lambda: self._run_gate(made[0])))
+            self.refusal = group.agree(_error_of(lambda: self._run_gate(decoders[0])))
         if self.refusal is None:
-            self._decoder = made[0]
+            self._decoder = decoders[0]
             log.info("RAGBlend fuses prompts here; the gate took %.1f s", time.perf_counter() - started)
         else:
             log.warning("RAGBlend fuses nothing here, and vLLM computes all prompts itself: %s", self.refusal)
 
     def _run_gate(self, decoder: "VllmDecoder") -> None:
-        """Raises UnsupportedModelError."""
-        with _eager(), self._lead_or_follow(decoder) as leads:
+        """Test the model, and give it to the runtime if it passes. Raises UnsupportedModelError if not."""
+        with _plain_modules(), self._lead_or_follow(decoder) as leads:
             if not leads:
                 return
             runtime = self._runtime
@@ -113,19 +118,19 @@ class ConnectorWorker:
             if not verdict.passed:
                 raise UnsupportedModelError(str(verdict.reason))
             runtime.adopt(decoder, verdict)
+            # Opened now, not by the first request.
             _ = runtime.store, runtime.readers, runtime.canonical_prefix
             runtime.background.add(self._read_ahead)
 
     def _read_ahead(self) -> None:
-        """Have the most requested passages in the page cache before the first prompt."""
+        """Read the most requested passages into the page cache, before the first prompt."""
         store = self._runtime.store
-        asked = store.asked()
-        for digest in heapq.nlargest(self._settings.warm, asked, key=asked.__getitem__):
-            store.will_need(ChunkKey(digest))
+        for key in store.most_requested(self._settings.warm):
+            store.read_ahead(key)
 
     @contextmanager
     def _lead_or_follow(self, decoder: "VllmDecoder") -> Iterator[bool]:
-        """Yield whether this worker leads; another worker has then already followed the leader through its block."""
+        """Yield whether this worker leads. One that follows has, by then, run all operations of the leader's block."""
         if not self._leads:
             decoder.follow()
             yield False
@@ -145,13 +150,13 @@ class ConnectorWorker:
         self._runtime.close()
 
     def run(self, work: StepWork) -> None:
-        """Do a step's work, before its forward pass. In most steps there is none."""
+        """Do a step's work, before vLLM's forward pass. In most steps there is none."""
         decoder = self._decoder
-        if decoder is None:  # they were scheduled before the refusal arrived
+        if decoder is None:  # its prompts were scheduled before the refusal arrived: `_serve` reports it
             for prompt in work.prompts if self._leads else ():
                 self._serve(prompt)
         elif work.prompts or work.encode is not None:
-            with _eager(), self._lead_or_follow(decoder) as leads:
+            with _plain_modules(), self._lead_or_follow(decoder) as leads:
                 for prompt in work.prompts if leads else ():
                     self._serve(prompt)
                 if work.encode is not None and leads:
@@ -160,6 +165,7 @@ class ConnectorWorker:
             self._loaded |= {prompt.request_id for prompt in work.prompts}
 
     def _serve(self, prompt: PromptToFuse) -> None:
+        """Write a prompt's KV: what is left of it from the tail cache, or by fusing; recover from any error."""
         try:
             if not self._restore(prompt):
                 self._fuse(prompt, prompt.plan.options.method)
@@ -173,8 +179,8 @@ class ConnectorWorker:
         self._recover(prompt, message)  # after the handler, whose error keeps memory
 
     def _recover(self, prompt: PromptToFuse, message: str) -> None:
-        """Let vLLM compute the prompt. If its last token is computed in this step, try all rows here first, so that no
-        request uses unwritten blocks.
+        """Let vLLM compute the prompt, by naming it or its blocks as failed. If its last token is computed in this
+        step, try to compute all rows here first, so that no request uses unwritten blocks.
         """
         self._stats.add(failures=1)
         self._report(prompt, {"error": message})
@@ -182,15 +188,16 @@ class ConnectorWorker:
             self._lost.add(prompt.request_id)
             return
         with suppress(Exception):
-            if prompt.stop <= self._longest:
+            if prompt.stop <= self._step_tokens:
                 self._fuse(prompt, "full")
                 return
+        # Of the first KV cache group: with several, vLLM raises, and computing here has been tried.
         size = self._decoder.paged.block_sizes[0] if self._decoder is not None else None
         first = 0 if size is None else prompt.start // size
-        self._failed |= set(prompt.blocks[0][first:]) - {0}
+        self._failed |= set(prompt.blocks[0][first:]) - {0}  # 0: no block, outside of a sliding window
 
     def _restore(self, prompt: PromptToFuse) -> bool:
-        """Write the last rows of a repeated question, whose other blocks vLLM's prefix cache has."""
+        """Write the last rows of a repeated question, whose other blocks vLLM's prefix cache has; False for another."""
         decoder, rows = self._decoder, self._tails.rows(prompt.salt, prompt.start)
         if decoder is None or rows is None:
             return False
@@ -207,6 +214,7 @@ class ConnectorWorker:
         return True
 
     def _fuse(self, prompt: PromptToFuse, method: str) -> None:
+        """Prefill the prompt by that method, write its KV into the blocks, keep its tail, and report."""
         if self._decoder is None:
             raise RagBlendError(str(self.refusal))
         options, plan, stop = prompt.plan.options, prompt.plan, prompt.stop
@@ -220,20 +228,20 @@ class ConnectorWorker:
         fused = time.perf_counter()
         cache, start = prefilled.cache, prompt.start
         self._decoder.write(lambda layer: cache.span(layer, start, stop), start, stop, prompt.blocks)
-        if method == options.method:
+        if method == options.method:  # not a recovery
             block_tokens = math.lcm(*self._decoder.paged.block_sizes)
             tail, layers = stop // block_tokens * block_tokens, range(self._decoder.geometry.layers)
             rows = torch.stack([torch.stack(cache.span(layer, tail, stop)) for layer in layers])
             self._tails.keep(prompt.salt, tail, rows.cpu())
         self._count(prompt, prefilled.report, fused - started, time.perf_counter() - fused)
-        self._runtime.background.add(self._runtime.store.save_uses)
+        self._runtime.background.add(self._runtime.store.save_ledger)
         # Only KV with a node is stored, because other KV could not be deleted.
         known = {key for chunk, _, key in keys_of(self._runtime, request) if chunk.node_id is not None}
         arrived = {key: blob for key, blob in prefilled.arrived.items() if key in known}
         queue_storing_arrived(self._runtime, request, replace(prefilled, arrived=arrived))
 
     def _count(self, prompt: PromptToFuse, report: Report, fused_s: float, write_s: float) -> None:
-        """Report, count and log a fused prompt."""
+        """Report, count and log a fused prompt. fused_s, write_s: seconds to fuse it, and to write its KV."""
         tokens = report.tokens
         counts = {name: getattr(tokens, name) for name in ("prompt", "reused", "recomputed", "missing")}
         details: dict[str, Any] = {
@@ -266,7 +274,7 @@ class ConnectorWorker:
         )  # fmt: skip
 
     def _report(self, prompt: PromptToFuse, details: dict[str, Any]) -> None:
-        """Keep the first report, so that the recovery does not hide an error."""
+        """Keep a report for the scheduler; of a prompt the first one, so that the recovery does not hide an error."""
         first = self._reports.prompts.setdefault(prompt.request_id, details)
         if prompt.plan.options.label is not None:
             self._reports.by_label[prompt.plan.options.label] = first
@@ -276,8 +284,9 @@ class ConnectorWorker:
     ) -> None:
         """Store a passage's KV, encoded alone after the canonical prefix, unless its node has been deleted.
 
-        space: the collection, or the part of it whose requests alone find it.
-        is_idle: try the shared store first; for a prompt's passages that was done on arrival.
+        passage: its token ids. space: where its KV is stored: the collection, or the part of it that only requests with
+        one salt find. is_idle: no prompt waits for it, so the shared store is tried first (for a prompt's passages that
+        was done when the request arrived), and a passage that would take too long is left out.
         """
         runtime, prefix = self._runtime, self._runtime.canonical_prefix
         try:
@@ -286,7 +295,7 @@ class ConnectorWorker:
             nodes = LocalNodeEncoder(runtime, collection)
             if not nodes.claim(node_id, passage, key) or runtime.store.contains(key):
                 return
-            if is_idle and nodes.fetched(key, passage, prefix, node_id):
+            if is_idle and nodes.copy_from_shared(key, passage, prefix, node_id):
                 return
             limit = self._settings.encode_seconds
             if is_idle and limit is not None and self._token_seconds * len(passage) > limit:
@@ -297,13 +306,14 @@ class ConnectorWorker:
             started = time.perf_counter()
             encoded = self._encoder.encode(passage)
             self._token_seconds = (time.perf_counter() - started) / len(passage)
-            self._stats.add(encoded=int(nodes.keep(key, encoded, node_id)))
+            self._stats.add(encoded=int(nodes.store(key, encoded, node_id)))
         except Exception as error:
             log.warning("a passage of %d tokens could not be encoded: %s", len(passage), error)
 
     # --- called by vLLM after each step
 
     def take_failed_blocks(self) -> set[int]:
+        """Ids of blocks without valid KV, which vLLM must compute."""
         failed, self._failed = self._failed, set()
         return failed
 
@@ -321,8 +331,8 @@ class ConnectorWorker:
         return None if stats.is_empty() else replace(stats)
 
 
-def _failure(step: Callable[[], None]) -> str | None:
-    """Run a step of the start; returns the reason if it fails, else None."""
+def _error_of(step: Callable[[], None]) -> str | None:
+    """Run a step of the start; returns why it failed, None if it did not."""
     try:
         step()
     except RagBlendError as error:
@@ -334,11 +344,11 @@ def _failure(step: Callable[[], None]) -> str | None:
 
 
 @contextmanager
-def _eager() -> Iterator[None]:
-    """Context for calling vLLM's modules one by one, with any number of rows, without compilation and inference mode.
+def _plain_modules() -> Iterator[None]:
+    """Context for calling vLLM's modules one by one, uncompiled and out of inference mode, with any number of rows.
 
-    Compiling each norm, and some again for new shapes, would take seconds between requests. The loader's threads, which
-    fill the buffers, are not in inference mode.
+    Compiling each norm, and some again for new shapes, would take seconds between requests. The buffers must be no
+    inference tensors, because the loader's threads, which are not in inference mode, fill them.
     """
     with torch.compiler.set_stance("force_eager"), torch.inference_mode(False):
         yield

@@ -9,7 +9,7 @@ from benchmarks.measure_citations import labelled, rates
 from ragblend.app import samples
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.citations import Citation, Mark, cite, with_marks
-from ragblend.app.answering.support import names, sentences, supporting
+from ragblend.app.answering.support import names, sentences, supporting_span
 from ragblend.app.library.ingest import ingest
 
 
@@ -150,7 +150,7 @@ The gross salary is 3,640 crowns a month, and is paid on the last working day of
     ],
 )
 def test_the_words_of_headings_and_of_the_documents_name_count(sentence, is_supported):
-    assert (supporting(sentence, CONTRACT, "employment-selma-quist.docx") is not None) is is_supported
+    assert (supporting_span(sentence, CONTRACT, "employment-selma-quist.docx") is not None) is is_supported
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_the_words_of_headings_and_of_the_documents_name_count(sentence, is_supp
 )
 def test_a_proposal_and_a_list_of_names_support_nothing(sentence):
     passage = "Present: Selma Quist, Bram Oude and Nora Vale. Selma proposes a supplier of cables: Corvane in Ghent."
-    assert supporting(sentence, passage) is None
+    assert supporting_span(sentence, passage) is None
 
 
 def test_a_pronoun_is_the_person_of_the_sentence_before():
@@ -201,7 +201,7 @@ MANUAL = (
 )
 def test_words_of_another_statement_are_no_rephrasing(sentence, is_supported):
     """`Backflushed every three months` was given the sentence about descaling."""
-    assert (supporting(sentence, MANUAL) is not None) is is_supported
+    assert (supporting_span(sentence, MANUAL) is not None) is is_supported
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_words_of_another_statement_are_no_rephrasing(sentence, is_supported):
     ],
 )
 def test_sentences_in_other_words_scripts_and_widths_are_supported(sentence, passage):
-    assert supporting(sentence, passage) is not None
+    assert supporting_span(sentence, passage) is not None
 
 
 INVOICE = """Invoice 0042
@@ -265,7 +265,7 @@ Bicycle: Ridley Grifn"""
     ],
 )
 def test_forms_and_light_verbs(sentence, passage, is_supported):
-    assert (supporting(sentence, passage) is not None) is is_supported
+    assert (supporting_span(sentence, passage) is not None) is is_supported
 
 
 TIMETABLE = """Sheet: Line 42
@@ -312,7 +312,7 @@ Stock: 20"""
     ],
 )
 def test_a_table_row_supports_what_its_fields_say(sentence, passage, quote):
-    place = supporting(sentence, passage, "Bus timetable and prices")
+    place = supporting_span(sentence, passage, "Bus timetable and prices")
     assert (place is not None) is (quote is not None)
     if place is not None:
         assert quote in passage[place.start : place.stop]
@@ -324,15 +324,15 @@ def test_the_total_at_the_end_of_an_invoice_is_no_heading():
     )
     for amount, is_supported in (("1,248.60", True), ("208.10", False)):
         said = f"The total amount due of invoice 2024-0892 is GBP {amount}."
-        assert (supporting(said, invoice, "Invoice 2024-0892.pdf") is not None) is is_supported
+        assert (supporting_span(said, invoice, "Invoice 2024-0892.pdf") is not None) is is_supported
 
 
 def test_an_answer_of_many_clauses_is_compared_in_bounded_work():
     """Every way to cut the sentence was tried: 2 to the power of 23."""
     said = [f"boat {letter} has a red hull" for letter in "abcdefghijklmnopqrstuvw"]
     passage = "".join(f"{each.capitalize()}.\n" for each in said)
-    assert supporting(f"{', '.join(said)}.", passage) is not None
-    assert supporting(f"{', '.join(said)}, and the ferry sank last winter.", passage) is None
+    assert supporting_span(f"{', '.join(said)}.", passage) is not None
+    assert supporting_span(f"{', '.join(said)}, and the ferry sank last winter.", passage) is None
 
 
 def test_citations_of_real_answers_are_precise_and_few_are_missed():
@@ -345,7 +345,7 @@ def test_place_is_the_supporting_sentence():
     (citation,) = cite("The red boat belongs to Ada.", [SKY, BOATS]).citations
     assert BOATS.text[slice(*citation.place)] == "The red boat belongs to Ada."
     wrapped = "# Boats\n\nThree boats lie at\nthe quay of Hull. A\nred boat belongs to Ada."
-    place = supporting("The red boat belongs to Ada.", wrapped)
+    place = supporting_span("The red boat belongs to Ada.", wrapped)
     assert wrapped[place.start : place.stop] == "A\nred boat belongs to Ada."
 
 
@@ -451,7 +451,7 @@ def test_ends_of_sentences(text, ends):
     ],
 )
 def test_exchanged_and_opposite_words_of_any_language_are_not_supported(sentence, passage):
-    assert supporting(passage, passage) is not None and supporting(sentence, passage) is None
+    assert supporting_span(passage, passage) is not None and supporting_span(sentence, passage) is None
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def test_another_embedder_completes_it(deletions, workspaces, documents, documen
 def test_a_file_that_vanishes_meanwhile_changes_nothing(deletions, workspaces, document, jobs, secret):
     deletions.delete([document.id], "default")
     secret.unlink()
-    assert jobs.remove_missing([secret], "default") == 0
+    assert jobs.queue_removal([secret], "default") == 0
     deletions.undo(document.id)
     assert "secret.txt" in found(workspaces)
-    assert jobs.remove_missing([secret], "default") == 1
+    assert jobs.queue_removal([secret], "default") == 1

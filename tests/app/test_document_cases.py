@@ -457,7 +457,7 @@ def test_book(tmp_path, name, found, replacement, wanted):
 
 
 def test_every_format_has_a_reader_and_is_named_once():
-    assert len(readers.READERS) == len({suffix.lower() for suffix in readers.READERS}) >= 20
+    assert len(readers.FORMATS) == len({suffix.lower() for suffix in readers.FORMATS}) >= 20
 
 
 def test_temporary_files_beside_documents_are_skipped_by_a_list(tmp_path):

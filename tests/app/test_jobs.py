@@ -254,7 +254,7 @@ def test_queue_removes_documents_without_files(jobs, workspaces, documents):
     ingest(workspaces.of("default"), [documents])
     (documents / "sky.txt").unlink()
     paths = [documents / "sky.txt", documents / "boats.txt", documents / "never.txt"]
-    assert jobs.remove_missing(paths, "default") == 2
+    assert jobs.queue_removal(paths, "default") == 2
     finish(jobs)
     assert states(jobs) == {"sky.txt": "done", "boats.txt": "unchanged"}, "what came back stays"
     assert set(documents_of(workspaces)) == {"boats.txt", "bread.md"}
@@ -406,7 +406,7 @@ def test_a_file_that_comes_back_while_it_is_removed_is_ingested(jobs, workspaces
         jobs.add([sky], "default")
 
     monkeypatch.setattr("ragblend.app.library.jobs.remove_document", removed)
-    jobs.remove_missing([sky], "default")
+    jobs.queue_removal([sky], "default")
     assert idle(jobs)
     assert documents_of(workspaces) == {"sky.txt": DocumentState.DONE}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.method_pictures import RecordedRun, RowState, states, watched
-from ragblend.engine.plan import Kind, Span, make_plan
+from ragblend.engine.plan import Span, TokenKind, make_plan
 from ragblend.engine.selection import METHODS
 from ragblend.measuring import quality
 from ragblend.measuring.prefilling import stored
@@ -69,7 +69,7 @@ def test_recorded_shares_equal_the_reports(engine, prompt, method) -> None:
     plainly = engine.prefill(prompt, method=method, ratio=0.4)
     assert torch.equal(through.logits, plainly.logits)  # watching changes nothing
     assert through.report.method == method
-    stored_tokens = seen.plan.kinds >= Kind.EXACT
+    stored_tokens = seen.plan.kinds >= TokenKind.EXACT
     shares = seen.computed().float().mean(0)
     assert shares[seen.plan.always].eq(1).all()
     spent, report = float(shares[stored_tokens].mean()), plainly.report

@@ -362,9 +362,11 @@ def answering(engine, token):
 def test_on_a_busy_device_a_passage_is_encoded_in_turn_and_once(fresh, monkeypatch):
     """Each question left it to be done again, in a pause that never came."""
     engine, asked = fresh.engine, make_prompt(TEXTS[:1])
-    begun, encode, encoded = threading.Event(), LocalNodeEncoder.encode_later, []
+    begun, encode, encoded = threading.Event(), LocalNodeEncoder.encode_in_background, []
     monkeypatch.setattr("ragblend.engine.nodes.PATIENCE_S", 0.0)
-    monkeypatch.setattr(LocalNodeEncoder, "encode_later", lambda *given: (encoded.append(1), encode(*given)))
+    monkeypatch.setattr(
+        LocalNodeEncoder, "encode_in_background", lambda *given: (encoded.append(1), encode(*given))
+    )
     engine.runtime.background.add(lambda: begun.wait(60))  # until all have asked
 
     for _ in range(3):

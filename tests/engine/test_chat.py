@@ -192,7 +192,7 @@ def test_prefetch_loads_the_model_and_reads_chunks_ahead(fresh, monkeypatch):
     read_ahead = []
     text = make_text(1)
     (key,) = fresh.engine.encode([text]).keys
-    monkeypatch.setattr(fresh.engine.store, "will_need", read_ahead.append)
+    monkeypatch.setattr(fresh.engine.store, "read_ahead", read_ahead.append)
     fresh.engine.prefetch([Chunk(text)])
     assert fresh.engine.finish_background(30)
     assert read_ahead == [key]

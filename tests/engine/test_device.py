@@ -83,12 +83,12 @@ def test_sources_of_apple_copies_live_until_the_copies_end(staged, monkeypatch):
     clear = StagedLoader.finish
 
     def finish(self):
-        held = len(self._sources)
+        held = len(self._kept_alive)
         monkeypatch.setattr(
-            torch.mps, "synchronize", lambda: finished.append(held and held == len(self._sources))
+            torch.mps, "synchronize", lambda: finished.append(held and held == len(self._kept_alive))
         )
         clear(self)
-        assert not self._sources
+        assert not self._kept_alive
 
     monkeypatch.setattr(StagedLoader, "finish", finish)
     monkeypatch.setattr(torch.mps, "synchronize", lambda: None)

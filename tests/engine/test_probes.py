@@ -9,7 +9,7 @@ from benches import SUFFIX, in_turn, largest_error, make_prompt, make_text, pair
 from transformers import DynamicCache
 
 from ragblend.engine import cache as cache_module
-from ragblend.engine.plan import Kind
+from ragblend.engine.plan import TokenKind
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
 from ragblend.engine.selection import ATTENTION_FREE, ByAttention, by_attention
 from ragblend.engine.selection.base import Attention, fresh_rows
@@ -132,7 +132,7 @@ def test_a3_merges_all_heads_into_one_product(stored, seen):
     stored.engine.prefill(prompt, method="a3", ratio=0.6)
     policy, plan, probed = seen[-1]
     keys = reused.span(1, 0, start)[0]  # (H, T, D)
-    documents = [row for row in range(start) if plan.kinds[row] in (Kind.EXACT, Kind.REUSABLE)]
+    documents = [row for row in range(start) if plan.kinds[row] in (TokenKind.EXACT, TokenKind.REUSABLE)]
     expected = torch.zeros(plan.tokens)
     for row in range(queries.shape[0]):
         merged = []

@@ -46,7 +46,7 @@ def times_asked(home):
     with closing(Engine.open(home=home, device="cpu", dtype="bfloat16")) as engine:
         runtime = engine.runtime
         ids = tuple(runtime.tokenizing.passage_ids(town(0)))
-        return runtime.store.times_asked(runtime.key_of(runtime.canonical_prefix, ids, "default"))
+        return runtime.store.request_count(runtime.key_of(runtime.canonical_prefix, ids, "default"))
 
 
 def test_a_script_of_three_questions_reuses_from_its_second_run_on(smollm2_home, tmp_path, with_smollm2):

@@ -61,7 +61,7 @@ def test_what_is_not_loaded_at_the_beginning_is_settled_and_probed():
     assert plan.settled_tokens == 20  # up to the stored passage
     assert fresh_rows(plan).tolist() == [*range(20), *range(30, 35), *range(45, 50)]
     assert needed_rows(plan).tolist() == [*range(20), *range(30, 50)]
-    assert plan.settled_by(fresh_rows(plan)) == 20
+    assert plan.settled_rows(fresh_rows(plan)) == 20
 
 
 def test_pick_top_selects_the_best_candidates_and_all_needed_rows():

@@ -165,9 +165,9 @@ def test_view_of_a_passage_alone_is_exact(fresh):
     prefilled = engine.prefill(prompt, method="probe-shift")
     alone = with_passage_alone(prompt, 1)
     with engine.runtime.queue.turn() as turn:
-        view = PassageView(engine.runtime.decoder, prefilled.read_alone(alone, turn))
+        view = PassageView(engine.runtime.decoder, prefilled.prefill_other(alone, turn))
         found = [view.logits(answer) for answer in ((), (5,), (5, 6, 7))]
-        assert prefilled.read_alone(alone, turn).report.tokens.reused == len(alone.chunks[0].token_ids)
+        assert prefilled.prefill_other(alone, turn).report.tokens.reused == len(alone.chunks[0].token_ids)
     for answer, logits in zip(((), (5,), (5, 6, 7)), found, strict=True):
         ids = torch.tensor([[*alone.token_ids, *answer]])
         wanted = engine.runtime.loaded.model(ids).logits[0, -1]

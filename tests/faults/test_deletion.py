@@ -205,7 +205,7 @@ def _remove(desk, home, way, paths, folder):
         for path in paths:
             path.unlink()
         desk.jobs.start()
-        assert desk.jobs.remove_missing(paths, "default") == len(paths) and idle(desk.jobs, 120)
+        assert desk.jobs.queue_removal(paths, "default") == len(paths) and idle(desk.jobs, 120)
         with desk.workspaces.writing():
             pass  # the worker has let go
     elif way == "changed":

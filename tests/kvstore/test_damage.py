@@ -142,7 +142,7 @@ def test_anything_but_a_file_in_place_of_a_value_is_damage(
     store, (key, chunk) = open_store(), sample(1)
     for look in (
         lambda: store.get(key, chunk.token_ids),
-        lambda: store.will_need(key),
+        lambda: store.read_ahead(key),
         lambda: store.promote(key, chunk.token_ids),
         store.check,
         store.repair,

@@ -36,7 +36,7 @@ class Memory:
         if digest in self.here:
             entry = used(self.here[digest], self.uses, self.half_life)
             self.here[digest] = ranked(entry, self.policy, self.clock)
-        elif self.policy.fades:
+        elif self.policy.decays:
             self.gone[digest] = used(self.gone.get(digest, Entry(digest, 0)), self.uses, self.half_life)
 
     def put(self, digest, nbytes, value_cost):
@@ -53,7 +53,7 @@ class Memory:
             victims.append(min(others, key=lambda each: (each.priority, each.used_at)))
             del self.here[victims[-1].digest]
         self.clock = clock_after(self.clock, victims)
-        if self.policy.fades:
+        if self.policy.decays:
             self.gone |= {each.digest: each for each in victims}
 
     def delete(self, digest):
@@ -111,7 +111,7 @@ def test_processes_share_one_eviction_order(root, sample, every_save):
         for _ in range(4):
             assert second.get(one[0][0], one[0][1].token_ids)
             assert first.get(one[1][0], one[1][1].token_ids)
-        first.save_uses()
+        first.save_ledger()
         second.put(*one[3])  # evicts 2, which nobody used
         first.put(*one[4])  # and now 3
         assert digests(first) == digests(second) == {one[number][0].digest for number in (0, 1, 4)}
@@ -133,9 +133,9 @@ def test_counts_of_several_processes_add_up(root, sample):
     first.close()
     second.close()
     with KVStore.open(root, 1 << 20) as store:
-        assert round(store.times_asked(samples[0][0])) == 1 + 2 + 3
+        assert round(store.request_count(samples[0][0])) == 1 + 2 + 3
         assert digests(store) == {samples[0][0].digest, samples[1][0].digest}
-        assert round(store.times_asked(samples[1][0])) == 1 and store.times_asked(samples[2][0]) == 0
+        assert round(store.request_count(samples[1][0])) == 1 and store.request_count(samples[2][0]) == 0
         assert store.totals_by_tier() == {"disk": Counts(hits=5)}
 
 
@@ -158,7 +158,7 @@ def test_uses_by_another_process_survive_local_changes_of_the_value(root, sample
                 for key, each in ((put_again, chunk), (damaged, other), (evicted, third)):
                     theirs.get(key, each.token_ids)
     with KVStore.open(root, 9 * size) as store:
-        assert all(store.times_asked(key) > 15 for key, _ in samples)
+        assert all(store.request_count(key) > 15 for key, _ in samples)
 
 
 def test_a_save_does_not_restore_digests_that_another_process_deleted(root, sample, held_anywhere):
@@ -183,7 +183,7 @@ def test_the_policy_of_the_last_open_applies_to_all_processes(root, sample, ever
         with KVStore.open(root, 2 * size, policy="lru"):
             pass
         first.get(lately[0], lately[1].token_ids)
-        first.save_uses()
+        first.save_ledger()
         first.put(*new)
         assert first.policy == "lru" and digests(first) == {lately[0].digest, new[0].digest}
     with KVStore.open(root, 2 * size, policy="gdsf") as store:
@@ -277,7 +277,7 @@ def test_finding_a_victim_takes_the_same_steps_for_any_number_of_values(monkeypa
     for count in (10, 1000):
         uses = in_memory()
         for number in range(count):
-            uses.arrive(digest_of(number), 1, 1.0)
+            uses.add(digest_of(number), 1, 1.0)
         popped, pop = [], ledger.heapq.heappop
         monkeypatch.setattr(
             ledger.heapq, "heappop", lambda heap, popped=popped, pop=pop: popped.append(1) or pop(heap)
@@ -290,19 +290,19 @@ def test_finding_a_victim_takes_the_same_steps_for_any_number_of_values(monkeypa
 
 def test_memory_does_not_grow_with_the_number_of_uses():
     uses = in_memory()
-    uses.arrive(digest_of(0), 1, 1.0)
+    uses.add(digest_of(0), 1, 1.0)
     for _ in range(5000):
         uses.used(digest_of(0))
-    assert len(uses._order) < 200
+    assert len(uses._heap) < 200
 
 
 def test_counts_of_evicted_values_are_bounded():
     uses = in_memory()
     for number in range(6):
-        uses.arrive(digest_of(number), 1, 1.0)
+        uses.add(digest_of(number), 1, 1.0)
     uses.evict(uses.victims(6, 9))
-    uses.merged(b"", dict)
-    assert set(uses.asked()) == {digest_of(number) for number in (3, 4, 5)}
+    uses.prepare_save(b"", dict)
+    assert set(uses.unstored_request_counts()) == {digest_of(number) for number in (3, 4, 5)}
 
 
 def test_requests_for_values_never_stored_are_bounded_and_not_saved():
@@ -310,13 +310,13 @@ def test_requests_for_values_never_stored_are_bounded_and_not_saved():
     for number in (0, 1, 2, 0, 3):
         uses.used(digest_of(number))
     found = {digest_of(2): 1.0, digest_of(0): pytest.approx(2.0, abs=0.01), digest_of(3): 1.0}
-    assert uses.asked() == found
-    packed, is_saved = uses.merged(b"", dict)
+    assert uses.unstored_request_counts() == found
+    packed, is_saved = uses.prepare_save(b"", dict)
     is_saved()
-    assert uses.asked() == found
+    assert uses.unstored_request_counts() == found
     again = in_memory()
     again.load(packed, {})
-    assert again.asked() == {}
+    assert again.unstored_request_counts() == {}
 
 
 def test_counts_that_could_not_be_saved_are_saved_later(root, sample, rows, every_save):
@@ -327,13 +327,13 @@ def test_counts_that_could_not_be_saved_are_saved_later(root, sample, rows, ever
             refusal = f"BEFORE {change} ON Cache WHEN NEW.key = 'ledger' BEGIN SELECT RAISE(ABORT, 'no'); END"
             rows(f"CREATE TRIGGER no_{change} {refusal}")
         store.get(key, chunk.token_ids)
-        store.save_uses()
+        store.save_ledger()
         for change in ("INSERT", "UPDATE"):
             rows(f"DROP TRIGGER no_{change}")
         store.get(key, chunk.token_ids)
     with KVStore.open(root, 1 << 20) as store:
         assert store.totals_by_tier() == {"disk": Counts(hits=2)}
-        assert round(store.times_asked(key)) == 3
+        assert round(store.request_count(key)) == 3
 
 
 def test_totals_include_all_processes(root, sample):

@@ -170,6 +170,6 @@ def test_will_need_reads_ahead_only_that_file(store, sample, value_path, monkeyp
     monkeypatch.setattr(
         os, "posix_fadvise", lambda fd, *rest: asked.append((os.readlink(f"/proc/self/fd/{fd}"), *rest))
     )
-    store.will_need(key)
-    store.will_need(sample(3)[0])  # never stored: no error
+    store.read_ahead(key)
+    store.read_ahead(sample(3)[0])  # never stored: no error
     assert asked == [(str(value_path(key).resolve()), 0, 0, os.POSIX_FADV_WILLNEED)]

@@ -34,7 +34,7 @@ def test_the_store_works_without_posix_file_hints(open_store, sample, same, monk
     monkeypatch.delattr(os, "posix_fadvise")
     store, (key, chunk) = open_store(), sample(1)
     store.put(key, chunk)
-    store.will_need(key)
+    store.read_ahead(key)
     with store.open_chunk(key, chunk.token_ids) as reader:
         reader.drop_page_cache()
     assert same(store.get(key, chunk.token_ids), chunk)
@@ -46,7 +46,7 @@ def test_the_store_works_without_posix_file_hints(open_store, sample, same, monk
 @pytest.fixture
 def at_once(monkeypatch):
     """How many values a put evicts beside those that it must; fewer than in use."""
-    monkeypatch.setattr("ragblend.kvstore.store.AT_ONCE", 8)
+    monkeypatch.setattr("ragblend.kvstore.store.EXTRA_EVICTIONS", 8)
     return 8
 
 

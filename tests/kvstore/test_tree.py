@@ -86,7 +86,7 @@ def test_a_match_counts_one_request_per_node(store, path):
     nodes = path(1, 2, 3)
     for times in (1, 2):
         held(store, nodes)
-        assert [round(store.times_asked(key), 2) for key, _ in nodes] == [times] * 3
+        assert [round(store.request_count(key), 2) for key, _ in nodes] == [times] * 3
 
 
 def test_a_node_is_stored_only_after_a_stored_parent(store, path):
@@ -226,7 +226,7 @@ def test_deleting_a_node_deletes_its_descendants(store, path, held_anywhere):
     put_all(store, nodes)
     put_all(store, other)
     held(store, nodes)
-    store.save_uses()
+    store.save_ledger()
     freed = store.delete([nodes[1][0]])
     assert freed == sum(Blob.of(*node).nbytes for node in nodes[1:])
     assert (held(store, nodes[:1]), held(store, other)) == (1, 2)
@@ -294,7 +294,7 @@ def test_the_tree_survives_a_lost_ledger(open_store, path, sample, rows):
 
 def test_a_node_is_stored_while_a_lowered_budget_is_exceeded(open_store, path, sample, monkeypatch):
     """Each put evicts some values; where that was not enough, every node was refused and the evictions undone."""
-    monkeypatch.setattr("ragblend.kvstore.store.AT_ONCE", 4)
+    monkeypatch.setattr("ragblend.kvstore.store.EXTRA_EVICTIONS", 4)
     nodes, store = path(1, 2), open_store()
     for seed in range(20, 40):
         store.put(*sample(seed))

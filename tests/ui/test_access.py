@@ -23,7 +23,7 @@ from ragblend.app.library.registry import Library
 from ragblend.app.serve.errors import ApiError
 from ragblend.app.serve.front import Address, Rules, refuse, split_netloc
 from ragblend.app.serve.keys import Authenticator, Client, Keys
-from ragblend.app.serve.listening import check_reach
+from ragblend.app.serve.listening import require_key_if_reachable
 from ragblend.kvstore.errors import UsageError
 from ragblend.ui.login import COOKIE_SECONDS, PageLogin, load_or_create_secret
 from ragblend.ui.page_context import PageContext
@@ -314,12 +314,12 @@ def test_a_wildcard_bind_answers_to_addresses_and_to_no_foreign_name() -> None:
 def test_behind_a_proxy_a_key_is_needed(tmp_path) -> None:
     """Only local programs can connect, but the proxy forwards everybody's requests."""
     keys = Keys(tmp_path)
-    check_reach("127.0.0.1", None, keys)
+    require_key_if_reachable("127.0.0.1", None, keys)
     for host, names in (("127.0.0.1", ["docs.example"]), ("0.0.0.0", None)):
         with pytest.raises(UsageError, match="needs a key"):
-            check_reach(host, names, keys)
+            require_key_if_reachable(host, names, keys)
     keys.add(Client("ada", ("ada",)))
-    check_reach("127.0.0.1", ["docs.example"], keys)
+    require_key_if_reachable("127.0.0.1", ["docs.example"], keys)
 
 
 def request(host, origin=None):

@@ -131,7 +131,10 @@ async def test_a_call_that_is_cut_off_is_logged_and_not_made(caller_llm, caplog,
     [broken] = said.response.additional_kwargs["invalid_tool_calls"]
     assert (broken["name"], broken["arguments"][:9]) == ("note", '{"text": ')
     [record] = [each for each in caplog.records if each.name == "ragblend"]
-    assert "(60) in a call of note, which is not made; allow more with max_new_tokens" in record.message
+    assert (
+        "(60) ended the answer within a call of note, which is not made; allow more with max_new_tokens"
+        in record.message
+    )
 
 
 async def test_structured_predict_gives_the_object_in_all_ways(make_llm):

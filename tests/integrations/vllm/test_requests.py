@@ -443,7 +443,7 @@ def shorter(monkeypatch):
     """Sets the longest prompt that is computed in full where fusing failed."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return lambda tokens: monkeypatch.setattr(get_kv_transfer_group()._worker, "_longest", tokens)
+    return lambda tokens: monkeypatch.setattr(get_kv_transfer_group()._worker, "_step_tokens", tokens)
 
 
 def test_a_long_prompt_that_fails_is_left_to_vllm_at_once(empty, fail_fusing, shorter):

@@ -11,7 +11,10 @@ import pytest
 import torch
 from vllm_helpers import TIMEOUT_S
 
+from ragblend.kvstore.chunks import ChunkKV, Geometry
 from ragblend.kvstore.errors import UnsupportedModelError
+from ragblend.kvstore.keys import ChunkKey
+from ragblend.kvstore.store import KVStore
 
 
 def runtime_of(home: Path, **settings):
@@ -242,12 +245,20 @@ def test_a_failed_prompts_memory_is_freed_before_it_is_computed_in_full(monkeypa
     assert held[1:] == ["full"]
 
 
-def test_the_most_requested_passages_are_read_ahead():
+def test_the_most_requested_passages_are_read_ahead(tmp_path, monkeypatch):
+    """Requests for passages that are not stored were counted, and reading those ahead does nothing."""
     pytest.importorskip("vllm")
     from ragblend.integrations.vllm.settings import ConnectorSettings
     from ragblend.integrations.vllm.worker import ConnectorWorker
 
-    read, asked = [], {"a" * 64: 1.0, "b" * 64: 3.0, "c" * 64: 2.0}
-    store = SimpleNamespace(asked=lambda: asked, will_need=lambda key: read.append(key.digest[0]))
-    ConnectorWorker(SimpleNamespace(store=store), ConnectorSettings(warm=2))._read_ahead()
-    assert read == ["b", "c"]
+    geometry, read = Geometry(1, 1, 2, 2, "float32"), list[ChunkKey]()
+    keys = [ChunkKey(f"{number:064x}") for number in range(4)]
+    with KVStore.open(tmp_path / "kv", 1 << 20) as store:
+        for number, key in enumerate(keys[:3]):
+            store.put(key, ChunkKV((number,), 0, geometry, [torch.zeros(1, 1, 2)], [torch.zeros(1, 1, 2)]))
+        for number, requests in enumerate((1, 3, 2, 5)):  # the last one is not stored
+            for _ in range(requests):
+                store.get(keys[number], (number,))
+        monkeypatch.setattr(store, "read_ahead", read.append)
+        ConnectorWorker(SimpleNamespace(store=store), ConnectorSettings(warm=2))._read_ahead()
+    assert read == [keys[1], keys[2]]
