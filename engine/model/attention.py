@@ -334,7 +334,8 @@ def _by_products(
     group = heads // key.shape[1]
     scale = width**-0.5 if scaling is None else scaling
     groups = query.reshape(key.shape[1], group, rows, width)  # (H, G, R, D)
-    near = _centred(key[0])
+    # Keys after the last tile may not be written yet, and would spoil the mean.
+    near = _centred(key[0, :, : max((tile.stop_key for tile in tiles), default=0)])
     out = torch.empty((1, rows, heads, value.shape[-1]), dtype=query.dtype, device=query.device)
     nothing = query.new_zeros(1)
     sizes = [group * (tile.stop - tile.start) * (tile.stop_key - tile.first_key) for tile in tiles]
