@@ -150,6 +150,12 @@ def test_matching_passage(question, wanted):
         assert alone.token_ids == (1, *prompt.chunks[wanted].token_ids, *question)
 
 
+def test_empty_passages_match_no_question():
+    """In a conversation whose passages are all empty the answer ended with a division by zero."""
+    nothing = Chunk("", token_ids=())
+    assert matching_passage(Prompt([Literal("", (1,)), nothing, nothing, Literal("", ASKED)])) is None
+
+
 def test_earlier_turns_of_a_conversation_stay_beside_the_passage_alone():
     turn = Literal("", tuple(range(10)) * 2)
     prompt = Prompt([Literal("", (1,)), ELSEWHERE, turn, FERRY, Literal("", ASKED)])
