@@ -58,6 +58,27 @@ class NodeEncoder(ABC):
             self._runtime.nodes.put_many(self._scope, zip(node_ids, passages, keys, strict=True))
         self._delete_orphaned_kv()
 
+    def enter_named(self, chunks: Sequence[Chunk]) -> None:
+        """Enter the nodes that a prompt names beside their passages, if they are new or had other passages.
+
+        Before the prompt is computed: entered after it, a node that was deleted or replaced meanwhile came back. A disk
+        that fails is logged, because the question can be answered.
+        """
+        runtime, new = self._runtime, dict[str, dict[str, TokenIds]]()
+        for chunk in chunks:
+            node_id, ids, collection = chunk.node_id, chunk.encoded_ids, chunk.collection or self._collection
+            if node_id is None or chunk.entered or not ids:
+                continue
+            if runtime.nodes.get(runtime.scope(collection), node_id) != ids:
+                new.setdefault(collection, {})[node_id] = ids
+        for collection, passages in new.items():
+            try:
+                type(self)(runtime, collection).enter(
+                    list(passages), list(passages.values()), [None] * len(passages)
+                )
+            except StoreError as error:
+                log.warning("passages of this prompt get no KV for the next question: %s", error)
+
     def find(self, chunks: Sequence[Chunk]) -> NodeIds:
         """Token ids of the chunks that have only a node id. Raises UnknownChunkError for one never encoded."""
         found: NodeIds = {}
@@ -197,13 +218,7 @@ class NodeEncoder(ABC):
 
         make: called if the chunk's node still exists. False if the node, or the tree node before it, was deleted.
         """
-        return self._claim_named(chunk, key) and self.keep(key, make(), chunk.node_id)
-
-    def _claim_named(self, chunk: Chunk, key: ChunkKey) -> bool:
-        """Whether the chunk's KV may be stored; enters a node that is new in this prompt."""
-        if chunk.node_id is not None and not chunk.entered:
-            self.enter([chunk.node_id], [chunk.encoded_ids], [key])
-        return self.claim(chunk.node_id, chunk.encoded_ids, key)
+        return self.claim(chunk.node_id, chunk.encoded_ids, key) and self.keep(key, make(), chunk.node_id)
 
     def claim(self, node_id: str | None, passage: TokenIds, key: ChunkKey) -> bool:
         """Whether this KV may be stored: its node was not deleted."""
