@@ -65,19 +65,22 @@ class NodeEncoder(ABC):
         that fails is logged, because the question can be answered.
         """
         runtime, new = self._runtime, dict[str, dict[str, TokenIds]]()
-        for chunk in chunks:
-            node_id, ids, collection = chunk.node_id, chunk.encoded_ids, chunk.collection or self._collection
-            if node_id is None or chunk.entered or not ids:
-                continue
-            if runtime.nodes.get(runtime.scope(collection), node_id) != ids:
-                new.setdefault(collection, {})[node_id] = ids
-        for collection, passages in new.items():
-            try:
-                type(self)(runtime, collection).enter(
-                    list(passages), list(passages.values()), [None] * len(passages)
+        try:
+            for chunk in chunks:
+                node_id, ids, collection = (
+                    chunk.node_id,
+                    chunk.encoded_ids,
+                    chunk.collection or self._collection,
                 )
-            except StoreError as error:
-                log.warning("passages of this prompt get no KV for the next question: %s", error)
+                if node_id is None or chunk.entered or not ids:
+                    continue
+                if runtime.nodes.get(runtime.scope(collection), node_id) != ids:
+                    new.setdefault(collection, {})[node_id] = ids
+            for collection, passages in new.items():
+                nodes = type(self)(runtime, collection)
+                nodes.enter(list(passages), list(passages.values()), [None] * len(passages))
+        except StoreError as error:
+            log.warning("passages of this prompt get no KV for the next question: %s", error)
 
     def find(self, chunks: Sequence[Chunk]) -> NodeIds:
         """Token ids of the chunks that have only a node id. Raises UnknownChunkError for one never encoded."""

@@ -164,7 +164,9 @@ def test_a_named_node_that_is_deleted_while_its_question_is_answered_stays_delet
     engine, layers = fresh.engine, []
     prompt = Prompt([Literal("Passages: "), Chunk(TEXTS[0], "theirs"), Literal(" Where?")])
     assert engine.gate.passed
-    watch_layers(fresh, lambda layer, *more: layers.append(layer) or (layers == [0] and engine.forget(["theirs"])))
+    watch_layers(
+        fresh, lambda layer, *more: layers.append(layer) or (layers == [0] and engine.forget(["theirs"]))
+    )
     assert engine.prefill(prompt).report.misses == 1
     assert engine.finish_background(60)
     assert engine.store.stats().entries == 0 and engine.runtime.nodes.keys() == set()
@@ -176,7 +178,8 @@ def test_a_named_node_that_is_replaced_while_its_question_is_answered_stays_repl
     prompt = Prompt([Literal("Passages: "), Chunk(TEXTS[0], "theirs"), Literal(" Where?")])
     assert engine.gate.passed
     watch_layers(
-        fresh, lambda layer, *more: layers.append(layer) or (layers == [0] and engine.enter(TEXTS[1:2], ["theirs"]))
+        fresh,
+        lambda layer, *more: layers.append(layer) or (layers == [0] and engine.enter(TEXTS[1:2], ["theirs"])),
     )
     engine.prefill(prompt)
     assert engine.finish_background(60)
@@ -184,11 +187,12 @@ def test_a_named_node_that_is_replaced_while_its_question_is_answered_stays_repl
     assert found.token_ids == new.token_ids and engine.store.stats().entries == 0
 
 
-def test_a_question_that_names_passages_is_answered_on_a_full_disk(fresh, monkeypatch, caplog):
+@pytest.mark.parametrize("method", ["get", "put_many"])
+def test_a_question_that_names_passages_is_answered_if_the_disk_fails(fresh, monkeypatch, caplog, method):
     def fail(*given):
         raise StoreFullError("the disk is full")
 
-    monkeypatch.setattr(type(fresh.engine.runtime.nodes), "put_many", fail)
+    monkeypatch.setattr(type(fresh.engine.runtime.nodes), method, fail)
     prompt = Prompt([Literal("Passages: "), Chunk(TEXTS[0], "theirs"), Literal(" Where?")])
     assert fresh.engine.prefill(prompt).report.misses == 1
     assert fresh.engine.finish_background(60) and fresh.engine.store.stats().entries == 0
