@@ -309,10 +309,16 @@ class NodeEncoder(ABC):
         self._runtime.background.add(partial(self.encode_later, chunk, due), name, Priority.STORE)
 
     def queue_unstored(self, node_ids: Sequence[str]) -> None:
-        """Encode nodes in the background; those that were deleted meanwhile are left out."""
-        for node_id in node_ids:
-            if ids := self._runtime.nodes.get(self._scope, node_id):
-                self.queue_encoding(Chunk(node_id=node_id, token_ids=ids, entered=True))
+        """Encode nodes in the background; those that were deleted meanwhile are left out.
+
+        An index that cannot be read is logged: they are encoded at their next request.
+        """
+        try:
+            for node_id in node_ids:
+                if ids := self._runtime.nodes.get(self._scope, node_id):
+                    self.queue_encoding(Chunk(node_id=node_id, token_ids=ids, entered=True))
+        except StoreError as error:
+            log.warning("passages of an earlier process stay without KV: %s", error)
 
     @abstractmethod
     def _encoder_after(self, prefix: TokenIds) -> Callable[[TokenIds, ChunkKey, str | None], int]:

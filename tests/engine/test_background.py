@@ -19,7 +19,7 @@ from ragblend.engine.node_encoder import LocalNodeEncoder
 from ragblend.engine.prompts.session import Session
 from ragblend.engine.scheduling.order import Claim
 from ragblend.engine.scheduling.queue import CallbackCancel
-from ragblend.kvstore.errors import Cancelled, PromptTooLongError, StoreFullError
+from ragblend.kvstore.errors import Cancelled, PromptTooLongError, StoreError, StoreFullError
 from ragblend.kvstore.store import KVStore
 
 TEXTS = [make_text(seed) for seed in range(6)]
@@ -197,6 +197,21 @@ def test_a_question_that_names_passages_is_answered_if_the_disk_fails(fresh, mon
     assert fresh.engine.prefill(prompt).report.misses == 1
     assert fresh.engine.finish_background(60) and fresh.engine.store.stats().entries == 0
     assert [each.getMessage()[-16:] for each in caplog.records] == ["the disk is full"]
+
+
+def test_an_answer_is_given_if_what_was_left_unstored_cannot_be_looked_up(fresh, monkeypatch, caplog):
+    """The error came after the last token, and the answer was lost."""
+    engine = fresh.engine
+    assert engine.gate.passed
+
+    def fail(*given):
+        raise StoreError("the node index is locked")
+
+    monkeypatch.setattr(type(engine.runtime.nodes), "get", fail)
+    unstored = engine.home / f"unstored-{engine.runtime.fingerprint.digest[:16]}.json"
+    unstored.write_text('{"default": ["node-0"]}')
+    assert engine.generate(Prompt([Literal("Where?")]), max_new_tokens=2).token_ids
+    assert not unstored.exists() and "the node index is locked" in caplog.text
 
 
 @pytest.mark.parametrize("full", ["budget", "disk", "disk that does not say so"])
