@@ -371,6 +371,8 @@ class EngineInterface(ABC):
         if not tokenized.token_ids:
             raise UsageError("the prompt is empty; give it at least one token")
         self.runtime.check_length(len(tokenized.token_ids), "the prompt")
+        if policy.name != "full":
+            self._nodes.enter_named(tokenized.chunks)
         seed, room_tokens = options.seed or 0, min(options.max_new_tokens, MAX_ROOM_TOKENS)
         given = self.config.collection, seed, room_tokens, session, client, deadline
         return Request(tokenized, policy, share, *given)

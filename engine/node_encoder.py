@@ -84,9 +84,8 @@ class LocalNodeEncoder(NodeEncoder):
         try:
             with runtime.store_lock:
                 runtime.store.check_room(len(passage), nbytes)
-            if self._claim_chunk(chunk, key) and not self.copy_from_shared(
-                key, passage, prefix, chunk.node_id
-            ):
+            is_wanted = self.claim(chunk.node_id, passage, key)
+            if is_wanted and not self.copy_from_shared(key, passage, prefix, chunk.node_id):
                 encoder = _PrefixedEncoder(runtime, prefix, loads_model=False)
                 is_closed = CallbackCancel(lambda: runtime.loaded_now is None)
                 self.store(key, self._encode_in_pause(encoder, passage, is_closed, due), chunk.node_id)

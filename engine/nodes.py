@@ -65,6 +65,30 @@ class NodeEncoder(ABC):
             self._runtime.nodes.put_many(self._scope, zip(node_ids, passages, keys, strict=True))
         self._delete_orphaned_kv()
 
+    def enter_named(self, chunks: Sequence[Chunk]) -> None:
+        """Enter the nodes that a prompt names beside their passages, if they are new or had other passages.
+
+        Before the prompt is computed: entered after it, a node that was deleted or replaced meanwhile came back. A disk
+        that fails is logged, because the question can be answered.
+        """
+        runtime, new = self._runtime, dict[str, dict[str, TokenIds]]()
+        try:
+            for chunk in chunks:
+                node_id, ids, collection = (
+                    chunk.node_id,
+                    chunk.encoded_ids,
+                    chunk.collection or self._collection,
+                )
+                if node_id is None or chunk.entered or not ids:
+                    continue
+                if runtime.nodes.get(runtime.scope(collection), node_id) != ids:
+                    new.setdefault(collection, {})[node_id] = ids
+            for collection, passages in new.items():
+                nodes = type(self)(runtime, collection)
+                nodes.enter(list(passages), list(passages.values()), [None] * len(passages))
+        except StoreError as error:
+            log.warning("passages of this prompt get no KV for the next question: %s", error)
+
     def token_ids_of(self, chunks: Sequence[Chunk]) -> NodeIds:
         """Token ids of the chunks that have only a node id, by collection and node id. Raises UnknownChunkError for a
         node that was never encoded.
@@ -211,13 +235,7 @@ class NodeEncoder(ABC):
         make: gives the KV; called only if the node still exists. Returns whether the KV was stored: not if the node, or
         the KV of the path before it, was deleted.
         """
-        return self._claim_chunk(chunk, key) and self.store(key, make(), chunk.node_id)
-
-    def _claim_chunk(self, chunk: Chunk, key: ChunkKey) -> bool:
-        """As `claim`; first enters a node that is new in this prompt."""
-        if chunk.node_id is not None and not chunk.entered:
-            self.enter([chunk.node_id], [chunk.encoded_ids], [key])
-        return self.claim(chunk.node_id, chunk.encoded_ids, key)
+        return self.claim(chunk.node_id, chunk.encoded_ids, key) and self.store(key, make(), chunk.node_id)
 
     def claim(self, node_id: str | None, passage: TokenIds, key: ChunkKey) -> bool:
         """Make the key one of its node's, so that the KV is deleted with it. False if the node was deleted, or has
@@ -309,10 +327,16 @@ class NodeEncoder(ABC):
         self._runtime.background.add(partial(self.encode_in_background, chunk, due), name, Priority.STORE)
 
     def queue_nodes(self, node_ids: Sequence[str]) -> None:
-        """Queue the encoding of nodes; those that were deleted are left out."""
-        for node_id in node_ids:
-            if ids := self._runtime.nodes.get(self._scope, node_id):
-                self.queue_encoding(Chunk(node_id=node_id, token_ids=ids, entered=True))
+        """Queue the encoding of nodes; those that were deleted are left out.
+
+        An index that cannot be read is logged: they are encoded at their next request.
+        """
+        try:
+            for node_id in node_ids:
+                if ids := self._runtime.nodes.get(self._scope, node_id):
+                    self.queue_encoding(Chunk(node_id=node_id, token_ids=ids, entered=True))
+        except StoreError as error:
+            log.warning("passages of an earlier process stay without KV: %s", error)
 
     @abstractmethod
     def _encoder_after(self, prefix: TokenIds) -> Callable[[TokenIds, ChunkKey, str | None], int]:

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -203,8 +203,7 @@ class Remote(Closing):
 
     def begin_read(self, name: str, start: int, nbytes: int, deadline: float) -> "Future[Any]":
         """Start reading a range of a value; RemoteError if it has not arrived by `deadline` (of `time.monotonic`)."""
-        self._run()
-        return asyncio.run_coroutine_threadsafe(self._read(name, start, nbytes, deadline), self._loop)
+        return self._start(lambda: self._read(name, start, nbytes, deadline))
 
     def spoiled(self, key: ChunkKey, why: str) -> None:
         """Count a damaged value. It stays there until it is overwritten."""
@@ -215,10 +214,9 @@ class Remote(Closing):
         """Run a request. Raises RemoteError, at once while it is not used, else after the limit at most; Refused."""
         if not self.is_available:
             raise self._error(self._state)
-        self._run()
-        limit_s = self.place.timeout_s if limit_s is None else limit_s
+        seconds = self.place.timeout_s if limit_s is None else limit_s
         try:
-            return asyncio.run_coroutine_threadsafe(self._within(work, limit_s), self._loop).result()
+            return self._start(lambda: self._within(work, seconds)).result()
         except CancelledError:
             raise self._error("it has been closed") from None
 
@@ -410,8 +408,11 @@ class Remote(Closing):
                 damaged=counts.quarantined, waiting=len(self._waiting), bytes_per_s=self.bytes_per_s, **tally,
             )  # fmt: skip
 
-    def _run(self) -> None:
-        """Start the loop if necessary."""
+    def _start(self, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
+        """Run it in the loop, which is started if necessary. Raises RemoteError if that is closed.
+
+        The lock is held until the loop has it, else `close` could stop the loop before, and nobody would end it.
+        """
         with self._changed:
             if self._closed:
                 raise self._error("it has been closed")
@@ -422,6 +423,7 @@ class Remote(Closing):
                     target=self._loop.run_forever, name="ragblend-remote", daemon=True
                 )
                 self._runner.start()
+            return asyncio.run_coroutine_threadsafe(work(), self._loop)
 
     def flush(self, timeout_s: float = FLUSH_S) -> bool:
         """Wait until the queue is written; False if that takes too long, or the server is not used."""
@@ -462,6 +464,7 @@ class Remote(Closing):
         with suppress(Exception):
             async with asyncio.timeout(1.0):
                 await self._server.close()
+        await asyncio.sleep(0)  # what has just ended tells its threads in the next turn
         self._loop.stop()
 
 

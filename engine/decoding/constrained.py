@@ -54,6 +54,8 @@ class Constraint:
         self.was_closed = False
         self._ending = ShortestEnding(tokens, grammar.text)
         self._path: list[int] | None = None
+        # Before the last `close`: tokens seen, the way to the end, and whether it was closed.
+        self._before: tuple[int, list[int] | None, bool] = -1, None, False
         if grammar.is_closed:
             self._path = self._ending.find(self._matcher, max(max_new_tokens, MAX_CLOSING_TOKENS))
         if self._path is not None and len(self._path) > max_new_tokens:
@@ -74,8 +76,11 @@ class Constraint:
 
     def close(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The same scores while the answer can still end in time after the best token; else only the next token of a
-        short end.
+        short end. Called again for the same token (`uncertainty.py`), it starts from the same state.
         """
+        if self._before[0] == self._seen:
+            _, self._path, self.was_closed = self._before
+        self._before = self._seen, self._path, self.was_closed
         left, chosen = self._end - self._seen, int(scores.argmax())
         if self._path is None or chosen in self._eos:
             return scores

@@ -48,7 +48,7 @@ def _bm25(query: Sequence[int], passages: Sequence[Sequence[int]]) -> list[float
     asked = set(_terms(query))
     counts = [Counter(term for term in _terms(passage) if term in asked) for passage in passages]
     having = Counter(term for count in counts for term in count)
-    mean = sum(map(len, passages)) / max(1, len(passages))
+    mean = max(1, sum(map(len, passages))) / max(1, len(passages))
     weights = {
         term: math.log(1 + (len(passages) - number + 0.5) / (number + 0.5)) for term, number in having.items()
     }

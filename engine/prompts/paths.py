@@ -32,11 +32,14 @@ ASKED_AGAIN = 1.5  # minimum weight of retrievals: two, of which the earlier cou
 
 
 def path_of(runtime: Runtime, prompt: Prompt, collection: str) -> list[tuple[Node, Chunk]]:
-    """The adjacent chunks at the prompt's beginning, as nodes of the tree. No node holds the prompt's last token."""
+    """The adjacent chunks at the prompt's beginning, as nodes of the tree. No node is empty, or holds the prompt's last
+    token.
+    """
     path, everything, parent = list[tuple[Node, Chunk]](), prompt.token_ids, None
     start = len(prompt.prefix_ids)
     for chunk, (offset, stop) in zip(prompt.chunks, prompt.places, strict=True):
-        if chunk.whole is not None or offset - start > JOINT_TOKENS or stop >= len(everything):
+        can_be_node = chunk.whole is None and offset < stop
+        if not can_be_node or offset - start > JOINT_TOKENS or stop >= len(everything):
             break
         ids, salt = everything[start:stop], chunk.collection or collection
         if parent is None:

@@ -56,9 +56,10 @@ class ServerNodeEncoder(NodeEncoder):
         is_closing = CallbackCancel(lambda: runtime.background.stopping)
         with suppress(Cancelled):  # an exiting process does not wait for a server
             runtime.ensure_connected(is_closing)
-            key = self._key_of(chunk.encoded_ids, runtime.canonical_prefix)
-            if key is not None and not self._is_stored(key) and self._claim_chunk(chunk, key):
-                self._encode(chunk.encoded_ids, key, chunk.node_id, is_closing)
+            passage, node_id = chunk.encoded_ids, chunk.node_id
+            key = self._key_of(passage, runtime.canonical_prefix)
+            if key is not None and not self._is_stored(key) and self.claim(node_id, passage, key):
+                self._encode(passage, key, node_id, is_closing)
 
     def _encode(
         self, passage: TokenIds, key: ChunkKey, node_id: str | None, cancel: Cancel | None = None

@@ -19,7 +19,7 @@ from ragblend.engine.node_encoder import LocalNodeEncoder
 from ragblend.engine.prompts.session import Session
 from ragblend.engine.scheduling.order import Claim
 from ragblend.engine.scheduling.queue import CallbackCancel
-from ragblend.kvstore.errors import Cancelled, PromptTooLongError
+from ragblend.kvstore.errors import Cancelled, PromptTooLongError, StoreError, StoreFullError
 from ragblend.kvstore.store import KVStore
 
 TEXTS = [make_text(seed) for seed in range(6)]
@@ -157,6 +157,61 @@ def test_kv_encoded_for_a_question_is_deleted_with_its_node(fresh):
     assert fresh.engine.finish_background(60) and fresh.engine.store.stats().entries == 2
     assert fresh.engine.forget(["theirs-0", "theirs-1"]) > 0
     assert fresh.engine.store.stats().entries == 0
+
+
+def test_a_named_node_that_is_deleted_while_its_question_is_answered_stays_deleted(fresh, watch_layers):
+    """It came back after the answer, with KV that nobody would delete again."""
+    engine, layers = fresh.engine, []
+    prompt = Prompt([Literal("Passages: "), Chunk(TEXTS[0], "theirs"), Literal(" Where?")])
+    assert engine.gate.passed
+    watch_layers(
+        fresh, lambda layer, *more: layers.append(layer) or (layers == [0] and engine.forget(["theirs"]))
+    )
+    assert engine.prefill(prompt).report.misses == 1
+    assert engine.finish_background(60)
+    assert engine.store.stats().entries == 0 and engine.runtime.nodes.keys() == set()
+
+
+def test_a_named_node_that_is_replaced_while_its_question_is_answered_stays_replaced(fresh, watch_layers):
+    """Questions by its id then got the old text, without a word."""
+    engine, layers = fresh.engine, []
+    prompt = Prompt([Literal("Passages: "), Chunk(TEXTS[0], "theirs"), Literal(" Where?")])
+    assert engine.gate.passed
+    watch_layers(
+        fresh,
+        lambda layer, *more: layers.append(layer) or (layers == [0] and engine.enter(TEXTS[1:2], ["theirs"])),
+    )
+    engine.prefill(prompt)
+    assert engine.finish_background(60)
+    found, new = (engine.tokenize(Prompt([each])) for each in (Chunk(node_id="theirs"), Chunk(TEXTS[1])))
+    assert found.token_ids == new.token_ids and engine.store.stats().entries == 0
+
+
+@pytest.mark.parametrize("method", ["get", "put_many"])
+def test_a_question_that_names_passages_is_answered_if_the_disk_fails(fresh, monkeypatch, caplog, method):
+    def fail(*given):
+        raise StoreFullError("the disk is full")
+
+    monkeypatch.setattr(type(fresh.engine.runtime.nodes), method, fail)
+    prompt = Prompt([Literal("Passages: "), Chunk(TEXTS[0], "theirs"), Literal(" Where?")])
+    assert fresh.engine.prefill(prompt).report.misses == 1
+    assert fresh.engine.finish_background(60) and fresh.engine.store.stats().entries == 0
+    assert [each.getMessage()[-16:] for each in caplog.records] == ["the disk is full"]
+
+
+def test_an_answer_is_given_if_what_was_left_unstored_cannot_be_looked_up(fresh, monkeypatch, caplog):
+    """The error came after the last token, and the answer was lost."""
+    engine = fresh.engine
+    assert engine.gate.passed
+
+    def fail(*given):
+        raise StoreError("the node index is locked")
+
+    monkeypatch.setattr(type(engine.runtime.nodes), "get", fail)
+    unstored = engine.home / f"unstored-{engine.runtime.fingerprint.digest[:16]}.json"
+    unstored.write_text('{"default": ["node-0"]}')
+    assert engine.generate(Prompt([Literal("Where?")]), max_new_tokens=2).token_ids
+    assert not unstored.exists() and "the node index is locked" in caplog.text
 
 
 @pytest.mark.parametrize("full", ["budget", "disk", "disk that does not say so"])

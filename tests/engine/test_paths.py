@@ -116,6 +116,18 @@ def test_a_prompt_that_ends_with_a_passage_computes_all_of_it(fresh):
     assert torch.equal(first.logits, again.logits)
 
 
+@pytest.mark.parametrize("method", ["exact", "auto"])
+def test_a_path_ends_before_an_empty_passage(fresh, caplog, method):
+    """It has no KV: the background task that was to store some failed with a traceback after each answer."""
+    prefix = Literal(token_ids=fresh.engine.runtime.canonical_prefix)
+    for passages, stored in (["", TEXTS[0]], 0), ([TEXTS[1], "", TEXTS[2]], 1):
+        prompt = Prompt([prefix, *map(Chunk, passages), Literal("?")])
+        for _ in range(3):
+            found = read(fresh, prompt, method)
+        assert method == "auto" or found.report.hits == stored
+    assert caplog.records == [] and nodes(fresh) == {}
+
+
 # --- what enters, and what does not
 
 

@@ -1,5 +1,6 @@
 """Before an uncertain figure or name the answer continues from a full prefill, once."""
 
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -8,6 +9,7 @@ import torch
 from benches import make_prompt, make_text
 
 from ragblend import Chunk, Literal, Prompt
+from ragblend.engine.decoding.grammar import json_grammar
 from ragblend.engine.decoding.passage_view import PassageView
 from ragblend.engine.decoding.uncertainty import UncertaintyCheck
 from ragblend.engine.prompts.passage_match import matching_passage, with_passage_alone
@@ -150,6 +152,12 @@ def test_matching_passage(question, wanted):
         assert alone.token_ids == (1, *prompt.chunks[wanted].token_ids, *question)
 
 
+def test_empty_passages_match_no_question():
+    """In a conversation whose passages are all empty the answer ended with a division by zero."""
+    nothing = Chunk("", token_ids=())
+    assert matching_passage(Prompt([Literal("", (1,)), nothing, nothing, Literal("", ASKED)])) is None
+
+
 def test_earlier_turns_of_a_conversation_stay_beside_the_passage_alone():
     turn = Literal("", tuple(range(10)) * 2)
     prompt = Prompt([Literal("", (1,)), ELSEWHERE, turn, FERRY, Literal("", ASKED)])
@@ -202,6 +210,22 @@ def test_after_an_uncertain_token_the_answer_is_full_prefills(fresh, monkeypatch
     result = engine.generate(prompt, method="probe-shift:sure=0.5", max_new_tokens=8)
     assert result.report.read_again_at == 2
     assert list(result.token_ids) == exact_behind(fresh, prompt, fused.token_ids[:2], len(result.token_ids))
+
+
+def test_a_forced_end_is_whole_where_its_tokens_are_uncertain(fresh, monkeypatch):
+    """The token is chosen twice; the way to the end went on by one each time, so that a quote was missing."""
+    engine, grammar = fresh.engine, json_grammar({"type": "array", "items": {"type": "string"}})
+    engine.encode(TEXTS)
+    for uncertain in range(10, 16):
+
+        class UnsureThere(UncertaintyCheck):
+            def needs_full_prefill(self, token, likely, before, at=uncertain):
+                return len(before) == at
+
+        monkeypatch.setattr("ragblend.engine.decoding.loop.UncertaintyCheck", UnsureThere)
+        options = {"method": "probe-shift:sure=0.5", "grammar": grammar, "max_new_tokens": 16}
+        result = engine.generate(make_prompt(TEXTS), **options)
+        assert json.loads(result.text) and len(result.token_ids) == 16, f"uncertain of token {uncertain}"
 
 
 def test_sessions_do_not_hold_rejected_tokens(fresh, monkeypatch):

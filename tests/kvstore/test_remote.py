@@ -641,6 +641,74 @@ def test_closing_fails_running_reads_and_may_be_repeated(redis, open_at, sample)
     assert list(value_files(other.root)) == []
 
 
+class Contended:
+    """A re-entrant lock. waited: threads that could not have it at once."""
+
+    def __init__(self):
+        self._lock, self.waited = threading.RLock(), set()
+        self._release_save, self._acquire_restore = self._lock._release_save, self._lock._acquire_restore
+        self._is_owned, self.release = self._lock._is_owned, self._lock.release
+
+    def acquire(self, *given):
+        if self._lock.acquire(blocking=False):
+            return True
+        self.waited.add(threading.get_ident())
+        return self._lock.acquire(*given)
+
+    def __enter__(self):
+        return self.acquire()
+
+    def __exit__(self, *error):
+        self.release()
+
+
+def test_a_request_that_begins_while_the_store_is_closed_ends(tmp_path, sample, monkeypatch):
+    """Handed to the loop after its end it waited for ever, and with it the thread of an `encode`."""
+    lock, hand_over = Contended(), asyncio.run_coroutine_threadsafe
+    monkeypatch.setattr(threading, "Condition", lambda made=threading.Condition: made(lock))
+    remote = Remote(Place.of(f"file://{tmp_path}"), lambda key: None, lambda key: False)
+    monkeypatch.undo()
+    closer = threading.Thread(target=remote.close)
+
+    def closed_before(work, loop):
+        monkeypatch.undo()
+        closer.start()
+        until(lambda: closer.ident in lock.waited or not closer.is_alive())
+        return hand_over(work, loop)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", closed_before)
+    assert remote.has([sample(1)[0]]) == set()
+    closer.join()
+
+
+def test_an_answer_in_the_last_turn_of_the_loop_is_handed_over(monkeypatch):
+    """The loop stopped before: the request's thread waited for ever."""
+    asked, is_ending, hand_over = threading.Event(), threading.Event(), asyncio.run_coroutine_threadsafe
+
+    class AnswersLast(BadServer):
+        async def check(self):
+            answer = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().call_soon(answer.set_result, None)
+            asked.set()
+            assert is_ending.wait(60)  # no turn of the loop passes meanwhile
+            await answer
+
+    def handed_over(work, loop):
+        future = hand_over(work, loop)
+        if asked.is_set():
+            is_ending.set()
+        return future
+
+    monkeypatch.setattr(remote_module, "server_at", AnswersLast)
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", handed_over)
+    remote = Remote(Place.of(f"redis://host{PATIENT}"), lambda _: None, lambda _: False)
+    asking = threading.Thread(target=remote.check, daemon=True)
+    asking.start()
+    assert asked.wait(60)
+    remote.close()
+    until(lambda: not asking.is_alive(), timeout_s=60)
+
+
 def test_error_messages_hold_no_secrets(monkeypatch):
     monkeypatch.setenv("REDIS_PASSWORD", "hunter2")
     said = safe_message(ValueError("could not log in as hunter2\nwith hunter2"))
