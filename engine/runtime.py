@@ -43,8 +43,10 @@ class Runtime(RuntimeBase):
         super().__init__(config, home)
 
     def close(self) -> None:
-        """Stop background tasks and free model and store. A running `encode` waits between two chunks."""
-        self.background.finish(stopping=True)
+        """End background tasks as at the process's exit, and free model and store. A running `encode` waits between two
+        chunks.
+        """
+        self.background.end()
         with self.queue.turn(), self.store_lock:
             self._free()
             self._forget_sessions()

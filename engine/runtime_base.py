@@ -120,8 +120,8 @@ class RuntimeBase(ABC):
                 self.store.save_ledger(is_last=True)
 
     def close(self) -> None:
-        """Stop background tasks and free everything that was loaded or opened."""
-        self.background.finish(stopping=True)
+        """End background tasks as at the process's exit, and free everything that was loaded or opened."""
+        self.background.end()
         with self.store_lock:
             self._free()
 

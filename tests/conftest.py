@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from ragblend.engine.scheduling import background
+
+background.EXIT_S = 60.0  # on a busy machine what a test asked for is not stored in five seconds
+
 # Before torch is imported anywhere: with spinning OpenMP threads two busy processes on two cores slow each other down
 # by a factor of ten and more; waiting threads that sleep cost next to nothing.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -14,7 +14,7 @@ from typing import Any
 from ragblend.kvstore.errors import Cancelled
 
 log = logging.getLogger("ragblend")
-EXIT_S = 5.0  # how long a process that exits still stores requested KV
+EXIT_S = 5.0  # how long requested KV is still stored when an engine is closed or the process exits
 MAX_WAITING = 256  # limit of named tasks; a later request adds a rejected task again
 
 _open: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -52,7 +52,7 @@ class BackgroundTasks:
     """Runs tasks in one thread, by priority and then in order of arrival. A task that fails is logged and dropped.
 
     A task that raises Cancelled runs again later if it yielded to a more important one, and is dropped otherwise. When
-    the process exits, the running task is finished, tasks that store KV run for at most EXIT_S, and the others are
+    the engine is closed or the process exits, the running task is finished, tasks that store KV run for at most EXIT_S, and the others are
     dropped. on_unfinished: called with the names of storing tasks that did not run. stopping: a caller waits for the
     tasks to end, so work that can be postponed should stop.
     """

@@ -1,6 +1,7 @@
 """KV in the background: named without the model, encoded behind every question, and none of what was deleted."""
 
 import errno
+import json
 import os
 import shutil
 import threading
@@ -17,6 +18,7 @@ from ragblend.engine.model.checkpoints import find_model
 from ragblend.engine.model.convert import convert_gguf_tokenizer
 from ragblend.engine.node_encoder import LocalNodeEncoder
 from ragblend.engine.prompts.session import Session
+from ragblend.engine.scheduling import background
 from ragblend.engine.scheduling.order import Claim
 from ragblend.engine.scheduling.queue import CallbackCancel
 from ragblend.kvstore.errors import Cancelled, PromptTooLongError, StoreError, StoreFullError
@@ -212,6 +214,26 @@ def test_an_answer_is_given_if_what_was_left_unstored_cannot_be_looked_up(fresh,
     unstored.write_text('{"default": ["node-0"]}')
     assert engine.generate(Prompt([Literal("Where?")]), max_new_tokens=2).token_ids
     assert not unstored.exists() and "the node index is locked" in caplog.text
+
+
+def test_closing_does_not_wait_for_all_that_is_queued(fresh, monkeypatch):
+    """A server that was stopped encoded up to 256 passages first. The next process begins with them."""
+    engine, encode, encoded = fresh.engine, ChunkEncoder.encode, []
+    assert engine.gate.passed
+
+    def slow(*given):
+        encoded.append(0)
+        until(lambda: engine.runtime.background.stopping)
+        return encode(*given)
+
+    monkeypatch.setattr(ChunkEncoder, "encode", slow)
+    monkeypatch.setattr(background, "EXIT_S", 0.0)
+    unstored = engine.home / f"unstored-{engine.runtime.fingerprint.digest[:16]}.json"
+    engine.prefill(Prompt([Chunk(text, f"node {number}") for number, text in enumerate(TEXTS)]))
+    until(lambda: encoded)
+    engine.close()
+    assert len(encoded) == 1
+    assert json.loads(unstored.read_text()) == {"default": [f"node {n}" for n in range(1, len(TEXTS))]}
 
 
 @pytest.mark.parametrize("full", ["budget", "disk", "disk that does not say so"])
