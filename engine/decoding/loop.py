@@ -27,7 +27,7 @@ from ragblend.engine.results import OnText, Prefilled, Result
 from ragblend.engine.runtime import Runtime
 from ragblend.engine.scheduling.background import Priority
 from ragblend.engine.scheduling.queue import CallbackCancel, Cancel, DeviceTurn
-from ragblend.kvstore.errors import Cancelled, UnsupportedModelError
+from ragblend.kvstore.errors import Cancelled, UnsupportedModelError, UsageError
 
 
 def decode_answer(
@@ -39,7 +39,9 @@ def decode_answer(
     cancel: Cancel | None = None,
     begun: float | None = None,
 ) -> Result:
-    """Decode from a prefilled prompt, yielding the device between tokens. Raises Cancelled if `cancel` is set.
+    """Decode from a prefilled prompt, yielding the device between tokens.
+
+    Raises Cancelled if `cancel` is set, UsageError if an earlier answer evicted KV that this one would need.
 
     on_text: called with each piece of text. begun: when the request began, by `time.perf_counter`, for ttft_ms; None:
     now.
@@ -48,6 +50,11 @@ def decode_answer(
     options = replace(options, max_new_tokens=min(options.max_new_tokens, room_tokens))
     if options.keep_tokens is not None:  # a full prefill would bring back what is evicted
         prefilled = replace(prefilled, sure=0.0)
+    elif prefilled.cache is not None and prefilled.cache.evicted_tokens:
+        raise UsageError(
+            "decoding all of a prompt's KV: an earlier answer to it, with keep_tokens, evicted "
+            f"{prefilled.cache.evicted_tokens} tokens a head. Prefill the prompt again, or pass keep_tokens again."
+        )
     clock = AnswerTimer(time.perf_counter() if begun is None else begun)
     answer = _Answer(runtime, prefilled, options, turn, on_text, cancel, clock)
     if prefilled.cache is None:

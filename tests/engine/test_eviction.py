@@ -143,6 +143,16 @@ def test_answers_continue_after_eviction_and_report_it(fresh):
     assert less.report.tokens.prompt == whole.report.tokens.prompt
 
 
+def test_an_evicted_prompt_is_not_decoded_as_if_it_were_whole(fresh):
+    """It was answered from what was left, without a word."""
+    fresh.engine.encode(TEXTS)
+    prefilled = fresh.engine.prefill(make_prompt(TEXTS))
+    short = fresh.engine.decode(prefilled, max_new_tokens=3, keep_tokens=KEEP)
+    assert fresh.engine.decode(prefilled, max_new_tokens=3, keep_tokens=KEEP).token_ids == short.token_ids
+    with pytest.raises(UsageError, match="Prefill the prompt again"):
+        fresh.engine.decode(prefilled, max_new_tokens=3)
+
+
 def test_a_large_keep_tokens_evicts_nothing(fresh):
     prompt = make_prompt(TEXTS)
     whole = fresh.engine.generate(prompt, max_new_tokens=8, method="full")
