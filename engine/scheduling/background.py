@@ -52,9 +52,9 @@ class BackgroundTasks:
     """Runs tasks in one thread, by priority and then in order of arrival. A task that fails is logged and dropped.
 
     A task that raises Cancelled runs again later if it yielded to a more important one, and is dropped otherwise. When
-    the engine is closed or the process exits, the running task is finished, tasks that store KV run for at most EXIT_S, and the others are
-    dropped. on_unfinished: called with the names of storing tasks that did not run. stopping: a caller waits for the
-    tasks to end, so work that can be postponed should stop.
+    the engine is closed or the process exits, the running task is finished, tasks that store KV run for at most EXIT_S,
+    and the others are dropped. on_unfinished: called with the names of storing tasks that did not run. stopping: a
+    caller waits for the tasks to end, so work that can be postponed should stop.
     """
 
     def __init__(self, on_unfinished: Callable[[Sequence[Hashable]], None] | None = None) -> None:
