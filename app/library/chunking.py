@@ -19,7 +19,7 @@ NO_SEPARATOR = "\x1f"  # no document has it
 # sentences in other scripts: NLTK finds those of Latin ones only.
 PHRASE_END = r"(?:[,.;](?=\s|\Z)|[。？！।॥؟۔։።\n])"
 PHRASE = rf"(?:(?!{PHRASE_END})[\s\S])+{PHRASE_END}?|{PHRASE_END}"
-# NLTK knows the abbreviations and dates of English: `9. Januar`, `Nr. 23`, `Dr. Reinders` and `30 Min. zu Fuß` were cut.
+# NLTK knows the abbreviations and dates of English: `9. Januar`, `Nr. 23`, `Dr. Reinders` and `30 Min. an` were cut.
 NOT_ENDED = re.compile(r"(?<![^\W_])(?:\d{1,3}|[^\W\d_]{1,3})\.\s*\Z")
 CONTINUED = re.compile(r"\s*(?:\d|[^\W\d_A-ZÀ-ÖØ-Þ])")
 # With the line of dashes below it in Markdown; in time that grows with the length of a line.
