@@ -202,7 +202,12 @@ def test_no_passage_of_any_document_is_too_long(count, overlap):
 
 @pytest.mark.parametrize(
     ("begun", "rest"),
-    [("am 9.", "Januar 2025"), ("in die Garage Nr.", "23"), ("zu Dr.", "Reinders"), ("in 2 Std.", "30 Min. an")],
+    [
+        ("am 9.", "Januar 2025"),
+        ("in die Garage Nr.", "23"),
+        ("zu Dr.", "Reinders"),
+        ("in 2 Std.", "30 Min. an"),
+    ],
 )
 def test_no_passage_ends_within_a_date_or_behind_an_abbreviation(begun, rest):
     """`am 9.` ended a passage, and the next one began with `Januar 2025`."""
