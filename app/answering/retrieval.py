@@ -22,6 +22,7 @@ from ragblend.app.answering.support import PRONOUNS
 from ragblend.app.database import split_words
 from ragblend.app.library.registry import Library, UnrelatedSimilarity
 from ragblend.app.library.similarity import recorded_similarity
+from ragblend.app.library.stop_words import ENGLISH, languages_of
 from ragblend.app.library.word_search import WordMatch, by_words
 from ragblend.app.workspace import Workspace
 from ragblend.engine.scheduling.queue import Cancel
@@ -39,6 +40,7 @@ RANK_CONSTANT = 60  # the paper's: the larger, the less the first ranks differ
 LEAST_OF_BEFORE = 0.9
 LEAST_WITH_PRONOUN = 0.85  # "Translate that into German" says nothing of its own
 POINTING = PRONOUNS | {"that", "those", "her"}
+STOP_WORDS_OF_PROSE = 0.1  # of its words; a table has fewer
 # Up to so many passages the registry compares every vector, in about 15 ms; importing Chroma takes 0.4 s.
 COMPARED_PASSAGES = 500
 
@@ -145,19 +147,31 @@ def _rank_together(
         words = by_words(library, names, question, count, within)
         scores |= library.scores([node for node in words if node not in scores], vector)
     measured, recorded = _measured(workspaces), recorded_similarity(first.embedder.name)
-    found = relevant(scores, words, measured or recorded) if within is None else scores
-    sources = _sources(library, {node: scores[node] for node in found})
+    sources = _sources(library, scores)
+    # The recorded embedder knows English only, and what was measured is of passages in several languages.
+    foreign = _foreign(sources, question) if recorded is not None else set[str]()
     if within is None:
-        sources = _about_the_code(sources, words)
+        found = relevant(scores, words, recorded if foreign else measured or recorded, foreign)
+        sources = _about_the_code({node: sources[node] for node in sources if node in found}, words)
     by_nearness = sorted(sources, key=lambda node: -scores[node])
     in_order = [node for node in words if node in sources]
-    # A recorded embedder is measured only where it does not know the documents' language: its order is chance there.
-    if measured is not None and recorded is not None:
+    # In another language its order is chance; it is measured only where it does not know the documents' language.
+    if recorded is not None and (measured is not None or foreign) and ENGLISH not in languages_of(question):
         order = [*in_order, *(node for node in by_nearness if node not in words)]
     else:
         order = reciprocal_rank_fusion(by_nearness, in_order)
     order.sort(key=lambda node: -words[node].share if node in words and words[node].is_exact else 1)
     return [sources[node] for node in order]
+
+
+def _foreign(sources: Mapping[str, AnswerSource], question: str) -> set[str]:
+    """The passages that are not in English; if the question is not either, also those of an unknown language."""
+    asked, others = languages_of(question), set[str]()
+    for node, source in sources.items():
+        languages = languages_of(source.text, STOP_WORDS_OF_PROSE)
+        if ENGLISH not in languages and (languages or (asked and ENGLISH not in asked)):
+            others.add(node)
+    return others
 
 
 def _about_the_code(

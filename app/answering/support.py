@@ -12,7 +12,7 @@ claim: one character more may be its negation.
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import lru_cache
@@ -20,7 +20,7 @@ from itertools import pairwise, takewhile
 from typing import Literal
 
 from ragblend.app.database import IS_UNSPACED, SIGNS, UNSPACED, folded, split_words
-from ragblend.app.library.word_search import COMMON_WORDS
+from ragblend.app.library.stop_words import COMMON_WORDS, languages_of
 from ragblend.engine.decoding.text import SENTENCE_END
 
 LEAST_SHARE = 0.8  # of the claim's words that must occur in the evidence
@@ -42,6 +42,12 @@ CODE_BEFORE, CODE_AFTER = re.compile(r"\d[-/]?\Z"), re.compile(r"[-/]?\d")
 STOP_WORDS = COMMON_WORDS | frozenset(  # words that need not be in the evidence
     """being am done having shall might them hers theirs him i me my mine we us our these those here whom whose where
     why than then so such also into about just very own out off mr mrs ms miss dr s""".split()  # noqa: SIM905
+)
+# Articles, auxiliaries and the like of German, in a German text: `die` and `war` are words in English.
+GERMAN_STOP_WORDS = frozenset(
+    """der die das des dem den ein eine einen einem einer eines ist sind war waren wird werden wurde wurden worden hat
+    haben es er sie man sich und von vom zu zum zur in im an am auf für mit bei aus
+    auch dass""".split()  # noqa: SIM905
 )
 FRAME_WORDS = (
     frozenset(  # words with which an answer speaks of its passages; they need not be in the evidence
@@ -65,6 +71,10 @@ TO_NINETEEN = """zero one two three four five six seven eight nine ten eleven tw
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
 SMALL = {word: n for n, word in enumerate(TO_NINETEEN)} | {
     word: 10 * n for n, word in enumerate(TENS, start=2)
+}
+GERMAN_SMALL = {
+    word: n
+    for n, word in enumerate("zwei drei vier fünf sechs sieben acht neun zehn elf zwölf".split(), start=2)  # noqa: SIM905
 }
 LARGE = {"hundred": 100, "thousand": 1000, "million": 1_000_000}
 Kind = Literal["word", "name", "number", "not", "stop", "pair"]
@@ -244,16 +254,18 @@ def tokens(text: str) -> list[Token]:
 
 def _tokens(text: str) -> Iterator[Token]:
     words = list(TOKEN.finditer(unicodedata.normalize("NFKC", SOURCE_NUMBERS.sub("", text))))
+    is_german = "german" in languages_of(text)
+    stop, small = (STOP_WORDS | GERMAN_STOP_WORDS, SMALL | GERMAN_SMALL) if is_german else (STOP_WORDS, SMALL)
     number: int | None = None
     for place, match in enumerate(words):
         word = match.group().replace("’", "'")
         plain = folded(word).removesuffix("'s")
         if plain == "one" and place and folded(words[place - 1].group()) == "no":  # as nobody: no number
             continue
-        if plain in SMALL or (plain in LARGE and number is not None):
-            number = (number or 1) * LARGE[plain] if plain in LARGE else (number or 0) + SMALL[plain]
+        if plain in small or (plain in LARGE and number is not None):
+            number = (number or 1) * LARGE[plain] if plain in LARGE else (number or 0) + small[plain]
             following = folded(words[place + 1].group()) if place + 1 < len(words) else ""
-            if following not in SMALL | LARGE and not (plain in LARGE and following == "and"):
+            if following not in small | LARGE and not (plain in LARGE and following == "and"):
                 yield Token(str(number), "number" if number != 1 else "word")
                 number = None
             continue
@@ -265,18 +277,18 @@ def _tokens(text: str) -> Iterator[Token]:
         if IS_UNSPACED.match(word):
             yield from (Token(pair, "pair") for pair in split_words(word))
         else:
-            yield _token(word, plain, begins=place == 0)
+            yield _token(word, plain, place == 0, stop)
 
 
-def _token(word: str, plain: str, begins: bool) -> Token:
+def _token(word: str, plain: str, begins: bool, stop: Set[str]) -> Token:
     if plain[0].isdigit():
         digits = re.sub(r",(?=\d{3})", "", plain)
         return Token(digits, "word" if digits == "1" else "number")
     if plain in NEGATIONS or plain.endswith("n't"):
         return Token("not", "not")
-    if word[0].isupper() and not begins and plain not in STOP_WORDS - {"may"}:
+    if word[0].isupper() and not begins and plain not in stop - {"may"}:
         return Token(_stem(plain), "name")
-    return Token(plain, "stop") if plain in STOP_WORDS else Token(_stem(plain), "word")
+    return Token(plain, "stop") if plain in stop else Token(_stem(plain), "word")
 
 
 def _stem(word: str) -> str:

@@ -2,7 +2,7 @@
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from itertools import accumulate
 
@@ -14,8 +14,14 @@ from ragblend.kvstore.errors import OversizedDocumentError
 SEPARATOR = "\n\n"
 MAX_PASSAGES = 60_000  # of one document
 BLOCK_CHARACTERS = 500_000  # split at once, which bounds memory
-# As in LlamaIndex, with the ends of sentences in other scripts: NLTK finds those of Latin ones only.
-PHRASE = "[^,.;。？！।॥؟۔։።]+[,.;。？！।॥؟۔։።]?|[,.;。？！।॥؟۔։።]"
+NO_SEPARATOR = "\x1f"  # no document has it
+# Of what is no sentence, such as a table, where a line ends or a comma that is not in a number; and the ends of
+# sentences in other scripts: NLTK finds those of Latin ones only.
+PHRASE_END = r"(?:[,.;](?=\s|\Z)|[。？！।॥؟۔։።\n])"
+PHRASE = rf"(?:(?!{PHRASE_END})[\s\S])+{PHRASE_END}?|{PHRASE_END}"
+# NLTK knows the abbreviations and dates of English: `9. Januar`, `Nr. 23`, `Dr. Reinders` and `30 Min. an` were cut.
+NOT_ENDED = re.compile(r"(?<![^\W_])(?:\d{1,3}|[^\W\d_]{1,3})\.\s*\Z")
+CONTINUED = re.compile(r"\s*(?:\d|[^\W\d_A-ZÀ-ÖØ-Þ])")
 # With the line of dashes below it in Markdown; in time that grows with the length of a line.
 TABLE_HEADER = re.compile(r"^(?>[^\n]* \| )[^\n]*+\n(?:[|:\- ]++\n)?", re.MULTILINE)
 CELL_NAME = re.compile(r"[^\n:]+: ")  # before a value in a row of CSV or XLSX
@@ -38,6 +44,13 @@ def cut_document(
     around it, however short it is. Its location names the first and the last page or heading that it has text of.
     """
     from llama_index.core.node_parser import SentenceSplitter
+    from llama_index.core.node_parser.text.utils import split_by_sentence_tokenizer
+
+    by_sentence, headings = split_by_sentence_tokenizer(), {part.location for part in parts}
+
+    def units(text: str) -> list[str]:
+        paragraphs = _joined(re.split(rf"(?={SEPARATOR})", text), lambda last, _: _is_heading(last, headings))
+        return paragraphs if len(paragraphs) > 1 else _joined(by_sentence(text), _is_one_sentence)
 
     def count(piece: str) -> int:
         return _count(piece, count_tokens, chunk_tokens)
@@ -47,7 +60,8 @@ def cut_document(
             chunk_size=limit,
             chunk_overlap=min(overlap_tokens, limit // 2),
             tokenizer=lambda piece: range(count(piece)),  # only its length is used
-            paragraph_separator=SEPARATOR,
+            paragraph_separator=NO_SEPARATOR,  # `units` cuts paragraphs, too
+            chunking_tokenizer_fn=units,
             secondary_chunking_regex=PHRASE,
         )
         # The splitter counts a piece with the blank before it, and removes that: the first word may then be two tokens.
@@ -79,6 +93,30 @@ def cut_document(
         DocumentPassage(node_id(document, index, piece), document, index, piece, place)
         for index, (piece, place) in enumerate(zip(pieces, named, strict=True))
     ]
+
+
+def _joined(pieces: Sequence[str], belongs: Callable[[str, str], bool]) -> list[str]:
+    """The pieces, each with the next one if that belongs to it."""
+    found = list[str]()
+    last = ""
+    for piece in pieces:
+        if found and belongs(last, piece):
+            found[-1] += piece
+        elif piece:
+            found.append(piece)
+        last = piece
+    return found
+
+
+def _is_heading(paragraph: str, headings: Set[str]) -> bool:
+    return paragraph.strip(" \n#*_`") in headings
+
+
+def _is_one_sentence(first: str, second: str) -> bool:
+    """Whether a sentence was cut after the dot of a number or an abbreviation."""
+    return NOT_ENDED.search(first) is not None or (
+        first.rstrip().endswith(".") and CONTINUED.match(second) is not None
+    )
 
 
 def _repeat_table_headers(part: DocumentPart, count: CountTokens, split: Split, chunk_tokens: int) -> str:

@@ -1,7 +1,7 @@
 """Whether the bundled embedder knows the language of a collection's documents: it knows English only."""
 
 from ragblend.app.database import split_words
-from ragblend.app.library.word_search import COMMON_WORDS
+from ragblend.app.library.stop_words import COMMON_WORDS
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.embeddings import DEFAULT
 

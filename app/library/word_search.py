@@ -11,18 +11,14 @@ from heapq import nlargest
 
 from ragblend.app.database import WORD, split_words, words_of
 from ragblend.app.library.registry import Library
+from ragblend.app.library.stop_words import COMMON_WORDS, stop_words_in
 from ragblend.kvstore.errors import LibraryError
 
 log = logging.getLogger("ragblend")
 # In quotation marks of one kind or another.
 QUOTED = re.compile('"([^"]+)"|“([^”]+)”|„([^“”]+)[“”]|«([^»]+)»|»([^«]+)«|「([^」]+)」|『([^』]+)』')
 MOST_WORDS = 100  # of a question that are searched
-# English words of no subject: "does" is rarer in manuals than "error".
-COMMON_WORDS = frozenset(
-    """a an the and or but if of to in on at by for with from as is are was were be been do does did have has had will
-    would can could may must should it its he she they his her their you your this that there who which what when how
-    much many""".split()  # noqa: SIM905
-)
+LONG_WORD, ENDING = 7, 2  # letters
 # A number or code with its parts: INV-2024-0817, 48213, 4711. A year, a round number, or a number with its unit is not
 # one: passages contain them by chance.
 CODE = re.compile(r"[^\W_]+(?:[-_./\u2010-\u2015][^\W_]+)*")
@@ -36,7 +32,7 @@ class WordMatch:
     """How a passage matches a question's words.
 
     is_exact: it has a code or quoted phrase of the question; words: how many of its words the passage has, without
-    those of codes and `COMMON_WORDS`; share: of these words, weighed by their rarity in the collections (0 to 1; 1 if
+    those of codes and stop words; share: of these words, weighed by their rarity in the collections (0 to 1; 1 if
     there are none). Words that half of the passages have do not count.
     """
 
@@ -97,21 +93,22 @@ def _scores(library: Library, collections: Sequence[str], question: str) -> tupl
     everywhere = library.column("SELECT count(*) FROM numbers")[0]
     # A part of a code is another code's, too.
     of_codes = {word for part in exact_parts(question) for word in split_words(part)}
+    of_no_subject = COMMON_WORDS | stop_words_in(question)
     ways = zip(split_words(question), *(words_of(each, question) for each in collections), strict=True)
     for plain, *words in list(dict.fromkeys(ways))[:MOST_WORDS]:  # a word, as each collection indexes it
-        having = [
-            library.column("SELECT count(*) FROM words WHERE words MATCH ?", f'"{word}"')[0] for word in words
-        ]
-        if 2 * sum(having) >= asked or plain in COMMON_WORDS:
+        if plain in of_no_subject:
+            continue
+        terms, having = _terms(library, plain, words)
+        if 2 * sum(having) >= asked:
             continue
         rarity = _rarity(sum(having), asked)
         if plain not in of_codes:
             whole += rarity
-        for word, here in zip(words, having, strict=True):
+        for term, here in zip(terms, having, strict=True):
             # FTS5 computes the rarity over all collections.
             weight = -rarity / _rarity(here, everywhere)
             query = "SELECT rowid, bm25(words) FROM words WHERE words MATCH ?"
-            for number, score in library.rows(query, f'"{word}"') if here else ():
+            for number, score in library.rows(query, term) if here else ():
                 scores[number] += weight * score
                 if plain not in of_codes:
                     counts[number] += 1
@@ -119,6 +116,22 @@ def _scores(library: Library, collections: Sequence[str], question: str) -> tupl
     if not whole:
         return scores, counts, defaultdict(lambda: 1.0)
     return scores, counts, defaultdict(float, {n: share / whole for n, share in shares.items()})
+
+
+def _terms(library: Library, plain: str, words: Sequence[str]) -> tuple[list[str], list[int]]:
+    """How to find a word, as each collection indexes it, and how many passages have it.
+
+    A word that no passage has is found as the beginning of longer ones: `Heizkosten` in `Heizkostenabrechnung`; or
+    without an ending: `Vereinsheimdachs`.
+    """
+    forms = [f'"{word}"' for word in words], [f'"{word}" *' for word in words]
+    shorter = [f'"{word[:-ENDING]}" *' for word in words]
+    terms, having = list[str](), list[int]()
+    for terms in (*forms, shorter)[: 1 if len(plain) < LONG_WORD else None]:
+        having = [library.column("SELECT count(*) FROM words WHERE words MATCH ?", term)[0] for term in terms]
+        if any(having):
+            break
+    return terms, having
 
 
 def _with_exact_parts(library: Library, collections: Sequence[str], question: str, count: int) -> set[int]:

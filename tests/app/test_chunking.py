@@ -198,3 +198,36 @@ def test_no_passage_of_any_document_is_too_long(count, overlap):
             )
             found = "".join("".join(p.text.split()) for p in passages).replace("".join(HEADER.split()), "")
             assert found == letters, "all text once, and no other"
+
+
+@pytest.mark.parametrize(
+    ("begun", "rest"),
+    [
+        ("am 9.", "Januar 2025"),
+        ("in die Garage Nr.", "23"),
+        ("zu Dr.", "Reinders"),
+        ("in 2 Std.", "30 Min. an"),
+    ],
+)
+def test_no_passage_ends_within_a_date_or_behind_an_abbreviation(begun, rest):
+    """`am 9.` ended a passage, and the next one began with `Januar 2025`."""
+    before = "Das Guthaben wird mit der Miete für April verrechnet."
+    text = f"{before} Herr Kowalski kam {begun} {rest}. Er war nur einmal da."
+    found = cut([DocumentPart(text, "")], words(f"{before} Herr Kowalski kam {begun}"))
+    assert found[1].text.startswith(f"Herr Kowalski kam {begun} {rest}.")
+
+
+def test_no_passage_ends_within_a_number_or_row():
+    """What has no sentences, as a PDF's table, was cut at every comma and dot: `8.` and `412,60 EUR`."""
+    rows = [f"Kosten {n} 8.412,{n} EUR 1.240,00 m²" for n in range(10, 40)]
+    found = cut([DocumentPart("\n".join(rows), "p. 1")], 50)
+    assert [row for passage in found for row in passage.text.split("\n")] == rows and len(found) > 3
+
+
+@pytest.mark.parametrize("heading", ["Lifts", "## Lifts"])
+def test_no_passage_ends_with_a_heading(heading):
+    """The heading of the next passage's text was the end of the one before, which was located there, too."""
+    parts = [("Minutes\n\nAll members were welcomed by the chair.", "Minutes")]
+    parts += [(f"{heading}\n\nA lift for the house at the corner is built in May.", "Lifts")]
+    found = cut([DocumentPart(*part) for part in parts], 14)
+    assert found[1].text.startswith(f"{heading}\n\nA lift") and found[0].location == "Minutes"

@@ -318,6 +318,32 @@ def test_a_table_row_supports_what_its_fields_say(sentence, passage, quote):
         assert quote in passage[place.start : place.stop]
 
 
+GARAGE = """Mietvertrag über eine Garage
+1. Mietgegenstand: Garage Nr. 23, Kastanienweg, Hof B. Übergeben werden zwei Schlüssel und ein Handsender.
+2. Mietzeit: Das Mietverhältnis beginnt am 1. Oktober 2023 und läuft auf unbestimmte Zeit. Es kann von beiden Seiten
+mit einer Frist von drei Monaten zum Quartalsende gekündigt werden.
+3. Miete: Die monatliche Miete beträgt 62,00 EUR und ist am dritten Werktag zu zahlen. Die Kaution beträgt 124,00 EUR.
+"""
+
+
+@pytest.mark.parametrize(
+    ("sentence", "is_supported"),
+    [
+        ("Der Mietvertrag kann mit einer Frist von drei Monaten zum Quartalsende gekündigt werden.", True),
+        ("Der Mietvertrag kann mit einer Frist von 3 Monaten zum Quartalsende gekündigt werden.", True),
+        ("Die monatliche Miete der Garage ist 62,00 EUR.", True),
+        ("Der Mietvertrag kann mit einer Frist von sechs Monaten zum Quartalsende gekündigt werden.", False),
+        ("Der Mietvertrag kann nicht mit einer Frist von drei Monaten gekündigt werden.", False),
+        ("Der Mietvertrag kann ohne Frist zum Quartalsende gekündigt werden.", False),
+        ("Die Miete für die Garage beträgt 124,00 EUR.", False),
+        ("Das Mietverhältnis endet am 1. Oktober 2023.", False),
+    ],
+)
+def test_german_articles_and_auxiliaries_say_nothing(sentence, is_supported):
+    """`Der`, `die` and `wird` had to stand in the passage's sentence, too."""
+    assert (supporting(sentence, GARAGE, "Mietvertrag_Garage.pdf p. 1") is not None) is is_supported
+
+
 def test_the_total_at_the_end_of_an_invoice_is_no_heading():
     invoice = (
         "Thank you for your order. We invoice what follows.\nVAT 20% 208.10\nTotal amount due GBP 1,248.60"

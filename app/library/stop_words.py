@@ -1,0 +1,58 @@
+"""Words of no subject, by language, and the languages of a text, which these tell. Pure functions over text."""
+
+from collections import Counter, defaultdict
+from collections.abc import Set
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from ragblend.app.database import split_words
+
+ENGLISH = "english"
+# English words of no subject: "does" is rarer in manuals than "error".
+COMMON_WORDS = frozenset(
+    """a an the and or but if of to in on at by for with from as is are was were be been do does did have has had will
+    would can could may must should it its he she they his her their you your this that there who which what when how
+    much many""".split()  # noqa: SIM905
+)
+# NLTK's stop words, of which LlamaIndex has a copy. Its list of Hindi in Latin letters is half English.
+STOP_WORDS, NO_LISTS = "_static/nltk_cache/corpora/stopwords", {"README", "hinglish"}
+# What its lists lack: a question may have no other word of its language.
+ASKING = {
+    "german": "wann wer wen wem wessen warum wieso weshalb wohin woher",
+    "french": "quand combien comment pourquoi quel quelle quels quelles où qui",
+    "italian": "quando quanto quanta quanti quante come dove perché quale quali",
+    "portuguese": "quando quanto quantos quantas como onde porque qual quais",
+    "dutch": "wanneer wie wat waar waarom hoe hoeveel welke",
+}
+
+
+def languages_of(text: str, least_share: float = 0.0) -> Set[str]:
+    """The languages, in NLTK's names, with more of its words among their stop words than any other; {}: not known.
+
+    least_share: of its words that must be stop words. English alone, if it is one of them. Related languages may be
+    equal for a short text.
+    """
+    words, by_word = split_words(text), _languages_by_word()
+    found = Counter(language for word in words for language in by_word.get(word, ()))
+    most = max(found.values(), default=0)
+    if most == 0 or most < least_share * len(words):
+        return set()
+    return {ENGLISH} if found[ENGLISH] == most else {each for each, count in found.items() if count == most}
+
+
+def stop_words_in(question: str) -> Set[str]:
+    """The question's stop words in its languages, if these are not English (`COMMON_WORDS` has those)."""
+    languages, by_word = languages_of(question) - {ENGLISH}, _languages_by_word()
+    return {word for word in split_words(question) if not languages.isdisjoint(by_word.get(word, ()))}
+
+
+@cache
+def _languages_by_word() -> dict[str, frozenset[str]]:
+    """The languages of which each word is a stop word; empty where LlamaIndex has no lists."""
+    found, spec = defaultdict[str, frozenset[str]](frozenset), find_spec("llama_index.core")
+    folder = Path(str(spec.origin)).parent / STOP_WORDS if spec is not None else Path(STOP_WORDS)
+    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+        for word in split_words(f"{file.read_text('utf-8')} {ASKING.get(file.name, '')}"):
+            found[word] |= {file.name} - NO_LISTS
+    return found
