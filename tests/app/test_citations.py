@@ -341,7 +341,7 @@ mit einer Frist von drei Monaten zum Quartalsende gekündigt werden.
 )
 def test_german_articles_and_auxiliaries_say_nothing(sentence, is_supported):
     """`Der`, `die` and `wird` had to stand in the passage's sentence, too."""
-    assert (supporting(sentence, GARAGE, "Mietvertrag_Garage.pdf p. 1") is not None) is is_supported
+    assert (supporting_span(sentence, GARAGE, "Mietvertrag_Garage.pdf p. 1") is not None) is is_supported
 
 
 def test_the_total_at_the_end_of_an_invoice_is_no_heading():
