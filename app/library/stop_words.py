@@ -16,7 +16,7 @@ COMMON_WORDS = frozenset(
     much many""".split()  # noqa: SIM905
 )
 # NLTK's stop words, of which LlamaIndex has a copy. Its list of Hindi in Latin letters is half English.
-STOP_WORDS, NO_LISTS = "_static/nltk_cache/corpora/stopwords", {"README", "hinglish"}
+STOP_WORDS, NO_LISTS = "core/_static/nltk_cache/corpora/stopwords", {"README", "hinglish"}
 # What its lists lack: a question may have no other word of its language.
 ASKING = {
     "german": "wann wer wen wem wessen warum wieso weshalb wohin woher",
@@ -42,17 +42,22 @@ def languages_of(text: str, least_share: float = 0.0) -> Set[str]:
 
 
 def stop_words_in(question: str) -> Set[str]:
-    """The question's stop words in its languages, if these are not English (`COMMON_WORDS` has those)."""
+    """The question's stop words in its languages, if these are not English (`COMMON_WORDS` has those).
+
+    A single one tells no language: `Ada` is a name, though a stop word of Indonesian.
+    """
     languages, by_word = languages_of(question) - {ENGLISH}, _languages_by_word()
-    return {word for word in split_words(question) if not languages.isdisjoint(by_word.get(word, ()))}
+    found = {word for word in split_words(question) if not languages.isdisjoint(by_word.get(word, ()))}
+    return found if len(found) > 1 else set()
 
 
 @cache
 def _languages_by_word() -> dict[str, frozenset[str]]:
     """The languages of which each word is a stop word; empty where LlamaIndex has no lists."""
-    found, spec = defaultdict[str, frozenset[str]](frozenset), find_spec("llama_index.core")
-    folder = Path(str(spec.origin)).parent / STOP_WORDS if spec is not None else Path(STOP_WORDS)
-    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+    found, package = defaultdict[str, frozenset[str]](frozenset), find_spec("llama_index")  # imports nothing
+    places = package.submodule_search_locations if package is not None else None
+    folders = (Path(place) / STOP_WORDS for place in places or ())
+    for file in (file for folder in folders if folder.is_dir() for file in sorted(folder.iterdir())):
         for word in split_words(f"{file.read_text('utf-8')} {ASKING.get(file.name, '')}"):
             found[word] |= {file.name} - NO_LISTS
     return found

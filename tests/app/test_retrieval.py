@@ -16,7 +16,7 @@ from ragblend.app.answering.retrieval import (
 from ragblend.app.library.documents import DocumentPassage, FileFacts, node_id
 from ragblend.app.library.ingest import ingest
 from ragblend.app.library.registry import UnrelatedSimilarity
-from ragblend.app.library.stop_words import languages_of
+from ragblend.app.library.stop_words import languages_of, stop_words_in
 from ragblend.app.library.word_search import by_words
 from ragblend.integrations.embeddings import BUNDLED
 
@@ -423,6 +423,11 @@ def test_in_a_language_that_the_embedder_does_not_know_words_decide(
         (tmp_path / name).write_text(text)
     ingest(workspace, [tmp_path])
     assert [source.document for source in search([workspace], question, 3)] == found
+
+
+def test_a_name_alone_is_no_stop_word():
+    """`Ada` is one in Indonesian."""
+    assert stop_words_in("Ada") == set() and "wann" in stop_words_in("Wann kommt die Ada?")
 
 
 def test_stop_words_of_no_language_find_passages(workspace, tmp_path):
