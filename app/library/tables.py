@@ -15,6 +15,9 @@ SNIFF_CHARACTERS = 16_384
 DELIMITERS = ",;\t|"
 NAMES = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 FIRST_ROWS = 10  # among which the header is
+# In a number format of XLSX: `"kg"`, `[$€-407]`, `[Red]`, `_-`, `€`; and what remains: `#,##0.00`, `0.0#`, `0%`.
+UNIT = re.compile(r'"([^"]*)"|\[\$([^\]-]*)[^\]]*\]|([€$£¥])|\[[^\]]*\]|[_*\\].')
+DIGITS = re.compile(r"([#0?,]*[0#?])(?:\.(0*)([#?]*))?\s*(%?)")
 NOT_USED = "\x1f"  # a delimiter that no table has
 Row = tuple[str, str]  # its text as lines of "column: value", and its location
 
@@ -71,19 +74,33 @@ def xlsx_rows(path: Path) -> Iterator[Row]:
         for sheet in workbook.worksheets:
             is_one_of_many = len(workbook.worksheets) > 1
             place, named = (f"{sheet.title}, ", f"Sheet: {sheet.title}\n") if is_one_of_many else ("", "")
-            rows = ([_cell_text(value) for value in row] for row in sheet.iter_rows(values_only=True))
+            rows = ([_cell_text(cell.value, cell.number_format) for cell in row] for row in sheet.iter_rows())
             yield from ((named + text, location) for text, location in table_rows(rows, place))
     finally:
         workbook.close()
 
 
-def _cell_text(value: Any) -> str:
+def _cell_text(value: Any, number_format: str) -> str:
+    """A cell as the sheet shows it, but dates as ISO's, and thousands not separated."""
     if value is None:
         return ""
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    text = str(value)
-    return text.removesuffix(" 00:00:00")  # a date without a time
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _number_text(value, number_format)
+    return str(value).removesuffix(" 00:00:00")  # a date without a time
+
+
+def _number_text(number: float, number_format: str) -> str:
+    """A number with the digits, percent sign and unit of its format: 412.8 as `412.80 €`, 0.19 as `19%`, 7 as `007`."""
+    shown = number_format.partition(";")[0]  # of positive numbers
+    digits = DIGITS.fullmatch(UNIT.sub("", shown).strip())
+    if digits is None:  # General, or a format that is not read: scientific, a fraction
+        return str(int(number) if isinstance(number, float) and number.is_integer() else number)
+    before, decimals, optional = digits[1].count("0"), len(digits[2] or ""), len(digits[3] or "")
+    whole, _, rest = f"{abs(number) * (100 if digits[4] else 1):.{decimals + optional}f}".partition(".")
+    rest = rest[:decimals] + rest[decimals:].rstrip("0")
+    units = ("".join(each).strip() for each in UNIT.findall(shown))
+    text = f"{'-' if number < 0 else ''}{whole.zfill(before)}{'.' if rest else ''}{rest}{digits[4]}"
+    return " ".join(filter(None, (text, *units)))
 
 
 def _dialect(text: str, notes: list[str]) -> type[csv.Dialect] | csv.Dialect:

@@ -480,3 +480,31 @@ def test_temporary_files_beside_documents_are_skipped_by_a_list(tmp_path):
     found = discover([tmp_path], skip="NOTES*, *.tmp")
     assert {path.name for path in found.files} == {"report.docx", "Äpfel.pdf", "~$report.docx", ".hidden.txt"}
     assert discover([tmp_path / "~$report.docx"]).files, "the user's own choice"
+
+
+@pytest.mark.parametrize(
+    ("number", "number_format", "shown"),
+    [
+        (412.8, "#,##0.00", "412.80"),
+        (412.8, "#,##0.00 [$€-407]", "412.80 €"),
+        (-3.5, '_-* #,##0.00\\ "EUR"_-;[Red]-* #,##0.00', "-3.50 EUR"),
+        (0.195, "0.0%", "19.5%"),
+        (21.5, '0.0" °C"', "21.5 °C"),
+        (812, "00000", "00812"),
+        (2.5, "0.##", "2.5"),
+        (2, "0.##", "2"),
+        (3.0, "General", "3"),
+        (0.25, "# ?/?", "0.25"),
+        (1500, "0.00E+00", "1500"),
+    ],
+)
+def test_numbers_of_a_sheet_are_read_as_it_shows_them(tmp_path, number, number_format, shown):
+    """A tax of 19% was read as 0.19, and 412.80 as 412.8."""
+    from openpyxl import Workbook
+
+    workbook = Workbook()
+    workbook.active.append(["what", "amount"])
+    workbook.active.append(["fee", number])
+    workbook.active["B2"].number_format = number_format
+    workbook.save(tmp_path / "a.xlsx")
+    assert parse(tmp_path / "a.xlsx")["parts"] == [(f"what: fee\namount: {shown}", "row 2")]
