@@ -16,6 +16,7 @@ from ragblend.app.library.documents import shortened
 from ragblend.app.library.encodings import decode
 from ragblend.app.library.file_checks import archive_xml, local_name, open_archive
 from ragblend.app.library.html_text import html_sections
+from ragblend.app.library.word_numbering import Numbering, child, value
 from ragblend.kvstore.errors import UnreadableDocumentError
 
 TAGS = {"p": "p", "tbl": "table", "tr": "tr", "tc": "td"}
@@ -57,12 +58,13 @@ class _WordDocument:
                 self._parts[local_name(root)].append((name, root))
         self.left_out = {name for name in archive.namelist() if EMBEDDED.match(name)}
         self._styles = {
-            _value(style, "styleId"): style
+            value(style, "styleId"): style
             for style in self._children("styles")
             if local_name(style) == "style"
         }
+        self._numbering = Numbering(self._children("numbering"))
         self._notes = {
-            (kind, _value(note, "id")): note for kind in NOTES.values() for note in self._children(kind)
+            (kind, value(note, "id")): note for kind in NOTES.values() for note in self._children(kind)
         }
         self._chunks = {
             item.get("Id"): posixpath.normpath(posixpath.join("/word", item.get("Target", ""))).lstrip("/")
@@ -98,7 +100,7 @@ class _WordDocument:
             out.append(AS_TEXT[name])
         elif name == "oMath":
             out.append(escape(_formula(node)))
-        elif name in NOTES and (note := self._notes.pop((NOTES[name], _value(node, "id")), None)) is not None:
+        elif name in NOTES and (note := self._notes.pop((NOTES[name], value(node, "id")), None)) is not None:
             inside: list[str] = []
             self._write(note, inside)
             out.append(f" ({' '.join(re.sub('<[^>]+>', ' ', ''.join(inside)).split())}) ")
@@ -111,32 +113,41 @@ class _WordDocument:
             for choice in [next(choices, node[0])] if len(node) else []:
                 self._write(choice, out)
         else:
-            tag = self._tag(node, name)
+            tag, label = self._tag(node, name)
             out.append(f"<{tag}>" if tag else "")
+            out.append(f"{escape(label)} " if label else "")
             for child in node:
                 self._write(child, out)
             out.append(f"</{tag}>" if tag else "")
 
-    def _tag(self, node: Element, name: str) -> str | None:
-        """The HTML element of an element, if it has one."""
-        properties = _child(node, f"{name}Pr")
+    def _tag(self, node: Element, name: str) -> tuple[str | None, str]:
+        """The HTML element of an element, if it has one, and the number of a numbered paragraph."""
+        properties = child(node, f"{name}Pr")
         if name == "r":
-            return MARKS.get(_value(_child(properties, "vertAlign"), "val"))
+            return MARKS.get(value(child(properties, "vertAlign"), "val")), ""
         if name != "p":
-            return TAGS.get(name)
-        styles = [properties]
-        style = self._styles.get(_value(_child(properties, "pStyle"), "val"))
-        while style is not None and len(styles) < 10:  # they may be based on each other
-            styles += [style, _child(style, "pPr")]
-            style = self._styles.get(_value(_child(style, "basedOn"), "val"))
+            return TAGS.get(name), ""
+        styles, ids = [properties], [value(child(properties, "pStyle"), "val")]
+        while (style := self._styles.get(ids[-1])) is not None and len(ids) < 10:  # based on each other
+            styles += [style, child(style, "pPr")]
+            ids.append(value(child(style, "basedOn"), "val"))
         is_heading = any(
-            _value(_child(each, "outlineLvl"), "val") in set("012345678")
-            or HEADING.match(_value(_child(each, "name"), "val"))
+            value(child(each, "outlineLvl"), "val") in set("012345678")
+            or HEADING.match(value(child(each, "name"), "val"))
             for each in styles
         )
-        if is_heading and any(local_name(text) == "t" and (text.text or "").strip() for text in node.iter()):
-            return "h1"
-        return "li" if any(_child(each, "numPr") is not None for each in styles) else "p"
+        lists = [found for each in styles if (found := child(each, "numPr")) is not None]
+        numbered = {
+            key: next((name for each in lists if (name := value(child(each, key), "val"))), "")
+            for key in ("numId", "ilvl")
+        }
+        label = self._numbering.next_label(numbered["numId"], numbered["ilvl"], ids)
+        has_text = any(local_name(each) == "t" and (each.text or "").strip() for each in node.iter())
+        if is_heading and has_text:
+            return "h1", label
+        if not lists or numbered["numId"] == "0":
+            return "p", ""
+        return ("div", label if has_text else "") if label else ("li", "")
 
     def _chunk(self, node: Element) -> str:
         """The HTML of an embedded document: of HTML and plain text."""
@@ -148,16 +159,6 @@ class _WordDocument:
             return f"<pre>{escape(text)}</pre>" if target.lower().endswith(".txt") else f"<div>{text}</div>"
         self.left_out.add(target or "a part that is missing")
         return ""
-
-
-def _child(node: Element | None, name: str) -> Element | None:
-    return next((child for child in node if local_name(child) == name), None) if node is not None else None
-
-
-def _value(node: Element | None, name: str) -> str:
-    """An attribute's value, whatever its namespace; "" if there is none."""
-    attributes = node.attrib.items() if node is not None else ()
-    return next((value for key, value in attributes if key.rpartition("}")[2] == name), "")
 
 
 def _formula(element: Element) -> str:

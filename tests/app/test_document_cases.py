@@ -508,3 +508,43 @@ def test_numbers_of_a_sheet_are_read_as_it_shows_them(tmp_path, number, number_f
     workbook.active["B2"].number_format = number_format
     workbook.save(tmp_path / "a.xlsx")
     assert parse(tmp_path / "a.xlsx")["parts"] == [(f"what: fee\namount: {shown}", "row 2")]
+
+
+def test_numbers_that_word_computes_are_read(tmp_path):
+    """Statutes had neither `§ 2` nor `b)`: such numbers are in no text, only in the definition of their list."""
+    from docx import Document
+    from docx.oxml import parse_xml
+
+    w = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+    levels = (
+        '<w:lvl w:ilvl="0"><w:numFmt w:val="decimal"/><w:pStyle w:val="Heading1"/><w:lvlText w:val="§ %1"/></w:lvl>',
+        '<w:lvl w:ilvl="1"><w:start w:val="1"/><w:numFmt w:val="upperRoman"/><w:lvlText w:val="%1.%2"/></w:lvl>',
+        '<w:lvl w:ilvl="2"><w:numFmt w:val="lowerLetter"/><w:lvlText w:val="%3)"/></w:lvl>',
+    )
+    document = Document()
+    lists = document.part.numbering_part.element
+    lists.insert(0, parse_xml(f'<w:abstractNum {w} w:abstractNumId="77">{"".join(levels)}</w:abstractNum>'))
+    lists.append(parse_xml(f'<w:num {w} w:numId="77"><w:abstractNumId w:val="77"/></w:num>'))
+
+    def add(text: str, style: str | None = None, level: str = "", list_id: int = 77) -> None:
+        properties = document.add_paragraph(text, style=style)._p.get_or_add_pPr()
+        properties.append(parse_xml(f'<w:numPr {w}>{level}<w:numId w:val="{list_id}"/></w:numPr>'))
+
+    second, third = '<w:ilvl w:val="1"/>', '<w:ilvl w:val="2"/>'
+    add("Name", "Heading 1")
+    add("It is called Lindenhof.", level=second)
+    add("Members", "Heading 1")
+    add("These can be", level=second)
+    add("persons", level=third)
+    add("firms", level=third)
+    add("Entry is by letter.", level=second)
+    add("not numbered", "List Number", list_id=0)
+    document.add_paragraph("a bullet", style="List Bullet")
+    document.save(tmp_path / "a.docx")
+    assert [(" ".join(text.split()), heading) for text, heading in parse(tmp_path / "a.docx")["parts"]] == [
+        ("§ 1 Name 1.I It is called Lindenhof.", "§ 1 Name"),
+        (
+            "§ 2 Members 2.I These can be a) persons b) firms 2.II Entry is by letter. not numbered - a bullet",
+            "§ 2 Members",
+        ),
+    ]
