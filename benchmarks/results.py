@@ -31,9 +31,9 @@ How close each method comes to full prefill, and how much faster its first token
 Unless a run says otherwise, it used two cores, bfloat16 and torch 2.13, often beside other work, so only the ratios of
 times count. The Xeon has AMX.
 
-[Measuring quality](quality.md#columns) explains the columns, and how to measure your own documents. Here also:
+[Measuring quality](quality.md#columns) explains the columns. Here also:
 
-- `full` is not shown where methods are compared with it: its divergence is 0, and it keeps all figures.
+- `full` is not shown where its divergence would be 0.
 - *Identical*: answers equal to full prefill's word for word. *Faster*: the median of full prefill's time to first token
   divided by the method's.
 - *`probe-shift` leaves*: its KL divided by that method's at the same ratio, with the paired 95% interval.
@@ -49,6 +49,8 @@ KINDS = ("quality", "ttft", "peers")  # of benches, as commands and files call t
 UNSEEN = {"first_kl", "rouge_l_to_full", "top1", "f1"}
 UNSEEN_WITH_KL = {"ttft_ms"}
 UNSEEN_WITH_FIGURES = {"kl_ci", "exact_match"}
+OF_FIGURES = {"figures_kept", "figures_kept_ci", "figures_other", "figure_kl", "read_again"}
+FEWEST_FIGURES = 10  # answers with figures; fewer say nothing about them
 USUAL = ", 2 cores, bfloat16, torch 2.13.0+cpu"  # as the introduction says
 TIMES = "Time to first token"  # titles of runs that share a table
 README_COLUMNS = ("method", "figures_kept", "figures_other", "figure_kl", "speedup")
@@ -231,7 +233,12 @@ def _run(report: Run, title: str, command: str, says: str) -> Run:
     at = report["environment"]
     machine = f"{at['gpu'] or at['cpu']}, {at['cpu_cores']} cores, {at['dtype']}, torch {at['torch']}"
     rows = [
-        {name: _rounded(row[name]) for name in COLUMNS if row.get(name) is not None} for row in report["rows"]
+        {
+            name: _rounded(row[name])
+            for name in COLUMNS
+            if row.get(name) is not None and not (name in OF_FIGURES and row["figures_n"] < FEWEST_FIGURES)
+        }
+        for row in report["rows"]
     ]
     settings = report.get("settings", {})
     count = settings.get("questions")

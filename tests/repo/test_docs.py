@@ -166,7 +166,8 @@ def test_a_run_is_taken_out_of_a_benchs_folder(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match=r"holds no quality\.json"):
         results.taken(tmp_path, "t", "ragblend bench quality", "s")
     at = {"gpu": None, "cpu": "Abacus", "cpu_cores": 2, "dtype": "bfloat16", "torch": "2"}
-    row = {"method": "reuse", "ratio": None, "kl": 0.12345, "kl_ci": [0.1, 0.2], "nobody": "asks"}
+    few = {"figures_n": 1, "figures_kept": 1.0, "read_again": 0.0}  # one answer with a figure says nothing
+    row = {"method": "reuse", "ratio": None, "kl": 0.12345, "kl_ci": [0.1, 0.2], "nobody": "asks"} | few
     report = {"environment": at, "rows": [row], "settings": {"questions": 6}}
     (tmp_path / "quality.json").write_text(json.dumps(report))
     (tmp_path / "ttft.json").write_text("another bench's")
