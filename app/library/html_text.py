@@ -30,7 +30,10 @@ UNSHOWN = re.compile(r"\bdisplay\s*:\s*none\b", re.IGNORECASE)
 # What XML has and HTML has not: text without escapes, and elements that are closed where they open.
 CDATA = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
 SELF_CLOSED = re.compile(r"<(?!(?:area|br|col|hr|img|input|link|meta|source|wbr)\b)([\w:-]+)(\s[^<>]*)?/>")
-MENU_SHARE = 0.5  # of a page's text; a `nav` that has more is not a menu, but was not closed
+# As HTML and ARIA mark menus, as DocBook and Publican do, and what Sphinx and Wikipedia put beside a heading.
+MENUS = """nav, [role=navigation], [role=search], .navheader, .navfooter, .docnav, a.headerlink, .mw-editsection,
+    .mw-jump-link"""
+MENU_SHARE = 0.8  # of a page's text; what has more is no menu, but was not closed
 
 
 @dataclass
@@ -78,10 +81,13 @@ def _parsed(markup: str) -> Any:
 
 
 def _without_menus(markup: str) -> Any:
-    """The page without `nav`; with it where most of the text stands in it."""
+    """The page without menus; with them where most of the text stands in them."""
     tree = _parsed(markup)
     whole = _characters(tree)
-    tree.strip_tags(["nav"])
+    # One that several selectors match is found several times.
+    menus = {menu.mem_id: menu for menu in tree.css(MENUS)}
+    for menu in reversed(menus.values()):  # inner ones first: an outer one frees them
+        menu.decompose()
     return tree if _characters(tree) >= (1 - MENU_SHARE) * whole else _parsed(markup)
 
 

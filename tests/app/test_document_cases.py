@@ -12,6 +12,11 @@ from ragblend.app.library.discovery import discover
 from ragblend.app.library.readers import clean, parse
 
 CASES = Path(__file__).parent / "cases"
+SPHINX = """<div class=related role=navigation><h3>Navigation</h3><ul><li>next</ul></div>
+<div role=main><h1>1. Disk<a class=headerlink href=#d>¶</a></h1><p>Two disks are enough.</div>
+<div class=sphinxsidebar role=navigation><nav>Contents</nav><div role=search>Search</div></div>"""
+DOCBOOK = """<div class=navheader><table><tr><td>Prev</table></div><p>VACUUM collects garbage.
+<div class=navfooter><table><tr><td>Home</table></div>"""
 
 
 def text_of(path):
@@ -91,6 +96,8 @@ def test_cut_chinese_text_is_kept():
         ("<p>one<p>two", ["one\n\ntwo"], []),
         ("<body><title>Late</title>words", ["words"], ["Late"]),
         ("<nav><a href=x>Menu</a></nav><p>" + "text " * 20, ["text"], ["Menu"]),
+        (SPHINX, ["1. Disk", "Two disks"], ["¶", "Navigation", "next", "Search"]),
+        (DOCBOOK, ["VACUUM collects"], ["Prev", "Home"]),
         ("<table><tr><td>a<td>b<tr><td>c<td>d</table>", ["a | b\nc | d"], []),
         (
             "<p>a<template><b>x</b></template><script>y</script><!-- z --><p hidden>q",
