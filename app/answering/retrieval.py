@@ -22,7 +22,7 @@ from ragblend.app.answering.support import PRONOUNS
 from ragblend.app.database import split_words
 from ragblend.app.library.registry import Library, UnrelatedSimilarity
 from ragblend.app.library.similarity import recorded_similarity
-from ragblend.app.library.stop_words import ENGLISH, languages_of
+from ragblend.app.library.stop_words import ENGLISH, PROSE_SHARE, languages_of
 from ragblend.app.library.word_search import WordMatch, by_words
 from ragblend.app.workspace import Workspace
 from ragblend.engine.scheduling.queue import Cancel
@@ -40,7 +40,6 @@ RANK_CONSTANT = 60  # the paper's: the larger, the less the first ranks differ
 LEAST_OF_BEFORE = 0.9
 LEAST_WITH_PRONOUN = 0.85  # "Translate that into German" says nothing of its own
 POINTING = PRONOUNS | {"that", "those", "her"}
-STOP_WORDS_OF_PROSE = 0.1  # of its words; a table has fewer
 # Up to so many passages the registry compares every vector, in about 15 ms; importing Chroma takes 0.4 s.
 COMPARED_PASSAGES = 500
 
@@ -168,7 +167,7 @@ def _foreign(sources: Mapping[str, AnswerSource], question: str) -> set[str]:
     """The passages that are not in English; if the question is not either, also those of an unknown language."""
     asked, others = languages_of(question), set[str]()
     for node, source in sources.items():
-        languages = languages_of(source.text, STOP_WORDS_OF_PROSE)
+        languages = languages_of(source.text, PROSE_SHARE)
         if ENGLISH not in languages and (languages or (asked and ENGLISH not in asked)):
             others.add(node)
     return others

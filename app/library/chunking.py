@@ -28,7 +28,6 @@ CELL_NAME = re.compile(r"[^\n:]+: ")  # before a value in a row of CSV or XLSX
 IS_ROW = re.compile(r"\brow \d+\Z")
 TABLE_LINES = 3  # with cells; fewer are no table
 CountTokens = Callable[[str], int]
-Split = Callable[[str, int], list[str]]
 
 
 def cut_document(
@@ -43,42 +42,14 @@ def cut_document(
     Full passages matter more than stopping at headings: every retrieved passage costs the same few fresh tokens
     around it, however short it is. Its location names the first and the last page or heading that it has text of.
     """
-    from llama_index.core.node_parser import SentenceSplitter
-    from llama_index.core.node_parser.text.utils import split_by_sentence_tokenizer
-
-    by_sentence, headings = split_by_sentence_tokenizer(), {part.location for part in parts}
-
-    def units(text: str) -> list[str]:
-        paragraphs = _joined(re.split(rf"(?={SEPARATOR})", text), lambda last, _: _is_heading(last, headings))
-        return paragraphs if len(paragraphs) > 1 else _joined(by_sentence(text), _is_one_sentence)
-
-    def count(piece: str) -> int:
-        return _count(piece, count_tokens, chunk_tokens)
-
-    def split(text: str, limit: int) -> list[str]:
-        splitter = SentenceSplitter(
-            chunk_size=limit,
-            chunk_overlap=min(overlap_tokens, limit // 2),
-            tokenizer=lambda piece: range(count(piece)),  # only its length is used
-            paragraph_separator=NO_SEPARATOR,  # `units` cuts paragraphs, too
-            chunking_tokenizer_fn=units,
-            secondary_chunking_regex=PHRASE,
-        )
-        # The splitter counts a piece with the blank before it, and removes that: the first word may then be two tokens.
-        pieces = ((piece, count(piece)) for piece in splitter.split_text(text))
-        return [
-            each
-            for piece, tokens in pieces
-            for each in ([piece] if tokens <= limit else split(piece, tokens // 2 + 1))
-        ]
-
+    splitter = _Splitter(count_tokens, chunk_tokens, overlap_tokens, {part.location for part in parts})
     with _no_deadline():
-        texts = [_repeat_table_headers(part, count, split, chunk_tokens) for part in parts]
+        texts = [splitter.with_repeated_headers(part) for part in parts]
         text = SEPARATOR.join(texts)
         starts = [0, *accumulate(len(each) + len(SEPARATOR) for each in texts)][: len(parts)]
         pieces, places = list[str](), list[str]()
         for first, last in blocks(text):
-            found = split(text[first:last], chunk_tokens)
+            found = splitter.split(text[first:last], chunk_tokens)
             for start, end in locate(text[first:last], found, overlap_tokens > 0):
                 here = slice(bisect_right(starts, first + start) - 1, bisect_right(starts, first + end))
                 places.append(_span(part.location for part in parts[here]))
@@ -95,6 +66,92 @@ def cut_document(
     ]
 
 
+class _Splitter:
+    """Splits text into pieces of at most so many tokens; headings: lines that belong to the paragraph after them."""
+
+    def __init__(
+        self, count_tokens: CountTokens, chunk_tokens: int, overlap_tokens: int, headings: Set[str]
+    ) -> None:
+        from llama_index.core.node_parser.text.utils import split_by_sentence_tokenizer
+
+        self._count_tokens, self._chunk_tokens = count_tokens, chunk_tokens
+        self._overlap_tokens, self._headings = overlap_tokens, headings
+        self._by_sentence = split_by_sentence_tokenizer()
+
+    def split(self, text: str, limit: int) -> list[str]:
+        """Pieces of at most `limit` tokens."""
+        from llama_index.core.node_parser import SentenceSplitter
+
+        splitter = SentenceSplitter(
+            chunk_size=limit,
+            chunk_overlap=min(self._overlap_tokens, limit // 2),
+            tokenizer=lambda piece: range(self._count(piece)),  # only its length is used
+            paragraph_separator=NO_SEPARATOR,  # `_units` cuts paragraphs, too
+            chunking_tokenizer_fn=self._units,
+            secondary_chunking_regex=PHRASE,
+        )
+        # The splitter counts a piece with the blank before it, and removes that: the first word may then be two tokens.
+        pieces = ((piece, self._count(piece)) for piece in splitter.split_text(text))
+        return [
+            each
+            for piece, tokens in pieces
+            for each in ([piece] if tokens <= limit else self.split(piece, tokens // 2 + 1))
+        ]
+
+    def _units(self, text: str) -> list[str]:
+        """Paragraphs, each after its heading; of a single paragraph the sentences."""
+        paragraphs = _joined(
+            re.split(rf"(?={SEPARATOR})", text), lambda last, _: last.strip(" \n#*_`") in self._headings
+        )
+        return paragraphs if len(paragraphs) > 1 else _joined(self._by_sentence(text), _is_one_sentence)
+
+    def _count(self, piece: str) -> int:
+        """Skip tokenizing what is too long in any case: tokenizing megabytes takes a hundred times their memory."""
+        is_too_long = len(piece) > MAX_TOKEN_CHARACTERS * self._chunk_tokens
+        return self._chunk_tokens + 1 if is_too_long else self._count_tokens(piece)
+
+    def with_repeated_headers(self, part: DocumentPart) -> str:
+        """The text with each table that is longer than a passage as several tables, which all begin with its header."""
+        text, is_row = part.text, IS_ROW.search(part.location) is not None
+        if not (is_row or " | " in text) or self._count(text) <= self._chunk_tokens:
+            return text
+        if is_row:
+            lines = (self._cell(line) for line in text.split("\n"))
+            return re.sub(r"\n{3,}", SEPARATOR, "\n".join(lines)).strip()
+        return SEPARATOR.join(SEPARATOR.join(self._tables(each)) for each in text.split(SEPARATOR))
+
+    def _cell(self, line: str) -> str:
+        """The line of a cell, or if its value is longer than a passage, pieces of it that fit, each with the name."""
+        name = CELL_NAME.match(line)
+        room = self._chunk_tokens - self._count(SEPARATOR + name.group()) if name else 0
+        if name is None or room < self._chunk_tokens // 2 or self._count(line) <= room:
+            return line
+        pieces = (name.group() + piece for piece in self.split(line[name.end() :], room - 1))
+        return f"{SEPARATOR}{SEPARATOR.join(pieces)}{SEPARATOR}"
+
+    def _tables(self, paragraph: str) -> Iterator[str]:
+        """The paragraph, or if it is a table of more tokens, its rows in groups that fit, each below the header."""
+        limit = self._chunk_tokens
+        header = TABLE_HEADER.search(paragraph) if self._count(paragraph) > limit else None
+        if header is None or not _is_table(paragraph):
+            yield paragraph
+            return
+        group = paragraph[: header.end()]  # a caption stands before the header of the first group only
+        tokens, repeated = self._count(SEPARATOR + group), self._count(SEPARATOR + header.group())
+        room, has_rows = limit - tokens, False
+        if room < limit // 2:  # a header that long is not repeated
+            yield paragraph
+            return
+        for line in paragraph[header.end() :].split("\n"):
+            for row in [line] if self._count(f"{line}\n") <= room else self.split(line, room - 1):
+                new = self._count(f"{row}\n")
+                if has_rows and tokens + new > limit:
+                    yield group.rstrip("\n")
+                    group, tokens = header.group(), repeated
+                group, tokens, has_rows = f"{group}{row}\n", tokens + new, True
+        yield group.rstrip("\n")
+
+
 def _joined(pieces: Sequence[str], belongs: Callable[[str, str], bool]) -> list[str]:
     """The pieces, each with the next one if that belongs to it."""
     found = list[str]()
@@ -108,10 +165,6 @@ def _joined(pieces: Sequence[str], belongs: Callable[[str, str], bool]) -> list[
     return found
 
 
-def _is_heading(paragraph: str, headings: Set[str]) -> bool:
-    return paragraph.strip(" \n#*_`") in headings
-
-
 def _is_one_sentence(first: str, second: str) -> bool:
     """Whether a sentence was cut after the dot of a number or an abbreviation."""
     return NOT_ENDED.search(first) is not None or (
@@ -119,50 +172,9 @@ def _is_one_sentence(first: str, second: str) -> bool:
     )
 
 
-def _repeat_table_headers(part: DocumentPart, count: CountTokens, split: Split, chunk_tokens: int) -> str:
-    """The text with each table that is longer than a passage as several tables, which all begin with its header."""
-    text, is_row = part.text, IS_ROW.search(part.location) is not None
-    if not (is_row or " | " in text) or count(text) <= chunk_tokens:
-        return text
-    if is_row:
-        lines = (_cell(line, count, split, chunk_tokens) for line in text.split("\n"))
-        return re.sub(r"\n{3,}", SEPARATOR, "\n".join(lines)).strip()
-    return SEPARATOR.join(
-        SEPARATOR.join(_tables(paragraph, count, split, chunk_tokens)) for paragraph in text.split(SEPARATOR)
-    )
-
-
-def _cell(line: str, count: CountTokens, split: Split, chunk_tokens: int) -> str:
-    """The line of a cell, or if its value is longer than a passage, pieces of it that fit, each with the name."""
-    name = CELL_NAME.match(line)
-    room = chunk_tokens - count(SEPARATOR + name.group()) if name else 0
-    if name is None or room < chunk_tokens // 2 or count(line) <= room:
-        return line
-    pieces = (name.group() + piece for piece in split(line[name.end() :], room - 1))
-    return f"{SEPARATOR}{SEPARATOR.join(pieces)}{SEPARATOR}"
-
-
-def _tables(paragraph: str, count: CountTokens, split: Split, chunk_tokens: int) -> Iterator[str]:
-    """The paragraph, or if it is a table of more tokens, its rows in groups that fit, each below the header."""
-    header, lines = TABLE_HEADER.search(paragraph), paragraph.count("\n") + 1
-    with_cells = sum(" | " in line for line in paragraph.split("\n")) if header else 0
-    if header is None or with_cells < max(TABLE_LINES, lines / 2) or count(paragraph) <= chunk_tokens:
-        yield paragraph
-        return
-    group = paragraph[: header.end()]  # a caption stands before the header of the first group only
-    tokens, repeated = count(SEPARATOR + group), count(SEPARATOR + header.group())
-    room, has_rows = chunk_tokens - tokens, False
-    if room < chunk_tokens // 2:  # a header that long is not repeated
-        yield paragraph
-        return
-    for line in paragraph[header.end() :].split("\n"):
-        for row in [line] if count(f"{line}\n") <= room else split(line, room - 1):
-            new = count(f"{row}\n")
-            if has_rows and tokens + new > chunk_tokens:
-                yield group.rstrip("\n")
-                group, tokens = header.group(), repeated
-            group, tokens, has_rows = f"{group}{row}\n", tokens + new, True
-    yield group.rstrip("\n")
+def _is_table(paragraph: str) -> bool:
+    lines = paragraph.split("\n")
+    return sum(" | " in line for line in lines) >= max(TABLE_LINES, len(lines) / 2)
 
 
 def blocks(text: str) -> Iterator[tuple[int, int]]:
@@ -211,12 +223,6 @@ def _no_deadline() -> Iterator[None]:
         yield
     finally:
         redos.DEFAULT_TIMEOUT = before
-
-
-def _count(piece: str, count_tokens: CountTokens, chunk_tokens: int) -> int:
-    """Skip tokenizing what is too long in any case: tokenizing megabytes takes a hundred times their memory."""
-    is_too_long = len(piece) > MAX_TOKEN_CHARACTERS * chunk_tokens
-    return chunk_tokens + 1 if is_too_long else count_tokens(piece)
 
 
 def _span(locations: Iterable[str]) -> str:

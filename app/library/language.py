@@ -1,14 +1,11 @@
 """Whether the bundled embedder knows the language of a collection's documents: it knows English only."""
 
 from ragblend.app.database import split_words
-from ragblend.app.library.stop_words import COMMON_WORDS
+from ragblend.app.library.stop_words import ENGLISH, PROSE_SHARE, languages_of
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.embeddings import DEFAULT
 
 LOOKED_AT, LEAST_WORDS = 200, 10
-ENGLISH_SHARE = (
-    0.1  # of words are common; English prose has about 0.4, invoices 0.15, other languages 0.01 to 0.09
-)
 NOTICE = (
     "Many documents in {collection!r} are not in English, which is the only language that the bundled embedder knows: "
     "passages are found by their words, hardly by their meaning. A multilingual embedder finds both, such as "
@@ -35,6 +32,4 @@ def knows_language(workspace: Workspace) -> bool:
 
 def is_english(text: str) -> bool:
     """Also true for a text too short to tell."""
-    words = [word for word in split_words(text) if word.isalpha()]
-    common = sum(word in COMMON_WORDS for word in words)
-    return len(words) < LEAST_WORDS or common >= ENGLISH_SHARE * len(words)
+    return ENGLISH in languages_of(text, PROSE_SHARE) or len(split_words(text)) < LEAST_WORDS

@@ -9,6 +9,8 @@ from pathlib import Path
 from ragblend.app.database import split_words
 
 ENGLISH = "english"
+PROSE_SHARE = 0.1  # of the words of prose are stop words, at least; a table has fewer
+READ_CHARACTERS = 800  # of a text, to tell its language
 # English words of no subject: "does" is rarer in manuals than "error".
 COMMON_WORDS = frozenset(
     """a an the and or but if of to in on at by for with from as is are was were be been do does did have has had will
@@ -31,9 +33,10 @@ def languages_of(text: str, least_share: float = 0.0) -> Set[str]:
     """The languages, in NLTK's names, with more of its words among their stop words than any other; {}: not known.
 
     least_share: of its words that must be stop words. English alone, if it is one of them. Related languages may be
-    equal for a short text.
+    equal for a short text. Of a long text the beginning is read.
     """
-    words, by_word = split_words(text), _languages_by_word()
+    words = [word for word in split_words(text[:READ_CHARACTERS]) if not word.isdigit()]
+    by_word = _languages_by_word()
     found = Counter(language for word in words for language in by_word.get(word, ()))
     most = max(found.values(), default=0)
     if most == 0 or most < least_share * len(words):
