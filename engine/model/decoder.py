@@ -33,6 +33,7 @@ from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import UnsupportedModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+PER_LAYER = {"head_dim", "num_key_value_heads", "sliding_window"}  # what must be the same in all layers
 # RoPE types whose frequencies change with the sequence's length, and are constant up to `constant_rope_tokens`.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 # More rows than this pass through a layer in several blocks, which keeps activations small beside the KV. Results are
@@ -307,6 +308,9 @@ def kv_geometry(config: Any, dtype: str) -> Geometry:
     layers = config.num_hidden_layers
     if getattr(config, "kv_lora_rank", None) or getattr(config, "num_kv_shared_layers", 0):
         raise UnsupportedModelError("the model compresses or shares its KV between layers (MLA, KV sharing)")
+    if differing := PER_LAYER & set(getattr(config, "per_layer_attributes", None) or ()):
+        names = ", ".join(sorted(differing))
+        raise UnsupportedModelError(f"the layers keep KV of different shapes ({names} differ, as in Gemma 4)")
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
