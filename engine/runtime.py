@@ -30,8 +30,8 @@ from ragblend.kvstore.fingerprint import ModelFingerprint
 from ragblend.kvstore.memory import MemoryTier
 
 UNMEASURED = (
-    "how well fused KV answers was never measured for models with convolution layers; to fuse them nevertheless, set "
-    '`fuse` to `all` (RAGBLEND_FUSE=all, or Engine.open(fuse="all"))'
+    "no real model with convolution layers was measured with fused KV; to fuse it nevertheless, set `fuse` to `all` "
+    '(RAGBLEND_FUSE=all, or Engine.open(fuse="all"))'
 )
 
 

@@ -50,15 +50,20 @@ class RowConvolution(nn.Module):
         return out
 
     def _convolved(self, inputs: Tensor, cache: FusedCache) -> Tensor:
-        """The weighted sum of each row's inputs (1, R, C) and of those of the rows before it."""
+        """The weighted sum of each row's inputs (1, R, C) and of those of the rows before it.
+
+        Summed in float32 and rounded once, as torch's convolution does: in bfloat16 the sums have the same bits.
+        """
         layer, channels, bias = self.own.layer_idx, inputs.shape[2], self.own.conv.bias
-        weights: Sequence[Tensor] = self.own.conv.weight[:, 0].unbind(1)  # the last is the row's own
+        weights: Sequence[Tensor] = self.own.conv.weight[:, 0].float().unbind(1)  # the last is the row's own
         rows = _rows_of_step(cache, layer, inputs.shape[1])
         cache.update(*_as_kv(inputs, cache), layer)
-        mixed = inputs * weights[-1]
+        mixed = inputs.float() * weights[-1]
         for back, weight in enumerate(reversed(weights[:-1]), start=1):
-            mixed = mixed.addcmul(_inputs_at(cache, layer, rows - back, channels), weight)
-        return mixed if bias is None else mixed.add(bias)
+            mixed.addcmul_(_inputs_at(cache, layer, rows - back, channels).float(), weight)
+        if bias is not None:
+            mixed.add_(bias)
+        return mixed.to(inputs.dtype)
 
 
 def _rows_of_step(cache: FusedCache, layer: int, count: int) -> Tensor:

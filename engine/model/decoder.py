@@ -94,6 +94,7 @@ class Decoder(ABC):
 
     @property
     def attention_layers(self) -> list[int]:
+        """All layers but the convolutions."""
         return [layer for layer, kind in enumerate(self.layer_types) if kind != CONVOLUTION]
 
     def rope(self, layer: int) -> Rope:
