@@ -3,7 +3,7 @@
 import pytest
 import tiny_models
 import torch
-from benches import StagedTransfers, chat, largest_error, make_prompt, make_text
+from benches import Bench, StagedTransfers, chat, largest_error, make_prompt, make_text
 
 from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.engine.model import convolution
@@ -87,6 +87,22 @@ def test_a_ratio_of_one_equals_the_model_and_smaller_ones_are_sound(bench, metho
         assert_inputs(bench, found.cache, found.prompt.token_ids, len(found.prompt.token_ids))
     some = bench.engine.prefill(prompt, method, ratio=0.4)
     assert some.logits.isfinite().all() and some.report.method == method
+
+
+def test_a_probe_collects_from_the_nearest_attention(tmp_path, judged):
+    """Of the layers that a method names, only some have attention: here neither the second nor the last."""
+    kinds = ["conv", "conv", "full_attention", "conv"]
+    folder = tiny_models.save_model("lfm2", tmp_path / "model", layer_types=kinds)
+    home = judged(tmp_path / "home")
+    bench = Bench("lfm2", folder, Engine.open(str(folder), home, "cpu", "float32", fuse="all"))
+    bench.engine.encode(TEXTS)
+    prompt = make_prompt(TEXTS)
+    for method in ("a3", "prophet", "qcfuse", "probe-shift"):
+        some, everything = (bench.engine.prefill(prompt, method, ratio) for ratio in (0.4, 1.0))
+        assert some.report.method == method and some.report.probe_rows > 0
+        assert 0 < some.report.tokens.recomputed < everything.report.tokens.recomputed
+        assert largest_error(everything.logits, bench.logits(prompt)[-1]) < ALLOWED
+    bench.engine.close()
 
 
 def test_reuse_is_far_from_the_model(bench):
