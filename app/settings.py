@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.app.tuned import choice_for, tuned_file
-from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO, LOADS, VLLM_URL, is_server_url
+from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO, FUSES, LOADS, VLLM_URL, is_server_url
 from ragblend.kvstore.errors import SettingsError, UsageError
 from ragblend.kvstore.files import replace_durably
 from ragblend.kvstore.places import SALT_VARIABLE, Place
@@ -65,6 +65,7 @@ class Settings:
     of the free memory, 0 on the CPU); store_policy is the eviction policy of all tiers; remote is the URL of a store
     that machines share. kv_codec `int8` and `int4` take a half and a third of the bytes for new KV, at a small loss.
     load `auto` computes stored passages that would take longer to load, `all` loads what is there.
+    fuse `auto` fuses models of kinds whose answers were measured, `all` every model that passes the self-test.
     search `hybrid` finds passages by meaning and by words, `vectors` by meaning alone; reranker: the hub id or the
     folder of a cross-encoder that ranks the best of them (None or "": none).
     ocr_language: what scans are in (`OCR_LANGUAGES`); `default`: Chinese, Japanese, and languages in Latin letters.
@@ -98,6 +99,7 @@ class Settings:
     store_policy: str = DEFAULT_POLICY
     kv_codec: str = "raw"
     load: str = "auto"
+    fuse: str = "auto"
     remote: str | None = None
     max_new_tokens: int | None = None
     keep_tokens: int | None = None
@@ -163,8 +165,8 @@ class Settings:
 
 # Settings that a process has once, for all the commands that it runs.
 PROCESS_SETTINGS = (
-    "model", "device", "dtype", "store_policy", "kv_codec", "remote", "load", "store_budget_bytes",
-    "memory_budget_bytes", "device_budget_bytes",
+    "model", "device", "dtype", "store_policy", "kv_codec", "remote", "load", "fuse",
+    "store_budget_bytes", "memory_budget_bytes", "device_budget_bytes",
 )  # fmt: skip
 DEVICE = re.compile(r"(cpu|cuda|mps)(:[0-9]+)?")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -217,6 +219,7 @@ RULES: dict[str, Rule] = {
     "store_policy": (lambda name: name in POLICIES, f"one of {', '.join(POLICIES)}"),
     "kv_codec": (lambda name: name in KV_CODECS, f"one of {', '.join(KV_CODECS)}"),
     "load": (lambda name: name in LOADS, f"one of {', '.join(LOADS)}"),
+    "fuse": (lambda name: name in FUSES, f"one of {', '.join(FUSES)}"),
     "remote": (_is_place, "a URL"),
     "max_new_tokens": _COUNT,
     "keep_tokens": _COUNT,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -147,7 +148,19 @@ class FusedCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by each attention with its new KV, (1, H, R, D); returns the whole layer, (1, H, T, D)."""
+        """Called by each attention with its new KV, (1, H, R, D); returns the whole layer, (1, H, T, D).
+
+        A layer may have fewer heads than the geometry, if other layers keep more per token (`convolution.py`).
+        """
+        heads = key_states.shape[1]
+        missing = self.fused[layer_idx].key_buffer.shape[1] - heads
+        if not missing:
+            return self._update(key_states, value_states, layer_idx)
+        padding = (0, 0, 0, 0, 0, missing)
+        keys, values = self._update(pad(key_states, padding), pad(value_states, padding), layer_idx)
+        return keys[:, :heads], values[:, :heads]
+
+    def _update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         step, held = self.step, self.fused[layer_idx]
         if isinstance(step, Append):
             if step.cancel is not None and step.cancel.is_set():
@@ -199,9 +212,9 @@ class FusedCache(DynamicCache):
 
 
 def _gathered(held: Tensor, rows: Tensor) -> Tensor:
-    """A new buffer with free capacity, filled with rows (H, kept) of held (1, H, T, D)."""
-    kept = rows.shape[1]
-    buffer = _with_room(held, kept)
+    """A new buffer with free capacity, filled with rows (H, kept) of the first H heads of held (1, ..., T, D)."""
+    heads, kept = rows.shape
+    buffer = _with_room(held[:, :heads], kept)
     torch.gather(held[0], 1, rows[..., None].expand(-1, -1, held.shape[3]), out=buffer[0, :, :kept])
     return buffer
 

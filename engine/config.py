@@ -23,6 +23,7 @@ VLLM_URL = "http://127.0.0.1:8000"  # the default of `vllm serve`
 DEFAULT_METHOD = "probe-shift"
 DEFAULT_RATIO = 0.25
 LOADS = ("auto", "all")  # of stored KV: what is faster than computing it, or whatever is there
+FUSES = ("auto", "all")  # models whose answers were measured, or all that pass the self-test
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class EngineConfig:
     policy of every tier (None: the store's); kv_codec: encoding of new KV, a row of `kvstore.codec.CODECS` (None: raw);
     remote: URL of a store shared between machines, see docs/vllm.md; url: of the vLLM server that has the model (None:
     it is loaded here); load: `auto` computes passages whose KV would take longer to load, `all` loads all that is
-    stored (None: unchanged, at first `auto`).
+    stored (None: unchanged, at first `auto`); fuse: `all` fuses every model that passes the self-test, `auto` none of
+    a kind whose answers were never measured (None: `auto`).
     """
 
     model: str = "default"
@@ -51,6 +53,7 @@ class EngineConfig:
     remote: str | None = None
     url: str | None = None
     load: str | None = None
+    fuse: str | None = None
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -69,8 +72,9 @@ class EngineConfig:
             codec_named(self.kv_codec)
         if self.remote is not None:
             Place.of(self.remote)
-        if self.load not in (None, *LOADS):
-            raise UsageError(f"load must be one of {', '.join(LOADS)}, not {self.load!r}")
+        for name, value, known in (("load", self.load, LOADS), ("fuse", self.fuse, FUSES)):
+            if value not in (None, *known):
+                raise UsageError(f"{name} must be one of {', '.join(known)}, not {value!r}")
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ class Engine(EngineInterface):
         url: str | None = None,
         remote: str | None = None,
         load: str | None = None,
+        fuse: str | None = None,
     ) -> EngineInterface:
         """The engine for that model, home and collection; the same object for the same arguments.
 
@@ -87,9 +88,8 @@ class Engine(EngineInterface):
         """
         budgets = store_budget_bytes, memory_budget_bytes, device_budget_bytes
         server = server_url(backend, url)
-        config = EngineConfig(
-            str(model), device, dtype, collection, *budgets, store_policy, kv_codec, remote, server, load
-        )
+        given = *budgets, store_policy, kv_codec, remote, server, load, fuse
+        config = EngineConfig(str(model), device, dtype, collection, *given)
         if server is None:
             return Engine.shared(config, resolve_home(home))
         module, name = BACKENDS[backend or "vllm"]

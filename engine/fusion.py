@@ -248,14 +248,15 @@ class Fusion:
             work = self._embedded(rows, collected, absent if blank.numel() else None)
             digest = policy.digest(plan)
             between = work.blocks if digest is None else self._seeing(work, digest[~absent[digest]])
-        layers = policy.attention_layers(plan)
-        ends_early = layers.stop < plan.layers
+        layers = self._with_attention(policy.attention_layers(plan))
+        stop = max(layers, default=-1) + 1
+        ends_early = stop < plan.layers
         scores: dict[int, Tensor] = {}
-        for layer in range(layers.stop):
+        for layer in range(stop):
             self._yield_device()
             if blank.numel():
                 self.cache.blank(layer, blank)
-            last = layer == layers.stop - 1
+            last = layer == stop - 1
             with self.recorder.part("probe", layer, stream="device"):
                 if layer in layers:
                     work = self._probed_layer(layer, work, scores, stops=last or digest is not None)
@@ -267,12 +268,20 @@ class Fusion:
         spent.probe_rows = rows.numel()
         settled = Settled()
         if count := plan.settled_rows(rows):
-            spent.again_layer_rows -= count * layers.stop
+            spent.again_layer_rows -= count * stop
             settled = Settled(plan.settled_tokens)
             if ends_early:  # the last layer was stopped, and is computed again for these rows
-                settled = Settled(plan.settled_tokens, layers.stop - 1, rows[:count], work.hidden[:, :count])
+                settled = Settled(plan.settled_tokens, stop - 1, rows[:count], work.hidden[:, :count])
                 spent.again_layer_rows += count
         return ProbeResult(scores, spent.again_layer_rows / plan.layers), settled
+
+    def _with_attention(self, wanted: range) -> list[int]:
+        """The layers among those wanted that have attention; if none has, the nearest one."""
+        layers = self.decoder.attention_layers
+        found = [layer for layer in layers if layer in wanted]
+        if wanted and not found:
+            return [min(layers, key=lambda layer: abs(layer - wanted.start))]
+        return found
 
     def _seeing(self, work: ActiveRows, keys: Tensor) -> list[RowBlock]:
         """The blocks, restricted to the keys at positions (S,), because later ones may not be written yet."""

@@ -11,7 +11,7 @@ from ragblend.engine.controller import DeviceProfile, MeasuredSpeeds
 from ragblend.engine.decoding.constrained import token_grammars
 from ragblend.engine.decoding.implementations import DecodeSelector
 from ragblend.engine.model import load as model
-from ragblend.engine.model.decoder import Decoder, constant_rope_tokens
+from ragblend.engine.model.decoder import CONVOLUTION, Decoder, constant_rope_tokens
 from ragblend.engine.model.device import (
     TransferStream,
     memory_tiers,
@@ -28,6 +28,11 @@ from ragblend.engine.scheduling.queue import CallbackCancel, Cancel, DeviceQueue
 from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.fingerprint import ModelFingerprint
 from ragblend.kvstore.memory import MemoryTier
+
+UNMEASURED = (
+    "no real model with convolution layers was measured with fused KV; to fuse it nevertheless, set `fuse` to `all` "
+    '(RAGBLEND_FUSE=all, or Engine.open(fuse="all"))'
+)
 
 
 class Runtime(RuntimeBase):
@@ -142,6 +147,8 @@ class Runtime(RuntimeBase):
         loaded, decoder = self.loaded, self.loaded.decoder
         if decoder is None:
             verdict = GateVerdict(False, (), loaded.unsupported)
+        elif CONVOLUTION in decoder.layer_types and self.config.fuse != "all":
+            verdict = GateVerdict(False, (), UNMEASURED)
         else:
             ids, folder = self.tokenizing.passage_ids(TEXT), self.home / "models"
             verdict = cached_verdict(

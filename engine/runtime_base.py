@@ -81,9 +81,10 @@ class RuntimeBase(ABC):
 
     @classmethod
     def shared(cls, config: EngineConfig, home: Path) -> Self:
-        """The process's runtime for that model, url, device, dtype and home, with this config's budgets."""
+        """The process's runtime for that model, url, device, dtype, home and fuse, with this config's budgets."""
         device = pick_device(config.device)
-        key = (cls, config.model, config.url, str(device), pick_dtype(device, config.dtype), home)
+        loaded = config.model, config.url, str(device), pick_dtype(device, config.dtype), config.fuse == "all"
+        key = (cls, *loaded, home)
         with _sharing:
             if key in _runtimes:
                 _runtimes[key]._adopt(config)

@@ -106,7 +106,7 @@ def _encode(
     show(KvProgress("loading", name, 0, total))
     if not engine.gate.passed:
         message = (
-            f"No KV was stored: {engine.model_name} did not pass the self-test ({engine.gate.reason}), so its "
+            f"No KV was stored: {engine.model_name} is not fused ({engine.gate.reason}), so its "
             "answers come from full prefill."
         )
         return KvReport(count, 0, stopped="model", message=message)

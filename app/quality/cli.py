@@ -77,7 +77,7 @@ def engine_arguments(cli: Cli) -> dict[str, Any]:
             "compares with vLLM."
         )
     check_model(settings.model, home.models)
-    names = ("model", "device", "dtype", "store_budget_bytes", "kv_codec")
+    names = ("model", "device", "dtype", "store_budget_bytes", "kv_codec", "fuse")
     chosen = {name: getattr(settings, name) for name in names}
     return {"home": str(home.root), "collection": "bench", "load": "all", **chosen}
 

@@ -28,11 +28,15 @@ from ragblend.engine.model.attention import (
     position_mask,
     tiles,
 )
+from ragblend.engine.model.convolution import convolution_heads, use_own_convolution
 from ragblend.engine.model.rope import HALF, Rope
 from ragblend.kvstore.chunks import Geometry
 from ragblend.kvstore.errors import UnsupportedModelError
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CONVOLUTION = "full_attention", "sliding_attention", "conv"
+# What a part is called: LFM2's models have the second names.
+NORM, ROTARY = ("norm", "embedding_norm"), ("rotary_emb", "pos_emb")
+PER_LAYER = {"head_dim", "num_key_value_heads", "sliding_window"}  # what must be the same in all layers
 # RoPE types whose frequencies change with the sequence's length, and are constant up to `constant_rope_tokens`.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 # More rows than this pass through a layer in several blocks, which keeps activations small beside the KV. Results are
@@ -61,7 +65,7 @@ class RowBlock:
 class Decoder(ABC):
     """A causal language model taken apart, on one device.
 
-    layer_types: by layer, FULL or SLIDING; ropes: inv_freq by layer type; layouts: by layer, detected by the gate;
+    layer_types: by layer, one of `known_types`; ropes: inv_freq by layer type; layouts: by layer, detected by the gate;
     tiles: whether attention takes rows in tiles; kernels: whether Triton kernels are used where they work;
     passes_arguments, shows_attention: whether layers pass arguments of ours on to attention, and attention can be
     collected. rounding: the factor on the allowed error between `own_logits` and the parts, for parts that run on other
@@ -70,12 +74,13 @@ class Decoder(ABC):
 
     model: nn.Module
     rounding = 1.0
+    known_types: tuple[str, ...] = (FULL, SLIDING)
 
     def __init__(self, config: Any, dtype: str, attention: str, device: torch.device, passes: bool) -> None:
         """attention: name of the implementation that layers call; passes: whether layers pass arguments on to it."""
         self.config, self.attention, self.device = config, attention, device
         self.geometry = kv_geometry(config, dtype)
-        self.layer_types = _layer_types(config, self.geometry.layers)
+        self.layer_types = _layer_types(config, self.geometry.layers, self.known_types)
         self.window: int | None = getattr(config, "sliding_window", None)
         self.layouts = [HALF] * self.geometry.layers
         self.ropes: dict[str, Tensor] = {}
@@ -86,6 +91,11 @@ class Decoder(ABC):
     def disable_attention_collection(self) -> None:
         """Disable what needs arguments of ours, for layers that do not pass arguments on to their attention."""
         self.shows_attention = self.tiles = self.passes_arguments = False
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """All layers but the convolutions."""
+        return [layer for layer, kind in enumerate(self.layer_types) if kind != CONVOLUTION]
 
     def rope(self, layer: int) -> Rope:
         return Rope(self.ropes[self.layer_types[layer]], self.layouts[layer])
@@ -149,7 +159,7 @@ class Decoder(ABC):
             given = rows, total_tokens, kind, hidden.dtype, absent
             rotary[kind] = self.rotary(kind, rows, hidden)
             views[kind] = self._view(*given)
-            if collected:
+            if collected and kind != CONVOLUTION:
                 collecting[kind] = self._collecting(*given, collected)
         return RowBlock(rows, rotary, views, collecting, total_tokens)
 
@@ -179,6 +189,8 @@ class Decoder(ABC):
         self, rows: Tensor, tokens: int, kind: str, dtype: torch.dtype, absent: Tensor | None
     ) -> AttentionArguments:
         window = self._window(kind)
+        if kind == CONVOLUTION:
+            return {"attention_mask": None}
         if self.attention not in (NAME, "sdpa"):
             # Eager (soft caps, sinks) applies only the mask that it is given.
             return {"attention_mask": additive_mask(position_mask(rows, tokens, window, absent), dtype)}
@@ -197,7 +209,7 @@ class Decoder(ABC):
             return False
         from ragblend.engine.kernels.rows_attention import supports
 
-        group = self.config.num_attention_heads // self.geometry.kv_heads
+        group = self.config.num_attention_heads // _attention_heads(self.config)
         return supports(self.device, dtype, self.geometry.key_size, group, windowed)
 
     def _collecting(
@@ -218,20 +230,26 @@ class Decoder(ABC):
 class TransformersDecoder(Decoder):
     """A model of transformers. Raises UnsupportedModelError for an unknown structure."""
 
+    known_types = (FULL, SLIDING, CONVOLUTION)
+
     def __init__(self, model: nn.Module, dtype: str) -> None:
         self.model = model
         self.base = _base_of(model)
+        self._norm, self._rotary = _part(self.base, NORM), _part(self.base, ROTARY)
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         self.layers: list[nn.Module] = list(self.base.layers)[: config.num_hidden_layers]  # type: ignore[arg-type]
         arguments = inspect.signature(self.layers[0].forward).parameters.values()
         passes = any(each.kind is each.VAR_KEYWORD for each in arguments)
         device = next(model.parameters()).device
         super().__init__(config, dtype, config._attn_implementation, device, passes)
-        self.ropes = _ropes(self.base, set(self.layer_types))
+        self.ropes = _ropes(self._rotary, set(self.layer_types))
+        for layer, kind in zip(self.layers, self.layer_types, strict=False):
+            if kind == CONVOLUTION:
+                use_own_convolution(layer)
 
     @property
     def attention_share(self) -> float:
-        layer = self.layers[min(1, len(self.layers) - 1)]
+        layer = self.layers[self.attention_layers[:2][-1]]
         attention = sum(p.numel() for name, p in layer.named_parameters() if "attn" in name)
         return attention / max(1, sum(p.numel() for p in layer.parameters()))
 
@@ -241,8 +259,9 @@ class TransformersDecoder(Decoder):
         return embedded if multiplier is None else embedded * multiplier
 
     def rotary(self, kind: str, rows: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        by_kind = (kind,) if hasattr(self.base.rotary_emb, f"{kind}_inv_freq") else ()
-        tables: tuple[Tensor, Tensor] = self.base.rotary_emb(hidden, rows[None], *by_kind)  # type: ignore[operator]
+        kind = _rotated_kind(kind)
+        by_kind = (kind,) if hasattr(self._rotary, f"{kind}_inv_freq") else ()
+        tables: tuple[Tensor, Tensor] = self._rotary(hidden, rows[None], *by_kind)
         return tables
 
     def run_layer(
@@ -260,7 +279,7 @@ class TransformersDecoder(Decoder):
 
     def head(self, hidden: Tensor, product: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """product: replaces the output layer's own."""
-        normed = self.base.norm(hidden)[0]  # type: ignore[operator]
+        normed = self._norm(hidden)[0]
         logits: Tensor = (product or self.model.lm_head)(normed).float()  # type: ignore[operator]
         if (scale := getattr(self.config, "logits_scaling", None)) is not None:  # Granite
             logits = logits / scale
@@ -283,18 +302,22 @@ def _base_of(model: nn.Module) -> nn.Module:
     name = type(model).__name__
     if not isinstance(base, nn.Module) or not hasattr(model, "lm_head"):
         raise UnsupportedModelError(f"{name} is no decoder with a language head that can be taken apart")
-    for part in ("embed_tokens", "layers", "norm", "rotary_emb"):
-        if not hasattr(base, part):
-            raise UnsupportedModelError(f"{name} has no {part!r}: only decoders with RoPE can be fused")
+    for part in (("embed_tokens",), ("layers",), NORM, ROTARY):
+        if _part(base, part) is None:
+            raise UnsupportedModelError(f"{name} has no {part[0]!r}: only decoders with RoPE can be fused")
     return base
 
 
-def _layer_types(config: Any, layers: int) -> list[str]:
+def _part(base: nn.Module, names: Sequence[str]) -> Any:
+    return next((getattr(base, name) for name in names if hasattr(base, name)), None)
+
+
+def _layer_types(config: Any, layers: int, known: Sequence[str]) -> list[str]:
     declared = getattr(config, "layer_types", None)
     if declared is None:
         sliding = getattr(config, "sliding_window", None) is not None
         return [SLIDING if sliding else FULL] * layers
-    other = sorted(set(declared[:layers]) - {FULL, SLIDING})
+    other = sorted(set(declared[:layers]) - set(known))
     if other:
         raise UnsupportedModelError(
             f"layers of type {', '.join(other)} keep a state that is not per token KV"
@@ -307,10 +330,19 @@ def kv_geometry(config: Any, dtype: str) -> Geometry:
     layers = config.num_hidden_layers
     if getattr(config, "kv_lora_rank", None) or getattr(config, "num_kv_shared_layers", 0):
         raise UnsupportedModelError("the model compresses or shares its KV between layers (MLA, KV sharing)")
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if differing := PER_LAYER & set(getattr(config, "per_layer_attributes", None) or ()):
+        names = ", ".join(sorted(differing))
+        raise UnsupportedModelError(f"the layers keep KV of different shapes ({names} differ, as in Gemma 4)")
+    kv_heads = _attention_heads(config)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if CONVOLUTION in (getattr(config, "layer_types", None) or ()):
+        kv_heads = max(kv_heads, convolution_heads(config.hidden_size, size))
     return Geometry(layers, kv_heads, size, size, dtype)
+
+
+def _attention_heads(config: Any) -> int:
+    """Number of key heads in layers with attention."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
@@ -327,11 +359,16 @@ def constant_rope_tokens(config: Any) -> int | None:
     return int(found.get(name) or getattr(config, name, None) or config.max_position_embeddings)
 
 
-def _ropes(base: nn.Module, kinds: set[str]) -> dict[str, Tensor]:
+def _rotated_kind(kind: str) -> str:
+    """The layer type whose rotary tables are used: convolutions, which rotate nothing, have none."""
+    return FULL if kind == CONVOLUTION else kind
+
+
+def _ropes(rotary: nn.Module, kinds: set[str]) -> dict[str, Tensor]:
     """inv_freq by layer type, copied: transformers replaces its own when the length changes."""
-    rotary, found = base.rotary_emb, dict[str, Tensor]()
+    found = dict[str, Tensor]()
     for kind in kinds:
-        inv_freq = getattr(rotary, f"{kind}_inv_freq", getattr(rotary, "inv_freq", None))
+        inv_freq = getattr(rotary, f"{_rotated_kind(kind)}_inv_freq", getattr(rotary, "inv_freq", None))
         if not isinstance(inv_freq, Tensor):
             name = type(rotary).__name__
             raise UnsupportedModelError(f"{name} has no inverse frequencies for {kind} layers")

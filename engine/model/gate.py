@@ -184,7 +184,7 @@ class _SelfTest:
         ids = torch.tensor([*self.prefix, *self.first, *self.suffix], device=decoder.device)
         hidden, rows = decoder.embed(ids), torch.arange(ids.numel(), device=decoder.device)
         block = decoder.row_block(rows, ids.numel(), hidden, collected=len(self.suffix))
-        kinds = set(decoder.layer_types)
+        kinds = {decoder.layer_types[layer] for layer in decoder.attention_layers}
         return all(self._is_shown(decoder.layer_types.index(kind), hidden, block) for kind in kinds)
 
     def _is_shown(self, layer: int, hidden: Tensor, block: RowBlock) -> bool:

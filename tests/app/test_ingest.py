@@ -359,7 +359,7 @@ def test_a_changed_file_is_embedded_in_full_at_once(workspace, many):
             {"verdict": GateVerdict(False, (), "no keys")},
             "model",
             None,
-            "did not pass the self-test (no keys)",
+            "is not fused (no keys)",
         ),
     ],
 )

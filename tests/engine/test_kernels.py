@@ -92,13 +92,16 @@ def test_a_kernel_that_fails_or_is_wrong_is_not_used(caplog):
 
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [*(("llama", method) for method in ("reuse", "exact", "probe-shift")), ("mistral", "cacheblend")],
+    [
+        *(("llama", method) for method in ("reuse", "exact", "probe-shift")),
+        ("mistral", "cacheblend"),
+        ("lfm2", "probe-shift"),
+    ],
 )
 def test_prefill_by_kernels_equals_the_plain_way(fresh_bench_for, kind, method, monkeypatch):
     """On CUDA rows are in one block, and in 16 bits; the interpreter has float32."""
-    engine = fresh_bench_for(
-        kind, **({"device": "cuda", "dtype": "bfloat16"} if DEVICE.type == "cuda" else {})
-    ).engine
+    on_device = {"device": "cuda", "dtype": "bfloat16"} if DEVICE.type == "cuda" else {}
+    engine = fresh_bench_for(kind, fuse="all", **on_device).engine
     engine.encode(TEXTS)
     decoder, prompt = engine.runtime.decoder, make_prompt(TEXTS)
     if DEVICE.type == "cpu":  # as on an accelerator

@@ -235,6 +235,7 @@ def test_the_environment_variable_sets_the_home(model_folder, tmp_path, monkeypa
         ({"dtype": "int8"}, "int8"),
         ({"device": "tpu"}, "tpu"),
         ({"store_budget_bytes": 0}, "budget"),
+        ({"fuse": "most"}, "fuse must be one of auto, all"),
         ({"device": "cuda"}, "cuda"),
     ],
 )

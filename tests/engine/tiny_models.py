@@ -83,6 +83,8 @@ NEXT = {
 }
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW_TOKENS}
 GEMMA = SLIDING | {"query_pre_attn_scalar": 16}
+# With one key head, attention keeps less per token than the convolutions.
+CONVOLVES = {"layer_types": ["conv", "full_attention"] * 2, "num_key_value_heads": 1, "conv_bias": True}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": DEFAULT}
 
 # name: (family, what its config says beside the common shape)
@@ -110,6 +112,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "gemma2": ("Gemma2", HEAD | GEMMA),
     "gpt-oss": ("GptOss", HEAD | SLIDING | EXPERTS),
+    "lfm2": ("Lfm2", CONVOLVES),
     "gpt2": ("GPT2", {}),
     "linear-attention": ("Qwen3Next", HEAD | NEXT),
     "mamba": ("Mamba", {"state_size": 8}),
@@ -118,8 +121,8 @@ _CLASSES = {"GPT2": ("GPT2LMHeadModel", "GPT2Config"), "Gemma3": ("Gemma3ForCaus
 PROMISED = "llama llama-llama3 llama-linear llama-yarn qwen2 qwen3 mistral gemma3 phi3 phi3-partial"
 SUPPORTED = tuple(PROMISED.split())
 # Not on the list of what is promised, but they load: interleaved pairs, multipliers, soft caps, sinks, layers
-# without RoPE, queries scaled by position. Right or refused, never wrong.
-OTHERS = ("cohere", "glm4", "granite", "olmo2", "gemma2", "gpt-oss", "smollm3", "ministral3")
+# without RoPE, queries scaled by position, convolutions. Right or refused, never wrong.
+OTHERS = ("cohere", "glm4", "granite", "olmo2", "gemma2", "gpt-oss", "smollm3", "ministral3", "lfm2")
 UNSUPPORTED = ("gpt2", "linear-attention", "mamba")
 # These two begin a text with <s> by themselves; the others (as SmolLM2 and Qwen) do not.
 WITH_BOS = ("llama-yarn", "gemma3", "mistral")
@@ -165,7 +168,9 @@ def make_model(name: str, seed: int = 0, **shape: Any) -> Any:
         for part, parameter in model.named_parameters():
             if parameter.ndim == 1:  # biases and norms, which would be all 0 or all 1
                 parameter.add_(0.2 * torch.randn_like(parameter))
-            if "q_norm" in part or "k_norm" in part:  # normed queries and keys would give flat attention
+            if any(
+                name in part for name in ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
+            ):  # normed queries and keys would give flat attention
                 parameter.add_(0.6)
     return model
 
