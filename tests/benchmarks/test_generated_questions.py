@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from benchmarks.tasks import TASKS, generate, parse_specs
+from benchmarks.generate_questions import TASKS, generate, main, parse_specs
 from ragblend.kvstore.errors import UsageError
-from ragblend.measuring.data import entry_question
+from ragblend.measuring.data import entry_question, load
 
 
 def count_words(text):
@@ -88,6 +88,17 @@ def test_needles_are_at_the_requested_depth_of_the_same_text() -> None:
     last = len(texts[0]) - 1
     assert places == {0: 0, 50: round(last / 2), 100: last}
     assert sorted(texts[0]) == sorted(texts[50]) == sorted(texts[100])
+
+
+def test_written_questions_are_counted_by_the_models_tokenizer(model_folder, home, engine, tmp_path) -> None:
+    out = tmp_path / "new" / "made.json"
+    main(
+        ["two_hop,tokens=1200,chunk=300,n=2", "ruler:multi_key,tokens=900,n=1"], out, str(model_folder), home
+    )
+    questions = load(out).questions
+    assert [question.task for question in questions] == ["two_hop 1,200"] * 2 + ["multi_key 900"]
+    assert sum(map(engine.count_tokens, questions[0].passages)) == pytest.approx(1200, rel=0.05)
+    assert all(question.required for question in questions)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Generates questions with exact answers: RULER's tasks (Hsieh et al., COLM'24, §3) and two-hop questions.
 
+    python -m benchmarks.generate_questions ruler:multi_value,tokens=4000,n=20 two_hop,tokens=4000 --out made.json
+    ragblend bench quality --data made.json
+
 A spec is a task with its parameters: `ruler:multi_value,tokens=4000,n=20`, `two_hop,tokens=16000`; `ruler` by itself is
 all tasks of RULER. The same spec, seed and tokenizer always give the same questions, whatever n is, so a run can be
 resumed, and a larger n extends it.
@@ -10,14 +13,18 @@ ours; the questions and the number of distractors follow the paper.
 
 import dataclasses
 import difflib
+import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from benchmarks import filler
-from benchmarks.formats import pack
+from benchmarks.common import AnyHome, Model, opened, run
 from ragblend.kvstore.errors import UsageError
 
 CountTokens = Callable[[str], int]
@@ -166,9 +173,7 @@ def _specs(text: str) -> list[Spec]:
     if family not in ("", FAMILY) or (family and task not in RULER) or (task not in TASKS and task != FAMILY):
         near = difflib.get_close_matches(task, [*TASKS, FAMILY], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UsageError(
-            f"--generate: there is no task {name!r}; there are {', '.join(TASKS)} and {FAMILY}{hint}"
-        )
+        raise UsageError(f"there is no task {name!r}; there are {', '.join(TASKS)} and {FAMILY}{hint}")
     values = dict(_setting(setting) for setting in settings if setting)
     return [Spec(each, **values) for each in (RULER if task == FAMILY else (task,))]
 
@@ -177,12 +182,12 @@ def _setting(text: str) -> tuple[str, int]:
     known = [field.name for field in dataclasses.fields(Spec) if field.name != "task"]
     name, _, value = (part.strip() for part in text.partition("="))
     if name not in known:
-        raise UsageError(f"--generate: {name!r} is unknown; there are {', '.join(known)}")
+        raise UsageError(f"{name!r} is unknown; there are {', '.join(known)}")
     most = LIMITS.get(name)
     least = 0 if name in FROM_ZERO else 1
     if not (value.isascii() and value.isdigit()) or int(value) < least or (most and int(value) > most):
         expected = f"a whole number from {least}" + (f" to {most}" if most else "")
-        raise UsageError(f"--generate: {name} is {value!r}; expected {expected}")
+        raise UsageError(f"{name} is {value!r}; expected {expected}")
     return name, int(value)
 
 
@@ -204,7 +209,20 @@ def haystack(draw: random.Random, needles: Sequence[str], spec: Spec, count: Cou
         places = [round(len(hay) * spec.depth / 100)] * len(needles)
     for place, needle in zip(places[::-1], needles[::-1], strict=True):
         hay.insert(place, needle)
-    return tuple(pack(hay, spec.chunk, lambda sentence: count(f" {sentence}"), " "))
+    return tuple(_packed(hay, spec.chunk, count))
+
+
+def _packed(sentences: Sequence[str], most: int, count: CountTokens) -> Iterator[str]:
+    """Join sentences to passages of at most so many tokens, but of at least one sentence each."""
+    held, total = list[str](), 0
+    for sentence in sentences:
+        tokens = count(f" {sentence}")
+        if held and total + tokens > most:
+            yield " ".join(held)
+            held, total = [], 0
+        held.append(sentence)
+        total += tokens
+    yield " ".join(held)
 
 
 def _chain(variables: Sequence[str], value: str) -> list[str]:
@@ -213,6 +231,23 @@ def _chain(variables: Sequence[str], value: str) -> list[str]:
 
 
 def _too_short(spec: Spec, what: str) -> UsageError:
-    return UsageError(
-        f"--generate {spec.task}: {spec.tokens} tokens have no room for {what}; ask for more tokens"
-    )
+    return UsageError(f"{spec.task}: {spec.tokens} tokens have no room for {what}; ask for more tokens")
+
+
+def main(
+    specs: Annotated[list[str], typer.Argument(help="Tasks with their settings.")],
+    out: Annotated[Path, typer.Option(help="Where the questions go.")],
+    model: Model = "default",
+    home: AnyHome = None,
+) -> None:
+    """Write questions as `ragblend bench quality --data` reads them; the model's tokenizer counts lengths."""
+    checked = parse_specs(specs)
+    with opened(model, home) as engine:
+        entries = generate(checked, engine.count_tokens)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(entries, ensure_ascii=False, indent=1), encoding="utf-8")
+    print(f"wrote {len(entries)} questions to {out}")
+
+
+if __name__ == "__main__":
+    run(main, __doc__)
