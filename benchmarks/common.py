@@ -78,22 +78,6 @@ def serving(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[str], Row
             process.send_signal(signal.SIGINT)
 
 
-@contextmanager
-def first_output(*arguments: str, folder: Path = REPO) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python process in that checkout that has begun to write on stdout; ended after the block.
-
-    Raises SystemExit if it wrote nothing.
-    """
-    own = environment_of_others(PYTHONPATH=str(folder))
-    command, out, err = [sys.executable, *arguments], subprocess.PIPE, subprocess.DEVNULL
-    with subprocess.Popen(command, cwd=folder, env=own, stdout=out, stderr=err) as process:
-        assert process.stdout is not None
-        if not process.stdout.read(1):
-            raise SystemExit(f"{arguments} in {folder} ended with {process.wait()}, and wrote nothing")
-        yield process
-        process.kill()
-
-
 def environment_of_others(**more: str) -> dict[str, str]:
     """The environment for other programs, without the OpenMP settings that this package makes for itself."""
     return {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")} | more
