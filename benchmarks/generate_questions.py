@@ -1,14 +1,11 @@
-"""Generates questions with exact answers: RULER's tasks (Hsieh et al., COLM'24, §3) and two-hop questions.
+"""Generates questions with exact answers: numbers hidden in filler text, after RULER (Hsieh et al., COLM'24, §3).
 
-    python -m benchmarks.generate_questions ruler:multi_value,tokens=4000,n=20 two_hop,tokens=4000 --out made.json
+    python -m benchmarks.generate_questions multi_key,tokens=4000 multi_value,tokens=4000,n=20 --out made.json
     ragblend bench quality --data made.json
 
-A spec is a task with its parameters: `ruler:multi_value,tokens=4000,n=20`, `two_hop,tokens=16000`; `ruler` by itself is
-all tasks of RULER. The same spec, seed and tokenizer always give the same questions, whatever n is, so a run can be
-resumed, and a larger n extends it.
-
-Each task is a function of (draw, spec, count_tokens): filler sentences with the facts hidden among them. The texts are
-ours; the questions and the number of distractors follow the paper.
+A spec is a task with its settings, such as `multi_value,tokens=4000,n=20`. The same spec, seed and tokenizer always
+give the same questions, whatever n is, so a run can be resumed, and a larger n extends it. The texts are ours; the
+questions and the number of distractors follow the paper.
 """
 
 import dataclasses
@@ -16,7 +13,7 @@ import difflib
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,9 +33,8 @@ ALL = "\nAnswer with all of the numbers, separated by commas, and nothing else."
 class Spec:
     """What to generate. tokens: of all passages together; chunk: of one; seed: gives other questions of the same kind.
 
-    items: keys, values or queries, depending on the task; hops: of a variable's chain; chains: how many there are, the
-    asked one included; depth: where in the text the needles are, in percent (None: anywhere). The needles and the text
-    around them are the same at every depth.
+    items: keys, values or queries, depending on the task; depth: where in the text the needles are, in percent (None:
+    anywhere). The needles and the text around them are the same at every depth.
     """
 
     task: str
@@ -47,9 +43,7 @@ class Spec:
     chunk: int = 512
     seed: int = 0
     items: int = 4
-    hops: int = 4
-    chains: int = 3
-    depth: int | None = field(default=None, repr=False)  # not part of the seed
+    depth: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,70 +76,30 @@ def magic_numbers(
     return Task(passages, question, ONE if asked == 1 else ALL, tuple(number for _, number in wanted))
 
 
-def variable_tracking(draw: random.Random, spec: Spec, count: CountTokens) -> Task:
-    """Chains of assignments; ask for every variable with a certain value."""
-    values = filler.numbers(draw, spec.chains, digits=5)
-    variables = filler.letters(draw, spec.chains * (spec.hops + 1))
-    chains = [variables[place :: spec.chains] for place in range(spec.chains)]
-    lines = [_chain(names, value) for names, value in zip(chains, values, strict=True)]
-    # Chains are interleaved, and every assignment comes after the one that it refers to.
-    mixed = [chain for chain in range(spec.chains) for _ in range(spec.hops + 1)]
-    draw.shuffle(mixed)
-    needles = [lines[chain].pop(0) for chain in mixed]
-    question = (
-        f"Which variables hold the value {values[0]}, directly or through others? There are {spec.hops + 1}."
-    )
-    instruction = "\nAnswer with the names of the variables, separated by commas, and nothing else."
-    return Task(haystack(draw, needles, spec, count), question, instruction, tuple(chains[0]))
-
-
-def two_hop(draw: random.Random, spec: Spec, count: CountTokens) -> Task:
-    """Ask where the holder of an office was born: two sentences, among others of their kind."""
-    people = filler.names(draw, 4 * spec.items)
-    persons = [
-        f"{first} {last}" for first, last in zip(people[: spec.items], people[spec.items :], strict=False)
-    ]
-    places = people[2 * spec.items :]
-    towns, births = places[: spec.items], places[spec.items :]
-    offices = [
-        f"The harbour master of {town} is {person}." for town, person in zip(towns, persons, strict=True)
-    ]
-    born = [f"{person} was born in {birth}." for person, birth in zip(persons, births, strict=True)]
-    halves = [offices, born] if draw.random() < 0.5 else [born, offices]
-    for half in halves:
-        draw.shuffle(half)
-    question = f"In which place was the harbour master of {towns[0]} born?"
-    passages = haystack(draw, [*halves[0], *halves[1]], spec, count)
-    return Task(passages, question, "\nAnswer with the name of the place alone.", (births[0],))
-
-
 TASKS: dict[str, Callable[[random.Random, Spec, CountTokens], Task]] = {
     "single_needle": partial(magic_numbers, many_keys=False, many_values=False, all_asked=False),
     "multi_key": partial(magic_numbers, many_keys=True, many_values=False, all_asked=False),
     "multi_value": partial(magic_numbers, many_keys=False, many_values=True, all_asked=True),
     "multi_query": partial(magic_numbers, many_keys=True, many_values=False, all_asked=True),
-    "variable_tracking": variable_tracking,
-    "two_hop": two_hop,
 }
-
-
-FAMILY = "ruler"
-RULER = tuple(name for name in TASKS if name != "two_hop")
 LIMITS = {
     "n": 10_000,
     "tokens": 4_000_000,
     "items": 100,
-    "hops": 100,
-    "chains": 20,
     "chunk": 100_000,
     "depth": 100,
 }
 FROM_ZERO = ("depth", "seed")
 
 
-def parse_specs(texts: Sequence[str]) -> tuple[Spec, ...]:
-    """Parse specs, in order; a family stands for each of its tasks. Raises UsageError."""
-    return tuple(spec for text in texts for spec in _specs(text))
+def parse_spec(text: str) -> Spec:
+    """Parse one spec. Raises UsageError."""
+    name, *settings = [part.strip() for part in text.split(",")]
+    if name not in TASKS:
+        near = difflib.get_close_matches(name, TASKS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"there is no task {name!r}; there are {', '.join(TASKS)}{hint}")
+    return Spec(name, **dict(_setting(setting) for setting in settings if setting))
 
 
 def generate(specs: Sequence[Spec], count: CountTokens) -> list[dict[str, Any]]:
@@ -154,8 +108,11 @@ def generate(specs: Sequence[Spec], count: CountTokens) -> list[dict[str, Any]]:
 
 
 def _entry(spec: Spec, number: int, count: CountTokens) -> dict[str, Any]:
-    # The seed does not include n (it has its default), so that a larger n only adds questions.
-    draw = random.Random(f"{dataclasses.replace(spec, n=Spec.n)} {number}")
+    # As recorded runs were seeded. Neither n nor depth is a part of it: a larger n only adds questions.
+    shape = (
+        f"tokens={spec.tokens}, chunk={spec.chunk}, seed={spec.seed}, items={spec.items}, hops=4, chains=3"
+    )
+    draw = random.Random(f"Spec(task={spec.task!r}, n=20, {shape}) {number}")
     task = TASKS[spec.task](draw, spec, count)
     return {
         "ctxs": [{"title": "", "text": text} for text in task.passages],
@@ -165,17 +122,6 @@ def _entry(spec: Spec, number: int, count: CountTokens) -> dict[str, Any]:
         "required": list(task.required),
         "task": f"{spec.task} {spec.tokens:,}{'' if spec.depth is None else f' at {spec.depth}%'}",
     }
-
-
-def _specs(text: str) -> list[Spec]:
-    name, *settings = [part.strip() for part in text.split(",")]
-    family, _, task = name.rpartition(":")
-    if family not in ("", FAMILY) or (family and task not in RULER) or (task not in TASKS and task != FAMILY):
-        near = difflib.get_close_matches(task, [*TASKS, FAMILY], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UsageError(f"there is no task {name!r}; there are {', '.join(TASKS)} and {FAMILY}{hint}")
-    values = dict(_setting(setting) for setting in settings if setting)
-    return [Spec(each, **values) for each in (RULER if task == FAMILY else (task,))]
 
 
 def _setting(text: str) -> tuple[str, int]:
@@ -225,11 +171,6 @@ def _packed(sentences: Sequence[str], most: int, count: CountTokens) -> Iterator
     yield " ".join(held)
 
 
-def _chain(variables: Sequence[str], value: str) -> list[str]:
-    sources = [value, *variables[:-1]]
-    return [f"VAR {variable} = {source}." for variable, source in zip(variables, sources, strict=True)]
-
-
 def _too_short(spec: Spec, what: str) -> UsageError:
     return UsageError(f"{spec.task}: {spec.tokens} tokens have no room for {what}; ask for more tokens")
 
@@ -241,7 +182,7 @@ def main(
     home: AnyHome = None,
 ) -> None:
     """Write questions as `ragblend bench quality --data` reads them; the model's tokenizer counts lengths."""
-    checked = parse_specs(specs)
+    checked = list(map(parse_spec, specs))
     with opened(model, home) as engine:
         entries = generate(checked, engine.count_tokens)
     out.parent.mkdir(parents=True, exist_ok=True)

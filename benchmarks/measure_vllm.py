@@ -90,7 +90,7 @@ def opened(given: argparse.Namespace) -> tuple[Any, list[Any]]:
     """The built-in engine, on the GPU if there is one, and the questions."""
     from ragblend import Engine
     from ragblend.measuring.data import load
-    from ragblend.measuring.figures import QUESTIONS_A_SET, figure_questions
+    from ragblend.measuring.figure_questions import QUESTIONS_A_SET, figure_questions
 
     engine = Engine.open(given.model, given.home, dtype=given.dtype)
     if given.data is not None:

@@ -1,6 +1,6 @@
 """Compares how files are read with an independent parser of each format: a table by kind of file.
 
-    python -m benchmarks.readers --corpus FOLDER --corpus docx=FOLDER
+    python -m benchmarks.measure_readers --corpus FOLDER --corpus docx=FOLDER
 
 A folder without a kind has one sub-folder per kind: docx, pdf, csv, html, epub, encodings. Files that are not of that
 kind are skipped, and so is a kind without a folder. In `encodings` a file's folder (`de/iso-8859-1.txt`) or name

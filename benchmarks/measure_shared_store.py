@@ -1,6 +1,6 @@
 """Measures what a shared store gains, and what a slow one costs: first tokens of a prompt over Redis behind a proxy.
 
-    python -m benchmarks.measure_shared --limit 5
+    python -m benchmarks.measure_shared_store --limit 5
 
 Six passages of 512 tokens are in a redis-server on this machine (apt-get install redis-server), and none in the home.
 For each simulated connection to it: the median time to the first token of the first prompt and of the next one, in
