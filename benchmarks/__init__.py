@@ -14,7 +14,6 @@ marked * are recorded in a JSON file here, from which the page is rendered; othe
 | measure_readers        | words read from documents, beside `independent_parsers`             | performance.md      |
 | measure_peers          | RAGBlend beside transformers, llama.cpp and vLLM                    | results.md *        |
 | measure_frameworks     | LlamaIndex's and LangChain's examples, beside their own LLM         | results.md *        |
-| measure_eviction       | KV evicted after the first token                                    | results.md *        |
 | measure_programs       | what the frameworks' own programs (`programs_*`) reuse              | programs.md *       |
 | measure_schemas        | JSON schemas that answers keep to                                   | frameworks.md       |
 | measure_search         | languages, questions about other things, follow-up questions        | quality.md          |
@@ -22,7 +21,6 @@ marked * are recorded in a JSON file here, from which the page is rendered; othe
 | measure_load           | first tokens by request rate                                        | load.md *           |
 | measure_server         | what the server's times reveal; many streams for minutes            | server.md           |
 | measure_vllm           | the connector: times, equal answers, what times reveal              | vllm.md             |
-| measure_shared_store   | first tokens over a slow or dead shared store                       | vllm.md             |
 | generate_questions     | nothing: makes questions for `ragblend bench quality --data`        | quality.md          |
 | results                | nothing: records runs of `ragblend bench` and of the scripts above  | results.md, README  |
 | method_pictures        | the rows that each method computes, as pictures                     | methods.md          |

@@ -66,6 +66,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 WINDOW = 65536
 FULL, REUSE, SHIFT = Variant("full"), Variant("reuse"), Variant("probe-shift", 0.15)
 VARIANTS = (FULL, REUSE, Variant("cacheblend", 0.15), Variant("probe-shift", 0.05), SHIFT)
+FEWER = (FULL, REUSE, SHIFT)
 CACHES = {"device": "on the device", "memory": "pinned memory", "warm": "warm disk", "cold": "cold disk"}
 STEP_TOKENS, LENGTHS = 5, 10  # lengths of chunks: ten, five tokens apart
 TOP = 10  # kernels and host calls that a profile names
@@ -422,45 +423,34 @@ def rounded(value: Any) -> Any:
     return round(value, 2) if isinstance(value, float) else value
 
 
-def ttft_part(bench: GpuBench) -> list[Row]:
-    with bench.engine() as engine:
-        return ttft_rows(bench, engine, bench.lengths, bench.chunks, bench.caches)
-
-
-def packed(bench: GpuBench) -> list[Row]:
-    """With KV in four bits, at three lengths."""
-    with bench.engine("int4") as engine:
-        return ttft_rows(bench, engine, bench.lengths[::4], bench.chunks, bench.caches)
-
-
-def auto(bench: GpuBench) -> list[Row]:
-    """Where passages are computed that would take longer to load; the layers are measured after the first answer."""
-    with bench.engine(load="auto") as engine:
+def first_tokens(
+    bench: GpuBench,
+    every: int = 1,
+    caches: Sequence[str] = (),
+    variants: Sequence[Variant] = VARIANTS,
+    **how: Any,
+) -> list[Row]:
+    """`ttft_rows` at every so manieth length. caches: all if empty; how: of `GpuBench.engine`."""
+    with bench.engine(**how) as engine:
         return ttft_rows(
-            bench, engine, bench.lengths[::3], bench.chunks, ("warm", "cold"), (FULL, REUSE, SHIFT)
+            bench, engine, bench.lengths[::every], bench.chunks, caches or bench.caches, variants
         )
 
 
 def long(bench: GpuBench) -> list[Row]:
     """Two and four times as many chunks, at two lengths."""
+    lengths = [length - 2 * STEP_TOKENS for length in bench.lengths[:2]]
     with bench.engine() as engine:
         return [
             row
             for times in (2, 4)
-            for row in ttft_rows(
-                bench,
-                engine,
-                [length - 2 * STEP_TOKENS for length in bench.lengths[:2]],
-                times * bench.chunks,
-                ("memory", "warm"),
-                (FULL, REUSE, SHIFT),
-            )
+            for row in ttft_rows(bench, engine, lengths, times * bench.chunks, ("memory", "warm"), FEWER)
         ]
 
 
 def small(bench: GpuBench) -> list[Row]:
-    with bench.engine(shape="smollm2" if bench.shape != "tiny" else "tiny") as engine:
-        return ttft_rows(bench, engine, bench.lengths[::4], bench.chunks, ("memory", "warm", "cold"))
+    shape = "smollm2" if bench.shape != "tiny" else "tiny"
+    return first_tokens(bench, 4, ("memory", "warm", "cold"), shape=shape)
 
 
 def profile(bench: GpuBench) -> Iterator[Row]:
@@ -541,11 +531,12 @@ def decode(bench: GpuBench) -> Iterator[Row]:
 PARTS: dict[str, tuple[Callable[[GpuBench], Any], int]] = {
     "machine": (machine, 30),
     "model": (model, 120),
-    "ttft": (ttft_part, 170),
+    "ttft": (first_tokens, 170),
     "profile": (profile, 40),
     "disk": (disk, 40),
-    "auto": (auto, 40),
-    "packed": (packed, 40),
+    # The layers are measured after the first answer.
+    "auto": (partial(first_tokens, every=3, caches=("warm", "cold"), variants=FEWER, load="auto"), 40),
+    "packed": (partial(first_tokens, every=4, codec="int4"), 40),
     "kernels": (kernels, 30),
     "long": (long, 40),
     "small": (small, 30),

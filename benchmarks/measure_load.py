@@ -1,7 +1,6 @@
 """Measures requests under load as RAGCache does (arXiv 2404.12457, section 7): time to first token by request rate.
 
-    python -m benchmarks.measure_load --parts full,blend          systems, minutes each
-    python -m benchmarks.measure_load --parts order               first come first served, and reordered
+    python -m benchmarks.measure_load --systems full,blend        minutes each
     python -m benchmarks.measure_load --render                    the document again, from recorded figures
 
 Requests arrive as a Poisson process; each asks about passages drawn by popularity. The clock is this process's
@@ -18,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,6 +30,7 @@ from numpy.typing import NDArray
 from benchmarks.common import (
     DOCS,
     FIGURES,
+    AnyHome,
     Row,
     between_marks,
     dumped,
@@ -53,15 +53,12 @@ from ragblend.measuring.prefilling import cpu_name, prompt_of
 RECORDED, PAGE, PICTURE = FIGURES / "load.json", DOCS / "load.md", DOCS / "pictures" / "load.svg"
 # RAGCache section 3.2: 3% of the documents make 60% of MMLU's requests.
 HEAD_SHARE, HEAD_REQUESTS = 0.03, 0.60
-# What a request asks about: how its documents are long (see `_tokens`), how many, and words for the document.
-PASSAGES, ARTICLES = ("passages", 4, "4 of up to 512"), ("documents", 2, "2 whole articles")
+PASSAGES = 4  # of a request
 DOCUMENTS, WARM, ALONE, COUNT = 120, 40, 12, 40  # documents, and requests by run
 BUDGET = 1.5  # of the corpus
 COMMON, LOADS = 0.8, (1.0, 1.4, 2.0)  # of full prefill's rate, and of each system's own, when nobody waits
 SLO = 5.0  # times the unloaded time to first token
 SELDOM = 1e-3  # requests a second, so that nobody waits
-ORDERED, ORDERED_LOAD = 100, 1.4  # requests of a run, at a load at which the queue of so few grows long
-Shape = tuple[str, int, str]
 Floats = NDArray[np.float64]
 
 
@@ -79,12 +76,11 @@ class System:
         return self.method in ("probe-shift", "auto")
 
 
-EXACT, BLEND = System("exact tree", "exact"), System("blend", "probe-shift")
 SYSTEMS = (
     System("full", "full", window=0),
     System("prefix LRU", "exact", "lru", window=0),
-    EXACT,
-    BLEND,
+    System("exact tree", "exact"),
+    System("blend", "probe-shift"),
     System("auto", "auto"),
 )
 NAMES = [system.name for system in SYSTEMS]
@@ -121,10 +117,8 @@ def popularity(documents: int) -> Floats:
     return zipf(brentq(lambda exponent: zipf(exponent)[:head].sum() - HEAD_REQUESTS, 0.0, 10.0))
 
 
-def tokens_of(lengths: str, documents: int, draw: np.random.Generator) -> NDArray[np.int64]:
-    """`documents`: log-normal like articles, median 600 tokens; `passages`: the app's cuts, up to 512."""
-    if lengths == "documents":
-        return np.clip(draw.lognormal(np.log(600), 0.8, documents), 64, 4096).astype(np.int64)
+def tokens_of(documents: int, draw: np.random.Generator) -> NDArray[np.int64]:
+    """Tokens of passages as the app cuts them, up to 512."""
     tokens = draw.integers(400, 513, documents)  # cut at the last end of a sentence
     last = draw.random(documents) < 0.2  # one in five is its document's last, of any length
     tokens[last] = draw.integers(32, 513, int(last.sum()))
@@ -212,12 +206,11 @@ def on_one_thread(home: str, **options: Any) -> Iterator[Engine]:
 
 
 class RequestTrace:
-    """Documents as texts, and requests for some of them as prompts; the same for the same shape."""
+    """Documents as texts, and requests for some of them as prompts; always the same."""
 
-    def __init__(self, shape: Shape = PASSAGES) -> None:
-        lengths, self.top_k, _ = shape
-        draw = np.random.default_rng((0, self.top_k))
-        self.tokens: list[int] = tokens_of(lengths, DOCUMENTS, draw).tolist()
+    def __init__(self) -> None:
+        draw = np.random.default_rng((0, PASSAGES))
+        self.tokens: list[int] = tokens_of(DOCUMENTS, draw).tolist()
         shuffled = np.empty(DOCUMENTS)
         shuffled[draw.permutation(DOCUMENTS)] = popularity(DOCUMENTS)
         drawn = self._draws(shuffled, draw)
@@ -231,7 +224,7 @@ class RequestTrace:
     def _request(self, drawn: Iterator[int]) -> list[int]:
         """Different documents, drawn one after the other."""
         found: dict[int, None] = {}
-        while len(found) < self.top_k:
+        while len(found) < PASSAGES:
             found[next(drawn)] = None
         return list(found)
 
@@ -300,64 +293,20 @@ def measured(system: System, alone_full_s: float | None, home: str) -> Row:
         return found | {"about": one.about}
 
 
-def in_order(home: str) -> list[Row]:
-    """Saturated systems, with the same requests in arrival order and reordered, each from the same start."""
-    rows = list[Row]()
-    for system, shape in ((EXACT, PASSAGES), (BLEND, PASSAGES), (EXACT, ARTICLES)):
-        corpus, alone_s = RequestTrace(shape), 0.0
-        for window in (0, WINDOW):
-            with trial(replace(system, window=window), corpus, home) as one:
-                alone_s = alone_s or one.at_rate(ALONE, SELDOM)["mean_s"]
-                one.begin = WARM + ALONE
-                of = {"passages": shape[2], "system": system.name, "load": ORDERED_LOAD, "window": window}
-                rows.append(of | one.at_rate(ORDERED, ORDERED_LOAD / alone_s))
-    return rows
-
-
 # --- the document
 
 
-def compared(systems: dict[str, Row]) -> str:
+def compared(systems: Row) -> str:
     """A row per system: time without load and at the common rate, and requests per second within the SLO."""
-    head = [
-        "system",
-        "alone",
-        "mean",
-        "p99",
-        "requests/s within the SLO",
-        "of full's",
-    ]
-    rows, full = list[Sequence[str]](), systems["full"]["throughput"]
-    for name, row in systems.items():
-        at, last = row["common"], row["loads"][-1]
+    head = ("system", "alone", "mean", "p99", "requests/s within the SLO", "of full's")
+    rows = list[Sequence[str]]()
+    for name in NAMES:
+        row, full = systems[name], systems["full"]["throughput"]
+        at, last, reached = row["common"], row["loads"][-1], row["throughput"]
         more = "" if last["mean_s"] > SLO * row["alone_s"] else "at least "
-        rows.append((
-            name, *(f"{each:.2f} s" for each in (row["alone_s"], at["mean_s"], at["p99_s"])),
-            f"{more}{row['throughput']:.2f}", f"{row['throughput'] / full:.2f}",
-        ))  # fmt: skip
+        times = (f"{each:.2f} s" for each in (row["alone_s"], at["mean_s"], at["p99_s"]))
+        rows.append((name, *times, f"{more}{reached:.2f}", f"{reached / full:.2f}"))
     return markdown(head, rows)
-
-
-def ordered(rows: list[Row]) -> str:
-    """A row for each two runs: in order of arrival, and reordered."""
-    lines = []
-    for arrived, least in zip(rows[::2], rows[1::2], strict=True):
-        cells = [f"{row['mean_s']:.1f} s, p99 {row['p99_s']:.0f}" for row in (arrived, least)]
-        lower = f"{arrived['mean_s'] / least['mean_s']:.2f} times"
-        lines.append((arrived["passages"], arrived["system"], *cells, lower))
-    return markdown(("passages", "system", "in order of arrival", "least first", "lower by"), lines)
-
-
-def page(found: Row) -> str:
-    """The generated part of docs/load.md."""
-    systems = {name: found["systems"][name] for name in NAMES}
-    parts = [
-        f"{systems['full']['about']}; {COUNT} requests a run.",
-        compared(systems),
-        f"**Order** ({ORDERED} requests a run, load {ORDERED_LOAD}):",
-        ordered(found["order"]),
-    ]
-    return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
 def picture(found: Row) -> None:
@@ -365,7 +314,7 @@ def picture(found: Row) -> None:
     figure = figure_of(5.0, 3.2)
     axes = figure.subplots()
     for number, name in enumerate(NAMES):
-        row = found["systems"][name]
+        row = found[name]
         points = sorted((each["rate"], each["mean_s"]) for each in (row["common"], *row["loads"]))
         axes.plot(*zip((0.0, row["alone_s"]), *points, strict=True), color=f"C{number}", label=name)
         axes.axhline(SLO * row["alone_s"], color=f"C{number}", linewidth=0.5, linestyle=":")
@@ -375,26 +324,23 @@ def picture(found: Row) -> None:
 
 
 def page_with(found: Row) -> str:
-    """docs/load.md with the recorded tables."""
-    return between_marks(PAGE.read_text(encoding="utf-8"), lambda: page(found))
+    """docs/load.md with the recorded table."""
+    about = f"{found['full']['about']}; {COUNT} requests a run."
+    return between_marks(PAGE.read_text(encoding="utf-8"), lambda: f"{about}\n\n{compared(found)}")
 
 
 def main(
-    home: Annotated[str | None, typer.Option(help="Where the model is.")] = None,
-    parts: Annotated[str, typer.Option(help="Systems, and `order`, by commas.")] = f"{','.join(NAMES)},order",
+    home: AnyHome = None,
+    systems: Annotated[str, typer.Option(help="By commas.")] = ",".join(NAMES),
     render: Annotated[bool, typer.Option("--render", help="Nothing is measured.")] = False,
 ) -> None:
     """Measure, and add the results to the recorded ones."""
-    found, where = read_json(RECORDED), home or str(resolve_home(None))
-    systems = found.setdefault("systems", {})
-    for part in () if render else parts.split(","):
-        if part == "order":
-            found["order"] = in_order(where)
-        else:
-            full = None if part == "full" else systems.get("full")  # of this machine
-            systems[part] = measured(SYSTEMS[NAMES.index(part)], full and full["alone_s"], where)
-        RECORDED.write_text(dumped(found, 3), encoding="utf-8")
-    if "order" in found and systems.keys() >= set(NAMES):
+    found: Row = read_json(RECORDED)
+    for name in () if render else systems.split(","):
+        alone_full_s = None if name == "full" else found["full"]["alone_s"]  # of this machine
+        found[name] = measured(SYSTEMS[NAMES.index(name)], alone_full_s, str(home or resolve_home(None)))
+        RECORDED.write_text(dumped(found, 2), encoding="utf-8")
+    if found.keys() >= set(NAMES):
         PAGE.write_text(page_with(found), encoding="utf-8")
         picture(found)
 
