@@ -14,7 +14,6 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,41 +45,12 @@ class Spec:
     depth: int | None = None
 
 
-@dataclass(frozen=True)
-class Task:
-    """One generated question: its passages, its text, and what an exact answer must contain."""
-
-    passages: tuple[str, ...]
-    question: str
-    instruction: str
-    required: tuple[str, ...]
-
-
-def magic_numbers(
-    draw: random.Random, spec: Spec, count: CountTokens, many_keys: bool, many_values: bool, all_asked: bool
-) -> Task:
-    """Ask for one or all numbers of one key or of `items` keys, with one number or `items` each."""
-    keys, values = spec.items if many_keys else 1, spec.items if many_values else 1
-    asked = keys * values if all_asked else 1
-    names, numbers = filler.keys(draw, keys), filler.numbers(draw, keys * values)
-    pairs = list(zip((name for name in names for _ in range(values)), numbers, strict=True))
-    wanted = pairs if asked == len(pairs) else [draw.choice(pairs)]
-    needles = [f"One of the magic numbers of {name} is {number}." for name, number in pairs]
-    passages = haystack(draw, needles, spec, count)
-    whose = ", ".join(dict.fromkeys(name for name, _ in wanted))
-    question = (
-        f"What is the magic number of {whose}?" if asked == 1 else f"What are the magic numbers of {whose}?"
-    )
-    if values > 1:
-        question = f"What are all {values} magic numbers of {whose}?"
-    return Task(passages, question, ONE if asked == 1 else ALL, tuple(number for _, number in wanted))
-
-
-TASKS: dict[str, Callable[[random.Random, Spec, CountTokens], Task]] = {
-    "single_needle": partial(magic_numbers, many_keys=False, many_values=False, all_asked=False),
-    "multi_key": partial(magic_numbers, many_keys=True, many_values=False, all_asked=False),
-    "multi_value": partial(magic_numbers, many_keys=False, many_values=True, all_asked=True),
-    "multi_query": partial(magic_numbers, many_keys=True, many_values=False, all_asked=True),
+# Whether there are many keys, and many values of a key, and whether all of them are asked for.
+TASKS = {
+    "single_needle": (False, False, False),
+    "multi_key": (True, False, False),
+    "multi_value": (False, True, True),
+    "multi_query": (True, False, True),
 }
 LIMITS = {
     "n": 10_000,
@@ -108,20 +78,35 @@ def generate(specs: Sequence[Spec], count: CountTokens) -> list[dict[str, Any]]:
 
 
 def _entry(spec: Spec, number: int, count: CountTokens) -> dict[str, Any]:
+    """Ask for one or all numbers of one key or of `items` keys, with one number or `items` each."""
     # As recorded runs were seeded. Neither n nor depth is a part of it: a larger n only adds questions.
-    shape = (
-        f"tokens={spec.tokens}, chunk={spec.chunk}, seed={spec.seed}, items={spec.items}, hops=4, chains=3"
-    )
-    draw = random.Random(f"Spec(task={spec.task!r}, n=20, {shape}) {number}")
-    task = TASKS[spec.task](draw, spec, count)
+    shape = f"chunk={spec.chunk}, seed={spec.seed}, items={spec.items}, hops=4, chains=3"
+    draw = random.Random(f"Spec(task={spec.task!r}, n=20, tokens={spec.tokens}, {shape}) {number}")
+    has_many_keys, has_many_values, asks_all = TASKS[spec.task]
+    keys, values = spec.items if has_many_keys else 1, spec.items if has_many_values else 1
+    names, numbers = filler.keys(draw, keys), filler.numbers(draw, keys * values)
+    pairs = list(zip((name for name in names for _ in range(values)), numbers, strict=True))
+    wanted = pairs if asks_all or len(pairs) == 1 else [draw.choice(pairs)]
+    needles = [f"One of the magic numbers of {name} is {number}." for name, number in pairs]
+    passages = haystack(draw, needles, spec, count)
+    required = [number for _, number in wanted]
+    depth = "" if spec.depth is None else f" at {spec.depth}%"
     return {
-        "ctxs": [{"title": "", "text": text} for text in task.passages],
-        "question": task.question,
-        "answers": [", ".join(task.required)],
-        "instruction": task.instruction,
-        "required": list(task.required),
-        "task": f"{spec.task} {spec.tokens:,}{'' if spec.depth is None else f' at {spec.depth}%'}",
+        "ctxs": [{"title": "", "text": text} for text in passages],
+        "question": _question(", ".join(dict.fromkeys(name for name, _ in wanted)), values, len(wanted)),
+        "answers": [", ".join(required)],
+        "instruction": ONE if len(wanted) == 1 else ALL,
+        "required": required,
+        "task": f"{spec.task} {spec.tokens:,}{depth}",
     }
+
+
+def _question(whose: str, values: int, count: int) -> str:
+    if values > 1:
+        return f"What are all {values} magic numbers of {whose}?"
+    return (
+        f"What is the magic number of {whose}?" if count == 1 else f"What are the magic numbers of {whose}?"
+    )
 
 
 def _setting(text: str) -> tuple[str, int]:

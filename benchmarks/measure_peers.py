@@ -76,7 +76,7 @@ def ragblend(plan: Row) -> tuple[Ask, Row]:
     if plan["name"] != OURS:
         type(steps).guessed_tokens = 0
     disk = sum(size_of(Path(plan["home"], part)) for part in ("models", "kv"))
-    return ask, {"ingest_tokens": ingest, "disk": disk, "note": type(steps).__name__}
+    return ask, {"ingest_tokens": ingest, "disk": disk}
 
 
 def transformers(plan: Row) -> tuple[Ask, Row]:

@@ -26,7 +26,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,33 +41,23 @@ SERVERS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1", "
 # Ends a process group, stopped processes too, when its input is closed: that is, when the measuring process ends.
 UNDERTAKER = """read _; kill -s TERM -- -$1; kill -s CONT -- -$1
 for _ in 1 2 3 4 5 6 7 8 9; do sleep 2; kill -s 0 -- -$1 || exit; done; kill -s KILL -- -$1"""
-PARTS = ("requests", "fused_seconds", "load_seconds", "write_seconds")
 
 
 def main() -> int:
     """Run the chosen command, print the results, write the JSON."""
     own, _, passed = " ".join(sys.argv[1:]).partition(" -- ")
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("speed", "agree", "salts"))
-    parser.add_argument(
-        "--home", type=Path, required=True, help="a RAGBlend home; the model is converted there"
-    )
-    parser.add_argument("--model", default="default", help="as in `ragblend --model`")
-    parser.add_argument(
-        "--data",
-        type=Path,
-        help="questions with passages, as `ragblend bench quality` reads; `agree` has its own",
-    )
-    parser.add_argument("--passages", type=int, default=6, help="in a prompt")
-    parser.add_argument("--tokens", type=int, default=512, help="of a passage; longer ones are cut")
-    parser.add_argument("--limit", type=int, default=20, help="prompts")
-    parser.add_argument(
-        "--ratios", type=float, nargs="+", default=[0.15], help="of the method; `agree`: the first"
-    )
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of both engines"
-    )
-    parser.add_argument("--json", type=Path, help="where the figures go")
+    option = parser.add_argument
+    option("what", choices=("speed", "agree", "salts"))
+    option("--home", type=Path, required=True, help="a RAGBlend home; the model is converted there")
+    option("--model", default="default", help="as in `ragblend --model`")
+    option("--data", type=Path, help="questions as `ragblend bench quality` reads; `agree` has its own")
+    option("--passages", type=int, default=6, help="in a prompt")
+    option("--tokens", type=int, default=512, help="of a passage; longer ones are cut")
+    option("--limit", type=int, default=20, help="prompts")
+    option("--ratios", type=float, nargs="+", default=[0.15], help="of the method; `agree`: the first")
+    option("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of both engines")
+    option("--json", type=Path, help="where the figures go")
     given = parser.parse_args(own.split())
     if given.data is None and given.what == "speed":
         parser.error("--data: `speed` needs questions")
@@ -210,14 +199,11 @@ def timed(server: VllmServer, ids: tuple[int, ...], **more: Any) -> tuple[float,
     return (first - begun) * 1e3, (last - first) * 1e3 / (ANSWER_TOKENS - 1)
 
 
-def counted(server: VllmServer) -> dict[str, float]:
-    """The connector's counters."""
+def fused_requests(server: VllmServer) -> float:
+    """How many requests the connector has fused so far."""
     with server.awake() as url, urllib.request.urlopen(f"{url}/metrics", timeout=30) as metrics:
-        text = metrics.read().decode()
-    return {
-        name: float(count)
-        for name, count in re.findall(r"^vllm:ragblend_(\w+)_total\{.*\} (\S+)$", text, re.M)
-    }
+        found = re.findall(r"^vllm:ragblend_requests_total\{.*\} (\S+)$", metrics.read().decode(), re.M)
+    return sum(map(float, found))
 
 
 def reordered(
@@ -246,22 +232,18 @@ def reordered(
 def speed(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
     """Passages in new orders: each prompt once to the server without the connector, and once per ratio to the other."""
     folder, prompts = reordered(given, engine, questions)
-    rows, parts = [], defaultdict[str, list[dict[str, float]]](list)
+    turn, rows = ["without", *map(str, given.ratios)], list[dict[str, tuple[float, float]]]()
     with served(given, folder, True, more) as ours, served(given, folder, False, more) as theirs:
         for number, ids in enumerate(prompts):
-            turn = ["without", *map(str, given.ratios)]
-            row = dict[str, tuple[float, float]]()
+            row = {}
             for name in turn[:: 1 if number % 2 else -1]:
                 if name == "without":
                     row[name] = timed(theirs, ids)
                     continue
-                before = counted(ours)
+                before = fused_requests(ours)
                 row[name] = timed(ours, ids, kv_transfer_params={"ratio": float(name)})
-                after = counted(ours)
-                found = {part: after[part] - before.get(part, 0) for part in PARTS}
-                if not found["requests"]:
+                if fused_requests(ours) == before:
                     raise SystemExit(f"a prompt was not fused; {given.home / 'vllm-with.log'} says why")
-                parts[name].append(found)
             rows.append(row)
             print({name: [round(ms) for ms in found] for name, found in row.items()}, file=sys.stderr)
     rows = rows[WARM_UP:]
@@ -272,12 +254,7 @@ def speed(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
             "token_ms": statistics.median(row[name][1] for row in rows),
             "token_by_without": statistics.median(row[name][1] / row["without"][1] for row in rows),
         }
-        | {
-            part: statistics.median(each[part] for each in parts[name][WARM_UP:])
-            for part in PARTS[1:]
-            if parts[name]
-        }
-        for name in rows[0]
+        for name in turn
     }
     return {"prompts": len(rows), "tokens": len(prompts[0]), "medians": medians}
 
