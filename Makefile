@@ -119,7 +119,7 @@ $(LLAMACPP_VENV)/.installed:
 
 bench-peers: $(VENV)/.installed-dev $(if $(findstring llama.cpp,$(PEERS)),$(LLAMACPP_VENV)/.installed) \
     $(if $(findstring vllm,$(PEERS)),$(VLLM_VENV)/.installed)
-	$(BIN)/python -m benchmarks.peers --output $(BENCH_OUT) --only $(PEERS) \
+	$(BIN)/python -m benchmarks.measure_peers --output $(BENCH_OUT) --only $(PEERS) \
 	    --python llama.cpp=$(LLAMACPP_VENV)/bin/python --python vllm=$(VLLM_VENV)/bin/python
 
 bench-check: $(VENV)/.installed-dev

@@ -44,25 +44,14 @@ Limit = Annotated[int, typer.Option(min=1, help="How many questions.")]
 
 def run(main: Callable[..., None], about: str | None) -> None:
     """Run a script: `main` has its options, and the module's docstring is the help."""
+    from ragblend.kvstore.errors import RagBlendError
+
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
     app.command(help="\b\n" + (about or "").replace("\n\n", "\n\n\b\n"))(main)
-    app()
-
-
-def product_app(function: Callable[..., None]) -> typer.Typer:
-    """A command line of that function, which takes the product's own options as well."""
-    from ragblend.app.cli.common import command
-
-    app = typer.Typer(name=function.__name__, rich_markup_mode=None, pretty_exceptions_enable=False)
-    command(app)(function)
-    return app
-
-
-def run_product_app(app: typer.Typer) -> None:
-    """Run a script with such a command line, with the product's exit codes."""
-    from ragblend.app.cli.main import main
-
-    sys.exit(main(sys.argv[1:], app, f"python -m benchmarks.{app.info.name}"))
+    try:
+        app()
+    except RagBlendError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 @contextmanager
@@ -87,22 +76,6 @@ def serving(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[str], Row
             yield process, json.loads(process.stdout.readline())
         finally:
             process.send_signal(signal.SIGINT)
-
-
-@contextmanager
-def first_output(*arguments: str, folder: Path = REPO) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python process in that checkout that has begun to write on stdout; ended after the block.
-
-    Raises SystemExit if it wrote nothing.
-    """
-    own = environment_of_others(PYTHONPATH=str(folder))
-    command, out, err = [sys.executable, *arguments], subprocess.PIPE, subprocess.DEVNULL
-    with subprocess.Popen(command, cwd=folder, env=own, stdout=out, stderr=err) as process:
-        assert process.stdout is not None
-        if not process.stdout.read(1):
-            raise SystemExit(f"{arguments} in {folder} ended with {process.wait()}, and wrote nothing")
-        yield process
-        process.kill()
 
 
 def environment_of_others(**more: str) -> dict[str, str]:

@@ -80,17 +80,9 @@ def keys(draw: random.Random, count: int) -> list[str]:
     return draw.sample([f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS], count)
 
 
-def numbers(draw: random.Random, count: int, digits: int = 7) -> list[str]:
-    """Different numbers of so many digits."""
-    return [str(number) for number in draw.sample(range(10 ** (digits - 1), 10**digits), count)]
-
-
-def letters(draw: random.Random, count: int) -> list[str]:
-    """Different names of variables: five capitals."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found["".join(draw.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5))] = None
-    return list(found)
+def numbers(draw: random.Random, count: int) -> list[str]:
+    """Different numbers of seven digits."""
+    return [str(number) for number in draw.sample(range(10**6, 10**7), count)]
 
 
 def names(draw: random.Random, count: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Words of files by other parsers than the product's, one for each format: the reference of `benchmarks.readers`."""
+"""Words of files by other parsers than the product's, one for each format: the reference of `measure_readers`."""
 
 import codecs
 import csv

@@ -2,12 +2,10 @@
 
     python -m benchmarks.measure_decode --model default --context 500,3000
     python -m benchmarks.measure_decode --model default --context 500,3000 --streams 1,2,4,8
-    python -m benchmarks.measure_decode --model default --data musique.json --limit 20
 
 Prints, for each context length, milliseconds per token (medians of five), their ratio, and how much the two differ:
-mean KL divergence in nats over 24 tokens of plain text, and the share of them with the same top token. With --data, the
-divergence of each from the same weights in float32, over the answers (`measure_answers` has speculative tokens). With
---streams, tokens per second of all streams together by our loop, one after the other and in one pass.
+mean KL divergence in nats over 24 tokens of plain text, and the share of them with the same top token. With --streams,
+tokens per second of all streams together by our loop, one after the other and in one pass.
 """
 
 import itertools
@@ -16,24 +14,20 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
-from benchmarks.common import AnyHome, Limit, Model, agreement, counts, in_turns, packed_loop, run
+from benchmarks.common import AnyHome, Model, agreement, counts, in_turns, packed_loop, run
 from benchmarks.filler import sentences
 from ragblend import Engine, Literal, Prompt
 from ragblend.engine.decoding.direct import DirectDecode, Read
 from ragblend.engine.decoding.eightbit import EightBit
 from ragblend.engine.decoding.fourbit import FourBit
 from ragblend.engine.decoding.implementations import DecodeImplementation, TransformersDecode
-from ragblend.engine.decoding.packed_weights import PackedWeights
 from ragblend.engine.model.device import device_name
 from ragblend.engine.results import Prefilled
-from ragblend.measuring.data import Question, load
-from ragblend.measuring.prefilling import prompt_of
 
 REPEATS, TOKENS = 5, 24
 Logits = list[torch.Tensor]
@@ -96,29 +90,6 @@ def shared(prefilled: Sequence[Prefilled], rows: DirectDecode, follow: Sequence[
     return f"{len(caches)} streams: {rates} ratio {ratio(times['alone'], times['together']):.2f} {bits}"
 
 
-def diverging(
-    engine: Engine, exact: Engine, ways: dict[str, DecodeImplementation], questions: Sequence[Question]
-) -> str:
-    """The divergence of each from the exact model, over greedy answers to questions about two passages."""
-    told: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for question in questions:
-        prompt = prompt_of(engine, question.passages[:2], question.text)
-        whole = Prompt([Literal(token_ids=prompt.token_ids)])
-        prefilled, reference = (each.prefill(whole, method="full") for each in (engine, exact))
-        answer = exact.decode(reference, max_new_tokens=32).token_ids
-        if len(answer) < 2:
-            continue  # the end at once
-        expected = exact.continue_logits(reference, answer)[1:]
-        for name, steps in ways.items():
-            found = torch.cat(each_token(steps, prefilled, answer[:-1]))
-            told[name].append(agreement(expected, found))
-    means = {name: [statistics.mean(part) for part in zip(*each, strict=True)] for name, each in told.items()}
-    return " ".join(
-        f"{name}: KL {mean[0]:.1e} (at most {max(told[name])[0]:.1e}), same {mean[1]:.1%};"
-        for name, mean in means.items()
-    )
-
-
 def main(
     model: Model = "default",
     home: AnyHome = None,
@@ -126,8 +97,6 @@ def main(
     dtype: str | None = None,
     context: Annotated[str, typer.Option(help="Tokens in front of the answer.")] = "500,3000",
     streams: Annotated[str | None, typer.Option(help="How many at once: 1,2,4,8, say.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Questions, as `bench quality` takes them.")] = None,
-    limit: Limit = 20,
 ) -> None:
     """Measure, and print a line for each case."""
     engine = Engine.open(model, home=home, device=device, dtype=dtype)
@@ -140,18 +109,8 @@ def main(
     )
     where = f"{torch.get_num_threads()} threads" if device == "cpu" else device_name(runtime.device)
     print(f"{engine.model_name}, {engine.dtype}, {where}, {sizes}")
-    if data is None:
-        for line in by_context(engine, ways, rows, counts(context), counts(streams) if streams else []):
-            print(line, flush=True)
-        return
-    exact = Engine.open(model, home=home, device=device, dtype="float32")
-    exact.runtime.choice.needs_measurement = False
-    four: PackedWeights = {name: each for name, each in packed.items() if isinstance(each, FourBit)}
-    ways |= {
-        "rows in four bits": DirectDecode(runtime.decoder, four),
-        "rows unpacked": DirectDecode(runtime.decoder, {}),
-    }
-    print(diverging(engine, exact, ways, load(data).questions[:limit]))
+    for line in by_context(engine, ways, rows, counts(context), counts(streams) if streams else []):
+        print(line, flush=True)
 
 
 def by_context(

@@ -3,7 +3,7 @@
     python -m benchmarks.measure_ingest --model default --tokens 512
 
 Prints the share of the model's own speed that is left, by wall-clock and by processor time, and both speeds: medians
-over the chunks. Also the speed of the model's own forward with 1, 2 and 4 chunks at a time.
+over the chunks.
 """
 
 import time
@@ -15,8 +15,6 @@ import torch
 from benchmarks.common import AnyHome, Model, medians, run, spent, texts
 from ragblend import Chunk, Engine, Prompt
 
-AT_ONCE = (1, 2, 4)
-
 
 def main(
     model: Model = "default",
@@ -25,7 +23,7 @@ def main(
     tokens: int = 512,
     chunks: int = 40,
 ) -> None:
-    """Measure, and print two lines."""
+    """Measure, and print a line."""
     engine = Engine.open(model, home, dtype=dtype)
     assert engine.gate.passed, engine.gate.reason
     passages = texts(engine, chunks, tokens, first=time.time_ns())  # not stored yet
@@ -34,22 +32,15 @@ def main(
     base = engine.runtime.decoder.model.base_model
 
     @torch.inference_mode()
-    def own(batch: Sequence[Sequence[int]]) -> None:
-        base(input_ids=torch.tensor(batch), use_cache=False)
-
-    def rate(at_once: int) -> float:
-        count, length = min(8, chunks), min(map(len, ids))
-        batches = [
-            [each[:length] for each in ids[:count][at : at + at_once]] for at in range(0, count, at_once)
-        ]
-        return count * length / spent(lambda: [own(batch) for batch in batches])[0]
+    def own(token_ids: Sequence[int]) -> None:
+        base(input_ids=torch.tensor([token_ids]), use_cache=False)
 
     engine.enter(passages, names)
     encoding = engine.encode_nodes(names)
     next(encoding)
     rows = list[tuple[float, ...]]()
     for each in ids[1:]:
-        forward = spent(partial(own, [each]))
+        forward = spent(partial(own, each))
         encoded = spent(partial(next, encoding))  # each is written while the next one is computed
         shares = (forward[0] / encoded[0], forward[1] / encoded[1])
         rows.append((*shares, len(each) / forward[0], len(each) / encoded[0]))
@@ -57,9 +48,6 @@ def main(
     by_clock, by_cpu, alone, stored = medians(rows)
     said = f"{by_clock:.1%} of the model's own rate (processor time {by_cpu:.1%})"
     print(f"{said}: {stored:.0f} of {alone:.0f} tokens/s")
-    rates = medians([[rate(at_once) for at_once in AT_ONCE] for _ in range(5)])
-    each_rate = (f"{count}: {found:.0f} tokens/s" for count, found in zip(AT_ONCE, rates, strict=True))
-    print("chunks at a time: " + ", ".join(each_rate))
 
 
 if __name__ == "__main__":

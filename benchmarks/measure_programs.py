@@ -23,8 +23,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from benchmarks.common import Home, Row, dumped, medians, read_json, run, spent
-from benchmarks.matrix import Ask, Program, results_of, served, watched
 from benchmarks.results import PROGRAMS, show_programs
+from benchmarks.reused_tokens import Ask, Program, results_of, served, watched
 from ragblend.app import samples
 from ragblend.app.library.readers import read_document
 

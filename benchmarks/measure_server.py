@@ -1,8 +1,7 @@
-"""Measures the server's timing side channel, its stability under load, and its throughput: figures of docs/server.md.
+"""Measures the server's timing side channel, and its stability under load: figures of docs/server.md.
 
     python -m benchmarks.measure_server timing --home /tmp/server
     python -m benchmarks.measure_server soak --home /tmp/server
-    python -m benchmarks.measure_server rate --home /tmp/server --streams 8
 
 timing: one key has stored half of the passages; another asks about all of them, then the first one does. How well does
 the time of an answer reveal which half it is about? AUC 0.5: not at all; 1 or 0: always. The second key must learn
@@ -10,8 +9,7 @@ nothing.
 soak: streams of many keys at once, a third of them cancelled, beside a client that never reads: prompts by full
 prefill, along exact paths, and fused, alternately. Answers of the first two are compared with those that the same keys
 had alone; each passage is in two keys' prompts, and a key's first one must reuse nothing; memory, threads and open
-files late in the run are compared with those early in it, and idle ones after it with idle ones after the first
-minute. rate: tokens per second of one stream, and of --streams streams together, alternately.
+files late in the run are compared with those early in it, and idle ones after it with idle ones after the first minute.
 """
 
 import asyncio
@@ -50,7 +48,6 @@ WARM_S = 60.0  # of all streams, before what is at rest is looked at for the fir
 UNREAD_S = 90.0
 IDLE_S = 0.3  # in which passages are encoded: not while somebody asks
 SETTLED_S = 20.0
-RATE_TOKENS, RATE_ROUNDS = 64, 5  # of a stream's answer where tokens are counted, medians of so many
 EARLY, LATE = (0.2, 0.3), (0.9, 1.0)  # of the run, compared: minute three and the last of ten
 Json = dict[str, Any]
 FULL: Json = {"method": "full", "learn_from_prompts": False}
@@ -83,14 +80,14 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def served(home: Path, model: str, names: Sequence[str], dtype: str = "float32") -> Iterator[ServerProcess]:
+def served(home: Path, model: str, names: Sequence[str]) -> Iterator[ServerProcess]:
     """Run `ragblend serve` over a new home, with a key for each name."""
     with AppServices.open(home, model=model) as services:
         known = Keys(services.workspaces.home.root)
         for name in names:
             services.workspaces.create(name)
         keys = {name: known.add(Client(name, (name,))) for name in names}
-    options = ("--home", home, "--model", model, "--device", "cpu", "--dtype", dtype)
+    options = ("--home", home, "--model", model, "--device", "cpu", "--dtype", "float32")
     with serving("serve", *options) as (process, ready):
         yield ServerProcess(home, keys, process.pid, ready["url"], ready["port"])
 
@@ -321,41 +318,6 @@ def soak(home: Path, model: str, streams: int, minutes: float) -> Json:
     }
 
 
-def rate(home: Path, model: str, streams: int) -> Json:
-    """Median tokens per second of all streams together, from the first request to the last token."""
-    users, texts = names(random.Random(0), streams), Notes(random.Random(0))
-    prompts = {name: f"{texts.passage(SENTENCES)}\n\nTell a long story of {name}." for name in users}
-
-    async def asked(client: httpx.AsyncClient, name: str) -> int:
-        more: Json = {
-            "method": "full",
-            "learn_from_prompts": False,
-            "stream_options": {"include_usage": True},
-        }
-        body = server.body(prompts[name], max_tokens=RATE_TOKENS, stream=True, **more)
-        sent = client.stream("POST", "chat/completions", json=body, headers=server.headers(name))
-        async with sent as answer:
-            answer.raise_for_status()
-            told = [value["usage"] async for value in events(answer) if value.get("usage")]
-        return int(told[-1]["completion_tokens"])
-
-    async def run() -> dict[int, list[float]]:
-        found: dict[int, list[float]] = {1: [], streams: []}
-        async with httpx.AsyncClient(base_url=server.url, timeout=WAIT_S) as client:
-            await asked(client, users[0])
-            await asyncio.sleep(SETTLED_S)
-            for _ in range(RATE_ROUNDS):
-                for count, rates in found.items():
-                    begun = time.perf_counter()
-                    tokens = sum(await asyncio.gather(*(asked(client, name) for name in users[:count])))
-                    rates.append(tokens / (time.perf_counter() - begun))
-        return found
-
-    with served(home, model, users, "bfloat16") as server:
-        found = asyncio.run(run())
-    return {str(count): round(statistics.median(rates), 1) for count, rates in found.items()}
-
-
 def change(rows: Sequence[Json], name: str) -> Json:
     """Means of an early part of the run and of its last part."""
     whole = rows[-1]["at"]
@@ -367,7 +329,7 @@ def change(rows: Sequence[Json], name: str) -> Json:
 
 
 def main(
-    what: Annotated[str, typer.Argument(help="timing, soak or rate.")],
+    what: Annotated[str, typer.Argument(help="timing or soak.")],
     home: Annotated[Path, typer.Option(help="A RAGBlend home that is not there yet.")],
     model: Model = "default",
     requests: int = 2000,
@@ -378,7 +340,6 @@ def main(
     found: dict[str, Callable[[], Json]] = {
         "timing": lambda: timing(home, model, requests),
         "soak": lambda: soak(home, model, streams, minutes),
-        "rate": lambda: rate(home, model, streams),
     }
     if what not in found:
         raise typer.BadParameter(f"there are {', '.join(found)}")

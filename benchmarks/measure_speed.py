@@ -32,11 +32,9 @@ from benchmarks.common import (
     Row,
     between_marks,
     counts,
-    first_output,
     in_turns,
     markdown,
     medians,
-    packed_loop,
     read_json,
     run,
     spent,
@@ -44,8 +42,6 @@ from benchmarks.common import (
 )
 from ragblend import Engine
 from ragblend.engine.correction import Correction
-from ragblend.engine.decoding.direct import DirectDecode
-from ragblend.engine.decoding.packed_weights import HEAD, PackedWeights
 from ragblend.engine.model import attention
 from ragblend.engine.prompts.segments import Prompt
 from ragblend.engine.results import Prefilled
@@ -56,7 +52,7 @@ from ragblend.measuring.prefilling import cpu_name
 from ragblend.measuring.ttft import encoded
 
 RECORDED, PAGE, PICTURE = FIGURES / "speed.json", DOCS / "performance.md", DOCS / "pictures" / "speed.svg"
-CHUNKS, TOKENS, RATIO, REPEATS, ANSWER = 6, 512, 0.15, 5, 32
+CHUNKS, TOKENS, RATIO, REPEATS = 6, 512, 0.15, 5
 LONG_LAYERS = 4  # of the random model; every layer's cost grows alike with the length
 WAYS: dict[str, Row] = {"full": {}, "reuse": {}, "probe-shift": {"ratio": RATIO}}
 
@@ -67,7 +63,7 @@ def median_s(once: Callable[[], object], repeats: int = 9) -> float:
 
 
 class HardwareSpeed:
-    """Measured limits. bytes_per_s: reading memory; flops: by shape, in the model's dtype, and one in float32."""
+    """Measured limits. bytes_per_s: reading memory; peak: FLOP/s in the model's dtype; float32: the shift's system."""
 
     def __init__(self, engine: Engine, tokens: int) -> None:
         config, dtype = engine.runtime.model_config, engine.runtime.decoder.geometry.torch_dtype
@@ -77,18 +73,15 @@ class HardwareSpeed:
         tile = group * attention.TILE_ROWS
         head = size // config.num_attention_heads
         chosen = int(RATIO * tokens)
-        shapes = {
-            "weights, all rows": (tokens, size, config.intermediate_size),
-            "weights, chosen rows": (chosen, size, config.intermediate_size),
-            "queries by keys": (tile, head, 2048),
-            "scores by values": (tile, 2048, head),
-            "shift": (TOKENS, 2 * config.num_key_value_heads * head, chosen),
-        }
-        self.flops = {name: _rate(shape, dtype) for name, shape in shapes.items()}
-        self.peak = max(self.flops.values())
-        self.float32 = self.flops["the shift's system, float32"] = _rate(
-            (chosen, chosen, chosen), torch.float32
+        shapes = (
+            (tokens, size, config.intermediate_size),  # weights, all rows
+            (chosen, size, config.intermediate_size),  # weights, chosen rows
+            (tile, head, 2048),  # queries by keys
+            (tile, 2048, head),  # scores by values
+            (TOKENS, 2 * config.num_key_value_heads * head, chosen),  # the shift
         )
+        self.peak = max(_rate(shape, dtype) for shape in shapes)
+        self.float32 = _rate((chosen, chosen, chosen), torch.float32)
 
     def bound_ms(self, flop: float = 0.0, nbytes: float = 0.0, float32: float = 0.0) -> float:
         return 1e3 * max(flop / self.peak + float32 / self.float32, nbytes / self.bytes_per_s)
@@ -190,10 +183,10 @@ def phases_ms(engine: Engine, prompt: Prompt, repeats: int, **how: Any) -> tuple
     }, prefilled
 
 
-def whole_ms(engine: Engine, prompt: Prompt, repeats: int) -> dict[str, float]:
+def whole_ms(engine: Engine, prompt: Prompt, repeats: int, warm: int = 0) -> dict[str, float]:
     """Medians of whole prefills, alternating, without recording phases, which costs more with more calls."""
     ways = {m: partial(spent, partial(engine.prefill, prompt, method=m, **how)) for m, how in WAYS.items()}
-    return {method: 1e3 * medians(found)[0] for method, found in in_turns(ways, repeats).items()}
+    return {method: 1e3 * medians(found)[0] for method, found in in_turns(ways, repeats, warm).items()}
 
 
 def bounds_ms(engine: Engine, machine: HardwareSpeed, prefilled: Prefilled) -> Row:
@@ -244,63 +237,12 @@ def bounds_ms(engine: Engine, machine: HardwareSpeed, prefilled: Prefilled) -> R
     return found
 
 
-def bytes_of(engine: Engine, packed: PackedWeights) -> int:
-    """Bytes of weights that one row reads: packed ones, or unpacked ones if packing was not possible."""
-    named = {HEAD: engine.runtime.loaded.model.lm_head}
-    for number, layer in enumerate(engine.runtime.decoder.layers):
-        parts = [*layer.self_attn.named_children(), *layer.mlp.named_children()]
-        named |= {f"{number}.{name}": part for name, part in parts}
-    return sum(named[name].weight.nbytes if each is None else each.nbytes for name, each in packed.items())
-
-
-def started(home: Path) -> None:
-    """Run a new process until it has generated a token."""
-    ask = "generate(Prompt([Literal('Say yes.')]), max_new_tokens=1).text"
-    code = f"from ragblend import *; print(Engine.open(home={str(home)!r}).{ask}, flush=True)"
-    with first_output("-c", code):
-        pass
-
-
-def others_ms(engine: Engine, machine: HardwareSpeed, prompt: Prompt) -> list[Row]:
-    """Times of decoding one token, of encoding a chunk, and of a new process's first token."""
-    model, geometry = engine.runtime.loaded.model, engine.runtime.decoder.geometry
-    weights = sum(each.nbytes for each in model.parameters())
-    prefilled = engine.prefill(prompt, method="reuse")
-    engine.runtime.choice.current, packed = packed_loop(engine)
-
-    def answered(count: int) -> float:
-        return median_s(lambda: engine.decode(prefilled, max_new_tokens=count, temperature=0.0), REPEATS)
-
-    model.generation_config.eos_token_id = []  # no answer ends early
-    with mock.patch.object(DirectDecode, "guessed_tokens", 0):
-        token_ms = 1e3 * (answered(ANSWER + 1) - answered(1)) / ANSWER
-    read = bytes_of(engine, packed) + len(prompt.token_ids) * geometry.token_bytes
-    new, keys = iter(texts(engine, REPEATS + 1, TOKENS, first=CHUNKS)), []
-    ingest_ms = 1e3 * median_s(lambda: keys.extend(engine.encode([next(new)]).keys), REPEATS)
-    engine.store.delete([key for key in keys if key is not None])
-    flop = (
-        2
-        * TOKENS
-        * sum(each.numel() for layer in engine.runtime.decoder.layers for each in layer.parameters())
-    )
-    flop += (
-        2 * TOKENS**2 * engine.runtime.model_config.num_attention_heads * geometry.key_size * geometry.layers
-    )
-    start_ms = 1e3 * median_s(partial(started, engine.home), REPEATS)
-    found = (
-        ("a token of an answer", token_ms, machine.bound_ms(nbytes=read)),
-        (f"ingest, {TOKENS} tokens", ingest_ms, machine.bound_ms(flop, TOKENS * geometry.token_bytes)),
-        ("a new process, to its first token", start_ms, machine.bound_ms(nbytes=weights)),
-    )
-    return [{"phase": name, "ms": ms, "bound_ms": bound} for name, ms, bound in found]
-
-
 def machine_of(engine: Engine) -> str:
     return f"{cpu_name()}, {torch.get_num_threads()} threads, {engine.dtype}"
 
 
 def measured(engine: Engine) -> Row:
-    """The machine, the phases of three methods, and times of other work."""
+    """The machine, the phases of three methods, and whole times."""
     with encoded(engine, texts(engine, CHUNKS, TOKENS)) as subject:
         prompt = subject.prompt
         machine = HardwareSpeed(engine, len(prompt.token_ids))
@@ -314,34 +256,18 @@ def measured(engine: Engine) -> Row:
             "machine": machine_of(engine),
             "model": engine.model_name,
             "tokens": len(prompt.token_ids),
-            "gbytes_per_s": machine.bytes_per_s / 1e9,
-            "gflops": {name: rate / 1e9 for name, rate in machine.flops.items()},
             "methods": methods,
             "whole_ms": whole_ms(engine, prompt, 2 * REPEATS + 1),
-            "others": others_ms(engine, machine, prompt),
         }
 
 
 def grown(engine: Engine, thousands: list[int]) -> list[Row]:
-    """Milliseconds, and bytes per token, by prompt length, of a random model with a window of that length."""
+    """Milliseconds by prompt length, of a random model with a window of that length."""
     rows = []
     for length in thousands:
         with encoded(engine, texts(engine, 1000 * length // TOKENS - 1, TOKENS)) as subject:
-            tokens, row = len(subject.prompt.token_ids), Row()
-            for method, how in WAYS.items():
-                found, prefilled = phases_ms(engine, subject.prompt, 1, method=method, **how)
-                row[method] = found.pop("all")
-            attended = found["attention"] + found.get("probe: attention", 0.0)
-            row |= {
-                "tokens": tokens,
-                "attention": attended,
-                "shift": found["shift"],
-                "select": found["select"],
-            }
-            row["lookup"], row["rest"] = found["lookup"], row["probe-shift"] - attended - found["shift"]
-            row["memory"] = prefilled.cache.nbytes / tokens if prefilled.cache else 0
             rows.append(
-                row | {"disk": subject.blob_bytes / (tokens * subject.raw_kv_bytes / subject.fused_kv_bytes)}
+                {"tokens": len(subject.prompt.token_ids), **whole_ms(engine, subject.prompt, 1, warm=1)}
             )
             print(json.dumps(rows[-1]), flush=True)
     return rows

@@ -8,11 +8,13 @@ A first run of each is not counted: it may convert the model and read files from
 
 import os
 import statistics
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
 
-from benchmarks.common import REPO, Home, first_output, in_turns, run
+from benchmarks.common import REPO, Home, environment_of_others, in_turns, run
 
 QUESTION = "How long is the causeway under water at every high tide?"
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -20,11 +22,16 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 def first_token(checkout: Path, home: Path, question: str) -> tuple[float, float]:
     """Wall-clock and processor seconds until the answer begins on stdout; the process is ended then."""
-    ask = ("-m", "ragblend.app.cli.main", "ask", question, "--home", str(home))
+    command = [sys.executable, "-m", "ragblend.app.cli.main", "ask", question, "--home", str(home)]
+    own, out, err = environment_of_others(PYTHONPATH=str(checkout)), subprocess.PIPE, subprocess.DEVNULL
     begun = time.perf_counter()
-    with first_output(*ask, folder=checkout) as process:
+    with subprocess.Popen(command, cwd=checkout, env=own, stdout=out, stderr=err) as process:
+        assert process.stdout is not None
+        if not process.stdout.read(1):
+            raise SystemExit(f"{command} in {checkout} ended with {process.wait()}, and wrote nothing")
         clock = time.perf_counter() - begun
         user, system = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        process.kill()
     return clock, (int(user) + int(system)) / TICKS
 
 

@@ -1,16 +1,15 @@
 """Compares fused prefill inside vLLM with vLLM without the connector (times) and with the built-in engine (answers).
 
     python -m benchmarks.measure_vllm speed --home HOME --data musique.json
-    python -m benchmarks.measure_vllm decode --home HOME --data musique.json --starts 4
     python -m benchmarks.measure_vllm agree --home HOME --data musique.json --limit 60
-    python -m benchmarks.measure_vllm figures --home HOME --limit 50 --dtype float32
+    python -m benchmarks.measure_vllm agree --home HOME --limit 60 --dtype float32    questions about generated figures
     python -m benchmarks.measure_vllm salts --home HOME --limit 1000
 
 Run it in an environment with vLLM (`make test-vllm` makes one). Both servers have the same model, dtype, cores and
 options and prefix caching, and get the same prompts over HTTP alternately; options after `--` go to both. The server
 that is not asked is stopped, since an idle server's threads spin. vLLM reserves a core in a server with a connector
 (VLLM_CPU_NUM_OF_RESERVED_CPU), unless the number is set, as here. Passages are encoded before, by the built-in engine,
-which `agree` and `figures` ask as well.
+which `agree` asks as well.
 """
 
 import argparse
@@ -27,7 +26,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,51 +35,39 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ANSWER_TOKENS = 32
 ALONE = "probe-shift:sure=0"  # without the second look at figures, which vLLM's own endpoint does not take
-REPEATS = 6  # of a prompt, by `decode`
 SALTED_SENTENCES = 30  # of a passage, by `salts`
 WARM_UP = 2  # prompts: threads and kernels
 SERVERS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1", "VLLM_NO_USAGE_STATS": "1"}
 # Ends a process group, stopped processes too, when its input is closed: that is, when the measuring process ends.
 UNDERTAKER = """read _; kill -s TERM -- -$1; kill -s CONT -- -$1
 for _ in 1 2 3 4 5 6 7 8 9; do sleep 2; kill -s 0 -- -$1 || exit; done; kill -s KILL -- -$1"""
-PARTS = ("requests", "fused_seconds", "load_seconds", "write_seconds")
 
 
 def main() -> int:
     """Run the chosen command, print the results, write the JSON."""
     own, _, passed = " ".join(sys.argv[1:]).partition(" -- ")
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("speed", "decode", "agree", "figures", "salts"))
-    parser.add_argument(
-        "--home", type=Path, required=True, help="a RAGBlend home; the model is converted there"
-    )
-    parser.add_argument("--model", default="default", help="as in `ragblend --model`")
-    parser.add_argument(
-        "--data",
-        type=Path,
-        help="questions with passages, as `ragblend bench quality` reads; not for `figures` and `salts`",
-    )
-    parser.add_argument("--passages", type=int, default=6, help="in a prompt")
-    parser.add_argument("--tokens", type=int, default=512, help="of a passage; longer ones are cut")
-    parser.add_argument("--limit", type=int, default=20, help="prompts")
-    parser.add_argument(
-        "--ratios", type=float, nargs="+", default=[0.15], help="of the method; `agree`: the first"
-    )
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of both engines"
-    )
-    parser.add_argument("--starts", type=int, default=4, help="of each server, by `decode`")
-    parser.add_argument("--json", type=Path, help="where the figures go")
+    option = parser.add_argument
+    option("what", choices=("speed", "agree", "salts"))
+    option("--home", type=Path, required=True, help="a RAGBlend home; the model is converted there")
+    option("--model", default="default", help="as in `ragblend --model`")
+    option("--data", type=Path, help="questions as `ragblend bench quality` reads; `agree` has its own")
+    option("--passages", type=int, default=6, help="in a prompt")
+    option("--tokens", type=int, default=512, help="of a passage; longer ones are cut")
+    option("--limit", type=int, default=20, help="prompts")
+    option("--ratios", type=float, nargs="+", default=[0.15], help="of the method; `agree`: the first")
+    option("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of both engines")
+    option("--json", type=Path, help="where the figures go")
     given = parser.parse_args(own.split())
-    if (given.data is None) != (given.what in ("figures", "salts")):
-        parser.error("--data: `figures` and `salts` make their own questions, and the others need some")
+    if given.data is None and given.what == "speed":
+        parser.error("--data: `speed` needs questions")
     # Nothing is timed by these, and threads that spin beside busy ones take ten times as long.
-    if given.what in ("agree", "figures"):
+    if given.what == "agree":
         os.environ["GOMP_SPINCOUNT"] = SERVERS["GOMP_SPINCOUNT"] = "0"
     if given.what == "speed" and given.limit <= WARM_UP:
         parser.error(f"--limit: the first {WARM_UP} prompts warm up; ask for more")
     engine, questions = opened(given)
-    runs = {"speed": speed, "decode": decode, "agree": agree, "figures": figures, "salts": salts}
+    runs = {"speed": speed, "agree": agree, "salts": salts}
     found = runs[given.what](given, engine, questions, passed.split())
     print(json.dumps(found, indent=1))
     if given.json:
@@ -93,15 +79,13 @@ def opened(given: argparse.Namespace) -> tuple[Any, list[Any]]:
     """The built-in engine, on the GPU if there is one, and the questions."""
     from ragblend import Engine
     from ragblend.measuring.data import load
-    from ragblend.measuring.figures import QUESTIONS_A_SET, figure_questions
+    from ragblend.measuring.figure_questions import QUESTIONS_A_SET, figure_questions
 
     engine = Engine.open(given.model, given.home, dtype=given.dtype)
-    if given.what == "figures":
-        made = figure_questions(-(-given.limit // QUESTIONS_A_SET), orders=1)
-        return engine, made[: given.limit]
-    if given.what == "salts":
-        return engine, []
-    return engine, list(load(given.data).questions)[: given.limit]
+    if given.data is not None:
+        return engine, list(load(given.data).questions)[: given.limit]
+    made = figure_questions(-(-given.limit // QUESTIONS_A_SET), orders=1)
+    return engine, made[: given.limit]
 
 
 def encoded(engine: Any, passages: list[tuple[int, ...]]) -> None:
@@ -112,7 +96,7 @@ def encoded(engine: Any, passages: list[tuple[int, ...]]) -> None:
     nodes.encode(passages, keys, engine.runtime.canonical_prefix, None, names)
 
 
-def cut(engine: Any, text: str, tokens: int) -> tuple[int, ...]:
+def cut(engine: Any, text: str, tokens: int | None) -> tuple[int, ...]:
     return tuple(engine.runtime.tokenizing.passage_ids(text)[:tokens])
 
 
@@ -215,14 +199,11 @@ def timed(server: VllmServer, ids: tuple[int, ...], **more: Any) -> tuple[float,
     return (first - begun) * 1e3, (last - first) * 1e3 / (ANSWER_TOKENS - 1)
 
 
-def counted(server: VllmServer) -> dict[str, float]:
-    """The connector's counters."""
+def fused_requests(server: VllmServer) -> float:
+    """How many requests the connector has fused so far."""
     with server.awake() as url, urllib.request.urlopen(f"{url}/metrics", timeout=30) as metrics:
-        text = metrics.read().decode()
-    return {
-        name: float(count)
-        for name, count in re.findall(r"^vllm:ragblend_(\w+)_total\{.*\} (\S+)$", text, re.M)
-    }
+        found = re.findall(r"^vllm:ragblend_requests_total\{.*\} (\S+)$", metrics.read().decode(), re.M)
+    return sum(map(float, found))
 
 
 def reordered(
@@ -251,22 +232,18 @@ def reordered(
 def speed(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
     """Passages in new orders: each prompt once to the server without the connector, and once per ratio to the other."""
     folder, prompts = reordered(given, engine, questions)
-    rows, parts = [], defaultdict[str, list[dict[str, float]]](list)
+    turn, rows = ["without", *map(str, given.ratios)], list[dict[str, tuple[float, float]]]()
     with served(given, folder, True, more) as ours, served(given, folder, False, more) as theirs:
         for number, ids in enumerate(prompts):
-            turn = ["without", *map(str, given.ratios)]
-            row = dict[str, tuple[float, float]]()
+            row = {}
             for name in turn[:: 1 if number % 2 else -1]:
                 if name == "without":
                     row[name] = timed(theirs, ids)
                     continue
-                before = counted(ours)
+                before = fused_requests(ours)
                 row[name] = timed(ours, ids, kv_transfer_params={"ratio": float(name)})
-                after = counted(ours)
-                found = {part: after[part] - before.get(part, 0) for part in PARTS}
-                if not found["requests"]:
+                if fused_requests(ours) == before:
                     raise SystemExit(f"a prompt was not fused; {given.home / 'vllm-with.log'} says why")
-                parts[name].append(found)
             rows.append(row)
             print({name: [round(ms) for ms in found] for name, found in row.items()}, file=sys.stderr)
     rows = rows[WARM_UP:]
@@ -277,45 +254,30 @@ def speed(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
             "token_ms": statistics.median(row[name][1] for row in rows),
             "token_by_without": statistics.median(row[name][1] / row["without"][1] for row in rows),
         }
-        | {
-            part: statistics.median(each[part] for each in parts[name][WARM_UP:])
-            for part in PARTS[1:]
-            if parts[name]
-        }
-        for name in rows[0]
+        for name in turn
     }
     return {"prompts": len(rows), "tokens": len(prompts[0]), "medians": medians}
-
-
-def decode(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
-    """Median milliseconds from token to token for each start; prompts are repeated, so that they are cached."""
-    folder, prompts = reordered(given, engine, questions)
-    found: dict[str, list[float]] = {"with": [], "without": []}
-    for _ in range(given.starts):
-        for name, tokens in found.items():
-            with served(given, folder, name == "with", more) as server:
-                asked = [timed(server, ids)[1] for ids in prompts[:2] for _ in range(REPEATS)]
-                tokens.append(statistics.median(asked[1:]))
-                print({name: tokens}, file=sys.stderr)
-                if name == "with" and not counted(server).get("requests"):
-                    raise SystemExit(f"a prompt was not fused; {given.home / 'vllm-with.log'} says why")
-    ratios = [ours / theirs for ours, theirs in zip(found["with"], found["without"], strict=True)]
-    return {"token_ms": found, "ratios": ratios, "median": statistics.median(ratios)}
 
 
 def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
     """Compare endpoint and built-in engine: first-token distributions, greedy answers, F1 against the gold.
 
+    Questions about figures have all their passages, uncut, and an instruction.
+
     The built-in engine decodes by the model's own forward: its loop of fewer bits rounds as vLLM does not.
     """
     from ragblend.engine.decoding.implementations import TransformersDecode
+    from ragblend.measuring.quality import asked as with_instruction
 
+    of_figures = given.data is None
+    count, tokens = (None, None) if of_figures else (given.passages, given.tokens)
     mine, prompts, choice = [], [], engine.runtime.choice
     choice.current, choice.needs_measurement = TransformersDecode(engine.runtime.loaded.model), False
     for question in questions:
-        passages = [cut(engine, text, given.tokens) for text in question.passages[: given.passages]]
+        passages = [cut(engine, text, tokens) for text in question.passages[:count]]
         encoded(engine, passages)
-        prompts.append(prompt_of(engine, passages, question.text))
+        text = with_instruction(question) if of_figures else question.text
+        prompts.append(prompt_of(engine, passages, text))
         row = {}
         for name, method in {"full": "full", "probe-shift": ALONE}.items():
             prefilled = engine.prefill(prompts[-1], method=method, ratio=given.ratios[0])
@@ -346,40 +308,6 @@ def agree(given: argparse.Namespace, engine: Any, questions: list[Any], more: li
             if given.json:  # written after each question, so that an interrupted run keeps its results
                 given.json.write_text(json.dumps(figures, indent=1))
     return figures
-
-
-def figures(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:
-    """Compare the figures in answers of the endpoint and of the built-in engine, by the default method."""
-    from ragblend.engine.decoding.implementations import TransformersDecode
-    from ragblend.engine.prompts.figures import contains, figures_in
-    from ragblend.measuring.quality import asked as words
-
-    mine, prompts, choice = [], [], engine.runtime.choice
-    choice.current, choice.needs_measurement = TransformersDecode(engine.runtime.loaded.model), False
-    for question in questions:
-        passages = [tuple(engine.runtime.tokenizing.passage_ids(text)) for text in question.passages]
-        encoded(engine, passages)
-        prompts.append(prompt_of(engine, passages, words(question)))
-        prefilled = engine.prefill(prompts[-1], method=ALONE, ratio=given.ratios[0])
-        mine.append(engine.decode(prefilled, max_new_tokens=ANSWER_TOKENS, temperature=0.0).text)
-    folder = str(engine.runtime.folder)
-    engine.close()
-    theirs: list[str] = []
-    with served(given, folder, True, [*more, "--no-enable-prefix-caching"]) as server, server.awake() as url:
-        for number, prompt in enumerate(prompts, 1):
-            theirs.append(asked(url, prompt.token_ids)["text"])
-            print(f"{number} of {len(prompts)}", file=sys.stderr)
-        fused = counted(server)["requests"]
-    answers = list(zip(questions, mine, theirs, strict=True))
-    return {
-        "questions": len(answers),
-        "fused": fused,
-        "same_answer": sum(ours.strip() == other.strip() for _, ours, other in answers),
-        "same_figures": sum(figures_in(ours) == figures_in(other) for _, ours, other in answers),
-        "right_built_in": sum(all(contains(ours, each) for each in q.required) for q, ours, _ in answers),
-        "right_vllm": sum(all(contains(other, each) for each in q.required) for q, _, other in answers),
-        "differing": [(ours, other) for _, ours, other in answers if figures_in(ours) != figures_in(other)],
-    }
 
 
 def salts(given: argparse.Namespace, engine: Any, questions: list[Any], more: list[str]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 from pydantic import BaseModel
 
-from benchmarks.matrix import Ask, Program
+from benchmarks.reused_tokens import Ask, Program
 from ragblend.integrations.langchain import ChatRAGBlend
 
 QUESTION_FIRST = ChatPromptTemplate.from_template(

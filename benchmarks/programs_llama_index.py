@@ -55,7 +55,7 @@ from llama_index.core.selectors import LLMSingleSelector
 from llama_index.core.tools import QueryEngineTool, ToolMetadata
 from llama_index.core.workflow import Context, Event, StartEvent, StopEvent, Workflow, step
 
-from benchmarks.matrix import Ask, Program
+from benchmarks.reused_tokens import Ask, Program
 
 
 class LlamaIndexRetrieved(BaseEventHandler):

@@ -45,8 +45,7 @@ README_RUN = "Figures kept: Qwen2.5-Coder-0.5B"
 README_RATIOS = (None, 0.25)
 README_METHODS = ("full", "reuse", "cacheblend", "epic", "probe-shift")
 KINDS = ("quality", "ttft", "peers")  # of benches, as commands and files call them
-# Recorded in recorded.json, and not shown: in any table, beside a divergence, and where figures were counted.
-UNSEEN = {"first_kl", "rouge_l_to_full", "top1", "f1"}
+# Recorded in recorded.json, and not shown: beside a divergence, and where figures were counted.
 UNSEEN_WITH_KL = {"ttft_ms"}
 UNSEEN_WITH_FIGURES = {"kl_ci", "exact_match"}
 OF_FIGURES = {"figures_kept", "figures_kept_ci", "figures_other", "figure_kl", "read_again"}
@@ -73,8 +72,6 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "case": ("", str),
     "method": ("method", lambda name: f"`{name}`"),
     "ratio": ("ratio", percent),
-    "kept": ("kept of the passages", str),
-    "kv_mb": ("KV of the prompt, MB", str),
     "prompt": ("prompt", str),
     "own": ("its own LLM", str),
     "fused": ("RAGBlend", str),
@@ -86,15 +83,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "kl": ("KL", three),
     "kl_ci": ("95%", lambda ends: f"{ends[0]:.3f} to {ends[1]:.3f}"),
     "left": ("`probe-shift` leaves", str),
-    "first_kl": ("KL of the first token", three),
-    "rouge_l_to_full": ("ROUGE-L to full's", three),
-    "ms_token": ("ms a token", str),
-    "found_values": ("found, multi-value", percent),
-    "found_queries": ("found, multi-query", percent),
-    "found_variables": ("found, variables", percent),
     "exact_match": ("identical", percent),
-    "top1": ("likeliest", percent),
-    "f1": ("F1", three),
     "ttft_ms": ("TTFT, ms", lambda ms: f"{ms:,.0f}"),
     "speedup": ("faster", times),
     "speedup_range": ("range", str),
@@ -127,7 +116,7 @@ def _cell(row: Row, name: str) -> str:
 
 def section(run: Run) -> str:
     names = {name for row in run["rows"] for name in row}
-    rows, unseen = run["rows"], set(UNSEEN)
+    rows, unseen = run["rows"], set[str]()
     if "kl" in names:
         rows = [row for row in rows if row.get("method") != "full"]  # the measure of the others
         unseen |= UNSEEN_WITH_KL

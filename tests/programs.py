@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from benchmarks.matrix import results_of, served, watched
+from benchmarks.reused_tokens import results_of, served, watched
 
 
 def assert_half_is_reused(program, llm, library, questions):

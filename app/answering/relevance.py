@@ -4,7 +4,7 @@ The relevance of a passage is its similarity beyond that of unrelated texts, and
 that it has: embedders know few languages, and no codes and names. If the best passage is too little relevant, nothing
 was found; else what is much less relevant than the best one is left out. A code or quoted phrase of the question is
 always relevant. Of passages in a language that the embedder does not know, the words alone decide.
-`python -m benchmarks.measure_languages` measures the numbers here and in `library/similarity.py`.
+`python -m benchmarks.measure_search` measures the numbers here and in `library/similarity.py`.
 """
 
 from collections.abc import Mapping, Set

@@ -36,7 +36,7 @@ DEPTH = 4
 ALL_WORDS = 0.99  # of the question's words, by rarity, but for rounding
 RANK_CONSTANT = 60  # the paper's: the larger, the less the first ranks differ
 # A question is joined to the one before it if both together are as near to a passage as that one was alone: a change of
-# topic leads away from it. `python -m benchmarks.measure_retrieval` has the table.
+# topic leads away from it. `python -m benchmarks.measure_search` has the table.
 LEAST_OF_BEFORE = 0.9
 LEAST_WITH_PRONOUN = 0.85  # "Translate that into German" says nothing of its own
 POINTING = PRONOUNS | {"that", "those", "her"}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ragblend.app.settings import Settings
-    from ragblend.measuring.table import Table
+    from ragblend.measuring.result_tables import Table
 
 ABOUT = "Measure how close fused answers are to full prefill's, and how much faster they start."
 bench_app = typer.Typer(name="bench", help=ABOUT, no_args_is_help=True)
@@ -32,7 +32,7 @@ def show_quality(cli: Cli, source: QuestionSource, request: QualityRequest) -> N
     """Measure, and print tables, or rows as JSON."""
     from ragblend.app.quality.runs import report_quality
     from ragblend.measuring.report import warnings
-    from ragblend.measuring.table import quality_tables
+    from ragblend.measuring.result_tables import quality_tables
 
     engine = engine_arguments(cli)
     collection = settings_of(cli, collection=source.collection).collection
@@ -54,7 +54,7 @@ def show_quality(cli: Cli, source: QuestionSource, request: QualityRequest) -> N
 def ttft(cli: Cli, request: TtftRequest) -> None:
     """Measure the time to the first token, its parts, peak memory and bytes on disk, by method."""
     from ragblend.app.quality.runs import report_ttft
-    from ragblend.measuring.table import ttft_tables
+    from ragblend.measuring.result_tables import ttft_tables
 
     results = report_ttft(engine_arguments(cli), request)
     value = {name: results[name] for name in ("rows", "environment")}
@@ -94,7 +94,7 @@ def finish(cli: Cli, tables: "Sequence[Table]", value: Any, files: dict[str, str
     """Print the tables, name the written files, and print the value with --json."""
     from rich.console import Console
 
-    from ragblend.measuring.table import print_tables
+    from ragblend.measuring.result_tables import print_tables
 
     console = Console(stderr=cli.json)
     # A file or pipe has no width, and a table wrapped at 80 columns is unreadable.

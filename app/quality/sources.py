@@ -8,7 +8,7 @@ from ragblend.app import samples
 from ragblend.app.cli.common import option
 from ragblend.kvstore.errors import UsageError
 from ragblend.measuring.data import Loaded, Question, choose, load, without_repeats
-from ragblend.measuring.figures import figure_questions
+from ragblend.measuring.figure_questions import figure_questions
 
 ALL_DOCUMENTS = "all"
 PASSAGE_WORDS = 220  # of the samples' passages

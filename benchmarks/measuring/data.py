@@ -178,11 +178,7 @@ def field_of(entry: Any, name: str, kind: type, where: str) -> Any:
         raise UsageError(f"{where}: found a JSON {kind_name(entry)}; expected an object with '{name}'")
     if name not in entry:
         there = ", ".join(map(str, entry)) or "no fields"
-        others = "; `python -m benchmarks.questions` converts LongBench and SQuAD"
-        raise UsageError(
-            f"{where}: the field '{name}' is missing; found {there}; add '{name}', {expected}"
-            f"{others if name == 'ctxs' else ''}"
-        )
+        raise UsageError(f"{where}: the field '{name}' is missing; found {there}; add '{name}', {expected}")
     if not isinstance(entry[name], kind):
         found = kind_name(entry[name])
         raise UsageError(f"{where}: the field '{name}' is a JSON {found}; expected {expected}")

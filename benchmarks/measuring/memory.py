@@ -63,47 +63,40 @@ def _measure(engine: dict[str, Any], segments: list[Any], arguments: dict[str, A
         opened.generate(hello, method="full", max_new_tokens=ANSWER_TOKENS)
         kinds = {True: Chunk, False: Literal}
         prompt = Prompt([kinds[is_chunk](token_ids=tuple(ids)) for is_chunk, ids in segments])
-        meter = _CudaMeter(opened.device) if opened.device.startswith("cuda") else HostMeter()
+        baseline = _begin_peak(opened.device)
         misses = opened.generate(prompt, max_new_tokens=ANSWER_TOKENS, **arguments).report.misses
         if misses:
             raise RagBlendError(
                 f"{misses} chunks were not in the store, so the peak would be a different one"
             )
-        return meter.peak_bytes()
+        return None if baseline is None else _peak_bytes(opened.device) - baseline
     finally:
         opened.close()  # a process that ends while the engine still works in the background is aborted
 
 
-class HostMeter:
-    """Resident memory of this process, as Linux keeps it."""
-
-    def __init__(self) -> None:
-        try:
-            _CLEAR.write_text("5")  # "reset the peak resident set size" (proc_pid_clear_refs(5))
-            self._baseline: int | None = _status_bytes("VmRSS")
-        except OSError:
-            self._baseline = None
-
-    def peak_bytes(self) -> int | None:
-        return None if self._baseline is None else _status_bytes("VmHWM") - self._baseline
-
-
-class _CudaMeter:
-    """Memory of this process' tensors on the GPU, as torch's allocator counts it."""
-
-    def __init__(self, device: str) -> None:
+def _begin_peak(device: str) -> int | None:
+    """Reset the peak; the bytes in use now, None if the system does not tell."""
+    if device.startswith("cuda"):
         import torch
 
-        self._device = device
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        self._baseline = torch.cuda.memory_allocated(device)
+        return torch.cuda.memory_allocated(device)
+    try:
+        _CLEAR.write_text("5")  # "reset the peak resident set size" (proc_pid_clear_refs(5))
+    except OSError:
+        return None
+    return _status_bytes("VmRSS")
 
-    def peak_bytes(self) -> int:
+
+def _peak_bytes(device: str) -> int:
+    """The peak since it was reset: of tensors on a GPU, or of resident memory as Linux counts it."""
+    if device.startswith("cuda"):
         import torch
 
-        torch.cuda.synchronize(self._device)
-        return torch.cuda.max_memory_allocated(self._device) - self._baseline
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device)
+    return _status_bytes("VmHWM")
 
 
 def _status_bytes(field: str) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ragblend.measuring.plots import plot_quality
 from ragblend.measuring.records import Row, write_json
-from ragblend.measuring.table import FEWEST_PROMPTS, matrix_table, quality_tables
+from ragblend.measuring.result_tables import FEWEST_PROMPTS, matrix_table, quality_tables
 
 TEMPLATE = Path(__file__).with_name("report.html")
 FILES = {"json": "quality.json", "png": "quality.png", "html": "report.html"}

@@ -22,7 +22,7 @@ from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.schema import TextNode
 from waiting import SOON_S
 
-from benchmarks.matrix import results_of, watched
+from benchmarks.reused_tokens import results_of, watched
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.engine import Engine
 from ragblend.engine.prompts.segments import Message

@@ -29,9 +29,9 @@ def test_one_question_at_least_must_be_usable(data_file, entries, skip, said) ->
         load(data_file, skip)
 
 
-def test_a_file_of_another_format_is_refused_with_the_converter(data_file) -> None:
+def test_a_file_of_another_format_is_refused(data_file) -> None:
     data_file.write_text(json.dumps([{"context": "c", "input": "q", "answers": ["a"]}]))
-    with pytest.raises(UsageError, match=r"'ctxs' is missing; found context, input, .*benchmarks.questions"):
+    with pytest.raises(UsageError, match="'ctxs' is missing; found context, input, "):
         load(data_file)
 
 

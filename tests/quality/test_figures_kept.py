@@ -11,7 +11,7 @@ import pytest
 from ragblend.engine.config import DEFAULT_METHOD
 from ragblend.engine.engine import Engine
 from ragblend.measuring import quality
-from ragblend.measuring.figures import figure_questions
+from ragblend.measuring.figure_questions import figure_questions
 from ragblend.measuring.records import Journal
 from ragblend.measuring.summary import summarise
 from ragblend.measuring.variants import Variant

@@ -12,8 +12,8 @@ from ragblend.measuring.data import Question
 from ragblend.measuring.plots import pareto, plot_quality
 from ragblend.measuring.records import Record
 from ragblend.measuring.report import report_page
+from ragblend.measuring.result_tables import print_tables, quality_tables
 from ragblend.measuring.summary import comparison_matrix, fastest_within, summarise
-from ragblend.measuring.table import print_tables, quality_tables
 from ragblend.measuring.variants import Variant
 
 KLS = {"full": 0.0, "reuse": 0.4, "random": 0.3, "cacheblend": 0.1}

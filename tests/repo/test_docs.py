@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import results, scale
+from benchmarks import results
 from ragblend.app.cli.main import main
 from ragblend.engine.selection import METHODS
 
@@ -27,7 +27,7 @@ DOCUMENTS = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md"))]
 README = (REPO / "README.md").read_text(encoding="utf-8")
 MOST_WORDS = 22_000  # of README.md and docs/, tables and code included: an afternoon's reading
 # Pictures that are not a method's.
-OTHERS = {"data-path", "demo", "load", "needle", "open-webui", "page", "peers", "speed"}
+OTHERS = {"data-path", "demo", "load", "open-webui", "page", "peers", "speed"}
 
 FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 IMAGE = re.compile(r"^!\[(?P<words>[^\]]*)\]\(pictures/(?P<name>[\w-]+)\.png\)$", re.MULTILINE)
@@ -150,14 +150,6 @@ def test_figures_are_those_that_were_recorded() -> None:
     assert results.with_programs(adapters, programs) == adapters
     assert all(row["found"] >= row["retrieved"] / 2 for rows in programs.values() for row in rows)
     assert sum(map(len, programs.values())) == 26  # those of benchmarks/programs_*.py
-
-
-def test_the_tables_of_scale_are_those_that_its_formulas_give() -> None:
-    """After a figure in `benchmarks/scale.py` changes: `python -m benchmarks.scale`."""
-    page = scale.PAGE.read_text(encoding="utf-8")
-    assert scale.rendered(page) == page and page.count("| Llama 3.1 8B, H100 |") == 1
-    llama = next(model for model in scale.MODELS if model.name == "Llama 3.1 8B")
-    assert llama.token_bytes == 131_072, "what its configuration says: 32 layers, 8 key heads of 128"
 
 
 def test_a_run_is_taken_out_of_a_benchs_folder(tmp_path) -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("langchain_classic", reason="langchain-classic (the dev extr
 from chains import CHAT_CHAINS, TEXT_CHAINS
 from programs import assert_all_is_reused
 
-from benchmarks.matrix import watched
+from benchmarks.reused_tokens import watched
 from ragblend.integrations.langchain import ChatRAGBlend, RAGBlendLLM, encode_documents
 
 pytestmark = [

@@ -16,7 +16,7 @@ from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.vector_stores.chroma import ChromaVectorStore
 from programs import assert_all_is_reused
 
-from benchmarks.matrix import results_of, watched
+from benchmarks.reused_tokens import results_of, watched
 from ragblend.integrations.llama_index import RAGBlendLLM, RAGBlendSynthesizer, encode_index
 from ragblend.integrations.llama_index.nodes import passage_of
 

@@ -12,7 +12,7 @@ from ragblend.engine.prompts.passage_match import matching_passage
 from ragblend.kvstore.errors import UsageError
 from ragblend.measuring import metrics
 from ragblend.measuring.data import Question
-from ragblend.measuring.figures import PASSAGES, QUESTIONS_A_SET, figure_questions
+from ragblend.measuring.figure_questions import PASSAGES, QUESTIONS_A_SET, figure_questions
 from ragblend.measuring.prefilling import continued, timed_prefill
 from ragblend.measuring.quality import build_prompt
 from ragblend.measuring.variants import Variant

@@ -1,6 +1,6 @@
 """Takes the README's two pictures: the output of `ragblend demo`, and the page with one cited answer.
 
-    python -m benchmarks.pictures             # into docs/pictures/: demo.svg and page.png
+    python -m benchmarks.readme_pictures             # into docs/pictures/: demo.svg and page.png
 
 Both are real: the command runs as a process, the page in the system's Chromium. The home is a new one, unless --home
 names one whose model is already converted.

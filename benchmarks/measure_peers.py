@@ -1,7 +1,7 @@
 """Compares RAGBlend with other programs on a CPU: same weights, prompts and cores, each in its own environment.
 
     make bench-peers                                      # all of them
-    python -m benchmarks.peers --only llama.cpp,ragblend --rounds 5 --python vllm=/opt/vllm/bin/python
+    python -m benchmarks.measure_peers --only llama.cpp,ragblend --rounds 5 --python vllm=/opt/vllm/bin/python
 
 `--rounds` counts the answers of each program, those of earlier runs included; `--model` is `default` or a GGUF file.
 
@@ -76,7 +76,7 @@ def ragblend(plan: Row) -> tuple[Ask, Row]:
     if plan["name"] != OURS:
         type(steps).guessed_tokens = 0
     disk = sum(size_of(Path(plan["home"], part)) for part in ("models", "kv"))
-    return ask, {"ingest_tokens": ingest, "disk": disk, "note": type(steps).__name__}
+    return ask, {"ingest_tokens": ingest, "disk": disk}
 
 
 def transformers(plan: Row) -> tuple[Ask, Row]:
@@ -204,7 +204,7 @@ def started(name: str, python: str, plan_file: Path) -> Any:
     log = (plan_file.parent / f"{name}.log").open("wb")
     command = [python, __file__, "--work", name, str(plan_file)]
     if name.startswith(OURS):
-        command[1:2] = ["-m", "benchmarks.peers"]
+        command[1:2] = ["-m", "benchmarks.measure_peers"]
     from benchmarks.common import environment_of_others
     from ragblend.app.openmp import SPINS
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from waiting import until
 
-from benchmarks import peers
+from benchmarks import measure_peers as peers
 
 MACHINE = {"cpu": "a processor"}
 PROGRAM = """#!/bin/sh

@@ -1,6 +1,6 @@
 """Compares how files are read with an independent parser of each format: a table by kind of file.
 
-    python -m benchmarks.readers --corpus FOLDER --corpus docx=FOLDER
+    python -m benchmarks.measure_readers --corpus FOLDER --corpus docx=FOLDER
 
 A folder without a kind has one sub-folder per kind: docx, pdf, csv, html, epub, encodings. Files that are not of that
 kind are skipped, and so is a kind without a folder. In `encodings` a file's folder (`de/iso-8859-1.txt`) or name
@@ -21,7 +21,6 @@ import csv
 import json
 import re
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -31,19 +30,16 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.common import run
+from benchmarks.common import markdown, run
 from benchmarks.independent_parsers import DIALECTS, KINDS, declared_encoding, expected, words_of
 from ragblend.app.library.file_checks import check_file
 from ragblend.app.library.readers import FORMATS, parse
 from ragblend.app.library.sandbox import run_in_sandbox
 from ragblend.kvstore.errors import DocumentError
 
-PAGE_CHARACTERS = 3000
 EXPECTED_S = 60.0
 ADDED = re.compile(r"^[^:\n]{1,200}: .*$", re.MULTILINE)  # a form's value or a remark, which only we read
-FORM_WORDS = (
-    50  # in a PDF of fewer words its form's values and remarks, which we add, would seem doubled text
-)
+SHOWN = ("complete", "partly", "refused", "wrong")
 COMPLETE = 0.99
 WRONG = 0.1  # a smaller share of the words is another text
 DOUBLED = 0.05  # a larger share of the words stands there more often than in the file
@@ -60,8 +56,6 @@ class Read:
     doubled: float
     notes: list[str]
     reason: str
-    pages: float
-    seconds: float
     missing: list[str]
 
 
@@ -84,15 +78,14 @@ def rewritten(path: Path, folder: Path) -> Iterator[Path]:
 
 def judge(kind: str, path: Path) -> Read:
     """Read a file both ways, each in the sandbox, and compare. Never raises."""
-    begun, reason = time.perf_counter(), ""
+    reason = ""
     found: dict[str, Any] = {"parts": [], "notes": []}
     try:
         check_file(path)
         found = run_in_sandbox(parse, path, imports=FORMATS[path.suffix.lower()].libraries)
     except DocumentError as error:
         reason = f"{type(error).__name__}: {error}"
-    seconds, text = time.perf_counter() - begun, "\n".join(text for text, _ in found["parts"])
-    pages = len(found["parts"]) if kind == "pdf" else len(text) / PAGE_CHARACTERS
+    text = "\n".join(text for text, _ in found["parts"])
     try:
         theirs = run_in_sandbox(expected, path, kind, silent_s=EXPECTED_S)
     except DocumentError as error:
@@ -107,7 +100,7 @@ def judge(kind: str, path: Path) -> Read:
     doubled = min(longer, sum(more.values()) / max(1, len(theirs)))
     verdict = _verdict(kind, share, doubled, bool(reason)) if theirs else "no text"
     absent = [*missing][:40] or [*more][:40]
-    return Read(kind, str(path), verdict, share, doubled, found["notes"], reason, pages, seconds, absent)
+    return Read(kind, str(path), verdict, share, doubled, found["notes"], reason, absent)
 
 
 def _verdict(kind: str, share: float, doubled: float, is_refused: bool) -> str:
@@ -129,34 +122,19 @@ def _missing(ours: Iterable[str], theirs: Iterable[str]) -> Counter[str]:
     )
 
 
-def table(found: Iterable[Read]) -> Iterator[str]:
-    """Lines of Markdown: a row per kind."""
-    head = (
-        "kind",
-        "files",
-        "with text",
-        "complete",
-        "partly",
-        "refused",
-        "wrong",
-        "in silence",
-        "share complete",
-    )
-    yield f"| {' | '.join(head)} |"
-    yield "|---" * len(head) + "|"
-    rows = list(found)
-    for kind in dict.fromkeys(row.kind for row in rows):
-        own = [row for row in rows if row.kind == kind]
+def table(found: Iterable[Read]) -> str:
+    """A row per kind."""
+    kinds: dict[str, list[Read]] = {}
+    for row in found:
+        kinds.setdefault(row.kind, []).append(row)
+    lines = []
+    for kind, own in kinds.items():
         verdicts = Counter(row.verdict for row in own)
         judged = len(own) - verdicts["no text"]
         silent = sum(row.verdict in {"partly", "wrong"} and not row.notes for row in own)
-        counts = [
-            len(own),
-            judged,
-            *(verdicts[name] for name in ("complete", "partly", "refused", "wrong")),
-            silent,
-        ]
-        yield f"| {kind} | {' | '.join(map(str, counts))} | {verdicts['complete'] / max(1, judged):.1%} |"
+        counts = (len(own), judged, *(verdicts[name] for name in SHOWN), silent)
+        lines.append((kind, *map(str, counts), f"{verdicts['complete'] / max(1, judged):.1%}"))
+    return markdown(("kind", "files", "with text", *SHOWN, "in silence", "share complete"), lines)
 
 
 def files_of(kind: str, folder: Path, limit: int, scratch: Path) -> list[Path]:
@@ -188,7 +166,7 @@ def main(
     workers: int = 2,
     details: Annotated[Path | None, typer.Option(help="Append a line of JSON for each file.")] = None,
 ) -> None:
-    """Measure, and print the table and the speed of reading."""
+    """Measure, and print the table."""
     folders = {kind: list[Path]() for kind in KINDS}
     for given in corpus:
         kind, _, folder = given.rpartition("=")
@@ -207,10 +185,7 @@ def main(
             if details is not None:
                 with details.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(rows[-1])) + "\n")
-    print("\n".join(table(rows)))
-    pages, seconds = sum(row.pages for row in rows), sum(row.seconds for row in rows)
-    print(f"{pages:,.0f} pages in {seconds:,.0f} s of reading, by {workers} at once: "
-          f"{pages / max(seconds, 1e-9) * 60 * workers:,.0f} pages a minute")  # fmt: skip
+    print(table(rows))
 
 
 if __name__ == "__main__":

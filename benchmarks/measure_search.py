@@ -1,0 +1,170 @@
+"""Measures the app's search: facts in ten languages, questions about other things, and follow-up questions.
+
+    python -m benchmarks.measure_search                                        follow-up questions
+    python -m benchmarks.measure_search --data musique_dev.json                questions about other things
+    apt-get download $(printf 'libreoffice-l10n-%s ' ar de es hi ja ko ru th zh-cn)
+    for each in *.deb; do dpkg -x $each texts; done
+    python -m benchmarks.measure_search --texts texts [--embedder FOLDER]      languages
+
+Languages: twelve facts (`languages.json`) are hidden among 200 passages of LibreOffice's translated messages. Found:
+the fact's passage is among the first six; by the vectors alone, and as the app searches. Refused: the same questions,
+asked where the facts are missing, find nothing. Other things: the sample documents, and the passages of 24 questions of
+the file, are asked their own questions and others (`other_things.json`), to which no number of the product was fitted.
+Follow-ups (`follow_ups.json`), over the passages of `citations.json`: those that need the question before, others about
+the same documents, and others about other things, which should find nothing.
+"""
+
+import gettext
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import FIGURES, markdown, read_json, run
+from ragblend.app import samples
+from ragblend.app.answering.retrieval import search
+from ragblend.app.library.documents import DocumentPassage, FileFacts, document_id, node_id
+from ragblend.app.library.ingest import embed_in_full, ingest_paths
+from ragblend.app.library.similarity import measure_similarity
+from ragblend.app.library.switching import choose_embedder
+from ragblend.app.settings import Settings
+from ragblend.app.workspace import Workspace
+from ragblend.kvstore.errors import UsageError
+from ragblend.measuring.data import load
+
+MESSAGES = "usr/lib/libreoffice/program/resource"
+CODES = {
+    "English": "de", "German": "de", "Spanish": "es", "Russian": "ru", "Arabic": "ar", "Hindi": "hi",
+    "Chinese": "zh_CN", "Japanese": "ja", "Korean": "ko", "Thai": "th",
+}  # fmt: skip
+SHORT = ("Chinese", "Japanese", "Korean")  # scripts with about half as many letters
+PASSAGES, CHARACTERS, LEAST_CHARACTERS, FIRST, QUESTIONS = 200, 350, 40, 6, 24
+Kept = dict[str, Any]
+
+
+def fill(workspace: Workspace, texts: Sequence[str]) -> None:
+    """Index texts as the passages of one document."""
+    library, name = workspace.library, workspace.settings.collection
+    document = document_id(name, "/passages")
+    parts = [
+        DocumentPassage(node_id(document, n, text), document, n, text, "") for n, text in enumerate(texts)
+    ]
+    rows = workspace.embedder.embed_passages(texts)
+    library.begin(name, "/passages")
+    library.replace_passages(document, FileFacts(0, 0, ""), "", parts, rows)
+    library.finish(document)
+    workspace.index.upsert([part.node_id for part in parts], rows)
+
+
+def refused(workspace: Workspace, questions: Sequence[str]) -> str:
+    count = sum(not search([workspace], question, FIRST) for question in questions)
+    return f"{count} of {len(questions)}"
+
+
+def messages(texts: Path, language: str) -> list[str]:
+    """Passages of sentences in that language."""
+    folder = texts / MESSAGES / CODES[language] / "LC_MESSAGES"
+    found = list[str]()
+    for file in sorted(folder.glob("*.mo")):
+        with file.open("rb") as stream:
+            catalogue: dict[object, str] = vars(gettext.GNUTranslations(stream))["_catalog"]
+        for key, translated in catalogue.items():
+            original = key.rpartition("\x04")[2] if isinstance(key, str) else ""
+            if len(original) >= LEAST_CHARACTERS and (language == "English" or translated != original):
+                text = original if language == "English" else translated
+                found.append(" ".join(text.replace("~", "").replace("_", "").split()))
+    if not found:
+        raise UsageError(f"There are no messages in {folder}. The help says how to fetch them.")
+    found = list(dict.fromkeys(found))
+    random.Random(0).shuffle(found)
+    passages, least = [""], CHARACTERS // 2 if language in SHORT else CHARACTERS
+    for message in found:
+        passages[-1] = f"{passages[-1]} {message}".strip()
+        if len(passages[-1]) >= least:
+            passages.append("")
+    return passages[:PASSAGES]
+
+
+def hidden(passages: Sequence[str], facts: Sequence[str]) -> list[str]:
+    """The passages, with a fact each in the middle of some of them."""
+    found, places = list(passages), random.Random(1).sample(range(len(passages)), len(facts))
+    for place, fact in zip(places, facts, strict=True):
+        words = found[place].split(". ")
+        middle = (len(words) + 1) // 2
+        found[place] = " ".join(filter(None, [". ".join(words[:middle]), fact, ". ".join(words[middle:])]))
+    return found
+
+
+def of_language(folder: Path, texts: Path, language: str, embedder: str) -> list[str]:
+    pairs: list[tuple[str, str]] = read_json(FIGURES / "languages.json")[language]
+    passages, counts = messages(texts, language), list[str]()
+    questions = [question for _, question in pairs]
+    for way in ("vectors", "hybrid"):
+        with Workspace.open(folder / language, embedder=embedder, search=way) as workspace:
+            if way == "vectors":
+                choose_embedder(workspace)
+                fill(workspace, hidden(passages, [fact for fact, _ in pairs]))
+                measure_similarity(workspace)
+            found = [[each.text for each in search([workspace], asked, FIRST)] for asked in questions]
+            right = sum(
+                any(fact in text for text in own) for (fact, _), own in zip(pairs, found, strict=True)
+            )
+            counts.append(str(right))
+    with Workspace.open(folder / f"{language}-without", embedder=embedder) as workspace:
+        choose_embedder(workspace)
+        fill(workspace, passages)
+        measure_similarity(workspace)
+        return [language, *counts, refused(workspace, questions)]
+
+
+def of_other_things(folder: Path, data: Path, embedder: str) -> Iterator[list[str]]:
+    """Rows of answerable questions that found something, and of others that found nothing."""
+    questions = load(data, skip=True).questions[QUESTIONS : 2 * QUESTIONS]
+    kept: Kept = read_json(FIGURES / "other_things.json")
+    own = {"samples": kept["samples"], "file": [each.text for each in questions]}
+    for name, asked in own.items():
+        with Workspace.open(folder / name, embedder=embedder) as workspace:
+            choose_embedder(workspace)
+            if name == "samples":
+                ingest_paths(workspace, [samples.documents_folder()])
+                embed_in_full(workspace)
+            else:
+                fill(workspace, list(dict.fromkeys(text for each in questions for text in each.passages)))
+            measure_similarity(workspace)
+            found = sum(bool(search([workspace], question, FIRST)) for question in asked)
+            yield [name, f"{found} of {len(asked)}", refused(workspace, kept["other"])]
+
+
+def of_follow_ups(home: Path) -> Iterator[list[str]]:
+    """Rows: how many found the right document first, or nothing where there is nothing."""
+    passages: Kept = read_json(FIGURES / "citations.json")["passages"]
+    names = {text: name.partition("#")[0] for name, text in passages.items()}
+    kinds: Kept = read_json(FIGURES / "follow_ups.json")
+    with Workspace.open(home) as workspace:
+        fill(workspace, list(passages.values()))
+        for kind, asked in kinds.items():
+            right = 0
+            for before, question, *documents in asked:
+                found = search([workspace], question, Settings.top_k, before)
+                first = {names[source.text] for source in found[:1]}
+                right += bool(first & {*documents}) if documents else not first
+            yield [kind, f"{right} of {len(asked)}"]
+
+
+def main(texts: Path | None = None, data: Path | None = None, embedder: str = "default") -> None:
+    """Measure, and print tables."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if texts:
+            head = ["language", "by vectors", "by vectors and words", "refused without the facts"]
+            print(markdown(head, [of_language(folder, texts, each, embedder) for each in CODES]))
+        if data:
+            rows = of_other_things(folder, data, embedder)
+            print(markdown(["passages of", "answerable kept", "others refused"], rows))
+        if not (texts or data):
+            print(markdown(["asked after another question", "right"], of_follow_ups(folder / "follow-ups")))
+
+
+if __name__ == "__main__":
+    run(main, __doc__)
