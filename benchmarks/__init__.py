@@ -10,6 +10,7 @@ marked * are recorded in a JSON file here, from which the page is rendered; othe
 | measure_decode         | decoding per token, and of several answers at once                  | performance.md      |
 | measure_ingest         | encoding passages beside the model's own forward                    | performance.md      |
 | measure_start          | a new process of `ragblend ask`, to its first token                 | performance.md      |
+| shift_variants         | `probe-shift` with parts changed, beside it                         | results.md *        |
 | measure_gpu            | first tokens, loading and kernels on a GPU                          | performance.md      |
 | measure_readers        | words read from documents, beside `independent_parsers`             | performance.md      |
 | measure_peers          | RAGBlend beside transformers, llama.cpp and vLLM                    | results.md *        |
@@ -24,6 +25,7 @@ marked * are recorded in a JSON file here, from which the page is rendered; othe
 | generate_questions     | nothing: makes questions for `ragblend bench quality --data`        | quality.md          |
 | results                | nothing: records runs of `ragblend bench` and of the scripts above  | results.md, README  |
 | method_pictures        | the rows that each method computes, as pictures                     | methods.md          |
+| needle_picture         | nothing: draws one fact by depth and length                         | methods.md          |
 | readme_pictures        | nothing: takes the README's pictures                                | README              |
 
 `common` has what they share, `filler` invented text, `reused_tokens` counts where a prompt's tokens came from. OpenMP

@@ -7,9 +7,9 @@
 One call prepares, measures and prints everything in under eight minutes. Parts: `machine` (copies, products), `model`
 (made and loaded), `ttft` (ten different lengths: one warm-up and one timed run each), `profile` (launches, the device's
 busy time, peak memory), `disk` (readers by threads, pieces and checksums), `auto` (as `ttft`, where passages are
-computed that take longer to load), `packed` (as `ttft`, in four bits), `kernels` (attention by torch and by our
-kernel), `long` (16k and 32k tokens), `small` (SmolLM2's shape) and `decode`. A part that fails is reported and does not
-stop the others, and the JSON is written after each. Speed does not depend on the weights; quality is not measured.
+computed that take longer to load), `packed` (as `ttft`, in four bits), `kernels` (ways to do one operation), `long`
+(16k and 32k tokens), `small` (SmolLM2's shape) and `decode`. A part that fails is reported and does not stop the
+others, and the JSON is written after each. Speed does not depend on the weights; quality is not measured.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from importlib import metadata
+from importlib import import_module, metadata
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 WINDOW = 65536
 FULL, REUSE, SHIFT = Variant("full"), Variant("reuse"), Variant("probe-shift", 0.15)
 VARIANTS = (FULL, REUSE, Variant("cacheblend", 0.15), Variant("probe-shift", 0.05), SHIFT)
-FEWER = (FULL, REUSE, SHIFT)
 CACHES = {"device": "on the device", "memory": "pinned memory", "warm": "warm disk", "cold": "cold disk"}
 STEP_TOKENS, LENGTHS = 5, 10  # lengths of chunks: ten, five tokens apart
 TOP = 10  # kernels and host calls that a profile names
@@ -279,7 +278,7 @@ def kernels_of(engine: Any) -> Row:
 
 
 def disk(bench: GpuBench) -> Iterator[Row]:
-    """GB/s of reading a file: buffered (warm and cold) and O_DIRECT, by threads, pieces and checksums."""
+    """GB/s of reading a file: buffered (warm and cold) and O_DIRECT, by threads, pieces and checksums; kvikio."""
     size = bench.disk_mib * MIB
     path = Path(os.environ.get("TMPDIR", "/tmp")) / "measure-gpu.bin"
     try:
@@ -303,14 +302,71 @@ def disk(bench: GpuBench) -> Iterator[Row]:
                     yield row | {"gb_per_s": readers.gb_per_s(*given)}
                 except OSError as error:
                     yield row | {"error": str(error)}
+        if bench.device != "cpu":
+            yield from kvikio_rows(path, size)
     finally:
         path.unlink(missing_ok=True)
 
 
+def kvikio_rows(path: Path, size: int) -> Iterator[Row]:
+    try:
+        kvikio = import_module("kvikio")
+        defaults = import_module("kvikio.defaults")
+    except ImportError as error:
+        yield {"way": "kvikio", "error": str(error)}
+        return
+    target = torch.empty(size, dtype=torch.uint8, device="cuda")
+    for threads, cold in product((4, 8, 16), (False, True)):
+        defaults.set("num_threads", threads)
+        with kvikio.CuFile(str(path), "r") as file:
+            for _ in range(2 - cold):  # the first one warms up
+                if cold:
+                    with path.open("rb") as handle:
+                        system.drop_pages(handle.fileno())
+                begun = time.perf_counter()
+                file.pread(target).get()
+                rate = size / (time.perf_counter() - begun) / 1e9
+        row = {"way": "kvikio, cold" if cold else "kvikio, warm", "threads": threads, "gb_per_s": rate}
+        yield row | {"compat": str(defaults.get("compat_mode"))}
+
+
 def kernels(bench: GpuBench) -> Iterator[Row]:
-    """Milliseconds of attention by torch and by our kernel, in blocks of several sizes."""
-    for rows, keys in ((60, 8300), (1280, 8300), (2560, 16600)) if bench.device == "cuda" else ():
-        yield from attentions(rows, keys)
+    """Milliseconds of operations that may be done in several ways."""
+    for unknowns in (400, 768) if bench.device != "cpu" else (128,):
+        rows = torch.randn(unknowns, 2 * unknowns, device=bench.device)
+        system = rows @ rows.T / unknowns + torch.eye(unknowns, device=bench.device)
+        for name, way in inverses(system).items():
+            yield {"what": f"{name}, {unknowns}", "ms": median_ms(bench.device, way)}
+    if bench.device == "cuda":
+        yield from whole_attention(8192)
+        for rows_of_keys in ((60, 8300), (1280, 8300), (2560, 16600)):
+            yield from attentions(*rows_of_keys)
+
+
+def whole_attention(tokens: int) -> Iterator[Row]:
+    """Causal attention of a whole prompt by torch's kernels: each may prepare something for a new length."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    every = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    lengths = tokens, tokens + 17, tokens + 34
+    for (name, chosen), length in product(
+        {"any": every, "flash": every[:1], "cuDNN": every[1:2]}.items(), lengths
+    ):
+        query = torch.randn(1, 32, length, 128, device="cuda").bfloat16()
+        key, value = (torch.randn(1, 8, length, 128, device="cuda").bfloat16() for _ in "kv")
+        given: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
+        attend = partial(torch.nn.functional.scaled_dot_product_attention, query, key, value, **given)
+        row: Row = {"what": f"causal attention of {length}, {name}"}
+        torch.cuda.synchronize()
+        try:
+            with sdpa_kernel(chosen):
+                begun = time.perf_counter()
+                attend()
+                torch.cuda.synchronize()
+                row["first_ms"] = 1e3 * (time.perf_counter() - begun)
+                yield row | {"ms": median_ms("cuda", attend)}
+        except RuntimeError as error:  # no such kernel for these heads
+            yield row | {"error": repr(error)[:200]}
 
 
 def attentions(count: int, tokens: int) -> Iterator[Row]:
@@ -347,6 +403,25 @@ def attentions(count: int, tokens: int) -> Iterator[Row]:
             yield {"what": f"{what}, {blocks}", "ms": ms, "error": float((found - expected).abs().max())}
         except Exception as error:  # whatever Triton raises for blocks that are too large for the card
             yield {"what": f"{what}, {blocks}", "error": repr(error)[:200]}
+
+
+def inverses(system: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Ways to invert the shift's system, and a product of its size."""
+    from ragblend.engine.selection import shift
+
+    identity = torch.eye(len(system), device=system.device)
+
+    def factor() -> torch.Tensor:
+        return torch.linalg.cholesky_ex(system)[0]
+
+    return {
+        "product": lambda: system @ system,
+        "cholesky": factor,
+        "cholesky and inverse": lambda: torch.cholesky_inverse(factor()),
+        "cholesky and solve": lambda: torch.cholesky_solve(identity, factor()),
+        "inverse by products": lambda: shift.inverse_by_products(system),
+        "inv_ex": lambda: torch.linalg.inv_ex(system),
+    }
 
 
 def placed(engine: Any, subject: Any, cache: str) -> None:
@@ -423,34 +498,45 @@ def rounded(value: Any) -> Any:
     return round(value, 2) if isinstance(value, float) else value
 
 
-def first_tokens(
-    bench: GpuBench,
-    every: int = 1,
-    caches: Sequence[str] = (),
-    variants: Sequence[Variant] = VARIANTS,
-    **how: Any,
-) -> list[Row]:
-    """`ttft_rows` at every so manieth length. caches: all if empty; how: of `GpuBench.engine`."""
-    with bench.engine(**how) as engine:
+def ttft_part(bench: GpuBench) -> list[Row]:
+    with bench.engine() as engine:
+        return ttft_rows(bench, engine, bench.lengths, bench.chunks, bench.caches)
+
+
+def packed(bench: GpuBench) -> list[Row]:
+    """With KV in four bits, at three lengths."""
+    with bench.engine("int4") as engine:
+        return ttft_rows(bench, engine, bench.lengths[::4], bench.chunks, bench.caches)
+
+
+def auto(bench: GpuBench) -> list[Row]:
+    """Where passages are computed that would take longer to load; the layers are measured after the first answer."""
+    with bench.engine(load="auto") as engine:
         return ttft_rows(
-            bench, engine, bench.lengths[::every], bench.chunks, caches or bench.caches, variants
+            bench, engine, bench.lengths[::3], bench.chunks, ("warm", "cold"), (FULL, REUSE, SHIFT)
         )
 
 
 def long(bench: GpuBench) -> list[Row]:
     """Two and four times as many chunks, at two lengths."""
-    lengths = [length - 2 * STEP_TOKENS for length in bench.lengths[:2]]
     with bench.engine() as engine:
         return [
             row
             for times in (2, 4)
-            for row in ttft_rows(bench, engine, lengths, times * bench.chunks, ("memory", "warm"), FEWER)
+            for row in ttft_rows(
+                bench,
+                engine,
+                [length - 2 * STEP_TOKENS for length in bench.lengths[:2]],
+                times * bench.chunks,
+                ("memory", "warm"),
+                (FULL, REUSE, SHIFT),
+            )
         ]
 
 
 def small(bench: GpuBench) -> list[Row]:
-    shape = "smollm2" if bench.shape != "tiny" else "tiny"
-    return first_tokens(bench, 4, ("memory", "warm", "cold"), shape=shape)
+    with bench.engine(shape="smollm2" if bench.shape != "tiny" else "tiny") as engine:
+        return ttft_rows(bench, engine, bench.lengths[::4], bench.chunks, ("memory", "warm", "cold"))
 
 
 def profile(bench: GpuBench) -> Iterator[Row]:
@@ -531,12 +617,11 @@ def decode(bench: GpuBench) -> Iterator[Row]:
 PARTS: dict[str, tuple[Callable[[GpuBench], Any], int]] = {
     "machine": (machine, 30),
     "model": (model, 120),
-    "ttft": (first_tokens, 170),
+    "ttft": (ttft_part, 170),
     "profile": (profile, 40),
     "disk": (disk, 40),
-    # The layers are measured after the first answer.
-    "auto": (partial(first_tokens, every=3, caches=("warm", "cold"), variants=FEWER, load="auto"), 40),
-    "packed": (partial(first_tokens, every=4, codec="int4"), 40),
+    "auto": (auto, 40),
+    "packed": (packed, 40),
     "kernels": (kernels, 30),
     "long": (long, 40),
     "small": (small, 30),

@@ -27,7 +27,7 @@ DOCUMENTS = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md"))]
 README = (REPO / "README.md").read_text(encoding="utf-8")
 MOST_WORDS = 22_000  # of README.md and docs/, tables and code included: an afternoon's reading
 # Pictures that are not a method's.
-OTHERS = {"data-path", "demo", "load", "open-webui", "page", "peers", "speed"}
+OTHERS = {"data-path", "demo", "load", "needle", "open-webui", "page", "peers", "speed"}
 
 FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 IMAGE = re.compile(r"^!\[(?P<words>[^\]]*)\]\(pictures/(?P<name>[\w-]+)\.png\)$", re.MULTILINE)
