@@ -1,6 +1,8 @@
 """Helpers: real servers in a thread or a process, and HTTP clients for them. Not a test file."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -9,8 +11,10 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from forked import start
 from waiting import SOON_S
 
+from ragblend.app.cli.main import main
 from ragblend.app.serve.application import build
 from ragblend.app.serve.front import Rules
 from ragblend.app.serve.keys import Authenticator, Client, Keys
@@ -121,9 +125,28 @@ def eager_to_call():
         yield
 
 
+def _printing(output, words):
+    os.dup2(output.fileno(), 1)
+    sys.exit(main(words))
+
+
+@contextmanager
+def forked(*words):
+    """A command as a process of its own, seconds sooner than a new one; gives the JSON that it prints first."""
+    here, there = socket.socketpair()
+    process = start(_printing, there, words)
+    there.close()
+    try:
+        with here, here.makefile() as output:
+            yield json.loads(output.readline()), process
+    finally:
+        process.kill()
+        process.join()
+
+
 @contextmanager
 def running(home, *options):
-    """The server as a process; gives what it printed when it was ready."""
+    """The server as somebody starts it; gives what it printed when it was ready."""
     words = ["serve", "--home", str(home), "--port", "0", "--json"]
     command = [sys.executable, "-m", "ragblend.app.cli.main", *words]
     process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
