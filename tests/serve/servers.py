@@ -31,6 +31,16 @@ LIGHT = (
     "The lamp of the lighthouse was lit by hand until the year of the great storm. A clockwork turned it after "
     "that, and the keeper wound the clockwork every four hours, whatever the weather was."
 )
+# A tool in OpenAI's form, and the schema of an answer.
+HOIST = {
+    "type": "function",
+    "function": {
+        "name": "hoist",
+        "description": "A flag.",
+        "parameters": {"type": "object", "properties": {"up": {"type": "boolean"}}, "required": ["up"]},
+    },
+}
+NUMBER = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
 
 
 class Served:
@@ -43,6 +53,29 @@ class Served:
     def client(self, name="ada"):
         headers = {"authorization": f"Bearer {self.keys[name]}"} if name else {}
         return httpx.Client(base_url=self.url, headers=headers, timeout=SOON_S)
+
+    @property
+    def openai(self):
+        """What a client of OpenAI's interface is told."""
+        return {"base_url": f"{self.url}/v1", "api_key": self.keys["ada"]}
+
+    @property
+    def ollama_headers(self):
+        """Nobody closes the frameworks' clients of Ollama's, so connections are not kept."""
+        return {"authorization": f"Bearer {self.keys['ada']}", "connection": "close"}
+
+    @contextmanager
+    def failing(self):
+        """The device fails at the next token."""
+
+        def fail(*_):
+            raise RuntimeError("gone")
+
+        hook = self.engine.runtime.loaded.model.lm_head.register_forward_pre_hook(fail)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def add_key(self, name):
         """A key with a collection of its own."""
