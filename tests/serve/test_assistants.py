@@ -68,7 +68,7 @@ STORY = (
     ("search", {"question": "Who built the lighthouse?", "limit": 1}),
     ("ask", {"question": "Who built the lighthouse?"}),
     ("list_documents", {}),
-    ("list_documents", {"words": "ferry", "limit": 1}),
+    ("list_documents", {"words": "light", "limit": 1}),
     ("read_document", {"document": "ferry.txt"}),
     ("read_document", {"document": "ferry.txt", "offset": 40_000}),
 )
@@ -90,13 +90,13 @@ def test_an_assistant_finds_asks_lists_and_reads(home, over_stdio, beside) -> No
             services.workspaces.first.engine.close()
     assert set(tools) == {"search", "ask", "list_documents", "read_document"}
     assert all(tool.annotations.read_only_hint for tool in tools.values())
-    found, answer, everything, ferries, begin, end = map(value, results)
+    found, answer, everything, lights, begin, end = map(value, results)
     [passage] = found["passages"]
     assert passage["document"] == "lighthouse.md" and passage["text"].startswith(LIGHT.strip())
     assert answer["answer"] and answer["sources"][0]["document_id"] == passage["document_id"]
     assert {each["name"] for each in everything["documents"]} == {"lighthouse.md", "ferry.txt"}
     assert (everything["total"], everything["collections"]) == (2, ["default"])
-    assert [each["name"] for each in ferries["documents"]] == ["ferry.txt"]
+    assert [each["name"] for each in lights["documents"]] == ["lighthouse.md"]
     assert begin["next_offset"] == len(begin["text"]) == 20_000 and begin["text"].startswith(
         "The ferry Marigold"
     )
