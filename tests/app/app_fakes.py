@@ -59,6 +59,19 @@ def answer_of(workspace, question, **options):
     return Conversations(workspace.workspaces).answer(question, options).whole()
 
 
+class Killed(BaseException):
+    """What a test has raised where a process would die."""
+
+
+def write_files(folder, texts):
+    """A folder of these files, by name, or by number where there are no names."""
+    folder.mkdir(exist_ok=True)
+    named = texts.items() if isinstance(texts, dict) else ((f"{n}.txt", text) for n, text in enumerate(texts))
+    for name, text in named:
+        (folder / name).write_text(text)
+    return folder
+
+
 class FakeEmbedder:
     """A bag of words, hashed: texts that share words are near each other."""
 

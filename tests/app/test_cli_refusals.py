@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 # Whatever reads a weight, embeds a word or opens an index needs one of these.
 HEAVY = ("transformers", "safetensors", "sentence_transformers", "chromadb", "llama_index", "gradio")
@@ -100,6 +101,8 @@ def test_wrong_arguments_and_settings_are_refused_before_loading(without):
     """They took 50 s: the embedder, the index and the model's conversion came first."""
     cases = [(list(arguments), {}, says) for arguments, says in REFUSED.values()]
     cases += [([*ASK], {f"RAGBLEND_{name}": value}, says) for name, (value, says) in SETTINGS.items()]
+    if not torch.cuda.is_available():  # a missing accelerator
+        cases += [([*command, "--device", "cuda"], {}, "--device cpu") for command in (ASK, ("ingest", "."))]
     done = without([(arguments, environment) for arguments, environment, _ in cases])
     wrong = [
         (arguments, environment, code, err)
@@ -114,16 +117,6 @@ def test_most_wrong_arguments_are_refused_before_torch_is_imported(without):
     named = ("ratio", "device", "dtype", "model", "gguf", "collection", "trace", "chat in", "documents of")
     done = without([(list(REFUSED[name][0]), {}) for name in named], (*HEAVY, "torch"))
     assert {name: code for name, (code, *_) in zip(named, done, strict=True)} == dict.fromkeys(named, 2)
-
-
-@pytest.mark.usefixtures("library")
-def test_a_missing_accelerator_is_reported(without):
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    runs = [([*command, "--device", "cuda"], {}) for command in (ASK, ("ingest", "."))]
-    for code, _, err in without(runs):
-        assert code == 2 and "--device cpu" in err
 
 
 def test_an_empty_library_is_reported_at_once(without):

@@ -1,26 +1,27 @@
-"""Deletions of the page can be undone for ten minutes: until then nobody finds the document, and nothing is lost."""
+"""Deletion is complete, by every command, also after a kill; the page's can be undone for ten minutes."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import killed_worker
 import pytest
-from app_fakes import SECRET, FakeEmbedder
-from test_removal import left_of, read
+from app_fakes import SECRET, FakeEmbedder, Killed
+from forked import exit_code
 from waiting import until
 
 from ragblend.app.answering.answer import AnswerSource
-from ragblend.app.answering.chats import DELETED_TEXT
+from ragblend.app.answering.chats import DELETED_TEXT, Chats
 from ragblend.app.answering.highlight import open_document
 from ragblend.app.answering.retrieval import search
 from ragblend.app.library.deletions import UNDO_S, UndoableDeletions
 from ragblend.app.library.encoding import encode_missing
 from ragblend.app.library.ingest import ingest
 from ragblend.app.library.maintenance import check_index
+from ragblend.app.library.registry import Library
 from ragblend.app.library.switching import embed_anew
 from ragblend.app.services import AppServices
 from ragblend.app.workspace import Workspaces
+from ragblend.integrations.chroma import VectorIndex
 from ragblend.kvstore.errors import LibraryError, StoreLockedError
 
 QUESTION = "Where is ruby RX-77012 hidden, behind which stair?"
@@ -35,18 +36,24 @@ class Clock:
         return self.seconds
 
 
+def cite(workspaces, *names):
+    """Store an answer for each of these documents that was given all of its passages."""
+    for first, name in enumerate(names):
+        document = workspaces.library.find("default", name)
+        passages = enumerate(workspaces.library.passages_of(document.id), 10 * first)
+        sources = [AnswerSource.of(document, each, 0.5, number) for number, each in passages]
+        segments = [{"number": each.number, "text": each.text[:40]} for each in sources]
+        workspaces.chats.add(1, "assistant", "There.", sources, {"segments": segments})
+
+
 @pytest.fixture
 def document(workspaces, documents, secret):
     """The secret document, ingested with others, with KV; an answer cites it."""
     ingest(workspaces.first, [documents])
-    found = workspaces.library.find("default", "secret.txt")
-    passages = enumerate(workspaces.library.passages_of(found.id))
-    sources = [AnswerSource.of(found, each, 0.5, number) for number, each in passages]
-    segments = [{"number": each.number, "text": each.text[:40]} for each in sources]
-    chat = workspaces.chats.create("A talk").id
-    workspaces.chats.add(chat, "user", "Where?")
-    workspaces.chats.add(chat, "assistant", "There.", sources, {"segments": segments})
-    return found
+    workspaces.chats.create("A talk")
+    workspaces.chats.add(1, "user", "Where?")
+    cite(workspaces, "secret.txt")
+    return workspaces.library.find("default", "secret.txt")
 
 
 @pytest.fixture
@@ -75,8 +82,63 @@ def found(workspaces):
     return {source.document for source in search([workspaces.first], QUESTION, 10)}
 
 
+def left_of(home, nodes):
+    """Of these nodes, those that stand in a file, as text or as bytes; and the text, if it does."""
+    content = b"".join(path.read_bytes() for path in home.rglob("*") if path.is_file())
+    left = [node for node in nodes if node.encode() in content or bytes.fromhex(node) in content]
+    return left + ["CANARY"] * (b"CANARY" in content)
+
+
 def is_gone(home, nodes):
-    return left_of(home, nodes) == [] and b"CANARY" not in read(home)
+    return left_of(home, nodes) == []
+
+
+def test_docs_rm_erases_conversations_too(cli, home, workspaces, document):
+    """`docs rm` left the passages in chats.sqlite; the page did not."""
+    nodes = workspaces.library.node_ids(document.id)
+    cite(workspaces, "sky.txt")
+    assert left_of(home, nodes) == [*nodes, "CANARY"]
+    assert cli("docs", "rm", "secret.txt") == 0
+    assert is_gone(home, nodes)
+    first, second = workspaces.chats.messages(1)[1:]
+    assert {s.text for s in first.sources} == {DELETED_TEXT} and first.text == "There."
+    assert "sky" in second.sources[0].text, "what others hold stays"
+
+
+def test_text_removed_from_a_changed_document_is_erased(home, workspaces, document, secret):
+    nodes = workspaces.library.node_ids(document.id)
+    secret.write_text("Nothing is hidden here.")
+    ingest(workspaces.first, [secret])
+    assert is_gone(home, nodes)
+
+
+@pytest.mark.parametrize(
+    ("owner", "place"), [(Library, "remove"), (Chats, "forget_removed"), (VectorIndex, "erase")]
+)
+def test_interrupted_removal_is_finished_by_the_next(
+    cli, home, workspaces, document, monkeypatch, owner, place
+):
+    """The registry's row is deleted last, and stores what is still to be erased in other files."""
+
+    def killed(*_):
+        raise Killed
+
+    nodes = workspaces.library.node_ids(document.id)
+    with monkeypatch.context() as broken:
+        broken.setattr(owner, place, killed)
+        if place == "remove":
+            broken.setattr(Workspaces, "erase_removed", killed)
+        with pytest.raises(Killed):
+            cli("docs", "rm", "secret.txt")
+    assert left_of(home, nodes)
+    cli("docs", "rm", "secret.txt")  # says that there is none, where the row is gone already
+    assert is_gone(home, nodes)
+
+
+def test_writing_without_deleting_erases_nothing(workspace, documents, monkeypatch):
+    monkeypatch.setattr(VectorIndex, "erase", lambda self: pytest.fail("nothing was deleted"))
+    ingest(workspace, [documents])
+    ingest(workspace, [documents])
 
 
 def test_a_deleted_document_is_nowhere_but_can_be_brought_back(
@@ -135,23 +197,10 @@ def test_closing_completes_deletions(workspaces, document, home):
     assert is_gone(home, nodes)
 
 
-KILLED = """
-import os, sys
-from app_fakes import FakeEmbedder, FakeEngine
-from ragblend.app.services import AppServices
-from ragblend.app.workspace import Workspace
-home, document = sys.argv[1:]
-Workspace.engine, Workspace.embedder = FakeEngine(home), FakeEmbedder()
-assert AppServices.open(home).deletions.delete([document], "default") == 1
-os._exit(9)
-"""
-
-
 @pytest.mark.parametrize("by", ["docs rm", "ingest", "store gc", "the page"])
 def test_a_killed_process_leaves_deletions_to_the_next(workspaces, document, home, cli, by):
     nodes = workspaces.library.node_ids(document.id)
-    command = [sys.executable, "-c", KILLED, str(home), document.id]
-    assert subprocess.run(command, cwd=Path(__file__).parent).returncode == 9
+    assert exit_code(killed_worker.delete, home, document.id) == 9
     assert left_of(home, nodes) and "secret.txt" not in names(workspaces)
     if by == "the page":
         with AppServices(Workspaces(workspaces.home, workspaces.settings)) as services:

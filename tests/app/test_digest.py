@@ -1,17 +1,15 @@
 """Summaries: every passage is in a window, encoded once, and notes are kept."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 from itertools import pairwise
 
 import pytest
+from forked import start
 from waiting import SOON_S, until
 
 from ragblend.app.answering.conversation import Conversations
+from ragblend.app.cli.main import main
 from ragblend.app.library.ingest import ingest_paths
 from ragblend.app.library.registry import Library
 from ragblend.app.library.removal import remove_document
@@ -171,13 +169,14 @@ def test_digest_command_ingests_a_file_and_names_sources(told, cli, log, capfd):
     assert [row["document"] for row in told("docs", "list")["documents"]] == ["log.txt"]
 
 
-def test_killed_command_is_continued(home, log, tiny_folder):
+def test_killed_command_is_continued(home, log, tiny_folder, monkeypatch, capsys):
     """On a real model: nothing is encoded twice, and every window has all of its KV."""
     log.write_text("\n\n".join(ships(16)))
-    command = [sys.executable, "-m", "ragblend.app.cli.main", "digest", log, "--home", home, "--json"]
-    command += ["--model", tiny_folder, "--device", "cpu", "--dtype", "float32", "--top-k", "2"]
-    environment = os.environ | {"RAGBLEND_CHUNK_TOKENS": "128", "RAGBLEND_MAX_NEW_TOKENS": "16"}
-    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+    command = ["digest", str(log), "--home", str(home), "--json", "--model", str(tiny_folder)]
+    command += ["--device", "cpu", "--dtype", "float32", "--top-k", "2"]
+    monkeypatch.setenv("RAGBLEND_CHUNK_TOKENS", "128")
+    monkeypatch.setenv("RAGBLEND_MAX_NEW_TOKENS", "16")
+    running = start(main, command)
 
     def notes():
         if not (home / "library.sqlite").exists():
@@ -186,11 +185,11 @@ def test_killed_command_is_continued(home, log, tiny_folder):
             return library.column("SELECT count(*) FROM digest_notes")[0]
 
     until(lambda: notes() >= 2, 240)
-    running.send_signal(signal.SIGKILL)
-    running.wait(SOON_S)
+    running.kill()
+    running.join()
     kept = notes()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    found = json.loads(done.stdout)
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)
     assert found["parts_kept"] == kept and found["passages_encoded"] == 0
     assert found["parts_kept"] + found["parts_written"] > found["passages"] / 2
     assert found["store"]["misses"] == 0 and found["tokens"]["missing"] == 0 < found["tokens"]["reused"]

@@ -70,7 +70,7 @@ def test_cancelled_embedding_stops_after_the_batch(embedder):
 
 def test_question_is_not_blocked_by_embedding_a_long_text(embedder):
     embedder.load()
-    long, order = "Why is the harbour closed? " * 3000, []
+    long, order = "Why is the harbour closed? " * 1000, []
     begun, embed = threading.Event(), embedder._model.embed
 
     def noted(texts, *more):

@@ -1,30 +1,25 @@
 """Questions, changes and kills while KV is encoded: the real command line on a model of four layers."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
-from app_fakes import answer_of
+from app_fakes import answer_of, write_files
+from forked import start
+from waiting import until
 
+from ragblend.app.cli.main import main
 from ragblend.app.library.maintenance import check
 from ragblend.app.library.removal import remove_document
 from ragblend.app.workspace import Workspace
 
-FILES, SENTENCES, SOON_S = 16, 40, 300.0
+FILES, SENTENCES = 16, 40
 
 
 @pytest.fixture
 def folder(tmp_path):
-    folder = tmp_path / "harbour"
-    folder.mkdir()
-    for ship in range(FILES):
-        lines = (f"Ship {ship} carries {n} barrels of herring to quay {n + ship}." for n in range(SENTENCES))
-        (folder / f"ship{ship:02}.txt").write_text(" ".join(lines))
-    return folder
+    line = "Ship {0} carries {1} barrels of herring to quay {1}{0}."
+    ships = [" ".join(line.format(ship, n) for n in range(SENTENCES)) for ship in range(FILES)]
+    return write_files(tmp_path / "harbour", ships)
 
 
 @pytest.fixture
@@ -36,23 +31,13 @@ def opened(home, tiny_folder):
     workspace.engine.close()
 
 
-def start(home, tiny_folder, folder, *options):
-    command = [sys.executable, "-m", "ragblend.app.cli.main", "ingest", folder, "--json", "--home", home]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = os.environ | {"RAGBLEND_CHUNK_TOKENS": "64"}
-    return subprocess.Popen([*command, "--model", tiny_folder, *options], env=environment, **pipes)
-
-
 def values(home):
     return list((home / "kv").rglob("*.kv"))
 
 
 def await_values(running, home, count):
-    limit = time.monotonic() + SOON_S
-    while len(values(home)) < count:
-        assert running.poll() is None, running.communicate()[1]
-        assert time.monotonic() < limit, "nothing was encoded"
-        time.sleep(0.01)
+    until(lambda: len(values(home)) >= count or not running.is_alive())
+    assert running.is_alive()
 
 
 def assert_nothing_is_left_over(workspace):
@@ -65,11 +50,15 @@ def assert_nothing_is_left_over(workspace):
     assert check(workspace) == []
 
 
-def test_questions_deletions_and_kills_during_encoding(home, tiny_folder, folder, opened):
+def test_questions_deletions_and_kills_during_encoding(
+    home, tiny_folder, folder, opened, monkeypatch, capsys
+):
+    command = ["ingest", str(folder), "--json", "--home", str(home), "--model", str(tiny_folder)]
+    monkeypatch.setenv("RAGBLEND_CHUNK_TOKENS", "64")
     opened.embedder.load()
     # Loaded by now, because the following must happen while the other process encodes.
     assert opened.engine.gate.passed
-    running = start(home, tiny_folder, folder)
+    running = start(main, command)
     await_values(running, home, 3)
     documents = opened.library.documents("default")
     assert {document.state for document in documents} == {"done"} and len(documents) == FILES
@@ -79,16 +68,14 @@ def test_questions_deletions_and_kills_during_encoding(home, tiny_folder, folder
         (folder / gone.name).unlink()
         with opened.workspaces.writing():
             remove_document(opened, gone)
-    assert running.poll() is None, "it still encodes"
-    running.send_signal(signal.SIGKILL)
-    running.communicate()
+    assert running.is_alive(), "it still encodes"
+    running.kill()
+    running.join()
     assert_nothing_is_left_over(opened)
 
     before = {path.name for path in values(home)}
-    done = start(home, tiny_folder, folder)
-    out, err = done.communicate(timeout=SOON_S)
-    report = json.loads(out)
-    assert done.returncode == 0, err
+    assert main(command) == 0
+    report = json.loads(capsys.readouterr().out)
     assert len(report["unchanged"]) == FILES - 3 and report["gone"] == []
     assert report["kv"]["with_kv"] == report["kv"]["passages"] == opened.library.count_passages("default")
     assert before <= {path.name for path in values(home)}, "what was encoded is not encoded again"

@@ -5,15 +5,15 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import unicodedata
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import killed_worker
 import numpy as np
 import pytest
+from forked import exit_code
 from waiting import idle, until
 
 from ragblend.app.answering.retrieval import search
@@ -29,20 +29,6 @@ from ragblend.engine.model.gate import GateVerdict
 from ragblend.integrations.chroma import apart
 from ragblend.integrations.text_index import MINIMUM
 from ragblend.kvstore.errors import StoreFullError, StoreLockedError
-
-
-@pytest.fixture(scope="module")
-def run_worker():
-    """The exit code of `ragblend ingest` in a process of its own, which gets a signal at that point."""
-    command = [sys.executable, Path(__file__).with_name("ingest_worker.py")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as process:
-
-        def run(*given):
-            print(*given, file=process.stdin, flush=True)
-            return int(process.stdout.readline())
-
-        yield run
 
 
 @pytest.fixture
@@ -573,8 +559,8 @@ def test_missing_files_are_reported_and_removed_by_prune_alone(open_workspace, d
 
 
 @pytest.mark.parametrize("point", ["before-passages", "before-index", "before-entering", "before-done"])
-def test_next_run_resumes_after_a_kill_anywhere(open_workspace, home, documents, run_worker, point):
-    assert run_worker(home, "SIGKILL", point, documents) == -signal.SIGKILL
+def test_next_run_resumes_after_a_kill_anywhere(open_workspace, home, documents, point):
+    assert exit_code(killed_worker.ingest, home, signal.SIGKILL, point, documents) == -signal.SIGKILL
     second = open_workspace()
     states = [document.state for document in second.library.documents("default")]
     assert states == [DocumentState.DONE, DocumentState.PENDING]
@@ -585,18 +571,18 @@ def test_next_run_resumes_after_a_kill_anywhere(open_workspace, home, documents,
     assert clean.to_json()["unchanged"] == [str(path) for path in sorted(documents.iterdir())]
 
 
-def test_killed_while_replacing_leaves_no_stale_node(reopen, home, documents, run_worker):
+def test_killed_while_replacing_leaves_no_stale_node(reopen, home, documents):
     for path in documents.iterdir():
         path.write_text("Entirely new words stand in this file now.")
-    assert run_worker(home, "SIGKILL", "before-index", documents) == -signal.SIGKILL
+    assert exit_code(killed_worker.ingest, home, signal.SIGKILL, "before-index", documents) == -signal.SIGKILL
     second = reopen()
     ingest(second, [documents])
     assert len(nodes_of(second)) == 3
     assert_consistent(second)
 
 
-def test_ctrl_c_in_a_real_process(open_workspace, home, documents, run_worker):
-    assert run_worker(home, "SIGINT", "before-entering", documents) == 1
+def test_ctrl_c_in_a_real_process(open_workspace, home, documents):
+    assert exit_code(killed_worker.ingest, home, signal.SIGINT, "before-entering", documents) == 1
     out, err = (home.with_suffix(suffix).read_text() for suffix in (".out", ".err"))
     assert "Interrupted" in err and "Traceback" not in err and json.loads(out)["interrupted"] is True
     second = open_workspace()

@@ -8,6 +8,7 @@ from contextlib import closing
 from functools import partial
 
 import pytest
+from app_fakes import write_files
 from waiting import SOON_S, at_once, idle, until
 
 from ragblend.app.library.discovery import discover
@@ -213,11 +214,10 @@ def test_kv_is_encoded_when_the_queue_is_empty_and_pauses_with_it(jobs, workspac
 
 
 def test_many_files_are_sketched_and_embedded_in_full_when_none_waits(jobs, workspaces, embedder, tmp_path):
-    files, seen = [tmp_path / f"{n:02}.txt" for n in range(MANY_FILES + 2)], []
-    for n, file in enumerate(files):
-        file.write_text(f"Boat {n} carries herring and salt to quay number{n} of the town.")
+    many, seen = range(MANY_FILES + 2), []
+    boats = [f"Boat {n} carries herring and salt to quay number{n} of the town." for n in many]
     embedder.on_embed = lambda texts: seen.append((jobs.overview().kv, len(texts)))
-    jobs.add(files, "default")
+    jobs.add([write_files(tmp_path / "boats", boats)], "default")
     finish(jobs)
     assert [kv.phase for kv, _ in seen if kv] == ["embedding"] * 2
     assert seen[-1][0].total == 2 and len(seen) == MANY_FILES + 4

@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from app_fakes import write_files
 
 from ragblend.app.answering.comparing import compare
 from ragblend.app.answering.conversation import AskOptions, Conversations
@@ -97,9 +98,8 @@ def test_an_unknown_embedder_is_measured_in_the_collection(open_workspace, tmp_p
     (tmp_path / "few.txt").write_text("The ferry sails at noon.")
     ingest(workspace, [tmp_path / "few.txt"])
     assert workspace.library.embedder("default").unrelated is None, "too few passages"
-    for n in range(30):
-        (tmp_path / f"{n}.txt").write_text(f"harbour{n} closes gate{n} when pilot{n} sleeps")
-    ingest(workspace, [tmp_path])
+    gates = [f"harbour{n} closes gate{n} when pilot{n} sleeps" for n in range(30)]
+    ingest(workspace, [write_files(tmp_path, gates)])
     known = workspace.library.embedder("default")
     assert known.measured == 31 and 0.5 < known.unrelated.typical <= known.unrelated.best < 0.95
     assert search([workspace], "gate7 harbour7 pilot7", 3)[0].document == "7.txt"

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from app_fakes import make_cross_encoder
+from app_fakes import make_cross_encoder, write_files
 
 from ragblend.app.answering.conversation import Conversations
 from ragblend.app.answering.rerank import BATCH_PAIRS, CrossEncoder
@@ -36,11 +36,7 @@ def folder(tmp_path):
 @pytest.fixture
 def boats(tmp_path):
     """A file a text."""
-    folder = tmp_path / "boats"
-    folder.mkdir()
-    for number, text in enumerate(TEXTS):
-        (folder / f"{number}.txt").write_text(text)
-    return folder
+    return write_files(tmp_path / "boats", TEXTS)
 
 
 def plain(folder, question, texts, **how):

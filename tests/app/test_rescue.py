@@ -6,6 +6,7 @@ import stat
 
 import numpy as np
 import pytest
+from app_fakes import Killed
 
 from ragblend.app import rescue
 from ragblend.app.answering.chats import Chats
@@ -132,10 +133,6 @@ def test_a_file_of_another_version_is_named_and_left_alone(path, found):
     ):
         Notes(path)
     assert path.read_bytes() == before and set_aside_files(path) == []
-
-
-class Killed(BaseException):
-    pass
 
 
 @pytest.mark.parametrize("step", range(8))

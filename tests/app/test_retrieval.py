@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from app_fakes import write_files
 
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.retrieval import (
@@ -68,11 +69,8 @@ def test_best_ranked_of_equal_texts_is_kept():
 @pytest.fixture
 def logs(tmp_path):
     """Thirty files that differ in one number each."""
-    folder = tmp_path / "logs"
-    folder.mkdir()
-    for n in range(30):
-        (folder / f"{n}.txt").write_text(f"The pump {7000 + 13 * n} was tested and found in order.")
-    return folder
+    texts = [f"The pump {7000 + 13 * n} was tested and found in order." for n in range(30)]
+    return write_files(tmp_path / "logs", texts)
 
 
 class Blurred:
@@ -169,16 +167,13 @@ def test_a_code_is_found_however_far_its_passage_is_and_a_word_is_not(workspace,
 def test_of_passages_with_a_code_that_with_the_other_words_comes_first(open_workspace, tmp_path):
     """The dishwasher's E07 came before the boiler's, because its whole passage is about error codes."""
     texts = {
-        "dishwasher": "Error codes of the Brise. E03: the water does not drain. E07: the heating is defective.",
-        "boiler": "Aquila combination boiler, user's manual. Error E03: no flame. E07: the flue is closed.",
+        "dishwasher.txt": "Error codes of the Brise. E03: the water does not drain. E07: the heating is defective.",
+        "boiler.txt": "Aquila combination boiler, user's manual. Error E03: no flame. E07: the flue is closed.",
     }
-    for name, text in texts.items():
-        (tmp_path / f"{name}.txt").write_text(text)
-    for n in range(6):
-        (tmp_path / f"{n}.txt").write_text(f"On day {n} the heron stood in the reeds and ate {n} frogs.")
+    write_files(tmp_path, [f"On day {n} the heron stood in the reeds and ate {n} frogs." for n in range(6)])
     workspace = open_workspace(chunk_tokens=64)
-    ingest(workspace, [tmp_path])
-    for name in texts:
+    ingest(workspace, [write_files(tmp_path, texts)])
+    for name in ("dishwasher", "boiler"):
         first, *_ = search([workspace], f"What does error E07 of the {name} mean?", 2)
         assert first.document == f"{name}.txt"
 
@@ -189,10 +184,8 @@ def test_a_passage_with_the_code_and_all_that_is_asked_leaves_no_other_documents
     for number, day in invoices.items():
         more = "Spare parts are listed here. " * 20
         (tmp_path / f"{number}.txt").write_text(f"Invoice {number} of Nordlicht. To be paid by {day}. {more}")
-    for n in range(8):
-        (tmp_path / f"{n}.txt").write_text(
-            f"Letter {n}: the bill of the mill is settled, and {n} sacks are paid."
-        )
+    letters = [f"Letter {n}: the bill of the mill is settled, and {n} sacks are paid." for n in range(8)]
+    write_files(tmp_path, letters)
     workspace = open_workspace(chunk_tokens=64)
     ingest(workspace, [tmp_path])
 
@@ -419,9 +412,7 @@ def test_in_a_language_that_the_embedder_does_not_know_words_decide(
     known = UnrelatedSimilarity(0.0, level)
     monkeypatch.setattr("ragblend.app.answering.retrieval.recorded_similarity", lambda name: known)
     monkeypatch.setattr("ragblend.app.answering.retrieval._measured", lambda _: known if level < 1 else None)
-    for name, text in GERMAN.items():
-        (tmp_path / name).write_text(text)
-    ingest(workspace, [tmp_path])
+    ingest(workspace, [write_files(tmp_path, GERMAN)])
     assert [source.document for source in search([workspace], question, 3)] == found
 
 
@@ -432,9 +423,7 @@ def test_a_name_alone_is_no_stop_word():
 
 def test_stop_words_of_no_language_find_passages(workspace, tmp_path):
     """`wer`, `hat`, `die` and `am` outweighed the question's one noun."""
-    for name, text in GERMAN.items():
-        (tmp_path / name).write_text(text)
-    ingest(workspace, [tmp_path])
+    ingest(workspace, [write_files(tmp_path, GERMAN)])
     assert (
         by_words(workspace.library, ["default"], "Wer hat von wem das auf dem am, vom und mit der?", 9) == {}
     )

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from app_fakes import FakeEmbedder
+from app_fakes import FakeEmbedder, Killed
 from waiting import idle
 
 from ragblend.app.answering.retrieval import search
@@ -84,20 +84,17 @@ def test_the_old_vectors_answer_until_all_are_there(ingested, open_workspace, em
 def test_a_kill_anywhere_loses_nothing(
     ingested, open_workspace, embedders, documents, monkeypatch, owner, name
 ):
-    class KilledError(BaseException):
-        pass
-
     with monkeypatch.context() as patch:
         calls, original = [], getattr(owner, name)
 
         def dying(*values):
             calls.append(name)
             if len(calls) == 2 or name != "keep_next":
-                raise KilledError
+                raise Killed
             return original(*values)
 
         patch.setattr(owner, name, dying)
-        with pytest.raises(KilledError):
+        with pytest.raises(Killed):
             embed_anew(open_workspace(embedder="other"))
     done = list(embedders["other"].embedded)
     resumed = open_workspace()

@@ -14,40 +14,6 @@ from ragblend.integrations.threads import NAME, in_thread, iterate_in_thread
 from ragblend.kvstore.errors import Cancelled, UsageError
 
 
-def test_items_come_before_the_work_is_done():
-    read = threading.Event()
-
-    def work(put):
-        put("first")
-        assert read.wait(SOON_S)
-        return "last"
-
-    async def main():
-        items = iterate_in_thread(work)
-        assert await anext(items) == "first"
-        read.set()
-        return [item async for item in items]
-
-    assert asyncio.run(main()) == ["last"]
-
-
-def test_errors_are_raised_after_the_items_before_them():
-    def fail(put=None):
-        if put is not None:
-            put("first")
-        raise LookupError("nothing there")
-
-    async def main():
-        with pytest.raises(LookupError, match="nothing there"):
-            await in_thread(fail)
-        items = iterate_in_thread(fail)
-        assert await anext(items) == "first"
-        with pytest.raises(LookupError, match="nothing there"):
-            await anext(items)
-
-    asyncio.run(main())
-
-
 def test_work_that_outlives_its_loop_is_ended_by_the_next_item():
     """The generator was not closed, as when a loop is dropped, and nothing reads the items."""
     started, closed, errors = threading.Event(), threading.Event(), []
@@ -107,7 +73,6 @@ def test_an_error_keeps_nothing_of_its_request_alive(way, kind):
                 proceed.set()
         proceed.set()
 
-    gc.collect()
     gc.disable()
     try:
         with suppress(kind):

@@ -1,6 +1,8 @@
 """Helpers: real servers in a thread or a process, and HTTP clients for them. Not a test file."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -9,8 +11,10 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from forked import start
 from waiting import SOON_S
 
+from ragblend.app.cli.main import main
 from ragblend.app.serve.application import build
 from ragblend.app.serve.front import Rules
 from ragblend.app.serve.keys import Authenticator, Client, Keys
@@ -27,6 +31,16 @@ LIGHT = (
     "The lamp of the lighthouse was lit by hand until the year of the great storm. A clockwork turned it after "
     "that, and the keeper wound the clockwork every four hours, whatever the weather was."
 )
+# A tool in OpenAI's form, and the schema of an answer.
+HOIST = {
+    "type": "function",
+    "function": {
+        "name": "hoist",
+        "description": "A flag.",
+        "parameters": {"type": "object", "properties": {"up": {"type": "boolean"}}, "required": ["up"]},
+    },
+}
+NUMBER = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
 
 
 class Served:
@@ -39,6 +53,29 @@ class Served:
     def client(self, name="ada"):
         headers = {"authorization": f"Bearer {self.keys[name]}"} if name else {}
         return httpx.Client(base_url=self.url, headers=headers, timeout=SOON_S)
+
+    @property
+    def openai(self):
+        """What a client of OpenAI's interface is told."""
+        return {"base_url": f"{self.url}/v1", "api_key": self.keys["ada"]}
+
+    @property
+    def ollama_headers(self):
+        """Nobody closes the frameworks' clients of Ollama's, so connections are not kept."""
+        return {"authorization": f"Bearer {self.keys['ada']}", "connection": "close"}
+
+    @contextmanager
+    def failing(self):
+        """The device fails at the next token."""
+
+        def fail(*_):
+            raise RuntimeError("gone")
+
+        hook = self.engine.runtime.loaded.model.lm_head.register_forward_pre_hook(fail)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def add_key(self, name):
         """A key with a collection of its own."""
@@ -121,9 +158,28 @@ def eager_to_call():
         yield
 
 
+def _printing(output, words):
+    os.dup2(output.fileno(), 1)
+    sys.exit(main(words))
+
+
+@contextmanager
+def forked(*words):
+    """A command as a process of its own, seconds sooner than a new one; gives the JSON that it prints first."""
+    here, there = socket.socketpair()
+    process = start(_printing, there, words)
+    there.close()
+    try:
+        with here, here.makefile() as output:
+            yield json.loads(output.readline()), process
+    finally:
+        process.kill()
+        process.join()
+
+
 @contextmanager
 def running(home, *options):
-    """The server as a process; gives what it printed when it was ready."""
+    """The server as somebody starts it; gives what it printed when it was ready."""
     words = ["serve", "--home", str(home), "--port", "0", "--json"]
     command = [sys.executable, "-m", "ragblend.app.cli.main", *words]
     process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)

@@ -39,8 +39,15 @@ class Script:
         )
 
 
+@pytest.fixture(scope="module")
+def left_open():
+    """Connections that some clients do not close: no fault of the tests after these."""
+    yield
+    gc.collect()
+
+
 @pytest.fixture
-def scripted(caller, monkeypatch):
+def scripted(caller, monkeypatch, left_open):
     """scripted(answer_to): the server, whose model says that."""
     made = loop.logits_processors
 
@@ -53,8 +60,7 @@ def scripted(caller, monkeypatch):
         monkeypatch.setattr(loop, "logits_processors", processors)
         return caller
 
-    yield begin
-    gc.collect()  # some clients leave connections open, which is no fault of the tests after these
+    return begin
 
 
 def weather(prompt):
@@ -68,20 +74,11 @@ def get_weather(city: str) -> str:
     return FOUND
 
 
-def told(served):
-    return {"base_url": f"{served.url}/v1", "api_key": served.keys["ada"]}
-
-
-def key_of(served):
-    """For Ollama's client. Nobody closes the frameworks' clients, so connections are not kept."""
-    return {"authorization": f"Bearer {served.keys['ada']}", "connection": "close"}
-
-
 def openai_chat(served):
     """Source: platform.openai.com/docs/guides/function-calling."""
     from openai import OpenAI
 
-    client, messages = OpenAI(**told(served)), [{"role": "user", "content": ASKED}]
+    client, messages = OpenAI(**served.openai), [{"role": "user", "content": ASKED}]
     while True:
         answer = client.chat.completions.create(model="", messages=messages, tools=[TOOL])
         message = answer.choices[0].message
@@ -96,7 +93,7 @@ def openai_responses(served):
     """Source: platform.openai.com/docs/guides/function-calling, with items."""
     from openai import OpenAI
 
-    client, items = OpenAI(**told(served)), [{"role": "user", "content": ASKED}]
+    client, items = OpenAI(**served.openai), [{"role": "user", "content": ASKED}]
     tools = [{"type": "function", **TOOL["function"], "strict": False}]
     while True:
         answer = client.responses.create(model="", input=items, tools=tools)
@@ -138,13 +135,13 @@ def langchain(model):
 def langchain_openai(served):
     from langchain_openai import ChatOpenAI
 
-    return langchain(ChatOpenAI(**told(served), model=served.service.model))
+    return langchain(ChatOpenAI(**served.openai, model=served.service.model))
 
 
 def langchain_ollama(served):
     from langchain_ollama import ChatOllama
 
-    key = {"headers": key_of(served)}
+    key = {"headers": served.ollama_headers}
     return langchain(ChatOllama(model=served.service.model, base_url=served.url, client_kwargs=key))
 
 
@@ -172,7 +169,7 @@ def llama_index_openai(served):
 def llama_index_ollama(served):
     from llama_index.llms.ollama import Ollama
 
-    return llama_index(Ollama(model=served.service.model, base_url=served.url, headers=key_of(served)))
+    return llama_index(Ollama(model=served.service.model, base_url=served.url, headers=served.ollama_headers))
 
 
 def pydantic_ai(served):
@@ -181,7 +178,7 @@ def pydantic_ai(served):
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    model = OpenAIChatModel(served.service.model, provider=OpenAIProvider(**told(served)))
+    model = OpenAIChatModel(served.service.model, provider=OpenAIProvider(**served.openai))
     return Agent(model, tools=[get_weather]).run_sync(ASKED).output
 
 
@@ -189,7 +186,7 @@ def agents_of(served, model_class):
     from agents import Agent, Runner, function_tool
     from openai import AsyncOpenAI
 
-    model = model_class(model=served.service.model, openai_client=AsyncOpenAI(**told(served)))
+    model = model_class(model=served.service.model, openai_client=AsyncOpenAI(**served.openai))
     agent = Agent(name="Weather", instructions="Be brief.", model=model, tools=[function_tool(get_weather)])
     return Runner.run_sync(agent, ASKED).final_output
 
@@ -267,7 +264,7 @@ def test_instructor_asks_again_until_the_arguments_are_valid(scripted) -> None:
         return f'<tool_call>\n{{"name": "Town", "arguments": {{"inhabitants": {many}}}}}\n</tool_call>'
 
     served = scripted(answer_to)
-    client = instructor.from_openai(OpenAI(**told(served)), mode=instructor.Mode.TOOLS)
+    client = instructor.from_openai(OpenAI(**served.openai), mode=instructor.Mode.TOOLS)
     asked = [{"role": "user", "content": "How many live in the town?"}]
     found = client.chat.completions.create(
         model=served.service.model, response_model=Town, messages=asked, max_retries=3

@@ -4,12 +4,12 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 from contextlib import contextmanager
 
 import httpx
 import pytest
+from servers import forked
 from waiting import SOON_S
 
 pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
@@ -37,29 +37,14 @@ def home(home_of, tiny_folder, tmp_path_factory):
     return home
 
 
-@pytest.fixture(params=["alone", "beside a server"])
-def either_way(request, home):
-    """The home, which no other process has open, or this one as a server."""
-    if request.param == "alone":
-        yield home
-        return
-    with AppServices.open(home) as services, CommandListener(services):
-        yield home
-        services.workspaces.first.engine.close()
-
-
 @contextmanager
 def listening(home):
     """The command with --http; gives its URL."""
-    words = [*MCP, "--http", "--port", "0", "--json", "--home", str(home)]
-    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
-    try:
-        yield json.loads(process.stdout.readline())["url"]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(SOON_S) == 0
-    finally:
-        process.kill()
-        process.communicate()
+    with forked("mcp", "--http", "--port", "0", "--json", "--home", str(home)) as (ready, process):
+        yield ready["url"]
+        os.kill(process.pid, signal.SIGINT)
+        process.join(SOON_S)
+        assert process.exitcode == 0
 
 
 async def asked(at, calls):
@@ -79,25 +64,39 @@ def value(result):
     return json.loads(result.content[0].text)
 
 
-def test_an_assistant_finds_asks_lists_and_reads(either_way) -> None:
-    tools, results = told(
-        either_way,
-        ("search", {"question": "Who built the lighthouse?", "limit": 1}),
-        ("ask", {"question": "Who built the lighthouse?"}),
-        ("list_documents", {}),
-        ("list_documents", {"words": "ferry", "limit": 1}),
-        ("read_document", {"document": "ferry.txt"}),
-        ("read_document", {"document": "ferry.txt", "offset": 40_000}),
-    )
+STORY = (
+    ("search", {"question": "Who built the lighthouse?", "limit": 1}),
+    ("ask", {"question": "Who built the lighthouse?"}),
+    ("list_documents", {}),
+    ("list_documents", {"words": "light", "limit": 1}),
+    ("read_document", {"document": "ferry.txt"}),
+    ("read_document", {"document": "ferry.txt", "offset": 40_000}),
+)
+
+
+@pytest.fixture(scope="module")
+def over_stdio(home):
+    """The tools, what CALLS gave, and what STORY gave, of a process that alone has the home open."""
+    tools, results = told(home, *CALLS, *STORY)
+    return tools, results[: len(CALLS)], results[len(CALLS) :]
+
+
+@pytest.mark.parametrize("beside", [None, "a server"])
+def test_an_assistant_finds_asks_lists_and_reads(home, over_stdio, beside) -> None:
+    tools, _, results = over_stdio
+    if beside:
+        with AppServices.open(home) as services, CommandListener(services):
+            tools, results = told(home, *STORY)
+            services.workspaces.first.engine.close()
     assert set(tools) == {"search", "ask", "list_documents", "read_document"}
     assert all(tool.annotations.read_only_hint for tool in tools.values())
-    found, answer, everything, ferries, begin, end = map(value, results)
+    found, answer, everything, lights, begin, end = map(value, results)
     [passage] = found["passages"]
     assert passage["document"] == "lighthouse.md" and passage["text"].startswith(LIGHT.strip())
     assert answer["answer"] and answer["sources"][0]["document_id"] == passage["document_id"]
     assert {each["name"] for each in everything["documents"]} == {"lighthouse.md", "ferry.txt"}
     assert (everything["total"], everything["collections"]) == (2, ["default"])
-    assert [each["name"] for each in ferries["documents"]] == ["ferry.txt"]
+    assert [each["name"] for each in lights["documents"]] == ["lighthouse.md"]
     assert begin["next_offset"] == len(begin["text"]) == 20_000 and begin["text"].startswith(
         "The ferry Marigold"
     )
@@ -124,19 +123,13 @@ CALLS = [
 
 
 @pytest.fixture(scope="module")
-def over_stdio(home):
-    """The tools, and what CALLS gave."""
-    return told(home, *CALLS)
-
-
-@pytest.fixture(scope="module")
 def url(home):
     with listening(home) as found:
         yield found
 
 
 def test_http_and_stdio_give_the_same_answers(over_stdio, url) -> None:
-    tools, results = over_stdio
+    tools, results, _ = over_stdio
     over_http, same = asyncio.run(asked(url, CALLS))
     [answer] = asyncio.run(asked(url, [("ask", {"question": "Who built the lighthouse?"})]))[1]
     assert {name: tool.model_dump() for name, tool in over_http.items()} == {
@@ -147,7 +140,7 @@ def test_http_and_stdio_give_the_same_answers(over_stdio, url) -> None:
 
 
 def test_tool_errors_are_reported_and_the_server_continues(over_stdio) -> None:
-    _, results = over_stdio
+    _, results, _ = over_stdio
     for (call, word), result in zip(REFUSED, results, strict=False):
         assert result.is_error and word in result.content[0].text, call
     assert all(map(value, results[len(REFUSED) :]))

@@ -5,7 +5,7 @@ import socket
 import threading
 
 import pytest
-from servers import LEDGER, LIGHT, events, post_raw
+from servers import HOIST, LEDGER, LIGHT, NUMBER, events, post_raw
 from waiting import SOON_S, until
 
 from ragblend.app.serve import chat
@@ -227,19 +227,13 @@ def test_repeating_a_conversation_gives_the_same_answer(served) -> None:
 
 
 def test_json_by_a_schema(served) -> None:
-    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
-    wanted = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema, "strict": True}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "number", "schema": NUMBER, "strict": True}}
     choice = served.choice(response_format=wanted, max_tokens=40)
     assert json.loads(choice["message"]["content"]).keys() == {"n"}
 
 
 def test_tool_calls_whole_and_streamed(caller) -> None:
-    parameters = {"type": "object", "properties": {"up": {"type": "boolean"}}, "required": ["up"]}
-    tool = {
-        "type": "function",
-        "function": {"name": "hoist", "description": "A flag.", "parameters": parameters},
-    }
-    told = {"tools": [tool], "tool_choice": "required", "max_tokens": 60}
+    told = {"tools": [HOIST], "tool_choice": "required", "max_tokens": 60}
     choice = caller.choice(**told)
     chunks = events(caller.chat(**told, stream=True))
     call = choice["message"]["tool_calls"][0]
@@ -248,7 +242,7 @@ def test_tool_calls_whole_and_streamed(caller) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": call["id"], "content": "It is up."},
     ]
-    assert caller.chat(messages=back, tools=[tool]).status_code == 200
+    assert caller.chat(messages=back, tools=[HOIST]).status_code == 200
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
     assert call["function"]["name"] == "hoist"
     assert json.loads(call["function"]["arguments"]).keys() == {"up"}

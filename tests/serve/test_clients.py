@@ -7,7 +7,7 @@ from functools import reduce
 
 import httpx
 import pytest
-from servers import LEDGER, LIGHT
+from servers import LEDGER, LIGHT, NUMBER
 
 QUESTION = "Who kept the ledgers?"
 
@@ -46,9 +46,9 @@ def langchain_openai(served, http, async_http):
         assert message.usage_metadata["input_token_details"]["cache_read"] > 60
         return message.content
 
-    place = {"base_url": f"{served.url}/v1", "api_key": served.keys["ada"], "model": served.service.model}
     https = {"http_client": http, "http_async_client": async_http, "stream_usage": True}
-    return langchain(ChatOpenAI(**place, **https, max_tokens=6, temperature=0), said)
+    model = ChatOpenAI(**served.openai, model=served.service.model, **https, max_tokens=6, temperature=0)
+    return langchain(model, said)
 
 
 def llama_index_openai(served, http, async_http):
@@ -64,15 +64,10 @@ def llama_index_openai(served, http, async_http):
     return llama_index(client, said, stream_options={"include_usage": True})
 
 
-def key_of(served):
-    """For Ollama's client. Nobody closes the frameworks' clients, so connections are not kept."""
-    return {"headers": {"authorization": f"Bearer {served.keys['ada']}", "connection": "close"}}
-
-
 def chat_ollama(served, **options):
     from langchain_ollama import ChatOllama
 
-    where = {"base_url": served.url, "client_kwargs": key_of(served)}
+    where = {"base_url": served.url, "client_kwargs": {"headers": served.ollama_headers}}
     return ChatOllama(model=served.service.model, validate_model_on_init=True, **where, **options)
 
 
@@ -89,7 +84,7 @@ def llama_index_ollama(served, *_):
     from llama_index.llms.ollama import Ollama
 
     told = {"temperature": 0, "additional_kwargs": {"num_predict": 6}}
-    client = Ollama(model=served.service.model, base_url=served.url, **key_of(served), **told)
+    client = Ollama(model=served.service.model, base_url=served.url, headers=served.ollama_headers, **told)
     return llama_index(client, lambda response: response.message.content)
 
 
@@ -137,10 +132,9 @@ def test_langchains_structured_output_and_embeddings_by_ollamas_api(served) -> N
     pytest.importorskip("langchain_ollama", reason="the client's package is not installed")
     from langchain_ollama import OllamaEmbeddings
 
-    number = {"type": "integer", "maximum": 9}
-    schema = {"title": "number", "type": "object", "properties": {"n": number}, "required": ["n"]}
+    schema = {"title": "number", **NUMBER}
     model = chat_ollama(served, num_predict=40).with_structured_output(schema)
     assert model.invoke("How many?").keys() == {"n"}
-    where = {"base_url": served.url, "client_kwargs": key_of(served)}
+    where = {"base_url": served.url, "client_kwargs": {"headers": served.ollama_headers}}
     vectors = OllamaEmbeddings(model=served.service.models[1], **where).embed_documents(["a boat", "a quay"])
     assert [len(vector) for vector in vectors] == [384, 384]

@@ -149,8 +149,8 @@ def test_the_docs_name_every_parameter_and_every_ignored_field() -> None:
     ids=lambda options: " ".join(options)[:30],
 )  # fmt: skip
 def test_options_that_change_nothing_are_no_errors(served, options) -> None:
-    plain = said(served.chat(max_tokens=None))
-    assert said(served.chat(**{"max_tokens": None} | options)) == plain
+    limit = None if "max_tokens" in options else 12  # without a limit this model's answer fills the window
+    assert said(served.chat(**{"max_tokens": limit} | options)) == said(served.chat(max_tokens=limit))
 
 
 @pytest.mark.parametrize(

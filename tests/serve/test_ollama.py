@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from servers import eager_to_call
+from servers import HOIST, NUMBER, eager_to_call
 
 from ragblend.app.serve.ollama import OllamaChatBody
 
@@ -11,15 +11,6 @@ ollama = pytest.importorskip("ollama", reason="the client's package is not insta
 
 HI = [{"role": "user", "content": "Who built it?"}]
 SIX = {"num_predict": 6, "method": "full"}
-HOIST = {
-    "type": "function",
-    "function": {
-        "name": "hoist",
-        "description": "A flag.",
-        "parameters": {"type": "object", "properties": {"up": {"type": "boolean"}}, "required": ["up"]},
-    },
-}
-SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
 
 
 def client_of(served):
@@ -93,7 +84,7 @@ def test_log_probabilities(served, client) -> None:
     assert all(len(each.top_logprobs) == 2 and each.logprob <= 0 for each in answer.logprobs)
 
 
-@pytest.mark.parametrize(("wanted", "keys"), [("json", None), (SCHEMA, {"n"})])
+@pytest.mark.parametrize(("wanted", "keys"), [("json", None), (NUMBER, {"n"})])
 def test_format_is_json_or_a_schema(served, client, wanted, keys) -> None:
     answer = client.chat(model=served.service.model, messages=HI, format=wanted, options={"num_predict": 40})
     found = json.loads(answer.message.content)
@@ -229,15 +220,8 @@ def test_a_request_without_a_key_is_refused(served) -> None:
 
 
 def test_an_error_after_the_first_token_is_a_line_of_the_stream(served, client) -> None:
-    def fail(*_):
-        raise RuntimeError("gone")
-
     asked = {"model": served.service.model, "messages": HI, "stream": True, "options": {"num_predict": 100}}
     stream = client.chat(**asked)
     next(stream)
-    hook = served.engine.runtime.loaded.model.lm_head.register_forward_pre_hook(fail)
-    try:
-        with pytest.raises(ollama.ResponseError, match="device"):
-            list(stream)
-    finally:
-        hook.remove()
+    with served.failing(), pytest.raises(ollama.ResponseError, match="device"):
+        list(stream)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import tiny_models
 from servers import serving
-from test_agent_loops import ANSWER, ASKED, FOUND, scripted, weather
+from test_agent_loops import ANSWER, ASKED, FOUND, left_open, scripted, weather
 from waiting import SOON_S
 
-__all__ = ["scripted"]
+__all__ = ["left_open", "scripted"]
 PROGRAMS = Path(__file__).with_name("clients")
 
 

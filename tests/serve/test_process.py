@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from servers import running
+from servers import forked, running
 from waiting import SOON_S, until
 
 from ragblend.app.cli.main import main
@@ -58,8 +58,9 @@ def test_a_kill_loses_nothing_that_was_acknowledged(home_of, tiny_folder) -> Non
     @contextmanager
     def killed():
         """A client of the server, which is killed at the end."""
+        words = ("serve", "--home", str(home), "--port", "0", "--json", "--model", str(tiny_folder))
         with (
-            running(home, "--model", str(tiny_folder), "--device", "cpu") as (ready, _),
+            forked(*words, "--device", "cpu") as (ready, _),
             httpx.Client(base_url=ready["url"], timeout=5 * SOON_S) as client,
         ):
             yield client
@@ -78,7 +79,7 @@ def test_a_kill_loses_nothing_that_was_acknowledged(home_of, tiny_folder) -> Non
         upload(client, "lighthouse.txt", PASSAGE)
     with killed() as client:
         until(lambda: states(client, "documents") == {"lighthouse.txt": "done"}, INGESTED_S)
-        upload(client, "ferry.txt", "The ferry Marigold leaves the pier at seven.\n\n" * 8_000)
+        upload(client, "ferry.txt", "The ferry Marigold leaves the pier at seven.\n\n" * 3_000)
         until(lambda: states(client, "documents/jobs")["ferry.txt"] in ("parsing", "embedding"), INGESTED_S)
     with killed() as client:
         assert states(client, "documents/jobs")["ferry.txt"] != "done"
@@ -97,7 +98,7 @@ def test_a_kill_loses_nothing_that_was_acknowledged(home_of, tiny_folder) -> Non
 
 def test_why_a_server_cannot_listen(tmp_path, capsys) -> None:
     home = ["--home", str(tmp_path / "home")]
-    with running(tmp_path / "other", "--model", "default") as (ready, _):
+    with forked("serve", "--home", str(tmp_path / "other"), "--port", "0", "--json") as (ready, _):
         assert main(["serve", *home, "--port", str(ready["port"])]) == 2
         assert "in use" in capsys.readouterr().err
         assert main(["serve", "--home", str(tmp_path / "other"), "--port", "0"]) == 1

@@ -3,22 +3,18 @@
 import json
 
 import pytest
+from servers import HOIST
 
 from ragblend.app.serve.bodies import ResponsesBody
 
 openai = pytest.importorskip("openai", reason="the client's package is not installed")
 
-FUNCTION = {
-    "type": "function",
-    "name": "hoist",
-    "description": "A flag.",
-    "parameters": {"type": "object", "properties": {"up": {"type": "boolean"}}, "required": ["up"]},
-}
+FUNCTION = {"type": "function", **HOIST["function"]}
 
 
 @pytest.fixture(scope="module")
 def client(served):
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key=served.keys["ada"], max_retries=0) as client:
+    with openai.OpenAI(**served.openai, max_retries=0) as client:
         yield client
 
 
@@ -65,7 +61,7 @@ def test_stream_events_are_in_order(served, client) -> None:
 
 def test_function_calls_and_their_results(caller) -> None:
     hoist = {"role": "user", "content": "Hoist it."}
-    with openai.OpenAI(base_url=f"{caller.url}/v1", api_key=caller.keys["ada"]) as client:
+    with openai.OpenAI(**caller.openai) as client:
 
         def answered(tokens=60, choice="required", asked=(hoist,), **more):
             return client.responses.create(

@@ -1,20 +1,13 @@
-"""Runs `ragblend ingest` on the fakes, and dies at a given point: for each line HOME SIGNAL POINT PATH in a fork.
-
-All is imported once. Prints each exit code; what the command printed is in HOME.out and HOME.err. Not a test file.
-"""
+"""Works on the fakes, and dies at a given point: in a process of its own (`forked`). Not a test file."""
 
 import os
-import signal
 import sys
 
-# The command imports these late.
-import chromadb  # noqa: F401
-import llama_index.core.node_parser  # noqa: F401
-import nltk  # noqa: F401
 from app_fakes import FakeEmbedder, FakeEngine
 
 from ragblend.app.cli.main import main
 from ragblend.app.library.registry import Library
+from ragblend.app.services import AppServices
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.chroma import VectorIndex
 
@@ -40,19 +33,23 @@ def die_at(point, number):
     setattr(owner, name, dying)
 
 
+def fake(home):
+    Workspace.engine, Workspace.embedder = FakeEngine(home), FakeEmbedder()
+    os.environ["RAGBLEND_CHUNK_TOKENS"] = "16"
+
+
 def ingest(home, number, point, path):
+    """`ragblend ingest`, which gets the signal at that point; what it prints is in HOME.out and HOME.err."""
     for stream, name in ((1, "out"), (2, "err")):
         with open(f"{home}.{name}", "w") as file:
             os.dup2(file.fileno(), stream)
-    Workspace.engine, Workspace.embedder = FakeEngine(home), FakeEmbedder()
-    os.environ["RAGBLEND_CHUNK_TOKENS"] = "16"
-    die_at(point, getattr(signal, number))
-    sys.exit(main(["ingest", path, "--home", home, "--json"]))
+    fake(home)
+    die_at(point, number)
+    sys.exit(main(["ingest", str(path), "--home", str(home), "--json"]))
 
 
-if __name__ == "__main__":
-    while line := sys.stdin.readline():
-        child = os.fork()
-        if child == 0:
-            ingest(*line.split())
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+def delete(home, document):
+    """Delete it as the page does, and be gone before the deletion is completed."""
+    fake(home)
+    assert AppServices.open(home).deletions.delete([document], "default") == 1
+    os._exit(9)
