@@ -1,5 +1,6 @@
 """Tiny models on disk, and engines on private homes."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 from ragblend import Engine
 
 transformers_logging.disable_progress_bar()
+gc.freeze()  # torch and transformers are half a million objects, which each full collection would look through
 
 
 @pytest.fixture(scope="session")
@@ -29,15 +31,15 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def bench_for(model_folder, judged, tmp_path_factory):
-    """A `Bench` with an engine on a home of its own, in float32; one a model and session."""
-    made: dict[str, Bench] = {}
+    """A `Bench` with an engine on a home of its own; one a model, dtype and session."""
+    made: dict[tuple[str, str], Bench] = {}
 
-    def bench(name: str) -> Bench:
-        if name not in made:
+    def bench(name: str, dtype: str = "float32") -> Bench:
+        if (name, dtype) not in made:
             home = judged(tmp_path_factory.mktemp(f"bench-{name}") / "home")
-            engine = Engine.open(str(model_folder(name)), home=home, device="cpu", dtype="float32")
-            made[name] = Bench(name, model_folder(name), engine)
-        return made[name]
+            engine = Engine.open(str(model_folder(name)), home=home, device="cpu", dtype=dtype)
+            made[name, dtype] = Bench(name, model_folder(name), engine)
+        return made[name, dtype]
 
     yield bench
     for held in made.values():

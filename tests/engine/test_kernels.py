@@ -160,6 +160,7 @@ class Case:
         (codec, shape, DTYPES[(across + down) % 2])
         for across, codec in enumerate(CODECS)
         for down, shape in enumerate(SHAPES)
+        if (across + down) % 3 != 2  # pairs enough of a codec and a shape
     ],
 )
 def test_spans_are_unpacked_rotated_and_placed_by_one_launch(codec, shape, dtype):
@@ -251,12 +252,11 @@ def compiled(kernel, dtype, shape, capability, **options):
     source = ASTSource(kernel, signature, constants)
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
 
-for capability, most in (80, 163 << 10), (90, 227 << 10):
-    for count in 1, 100, 1000:
-        rows, keys, warps, stages = rows_attention.blocks_of(count, 128, True)
-        shape = {"D": 128, "M": rows, "N": keys, "WINDOWED": count == 100}
-        shared = compiled(rows_attention._attend, "bf16", shape, capability, num_warps=warps, num_stages=stages)
-        assert shared <= most, (capability, count, shared)
+for capability, most, count in (80, 163 << 10, 1), (80, 163 << 10, 1000), (90, 227 << 10, 100):
+    rows, keys, warps, stages = rows_attention.blocks_of(count, 128, True)
+    shape = {"D": 128, "M": rows, "N": keys, "WINDOWED": count == 100}
+    shared = compiled(rows_attention._attend, "bf16", shape, capability, num_warps=warps, num_stages=stages)
+    assert shared <= most, (capability, count, shared)
 shape = {"SIZE": 128, "VALUE_SIZE": 128, "PAIRS": 64, "INTERLEAVED": False, "M": 16}
 shape |= {"K2": 128, "V2": 128, "P2": 64}
 for packing in placement.PACKINGS.values():
