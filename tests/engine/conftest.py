@@ -1,5 +1,6 @@
 """Tiny models on disk, and engines on private homes."""
 
+import copy
 import gc
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,18 @@ def bench(request, bench_for):
 @pytest.fixture
 def llama(bench_for):
     return bench_for("llama")
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """That of the models which add no begin token, where no engine is needed."""
+    return tiny_models.make_tokenizer(adds_bos=False)
+
+
+@pytest.fixture
+def own_tokenizer(tokenizer):
+    """A copy, whose template may be replaced."""
+    return copy.deepcopy(tokenizer)
 
 
 @pytest.fixture
