@@ -4,6 +4,7 @@ import hashlib
 
 import pytest
 from benches import make_prompt, make_text, watch_lock
+from doubles import raising
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.selection import METHODS
@@ -143,7 +144,7 @@ def test_after_a_kill_the_next_call_deletes_the_kv(fresh, monkeypatch, how):
     engine = fresh.engine
     engine.encode([make_text(1)], node_ids=["a"])
     with monkeypatch.context() as killed:
-        killed.setattr(engine.store, "delete", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+        killed.setattr(engine.store, "delete", raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             engine.forget(["a"]) if how == "forget" else engine.encode([make_text(2)], node_ids=["a"])
     assert engine.store.stats().entries == 1

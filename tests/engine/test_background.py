@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 from benches import make_prompt, make_text, watch_lock
+from doubles import raising
 from gguf.gguf_reader import GGUFReader
-from waiting import SOON_S, until
+from waiting import SOON_S, started, until
 
 from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.engine.encode import ChunkEncoder
@@ -102,8 +103,7 @@ def test_cancelling_does_not_wait_for_an_idle_device(fresh):
         stopped.set()
 
     with engine.runtime.queue.turn():
-        work = threading.Thread(target=encode, daemon=True)
-        work.start()
+        work = started(encode)
         assert stopped.wait(SOON_S)
     work.join(60)
 
@@ -191,9 +191,7 @@ def test_a_named_node_that_is_replaced_while_its_question_is_answered_stays_repl
 
 @pytest.mark.parametrize("method", ["get", "put_many"])
 def test_a_question_that_names_passages_is_answered_if_the_disk_fails(fresh, monkeypatch, caplog, method):
-    def fail(*given):
-        raise StoreFullError("the disk is full")
-
+    fail = raising(StoreFullError("the disk is full"))
     monkeypatch.setattr(type(fresh.engine.runtime.nodes), method, fail)
     prompt = Prompt([Literal("Passages: "), Chunk(TEXTS[0], "theirs"), Literal(" Where?")])
     assert fresh.engine.prefill(prompt).report.misses == 1
@@ -205,10 +203,7 @@ def test_an_answer_is_given_if_what_was_left_unstored_cannot_be_looked_up(fresh,
     """The error came after the last token, and the answer was lost."""
     engine = fresh.engine
     assert engine.gate.passed
-
-    def fail(*given):
-        raise StoreError("the node index is locked")
-
+    fail = raising(StoreError("the node index is locked"))
     monkeypatch.setattr(type(engine.runtime.nodes), "get", fail)
     unstored = engine.home / f"unstored-{engine.runtime.fingerprint.digest[:16]}.json"
     unstored.write_text('{"default": ["node-0"]}')
@@ -243,10 +238,7 @@ def test_a_full_store_is_logged_in_a_line_and_nothing_is_encoded(fresh_bench_for
     prompt, encoded = engine.tokenize(make_prompt(TEXTS[:2])), []
     engine.prefill(prompt, method="full")  # loads the model, and has nothing encoded
     encode, usage = ChunkEncoder.encode, shutil.disk_usage(engine.home)
-
-    def refused(*_) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    refused = raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     monkeypatch.setattr(ChunkEncoder, "encode", lambda *given: (encoded.append(0), encode(*given))[1])
     with monkeypatch.context() as disk:
         if full != "budget":
@@ -321,8 +313,7 @@ def test_a_question_does_not_wait_for_a_passage(fresh):
     def is_cancelled() -> bool:
         """At the first layer of the first passage a question comes; the layer ends when it is in the queue."""
         if not asking_now:
-            asking_now.append(threading.Thread(target=ask))
-            asking_now[0].start()
+            asking_now.append(started(ask))
             while engine.runtime.queue.inside < 2:
                 answered.wait(0.01)
         return False
@@ -427,8 +418,7 @@ def answering(engine, token):
                 token()
                 turn.between_tokens()
 
-    other = threading.Thread(target=answer, daemon=True)
-    other.start()
+    other = started(answer)
     try:
         yield
     finally:

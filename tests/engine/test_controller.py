@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from benches import PREFIX, StagedTransfers, largest_error, make_prompt, make_text
+from doubles import raising
 
 from ragblend import Engine
 from ragblend.engine import background_work, controller, prefill, profiling
@@ -289,10 +290,7 @@ def test_a_profile_survives_the_disk_and_a_broken_one_is_named(tmp_path):
 def test_a_full_disk_keeps_the_profile_that_is_there(tmp_path, monkeypatch):
     path = tmp_path / "p.json"
     profile().save(path)
-
-    def full(*given):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = raising(OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(controller, "replace_durably", full)
     with pytest.raises(StoreError, match="No space left"):
         profile().save(path)

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from benches import StagedTransfers, make_prompt, make_text
+from doubles import raising
 
 from ragblend.engine.cache import FusedLayer
 from ragblend.engine.loader import StagedLoader
@@ -152,9 +153,7 @@ def test_available_memory_respects_the_containers_limit(tmp_path):
 
 
 def test_out_of_memory_while_loading_is_not_reported_as_damage(fresh, monkeypatch):
-    def full(*args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
+    full = raising(torch.OutOfMemoryError("CUDA out of memory"))
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", full)
     with pytest.raises(DeviceError, match="too little memory on cpu for the model in"):
         load(fresh.engine.runtime.folder, torch.device("cpu"), "float32")

@@ -6,6 +6,7 @@ import threading
 import huggingface_hub.constants
 import pytest
 from hub_server import serve_hub
+from waiting import started
 
 from ragblend.engine.model import hub
 from ragblend.engine.model.checkpoints import find_model
@@ -69,8 +70,7 @@ def test_a_stopped_download_is_incomplete_and_resumes(model, use):
                 hub.download(NAME, watch, stop)
             ended.append(True)
 
-        thread = threading.Thread(target=fetch)
-        thread.start()
+        thread = started(fetch)
         assert arrived.wait(60)
         stop.set()
         server.go_on.set()

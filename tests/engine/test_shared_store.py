@@ -8,7 +8,7 @@ import torch
 from benches import largest_error, make_prompt, make_text
 from shared_servers import RedisNames, free_port, proxy_to
 from test_controller import profile
-from waiting import SOON_S
+from waiting import SOON_S, started
 
 from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
@@ -325,8 +325,7 @@ def test_a_deletion_holds_no_lock_while_it_waits_for_the_shared_store(redis, fre
             passed.set()
 
     def withdrawing(keys) -> None:
-        asking = threading.Thread(target=question, daemon=True)
-        asking.start()
+        asking = started(question)
         assert passed.wait(SOON_S)
         asking.join()
         withdraw(keys)

@@ -5,6 +5,7 @@ import time
 
 import pytest
 from benches import make_prompt, make_text
+from doubles import raising
 
 from ragblend.engine import engine as engine_module
 from ragblend.engine.scheduling import speculation
@@ -169,9 +170,7 @@ def test_another_request_gets_the_device_after_a_layer(fresh, reads):
 
 
 def test_a_failure_of_reading_ahead_is_ignored(fresh, monkeypatch):
-    def fails(*_, **__):
-        raise RuntimeError("no memory left")
-
+    fails = raising(RuntimeError("no memory left"))
     want = expected(fresh, RIGHT)
     monkeypatch.setattr(speculation, "prefill", fails)
     assert answered(fresh, [RIGHT, RIGHT]) == want

@@ -8,6 +8,7 @@ import sqlite3
 from dataclasses import replace
 
 import pytest
+from doubles import raising
 
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, UsageError
@@ -223,10 +224,7 @@ def test_kv_of_another_geometry_or_start_is_damage(open_store, root, sample, sam
 def test_too_many_open_files_are_a_miss_and_no_damage(store, sample, same, monkeypatch):
     key, chunk = sample(1)
     store.put(key, chunk)
-
-    def refused(*args, **more):
-        raise OSError(errno.EMFILE, "Too many open files")
-
+    refused = raising(OSError(errno.EMFILE, "Too many open files"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refused)
         assert store.get(key, chunk.token_ids) is None

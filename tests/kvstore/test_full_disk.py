@@ -5,6 +5,7 @@ import os
 import sqlite3
 
 import pytest
+from doubles import raising
 
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.errors import StoreError, StoreFullError, StoreLockedError
@@ -160,9 +161,7 @@ def test_values_can_be_deleted_on_a_full_disk(store, sample, monkeypatch):
 
 
 def test_an_interrupted_put_leaves_no_file(store, sample, root, monkeypatch):
-    def interrupted(*args, **more):
-        raise KeyboardInterrupt
-
+    interrupted = raising(KeyboardInterrupt)
     with monkeypatch.context() as patch:
         patch.setattr("ragblend.kvstore.index.Index.set", interrupted)
         with pytest.raises(KeyboardInterrupt):

@@ -4,16 +4,19 @@ import errno
 import gc
 import os
 import stat
-import threading
+import time
 from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 import torch
+from doubles import raising
+from waiting import SOON_S, started
 
 from ragblend.kvstore.blob import Blob
-from ragblend.kvstore.errors import StoreError, StoreFormatError, StoreFullError
+from ragblend.kvstore.errors import StoreError, StoreFormatError, StoreFullError, StoreLockedError
 from ragblend.kvstore.index import Index
+from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.store import KVStore
 
 
@@ -110,10 +113,7 @@ def test_a_hit_writes_nothing(store, sample, root, monkeypatch):
     paths = [path for path in root.rglob("*") if not path.name.endswith("-shm")]
     for path in paths:
         os.utime(path, (1, 1))
-
-    def never(*args):
-        raise AssertionError("a hit must not write")
-
+    never = raising(AssertionError("a hit must not write"))
     for name in ("fsync", "fdatasync", "write", "rename", "replace"):
         monkeypatch.setattr(os, name, never)
     for _ in range(20):
@@ -261,10 +261,7 @@ def test_repair_keeps_values_that_it_cannot_open_now(store, sample, monkeypatch)
     samples = [sample(seed) for seed in range(3)]
     for each in samples:
         store.put(*each)
-
-    def refused(*given):
-        raise OSError(errno.EMFILE, "Too many open files")
-
+    refused = raising(OSError(errno.EMFILE, "Too many open files"))
     with monkeypatch.context() as patched:
         patched.setattr("ragblend.kvstore.upkeep.open_verified", refused)
         assert {problem.kind for problem in store.repair()} == {"out-of-reach"}
@@ -330,8 +327,7 @@ def test_ended_threads_keep_no_file_of_the_index_open(store, sample, root):
     try:
         counts = []
         for _ in range(8):
-            thread = threading.Thread(target=lambda: store.contains(key))
-            thread.start()
+            thread = started(lambda: store.contains(key))
             thread.join()
             counts.append(opened())
     finally:
@@ -388,3 +384,36 @@ def test_a_file_in_place_of_the_folder_is_reported(open_store, root):
     root.write_text("not a folder")
     with pytest.raises(StoreError, match="kv"):
         open_store()
+
+
+# --- the lock
+
+
+def test_a_held_lock_is_reported_after_the_timeout(root, open_store, sample, monkeypatch):
+    monkeypatch.setattr("ragblend.kvstore.upkeep.TIMEOUT_S", 0.1)
+    store = open_store()
+    other = WriterLock(root / "write.lock", 1)  # another descriptor stands for another process
+    with other.hold():
+        assert store.contains(sample(1)[0]) is False  # readers do not wait
+        with pytest.raises(StoreLockedError, match=f"process {os.getpid()} on"):
+            store.put(*sample(1))
+        with pytest.raises(StoreLockedError):
+            KVStore.open(root, 1)
+    other.close()
+    store.put(*sample(1))
+
+
+def test_the_lock_is_exclusive_and_reentrant(tmp_path):
+    lock, order = WriterLock(tmp_path / "lock", 5), []
+
+    def second():
+        with lock.hold():
+            order.append("second")
+
+    with lock.hold(), lock.hold():
+        thread = started(second)
+        time.sleep(0.05)
+        order.append("first")
+    thread.join(SOON_S)
+    lock.close()
+    assert order == ["first", "second"]
