@@ -28,8 +28,7 @@ def written(blob: Blob) -> bytes:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("tokens", [1, 5, 64])
 def test_round_trip_is_bit_exact(store, sample, same, dtype, tokens):
-    key, chunk = sample(1, tokens, Geometry(3, 2, 4, 6, dtype))
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 1, tokens, Geometry(3, 2, 4, 6, dtype))
     assert same(store.get(key, chunk.token_ids), chunk)
 
 

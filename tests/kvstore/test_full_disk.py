@@ -59,8 +59,7 @@ def test_a_failed_put_changes_nothing(open_store, sample, same, root, name, at, 
 
 def test_a_file_system_without_preallocation_works(store, sample, same, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", failing(os.posix_fallocate, 1, errno.EOPNOTSUPP))
-    key, chunk = sample(1)
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 1)
     assert same(store.get(key, chunk.token_ids), chunk)
 
 

@@ -34,8 +34,7 @@ def bits(tensor):
 
 def test_short_reads_are_continued(store, sample, same, monkeypatch):
     """preadv may stop anywhere: here after 7 bytes, in the middle of a head and of a number."""
-    key, chunk = sample(2)
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 2)
     whole = os.preadv
 
     def short(fd, buffers, offset):
@@ -46,8 +45,7 @@ def test_short_reads_are_continued(store, sample, same, monkeypatch):
 
 
 def test_more_buffers_than_one_preadv_takes(store, sample, same, monkeypatch):
-    key, chunk = sample(3, 2, Geometry(2, 9, 4, 4, "bfloat16"))
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 3, 2, Geometry(2, 9, 4, 4, "bfloat16"))
     lengths = []
     whole = os.preadv
 
@@ -62,8 +60,7 @@ def test_more_buffers_than_one_preadv_takes(store, sample, same, monkeypatch):
 
 
 def test_threads_read_different_layers_at_once(store, sample):
-    key, chunk = sample(5, 40, Geometry(12, 2, 8, 8, "bfloat16"))
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 5, 40, Geometry(12, 2, 8, 8, "bfloat16"))
     buffers = [fused_buffers(chunk.geometry, 40) for _ in range(12)]
     with store.open_chunk(key, chunk.token_ids) as reader, ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda layer: reader.read_layer(layer, *buffers[layer]), list(range(12)) * 3))
@@ -73,8 +70,7 @@ def test_threads_read_different_layers_at_once(store, sample):
 
 
 def test_damage_of_a_later_layer_is_counted_once_and_becomes_a_miss(store, sample, value_path):
-    key, chunk = sample(9)
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 9)
     with store.open_chunk(key, chunk.token_ids) as reader:
         with value_path(key).open("r+b") as file:
             file.seek(reader.header.layer_offset(1))
@@ -92,8 +88,7 @@ def test_damage_of_a_later_layer_is_counted_once_and_becomes_a_miss(store, sampl
 
 
 def test_a_file_truncated_under_an_open_reader_is_damage(store, sample, value_path):
-    key, chunk = sample(10)
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 10)
     with store.open_chunk(key, chunk.token_ids) as reader:
         os.truncate(value_path(key), reader.header.layer_offset(2) + 3)
         with pytest.raises(CorruptBlobError, match="ends after 3 of"):
@@ -101,8 +96,7 @@ def test_a_file_truncated_under_an_open_reader_is_damage(store, sample, value_pa
 
 
 def test_io_errors_are_damage(store, sample, monkeypatch):
-    key, chunk = sample(11)
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 11)
 
     read = os.preadv
 
@@ -120,8 +114,7 @@ def test_io_errors_are_damage(store, sample, monkeypatch):
 
 def test_close_waits_for_running_reads(store, sample, monkeypatch):
     """Else the descriptor's number could be another file's while preadv still uses it."""
-    key, chunk = sample(12)
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 12)
     reader = store.open_chunk(key, chunk.token_ids)
     inside, go_on, whole = threading.Event(), threading.Event(), os.preadv
 
@@ -152,8 +145,7 @@ def open_values(root):
 
 
 def test_readers_close_their_files(store, root, sample):
-    key, chunk = sample(13)
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 13)
     with store.open_chunk(key, chunk.token_ids):
         assert open_values(root) == 1
     for _ in range(5):
@@ -168,8 +160,7 @@ def test_readers_close_their_files(store, root, sample):
 def test_will_need_reads_ahead_only_that_file(store, sample, value_path, monkeypatch):
     asked = []
     for seed in (1, 2):
-        key, chunk = sample(seed)
-        store.put(key, chunk)
+        key, _ = sample.put(store, seed)
     monkeypatch.setattr(
         os, "posix_fadvise", lambda fd, *rest: asked.append((os.readlink(f"/proc/self/fd/{fd}"), *rest))
     )

@@ -81,10 +81,8 @@ def test_a_put_evicts_what_it_needs_and_few_values_more(open_store, sample, at_o
 
 
 def test_gc_evicts_down_to_a_lowered_budget(open_store, sample, at_once):
-    samples = [sample(seed) for seed in range(2 * at_once + 9)]
     store = open_store()
-    for each in samples:
-        store.put(*each)
+    samples = sample.put_many(store, 2 * at_once + 9)
     size = store.stats().bytes // len(samples)
     store.budget_bytes = 5 * size
     report = store.gc()
@@ -107,8 +105,7 @@ def test_a_value_larger_than_the_budget_is_refused_and_changes_nothing(open_stor
 
 
 def test_a_hit_writes_nothing(store, sample, root, monkeypatch):
-    key, chunk = sample(1)
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 1)
     store.get(key, chunk.token_ids)
     paths = [path for path in root.rglob("*") if not path.name.endswith("-shm")]
     for path in paths:
@@ -128,8 +125,7 @@ def test_all_files_are_private_whatever_the_umask(root, sample):
     before = os.umask(0)
     try:
         store = KVStore.open(root, 1 << 30)
-        key, chunk = sample(1)
-        store.put(key, chunk)
+        key, chunk = sample.put(store, 1)
         store.get(key, chunk.token_ids)
         (root / "values" / key.digest[:2]).iterdir()
         modes = modes_below(root.parent)
@@ -187,8 +183,7 @@ def test_several_values_are_deleted_in_one_transaction(store, sample, root, monk
 
 
 def test_a_file_that_cannot_be_deleted_is_an_error(store, sample, root, monkeypatch):
-    key, chunk = sample(1)
-    store.put(key, chunk)
+    key, _ = sample.put(store, 1)
 
     def refused(path, **more):
         raise OSError(30, "Read-only file system")
@@ -205,8 +200,7 @@ def test_check_names_every_kind_of_problem(store, sample, root, value_path, rows
     keys = {}
     kinds = ["missing-file", "bad-length", "bad-header", "bad-layer", "wrong-key", "open-to-others"]
     for seed, kind in enumerate(kinds):
-        key, chunk = sample(seed, 4 + seed)
-        store.put(key, chunk)
+        key, _ = sample.put(store, seed, 4 + seed)
         keys[kind] = (key, value_path(key))
     other = sample(50, 8)
     store.put(*other)
@@ -241,9 +235,7 @@ def test_check_names_every_kind_of_problem(store, sample, root, value_path, rows
 
 
 def test_repair_removes_damage_and_keeps_sound_values(store, sample, same, root, value_path):
-    good, cut = sample(1), sample(2)
-    store.put(*good)
-    store.put(*cut)
+    good, cut = sample.put_many(store, 1, 3)
     data = bytearray(value_path(cut[0]).read_bytes())
     data[-1] ^= 1
     value_path(cut[0]).write_bytes(data)
@@ -258,9 +250,7 @@ def test_repair_removes_damage_and_keeps_sound_values(store, sample, same, root,
 
 def test_repair_keeps_values_that_it_cannot_open_now(store, sample, monkeypatch):
     """Too many open files, say, or a file of another user's: it tells nothing of the value."""
-    samples = [sample(seed) for seed in range(3)]
-    for each in samples:
-        store.put(*each)
+    sample.put_many(store, 3)
     refused = raising(OSError(errno.EMFILE, "Too many open files"))
     with monkeypatch.context() as patched:
         patched.setattr("ragblend.kvstore.upkeep.open_verified", refused)
@@ -276,9 +266,7 @@ def test_waiting_for_the_lock_of_a_closed_store_is_an_error(store):
 
 
 def test_gc_removes_leftovers_and_values_not_to_keep(store, sample, root, value_path):
-    samples = [sample(seed) for seed in range(3)]
-    for each in samples:
-        store.put(*each)
+    samples = sample.put_many(store, 3)
     path = value_path(samples[0][0])
     (root / "quarantine" / "evidence").write_bytes(b"12345")
     path.with_suffix(".tmp").write_bytes(b"123")
@@ -296,8 +284,7 @@ def test_gc_removes_leftovers_and_values_not_to_keep(store, sample, root, value_
 
 
 def test_using_a_closed_store_is_an_error(store, sample):
-    key, chunk = sample(1)
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 1)
     reader = store.open_chunk(key, chunk.token_ids)
     store.close()
     store.close()
@@ -316,8 +303,7 @@ def test_using_a_closed_store_is_an_error(store, sample):
 
 def test_ended_threads_keep_no_file_of_the_index_open(store, sample, root):
     """A server answers each request in a thread of its own, and sqlite3's cycles wait for the garbage collector."""
-    key, chunk = sample(1)
-    store.put(key, chunk)
+    key, _ = sample.put(store, 1)
 
     def opened():
         links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]

@@ -213,8 +213,7 @@ def tier_of(store, key, chunk):
 
 
 def test_used_values_are_promoted_one_tier_at_a_time(tiered, sample, same):
-    key, chunk = sample(1)
-    tiered.put(key, chunk)
+    key, chunk = sample.put(tiered, 1)
     for expected in ("disk", "memory", "device", "device"):
         assert tier_of(tiered, key, chunk) == expected
         assert same(tiered.get(key, chunk.token_ids), chunk)
@@ -226,8 +225,7 @@ def test_used_values_are_promoted_one_tier_at_a_time(tiered, sample, same):
 def test_eviction_from_memory_leaves_the_disk_alone(tiered, sample, same, root):
     memory = tiered.tiers[1]
     for seed in range(3):
-        key, chunk = sample(seed)
-        tiered.put(key, chunk)
+        key, chunk = sample.put(tiered, seed)
         files = {path: path.stat().st_mtime_ns for path in value_files_of(root)}
         memory.budget_bytes = chunk.nbytes
         tiered.promote(key, chunk.token_ids)
@@ -240,8 +238,7 @@ def test_eviction_from_memory_leaves_the_disk_alone(tiered, sample, same, root):
 
 @pytest.mark.parametrize("how", ["delete", "gc", "elsewhere", "eviction"])
 def test_values_deleted_on_the_disk_are_not_served_from_memory(tiered, sample, root, how):
-    key, chunk = sample(1)
-    tiered.put(key, chunk)
+    key, chunk = sample.put(tiered, 1)
     tiered.promote(key, chunk.token_ids)
     assert tier_of(tiered, key, chunk) == "memory"
     if how == "delete":
@@ -270,8 +267,7 @@ def test_a_new_value_replaces_the_copy_in_memory(tiered, sample, same):
 
 
 def test_damaged_values_are_not_promoted(tiered, sample, value_path):
-    key, chunk = sample(1)
-    tiered.put(key, chunk)
+    key, chunk = sample.put(tiered, 1)
     path = value_path(key)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -283,8 +279,7 @@ def test_damaged_values_are_not_promoted(tiered, sample, value_path):
 
 
 def test_memory_serves_values_whose_file_is_gone(tiered, sample, same, value_path):
-    key, chunk = sample(1)
-    tiered.put(key, chunk)
+    key, chunk = sample.put(tiered, 1)
     tiered.promote(key, chunk.token_ids)
     value_path(key).unlink()
     assert same(tiered.get(key, chunk.token_ids), chunk)
