@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 from benches import make_prompt, make_text, watch_lock
-from doubles import raising
+from doubles import raising, watch
 from gguf.gguf_reader import GGUFReader
 from waiting import SOON_S, started, until
 
@@ -38,6 +38,11 @@ def entered(bench):
 def asking(texts, nodes):
     chunks = [Chunk(text, node, entered=True) for text, node in zip(texts, nodes, strict=True)]
     return Prompt([Literal("Passages: "), *chunks, Literal(" Where?")])
+
+
+def naming(text):
+    """A question about a passage that a framework names, and that was never entered."""
+    return Prompt([Literal("Passages: "), Chunk(text, "theirs"), Literal(" Where?")])
 
 
 def test_nodes_are_entered_without_the_weights(model_folder, tmp_path):
@@ -161,40 +166,35 @@ def test_kv_encoded_for_a_question_is_deleted_with_its_node(fresh):
     assert fresh.engine.store.stats().entries == 0
 
 
-def test_a_named_node_that_is_deleted_while_its_question_is_answered_stays_deleted(fresh, watch_layers):
-    """It came back after the answer, with KV that nobody would delete again."""
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_named_node_stays_deleted_or_replaced_if_its_question_is_answered_meanwhile(
+    fresh, watch_layers, replaced
+):
+    """It came back with KV that nobody would delete again; or questions by its id got the old text, without a word."""
     engine, layers = fresh.engine, []
-    prompt = Prompt([Literal("Passages: "), Chunk(TEXTS[0], "theirs"), Literal(" Where?")])
     assert engine.gate.passed
-    watch_layers(
-        fresh, lambda layer, *more: layers.append(layer) or (layers == [0] and engine.forget(["theirs"]))
-    )
-    assert engine.prefill(prompt).report.misses == 1
-    assert engine.finish_background(60)
-    assert engine.store.stats().entries == 0 and engine.runtime.nodes.keys() == set()
 
+    def change(layer, *more):
+        layers.append(layer)
+        if layers == [0]:
+            engine.enter(TEXTS[1:2], ["theirs"]) if replaced else engine.forget(["theirs"])
 
-def test_a_named_node_that_is_replaced_while_its_question_is_answered_stays_replaced(fresh, watch_layers):
-    """Questions by its id then got the old text, without a word."""
-    engine, layers = fresh.engine, []
-    prompt = Prompt([Literal("Passages: "), Chunk(TEXTS[0], "theirs"), Literal(" Where?")])
-    assert engine.gate.passed
-    watch_layers(
-        fresh,
-        lambda layer, *more: layers.append(layer) or (layers == [0] and engine.enter(TEXTS[1:2], ["theirs"])),
-    )
-    engine.prefill(prompt)
+    watch_layers(fresh, change)
+    assert engine.prefill(naming(TEXTS[0])).report.misses == 1
     assert engine.finish_background(60)
-    found, new = (engine.tokenize(Prompt([each])) for each in (Chunk(node_id="theirs"), Chunk(TEXTS[1])))
-    assert found.token_ids == new.token_ids and engine.store.stats().entries == 0
+    assert engine.store.stats().entries == 0
+    if replaced:
+        found, new = (engine.tokenize(Prompt([each])) for each in (Chunk(node_id="theirs"), Chunk(TEXTS[1])))
+        assert found.token_ids == new.token_ids
+    else:
+        assert engine.runtime.nodes.keys() == set()
 
 
 @pytest.mark.parametrize("method", ["get", "put_many"])
 def test_a_question_that_names_passages_is_answered_if_the_disk_fails(fresh, monkeypatch, caplog, method):
     fail = raising(StoreFullError("the disk is full"))
     monkeypatch.setattr(type(fresh.engine.runtime.nodes), method, fail)
-    prompt = Prompt([Literal("Passages: "), Chunk(TEXTS[0], "theirs"), Literal(" Where?")])
-    assert fresh.engine.prefill(prompt).report.misses == 1
+    assert fresh.engine.prefill(naming(TEXTS[0])).report.misses == 1
     assert fresh.engine.finish_background(60) and fresh.engine.store.stats().entries == 0
     assert [each.getMessage()[-16:] for each in caplog.records] == ["the disk is full"]
 
@@ -339,24 +339,19 @@ def test_a_node_that_is_forgotten_while_a_framework_encodes_gets_no_kv(fresh):
     assert fresh.engine.store.stats().entries == 0
 
 
-def test_the_bundled_model_is_not_converted_for_its_tokenizer(tmp_path):
-    """Two minutes went by before the first document was cut."""
+def test_for_its_tokenizer_the_bundled_model_is_parsed_once_and_not_converted(tmp_path, monkeypatch):
+    """Two minutes went by before the first document was cut, of which three seconds each for three parses."""
+    parsed = []
+    watch(monkeypatch, GGUFReader, "__init__", lambda *given: parsed.append(given))
     engine = Engine.open(home=tmp_path, device="cpu", dtype="float32")
     engine.enter(TEXTS, NODES)
     assert engine.count_tokens(TEXTS[0]) > 0 and engine.needs_conversion
     made = [path.name for path in (tmp_path / "models").iterdir() if path.is_dir()]
     assert len(made) == 1 and made[0].endswith("-tokenizer")
     engine.close()
-
-
-def test_a_gguf_is_parsed_once_in_a_process(tmp_path, monkeypatch):
-    """transformers parsed its vocabulary three times to convert one model, for three seconds each."""
-    parsed, parse = [], GGUFReader.__init__
-    monkeypatch.setattr(
-        GGUFReader, "__init__", lambda self, *given: parsed.append(given) or parse(self, *given)
+    assert list(
+        convert_gguf_tokenizer(find_model("default"), tmp_path / "2", "float32").glob("tokenizer.json")
     )
-    for home in (tmp_path / "first", tmp_path / "second"):
-        assert list(convert_gguf_tokenizer(find_model("default"), home, "float32").glob("tokenizer.json"))
     assert len(parsed) <= 1, "none if another test has it parsed"
 
 

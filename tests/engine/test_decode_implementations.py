@@ -367,28 +367,98 @@ SAMPLED = {"temperature": 1.2, "seed": 3, "top_p": 0.9, "top_k": 50, "repetition
 PENALIZED = {"presence_penalty": 0.4, "frequency_penalty": 1.5, "logit_bias": {300: 3.0, 20: -100}}
 REPEATED = Grammar("start: /(the harbour master kept two ledgers; )*/", is_closed=False)
 SCHEMA = json_grammar({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
+PROMPT = make_prompt(TEXTS)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        SAMPLED,
-        PENALIZED,
-        {"keep_tokens": 20},
-        {"grammar": SCHEMA},
-        {"grammar": SCHEMA} | SAMPLED | PENALIZED,
-        {"method": "probe-shift", "ratio": 0.3},
-        {"max_new_tokens": 300},
-    ],
-    ids=lambda options: " ".join(options) or "greedy",
-)
-def test_both_implementations_generate_the_same_tokens(both, stored, options):
-    options = {"max_new_tokens": 30, "method": "full"} | options
-    told = both(lambda engine: engine.generate(make_prompt(TEXTS), **options).token_ids)
-    assert told[0] == told[1] and len(told[0]) > 3
-    if options == {"max_new_tokens": 30, "method": "full"}:
-        assert list(told[1]) == stored.answer(make_prompt(TEXTS), 30)
+def said(**options):
+    """The tokens of an answer by these options, of which there are more than three."""
+
+    def answer(engine):
+        found = engine.generate(PROMPT, **{"max_new_tokens": 30, "method": "full"} | options).token_ids
+        assert len(found) > 3
+        return found
+
+    return answer
+
+
+def called(is_forced):
+    """The tokens of an answer that may call a tool, or must."""
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": parameters}}]
+
+    def answer(engine):
+        tokenizer = copy.deepcopy(engine.tokenizer)
+        tokenizer.chat_template = TOOLS_TEMPLATE
+        grammar = tools_grammar(call_format(tokenizer, "tiny"), tools, is_forced=is_forced, is_parallel=True)
+        found = engine.generate(PROMPT, max_new_tokens=60, grammar=grammar)
+        assert found.text.startswith("<tool_call>") == is_forced
+        return found.token_ids
+
+    return answer
+
+
+def streamed(engine):
+    whole = engine.generate(PROMPT, max_new_tokens=40).text
+    stop = whole[len(whole) // 2 :][:3]
+    pieces = list(engine.stream(PROMPT, max_new_tokens=40, stop=[stop]))
+    assert "".join(pieces) == whole[: whole.index(stop)] and len(pieces) > 3
+    return pieces
+
+
+def continued(engine):
+    session = Session()
+    first = engine.stream(PROMPT, session=session, max_new_tokens=9).result
+    more = Prompt([*first.prompt.segments, Literal("", first.token_ids[:-1]), Literal("And then?")])
+    second = engine.stream(more, session=session, max_new_tokens=9).result
+    assert second.report.tokens.reused > 100
+    return first.token_ids, second.token_ids, second.report.tokens, session.tokens
+
+
+def cancelled(engine):
+    event, pieces = threading.Event(), []
+
+    def heard(piece):
+        pieces.append(piece)
+        if len(pieces) == 3:
+            event.set()
+
+    with pytest.raises(Cancelled) as raised:
+        engine.generate(PROMPT, max_new_tokens=200, on_text=heard, cancel=event)
+    return pieces, str(raised.value)
+
+
+ANSWERS = {
+    "sampled": said(**SAMPLED),
+    "penalized": said(**PENALIZED),
+    "evicted": said(keep_tokens=20),
+    "by a schema": said(grammar=SCHEMA),
+    "by a schema, sampled and penalized": said(grammar=SCHEMA, **SAMPLED, **PENALIZED),
+    "fused": said(method="probe-shift", ratio=0.3),
+    "long": said(max_new_tokens=300),
+    "with a tool": called(is_forced=False),
+    "by a tool": called(is_forced=True),
+    "streamed": streamed,
+    "continued": continued,
+    "cancelled": cancelled,
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS.keys())
+def test_both_implementations_answer_the_same(both, answer):
+    one, other = both(answer)
+    assert one == other
+
+
+def test_both_implementations_answer_as_transformers(both, stored):
+    assert both(said()) == [tuple(stored.answer(PROMPT, 30))] * 2
+
+
+def test_both_implementations_report_the_same_logprobs(both):
+    told = both(lambda engine: engine.generate(PROMPT, max_new_tokens=9, logprobs=3, **SAMPLED))
+    for one, other in zip(*(result.logprobs for result in told), strict=True):
+        assert one.token_id == other.token_id
+        assert other.logprob == pytest.approx(one.logprob, abs=1e-4)
+        assert [each[0] for each in other.most_likely] == [each[0] for each in one.most_likely]
 
 
 def test_quoting_the_prompt_takes_fewer_passes(stored, monkeypatch):
@@ -424,63 +494,6 @@ def test_guessing_stops_when_guesses_are_wrong():
     assert not lookup.propose()
     assert not PromptLookup(0, [1, 2, 3, 1, 2]).propose() and not PromptLookup(3, [1, 2, 3, 4]).propose()
     assert not PromptLookup(3, [1, 2, 3, 1, 2, 9]).propose()
-
-
-@pytest.mark.parametrize("is_forced", [False, True])
-def test_both_implementations_make_the_same_tool_calls(both, stored, is_forced):
-    tokenizer = copy.deepcopy(stored.engine.tokenizer)
-    tokenizer.chat_template = TOOLS_TEMPLATE
-    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": parameters}}]
-    grammar = tools_grammar(call_format(tokenizer, "tiny"), tools, is_forced=is_forced, is_parallel=True)
-    told = both(lambda engine: engine.generate(make_prompt(TEXTS), max_new_tokens=60, grammar=grammar))
-    assert told[0].token_ids == told[1].token_ids
-    assert told[1].text.startswith("<tool_call>") == is_forced
-
-
-def test_both_implementations_report_the_same_logprobs(both):
-    told = both(lambda engine: engine.generate(make_prompt(TEXTS), max_new_tokens=9, logprobs=3, **SAMPLED))
-    for one, other in zip(*(result.logprobs for result in told), strict=True):
-        assert one.token_id == other.token_id
-        assert other.logprob == pytest.approx(one.logprob, abs=1e-4)
-        assert [each[0] for each in other.most_likely] == [each[0] for each in one.most_likely]
-
-
-def test_both_implementations_stream_the_same_pieces(both, stored):
-    whole = stored.engine.generate(make_prompt(TEXTS), max_new_tokens=40).text
-    stop = whole[len(whole) // 2 :][:3]
-    told = both(lambda engine: list(engine.stream(make_prompt(TEXTS), max_new_tokens=40, stop=[stop])))
-    assert told[0] == told[1] and len(told[0]) > 3
-    assert "".join(told[1]) == whole[: whole.index(stop)]
-
-
-def test_both_implementations_continue_sessions_alike(both):
-    def talk(engine):
-        session = Session()
-        first = engine.stream(make_prompt(TEXTS), session=session, max_new_tokens=9).result
-        more = Prompt([*first.prompt.segments, Literal("", first.token_ids[:-1]), Literal("And then?")])
-        second = engine.stream(more, session=session, max_new_tokens=9).result
-        return first.token_ids, second.token_ids, second.report.tokens, session.tokens
-
-    told = both(talk)
-    assert told[0] == told[1] and told[0][2].reused > 100
-
-
-def test_both_implementations_cancel_at_the_same_token(both):
-    def cancelled(engine):
-        event, pieces = threading.Event(), []
-
-        def heard(piece):
-            pieces.append(piece)
-            if len(pieces) == 3:
-                event.set()
-
-        with pytest.raises(Cancelled) as raised:
-            engine.generate(make_prompt(TEXTS), max_new_tokens=200, on_text=heard, cancel=event)
-        return pieces, str(raised.value)
-
-    told = both(cancelled)
-    assert told[0] == told[1]
 
 
 # --- packed weights

@@ -82,28 +82,6 @@ def test_loading_hides_transformers_progress_bars(broken, ask, bars, capfd):
     assert "Loading weights" in capfd.readouterr().err, "others' bars were turned off for good"
 
 
-CONFIGS = ["", "{", "[]", "{}", '{"model_type": "no such thing"}']
-TOKENIZERS = [None, "", "{", '{"version": "1.0"}', '{"model": {"type": "BPE"}}']
-DAMAGES = [
-    ("config.json", None, ModelNotFoundError),
-    *[("config.json", content, (CorruptModelError, TokenizerMissingError)) for content in CONFIGS],
-    *[("tokenizer.json", content, TokenizerMissingError) for content in TOKENIZERS],
-    *[("model.safetensors", keep, CorruptModelError) for keep in (None, 0, 4, 100, 20_000, -1)],
-]
-
-
-@pytest.mark.parametrize(("name", "content", "error"), DAMAGES)
-def test_damaged_and_missing_files_are_reported(broken, ask, name, content, error):
-    """content: the file's new content; a number: its new length; None: removed."""
-    file = broken / name
-    whole = file.read_bytes()
-    file.unlink()
-    if content is not None:
-        file.write_bytes(content.encode() if isinstance(content, str) else whole[:content])
-    with pytest.raises(error, match="broken"):
-        ask(broken)
-
-
 def without_tokenizer(folder):
     for file in [*folder.glob("token*"), *folder.glob("special*"), *folder.glob("chat*")]:
         file.unlink()
@@ -121,18 +99,44 @@ def without_one_weight(folder):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    ("damage", "error", "message"),
-    [
-        (without_tokenizer, TokenizerMissingError, "no tokenizer.*copy"),
-        (with_another_shape, CorruptModelError, "broken"),
-        (without_one_weight, CorruptModelError, "broken"),
-    ],
-)
-def test_incomplete_models_are_reported(broken, ask, damage, error, message):
+def with_content(name, content):
+    """content: of that file instead; a number: its new length; None: removed."""
+
+    def damage(folder):
+        whole = (folder / name).read_bytes()
+        (folder / name).unlink()
+        if content is not None:
+            (folder / name).write_bytes(content.encode() if isinstance(content, str) else whole[:content])
+
+    return damage
+
+
+CONFIGS = ["", "{", "[]", "{}", '{"model_type": "no such thing"}']
+TOKENIZERS = [None, "", "{", '{"version": "1.0"}', '{"model": {"type": "BPE"}}']
+LENGTHS = (None, 0, 4, 100, 20_000, -1)
+UNFIT = (CorruptModelError, TokenizerMissingError)
+DAMAGES = [
+    (without_tokenizer, TokenizerMissingError, "no tokenizer.*copy"),
+    (with_another_shape, CorruptModelError, "broken"),
+    (without_one_weight, CorruptModelError, "broken"),
+    (with_content("config.json", None), ModelNotFoundError, "broken"),
+    *[(with_content("config.json", content), UNFIT, "broken") for content in CONFIGS],
+    *[(with_content("tokenizer.json", content), TokenizerMissingError, "broken") for content in TOKENIZERS],
+    *[(with_content("model.safetensors", keep), CorruptModelError, "broken") for keep in LENGTHS],
+]
+
+
+@pytest.mark.parametrize(("damage", "error", "message"), DAMAGES)
+def test_damaged_and_incomplete_models_are_reported(broken, ask, damage, error, message):
     damage(broken)
     with pytest.raises(error, match=message):
         ask(broken)
+
+
+
+
+
+
 
 
 PATHS = "/no-such-folder ./no-such-folder no-such-name folder/missing.gguf a/b/c ~nobody-of-that-name/a/model"
