@@ -118,6 +118,12 @@ def fresh(fresh_bench_for):
 
 
 @pytest.fixture
+def engine(fresh):
+    """Its engine."""
+    return fresh.engine
+
+
+@pytest.fixture
 def clock(monkeypatch):
     """The scheduler's clock, which stands still until a test sets it."""
     found = Clock()

@@ -66,8 +66,7 @@ def test_hits_are_counted_though_nobody_closes_the_engine(fresh):
         assert another_process.totals_by_tier()["disk"].hits == 6
 
 
-def test_equal_passages_count_once_and_too_long_ones_are_left_out(fresh):
-    engine = fresh.engine
+def test_equal_passages_count_once_and_too_long_ones_are_left_out(engine):
     engine.enter([TEXTS[0], TEXTS[0], " ".join(TEXTS * 40), TEXTS[1]], [*NODES[:2], "long", NODES[2]])
     nodes = [*NODES[:2], "long", "never entered", NODES[2]]
     missing = engine.missing(nodes)
@@ -157,13 +156,13 @@ def test_a_node_that_is_deleted_while_a_question_waits_gets_no_kv(fresh):
     assert engine.store.stats().entries == 0
 
 
-def test_kv_encoded_for_a_question_is_deleted_with_its_node(fresh):
+def test_kv_encoded_for_a_question_is_deleted_with_its_node(engine):
     """Of a node that a framework names and that was never encoded as such."""
     chunks = [Chunk(TEXTS[0], "theirs-0"), Chunk(TEXTS[1], "theirs-1")]
-    fresh.engine.prefill(Prompt([Literal("Passages: "), *chunks, Literal(" Where?")]))
-    assert fresh.engine.finish_background(60) and fresh.engine.store.stats().entries == 2
-    assert fresh.engine.forget(["theirs-0", "theirs-1"]) > 0
-    assert fresh.engine.store.stats().entries == 0
+    engine.prefill(Prompt([Literal("Passages: "), *chunks, Literal(" Where?")]))
+    assert engine.finish_background(60) and engine.store.stats().entries == 2
+    assert engine.forget(["theirs-0", "theirs-1"]) > 0
+    assert engine.store.stats().entries == 0
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -191,17 +190,16 @@ def test_a_named_node_stays_deleted_or_replaced_if_its_question_is_answered_mean
 
 
 @pytest.mark.parametrize("method", ["get", "put_many"])
-def test_a_question_that_names_passages_is_answered_if_the_disk_fails(fresh, monkeypatch, caplog, method):
+def test_a_question_that_names_passages_is_answered_if_the_disk_fails(engine, monkeypatch, caplog, method):
     fail = raising(StoreFullError("the disk is full"))
-    monkeypatch.setattr(type(fresh.engine.runtime.nodes), method, fail)
-    assert fresh.engine.prefill(naming(TEXTS[0])).report.misses == 1
-    assert fresh.engine.finish_background(60) and fresh.engine.store.stats().entries == 0
+    monkeypatch.setattr(type(engine.runtime.nodes), method, fail)
+    assert engine.prefill(naming(TEXTS[0])).report.misses == 1
+    assert engine.finish_background(60) and engine.store.stats().entries == 0
     assert [each.getMessage()[-16:] for each in caplog.records] == ["the disk is full"]
 
 
-def test_an_answer_is_given_if_what_was_left_unstored_cannot_be_looked_up(fresh, monkeypatch, caplog):
+def test_an_answer_is_given_if_what_was_left_unstored_cannot_be_looked_up(engine, monkeypatch, caplog):
     """The error came after the last token, and the answer was lost."""
-    engine = fresh.engine
     assert engine.gate.passed
     fail = raising(StoreError("the node index is locked"))
     monkeypatch.setattr(type(engine.runtime.nodes), "get", fail)
@@ -211,9 +209,9 @@ def test_an_answer_is_given_if_what_was_left_unstored_cannot_be_looked_up(fresh,
     assert not unstored.exists() and "the node index is locked" in caplog.text
 
 
-def test_closing_does_not_wait_for_all_that_is_queued(fresh, monkeypatch):
+def test_closing_does_not_wait_for_all_that_is_queued(engine, monkeypatch):
     """A server that was stopped encoded up to 256 passages first. The next process begins with them."""
-    engine, encode, encoded = fresh.engine, ChunkEncoder.encode, []
+    encode, encoded = ChunkEncoder.encode, []
     assert engine.gate.passed
 
     def slow(*given):
@@ -328,15 +326,15 @@ def test_a_question_does_not_wait_for_a_passage(fresh):
     assert engine.missing(NODES).node_ids == ()
 
 
-def test_a_node_that_is_forgotten_while_a_framework_encodes_gets_no_kv(fresh):
+def test_a_node_that_is_forgotten_while_a_framework_encodes_gets_no_kv(engine):
     def forget(done: int, total: int) -> None:
         if done == 1:
-            fresh.engine.forget(NODES[2:3])
+            engine.forget(NODES[2:3])
 
-    fresh.engine.encode(TEXTS, node_ids=NODES, progress=forget)
-    assert fresh.engine.store.stats().entries == 5
-    fresh.engine.forget(NODES)
-    assert fresh.engine.store.stats().entries == 0
+    engine.encode(TEXTS, node_ids=NODES, progress=forget)
+    assert engine.store.stats().entries == 5
+    engine.forget(NODES)
+    assert engine.store.stats().entries == 0
 
 
 def test_for_its_tokenizer_the_bundled_model_is_parsed_once_and_not_converted(tmp_path, monkeypatch):
@@ -355,21 +353,19 @@ def test_for_its_tokenizer_the_bundled_model_is_parsed_once_and_not_converted(tm
     assert len(parsed) <= 1, "none if another test has it parsed"
 
 
-def test_background_work_waits_for_the_answer(fresh):
+def test_background_work_waits_for_the_answer(engine):
     """What was missing is encoded by a thread that would otherwise run beside the answer's tokens."""
     idle = []
     asked = make_prompt(TEXTS)
-    fresh.engine.generate(
-        asked, max_new_tokens=6, on_text=lambda _: idle.append(fresh.engine.finish_background(0))
-    )
+    engine.generate(asked, max_new_tokens=6, on_text=lambda _: idle.append(engine.finish_background(0)))
     assert idle and all(idle)
-    assert fresh.engine.finish_background(60)
-    assert fresh.engine.prefill(asked, method="reuse").report.misses == 0
+    assert engine.finish_background(60)
+    assert engine.prefill(asked, method="reuse").report.misses == 0
 
 
-def test_an_engine_closed_after_an_answer_stays_closed(fresh):
+def test_an_engine_closed_after_an_answer_stays_closed(engine):
     """What its prompt had missed was encoded after that, on a model that was loaded anew for it."""
-    engine, session = fresh.engine, Session()
+    session = Session()
     closing = threading.Thread(target=engine.close)
 
     def show(_):
@@ -421,9 +417,9 @@ def answering(engine, token):
         other.join(60)
 
 
-def test_on_a_busy_device_a_passage_is_encoded_in_turn_and_once(fresh, monkeypatch):
+def test_on_a_busy_device_a_passage_is_encoded_in_turn_and_once(engine, monkeypatch):
     """Each question left it to be done again, in a pause that never came."""
-    engine, asked = fresh.engine, make_prompt(TEXTS[:1])
+    asked = make_prompt(TEXTS[:1])
     begun, encode, encoded = threading.Event(), LocalNodeEncoder.encode_in_background, []
     monkeypatch.setattr("ragblend.engine.nodes.PATIENCE_S", 0.0)
     monkeypatch.setattr(
@@ -438,9 +434,9 @@ def test_on_a_busy_device_a_passage_is_encoded_in_turn_and_once(fresh, monkeypat
     assert engine.prefill(asked, method="reuse").report.misses == 0
 
 
-def test_answers_go_on_while_a_framework_encodes(fresh, monkeypatch):
+def test_answers_go_on_while_a_framework_encodes(engine, monkeypatch):
     """It took the device alone for each passage: before the first it waited for all answers, and then they for it."""
-    engine, begun, tokens = fresh.engine, threading.Event(), [0]
+    begun, tokens = threading.Event(), [0]
     engine.encode(TEXTS[:1])
     monkeypatch.setattr("ragblend.engine.scheduling.queue.SLICE_S", 0.0)
 

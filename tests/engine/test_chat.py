@@ -172,8 +172,7 @@ def test_collections_share_only_the_weights(fresh_bench_for, tmp_path):
     assert two.prefill(prompt, method="reuse").report.hits == 1
 
 
-def test_a_later_store_budget_replaces_the_earlier_one(fresh, fresh_bench_for):
-    engine = fresh.engine
+def test_a_later_store_budget_replaces_the_earlier_one(engine, fresh_bench_for):
     engine.encode([make_text(1)])
     before = engine.store.stats()
     assert before.budget_bytes > before.bytes  # a share of what is free
@@ -183,11 +182,11 @@ def test_a_later_store_budget_replaces_the_earlier_one(fresh, fresh_bench_for):
     assert engine.store.stats().bytes <= before.bytes
 
 
-def test_prefetch_loads_the_model_and_reads_chunks_ahead(fresh, monkeypatch):
+def test_prefetch_loads_the_model_and_reads_chunks_ahead(engine, monkeypatch):
     read_ahead = []
     text = make_text(1)
-    (key,) = fresh.engine.encode([text]).keys
-    monkeypatch.setattr(fresh.engine.store, "read_ahead", read_ahead.append)
-    fresh.engine.prefetch([Chunk(text)])
-    assert fresh.engine.finish_background(30)
+    (key,) = engine.encode([text]).keys
+    monkeypatch.setattr(engine.store, "read_ahead", read_ahead.append)
+    engine.prefetch([Chunk(text)])
+    assert engine.finish_background(30)
     assert read_ahead == [key]

@@ -31,9 +31,8 @@ def serves(stored):
 
 
 @pytest.mark.parametrize("step", ["put", "contains", "node ids"])
-def test_closing_waits_for_the_current_chunk_of_an_encode_which_goes_on(fresh, monkeypatch, step):
+def test_closing_waits_for_the_current_chunk_of_an_encode_which_goes_on(engine, monkeypatch, step):
     """The store was closed under a put: `the KV store has been closed; open it again`, and the rest was not encoded."""
-    engine = fresh.engine
     owner, name = {
         "put": (KVStore, "put"),
         "contains": (KVStore, "contains"),

@@ -295,24 +295,24 @@ def test_packed_weights_beyond_memory_stay_on_disk(choice_for, tmp_path, verdict
     assert choice_for().is_direct() and not choice_for().needs_measurement
 
 
-def test_implementations_are_compared_after_the_answer(fresh, verdicts):
+def test_implementations_are_compared_after_the_answer(engine, verdicts):
     """And not while it lasts, nor for every answer."""
     verdicts += [FASTER]
-    choice = fresh.engine.runtime.choice if fresh.engine.gate.passed else None
-    pieces = iter(fresh.engine.stream(make_prompt(TEXTS), "full", max_new_tokens=20))
+    choice = engine.runtime.choice if engine.gate.passed else None
+    pieces = iter(engine.stream(make_prompt(TEXTS), "full", max_new_tokens=20))
     next(pieces)
     assert isinstance(choice.current, TransformersDecode)
     first = "".join(pieces)
-    assert fresh.engine.finish_background(SOON_S)
+    assert engine.finish_background(SOON_S)
     assert isinstance(choice.current, DirectDecode) and not verdicts
-    fresh.engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
-    assert fresh.engine.finish_background(SOON_S)
-    assert "".join(fresh.engine.stream(make_prompt(TEXTS), "full", max_new_tokens=20)).endswith(first)
+    engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
+    assert engine.finish_background(SOON_S)
+    assert "".join(engine.stream(make_prompt(TEXTS), "full", max_new_tokens=20)).endswith(first)
 
 
-def test_measuring_yields_to_requests_and_restarts(fresh, monkeypatch):
+def test_measuring_yields_to_requests_and_restarts(engine, monkeypatch):
     """To a question, and for good to whoever closes the model."""
-    engine, begun, let_go, times = fresh.engine, threading.Event(), threading.Event(), []
+    begun, let_go, times = threading.Event(), threading.Event(), []
 
     def measure(decoder, rows, token_ids, cancelled):
         times.append(1)
@@ -336,11 +336,11 @@ def test_measuring_yields_to_requests_and_restarts(fresh, monkeypatch):
     assert isinstance(engine.runtime.choice.current, DirectDecode)
 
 
-def test_a_failed_comparison_is_not_repeated_after_every_answer(fresh, monkeypatch, caplog):
+def test_a_failed_comparison_is_not_repeated_after_every_answer(engine, monkeypatch, caplog):
     monkeypatch.setattr(implementations, "compare_implementations", lambda *given: 1 / 0)
     for _ in range(2):
-        fresh.engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
-        assert fresh.engine.finish_background(SOON_S)
+        engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
+        assert engine.finish_background(SOON_S)
     assert sum("a background task failed" in record.message for record in caplog.records) == 1
 
 

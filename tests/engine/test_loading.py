@@ -133,12 +133,6 @@ def test_damaged_and_incomplete_models_are_reported(broken, ask, damage, error, 
         ask(broken)
 
 
-
-
-
-
-
-
 PATHS = "/no-such-folder ./no-such-folder no-such-name folder/missing.gguf a/b/c ~nobody-of-that-name/a/model"
 
 

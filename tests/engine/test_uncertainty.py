@@ -154,10 +154,8 @@ def test_earlier_turns_of_a_conversation_stay_beside_the_passage_alone():
     assert with_passage_alone(prompt, 1).segments == (prompt.segments[0], turn, FERRY, prompt.segments[-1])
 
 
-def test_view_of_a_passage_alone_is_exact(fresh):
+def test_view_of_a_passage_alone_is_exact(engine):
     """What is stored for a passage is right where it directly follows the instructions."""
-    engine = fresh.engine
-    engine.encode(TEXTS)
     begin = Literal("", engine.runtime.canonical_prefix)
     prompt = engine.tokenize(Prompt([begin, *make_prompt(TEXTS, prefix="").segments]))
     prefilled = engine.prefill(prompt, method="probe-shift")
@@ -170,6 +168,13 @@ def test_view_of_a_passage_alone_is_exact(fresh):
         ids = torch.tensor([[*alone.token_ids, *answer]])
         wanted = engine.runtime.loaded.model(ids).logits[0, -1]
         assert (logits - wanted).abs().max() < 1e-4
+
+
+@pytest.fixture
+def engine(fresh):
+    """It has the passages."""
+    fresh.engine.encode(TEXTS)
+    return fresh.engine
 
 
 class Unsure(UncertaintyCheck):
@@ -202,10 +207,9 @@ def test_after_an_uncertain_token_the_answer_is_full_prefills(fresh, monkeypatch
     assert list(result.token_ids) == exact_behind(fresh, prompt, fused.token_ids[:2], len(result.token_ids))
 
 
-def test_a_forced_end_is_whole_where_its_tokens_are_uncertain(fresh, monkeypatch):
+def test_a_forced_end_is_whole_where_its_tokens_are_uncertain(engine, monkeypatch):
     """The token is chosen twice; the way to the end went on by one each time, so that a quote was missing."""
-    engine, grammar = fresh.engine, json_grammar({"type": "array", "items": {"type": "string"}})
-    engine.encode(TEXTS)
+    grammar = json_grammar({"type": "array", "items": {"type": "string"}})
     for uncertain in range(10, 16):
 
         class UnsureThere(UncertaintyCheck):
@@ -218,10 +222,9 @@ def test_a_forced_end_is_whole_where_its_tokens_are_uncertain(fresh, monkeypatch
         assert json.loads(result.text) and len(result.token_ids) == 16, f"uncertain of token {uncertain}"
 
 
-def test_sessions_do_not_hold_rejected_tokens(fresh, monkeypatch):
+def test_sessions_do_not_hold_rejected_tokens(engine, monkeypatch):
     """Guesses that the second look turned down stood in it under the ids of what was said."""
-    engine, prompt, session = fresh.engine, make_prompt(TEXTS), Session()
-    engine.encode(TEXTS)
+    prompt, session = make_prompt(TEXTS), Session()
     monkeypatch.setattr("ragblend.engine.decoding.loop.UncertaintyCheck", Unsure)
     with engine.stream(prompt, method="probe-shift:sure=0.5", session=session, max_new_tokens=8) as stream:
         result = stream.result
@@ -229,9 +232,7 @@ def test_sessions_do_not_hold_rejected_tokens(fresh, monkeypatch):
     assert session.tokens == len(result.prompt.token_ids) + 2
 
 
-def test_exact_prompts_are_not_prefilled_again(fresh, monkeypatch):
-    engine = fresh.engine
-    engine.encode(TEXTS)
+def test_exact_prompts_are_not_prefilled_again(engine, monkeypatch):
     monkeypatch.setattr("ragblend.engine.decoding.loop.UncertaintyCheck", Unsure)
     for method, ratio in (("full", 0.15), ("exact", 0.15), ("probe-shift", 1.0), ("reuse", 0.15)):
         result = engine.generate(make_prompt(TEXTS), method=method, ratio=ratio, max_new_tokens=4)
@@ -239,10 +240,8 @@ def test_exact_prompts_are_not_prefilled_again(fresh, monkeypatch):
     assert METHODS["auto"].sure == METHODS["probe-shift"].sure > 0 == METHODS["epic"].sure
 
 
-def test_a_prefilled_prompt_can_be_decoded_again(fresh, monkeypatch):
+def test_a_prefilled_prompt_can_be_decoded_again(engine, monkeypatch):
     """The other cache is the answer's own: what is measured behind the prompt afterwards is still the method's."""
-    engine = fresh.engine
-    engine.encode(TEXTS)
     prefilled = engine.prefill(make_prompt(TEXTS), method="probe-shift")
     before = engine.continue_logits(prefilled, (5, 6, 7))
     monkeypatch.setattr("ragblend.engine.decoding.loop.UncertaintyCheck", Unsure)
