@@ -50,7 +50,7 @@ def test_logits_are_the_same_bits_whatever_is_stored(fresh_bench_for, monkeypatc
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     seeded, depths = random.Random(kind), set()
     nothing = fresh_bench_for(kind, store_budget_bytes=1)  # so that nothing enters
-    tree = fresh_bench_for(kind, store_budget_bytes=(90 if codec == "raw" else 60) * 4096, kv_codec=codec)
+    tree = fresh_bench_for(kind, store_budget_bytes=(90 if codec == "raw" else 40) * 4096, kv_codec=codec)
     tree.engine.encode(TEXTS[::2])
     for number in range(count):
         texts = seeded.choices(TEXTS, weights=[8, 5, 3, 2, 1, 1, 1], k=seeded.randint(1, 4))
