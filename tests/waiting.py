@@ -23,6 +23,13 @@ def idle(jobs, timeout_s=SOON_S):
     return until(lambda: jobs.overview().is_idle, timeout_s)
 
 
+def started(work, *arguments):
+    """A thread that does this, and that does not keep the process alive."""
+    thread = threading.Thread(target=work, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
 def at_once(*work):
     """What each of these gives, called in threads that begin together; raises what one of them raised."""
     begin = threading.Barrier(len(work))

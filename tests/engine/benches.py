@@ -137,6 +137,17 @@ def of_stored(keys, values, run, *changes, layer=0):
     return LayerChange(layer, run, *changes, stored=lambda at: (keys[:, at], values[:, at]), unrotated=None)
 
 
+class EmptyIsNaN:
+    """torch, whose `empty` is full of NaN: reading what nobody wrote becomes visible."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.empty(*args, **kwargs).fill_(float("nan"))
+
+
 class Clock:
     """Stands in for the module `time` of the scheduler. reads: how often it was asked."""
 

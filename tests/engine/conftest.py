@@ -1,5 +1,7 @@
 """Tiny models on disk, and engines on private homes."""
 
+import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from ragblend import Engine
 
 transformers_logging.disable_progress_bar()
+gc.freeze()  # torch and transformers are half a million objects, which each full collection would look through
 
 
 @pytest.fixture(scope="session")
@@ -29,15 +32,15 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def bench_for(model_folder, judged, tmp_path_factory):
-    """A `Bench` with an engine on a home of its own, in float32; one a model and session."""
-    made: dict[str, Bench] = {}
+    """A `Bench` with an engine on a home of its own; one a model, dtype and session."""
+    made: dict[tuple[str, str], Bench] = {}
 
-    def bench(name: str) -> Bench:
-        if name not in made:
+    def bench(name: str, dtype: str = "float32") -> Bench:
+        if (name, dtype) not in made:
             home = judged(tmp_path_factory.mktemp(f"bench-{name}") / "home")
-            engine = Engine.open(str(model_folder(name)), home=home, device="cpu", dtype="float32")
-            made[name] = Bench(name, model_folder(name), engine)
-        return made[name]
+            engine = Engine.open(str(model_folder(name)), home=home, device="cpu", dtype=dtype)
+            made[name, dtype] = Bench(name, model_folder(name), engine)
+        return made[name, dtype]
 
     yield bench
     for held in made.values():
@@ -71,6 +74,18 @@ def llama(bench_for):
     return bench_for("llama")
 
 
+@pytest.fixture(scope="session")
+def tokenizer():
+    """That of the models which add no begin token, where no engine is needed."""
+    return tiny_models.make_tokenizer(adds_bos=False)
+
+
+@pytest.fixture
+def own_tokenizer(tokenizer):
+    """A copy, whose template may be replaced."""
+    return copy.deepcopy(tokenizer)
+
+
 @pytest.fixture
 def stored(llama, request):
     """The llama, whose store has the passages of the module's TEXTS."""
@@ -100,6 +115,12 @@ def stored_for(bench_for, request):
 def fresh(fresh_bench_for):
     """A llama on an empty home."""
     return fresh_bench_for("llama")
+
+
+@pytest.fixture
+def engine(fresh):
+    """Its engine."""
+    return fresh.engine
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import hashlib
 
 import pytest
 from benches import make_prompt, make_text, watch_lock
+from doubles import raising
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.selection import METHODS
@@ -21,8 +22,7 @@ def digests(store):
     return {name: hashlib.sha256((store.root / name).read_bytes()).hexdigest() for name in names}
 
 
-def test_answers_never_change_stored_bytes(fresh):
-    engine = fresh.engine
+def test_answers_never_change_stored_bytes(engine):
     engine.encode(TEXTS)
     before = digests(engine.store)
     assert len(before) == len(TEXTS)
@@ -79,31 +79,30 @@ def test_the_recomputed_fraction_is_what_was_computed(llama, watch_layers, metho
         assert ratio - 0.005 <= report.recomputed_fraction <= selection + 0.02
 
 
-def test_encode_skips_what_is_stored_and_says_so(fresh):
+def test_encode_skips_what_is_stored_and_says_so(engine):
     seen = []
-    first = fresh.engine.encode(TEXTS, progress=lambda done, total: seen.append((done, total)))
+    first = engine.encode(TEXTS, progress=lambda done, total: seen.append((done, total)))
     assert (first.encoded, first.skipped) == (5, 0)
     assert seen == [(number, 5) for number in range(1, 6)]
-    assert first.tokens == sum(fresh.engine.count_tokens(text) for text in TEXTS)
-    second = fresh.engine.encode([*TEXTS, make_text(99)])
+    assert first.tokens == sum(engine.count_tokens(text) for text in TEXTS)
+    second = engine.encode([*TEXTS, make_text(99)])
     assert (second.encoded, second.skipped) == (1, 5)
     assert second.keys[:5] == first.keys
 
 
-def test_an_interrupted_encode_keeps_what_is_done(fresh):
+def test_an_interrupted_encode_keeps_what_is_done(engine):
     def interrupt(done, total):
         if done == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fresh.engine.encode(TEXTS, progress=interrupt)
-    assert fresh.engine.store.stats().entries == 2
-    again = fresh.engine.encode(TEXTS)
+        engine.encode(TEXTS, progress=interrupt)
+    assert engine.store.stats().entries == 2
+    again = engine.encode(TEXTS)
     assert (again.encoded, again.skipped) == (3, 2)
 
 
-def test_node_ids_name_chunks(fresh):
-    engine = fresh.engine
+def test_node_ids_name_chunks(engine):
     engine.encode(TEXTS[:2], node_ids=["one", "two"])
     by_id = Prompt([Literal("read: "), Chunk(node_id="two"), Literal(" who?")])
     by_text = Prompt([Literal("read: "), Chunk(TEXTS[1]), Literal(" who?")])
@@ -115,15 +114,14 @@ def test_node_ids_name_chunks(fresh):
         engine.encode(TEXTS, node_ids=["one"])
 
 
-def test_an_empty_node_is_known(fresh):
+def test_an_empty_node_is_known(engine):
     """A document may split into an empty passage; asking with it is no reason to fail."""
-    fresh.engine.encode(["", TEXTS[0]], node_ids=["empty", "full"])
+    engine.encode(["", TEXTS[0]], node_ids=["empty", "full"])
     prompt = Prompt([Literal("read: "), Chunk(node_id="empty"), Chunk(node_id="full"), Literal("?")])
-    assert fresh.engine.prefill(prompt).report.hits == 1
+    assert engine.prefill(prompt).report.hits == 1
 
 
-def test_forget_frees_kv_that_no_other_node_shares(fresh):
-    engine = fresh.engine
+def test_forget_frees_kv_that_no_other_node_shares(engine):
     engine.encode([TEXTS[0], TEXTS[0], TEXTS[1]], node_ids=["a", "b", "c"])
     assert engine.store.stats().entries == 2
     assert engine.forget(["a"]) == 0  # b has the same text
@@ -138,12 +136,11 @@ def test_forget_frees_kv_that_no_other_node_shares(fresh):
 
 
 @pytest.mark.parametrize("how", ["forget", "encode"])
-def test_after_a_kill_the_next_call_deletes_the_kv(fresh, monkeypatch, how):
+def test_after_a_kill_the_next_call_deletes_the_kv(engine, monkeypatch, how):
     """The rows were gone by then, so that nothing could name the KV, and a second `docs rm` freed nothing."""
-    engine = fresh.engine
     engine.encode([make_text(1)], node_ids=["a"])
     with monkeypatch.context() as killed:
-        killed.setattr(engine.store, "delete", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+        killed.setattr(engine.store, "delete", raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             engine.forget(["a"]) if how == "forget" else engine.encode([make_text(2)], node_ids=["a"])
     assert engine.store.stats().entries == 1
@@ -151,9 +148,9 @@ def test_after_a_kill_the_next_call_deletes_the_kv(fresh, monkeypatch, how):
     assert engine.store.stats().entries == 0 and engine.forget([]) == 0
 
 
-def test_kv_is_deleted_in_batches_and_what_has_a_node_again_stays(fresh, monkeypatch):
+def test_kv_is_deleted_in_batches_and_what_has_a_node_again_stays(engine, monkeypatch):
     """Who asks a question waits for one part: one document's passages, each in a change of its own, took seconds."""
-    engine, parts, turns = fresh.engine, [], []
+    parts, turns = [], []
     nodes, store, delete = engine.runtime.nodes, engine.store, engine.store.delete
     keys = engine.encode(TEXTS, node_ids=[f"n{number}" for number in range(5)]).keys
     last = max(range(5), key=lambda number: keys[number].digest)  # deleted in order of the keys

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 from benches import make_prompt, make_text, watch_lock
+from doubles import raising, watch
 from gguf.gguf_reader import GGUFReader
-from waiting import SOON_S, until
+from waiting import SOON_S, started, until
 
 from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.engine.encode import ChunkEncoder
@@ -39,6 +40,11 @@ def asking(texts, nodes):
     return Prompt([Literal("Passages: "), *chunks, Literal(" Where?")])
 
 
+def naming(text):
+    """A question about a passage that a framework names, and that was never entered."""
+    return Prompt([Literal("Passages: "), Chunk(text, "theirs"), Literal(" Where?")])
+
+
 def test_nodes_are_entered_without_the_weights(model_folder, tmp_path):
     folder = shutil.copytree(model_folder("llama"), tmp_path / "weightless")
     for file in folder.glob("*.safetensors"):
@@ -60,8 +66,7 @@ def test_hits_are_counted_though_nobody_closes_the_engine(fresh):
         assert another_process.totals_by_tier()["disk"].hits == 6
 
 
-def test_equal_passages_count_once_and_too_long_ones_are_left_out(fresh):
-    engine = fresh.engine
+def test_equal_passages_count_once_and_too_long_ones_are_left_out(engine):
     engine.enter([TEXTS[0], TEXTS[0], " ".join(TEXTS * 40), TEXTS[1]], [*NODES[:2], "long", NODES[2]])
     nodes = [*NODES[:2], "long", "never entered", NODES[2]]
     missing = engine.missing(nodes)
@@ -102,8 +107,7 @@ def test_cancelling_does_not_wait_for_an_idle_device(fresh):
         stopped.set()
 
     with engine.runtime.queue.turn():
-        work = threading.Thread(target=encode, daemon=True)
-        work.start()
+        work = started(encode)
         assert stopped.wait(SOON_S)
     work.join(60)
 
@@ -152,63 +156,52 @@ def test_a_node_that_is_deleted_while_a_question_waits_gets_no_kv(fresh):
     assert engine.store.stats().entries == 0
 
 
-def test_kv_encoded_for_a_question_is_deleted_with_its_node(fresh):
+def test_kv_encoded_for_a_question_is_deleted_with_its_node(engine):
     """Of a node that a framework names and that was never encoded as such."""
     chunks = [Chunk(TEXTS[0], "theirs-0"), Chunk(TEXTS[1], "theirs-1")]
-    fresh.engine.prefill(Prompt([Literal("Passages: "), *chunks, Literal(" Where?")]))
-    assert fresh.engine.finish_background(60) and fresh.engine.store.stats().entries == 2
-    assert fresh.engine.forget(["theirs-0", "theirs-1"]) > 0
-    assert fresh.engine.store.stats().entries == 0
+    engine.prefill(Prompt([Literal("Passages: "), *chunks, Literal(" Where?")]))
+    assert engine.finish_background(60) and engine.store.stats().entries == 2
+    assert engine.forget(["theirs-0", "theirs-1"]) > 0
+    assert engine.store.stats().entries == 0
 
 
-def test_a_named_node_that_is_deleted_while_its_question_is_answered_stays_deleted(fresh, watch_layers):
-    """It came back after the answer, with KV that nobody would delete again."""
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_named_node_stays_deleted_or_replaced_if_its_question_is_answered_meanwhile(
+    fresh, watch_layers, replaced
+):
+    """It came back with KV that nobody would delete again; or questions by its id got the old text, without a word."""
     engine, layers = fresh.engine, []
-    prompt = Prompt([Literal("Passages: "), Chunk(TEXTS[0], "theirs"), Literal(" Where?")])
     assert engine.gate.passed
-    watch_layers(
-        fresh, lambda layer, *more: layers.append(layer) or (layers == [0] and engine.forget(["theirs"]))
-    )
-    assert engine.prefill(prompt).report.misses == 1
-    assert engine.finish_background(60)
-    assert engine.store.stats().entries == 0 and engine.runtime.nodes.keys() == set()
 
+    def change(layer, *more):
+        layers.append(layer)
+        if layers == [0]:
+            engine.enter(TEXTS[1:2], ["theirs"]) if replaced else engine.forget(["theirs"])
 
-def test_a_named_node_that_is_replaced_while_its_question_is_answered_stays_replaced(fresh, watch_layers):
-    """Questions by its id then got the old text, without a word."""
-    engine, layers = fresh.engine, []
-    prompt = Prompt([Literal("Passages: "), Chunk(TEXTS[0], "theirs"), Literal(" Where?")])
-    assert engine.gate.passed
-    watch_layers(
-        fresh,
-        lambda layer, *more: layers.append(layer) or (layers == [0] and engine.enter(TEXTS[1:2], ["theirs"])),
-    )
-    engine.prefill(prompt)
+    watch_layers(fresh, change)
+    assert engine.prefill(naming(TEXTS[0])).report.misses == 1
     assert engine.finish_background(60)
-    found, new = (engine.tokenize(Prompt([each])) for each in (Chunk(node_id="theirs"), Chunk(TEXTS[1])))
-    assert found.token_ids == new.token_ids and engine.store.stats().entries == 0
+    assert engine.store.stats().entries == 0
+    if replaced:
+        found, new = (engine.tokenize(Prompt([each])) for each in (Chunk(node_id="theirs"), Chunk(TEXTS[1])))
+        assert found.token_ids == new.token_ids
+    else:
+        assert engine.runtime.nodes.keys() == set()
 
 
 @pytest.mark.parametrize("method", ["get", "put_many"])
-def test_a_question_that_names_passages_is_answered_if_the_disk_fails(fresh, monkeypatch, caplog, method):
-    def fail(*given):
-        raise StoreFullError("the disk is full")
-
-    monkeypatch.setattr(type(fresh.engine.runtime.nodes), method, fail)
-    prompt = Prompt([Literal("Passages: "), Chunk(TEXTS[0], "theirs"), Literal(" Where?")])
-    assert fresh.engine.prefill(prompt).report.misses == 1
-    assert fresh.engine.finish_background(60) and fresh.engine.store.stats().entries == 0
+def test_a_question_that_names_passages_is_answered_if_the_disk_fails(engine, monkeypatch, caplog, method):
+    fail = raising(StoreFullError("the disk is full"))
+    monkeypatch.setattr(type(engine.runtime.nodes), method, fail)
+    assert engine.prefill(naming(TEXTS[0])).report.misses == 1
+    assert engine.finish_background(60) and engine.store.stats().entries == 0
     assert [each.getMessage()[-16:] for each in caplog.records] == ["the disk is full"]
 
 
-def test_an_answer_is_given_if_what_was_left_unstored_cannot_be_looked_up(fresh, monkeypatch, caplog):
+def test_an_answer_is_given_if_what_was_left_unstored_cannot_be_looked_up(engine, monkeypatch, caplog):
     """The error came after the last token, and the answer was lost."""
-    engine = fresh.engine
     assert engine.gate.passed
-
-    def fail(*given):
-        raise StoreError("the node index is locked")
-
+    fail = raising(StoreError("the node index is locked"))
     monkeypatch.setattr(type(engine.runtime.nodes), "get", fail)
     unstored = engine.home / f"unstored-{engine.runtime.fingerprint.digest[:16]}.json"
     unstored.write_text('{"default": ["node-0"]}')
@@ -216,9 +209,9 @@ def test_an_answer_is_given_if_what_was_left_unstored_cannot_be_looked_up(fresh,
     assert not unstored.exists() and "the node index is locked" in caplog.text
 
 
-def test_closing_does_not_wait_for_all_that_is_queued(fresh, monkeypatch):
+def test_closing_does_not_wait_for_all_that_is_queued(engine, monkeypatch):
     """A server that was stopped encoded up to 256 passages first. The next process begins with them."""
-    engine, encode, encoded = fresh.engine, ChunkEncoder.encode, []
+    encode, encoded = ChunkEncoder.encode, []
     assert engine.gate.passed
 
     def slow(*given):
@@ -243,10 +236,7 @@ def test_a_full_store_is_logged_in_a_line_and_nothing_is_encoded(fresh_bench_for
     prompt, encoded = engine.tokenize(make_prompt(TEXTS[:2])), []
     engine.prefill(prompt, method="full")  # loads the model, and has nothing encoded
     encode, usage = ChunkEncoder.encode, shutil.disk_usage(engine.home)
-
-    def refused(*_) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    refused = raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     monkeypatch.setattr(ChunkEncoder, "encode", lambda *given: (encoded.append(0), encode(*given))[1])
     with monkeypatch.context() as disk:
         if full != "budget":
@@ -321,8 +311,7 @@ def test_a_question_does_not_wait_for_a_passage(fresh):
     def is_cancelled() -> bool:
         """At the first layer of the first passage a question comes; the layer ends when it is in the queue."""
         if not asking_now:
-            asking_now.append(threading.Thread(target=ask))
-            asking_now[0].start()
+            asking_now.append(started(ask))
             while engine.runtime.queue.inside < 2:
                 answered.wait(0.01)
         return False
@@ -337,53 +326,46 @@ def test_a_question_does_not_wait_for_a_passage(fresh):
     assert engine.missing(NODES).node_ids == ()
 
 
-def test_a_node_that_is_forgotten_while_a_framework_encodes_gets_no_kv(fresh):
+def test_a_node_that_is_forgotten_while_a_framework_encodes_gets_no_kv(engine):
     def forget(done: int, total: int) -> None:
         if done == 1:
-            fresh.engine.forget(NODES[2:3])
+            engine.forget(NODES[2:3])
 
-    fresh.engine.encode(TEXTS, node_ids=NODES, progress=forget)
-    assert fresh.engine.store.stats().entries == 5
-    fresh.engine.forget(NODES)
-    assert fresh.engine.store.stats().entries == 0
+    engine.encode(TEXTS, node_ids=NODES, progress=forget)
+    assert engine.store.stats().entries == 5
+    engine.forget(NODES)
+    assert engine.store.stats().entries == 0
 
 
-def test_the_bundled_model_is_not_converted_for_its_tokenizer(tmp_path):
-    """Two minutes went by before the first document was cut."""
+def test_for_its_tokenizer_the_bundled_model_is_parsed_once_and_not_converted(tmp_path, monkeypatch):
+    """Two minutes went by before the first document was cut, of which three seconds each for three parses."""
+    parsed = []
+    watch(monkeypatch, GGUFReader, "__init__", lambda *given: parsed.append(given))
     engine = Engine.open(home=tmp_path, device="cpu", dtype="float32")
     engine.enter(TEXTS, NODES)
     assert engine.count_tokens(TEXTS[0]) > 0 and engine.needs_conversion
     made = [path.name for path in (tmp_path / "models").iterdir() if path.is_dir()]
     assert len(made) == 1 and made[0].endswith("-tokenizer")
     engine.close()
-
-
-def test_a_gguf_is_parsed_once_in_a_process(tmp_path, monkeypatch):
-    """transformers parsed its vocabulary three times to convert one model, for three seconds each."""
-    parsed, parse = [], GGUFReader.__init__
-    monkeypatch.setattr(
-        GGUFReader, "__init__", lambda self, *given: parsed.append(given) or parse(self, *given)
+    assert list(
+        convert_gguf_tokenizer(find_model("default"), tmp_path / "2", "float32").glob("tokenizer.json")
     )
-    for home in (tmp_path / "first", tmp_path / "second"):
-        assert list(convert_gguf_tokenizer(find_model("default"), home, "float32").glob("tokenizer.json"))
     assert len(parsed) <= 1, "none if another test has it parsed"
 
 
-def test_background_work_waits_for_the_answer(fresh):
+def test_background_work_waits_for_the_answer(engine):
     """What was missing is encoded by a thread that would otherwise run beside the answer's tokens."""
     idle = []
     asked = make_prompt(TEXTS)
-    fresh.engine.generate(
-        asked, max_new_tokens=6, on_text=lambda _: idle.append(fresh.engine.finish_background(0))
-    )
+    engine.generate(asked, max_new_tokens=6, on_text=lambda _: idle.append(engine.finish_background(0)))
     assert idle and all(idle)
-    assert fresh.engine.finish_background(60)
-    assert fresh.engine.prefill(asked, method="reuse").report.misses == 0
+    assert engine.finish_background(60)
+    assert engine.prefill(asked, method="reuse").report.misses == 0
 
 
-def test_an_engine_closed_after_an_answer_stays_closed(fresh):
+def test_an_engine_closed_after_an_answer_stays_closed(engine):
     """What its prompt had missed was encoded after that, on a model that was loaded anew for it."""
-    engine, session = fresh.engine, Session()
+    session = Session()
     closing = threading.Thread(target=engine.close)
 
     def show(_):
@@ -427,8 +409,7 @@ def answering(engine, token):
                 token()
                 turn.between_tokens()
 
-    other = threading.Thread(target=answer, daemon=True)
-    other.start()
+    other = started(answer)
     try:
         yield
     finally:
@@ -436,9 +417,9 @@ def answering(engine, token):
         other.join(60)
 
 
-def test_on_a_busy_device_a_passage_is_encoded_in_turn_and_once(fresh, monkeypatch):
+def test_on_a_busy_device_a_passage_is_encoded_in_turn_and_once(engine, monkeypatch):
     """Each question left it to be done again, in a pause that never came."""
-    engine, asked = fresh.engine, make_prompt(TEXTS[:1])
+    asked = make_prompt(TEXTS[:1])
     begun, encode, encoded = threading.Event(), LocalNodeEncoder.encode_in_background, []
     monkeypatch.setattr("ragblend.engine.nodes.PATIENCE_S", 0.0)
     monkeypatch.setattr(
@@ -453,9 +434,9 @@ def test_on_a_busy_device_a_passage_is_encoded_in_turn_and_once(fresh, monkeypat
     assert engine.prefill(asked, method="reuse").report.misses == 0
 
 
-def test_answers_go_on_while_a_framework_encodes(fresh, monkeypatch):
+def test_answers_go_on_while_a_framework_encodes(engine, monkeypatch):
     """It took the device alone for each passage: before the first it waited for all answers, and then they for it."""
-    engine, begun, tokens = fresh.engine, threading.Event(), [0]
+    begun, tokens = threading.Event(), [0]
     engine.encode(TEXTS[:1])
     monkeypatch.setattr("ragblend.engine.scheduling.queue.SLICE_S", 0.0)
 

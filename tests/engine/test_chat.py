@@ -1,7 +1,5 @@
 """Chat templates around segments; and engines that share one machine."""
 
-import copy
-
 import pytest
 from benches import make_text
 
@@ -19,12 +17,6 @@ STRICT = (
 DROPS = "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
-@pytest.fixture
-def tokenizer(llama):
-    """A copy of a tiny model's tokenizer, whose template may be replaced."""
-    return copy.deepcopy(llama.engine.tokenizer)
-
-
 def message(role, *texts):
     return Message(role, tuple(Literal(t) if isinstance(t, str) else t for t in texts))
 
@@ -35,7 +27,10 @@ def text_of(prompt):
 
 GIVEN = [message("system", "s"), message("user", "u1"), message("notes", "t"), message("user", "u2")]
 TURNS = [message("system", "s"), message("user", "q1"), message("assistant", "a1"), message("user", "q2")]
+READ = [message("system", "brief"), message("user", "read ", Chunk("this"), " now")]
 NASTY = "{{ 1 + 1 }} \x00message 1\x00 </user>"
+# Qwen3's and SmolLM3's wrote hundreds of tokens before the answer.
+THINKING = PLAIN + "{% if enable_thinking is not false %}<think>{% endif %}"
 
 
 @pytest.mark.parametrize(
@@ -49,24 +44,19 @@ NASTY = "{{ 1 + 1 }} \x00message 1\x00 </user>"
             [message("user", NASTY), message("assistant", "a")],
             f"<user>{NASTY}</user><assistant>a</assistant><assistant>",
         ),
+        (THINKING, [message("user", "q")], "<user>q</user><assistant>"),
     ],
-    ids=["roles alternate", "roles are dropped", "base model", "content like a template"],
+    ids=["roles alternate", "roles are dropped", "base model", "content like a template", "no reasoning"],
 )
-def test_messages_are_put_into_the_template(tokenizer, template, messages, expected):
+def test_messages_are_put_into_the_template(own_tokenizer, template, messages, expected):
     """Merged to alternating roles for templates that know fewer, and in words for a base model."""
-    tokenizer.chat_template = template
-    assert text_of(chat(tokenizer, messages)) == expected
+    own_tokenizer.chat_template = template
+    assert text_of(chat(own_tokenizer, messages)) == expected
 
 
-def test_a_template_that_can_is_told_not_to_reason_first(tokenizer):
-    """Qwen3's and SmolLM3's wrote hundreds of tokens before the answer."""
-    tokenizer.chat_template = PLAIN + "{% if enable_thinking is not false %}<think>{% endif %}"
-    assert text_of(chat(tokenizer, [message("user", "q")])) == "<user>q</user><assistant>"
-
-
-def test_chunks_inside_a_message_stay_chunks(tokenizer):
-    tokenizer.chat_template = PLAIN
-    prompt = chat(tokenizer, [message("system", "brief"), message("user", "read ", Chunk("this"), " now")])
+def test_chunks_inside_a_message_stay_chunks(own_tokenizer):
+    own_tokenizer.chat_template = PLAIN
+    prompt = chat(own_tokenizer, READ)
     assert text_of(prompt) == "<system>brief</system><user>read this now</user><assistant>"
     assert [chunk.text for chunk in prompt.chunks] == ["this"]
 
@@ -79,82 +69,87 @@ def test_chunks_inside_a_message_stay_chunks(tokenizer):
         (PLAIN, [message("user>a</user><assistant", "b")], "role is a word"),
     ],
 )
-def test_impossible_conversations_are_refused(tokenizer, template, messages, reason):
-    tokenizer.chat_template = template
+def test_impossible_conversations_are_refused(own_tokenizer, template, messages, reason):
+    own_tokenizer.chat_template = template
     with pytest.raises(PromptError, match=reason):
-        chat(tokenizer, messages)
+        chat(own_tokenizer, messages)
 
 
-def specials(engine, prompt):
+def specials(tokenizing, prompt):
     """Ids of the control tokens that a prompt holds, in order."""
-    special = {i for i, token in engine.tokenizer.added_tokens_decoder.items() if token.special}
-    return [i for i in engine.tokenize(prompt).token_ids if i in special]
+    special = {i for i, token in tokenizing.tokenizer.added_tokens_decoder.items() if token.special}
+    return [i for i in tokenizing.prompt(prompt, {}).token_ids if i in special]
 
 
-def hostile(engine):
+def hostile(tokenizer):
     """Every control token of the tokenizer, at the edges and inside words."""
-    controls = [token.content for token in engine.tokenizer.added_tokens_decoder.values() if token.special]
+    controls = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     assert len(controls) >= 4
     return "".join(controls) + " a ".join(controls) + " is\n" + "".join(controls)
 
 
+def asked(tokenizing, question, system=None, passage="p", history=()):
+    return tokenizing.chat_prompt(system, [Chunk(passage)], question, history)
+
+
 HARMLESS = "who kept the ledgers?"
 WAYS_IN = {
-    "question": lambda engine, text: engine.chat_prompt(None, [Chunk("p")], text),
-    "question alone": lambda engine, text: engine.chat_prompt("", [], text),
-    "system": lambda engine, text: engine.chat_prompt(text, [Chunk("p")], "q"),
-    "passage": lambda engine, text: engine.chat_prompt(None, [Chunk(text)], "q"),
-    "earlier question": lambda engine, text: engine.chat_prompt(None, [Chunk("p")], "q", [(text, "a")]),
-    "earlier answer": lambda engine, text: engine.chat_prompt(None, [Chunk("p")], "q", [("q", text)]),
+    "question": asked,
+    "question alone": lambda tokenizing, text: tokenizing.chat_prompt("", [], text, ()),
+    "system": lambda tokenizing, text: asked(tokenizing, "q", system=text),
+    "passage": lambda tokenizing, text: asked(tokenizing, "q", passage=text),
+    "earlier question": lambda tokenizing, text: asked(tokenizing, "q", history=[(text, "a")]),
+    "earlier answer": lambda tokenizing, text: asked(tokenizing, "q", history=[("q", text)]),
     **{
-        f"message: {role}": lambda engine, text, role=role: engine.chat(
-            [message(role, text), message("user", "q")]
+        f"message: {role}": lambda tokenizing, text, role=role: chat(
+            tokenizing.tokenizer, [message(role, text), message("user", "q")]
         )
         for role in ("system", "user", "assistant", "tool")
     },
-    "part of a message": lambda engine, text: engine.chat([message("user", "a", Chunk("p"), text)]),
+    "part of a message": lambda tokenizing, text: chat(
+        tokenizing.tokenizer, [message("user", "a", Chunk("p"), text)]
+    ),
 }
 
 
 @pytest.mark.parametrize("template", ["with a chat template", "of a base model"])
 @pytest.mark.parametrize("way", WAYS_IN)
-def test_control_tokens_in_content_are_plain_text(fresh, way, template):
+def test_control_tokens_in_content_are_plain_text(own_tokenizer, way, template):
     """Five more in one question, which then ended the user's turn and spoke for the assistant."""
-    engine = fresh.engine
     if template == "of a base model":
-        engine.tokenizer.chat_template = None
-    wanted = specials(engine, WAYS_IN[way](engine, HARMLESS))
-    assert specials(engine, WAYS_IN[way](engine, hostile(engine))) == wanted
+        own_tokenizer.chat_template = None
+    tokenizing = PromptTokenizer(own_tokenizer)
+    wanted = specials(tokenizing, WAYS_IN[way](tokenizing, HARMLESS))
+    assert specials(tokenizing, WAYS_IN[way](tokenizing, hostile(own_tokenizer))) == wanted
     assert bool(wanted) == (template == "with a chat template")
 
 
-def test_a_control_token_split_by_a_message_is_plain_text(tokenizer):
-    tokenizer.chat_template = PLAIN.replace("<{{ m.role }}>", "<|im_")
-    tokenizing = PromptTokenizer(tokenizer)
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    prompt = tokenizing.prompt(chat(tokenizer, [message("user", "end|>")]), {})
+def test_a_control_token_split_by_a_message_is_plain_text(own_tokenizer):
+    own_tokenizer.chat_template = PLAIN.replace("<{{ m.role }}>", "<|im_")
+    end = own_tokenizer.convert_tokens_to_ids("<|im_end|>")
+    prompt = PromptTokenizer(own_tokenizer).prompt(chat(own_tokenizer, [message("user", "end|>")]), {})
     assert end not in prompt.token_ids
-    assert tokenizer.decode(prompt.token_ids) == "<|im_end|></user><assistant>"
+    assert own_tokenizer.decode(prompt.token_ids) == "<|im_end|></user><assistant>"
 
 
-def test_content_is_tokenized_together_with_the_template(tokenizer):
+def test_content_is_tokenized_together_with_the_template(own_tokenizer):
     """A message read apart from its template has other ids at the seam, and stored KV is found by ids."""
-    tokenizing = PromptTokenizer(tokenizer)
+    tokenizing = PromptTokenizer(own_tokenizer)
     prompt = tokenizing.prompt(
         tokenizing.chat_prompt("Be brief.", [], "the harbour mas", [("ter", "kept")]), {}
     )
     text = "".join(literal.text for literal in prompt.segments)
-    assert prompt.token_ids == tuple(tokenizer.encode(text, add_special_tokens=False))
-    tokenizer.chat_template = None
+    assert prompt.token_ids == tuple(own_tokenizer.encode(text, add_special_tokens=False))
+    own_tokenizer.chat_template = None
     prompt = tokenizing.prompt(tokenizing.chat_prompt("", [], "the harbour", []), {})
-    assert prompt.token_ids == tuple(tokenizer.encode("the harbour\nAnswer:", add_special_tokens=False))
+    assert prompt.token_ids == tuple(own_tokenizer.encode("the harbour\nAnswer:", add_special_tokens=False))
 
 
-def test_literals_of_a_prompt_may_contain_control_tokens(llama):
+def test_literals_of_a_prompt_may_contain_control_tokens(tokenizer):
     """Whoever makes a prompt by hand writes the template's words himself."""
-    engine, end = llama.engine, llama.engine.tokenizer.eos_token
-    assert len(specials(engine, Prompt([Literal(f"a{end}")]))) == 1
-    assert not specials(engine, Prompt([Literal(f"a{end}", verbatim=True)]))
+    tokenizing, end = PromptTokenizer(tokenizer), tokenizer.eos_token
+    assert len(specials(tokenizing, Prompt([Literal(f"a{end}")]))) == 1
+    assert not specials(tokenizing, Prompt([Literal(f"a{end}", verbatim=True)]))
 
 
 def test_collections_share_only_the_weights(fresh_bench_for, tmp_path):
@@ -177,8 +172,7 @@ def test_collections_share_only_the_weights(fresh_bench_for, tmp_path):
     assert two.prefill(prompt, method="reuse").report.hits == 1
 
 
-def test_a_later_store_budget_replaces_the_earlier_one(fresh, fresh_bench_for):
-    engine = fresh.engine
+def test_a_later_store_budget_replaces_the_earlier_one(engine, fresh_bench_for):
     engine.encode([make_text(1)])
     before = engine.store.stats()
     assert before.budget_bytes > before.bytes  # a share of what is free
@@ -188,11 +182,11 @@ def test_a_later_store_budget_replaces_the_earlier_one(fresh, fresh_bench_for):
     assert engine.store.stats().bytes <= before.bytes
 
 
-def test_prefetch_loads_the_model_and_reads_chunks_ahead(fresh, monkeypatch):
+def test_prefetch_loads_the_model_and_reads_chunks_ahead(engine, monkeypatch):
     read_ahead = []
     text = make_text(1)
-    (key,) = fresh.engine.encode([text]).keys
-    monkeypatch.setattr(fresh.engine.store, "read_ahead", read_ahead.append)
-    fresh.engine.prefetch([Chunk(text)])
-    assert fresh.engine.finish_background(30)
+    (key,) = engine.encode([text]).keys
+    monkeypatch.setattr(engine.store, "read_ahead", read_ahead.append)
+    engine.prefetch([Chunk(text)])
+    assert engine.finish_background(30)
     assert read_ahead == [key]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from benches import make_prompt, make_text
-from waiting import SOON_S, until
+from waiting import SOON_S, started, until
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.scheduling.queue import DeviceQueue
@@ -31,9 +31,8 @@ def serves(stored):
 
 
 @pytest.mark.parametrize("step", ["put", "contains", "node ids"])
-def test_closing_waits_for_the_current_chunk_of_an_encode_which_goes_on(fresh, monkeypatch, step):
+def test_closing_waits_for_the_current_chunk_of_an_encode_which_goes_on(engine, monkeypatch, step):
     """The store was closed under a put: `the KV store has been closed; open it again`, and the rest was not encoded."""
-    engine = fresh.engine
     owner, name = {
         "put": (KVStore, "put"),
         "contains": (KVStore, "contains"),
@@ -43,8 +42,7 @@ def test_closing_waits_for_the_current_chunk_of_an_encode_which_goes_on(fresh, m
 
     def closed_meanwhile(self, *arguments, **named):
         if len(closings) < 3:
-            closings.append(threading.Thread(target=engine.close))
-            closings[-1].start()
+            closings.append(started(engine.close))
             closings[-1].join(0.05)  # else it could be through by then
         return real(self, *arguments, **named)
 
@@ -251,8 +249,7 @@ def test_a_stream_goes_on_while_another_prompt_is_read(stored, serves, monkeypat
     def on_text(_):
         said.append("first")
         if len(said) == 2:
-            second.append(threading.Thread(target=ask_too))
-            second[0].start()
+            second.append(started(ask_too))
             until(lambda: engine.runtime.queue.inside >= 2)
 
     engine.generate(make_prompt(TEXTS), method="full", max_new_tokens=60, on_text=on_text)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from benches import PREFIX, StagedTransfers, largest_error, make_prompt, make_text
+from doubles import raising
 
 from ragblend import Engine
 from ragblend.engine import background_work, controller, prefill, profiling
@@ -177,9 +178,9 @@ def test_requests_correct_what_was_measured():
 
 @pytest.mark.parametrize("method", ["reuse", "cacheblend", "probe-shift"])
 @pytest.mark.parametrize("staged", [False, True])
-def test_what_is_slower_to_load_is_computed_from_the_front(fresh, monkeypatch, method, staged):
+def test_what_is_slower_to_load_is_computed_from_the_front(engine, monkeypatch, method, staged):
     """A use of the passage and no miss; the report says what was computed, and why. `load=all` loads it."""
-    engine, runtime, prompt = fresh.engine, fresh.engine.runtime, make_prompt(TEXTS)
+    runtime, prompt = engine.runtime, make_prompt(TEXTS)
     if staged:
         monkeypatch.setattr(runtime, "transfers", StagedTransfers())
     engine.encode(TEXTS)
@@ -289,18 +290,14 @@ def test_a_profile_survives_the_disk_and_a_broken_one_is_named(tmp_path):
 def test_a_full_disk_keeps_the_profile_that_is_there(tmp_path, monkeypatch):
     path = tmp_path / "p.json"
     profile().save(path)
-
-    def full(*given):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = raising(OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(controller, "replace_durably", full)
     with pytest.raises(StoreError, match="No space left"):
         profile().save(path)
     assert DeviceProfile.read(path) == profile()
 
 
-def test_the_engine_measures_once_and_decides_from_then_on(fresh):
-    engine: Engine = fresh.engine
+def test_the_engine_measures_once_and_decides_from_then_on(engine):
     engine.encode(TEXTS)
     engine.runtime.load = "all"  # of so small a model nothing would be
     prompt = make_prompt(TEXTS)
@@ -322,15 +319,15 @@ def test_the_engine_measures_once_and_decides_from_then_on(fresh):
     assert full.ratio is None and full.decision.predicted_load_ms == 0.0
 
 
-def test_every_tier_of_a_staged_device_is_measured_through_its_stream(fresh, monkeypatch):
+def test_every_tier_of_a_staged_device_is_measured_through_its_stream(engine, monkeypatch):
     """Before an accelerator memory is not read but copied, and the device's own tier was not measured at all."""
     transfers = StagedTransfers()
-    monkeypatch.setattr(fresh.engine.runtime, "transfers", transfers)
-    assert fresh.engine.gate.passed
-    measured = fresh.engine.profile()
+    monkeypatch.setattr(engine.runtime, "transfers", transfers)
+    assert engine.gate.passed
+    measured = engine.profile()
     assert [tier.name for tier in measured.tiers] == ["device", "memory", "page cache", "disk"]
-    assert len(transfers.delivered) >= 3 * fresh.engine.runtime.decoder.geometry.layers
-    assert not list(fresh.engine.store.keys())
+    assert len(transfers.delivered) >= 3 * engine.runtime.decoder.geometry.layers
+    assert not list(engine.store.keys())
 
 
 @pytest.mark.parametrize("codec", ["raw", "int4"])
@@ -365,11 +362,11 @@ def test_with_a_profile_a_tokens_cost_is_a_multiple_of_a_typical_one(runtime):
     assert runtime._token_cost(1000, 512) == pytest.approx((2 + 0.5) / 1.5)
 
 
-def test_the_first_answer_from_stored_kv_has_the_layers_measured(fresh, monkeypatch):
+def test_the_first_answer_from_stored_kv_has_the_layers_measured(engine, monkeypatch):
     """In the background, once; what is loaded shows the speed of its tier."""
     monkeypatch.setattr(MeasuredSpeeds, "cannot_measure", False)
     monkeypatch.setattr(MeasuredSpeeds, "LEAST_BYTES", 1)
-    engine, prompt = fresh.engine, make_prompt(TEXTS)
+    prompt = make_prompt(TEXTS)
     runtime = engine.runtime
     assert engine.prefill(prompt).report.hits == 0 and engine.finish_background()
     assert runtime.profile is None, "nothing was loaded"
@@ -385,9 +382,9 @@ def test_the_first_answer_from_stored_kv_has_the_layers_measured(fresh, monkeypa
     assert engine.prefill(prompt).report.decision.predicted_ttft_ms > 0
 
 
-def test_a_request_ends_the_measuring_and_an_error_is_not_repeated(fresh, monkeypatch):
+def test_a_request_ends_the_measuring_and_an_error_is_not_repeated(engine, monkeypatch):
     monkeypatch.setattr(MeasuredSpeeds, "cannot_measure", False)
-    engine, prompt, begun = fresh.engine, make_prompt(TEXTS), []
+    prompt, begun = make_prompt(TEXTS), []
     engine.encode(TEXTS)
 
     def waiting(turn):
@@ -410,8 +407,7 @@ def test_a_request_ends_the_measuring_and_an_error_is_not_repeated(fresh, monkey
     assert len(begun) == 3 and engine.runtime.speeds.cannot_measure
 
 
-def test_a_file_in_the_page_cache_is_told_from_one_that_is_not(fresh, monkeypatch):
-    engine = fresh.engine
+def test_a_file_in_the_page_cache_is_told_from_one_that_is_not(engine, monkeypatch):
     (key,) = engine.encode(TEXTS[:1]).keys
     (chunk,) = engine.tokenize(make_prompt(TEXTS[:1])).chunks
     with engine.store.open_chunk(key, chunk.token_ids) as reader:

@@ -142,9 +142,9 @@ def test_a_store_too_small_for_a_missing_chunk_still_answers(fresh_bench_for):
         assert small.engine.finish_background(60)
 
 
-def test_the_cache_of_a_restarted_prefill_is_freed(fresh, monkeypatch):
+def test_the_cache_of_a_restarted_prefill_is_freed(engine, monkeypatch):
     """Whatever its errors hold: on a full device the second one would not fit beside the first."""
-    keys, made = fresh.engine.encode(TEXTS).keys, []
+    keys, made = engine.encode(TEXTS).keys, []
 
     class Watched(FusedCache):
         def __init__(self, *given):
@@ -153,10 +153,10 @@ def test_the_cache_of_a_restarted_prefill_is_freed(fresh, monkeypatch):
 
     monkeypatch.setattr(fusion, "FusedCache", Watched)
     for key in keys[:2]:
-        spoil(fresh.engine.store, key, flip(0.6))
+        spoil(engine.store, key, flip(0.6))
     gc.disable()
     try:
-        found = fresh.engine.prefill(make_prompt(TEXTS))
+        found = engine.prefill(make_prompt(TEXTS))
         assert found.report.misses == 2 and len(made) > 1
         assert [each() for each in made if each() is not None] == [found.cache]
     finally:

@@ -295,24 +295,24 @@ def test_packed_weights_beyond_memory_stay_on_disk(choice_for, tmp_path, verdict
     assert choice_for().is_direct() and not choice_for().needs_measurement
 
 
-def test_implementations_are_compared_after_the_answer(fresh, verdicts):
+def test_implementations_are_compared_after_the_answer(engine, verdicts):
     """And not while it lasts, nor for every answer."""
     verdicts += [FASTER]
-    choice = fresh.engine.runtime.choice if fresh.engine.gate.passed else None
-    pieces = iter(fresh.engine.stream(make_prompt(TEXTS), "full", max_new_tokens=20))
+    choice = engine.runtime.choice if engine.gate.passed else None
+    pieces = iter(engine.stream(make_prompt(TEXTS), "full", max_new_tokens=20))
     next(pieces)
     assert isinstance(choice.current, TransformersDecode)
     first = "".join(pieces)
-    assert fresh.engine.finish_background(SOON_S)
+    assert engine.finish_background(SOON_S)
     assert isinstance(choice.current, DirectDecode) and not verdicts
-    fresh.engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
-    assert fresh.engine.finish_background(SOON_S)
-    assert "".join(fresh.engine.stream(make_prompt(TEXTS), "full", max_new_tokens=20)).endswith(first)
+    engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
+    assert engine.finish_background(SOON_S)
+    assert "".join(engine.stream(make_prompt(TEXTS), "full", max_new_tokens=20)).endswith(first)
 
 
-def test_measuring_yields_to_requests_and_restarts(fresh, monkeypatch):
+def test_measuring_yields_to_requests_and_restarts(engine, monkeypatch):
     """To a question, and for good to whoever closes the model."""
-    engine, begun, let_go, times = fresh.engine, threading.Event(), threading.Event(), []
+    begun, let_go, times = threading.Event(), threading.Event(), []
 
     def measure(decoder, rows, token_ids, cancelled):
         times.append(1)
@@ -336,11 +336,11 @@ def test_measuring_yields_to_requests_and_restarts(fresh, monkeypatch):
     assert isinstance(engine.runtime.choice.current, DirectDecode)
 
 
-def test_a_failed_comparison_is_not_repeated_after_every_answer(fresh, monkeypatch, caplog):
+def test_a_failed_comparison_is_not_repeated_after_every_answer(engine, monkeypatch, caplog):
     monkeypatch.setattr(implementations, "compare_implementations", lambda *given: 1 / 0)
     for _ in range(2):
-        fresh.engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
-        assert fresh.engine.finish_background(SOON_S)
+        engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
+        assert engine.finish_background(SOON_S)
     assert sum("a background task failed" in record.message for record in caplog.records) == 1
 
 
@@ -367,28 +367,98 @@ SAMPLED = {"temperature": 1.2, "seed": 3, "top_p": 0.9, "top_k": 50, "repetition
 PENALIZED = {"presence_penalty": 0.4, "frequency_penalty": 1.5, "logit_bias": {300: 3.0, 20: -100}}
 REPEATED = Grammar("start: /(the harbour master kept two ledgers; )*/", is_closed=False)
 SCHEMA = json_grammar({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
+PROMPT = make_prompt(TEXTS)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        SAMPLED,
-        PENALIZED,
-        {"keep_tokens": 20},
-        {"grammar": SCHEMA},
-        {"grammar": SCHEMA} | SAMPLED | PENALIZED,
-        {"method": "probe-shift", "ratio": 0.3},
-        {"max_new_tokens": 300},
-    ],
-    ids=lambda options: " ".join(options) or "greedy",
-)
-def test_both_implementations_generate_the_same_tokens(both, stored, options):
-    options = {"max_new_tokens": 30, "method": "full"} | options
-    told = both(lambda engine: engine.generate(make_prompt(TEXTS), **options).token_ids)
-    assert told[0] == told[1] and len(told[0]) > 3
-    if options == {"max_new_tokens": 30, "method": "full"}:
-        assert list(told[1]) == stored.answer(make_prompt(TEXTS), 30)
+def said(**options):
+    """The tokens of an answer by these options, of which there are more than three."""
+
+    def answer(engine):
+        found = engine.generate(PROMPT, **{"max_new_tokens": 30, "method": "full"} | options).token_ids
+        assert len(found) > 3
+        return found
+
+    return answer
+
+
+def called(is_forced):
+    """The tokens of an answer that may call a tool, or must."""
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": parameters}}]
+
+    def answer(engine):
+        tokenizer = copy.deepcopy(engine.tokenizer)
+        tokenizer.chat_template = TOOLS_TEMPLATE
+        grammar = tools_grammar(call_format(tokenizer, "tiny"), tools, is_forced=is_forced, is_parallel=True)
+        found = engine.generate(PROMPT, max_new_tokens=60, grammar=grammar)
+        assert found.text.startswith("<tool_call>") == is_forced
+        return found.token_ids
+
+    return answer
+
+
+def streamed(engine):
+    whole = engine.generate(PROMPT, max_new_tokens=40).text
+    stop = whole[len(whole) // 2 :][:3]
+    pieces = list(engine.stream(PROMPT, max_new_tokens=40, stop=[stop]))
+    assert "".join(pieces) == whole[: whole.index(stop)] and len(pieces) > 3
+    return pieces
+
+
+def continued(engine):
+    session = Session()
+    first = engine.stream(PROMPT, session=session, max_new_tokens=9).result
+    more = Prompt([*first.prompt.segments, Literal("", first.token_ids[:-1]), Literal("And then?")])
+    second = engine.stream(more, session=session, max_new_tokens=9).result
+    assert second.report.tokens.reused > 100
+    return first.token_ids, second.token_ids, second.report.tokens, session.tokens
+
+
+def cancelled(engine):
+    event, pieces = threading.Event(), []
+
+    def heard(piece):
+        pieces.append(piece)
+        if len(pieces) == 3:
+            event.set()
+
+    with pytest.raises(Cancelled) as raised:
+        engine.generate(PROMPT, max_new_tokens=200, on_text=heard, cancel=event)
+    return pieces, str(raised.value)
+
+
+ANSWERS = {
+    "sampled": said(**SAMPLED),
+    "penalized": said(**PENALIZED),
+    "evicted": said(keep_tokens=20),
+    "by a schema": said(grammar=SCHEMA),
+    "by a schema, sampled and penalized": said(grammar=SCHEMA, **SAMPLED, **PENALIZED),
+    "fused": said(method="probe-shift", ratio=0.3),
+    "long": said(max_new_tokens=300),
+    "with a tool": called(is_forced=False),
+    "by a tool": called(is_forced=True),
+    "streamed": streamed,
+    "continued": continued,
+    "cancelled": cancelled,
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS.keys())
+def test_both_implementations_answer_the_same(both, answer):
+    one, other = both(answer)
+    assert one == other
+
+
+def test_both_implementations_answer_as_transformers(both, stored):
+    assert both(said()) == [tuple(stored.answer(PROMPT, 30))] * 2
+
+
+def test_both_implementations_report_the_same_logprobs(both):
+    told = both(lambda engine: engine.generate(PROMPT, max_new_tokens=9, logprobs=3, **SAMPLED))
+    for one, other in zip(*(result.logprobs for result in told), strict=True):
+        assert one.token_id == other.token_id
+        assert other.logprob == pytest.approx(one.logprob, abs=1e-4)
+        assert [each[0] for each in other.most_likely] == [each[0] for each in one.most_likely]
 
 
 def test_quoting_the_prompt_takes_fewer_passes(stored, monkeypatch):
@@ -424,63 +494,6 @@ def test_guessing_stops_when_guesses_are_wrong():
     assert not lookup.propose()
     assert not PromptLookup(0, [1, 2, 3, 1, 2]).propose() and not PromptLookup(3, [1, 2, 3, 4]).propose()
     assert not PromptLookup(3, [1, 2, 3, 1, 2, 9]).propose()
-
-
-@pytest.mark.parametrize("is_forced", [False, True])
-def test_both_implementations_make_the_same_tool_calls(both, stored, is_forced):
-    tokenizer = copy.deepcopy(stored.engine.tokenizer)
-    tokenizer.chat_template = TOOLS_TEMPLATE
-    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": parameters}}]
-    grammar = tools_grammar(call_format(tokenizer, "tiny"), tools, is_forced=is_forced, is_parallel=True)
-    told = both(lambda engine: engine.generate(make_prompt(TEXTS), max_new_tokens=60, grammar=grammar))
-    assert told[0].token_ids == told[1].token_ids
-    assert told[1].text.startswith("<tool_call>") == is_forced
-
-
-def test_both_implementations_report_the_same_logprobs(both):
-    told = both(lambda engine: engine.generate(make_prompt(TEXTS), max_new_tokens=9, logprobs=3, **SAMPLED))
-    for one, other in zip(*(result.logprobs for result in told), strict=True):
-        assert one.token_id == other.token_id
-        assert other.logprob == pytest.approx(one.logprob, abs=1e-4)
-        assert [each[0] for each in other.most_likely] == [each[0] for each in one.most_likely]
-
-
-def test_both_implementations_stream_the_same_pieces(both, stored):
-    whole = stored.engine.generate(make_prompt(TEXTS), max_new_tokens=40).text
-    stop = whole[len(whole) // 2 :][:3]
-    told = both(lambda engine: list(engine.stream(make_prompt(TEXTS), max_new_tokens=40, stop=[stop])))
-    assert told[0] == told[1] and len(told[0]) > 3
-    assert "".join(told[1]) == whole[: whole.index(stop)]
-
-
-def test_both_implementations_continue_sessions_alike(both):
-    def talk(engine):
-        session = Session()
-        first = engine.stream(make_prompt(TEXTS), session=session, max_new_tokens=9).result
-        more = Prompt([*first.prompt.segments, Literal("", first.token_ids[:-1]), Literal("And then?")])
-        second = engine.stream(more, session=session, max_new_tokens=9).result
-        return first.token_ids, second.token_ids, second.report.tokens, session.tokens
-
-    told = both(talk)
-    assert told[0] == told[1] and told[0][2].reused > 100
-
-
-def test_both_implementations_cancel_at_the_same_token(both):
-    def cancelled(engine):
-        event, pieces = threading.Event(), []
-
-        def heard(piece):
-            pieces.append(piece)
-            if len(pieces) == 3:
-                event.set()
-
-        with pytest.raises(Cancelled) as raised:
-            engine.generate(make_prompt(TEXTS), max_new_tokens=200, on_text=heard, cancel=event)
-        return pieces, str(raised.value)
-
-    told = both(cancelled)
-    assert told[0] == told[1]
 
 
 # --- packed weights

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from benches import largest_error, make_prompt, make_text
+from benches import in_turn, largest_error, make_prompt, make_text
 from tiny_models import SUPPORTED, UNSUPPORTED, reference_logits
 
 from ragblend import Chunk, Literal, Prompt
@@ -19,18 +19,20 @@ TEXTS = [make_text(seed) for seed in range(3)]
 def test_greedy_full_equals_transformers_generate(bench):
     bench.engine.encode(TEXTS)
     prompt = make_prompt(TEXTS)
-    result = bench.engine.generate(prompt, method="full", max_new_tokens=40)  # beyond a sliding window
-    assert list(result.token_ids) == bench.answer(prompt, 40)
+    result = bench.engine.generate(prompt, method="full", max_new_tokens=28)  # beyond a sliding window
+    assert list(result.token_ids) == bench.answer(prompt, 28)
     assert result.report.tokens.generated == len(result.token_ids)
 
 
-def test_decoding_continues_from_the_fused_cache(bench):
+@pytest.mark.parametrize(
+    ("bench", "method"), in_turn(("reuse",), ("cacheblend",), ("cacheblend-gradual",)), indirect=["bench"]
+)
+def test_decoding_continues_from_the_fused_cache(bench, method):
     """With one chunk right behind its prefix nothing is approximate, so even `reuse` answers as the model does."""
     bench.engine.encode(TEXTS)
     prompt = bench.engine.chat_prompt(None, [Chunk(TEXTS[0])], "who?")
-    expected = bench.answer(prompt, 40)
-    for method in ("reuse", "cacheblend", "cacheblend-gradual"):
-        assert list(bench.engine.generate(prompt, method=method, max_new_tokens=40).token_ids) == expected
+    answer = bench.engine.generate(prompt, method=method, max_new_tokens=28)
+    assert list(answer.token_ids) == bench.answer(prompt, 28)
 
 
 def test_answers_may_outgrow_the_buffers(stored):

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from benches import StagedTransfers, make_prompt, make_text
+from doubles import raising
 
 from ragblend.engine.cache import FusedLayer
 from ragblend.engine.loader import StagedLoader
@@ -98,8 +99,8 @@ def test_sources_of_apple_copies_live_until_the_copies_end(staged, monkeypatch):
     assert finished[0] is True
 
 
-def test_buffers_made_in_inference_mode_are_writable_by_threads(fresh):
-    geometry = fresh.engine.runtime.decoder.geometry
+def test_buffers_made_in_inference_mode_are_writable_by_threads(engine):
+    geometry = engine.runtime.decoder.geometry
     with torch.inference_mode():
         layer = FusedLayer(geometry, 4, 0, torch.device("cpu"))
         assert not layer.key_buffer.is_inference() and not layer.value_buffer.is_inference()
@@ -151,13 +152,11 @@ def test_available_memory_respects_the_containers_limit(tmp_path):
     assert device.available_bytes(tmp_path) > 1 << 20
 
 
-def test_out_of_memory_while_loading_is_not_reported_as_damage(fresh, monkeypatch):
-    def full(*args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
+def test_out_of_memory_while_loading_is_not_reported_as_damage(engine, monkeypatch):
+    full = raising(torch.OutOfMemoryError("CUDA out of memory"))
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", full)
     with pytest.raises(DeviceError, match="too little memory on cpu for the model in"):
-        load(fresh.engine.runtime.folder, torch.device("cpu"), "float32")
+        load(engine.runtime.folder, torch.device("cpu"), "float32")
 
 
 @pytest.mark.parametrize("staging", [False, True])

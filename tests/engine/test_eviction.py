@@ -16,6 +16,13 @@ TEXTS = [make_text(seed, words=30) for seed in range(3)]
 KEEP = 20
 
 
+@pytest.fixture
+def engine(fresh):
+    """It has the passages."""
+    fresh.engine.encode(TEXTS)
+    return fresh.engine
+
+
 def evicted(bench, prompt, keep_tokens=KEEP):
     """A prefilled prompt, all rows computed, after eviction."""
     prefilled = bench.engine.prefill(prompt, method="recompute")
@@ -132,63 +139,61 @@ def masked_attention(hidden, tokens):
     return attend
 
 
-def test_answers_continue_after_eviction_and_report_it(fresh):
-    fresh.engine.encode(TEXTS)
+def test_answers_continue_after_eviction_and_report_it(engine):
     prompt = make_prompt(TEXTS)
-    whole = fresh.engine.generate(prompt, max_new_tokens=8)
-    less = fresh.engine.generate(prompt, max_new_tokens=8, keep_tokens=KEEP)
+    whole = engine.generate(prompt, max_new_tokens=8)
+    less = engine.generate(prompt, max_new_tokens=8, keep_tokens=KEEP)
     lost = int(in_passages(whole.prompt).sum()) - KEEP
     assert (whole.report.evicted_tokens, less.report.evicted_tokens) == (0, lost)
     assert less.token_ids[0] == whole.token_ids[0], "the first token comes before anything is lost"
     assert less.report.tokens.prompt == whole.report.tokens.prompt
 
 
-def test_an_evicted_prompt_is_not_decoded_as_if_it_were_whole(fresh):
+def test_an_evicted_prompt_is_not_decoded_as_if_it_were_whole(engine):
     """It was answered from what was left, without a word."""
-    fresh.engine.encode(TEXTS)
-    prefilled = fresh.engine.prefill(make_prompt(TEXTS))
-    short = fresh.engine.decode(prefilled, max_new_tokens=3, keep_tokens=KEEP)
-    assert fresh.engine.decode(prefilled, max_new_tokens=3, keep_tokens=KEEP).token_ids == short.token_ids
+    prefilled = engine.prefill(make_prompt(TEXTS))
+    short = engine.decode(prefilled, max_new_tokens=3, keep_tokens=KEEP)
+    assert engine.decode(prefilled, max_new_tokens=3, keep_tokens=KEEP).token_ids == short.token_ids
     with pytest.raises(UsageError, match="Prefill the prompt again"):
-        fresh.engine.decode(prefilled, max_new_tokens=3)
+        engine.decode(prefilled, max_new_tokens=3)
 
 
-def test_a_large_keep_tokens_evicts_nothing(fresh):
+def test_a_large_keep_tokens_evicts_nothing(engine):
     prompt = make_prompt(TEXTS)
-    whole = fresh.engine.generate(prompt, max_new_tokens=8, method="full")
+    whole = engine.generate(prompt, max_new_tokens=8, method="full")
     tokens = int(in_passages(whole.prompt).sum())
-    same = fresh.engine.generate(prompt, max_new_tokens=8, method="full", keep_tokens=tokens)
+    same = engine.generate(prompt, max_new_tokens=8, method="full", keep_tokens=tokens)
     assert same.token_ids == whole.token_ids and same.report.evicted_tokens == 0
-    alone = fresh.engine.generate(make_prompt([], suffix="who kept them?"), max_new_tokens=4, keep_tokens=1)
+    alone = engine.generate(make_prompt([], suffix="who kept them?"), max_new_tokens=4, keep_tokens=1)
     assert alone.report.evicted_tokens == 0
 
 
-def test_eviction_frees_memory(fresh):
-    prefilled = fresh.engine.prefill(make_prompt(TEXTS), method="recompute")
+def test_eviction_frees_memory(engine):
+    prefilled = engine.prefill(make_prompt(TEXTS), method="recompute")
     cache, before = prefilled.cache, prefilled.cache.nbytes
-    lost = evict(fresh.engine.runtime.decoder, prefilled.prompt, cache, KEEP)
+    lost = evict(engine.runtime.decoder, prefilled.prompt, cache, KEEP)
     assert cache.nbytes == before - lost * cache.geometry.token_bytes
     assert cache.get_seq_length() == len(prefilled.prompt.token_ids)
     held = cache.fused[0]
     assert held.keys.shape[2] == len(prefilled.prompt.token_ids) - lost
     assert held.key_buffer.shape[2] < len(prefilled.prompt.token_ids) + 256
-    assert evict(fresh.engine.runtime.decoder, prefilled.prompt, cache, KEEP) == lost, "once is enough"
+    assert evict(engine.runtime.decoder, prefilled.prompt, cache, KEEP) == lost, "once is enough"
 
 
-def test_sessions_do_not_reuse_evicted_caches(fresh):
+def test_sessions_do_not_reuse_evicted_caches(engine):
     session = Session()
-    with fresh.engine.stream(make_prompt(TEXTS), session=session, max_new_tokens=4) as stream:
+    with engine.stream(make_prompt(TEXTS), session=session, max_new_tokens=4) as stream:
         assert stream.result.report.evicted_tokens == 0
     assert session.tokens > 0
-    with fresh.engine.stream(make_prompt(TEXTS), session=session, max_new_tokens=4, keep_tokens=3) as stream:
+    with engine.stream(make_prompt(TEXTS), session=session, max_new_tokens=4, keep_tokens=3) as stream:
         assert stream.result.report.evicted_tokens > 0
     assert session.tokens == 0
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "many"])
-def test_invalid_keep_tokens_is_refused(fresh, wrong):
+def test_invalid_keep_tokens_is_refused(engine, wrong):
     with pytest.raises(UsageError, match="keep_tokens"):
-        fresh.engine.generate(make_prompt(TEXTS[:1]), keep_tokens=wrong)
+        engine.generate(make_prompt(TEXTS[:1]), keep_tokens=wrong)
 
 
 def test_keep_tokens_is_refused_for_unfused_models(bench_for):

@@ -46,11 +46,11 @@ def scattered(count, tokens, heads=4, key_heads=2, size=32, dtype=DTYPES[0], roo
     ],
 )
 def test_scattered_rows_see_the_keys_up_to_their_positions(count, tokens, window):
-    for dtype in DTYPES:
-        rows, query, key, value = scattered(count, tokens, dtype=dtype)
-        expected = rows_attention.plain(query, key, value, rows, window)
-        found = rows_attention.attend(query, key, value, rows, None, window).float()
-        assert (found - expected).abs().max() < rows_attention.ALLOWED[dtype]
+    dtype = DTYPES[(count + (window or 0)) % 2]
+    rows, query, key, value = scattered(count, tokens, dtype=dtype)
+    expected = rows_attention.plain(query, key, value, rows, window)
+    found = rows_attention.attend(query, key, value, rows, None, window).float()
+    assert (found - expected).abs().max() < rows_attention.ALLOWED[dtype]
 
 
 @pytest.mark.parametrize(("heads", "key_heads", "size"), [(2, 2, 16), (9, 3, 64), (8, 2, 128), (2, 1, 256)])
@@ -163,6 +163,7 @@ class Case:
         (codec, shape, DTYPES[(across + down) % 2])
         for across, codec in enumerate(CODECS)
         for down, shape in enumerate(SHAPES)
+        if (across + down) % 3 != 2  # pairs enough of a codec and a shape
     ],
 )
 def test_spans_are_unpacked_rotated_and_placed_by_one_launch(codec, shape, dtype):
@@ -212,8 +213,7 @@ def shifted(layout, size, value_size, rotated, dtype, heads=3, tokens=60):
     return new, stored, at, positions, turns, rope
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), list(zip(SHAPES, DTYPES * 2, strict=True)))
 def test_changes_of_computed_rows_are_unrotated(shape, dtype):
     new, stored, at, positions, (cos, sin), rope = shifted(*shape, dtype)
     keys, values = (a[:, at].float() - b[:, positions].float() for a, b in zip(new, stored, strict=True))
@@ -224,8 +224,7 @@ def test_changes_of_computed_rows_are_unrotated(shape, dtype):
     assert shift.supports(DEVICE, name, shape[1], shape[2], shape[3] // 2, shape[0])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), list(zip(SHAPES, DTYPES * 2, strict=True)))
 def test_corrections_are_added_at_their_positions(shape, dtype):
     more, stored, *_, (cos, sin), rope = shifted(*shape, dtype)
     more = tuple(each[:, :33] for each in more)
@@ -254,12 +253,11 @@ def compiled(kernel, dtype, shape, capability, **options):
     source = ASTSource(kernel, signature, constants)
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
 
-for capability, most in (80, 163 << 10), (90, 227 << 10):
-    for count in 1, 100, 1000:
-        rows, keys, warps, stages = rows_attention.blocks_of(count, 128, True)
-        shape = {"D": 128, "M": rows, "N": keys, "WINDOWED": count == 100}
-        shared = compiled(rows_attention._attend, "bf16", shape, capability, num_warps=warps, num_stages=stages)
-        assert shared <= most, (capability, count, shared)
+for capability, most, count in (80, 163 << 10, 1), (80, 163 << 10, 1000), (90, 227 << 10, 100):
+    rows, keys, warps, stages = rows_attention.blocks_of(count, 128, True)
+    shape = {"D": 128, "M": rows, "N": keys, "WINDOWED": count == 100}
+    shared = compiled(rows_attention._attend, "bf16", shape, capability, num_warps=warps, num_stages=stages)
+    assert shared <= most, (capability, count, shared)
 shape = {"SIZE": 128, "VALUE_SIZE": 128, "PAIRS": 64, "INTERLEAVED": False, "M": 16}
 shape |= {"K2": 128, "V2": 128, "P2": 64}
 for packing in placement.PACKINGS.values():

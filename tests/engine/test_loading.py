@@ -1,4 +1,4 @@
-"""Models that cannot be loaded raise a named error with what was found and what to do."""
+"""Models that cannot be loaded raise a named error with what was found and what to do; and loading at one time."""
 
 import errno
 import hashlib
@@ -6,17 +6,26 @@ import importlib.util
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
+from functools import partial
 
 import pytest
+import tiny_models
+import torch
 from benches import make_prompt
+from doubles import raising
 from safetensors.torch import load_file, save_file
+from waiting import at_once
 
 from ragblend import Engine
 from ragblend.engine.model import checkpoints as files
 from ragblend.engine.model.checkpoints import file_digest
 from ragblend.engine.model.convert import _create
+from ragblend.engine.model.load import load
+from ragblend.integrations.embeddings import Embedder
 from ragblend.kvstore.errors import (
     CorruptModelError,
     ModelNotFoundError,
@@ -73,28 +82,6 @@ def test_loading_hides_transformers_progress_bars(broken, ask, bars, capfd):
     assert "Loading weights" in capfd.readouterr().err, "others' bars were turned off for good"
 
 
-CONFIGS = ["", "{", "[]", "{}", '{"model_type": "no such thing"}']
-TOKENIZERS = [None, "", "{", '{"version": "1.0"}', '{"model": {"type": "BPE"}}']
-DAMAGES = [
-    ("config.json", None, ModelNotFoundError),
-    *[("config.json", content, (CorruptModelError, TokenizerMissingError)) for content in CONFIGS],
-    *[("tokenizer.json", content, TokenizerMissingError) for content in TOKENIZERS],
-    *[("model.safetensors", keep, CorruptModelError) for keep in (None, 0, 4, 100, 20_000, -1)],
-]
-
-
-@pytest.mark.parametrize(("name", "content", "error"), DAMAGES)
-def test_damaged_and_missing_files_are_reported(broken, ask, name, content, error):
-    """content: the file's new content; a number: its new length; None: removed."""
-    file = broken / name
-    whole = file.read_bytes()
-    file.unlink()
-    if content is not None:
-        file.write_bytes(content.encode() if isinstance(content, str) else whole[:content])
-    with pytest.raises(error, match="broken"):
-        ask(broken)
-
-
 def without_tokenizer(folder):
     for file in [*folder.glob("token*"), *folder.glob("special*"), *folder.glob("chat*")]:
         file.unlink()
@@ -112,15 +99,35 @@ def without_one_weight(folder):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    ("damage", "error", "message"),
-    [
-        (without_tokenizer, TokenizerMissingError, "no tokenizer.*copy"),
-        (with_another_shape, CorruptModelError, "broken"),
-        (without_one_weight, CorruptModelError, "broken"),
-    ],
-)
-def test_incomplete_models_are_reported(broken, ask, damage, error, message):
+def with_content(name, content):
+    """content: of that file instead; a number: its new length; None: removed."""
+
+    def damage(folder):
+        whole = (folder / name).read_bytes()
+        (folder / name).unlink()
+        if content is not None:
+            (folder / name).write_bytes(content.encode() if isinstance(content, str) else whole[:content])
+
+    return damage
+
+
+CONFIGS = ["", "{", "[]", "{}", '{"model_type": "no such thing"}']
+TOKENIZERS = [None, "", "{", '{"version": "1.0"}', '{"model": {"type": "BPE"}}']
+LENGTHS = (None, 0, 4, 100, 20_000, -1)
+UNFIT = (CorruptModelError, TokenizerMissingError)
+DAMAGES = [
+    (without_tokenizer, TokenizerMissingError, "no tokenizer.*copy"),
+    (with_another_shape, CorruptModelError, "broken"),
+    (without_one_weight, CorruptModelError, "broken"),
+    (with_content("config.json", None), ModelNotFoundError, "broken"),
+    *[(with_content("config.json", content), UNFIT, "broken") for content in CONFIGS],
+    *[(with_content("tokenizer.json", content), TokenizerMissingError, "broken") for content in TOKENIZERS],
+    *[(with_content("model.safetensors", keep), CorruptModelError, "broken") for keep in LENGTHS],
+]
+
+
+@pytest.mark.parametrize(("damage", "error", "message"), DAMAGES)
+def test_damaged_and_incomplete_models_are_reported(broken, ask, damage, error, message):
     damage(broken)
     with pytest.raises(error, match=message):
         ask(broken)
@@ -191,11 +198,7 @@ def test_drafts_of_killed_conversions_are_removed_after_a_day(tmp_path):
 @pytest.fixture
 def full():
     """Raises as a full disk does."""
-
-    def raises(*given, **named):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    return raises
+    return raising(OSError(errno.ENOSPC, "No space left on device"))
 
 
 def test_a_full_disk_during_conversion_is_reported(tmp_path, monkeypatch, full):
@@ -270,7 +273,63 @@ def test_a_gate_that_failed_to_run_is_run_again(fresh_bench_for, tmp_path, monke
 
     bench = fresh_bench_for("llama", home=tmp_path / "h")
     with monkeypatch.context() as broken:
-        broken.setattr(gate, "ChunkEncoder", lambda *a: (_ for _ in ()).throw(MemoryError("no room")))
+        broken.setattr(gate, "ChunkEncoder", raising(MemoryError("no room")))
         assert not bench.engine.gate.passed
     bench.engine.close()
     assert bench.engine.gate.passed
+
+
+# --- models that are loaded at the same time: transformers patches itself for the whole process meanwhile
+
+
+def test_a_model_with_a_tied_head_is_whole_beside_others_that_load(tmp_path) -> None:
+    """`lacks 1 weights (lm_head.weight, ...); fetch it again`, and 503, when the embedder was loaded beside it."""
+    folder = tiny_models.save_model("llama", tmp_path / "llama", tie_word_embeddings=True)
+
+    def work(one) -> None:
+        for _ in range(6):
+            one()
+
+    def model() -> None:
+        loaded = load(folder, torch.device("cpu"), "float32").model
+        assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
+
+    loads = [model, lambda: Embedder(dtype="float32").load()] * 2
+    at_once(*(partial(work, one) for one in loads))
+
+
+IMPORTS = """
+import sys, threading, time
+from ragblend.engine.model.device import exclusive_model_loading
+
+begun = threading.Event()
+
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "transformers.dependency_versions_check":  # the first part that the whole imports
+            begun.set()
+            time.sleep(0.2)
+
+def load():
+    with exclusive_model_loading():
+        pass
+
+def engine():
+    from ragblend.engine.engine import Engine
+
+sys.meta_path.insert(0, Slow())
+assert "transformers" not in sys.modules
+first, second = [load, engine][::int(sys.argv[1])]
+thread = threading.Thread(target=first)
+thread.start()
+begun.wait()
+second()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize("order", ["1", "-1"], ids=["embedder first", "engine first"])
+def test_the_embedder_may_be_loaded_while_the_engine_is_imported(order) -> None:
+    """A server that began over a home with work to do lost its model: `cannot import name 'DynamicCache'`."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS, order], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "", done.stderr

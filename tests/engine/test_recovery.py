@@ -6,6 +6,7 @@ from itertools import cycle
 
 import pytest
 from benches import make_prompt, make_text
+from doubles import raising
 from waiting import until
 
 from ragblend.engine import runtime as runtime_module
@@ -79,9 +80,7 @@ def test_a_failure_after_text_was_shown_is_raised(asked, loads):
             head.register_forward_pre_hook(gone)
         read.append(text)
 
-    def gone(*_):
-        raise RuntimeError("gone")
-
+    gone = raising(RuntimeError("gone"))
     with pytest.raises(DeviceError, match="in the middle of an answer"):
         engine.generate(ASKED, max_new_tokens=40, on_text=show)
     assert read and not loads

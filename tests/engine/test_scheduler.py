@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
-from waiting import SOON_S, until
+from waiting import SOON_S, started, until
 
 from ragblend.engine.scheduling.background import BackgroundTasks, Priority
 from ragblend.engine.scheduling.order import Claim
@@ -28,8 +28,7 @@ def test_first_come_first_served_and_one_at_a_time():
     threads = []
     with queue.turn():
         for number in range(8):
-            threads.append(threading.Thread(target=work, args=(number,)))
-            threads[-1].start()
+            threads.append(started(work, number))
             until(lambda n=number: queue.inside == n + 2)
         assert order == []
     for thread in threads:
@@ -50,11 +49,9 @@ def test_a_cancelled_request_does_not_block_others():
             outcome.append("served")
 
     with queue.turn():
-        one = threading.Thread(target=gives_up)
-        one.start()
+        one = started(gives_up)
         until(lambda: queue.inside == 2)
-        two = threading.Thread(target=waits)
-        two.start()
+        two = started(waits)
         until(lambda: queue.inside == 3)
         cancel.set()
         one.join(SOON_S)
@@ -239,8 +236,7 @@ def test_background_work_waits_for_all_requests():
     with queue.turn():
         assert not queue.has_waiting
         for name, background in (("behind", True), ("first", False), ("second", False)):
-            threads.append(threading.Thread(target=takes, args=(name, background)))
-            threads[-1].start()
+            threads.append(started(takes, name, background))
             wanted = len(threads)  # one in the background is not in the queue
             until(lambda n=wanted: queue.inside == n)
         assert queue.has_waiting

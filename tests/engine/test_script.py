@@ -33,7 +33,7 @@ for question in map(int, sys.argv[3]):
 SLOW_S = 600  # as long as a slow machine may take
 
 
-def run(home, model="default", exit_s=SLOW_S, questions="012"):
+def run(home, model, exit_s=SLOW_S, questions="012"):
     """(hits, misses) of each question, and what was logged."""
     texts = json.dumps([town(number) for number in range(5)])
     command = [sys.executable, "-c", SCRIPT, home, str(exit_s), questions, texts, str(model)]
@@ -41,27 +41,23 @@ def run(home, model="default", exit_s=SLOW_S, questions="012"):
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()], done.stderr
 
 
-def times_asked(home):
+def times_asked(home, model):
     """How often the KV of town 0 was asked for."""
-    with closing(Engine.open(home=home, device="cpu", dtype="bfloat16")) as engine:
+    with closing(Engine.open(str(model), home=home, device="cpu", dtype="bfloat16")) as engine:
         runtime = engine.runtime
         ids = tuple(runtime.tokenizing.passage_ids(town(0)))
         return runtime.store.request_count(runtime.key_of(runtime.canonical_prefix, ids, "default"))
 
 
-def test_a_script_of_three_questions_reuses_from_its_second_run_on(smollm2_home, tmp_path, with_smollm2):
-    home = with_smollm2(tmp_path)
-    counts, log = run(home)
+def test_a_script_of_three_questions_reuses_from_its_second_run_on(home, tiny_folder):
+    counts, log = run(home, tiny_folder)
     assert counts[0] == (0, 3) and "have no KV yet" not in log
-    before = times_asked(home)
-    for _ in range(2):
-        assert run(home)[0] == [(3, 0)] * 3
-        before, already = times_asked(home), before
-        assert before > already, "what a process used is known to the next one"
+    before = times_asked(home, tiny_folder)
+    assert run(home, tiny_folder)[0] == [(3, 0)] * 3
+    assert times_asked(home, tiny_folder) > before, "what a process used is known to the next one"
 
 
-def test_passages_not_stored_before_exit_are_stored_first_in_the_next_process(tmp_path, tiny_folder):
-    home = tmp_path / "home"
+def test_passages_not_stored_before_exit_are_stored_first_in_the_next_process(home, tiny_folder):
     assert "have no KV yet" in run(home, tiny_folder, exit_s=0, questions="0")[1]
     (unstored,) = home.glob("unstored-*.json")
     assert set(json.loads(unstored.read_text())["default"]) <= {"node0", "node1", "node2"}

@@ -105,13 +105,13 @@ def test_the_reference_reads_everything(fresh, options):
     assert list(answered(fresh, second, session, **options).token_ids) == fresh.answer(Prompt(second), 6)
 
 
-def test_a_stopped_answer_keeps_its_prompt_in_the_session(fresh):
+def test_a_stopped_answer_keeps_its_prompt_in_the_session(engine):
     session = Session()
-    stream = fresh.engine.stream(Prompt([*FIRST, QUESTION]), session=session, max_new_tokens=500)
+    stream = engine.stream(Prompt([*FIRST, QUESTION]), session=session, max_new_tokens=500)
     for _ in stream:
         break
     stream.close()
-    assert session.tokens == len(fresh.engine.tokenize(Prompt([*FIRST, QUESTION])).token_ids)
+    assert session.tokens == len(engine.tokenize(Prompt([*FIRST, QUESTION])).token_ids)
     session.forget()
     assert session.tokens == 0
 

@@ -1,18 +1,14 @@
 """Engines that share a store: what one encoded another fuses, and a bad server costs at most what it may."""
 
-import json
 import logging
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from benches import largest_error, make_prompt, make_text
 from shared_servers import RedisNames, free_port, proxy_to
 from test_controller import profile
-from waiting import SOON_S
+from waiting import SOON_S, started
 
 from ragblend.engine.controller import DeviceProfile
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
@@ -21,7 +17,6 @@ from ragblend.kvstore.policy import PrefillProfile
 TEXTS = [make_text(seed, words=30) for seed in range(4)]
 PROMPT = make_prompt(TEXTS)
 PATIENT = "?timeout_s=60"
-WORKER = Path(__file__).parent / "sharing_worker.py"
 ALLOWED = 1e-4
 
 
@@ -51,11 +46,9 @@ def remote_of(bench):
 # --- what it is for
 
 
-def test_kv_of_another_process_is_fused_here(redis, fresh_bench_for, local, tmp_path):
+def test_kv_of_another_machine_is_fused_here(redis, fresh_bench_for, local):
     url = redis.url() + PATIENT
-    other = [sys.executable, str(WORKER), str(local.folder), str(tmp_path / "other"), url, json.dumps(TEXTS)]
-    done = subprocess.run(other, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "4"
+    share(fresh_bench_for(remote=url))
     here, expected = fresh_bench_for(remote=url), local.engine.prefill(PROMPT)
     found = here.engine.prefill(PROMPT)
     assert torch.equal(found.logits, expected.logits)
@@ -332,8 +325,7 @@ def test_a_deletion_holds_no_lock_while_it_waits_for_the_shared_store(redis, fre
             passed.set()
 
     def withdrawing(keys) -> None:
-        asking = threading.Thread(target=question, daemon=True)
-        asking.start()
+        asking = started(question)
         assert passed.wait(SOON_S)
         asking.join()
         withdraw(keys)

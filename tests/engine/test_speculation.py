@@ -5,6 +5,7 @@ import time
 
 import pytest
 from benches import make_prompt, make_text
+from doubles import raising
 
 from ragblend.engine import engine as engine_module
 from ragblend.engine.scheduling import speculation
@@ -104,14 +105,14 @@ def test_a_prefill_in_progress_of_the_final_prompt_is_waited_for(fresh, reads):
     assert (reads.ahead, reads.in_place) == (["read"], 0)
 
 
-def test_cancelling_does_not_wait_for_the_prefill_in_progress(fresh, reads):
+def test_cancelling_does_not_wait_for_the_prefill_in_progress(engine, reads):
     reads.holds = True
 
     def prompts():
         yield RIGHT
         assert reads.begun.wait(WAIT_S)
 
-    with fresh.engine.stream_staged(prompts(), max_new_tokens=6) as stream:
+    with engine.stream_staged(prompts(), max_new_tokens=6) as stream:
         threading.Thread(target=lambda: (reads.begun.wait(WAIT_S), stream.close())).start()
         with pytest.raises(Cancelled):
             list(stream)
@@ -169,9 +170,7 @@ def test_another_request_gets_the_device_after_a_layer(fresh, reads):
 
 
 def test_a_failure_of_reading_ahead_is_ignored(fresh, monkeypatch):
-    def fails(*_, **__):
-        raise RuntimeError("no memory left")
-
+    fails = raising(RuntimeError("no memory left"))
     want = expected(fresh, RIGHT)
     monkeypatch.setattr(speculation, "prefill", fails)
     assert answered(fresh, [RIGHT, RIGHT]) == want

@@ -59,11 +59,6 @@ def test_a_stop_string_after_a_sentence_may_begin_like_a_citation(tokenizer):
     assert stream.stopped
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer(adds_bos=False)
-
-
 def pieces_of(tokenizer, text, stop=()):
     stream = TextStream(tokenizer, stop)
     pieces = [stream.feed(i) for i in tokenizer.encode(text)]

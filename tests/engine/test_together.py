@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 import torch
 from benches import largest_error, make_prompt, make_text
-from waiting import until
+from doubles import raising
+from waiting import started, until
 
 from ragblend.engine.decoding.direct import DirectDecode
 from ragblend.engine.decoding.grammar import json_grammar
@@ -65,8 +66,7 @@ def ask():
         threads = []
         with queue.turn():
             for number in range(len(passes)):
-                threads.append(threading.Thread(target=work, args=(number,)))
-                threads[-1].start()
+                threads.append(started(work, number))
                 until(lambda: queue.inside == len(threads) + 1)
         return queue, threads, found
 
@@ -201,10 +201,7 @@ def test_a_pass_that_fails_leaves_the_caches_as_they_were(stored):
     expected = [each.clone() for each in rows.run_together(reads)]
     for each in prefilled:
         each.cache.truncate(2)
-
-    def gone(*_):
-        raise RuntimeError("gone")
-
+    gone = raising(RuntimeError("gone"))
     held = rows.layers
     rows.layers = [*held[:2], replace(held[2], down=gone), *held[3:]]
     with pytest.raises(RuntimeError):

@@ -1,7 +1,5 @@
 """Tool calls: the template's format, constrained answers, and parsing."""
 
-import copy
-
 import pytest
 from benches import assert_grammar_changes_nothing, make_text
 from tiny_models import TEMPLATE, TOOLS_TEMPLATE
@@ -57,10 +55,9 @@ ASKED = [Message("user", (Literal("Which weather?"),))]
 
 
 @pytest.fixture
-def tokenizer(llama):
-    copied = copy.deepcopy(llama.engine.tokenizer)
-    copied.chat_template = TOOLS_TEMPLATE
-    return copied
+def tokenizer(own_tokenizer):
+    own_tokenizer.chat_template = TOOLS_TEMPLATE
+    return own_tokenizer
 
 
 @pytest.fixture

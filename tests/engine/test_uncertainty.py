@@ -38,56 +38,45 @@ IDS = {word: number for number, word in enumerate(WORDS.words)}
 ASKED = (IDS[" Orbeck"], IDS[" Ferry"])
 
 
-@pytest.mark.parametrize(
-    ("before", "token", "sure", "wanted"),
-    [
-        ([" carries"], " 41", 0.5, True),
-        ([" carries"], " 41", 0.9, False),  # it is sure
-        ([], " 41", 0.5, True),
-        ([" is"], " Felix", 0.5, True),
-        ([], " Felix", 0.5, False),  # every sentence begins so
-        ([" is", "."], " Felix", 0.5, False),
-        ([" is"], " Orbeck", 0.5, False),  # the question has it
-        ([" is"], " metres", 0.5, False),
-        ([" metres", "["], "2", 0.5, False),  # a citation
-        ([" metres", "[", "2", "]"], "4", 0.5, True),
-    ],
-)
-def test_which_tokens_are_uncertain(before, token, sure, wanted):
-    chunk, question = Chunk("x", token_ids=(IDS[" is"],)), Literal("", ASKED)
-    look = UncertaintyCheck(WORDS, Prompt([chunk, question]), 0.7)
-    rival = " 339" if token.strip().isdigit() else " Elin"
-    likely = probabilities(**{token: sure, rival: 1 - sure})
-    assert look.needs_full_prefill(IDS[token], lambda: likely, [IDS[each] for each in before]) is wanted
+def probabilities(**given):
+    """The words with these probabilities."""
+    return [(IDS[word], p) for word, p in given.items()]
 
 
-def test_choosing_between_a_figure_and_a_word_is_not_uncertain():
-    """A model that answers "41" or "The ferry ..." has one figure in mind."""
-    look = UncertaintyCheck(WORDS, Prompt([Literal("", ASKED)]), 0.7)
-    assert not look.needs_full_prefill(
-        IDS[" 41"], lambda: probabilities(**{" 41": 0.5, " is": 0.45, " 339": 0.05}), []
-    )
-    assert look.needs_full_prefill(
-        IDS[" 41"], lambda: probabilities(**{" 41": 0.5, " is": 0.2, " 339": 0.3}), []
-    )
+def between(token, sure=0.5):
+    """The token with that probability, and another figure or name with the rest."""
+    return {token: sure, " 339" if token.strip().isdigit() else " Elin": 1 - sure}
 
 
 @pytest.mark.parametrize(
     ("before", "token", "given", "wanted"),
     [
+        ([" carries"], " 41", between(" 41"), True),
+        ([" carries"], " 41", between(" 41", 0.9), False),  # it is sure
+        ([], " 41", between(" 41"), True),
+        ([" is"], " Felix", between(" Felix"), True),
+        ([], " Felix", between(" Felix"), False),  # every sentence begins so
+        ([" is", "."], " Felix", between(" Felix"), False),
+        ([" is"], " Orbeck", between(" Orbeck"), False),  # the question has it
+        ([" is"], " metres", between(" metres"), False),
+        ([" metres", "["], "2", between("2"), False),  # a citation
+        ([" metres", "[", "2", "]"], "4", between("4"), True),
+        # A model that answers "41" or "The ferry ..." has one figure in mind.
+        ([], " 41", {" 41": 0.5, " is": 0.45, " 339": 0.05}, False),
+        ([], " 41", {" 41": 0.5, " is": 0.2, " 339": 0.3}, True),
+        # Within a number its end is a choice too.
         ([" 41"], "4", {"4": 0.6, " metres": 0.4}, True),  # 41 or 414 metres?
         ([" 41"], " metres", {" metres": 0.4, "4": 0.6}, True),
         ([" 41"], " metres", {" metres": 0.3, ".": 0.3, " is": 0.39, "4": 0.01}, False),  # it ends, somehow
         ([" is"], " metres", {" metres": 0.4, "4": 0.6}, False),
         (["[", "2"], "]", {"]": 0.6, "4": 0.4}, False),  # a citation
     ],
-)  # fmt: skip
-def test_within_a_number_its_end_is_a_choice_too(before, token, given, wanted):
-    check = UncertaintyCheck(WORDS, Prompt([Literal("", ASKED)]), 0.7)
-    found = check.needs_full_prefill(
-        IDS[token], lambda: probabilities(**given), [IDS[each] for each in before]
-    )
-    assert found is wanted
+)
+def test_which_tokens_are_uncertain(before, token, given, wanted):
+    chunk, question = Chunk("x", token_ids=(IDS[" is"],)), Literal("", ASKED)
+    check = UncertaintyCheck(WORDS, Prompt([chunk, question]), 0.7)
+    said = [IDS[each] for each in before]
+    assert check.needs_full_prefill(IDS[token], lambda: probabilities(**given), said) is wanted
 
 
 @pytest.mark.parametrize(("ends", "wanted"), [(0.9, False), (0.01, True)])
@@ -97,11 +86,6 @@ def test_passage_alone_confirms_the_end_of_a_number(ends, wanted):
     check = UncertaintyCheck(WORDS, prompt, 0.98, lambda prompt: lambda answer: alone)
     given = probabilities(**{" metres": 0.6, "4": 0.4})
     assert check.needs_full_prefill(IDS[" metres"], lambda: given, [IDS[" 41"]]) is wanted
-
-
-def probabilities(**given):
-    """The words with these probabilities."""
-    return [(IDS[word], p) for word, p in given.items()]
 
 
 ELSEWHERE = Chunk("other", token_ids=(IDS[" is"], IDS[" metres"], IDS["."]) * 9)
@@ -140,22 +124,28 @@ def test_passage_alone_is_not_read_where_that_is_most_of_the_prompt():
         assert check.needs_full_prefill(IDS[" 41"], partial(tuple, likely), [IDS[" carries"]]) is wanted
 
 
+INVOICE, OTHER_INVOICE = (8, 0, 3, 1, 7), (8, 7, 3, 1, 0, 3, 1, 7, 0, 1)
+
+
 @pytest.mark.parametrize(
-    ("question", "wanted"), [(ASKED, 1), ((IDS[" metres"],), 0), ((IDS[" Felix"],), None)]
+    ("passages", "question", "wanted"),
+    [
+        ((ELSEWHERE.token_ids, FERRY.token_ids), ASKED, 1),
+        ((ELSEWHERE.token_ids, FERRY.token_ids), (IDS[" metres"],), 0),
+        ((ELSEWHERE.token_ids, FERRY.token_ids), (IDS[" Felix"],), None),
+        (((), ()), ASKED, None),  # the answer ended with a division by zero
+        # By its digits in order: alone they are in every passage, and the other one has them more often.
+        ((OTHER_INVOICE, (*INVOICE, 9, 9)), INVOICE, 1),
+    ],
 )
-def test_matching_passage(question, wanted):
-    prompt = Prompt([Literal("", (1,)), ELSEWHERE, Literal("", (2,)), FERRY, Literal("", question)])
+def test_matching_passage(passages, question, wanted):
+    first, second = (Chunk("text", token_ids=ids) for ids in passages)
+    prompt = Prompt([Literal("", (1,)), first, Literal("", (2,)), second, Literal("", question)])
     assert matching_passage(prompt) == wanted
     if wanted is not None:
         alone = with_passage_alone(prompt, wanted)
         assert alone.chunks == [prompt.chunks[wanted]]
         assert alone.token_ids == (1, *prompt.chunks[wanted].token_ids, *question)
-
-
-def test_empty_passages_match_no_question():
-    """In a conversation whose passages are all empty the answer ended with a division by zero."""
-    nothing = Chunk("", token_ids=())
-    assert matching_passage(Prompt([Literal("", (1,)), nothing, nothing, Literal("", ASKED)])) is None
 
 
 def test_earlier_turns_of_a_conversation_stay_beside_the_passage_alone():
@@ -164,10 +154,8 @@ def test_earlier_turns_of_a_conversation_stay_beside_the_passage_alone():
     assert with_passage_alone(prompt, 1).segments == (prompt.segments[0], turn, FERRY, prompt.segments[-1])
 
 
-def test_view_of_a_passage_alone_is_exact(fresh):
+def test_view_of_a_passage_alone_is_exact(engine):
     """What is stored for a passage is right where it directly follows the instructions."""
-    engine = fresh.engine
-    engine.encode(TEXTS)
     begin = Literal("", engine.runtime.canonical_prefix)
     prompt = engine.tokenize(Prompt([begin, *make_prompt(TEXTS, prefix="").segments]))
     prefilled = engine.prefill(prompt, method="probe-shift")
@@ -180,6 +168,13 @@ def test_view_of_a_passage_alone_is_exact(fresh):
         ids = torch.tensor([[*alone.token_ids, *answer]])
         wanted = engine.runtime.loaded.model(ids).logits[0, -1]
         assert (logits - wanted).abs().max() < 1e-4
+
+
+@pytest.fixture
+def engine(fresh):
+    """It has the passages."""
+    fresh.engine.encode(TEXTS)
+    return fresh.engine
 
 
 class Unsure(UncertaintyCheck):
@@ -212,10 +207,9 @@ def test_after_an_uncertain_token_the_answer_is_full_prefills(fresh, monkeypatch
     assert list(result.token_ids) == exact_behind(fresh, prompt, fused.token_ids[:2], len(result.token_ids))
 
 
-def test_a_forced_end_is_whole_where_its_tokens_are_uncertain(fresh, monkeypatch):
+def test_a_forced_end_is_whole_where_its_tokens_are_uncertain(engine, monkeypatch):
     """The token is chosen twice; the way to the end went on by one each time, so that a quote was missing."""
-    engine, grammar = fresh.engine, json_grammar({"type": "array", "items": {"type": "string"}})
-    engine.encode(TEXTS)
+    grammar = json_grammar({"type": "array", "items": {"type": "string"}})
     for uncertain in range(10, 16):
 
         class UnsureThere(UncertaintyCheck):
@@ -228,10 +222,9 @@ def test_a_forced_end_is_whole_where_its_tokens_are_uncertain(fresh, monkeypatch
         assert json.loads(result.text) and len(result.token_ids) == 16, f"uncertain of token {uncertain}"
 
 
-def test_sessions_do_not_hold_rejected_tokens(fresh, monkeypatch):
+def test_sessions_do_not_hold_rejected_tokens(engine, monkeypatch):
     """Guesses that the second look turned down stood in it under the ids of what was said."""
-    engine, prompt, session = fresh.engine, make_prompt(TEXTS), Session()
-    engine.encode(TEXTS)
+    prompt, session = make_prompt(TEXTS), Session()
     monkeypatch.setattr("ragblend.engine.decoding.loop.UncertaintyCheck", Unsure)
     with engine.stream(prompt, method="probe-shift:sure=0.5", session=session, max_new_tokens=8) as stream:
         result = stream.result
@@ -239,9 +232,7 @@ def test_sessions_do_not_hold_rejected_tokens(fresh, monkeypatch):
     assert session.tokens == len(result.prompt.token_ids) + 2
 
 
-def test_exact_prompts_are_not_prefilled_again(fresh, monkeypatch):
-    engine = fresh.engine
-    engine.encode(TEXTS)
+def test_exact_prompts_are_not_prefilled_again(engine, monkeypatch):
     monkeypatch.setattr("ragblend.engine.decoding.loop.UncertaintyCheck", Unsure)
     for method, ratio in (("full", 0.15), ("exact", 0.15), ("probe-shift", 1.0), ("reuse", 0.15)):
         result = engine.generate(make_prompt(TEXTS), method=method, ratio=ratio, max_new_tokens=4)
@@ -249,10 +240,8 @@ def test_exact_prompts_are_not_prefilled_again(fresh, monkeypatch):
     assert METHODS["auto"].sure == METHODS["probe-shift"].sure > 0 == METHODS["epic"].sure
 
 
-def test_a_prefilled_prompt_can_be_decoded_again(fresh, monkeypatch):
+def test_a_prefilled_prompt_can_be_decoded_again(engine, monkeypatch):
     """The other cache is the answer's own: what is measured behind the prompt afterwards is still the method's."""
-    engine = fresh.engine
-    engine.encode(TEXTS)
     prefilled = engine.prefill(make_prompt(TEXTS), method="probe-shift")
     before = engine.continue_logits(prefilled, (5, 6, 7))
     monkeypatch.setattr("ragblend.engine.decoding.loop.UncertaintyCheck", Unsure)
@@ -260,12 +249,3 @@ def test_a_prefilled_prompt_can_be_decoded_again(fresh, monkeypatch):
     assert first.token_ids == again.token_ids and again.report.read_again_at == 2
     assert torch.equal(engine.continue_logits(prefilled, (5, 6, 7)), before)
     assert engine.decode(replace(prefilled, sure=0.0), max_new_tokens=6).report.read_again_at is None
-
-
-def test_number_of_an_invoice_is_matched_by_its_digits_in_order():
-    """Alone its digits are in every passage, and the other one has them more often."""
-    asked, other = (8, 0, 3, 1, 7), (8, 7, 3, 1, 0, 3, 1, 7, 0, 1)
-    prompt = Prompt(
-        [Chunk("a", token_ids=other), Chunk("b", token_ids=(8, 0, 3, 1, 7, 9, 9)), Literal("", asked)]
-    )
-    assert matching_passage(prompt) == 1

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_values import OracleError
-
-FULL = os.environ.get("FAULTS") == "full"
+from fault_values import FULL, OracleError
 
 
 @pytest.fixture(scope="session")

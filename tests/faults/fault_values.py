@@ -1,8 +1,10 @@
 """Seeded values for the fault suite, each with versions, and the oracle's error class."""
 
+import os
 import random
 from collections.abc import Collection
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
@@ -12,6 +14,7 @@ from ragblend.kvstore.fingerprint import ModelFingerprint, chunk_key
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.store import KVStore
 
+FULL = os.environ.get("FAULTS") == "full"
 SHAPE = Geometry(layers=2, kv_heads=2, key_size=4, value_size=6, dtype="bfloat16")
 TOKENS = 20
 MODEL = ModelFingerprint("aa" * 32, "bb" * 32, SHAPE, "{}")
@@ -84,3 +87,12 @@ def version_read(store: KVStore, number: int, permitted: Collection[int | None])
     served = [version for version in versions if same(found, value(number, version))]
     demand(served, f"a wrong value was served for {number}; permitted: {permitted}")
     return served[0]
+
+
+def flip(path: Path, at: int, bit: int = 2) -> None:
+    """Flip one bit of the byte `at`, which counts from the end where it is negative."""
+    with path.open("r+b") as file:
+        place = file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1 << bit]))

@@ -1,10 +1,12 @@
-"""A damaged index and swapped or renamed files: counted misses, or the right value; never a wrong one."""
+"""A damaged index, library, and swapped files: counted misses, or the right value; never a wrong one."""
 
 import random
 import shutil
+from collections import Counter
 
 import pytest
-from fault_values import demand, key_of, put, version_read
+from fault_library import make_library, verdict_on
+from fault_values import demand, flip, key_of, put, version_read
 
 from ragblend.kvstore.errors import StoreError
 from ragblend.kvstore.store import KVStore
@@ -17,14 +19,6 @@ def path_of(root, number):
     digest = key_of(number).digest
     (path,) = (root / "values" / digest[:2]).glob(f"{digest}-*.kv")
     return path
-
-
-def flip(path, bit):
-    with open(path, "r+b") as file:
-        file.seek(bit // 8)
-        byte = file.read(1)[0]
-        file.seek(bit // 8)
-        file.write(bytes([byte ^ 1 << bit % 8]))
 
 
 class Snapshot:
@@ -78,9 +72,11 @@ def test_flipped_bits_of_the_index(tmp_path, count, name):
     """At worst the index is rebuilt from the values, or the ledger begins again."""
     snapshot, seeded = Snapshot(tmp_path), random.Random(name)
     size, flips = (snapshot.kept / name).stat().st_size, count(1500, 25)
-    served = sum(
-        snapshot.live(lambda root: flip(root / name, seeded.randrange(size * 8))) for _ in range(flips)
-    )
+
+    def damage(root):
+        flip(root / name, seeded.randrange(size), seeded.randrange(8))
+
+    served = sum(snapshot.live(damage) for _ in range(flips))
     print(name, served, "of", 4 * flips)
     assert served > 2 * flips
 
@@ -94,7 +90,7 @@ def test_flipped_bits_under_an_open_store(tmp_path, count):
             name = seeded.choice(["index/cache.db", "index/cache.db-wal"])
             size = (snapshot.root / name).stat().st_size
             if size:
-                flip(snapshot.root / name, seeded.randrange(size * 8))
+                flip(snapshot.root / name, seeded.randrange(size), seeded.randrange(8))
             for number in snapshot.NUMBERS:
                 version_read(store, number, snapshot.permitted[number])
             for number in snapshot.NUMBERS:
@@ -172,3 +168,15 @@ def test_swapped_and_renamed_values(root, count, reopened):
         remove_foreign(root, store)
     store.close()
     assert lost >= count(250, 22)
+
+
+def test_of_a_damaged_library_what_is_readable_is_kept_and_the_rest_is_named(tmp_path, count):
+    sound = tmp_path / "library.sqlite"
+    truth = make_library(sound)
+    assert len(truth) == 72
+    verdicts = Counter(
+        verdict_on(sound, tmp_path / "spoilt.sqlite", truth, seed) for seed in range(count(400, 25))
+    )
+    print(dict(verdicts))
+    assert set(verdicts) <= {"harmless", "rescued", "refused"}
+    assert verdicts["rescued"] > verdicts.total() / 2

@@ -122,7 +122,7 @@ def _rounded(content):
 
 @pytest.mark.timeout(3600)
 def test_nothing_of_a_removed_document_is_found(home, tmp_path, count):
-    number = count(300, 12)
+    number = count(300, 8)
     folder = tmp_path / "documents"
     folder.mkdir()
     paths = [write(folder, n, 0) for n in range(number)]

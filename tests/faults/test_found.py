@@ -7,6 +7,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from doubles import raising
 from fault_values import VALUE_BYTES, key_of, put, version_read
 
 from ragblend.kvstore.errors import StoreError
@@ -27,15 +28,6 @@ def three(root):
 def served(store, *numbers):
     """Every value is there, bit for bit."""
     return all(version_read(store, number, {0}) == 0 for number in numbers or range(3))
-
-
-def raising(error):
-    """A function that always raises this error."""
-
-    def refuse(*arguments, **named):
-        raise error
-
-    return refuse
 
 
 def test_a_schema_with_invalid_text_is_a_damaged_index(three):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import fault_values
 import pytest
@@ -20,25 +21,37 @@ Sample = tuple[ChunkKey, ChunkKV]
 TINY = Geometry(layers=3, kv_heads=2, key_size=4, value_size=6, dtype="bfloat16")
 
 
-def make_sample(seed: int, tokens: int = 5, geometry: Geometry = TINY) -> Sample:
-    """A chunk of random bits (NaNs among them) and its key; the same seed gives the same."""
-    random = torch.Generator().manual_seed(seed)
-    g = geometry
+class Samples:
+    """sample(seed): a chunk of random bits (NaNs among them) and its key; the same seed gives the same."""
 
-    def bits(size: int) -> torch.Tensor:
-        raw = torch.randint(0, 256, (g.kv_heads, tokens, size * g.torch_dtype.itemsize), generator=random)
-        return raw.to(torch.uint8).view(g.torch_dtype)
+    def __call__(self, seed: int, tokens: int = 5, geometry: Geometry = TINY) -> Sample:
+        random = torch.Generator().manual_seed(seed)
+        g = geometry
 
-    token_ids = tuple(torch.randint(0, 49152, (tokens,), generator=random).tolist())
-    keys = [bits(g.key_size) for _ in range(g.layers)]
-    values = [bits(g.value_size) for _ in range(g.layers)]
-    model = ModelFingerprint("aa" * 32, "bb" * 32, g, "{}")
-    return chunk_key(model, (1, 2), "", token_ids), ChunkKV(token_ids, 2, g, keys, values)
+        def bits(size: int) -> torch.Tensor:
+            raw = torch.randint(0, 256, (g.kv_heads, tokens, size * g.torch_dtype.itemsize), generator=random)
+            return raw.to(torch.uint8).view(g.torch_dtype)
+
+        token_ids = tuple(torch.randint(0, 49152, (tokens,), generator=random).tolist())
+        keys = [bits(g.key_size) for _ in range(g.layers)]
+        values = [bits(g.value_size) for _ in range(g.layers)]
+        model = ModelFingerprint("aa" * 32, "bb" * 32, g, "{}")
+        return chunk_key(model, (1, 2), "", token_ids), ChunkKV(token_ids, 2, g, keys, values)
+
+    def put(self, store: KVStore, seed: int, *shape: Any, **named: Any) -> Sample:
+        """The same, put into that store."""
+        key, chunk = self(seed, *shape, **named)
+        store.put(key, chunk)
+        return key, chunk
+
+    def put_many(self, store: KVStore, *seeds: int) -> list[Sample]:
+        """seeds: as of `range`."""
+        return [self.put(store, seed) for seed in range(*seeds)]
 
 
 @pytest.fixture
-def sample() -> Callable[..., Sample]:
-    return make_sample
+def sample() -> Samples:
+    return Samples()
 
 
 @pytest.fixture

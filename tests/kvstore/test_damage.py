@@ -8,6 +8,7 @@ import sqlite3
 from dataclasses import replace
 
 import pytest
+from doubles import raising
 
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.errors import CorruptBlobError, StoreError, UsageError
@@ -221,12 +222,8 @@ def test_kv_of_another_geometry_or_start_is_damage(open_store, root, sample, sam
 
 
 def test_too_many_open_files_are_a_miss_and_no_damage(store, sample, same, monkeypatch):
-    key, chunk = sample(1)
-    store.put(key, chunk)
-
-    def refused(*args, **more):
-        raise OSError(errno.EMFILE, "Too many open files")
-
+    key, chunk = sample.put(store, 1)
+    refused = raising(OSError(errno.EMFILE, "Too many open files"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refused)
         assert store.get(key, chunk.token_ids) is None
@@ -260,10 +257,8 @@ def test_the_quarantine_is_bounded(store, sample, root, value_path):
     ],
 )
 def test_a_damaged_index_is_rebuilt_from_the_values(open_store, sample, same, root, damage, caplog):
-    samples = [sample(seed) for seed in range(3)]
     store = open_store()
-    for each in samples:
-        store.put(*each)
+    samples = sample.put_many(store, 3)
     store.close()
     damage(root / "index/cache.db")
     store = open_store()
@@ -293,10 +288,8 @@ def test_an_empty_index_that_others_have_open_is_filled(open_store, sample, same
 
 
 def test_damaged_values_are_not_entered_into_a_rebuilt_index(open_store, sample, root, value_path):
-    good, cut = sample(1), sample(2)
     store = open_store()
-    store.put(*good)
-    store.put(*cut)
+    good, cut = sample.put_many(store, 1, 3)
     store.close()
     os.truncate(value_path(cut[0]), 50)
     (root / "index/cache.db").write_bytes(b"ruin")
@@ -306,10 +299,8 @@ def test_damaged_values_are_not_entered_into_a_rebuilt_index(open_store, sample,
 
 
 def test_open_removes_leftovers_of_killed_puts_and_rows_without_files(open_store, sample, root, value_path):
-    samples = [sample(seed) for seed in range(3)]
     store = open_store()
-    for each in samples:
-        store.put(*each)
+    samples = sample.put_many(store, 3)
     store.close()
     path = value_path(samples[0][0])
     path.with_suffix(".tmp").write_bytes(b"half")

@@ -1,137 +1,109 @@
 """A full or broken disk: a named error, no temporary file, and everything else as it was."""
 
 import errno
+import itertools
 import os
 import sqlite3
+from functools import partial
 
 import pytest
+from doubles import raising
 
 from ragblend.kvstore.blob import Blob
 from ragblend.kvstore.errors import StoreError, StoreFullError, StoreLockedError
 from ragblend.kvstore.store import KVStore
 
-FULL, BROKEN = errno.ENOSPC, errno.EIO
-FAULTS = [
-    ("posix_fallocate", 1, FULL), ("write", 1, FULL), ("write", 4, BROKEN), ("fsync", 1, BROKEN), ("fsync", 2, FULL),
-    ("replace", 1, FULL), ("open", 1, BROKEN),
-]  # fmt: skip
+
+def os_fails(name, at, code):
+    """breaks(patch): os's function of that name fails at its `at`-th call, and from then on."""
+
+    def breaks(patch):
+        real, calls = getattr(os, name), itertools.count(1)
+
+        def call(*args, **more):
+            if next(calls) >= at:
+                raise OSError(code, os.strerror(code))
+            return real(*args, **more)
+
+        patch.setattr(os, name, call)
+
+    return breaks
 
 
-def failing(real, at, code):
-    """`real`, until its `at`-th call; that one and all later ones raise."""
-    calls = 0
-
-    def call(*args, **more):
-        nonlocal calls
-        calls += 1
-        if calls >= at:
-            raise OSError(code, os.strerror(code))
-        return real(*args, **more)
-
-    return call
+def sqlite_error(code):
+    error = sqlite3.OperationalError("disk trouble")
+    error.sqlite_errorcode = code
+    return error
 
 
-@pytest.mark.parametrize(("name", "at", "code"), FAULTS)
-def test_a_failed_put_changes_nothing(open_store, sample, same, root, name, at, code):
-    old = [sample(seed) for seed in range(2)]
-    store = open_store(budget_bytes=2 * Blob.of(*old[0]).nbytes)  # a third would evict
-    for each in old:
-        store.put(*each)
-    key, chunk = sample(5)
-    (root / "values" / key.digest[:2]).mkdir(0o700, exist_ok=True)
-    before = sorted(path for path in root.rglob("*") if path.is_file())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, name, failing(getattr(os, name), at, code))
-        with pytest.raises(StoreFullError, match=os.strerror(code)) as caught:
-            store.put(key, chunk)
-    assert str(root / "values") in str(caught.value)
-    assert "Free some disk space" in str(caught.value) or "check it" in str(caught.value)
-    assert sorted(path for path in root.rglob("*") if path.is_file()) == before
-    assert [store.contains(each[0]) for each in (*old, (key,))] == [True, True, False]
-    assert store.stats().evictions == 0
-    assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in old)
-    assert store.check() == []
-    store.put(key, chunk)
-    assert same(store.get(key, chunk.token_ids), chunk)
-    assert store.stats().evictions == 1
-
-
-def test_a_file_system_without_preallocation_works(store, sample, same, monkeypatch):
-    monkeypatch.setattr(os, "posix_fallocate", failing(os.posix_fallocate, 1, errno.EOPNOTSUPP))
-    key, chunk = sample(1)
-    store.put(key, chunk)
-    assert same(store.get(key, chunk.token_ids), chunk)
-
-
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [
-        (sqlite3.SQLITE_FULL, StoreFullError),
-        (sqlite3.SQLITE_IOERR, StoreError),
-        (sqlite3.SQLITE_BUSY, StoreLockedError),
-    ],
-)
-@pytest.mark.parametrize("step", ["index.Index.set", "index.Index.delete"])
-def test_a_value_whose_row_cannot_be_written_leaves_no_file(store, sample, same, root, code, kind, step):
-    old, new, size = sample(1), sample(2), Blob.of(*sample(1)).nbytes
-    store.put(*old)
-    store.budget_bytes = size
-
-    def broken(*args, **more):
-        error = sqlite3.OperationalError("disk trouble")
-        error.sqlite_errorcode = code
-        raise error
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"ragblend.kvstore.{step}", broken)
-        with pytest.raises(kind, match=r"cache\.db"):
-            store.put(*new)
-    assert len(list(root.glob("values/*/*"))) == 1
-    assert store.check() == []
-    store.budget_bytes = 2 * size
-    store.put(*new)
-    assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in (old, new))
+def index_fails(step, code):
+    return lambda patch: patch.setattr(f"ragblend.kvstore.index.Index.{step}", raising(sqlite_error(code)))
 
 
 class FailingCommit(sqlite3.Connection):
-    """A connection with no room for one commit to the file that `full` names; SQLite itself rolls back then."""
+    """A connection with no room for a commit; SQLite itself rolls back then."""
 
-    full = ""
+    fails = False
 
     def execute(self, statement, *args):
-        if statement == "COMMIT" and self.path.endswith(FailingCommit.full or "/"):
-            FailingCommit.full = ""
+        if statement == "COMMIT" and FailingCommit.fails:
             super().execute("ROLLBACK")
-            error = sqlite3.OperationalError("database or disk is full")
-            error.sqlite_errorcode = sqlite3.SQLITE_FULL
-            raise error
+            raise sqlite_error(sqlite3.SQLITE_FULL)
         return super().execute(statement, *args)
 
 
-def test_a_failed_commit_keeps_budget_and_eviction_order(sample, same, root, monkeypatch):
-    real = sqlite3.connect
+def commit_fails(patch):
+    patch.setattr(FailingCommit, "fails", True)
 
-    def connect(path, *args, **more):
-        sql = real(path, *args, factory=FailingCommit, **more)
-        sql.path = str(path)
-        return sql
 
-    monkeypatch.setattr(sqlite3, "connect", connect)
-    samples = [sample(seed) for seed in range(4)]
-    store = KVStore.open(root, 2 * Blob.of(*samples[0]).nbytes, policy="lru")
-    for each in samples[:2]:
-        store.put(*each)
-    FailingCommit.full = "cache.db"
-    with pytest.raises(StoreFullError, match="disk is full"):
-        store.put(*samples[2])
-    assert not FailingCommit.full
-    assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in samples[:2])
-    assert len(list(root.glob("values/*/*.kv"))) == 2
-    for number in (2, 3):
-        store.put(*samples[number])
-        assert {*store.keys()} == {samples[each][0] for each in (number - 1, number)}
-    assert store.stats().bytes == store.budget_bytes and store.check() == []
-    store.close()
+FULL_CALLS = [("posix_fallocate", 1), ("write", 1), ("fsync", 2), ("replace", 1)]
+BROKEN_CALLS = [("write", 4), ("fsync", 1), ("open", 1)]
+SQLITE = {
+    sqlite3.SQLITE_FULL: StoreFullError,
+    sqlite3.SQLITE_IOERR: StoreError,
+    sqlite3.SQLITE_BUSY: StoreLockedError,
+}
+NO_ROOM, BROKEN = errno.ENOSPC, errno.EIO
+FAULTS = [
+    *((os_fails(*call, NO_ROOM), StoreFullError, os.strerror(NO_ROOM)) for call in FULL_CALLS),
+    *((os_fails(*call, BROKEN), StoreFullError, os.strerror(BROKEN)) for call in BROKEN_CALLS),
+    *((index_fails("set", code), error, r"cache\.db") for code, error in SQLITE.items()),
+    *((index_fails("delete", code), error, r"cache\.db") for code, error in SQLITE.items()),
+    (commit_fails, StoreFullError, "disk is full"),
+]
+
+
+@pytest.mark.parametrize(("breaks", "error", "said"), FAULTS)
+def test_a_failed_put_changes_nothing(root, sample, same, monkeypatch, breaks, error, said):
+    """Neither the budget, nor the order of eviction; and the next put works."""
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", partial(connect, factory=FailingCommit))
+    with KVStore.open(root, 2 * Blob.of(*sample(0)).nbytes, policy="lru") as store:  # a third would evict
+        old, (key, chunk), later = sample.put_many(store, 2), sample(5), sample(6)
+        (root / "values" / key.digest[:2]).mkdir(0o700, exist_ok=True)
+        before = sorted(path for path in root.rglob("*") if path.is_file())
+        with pytest.MonkeyPatch.context() as patch:
+            breaks(patch)
+            with pytest.raises(error, match=said) as caught:
+                store.put(key, chunk)
+        if error is StoreFullError:
+            assert str(root) in str(caught.value)
+            assert "Free some" in str(caught.value) or "check it" in str(caught.value)
+        assert sorted(path for path in root.rglob("*") if path.is_file()) == before
+        assert [*store.keys()] == [each for each, _ in old] and store.stats().evictions == 0
+        assert all(same(store.get(key, chunk.token_ids), chunk) for key, chunk in old)
+        assert store.check() == []
+        for evictions, (new, kept) in enumerate((((key, chunk), old[1]), (later, (key, chunk))), 1):
+            store.put(*new)
+            assert {*store.keys()} == {new[0], kept[0]} and store.stats().evictions == evictions
+        assert same(store.get(later[0], later[1].token_ids), later[1])
+        assert store.stats().bytes == store.budget_bytes and store.check() == []
+
+
+def test_a_file_system_without_preallocation_works(store, sample, same, monkeypatch):
+    os_fails("posix_fallocate", 1, errno.EOPNOTSUPP)(monkeypatch)
+    key, chunk = sample.put(store, 1)
+    assert same(store.get(key, chunk.token_ids), chunk)
 
 
 def test_a_store_on_a_full_disk_can_be_read(open_store, sample, same, monkeypatch):
@@ -139,13 +111,7 @@ def test_a_store_on_a_full_disk_can_be_read(open_store, sample, same, monkeypatc
     key, chunk = sample(1)
     with open_store() as store:
         store.put(key, chunk)
-
-    def full(*args, **more):
-        error = sqlite3.OperationalError("database or disk is full")
-        error.sqlite_errorcode = sqlite3.SQLITE_FULL
-        raise error
-
-    monkeypatch.setattr("ragblend.kvstore.index.Cache", full)
+    monkeypatch.setattr("ragblend.kvstore.index.Cache", raising(sqlite_error(sqlite3.SQLITE_FULL)))
     with open_store() as store:
         assert same(store.get(key, chunk.token_ids), chunk)
         with pytest.raises(StoreFullError):
@@ -155,14 +121,12 @@ def test_a_store_on_a_full_disk_can_be_read(open_store, sample, same, monkeypatc
 
 def test_values_can_be_deleted_on_a_full_disk(store, sample, monkeypatch):
     store.put(*sample(1))
-    monkeypatch.setattr(os, "pwrite", failing(os.pwrite, 1, errno.ENOSPC))
+    os_fails("pwrite", 1, NO_ROOM)(monkeypatch)
     assert store.delete([sample(1)[0]]) > 0
 
 
 def test_an_interrupted_put_leaves_no_file(store, sample, root, monkeypatch):
-    def interrupted(*args, **more):
-        raise KeyboardInterrupt
-
+    interrupted = raising(KeyboardInterrupt)
     with monkeypatch.context() as patch:
         patch.setattr("ragblend.kvstore.index.Index.set", interrupted)
         with pytest.raises(KeyboardInterrupt):

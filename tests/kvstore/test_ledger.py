@@ -243,8 +243,7 @@ def test_a_damaged_ledger_loses_only_the_eviction_order(root, sample, same, rows
         store = KVStore.open(root, 4 * size)
     assert store.stats().entries == 4
     for seed in range(12):
-        key, chunk = sample(seed)
-        store.put(key, chunk)
+        key, chunk = sample.put(store, seed)
         assert same(store.get(key, chunk.token_ids), chunk)
         assert store.stats().bytes <= 4 * size
     store.close()

@@ -8,18 +8,9 @@ from ragblend.kvstore.errors import StoreError, UsageError
 from ragblend.kvstore.keys import ChunkKey
 from ragblend.kvstore.nodes import NodeIndex, Scope
 
-SCOPE, OTHER = Scope("papers", "aa" * 32), Scope("papers", "bb" * 32)
-
 
 def key(number):
     return ChunkKey(f"{number:064x}")
-
-
-def emptied(nodes, at_most=-1, also_shared=False):
-    """The keys in the outbox, once the store has deleted their KV."""
-    found = nodes.outbox(at_most)
-    nodes.deleted(found, also_shared)
-    return list(found)
 
 
 @pytest.fixture
@@ -33,94 +24,126 @@ def nodes(path):
         yield index
 
 
-def test_token_ids_are_kept_per_collection_and_tokenizer(nodes, path):
-    nodes.put_many(SCOPE, [("a", (1, 2, 2**31), key(1)), ("b", [], key(2))])
-    nodes.put_many(OTHER, [("a", (9,), key(3))])
-    assert nodes.get(SCOPE, "a") == (1, 2, 2**31)
-    assert nodes.get(SCOPE, "b") == ()
-    assert nodes.get(OTHER, "a") == (9,)
-    assert nodes.get(Scope("notes", SCOPE.tokenizer), "a") is None
-    assert nodes.get(SCOPE, "c") is None
-    assert nodes.node_ids(SCOPE) == ["a", "b"]
-    assert nodes.keys() == {key(1), key(2), key(3)}
-    with NodeIndex.open(path) as again:
-        assert again.get(SCOPE, "a") == (1, 2, 2**31)
+SCOPE = Scope("papers", "aa" * 32)
+SCOPES = [SCOPE, Scope("papers", "bb" * 32), Scope("notes", "aa" * 32)]
+# The second is of a file's name that is not UTF-8: it once could not be entered.
+IDS = ["a", "caf\udce9.txt#1", "café.txt#1"]
 
 
-def test_node_ids_need_not_be_utf_8(nodes, path):
-    """From a file's name; it once could not be entered, and deleting it together with others deleted none."""
-    odd, even = "caf\udce9.txt#1", "café.txt#1"
-    nodes.put_many(SCOPE, [(odd, (1, 2), key(1)), (even, (3,), key(2))])
-    assert nodes.get(SCOPE, odd) == (1, 2) and nodes.get(SCOPE, even) == (3,)
-    assert set(nodes.node_ids(SCOPE)) == set(nodes.entered(SCOPE, None)[1]) == {odd, even}
-    last, _ = nodes.entered(SCOPE, None)
-    nodes.put_many(SCOPE, [(odd, (4,), key(3))])
-    assert nodes.entered(SCOPE, last)[1] == [odd] and nodes.get(SCOPE, odd) == (4,)
-    assert nodes.claim(SCOPE, odd, (4,), key(4)) and not nodes.claim(SCOPE, odd, (5,), key(4))
-    assert nodes.has(SCOPE, odd, key(4)) and not nodes.has(SCOPE, odd, key(1))
-    assert list(nodes.outbox()) == [key(1)]
-    with NodeIndex.open(path) as again:
-        assert again.get(SCOPE, odd) == (4,)
-    nodes.delete("papers", [even, odd])
-    assert nodes.keys() == set() and nodes.node_ids(SCOPE) == []
+class Model:
+    """The same calls over dictionaries. outbox, shared: key -> the number under which it was added last."""
+
+    def __init__(self):
+        self.visible, self.hidden = {}, {}  # (scope, node id) -> (token ids, keys)
+        self.outbox, self.shared, self.number = {}, {}, 0
+        self.changed = {scope: set() for scope in SCOPES}
+
+    def release(self, outbox, keys):
+        for each in keys:
+            self.number += 1
+            outbox[each] = self.number
+
+    def put(self, scope, node_id, token_ids, own_key):
+        before, keys = self.visible.get((scope, node_id), (None, set()))
+        if before != token_ids:
+            self.release(self.outbox, keys)
+            keys = set()
+            self.changed[scope].add(node_id)
+        self.visible[scope, node_id] = token_ids, keys | ({own_key} if own_key else set())
+
+    def claim(self, scope, node_id, token_ids, own_key):
+        known, keys = self.visible.get((scope, node_id), (None, set()))
+        if known == token_ids:
+            keys.add(own_key)
+        return known == token_ids
+
+    def delete(self, collection, node_ids):
+        for nodes in (self.visible, self.hidden):
+            for scope, node_id in list(nodes):
+                if scope.collection == collection and node_id in node_ids:
+                    self.release(self.outbox, nodes.pop((scope, node_id))[1])
+                    self.changed[scope].discard(node_id)
+
+    def hide(self, collection, node_id, hidden, shared):
+        found, old, new = set(), *((self.visible, self.hidden)[:: 1 if hidden else -1])
+        for scope in (each for each in SCOPES if each.collection == collection):
+            if (scope, node_id) in old:
+                new[scope, node_id] = old.pop((scope, node_id))
+                found |= new[scope, node_id][1]
+            if hidden:
+                self.changed[scope].discard(node_id)
+            elif (scope, node_id) in self.visible:  # told again, whether or not it was hidden
+                self.changed[scope].add(node_id)
+        self.release(self.shared, found if shared else ())
+        return found
+
+    def deleted(self, begun, also_shared):
+        for each, number in begun.items():
+            if self.outbox.get(each) == number:
+                del self.outbox[each]
+        self.release(self.shared, begun if also_shared else ())
+
+    def keys(self, *nodes):
+        return {own_key for each in nodes for _, keys in each.values() for own_key in keys}
+
+    def owed(self):
+        """The keys that are to be deleted here, and those that are in the shared store."""
+        here = self.outbox.keys() - self.keys(self.visible, self.hidden)
+        return here, self.shared.keys() - self.keys(self.visible)
 
 
-def test_entered_lists_nodes_added_since_a_number(nodes):
-    nodes.put_many(SCOPE, [("a", (1,), None), ("b", (2,), None)])
-    nodes.put_many(OTHER, [("a", (1,), None)])
-    last, found = nodes.entered(SCOPE, None)
-    assert sorted(found) == ["a", "b"] and nodes.entered(SCOPE, last) == (last, [])
-    nodes.put_many(SCOPE, [("a", (1,), key(1)), ("b", (3,), None), ("c", (4,), None), ("d", (4,), None)])
-    nodes.delete("papers", ["d"])
-    later, found = nodes.entered(SCOPE, last)
-    assert sorted(found) == ["b", "c"]
-    nodes.delete("papers", ["b", "c"])
-    assert nodes.entered(SCOPE, later) == (later, [])
-    nodes.put_many(SCOPE, [("c", (4,), None)])
-    assert nodes.entered(SCOPE, later)[1] == ["c"]
-
-
-def test_a_key_goes_to_the_outbox_when_its_last_node_is_deleted(nodes):
-    nodes.put_many(SCOPE, [("a", (1,), key(1)), ("b", (1,), key(1)), ("a", (1,), key(2))])
-    nodes.put_many(OTHER, [("a", (1,), key(3))])
-    nodes.delete("papers", ["a"])
-    assert emptied(nodes) == [key(2), key(3)]  # of every tokenizer
-    assert nodes.get(OTHER, "a") is None
-    nodes.delete("notes", ["b"])
-    assert list(nodes.outbox()) == []
-    nodes.delete("papers", ["b", "absent"])
-    assert list(nodes.outbox()) == [key(1)]
-    assert nodes.keys() == set()
-
-
-def test_a_hidden_node_is_as_if_deleted_but_its_kv_stays(nodes):
-    nodes.put_many(SCOPE, [("a", (1,), key(1)), ("b", (2,), key(2)), ("c", (2,), key(2))])
-    nodes.put_many(OTHER, [("a", (1,), key(3))])
-    last, _ = nodes.entered(SCOPE, None)
-    assert nodes.set_hidden("papers", ["a", "b", "absent"], True, shared=True) == {key(1), key(2), key(3)}
-    assert nodes.node_ids(SCOPE) == ["c"] and nodes.get(OTHER, "a") is None
-    assert not nodes.claim(SCOPE, "a", (1,), key(4)) and not nodes.has(SCOPE, "a", key(1))
-    assert nodes.outbox() == {} and nodes.keys() == {key(1), key(2), key(3)}
-    assert set(nodes.outbox(shared=True)) == {key(1), key(3)}, "c has the other one"
-    assert nodes.set_hidden("papers", ["a"], False) == {key(1), key(3)}
-    assert nodes.get(SCOPE, "a") == (1,) and nodes.get(OTHER, "a") == (1,) and nodes.has(SCOPE, "a", key(1))
-    assert nodes.entered(SCOPE, last)[1] == ["a"] and nodes.outbox(shared=True) == {}
-    nodes.delete("papers", ["b"])
-    assert nodes.outbox() == {} and nodes.set_hidden("papers", ["b"], False) == set()
-    nodes.set_hidden("papers", ["a"], True)
-    nodes.delete_collection("papers")
-    assert set(nodes.outbox()) == {key(1), key(2), key(3)} and nodes.keys() == set()
-
-
-def test_a_node_with_new_text_releases_its_old_keys(nodes):
-    nodes.put_many(SCOPE, [("a", (1,), key(1)), ("b", (2,), key(2))])
-    nodes.put_many(SCOPE, [("a", (1,), key(3))])  # the same text for another model
-    assert list(nodes.outbox()) == []
-    nodes.put_many(SCOPE, [("a", (7,), key(4))])
-    assert emptied(nodes) == [key(1), key(3)]
-    nodes.put_many(SCOPE, [("a", (8,), key(4))])  # dropped and taken again: in use
-    assert list(nodes.outbox()) == []
-    assert nodes.get(SCOPE, "a") == (8,)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_index_equals_a_model_in_memory(path, quick_disk, seed):
+    """Nodes enter, change, hide and go at random, between deletions of their KV; nothing is lost with the process."""
+    chance, model, nodes = random.Random(seed), Model(), NodeIndex.open(path)
+    seen, begun = dict.fromkeys(SCOPES), None
+    for _ in range(300):
+        scope, node_id, own_key = chance.choice(SCOPES), chance.choice(IDS), key(chance.randrange(5))
+        token_ids = chance.choice([(), (1, 2, 2**31), (3,)])
+        action = chance.choice(
+            ["put", "put", "claim", "delete", "delete_collection", "hide", "unhide", "begin", "end", "reopen"]
+        )
+        if action == "put" and (scope, node_id) not in model.hidden:
+            own_key = chance.choice([own_key, None])
+            nodes.put_many(scope, [(node_id, token_ids, own_key)])
+            model.put(scope, node_id, token_ids, own_key)
+        elif action == "claim":
+            given = scope, node_id, token_ids, own_key
+            assert nodes.claim(*given) == model.claim(*given)
+        elif action == "delete":
+            nodes.delete(scope.collection, [node_id, "absent"])
+            model.delete(scope.collection, [node_id])
+        elif action == "delete_collection" and chance.random() < 0.2:
+            nodes.delete_collection(scope.collection)
+            model.delete(scope.collection, IDS)
+        elif action in ("hide", "unhide"):
+            given = action == "hide", action == "hide" and chance.random() < 0.5
+            found = nodes.set_hidden(scope.collection, [node_id, "absent"], *given)
+            assert found == model.hide(scope.collection, node_id, *given)
+        elif (
+            action == "begin"
+        ):  # who deletes KV looks, deletes, and says so; meanwhile the same may come again
+            begun = nodes.outbox(at_most=2), {each: model.outbox[each] for each in nodes.outbox(at_most=2)}
+        elif action == "end" and begun is not None:
+            also_shared = chance.random() < 0.5
+            nodes.deleted(begun[0], also_shared)
+            model.deleted(begun[1], also_shared)
+            begun = None
+        elif action == "reopen":
+            nodes.close()
+            nodes = NodeIndex.open(path)
+        assert (nodes.outbox().keys(), nodes.outbox(shared=True).keys()) == model.owed()
+        assert nodes.keys() == model.keys(model.visible, model.hidden)
+        for each in SCOPES:
+            known = {name: nodes.get(each, name) for name in nodes.node_ids(each)}
+            assert known == {name: ids for (where, name), (ids, _) in model.visible.items() if where == each}
+        owns = model.visible.get((scope, node_id), ((), ()))[1]
+        assert nodes.has(scope, node_id, own_key or key(9)) == (own_key in owns)
+        if chance.random() < 0.3:
+            first, (seen[scope], entered) = seen[scope], nodes.entered(scope, seen[scope])
+            assert set(entered) == (set(nodes.node_ids(scope)) if first is None else model.changed[scope])
+            model.changed[scope].clear()
+    nodes.close()
 
 
 def test_put_many_is_all_or_nothing(nodes):
@@ -141,7 +164,7 @@ def test_deleted_nodes_leave_no_bytes_on_disk(nodes, path):
 
     assert len(set(holding())) >= 1
     nodes.delete("papers", ["secret-node"])
-    emptied(nodes)
+    nodes.deleted(nodes.outbox())
     assert holding() == []
     assert nodes.get(SCOPE, "kept") == (1, 2)
 
@@ -153,48 +176,6 @@ def test_a_closed_index_or_a_folder_in_its_place_is_a_store_error(path):
         nodes.get(SCOPE, "a")
     with pytest.raises(StoreError):
         NodeIndex.open(path.parent)
-
-
-def test_the_outbox_survives_a_kill(tmp_path):
-    """A kill between the rows' removal and the KV's once left KV that nothing named any more."""
-    path = tmp_path / "nodes.sqlite"
-    with NodeIndex.open(path) as nodes:
-        nodes.put_many(SCOPE, [("a", (1,), key(1)), ("b", (2,), key(2)), ("c", (3,), key(3))])
-        nodes.delete("papers", ["a"])
-        nodes.put_many(SCOPE, [("b", (7,), key(4))])
-    with NodeIndex.open(path) as nodes:
-        assert list(nodes.outbox()) == [key(1), key(2)]
-        nodes.put_many(SCOPE, [("d", (1,), key(1))])  # the same text came back
-        assert emptied(nodes) == [key(2)]
-        assert nodes.outbox() == {}
-        nodes.delete("papers", ["d"])
-        assert list(nodes.outbox()) == [key(1)]
-
-
-def test_a_key_released_again_meanwhile_stays_in_the_outbox(nodes):
-    nodes.put_many(SCOPE, [("a", (1,), key(1))])
-    nodes.delete("papers", ["a"])
-    begun = nodes.outbox()
-    nodes.put_many(SCOPE, [("a", (1,), key(1))])
-    nodes.delete("papers", ["a"])
-    nodes.deleted(begun)
-    assert list(nodes.outbox()) == [key(1)]
-
-
-def test_deletions_in_the_shared_store_have_their_own_outbox(nodes):
-    nodes.put_many(SCOPE, [(str(number), (number,), key(number)) for number in range(1, 4)])
-    nodes.delete("papers", ["1", "2", "3"])
-    assert emptied(nodes, at_most=2, also_shared=True) == [key(1), key(2)]
-    assert list(nodes.outbox()) == [key(3)]
-    owed = nodes.outbox(shared=True)
-    assert list(owed) == [key(1), key(2)]
-    nodes.put_many(SCOPE, [("1", (1,), key(1))])  # while it is deleted there, say
-    assert list(nodes.outbox(shared=True)) == [key(2)]
-    nodes.delete("papers", ["1"])
-    emptied(nodes, also_shared=True)
-    nodes.deleted(owed)
-    # The first anew: it may have been shared again.
-    assert list(nodes.outbox(shared=True)) == [key(1), key(3)]
 
 
 def test_erase_removes_copies_of_rows_that_sqlite_moved(nodes, path):

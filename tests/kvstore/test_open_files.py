@@ -19,8 +19,7 @@ def refused(monkeypatch):
 
 
 def test_a_deleted_value_goes_with_its_last_reader(store, sample, same, held_anywhere):
-    key, chunk = sample(1)
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 1)
     with store.open_chunk(key, chunk.token_ids) as second:
         with store.open_chunk(key, chunk.token_ids) as first:
             assert store.delete([key]) > 0
@@ -58,8 +57,7 @@ def test_an_evicted_value_goes_with_its_reader(open_store, sample, value_path):
 
 
 def test_a_damaged_value_goes_with_its_reader(store, sample, value_path):
-    key, chunk = sample(6)
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 6)
     path = value_path(key)
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     with store.open_chunk(key, chunk.token_ids) as reader, pytest.raises(CorruptBlobError):

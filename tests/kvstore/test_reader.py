@@ -11,8 +11,11 @@ import torch
 from waiting import SOON_S
 
 from ragblend.kvstore import system
-from ragblend.kvstore.chunks import Geometry
+from ragblend.kvstore.chunks import ChunkKV, Geometry
+from ragblend.kvstore.codec import CODECS, Part
 from ragblend.kvstore.errors import CorruptBlobError, StoreError
+from ragblend.kvstore.keys import ChunkKey
+from ragblend.kvstore.store import KVStore
 
 
 def fused_buffers(geometry, tokens, fill=0x5A):
@@ -31,8 +34,7 @@ def bits(tensor):
 
 def test_short_reads_are_continued(store, sample, same, monkeypatch):
     """preadv may stop anywhere: here after 7 bytes, in the middle of a head and of a number."""
-    key, chunk = sample(2)
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 2)
     whole = os.preadv
 
     def short(fd, buffers, offset):
@@ -43,8 +45,7 @@ def test_short_reads_are_continued(store, sample, same, monkeypatch):
 
 
 def test_more_buffers_than_one_preadv_takes(store, sample, same, monkeypatch):
-    key, chunk = sample(3, 2, Geometry(2, 9, 4, 4, "bfloat16"))
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 3, 2, Geometry(2, 9, 4, 4, "bfloat16"))
     lengths = []
     whole = os.preadv
 
@@ -59,8 +60,7 @@ def test_more_buffers_than_one_preadv_takes(store, sample, same, monkeypatch):
 
 
 def test_threads_read_different_layers_at_once(store, sample):
-    key, chunk = sample(5, 40, Geometry(12, 2, 8, 8, "bfloat16"))
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 5, 40, Geometry(12, 2, 8, 8, "bfloat16"))
     buffers = [fused_buffers(chunk.geometry, 40) for _ in range(12)]
     with store.open_chunk(key, chunk.token_ids) as reader, ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda layer: reader.read_layer(layer, *buffers[layer]), list(range(12)) * 3))
@@ -70,8 +70,7 @@ def test_threads_read_different_layers_at_once(store, sample):
 
 
 def test_damage_of_a_later_layer_is_counted_once_and_becomes_a_miss(store, sample, value_path):
-    key, chunk = sample(9)
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 9)
     with store.open_chunk(key, chunk.token_ids) as reader:
         with value_path(key).open("r+b") as file:
             file.seek(reader.header.layer_offset(1))
@@ -89,8 +88,7 @@ def test_damage_of_a_later_layer_is_counted_once_and_becomes_a_miss(store, sampl
 
 
 def test_a_file_truncated_under_an_open_reader_is_damage(store, sample, value_path):
-    key, chunk = sample(10)
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 10)
     with store.open_chunk(key, chunk.token_ids) as reader:
         os.truncate(value_path(key), reader.header.layer_offset(2) + 3)
         with pytest.raises(CorruptBlobError, match="ends after 3 of"):
@@ -98,8 +96,7 @@ def test_a_file_truncated_under_an_open_reader_is_damage(store, sample, value_pa
 
 
 def test_io_errors_are_damage(store, sample, monkeypatch):
-    key, chunk = sample(11)
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 11)
 
     read = os.preadv
 
@@ -117,8 +114,7 @@ def test_io_errors_are_damage(store, sample, monkeypatch):
 
 def test_close_waits_for_running_reads(store, sample, monkeypatch):
     """Else the descriptor's number could be another file's while preadv still uses it."""
-    key, chunk = sample(12)
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 12)
     reader = store.open_chunk(key, chunk.token_ids)
     inside, go_on, whole = threading.Event(), threading.Event(), os.preadv
 
@@ -149,8 +145,7 @@ def open_values(root):
 
 
 def test_readers_close_their_files(store, root, sample):
-    key, chunk = sample(13)
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 13)
     with store.open_chunk(key, chunk.token_ids):
         assert open_values(root) == 1
     for _ in range(5):
@@ -165,11 +160,36 @@ def test_readers_close_their_files(store, root, sample):
 def test_will_need_reads_ahead_only_that_file(store, sample, value_path, monkeypatch):
     asked = []
     for seed in (1, 2):
-        key, chunk = sample(seed)
-        store.put(key, chunk)
+        key, _ = sample.put(store, seed)
     monkeypatch.setattr(
         os, "posix_fadvise", lambda fd, *rest: asked.append((os.readlink(f"/proc/self/fd/{fd}"), *rest))
     )
     store.read_ahead(key)
     store.read_ahead(sample(3)[0])  # never stored: no error
     assert asked == [(str(value_path(key).resolve()), 0, 0, os.POSIX_FADV_WILLNEED)]
+
+
+# --- some tokens of a stored value
+
+
+PART_SHAPE = Geometry(2, 3, 8, 8, "float32")
+KEY = ChunkKey("a" * 64)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("skipped", "tokens"), [(0, 20), (3, 10), (19, 1)])
+def test_a_part_reads_its_tokens_of_the_whole(tmp_path, codec, skipped, tokens):
+    torch.manual_seed(0)
+    keys, values = ([torch.randn(3, 20, 8) for _ in range(2)] for _ in range(2))
+    ids = tuple(range(20))
+    with KVStore.open(tmp_path / "kv", 1 << 20) as store:
+        store.put(KEY, ChunkKV(ids, 5, PART_SHAPE, keys, values), CODECS[codec])
+        whole = store.get(KEY, ids)
+        reader = store.open_chunk(KEY, ids)
+        with Part(reader, skipped, tokens) as part:
+            assert part.token_ids == ids[skipped : skipped + tokens] and part.start == 5 + skipped
+            for layer in range(2):
+                found = torch.empty(3, tokens, 8), torch.empty(3, tokens, 8)
+                part.read_layer(layer, *found)
+                for of_part, of_whole in zip(found, (whole.keys[layer], whole.values[layer]), strict=True):
+                    assert torch.equal(of_part, of_whole[:, skipped : skipped + tokens])

@@ -16,7 +16,7 @@ from unittest.mock import AsyncMock
 import pytest
 import torch
 from shared_servers import KINDS, RedisNames, free_port, proxy_to
-from waiting import until
+from waiting import started, until
 
 from ragblend.kvstore import remote as remote_module
 from ragblend.kvstore.blob import Blob
@@ -702,8 +702,7 @@ def test_an_answer_in_the_last_turn_of_the_loop_is_handed_over(monkeypatch):
     monkeypatch.setattr(remote_module, "server_at", AnswersLast)
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", handed_over)
     remote = Remote(Place.of(f"redis://host{PATIENT}"), lambda _: None, lambda _: False)
-    asking = threading.Thread(target=remote.check, daemon=True)
-    asking.start()
+    asking = started(remote.check)
     assert asked.wait(60)
     remote.close()
     until(lambda: not asking.is_alive(), timeout_s=60)

@@ -9,6 +9,7 @@ from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
+from waiting import started
 
 from ragblend.kvstore import sqlite
 from ragblend.kvstore.sqlite import SqliteFile, connect, write_ahead
@@ -53,8 +54,7 @@ def test_switching_to_wal_waits_for_readers(being_read, monkeypatch):
             write_ahead(sql)
             modes.append(sql.execute("PRAGMA journal_mode").fetchone()[0])
 
-    opener = threading.Thread(target=open_it)
-    opener.start()
+    opener = started(open_it)
     assert waited.wait(60)
     reader.execute("COMMIT")
     opener.join(60)

@@ -4,16 +4,19 @@ import errno
 import gc
 import os
 import stat
-import threading
+import time
 from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 import torch
+from doubles import raising
+from waiting import SOON_S, started
 
 from ragblend.kvstore.blob import Blob
-from ragblend.kvstore.errors import StoreError, StoreFormatError, StoreFullError
+from ragblend.kvstore.errors import StoreError, StoreFormatError, StoreFullError, StoreLockedError
 from ragblend.kvstore.index import Index
+from ragblend.kvstore.lock import WriterLock
 from ragblend.kvstore.store import KVStore
 
 
@@ -78,10 +81,8 @@ def test_a_put_evicts_what_it_needs_and_few_values_more(open_store, sample, at_o
 
 
 def test_gc_evicts_down_to_a_lowered_budget(open_store, sample, at_once):
-    samples = [sample(seed) for seed in range(2 * at_once + 9)]
     store = open_store()
-    for each in samples:
-        store.put(*each)
+    samples = sample.put_many(store, 2 * at_once + 9)
     size = store.stats().bytes // len(samples)
     store.budget_bytes = 5 * size
     report = store.gc()
@@ -104,16 +105,12 @@ def test_a_value_larger_than_the_budget_is_refused_and_changes_nothing(open_stor
 
 
 def test_a_hit_writes_nothing(store, sample, root, monkeypatch):
-    key, chunk = sample(1)
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 1)
     store.get(key, chunk.token_ids)
     paths = [path for path in root.rglob("*") if not path.name.endswith("-shm")]
     for path in paths:
         os.utime(path, (1, 1))
-
-    def never(*args):
-        raise AssertionError("a hit must not write")
-
+    never = raising(AssertionError("a hit must not write"))
     for name in ("fsync", "fdatasync", "write", "rename", "replace"):
         monkeypatch.setattr(os, name, never)
     for _ in range(20):
@@ -128,8 +125,7 @@ def test_all_files_are_private_whatever_the_umask(root, sample):
     before = os.umask(0)
     try:
         store = KVStore.open(root, 1 << 30)
-        key, chunk = sample(1)
-        store.put(key, chunk)
+        key, chunk = sample.put(store, 1)
         store.get(key, chunk.token_ids)
         (root / "values" / key.digest[:2]).iterdir()
         modes = modes_below(root.parent)
@@ -187,8 +183,7 @@ def test_several_values_are_deleted_in_one_transaction(store, sample, root, monk
 
 
 def test_a_file_that_cannot_be_deleted_is_an_error(store, sample, root, monkeypatch):
-    key, chunk = sample(1)
-    store.put(key, chunk)
+    key, _ = sample.put(store, 1)
 
     def refused(path, **more):
         raise OSError(30, "Read-only file system")
@@ -205,8 +200,7 @@ def test_check_names_every_kind_of_problem(store, sample, root, value_path, rows
     keys = {}
     kinds = ["missing-file", "bad-length", "bad-header", "bad-layer", "wrong-key", "open-to-others"]
     for seed, kind in enumerate(kinds):
-        key, chunk = sample(seed, 4 + seed)
-        store.put(key, chunk)
+        key, _ = sample.put(store, seed, 4 + seed)
         keys[kind] = (key, value_path(key))
     other = sample(50, 8)
     store.put(*other)
@@ -241,9 +235,7 @@ def test_check_names_every_kind_of_problem(store, sample, root, value_path, rows
 
 
 def test_repair_removes_damage_and_keeps_sound_values(store, sample, same, root, value_path):
-    good, cut = sample(1), sample(2)
-    store.put(*good)
-    store.put(*cut)
+    good, cut = sample.put_many(store, 1, 3)
     data = bytearray(value_path(cut[0]).read_bytes())
     data[-1] ^= 1
     value_path(cut[0]).write_bytes(data)
@@ -258,13 +250,8 @@ def test_repair_removes_damage_and_keeps_sound_values(store, sample, same, root,
 
 def test_repair_keeps_values_that_it_cannot_open_now(store, sample, monkeypatch):
     """Too many open files, say, or a file of another user's: it tells nothing of the value."""
-    samples = [sample(seed) for seed in range(3)]
-    for each in samples:
-        store.put(*each)
-
-    def refused(*given):
-        raise OSError(errno.EMFILE, "Too many open files")
-
+    sample.put_many(store, 3)
+    refused = raising(OSError(errno.EMFILE, "Too many open files"))
     with monkeypatch.context() as patched:
         patched.setattr("ragblend.kvstore.upkeep.open_verified", refused)
         assert {problem.kind for problem in store.repair()} == {"out-of-reach"}
@@ -279,9 +266,7 @@ def test_waiting_for_the_lock_of_a_closed_store_is_an_error(store):
 
 
 def test_gc_removes_leftovers_and_values_not_to_keep(store, sample, root, value_path):
-    samples = [sample(seed) for seed in range(3)]
-    for each in samples:
-        store.put(*each)
+    samples = sample.put_many(store, 3)
     path = value_path(samples[0][0])
     (root / "quarantine" / "evidence").write_bytes(b"12345")
     path.with_suffix(".tmp").write_bytes(b"123")
@@ -299,8 +284,7 @@ def test_gc_removes_leftovers_and_values_not_to_keep(store, sample, root, value_
 
 
 def test_using_a_closed_store_is_an_error(store, sample):
-    key, chunk = sample(1)
-    store.put(key, chunk)
+    key, chunk = sample.put(store, 1)
     reader = store.open_chunk(key, chunk.token_ids)
     store.close()
     store.close()
@@ -319,8 +303,7 @@ def test_using_a_closed_store_is_an_error(store, sample):
 
 def test_ended_threads_keep_no_file_of_the_index_open(store, sample, root):
     """A server answers each request in a thread of its own, and sqlite3's cycles wait for the garbage collector."""
-    key, chunk = sample(1)
-    store.put(key, chunk)
+    key, _ = sample.put(store, 1)
 
     def opened():
         links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
@@ -330,8 +313,7 @@ def test_ended_threads_keep_no_file_of_the_index_open(store, sample, root):
     try:
         counts = []
         for _ in range(8):
-            thread = threading.Thread(target=lambda: store.contains(key))
-            thread.start()
+            thread = started(lambda: store.contains(key))
             thread.join()
             counts.append(opened())
     finally:
@@ -388,3 +370,36 @@ def test_a_file_in_place_of_the_folder_is_reported(open_store, root):
     root.write_text("not a folder")
     with pytest.raises(StoreError, match="kv"):
         open_store()
+
+
+# --- the lock
+
+
+def test_a_held_lock_is_reported_after_the_timeout(root, open_store, sample, monkeypatch):
+    monkeypatch.setattr("ragblend.kvstore.upkeep.TIMEOUT_S", 0.1)
+    store = open_store()
+    other = WriterLock(root / "write.lock", 1)  # another descriptor stands for another process
+    with other.hold():
+        assert store.contains(sample(1)[0]) is False  # readers do not wait
+        with pytest.raises(StoreLockedError, match=f"process {os.getpid()} on"):
+            store.put(*sample(1))
+        with pytest.raises(StoreLockedError):
+            KVStore.open(root, 1)
+    other.close()
+    store.put(*sample(1))
+
+
+def test_the_lock_is_exclusive_and_reentrant(tmp_path):
+    lock, order = WriterLock(tmp_path / "lock", 5), []
+
+    def second():
+        with lock.hold():
+            order.append("second")
+
+    with lock.hold(), lock.hold():
+        thread = started(second)
+        time.sleep(0.05)
+        order.append("first")
+    thread.join(SOON_S)
+    lock.close()
+    assert order == ["first", "second"]
