@@ -94,6 +94,26 @@ def test_scores_follow_the_papers_equations(stored_for, seen, kind, name):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_probe_does_not_see_rows_without_kv(stored_for, seen, kind):
+    """Their keys are zero, which is a key like any other: a passage without KV took attention from the others."""
+    stored = stored_for(kind)
+    texts = [TEXTS[0], make_text(99, words=20), TEXTS[1]]
+    prompt = stored.engine.tokenize(Prompt([*(Chunk(text) for text in texts), Literal(SUFFIX)]))
+    stored.engine.prefill(prompt, method="probe", ratio=0.6)
+    policy, plan, probed = seen[-1]
+    (first, start), (_, end) = prompt.places[1], prompt.places[2]
+    assert plan.kinds[first] == TokenKind.MISSING == plan.kinds[start - 1]
+    rows = [row for row in range(end) if not first <= row < start]
+    out, _ = reference_run(stored, prompt, rows, output_attentions=True)
+    expected = torch.zeros(plan.tokens)
+    expected[[*rows, *range(end, plan.tokens)]] = reference_scores(
+        "probe", [weights[0] for weights in out.attentions], plan.layers
+    )
+    assert largest_error(policy.scores(probed)[plan.candidates], expected[plan.candidates]) < 1e-4
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "granite", "phi3"])
 def test_qcfuses_question_sees_only_the_anchors(stored_for, seen, watch_layers, kind):
     """In layers that are scored, too: as transformers sees it where nothing else is in its cache (whose windows go by
