@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.common import REPO, Home, environment_of_others, in_turns, run
 
-QUESTION = "How long is the causeway under water at every high tide?"
+QUESTION = "When did the Thornsay Causeway Tramway open?"
 TICKS = os.sysconf("SC_CLK_TCK")
 
 

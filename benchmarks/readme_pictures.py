@@ -22,7 +22,7 @@ from benchmarks.common import DOCS, AnyHome, run, serving
 
 PICTURES = DOCS / "pictures"
 COLUMNS = 100
-QUESTION = "How long is the causeway under water at every high tide?"
+QUESTION = "When did the Thornsay Causeway Tramway open?"
 SOURCE = "visitor-guide.html"
 RAGBLEND = Path(sys.executable).parent / "ragblend"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

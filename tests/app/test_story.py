@@ -7,6 +7,7 @@ import threading
 import pytest
 from app_fakes import answer_of, make_cross_encoder
 
+from ragblend.app import samples
 from ragblend.app.answering.rerank import CrossEncoder
 from ragblend.app.library.ingest import ingest
 from ragblend.app.library.maintenance import check
@@ -43,6 +44,21 @@ def workspace(tmp_path_factory, folder, with_smollm2):
     yield opened
     opened.close()
     opened.engine.close()
+
+
+def test_suggested_questions_are_answered_with_a_citation(tmp_path, with_smollm2):
+    """They are the first that a newcomer sees; passages were cut in another way, and two of three were answered wrongly."""
+    with Workspace.open(with_smollm2(tmp_path / "home"), max_new_tokens=32) as opened:
+        ingest(opened, [samples.documents_folder()])
+        suggested = [each for each in samples.questions() if each.suggested]
+        answers = [answer_of(opened, each.question) for each in suggested]
+        opened.engine.close()
+    assert samples.questions()[0] in suggested and len(suggested) == 3  # the first is the demo's
+    for each, answer in zip(suggested, answers, strict=True):
+        assert answer.report.tokens.reused and any(right in answer.text for right in each.answers), (
+            answer.text
+        )
+        assert answer.citations, answer.text
 
 
 def test_second_run_encodes_nothing(workspace, folder):

@@ -12,7 +12,7 @@ from hostile import HUNDRED
 
 from ragblend.app import samples
 
-QUESTION = "How long is the causeway under water at every high tide?"
+QUESTION = "When did the Thornsay Causeway Tramway open?"
 # With a null a file is taken for a binary one, and refused.
 PRINTABLE = [text for text in HUNDRED if "\0" not in text]
 SETTINGS = "max_new_tokens = 24\ntop_k = 3\n"
@@ -63,9 +63,9 @@ def test_first_run_to_the_highlighted_passage(open_page, servers) -> None:
     )
     mine.ask(QUESTION)
     assert page.evaluate("window.seen.size") > 1  # it came in pieces
-    mine.expect(f"{ANSWERS} .rb-prose").to_contain_text("five hours")
+    mine.expect(f"{ANSWERS} .rb-prose").to_contain_text("6 May 1909")
     mine.open_source("visitor-guide.html")
-    said = "The causeway is under water for five hours at every high tide."
+    said = "The tramway opened on 6 May 1909 to bring salt from the pans on the island."
     mine.expect("#rb-source .rb-mark").to_have_text(said)
     page.screenshot(path=screenshots() / "chat.png")
 
@@ -131,7 +131,7 @@ def test_a_dropped_file_is_read_and_can_be_asked_alone(open_page) -> None:
     page.click("#rb-asked-document [data-act=ask-all]")
     expect(page, "#rb-asked-document .asked").to_have_count(0)
     mine.ask(QUESTION)
-    expect(page, f"{ANSWERS} >> nth=-1").to_contain_text("five hours")
+    expect(page, f"{ANSWERS} >> nth=-1").to_contain_text("6 May 1909")
     with page.expect_file_chooser():
         page.click("[data-act=attach]")
     mine.tab("Library")
@@ -228,7 +228,7 @@ def test_two_methods_are_compared(open_page) -> None:
     page.click("#rb-compare-go")
     page.wait_for_function("document.querySelectorAll('.rb-sides section').length === 2")
     page.wait_for_selector("#rb-compare-stop", state="hidden")
-    for said in ("Re-read what the question needs, adjust the rest (recommended), 25%", "five hours"):
+    for said in ("Re-read what the question needs, adjust the rest (recommended), 25%", "6 May 1909"):
         mine.expect(".rb-sides").to_contain_text(said)
     page.screenshot(path=screenshots() / "compare.png")
 
