@@ -15,7 +15,7 @@ from ragblend.app.library.sandbox import OnPage
 
 PARTS = {"document", "footnotes", "endnotes", "comments", "hdr", "ftr"}
 LEFT_OUT = {"Fallback", "del", "moveFrom", "instrText", "delText", "rt"}
-HIDDEN = "script style title noscript template head iframe object datalist nav button".split()  # noqa: SIM905
+HIDDEN = "script style title noscript template head iframe object datalist button".split()  # noqa: SIM905
 WORDS = re.compile(r"\w+")
 DIALECTS: dict[str, dict[str, Any]] = {
     "comma": {},
@@ -74,11 +74,13 @@ def pdf_words(path: Path) -> str:
 
 
 def html_words(markup: bytes | str) -> str:
-    """The text of a page by html5lib, without what browsers do not show."""
+    """The text of a page by html5lib, without what browsers do not show, and without menus."""
     from bs4 import BeautifulSoup
 
+    from ragblend.app.library.html_text import MENUS
+
     tree = BeautifulSoup(markup, "html5lib")
-    for hidden in tree(HIDDEN) + tree.select("[hidden], annotation, annotation-xml"):
+    for hidden in tree(HIDDEN) + tree.select(f"[hidden], annotation, annotation-xml, {MENUS}"):
         hidden.decompose()
     for menu in tree("select"):
         chosen = menu.find("option", selected=True) or menu.find("option")
