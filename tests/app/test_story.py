@@ -47,7 +47,7 @@ def workspace(tmp_path_factory, folder, with_smollm2):
 
 
 def test_suggested_questions_are_answered_with_a_citation(tmp_path, with_smollm2):
-    """They are the first that a newcomer sees; passages were cut in another way, and two of three were answered wrongly."""
+    """A newcomer sees them first. Passages were cut in another way, and two of three were answered wrongly."""
     with Workspace.open(with_smollm2(tmp_path / "home"), max_new_tokens=32) as opened:
         ingest(opened, [samples.documents_folder()])
         suggested = [each for each in samples.questions() if each.suggested]
