@@ -21,6 +21,7 @@ import csv
 import json
 import re
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -41,6 +42,7 @@ EXPECTED_S = 60.0
 ADDED = re.compile(r"^[^:\n]{1,200}: .*$", re.MULTILINE)  # a form's value or a remark, which only we read
 SHOWN = ("complete", "partly", "refused", "wrong")
 COMPLETE = 0.99
+PAGE_CHARACTERS = 3000
 WRONG = 0.1  # a smaller share of the words is another text
 DOUBLED = 0.05  # a larger share of the words stands there more often than in the file
 
@@ -57,6 +59,8 @@ class Read:
     notes: list[str]
     reason: str
     missing: list[str]
+    pages: float
+    seconds: float
 
 
 def rewritten(path: Path, folder: Path) -> Iterator[Path]:
@@ -78,14 +82,15 @@ def rewritten(path: Path, folder: Path) -> Iterator[Path]:
 
 def judge(kind: str, path: Path) -> Read:
     """Read a file both ways, each in the sandbox, and compare. Never raises."""
-    reason = ""
+    begun, reason = time.perf_counter(), ""
     found: dict[str, Any] = {"parts": [], "notes": []}
     try:
         check_file(path)
         found = run_in_sandbox(parse, path, imports=FORMATS[path.suffix.lower()].libraries)
     except DocumentError as error:
         reason = f"{type(error).__name__}: {error}"
-    text = "\n".join(text for text, _ in found["parts"])
+    seconds, text = time.perf_counter() - begun, "\n".join(text for text, _ in found["parts"])
+    pages = len(found["parts"]) if kind == "pdf" else len(text) / PAGE_CHARACTERS
     try:
         theirs = run_in_sandbox(expected, path, kind, silent_s=EXPECTED_S)
     except DocumentError as error:
@@ -100,7 +105,7 @@ def judge(kind: str, path: Path) -> Read:
     doubled = min(longer, sum(more.values()) / max(1, len(theirs)))
     verdict = _verdict(kind, share, doubled, bool(reason)) if theirs else "no text"
     absent = [*missing][:40] or [*more][:40]
-    return Read(kind, str(path), verdict, share, doubled, found["notes"], reason, absent)
+    return Read(kind, str(path), verdict, share, doubled, found["notes"], reason, absent, pages, seconds)
 
 
 def _verdict(kind: str, share: float, doubled: float, is_refused: bool) -> str:
@@ -166,7 +171,7 @@ def main(
     workers: int = 2,
     details: Annotated[Path | None, typer.Option(help="Append a line of JSON for each file.")] = None,
 ) -> None:
-    """Measure, and print the table."""
+    """Measure, and print the table and the speed of reading."""
     folders = {kind: list[Path]() for kind in KINDS}
     for given in corpus:
         kind, _, folder = given.rpartition("=")
@@ -186,6 +191,8 @@ def main(
                 with details.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(rows[-1])) + "\n")
     print(table(rows))
+    pages, seconds = sum(row.pages for row in rows), sum(row.seconds for row in rows) / workers
+    print(f"{pages:,.0f} pages by {workers} at once: {pages / max(seconds, 1e-9) * 60:,.0f} a minute")
 
 
 if __name__ == "__main__":
