@@ -80,7 +80,8 @@ def test_summary_is_stopped_and_continued(start, open_page, tmp_path) -> None:
     mine.await_states(long="ready")
     with mine.answering():
         page.click("[data-act=digest]")
-        page.wait_for_selector("#rb-live .rb-status:has-text('Summarising part 2')")
+        # Any part but the first: a fast machine does several between two updates of the page.
+        page.wait_for_selector("#rb-live .rb-status:text-matches('Summarising part ([2-9]|[1-9][0-9])')")
         page.click("#rb-stop")
     page.wait_for_selector(f"{ANSWERS} .rb-status:has-text('Stopped.')")
     with mine.answering():
