@@ -14,7 +14,7 @@ kind are skipped, and so is a kind without a folder. In `encodings` a file's fol
 Of the words that the independent parser finds, in any order, `complete` files have at least 99% and `partly` read ones
 fewer. `Wrong` files have words twice (and more text), columns that are not the file's, or hardly a word of it; `in
 silence` counts those of both without a note. Files in which the independent parser finds no word, or that it refuses,
-are counted but not judged. A CSV is rewritten in each of `DIALECTS` first. Needs the extra `bench`.
+are counted but not judged. A CSV is rewritten in each of `DIALECTS` first. Needs the extra `dev`.
 """
 
 import csv
