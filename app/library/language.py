@@ -1,7 +1,6 @@
 """Whether the bundled embedder knows the language of a collection's documents: it knows English only."""
 
-from ragblend.app.database import split_words
-from ragblend.app.library.stop_words import ENGLISH, PROSE_SHARE, languages_of
+from ragblend.app.library.stop_words import ENGLISH, PROSE_SHARE, languages_of, words_without_numbers
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.embeddings import DEFAULT
 
@@ -32,4 +31,4 @@ def knows_language(workspace: Workspace) -> bool:
 
 def is_english(text: str) -> bool:
     """Also true for a text too short to tell."""
-    return ENGLISH in languages_of(text, PROSE_SHARE) or len(split_words(text)) < LEAST_WORDS
+    return ENGLISH in languages_of(text, PROSE_SHARE) or len(words_without_numbers(text)) < LEAST_WORDS

@@ -35,13 +35,17 @@ def languages_of(text: str, least_share: float = 0.0) -> Set[str]:
     least_share: of its words that must be stop words. English alone, if it is one of them. Related languages may be
     equal for a short text. Of a long text the beginning is read.
     """
-    words = [word for word in split_words(text[:READ_CHARACTERS]) if not word.isdigit()]
-    by_word = _languages_by_word()
+    words, by_word = words_without_numbers(text[:READ_CHARACTERS]), _languages_by_word()
     found = Counter(language for word in words for language in by_word.get(word, ()))
     most = max(found.values(), default=0)
     if most == 0 or most < least_share * len(words):
         return set()
     return {ENGLISH} if found[ENGLISH] == most else {each for each, count in found.items() if count == most}
+
+
+def words_without_numbers(text: str) -> list[str]:
+    """The words that may tell the text's language."""
+    return [word for word in split_words(text) if not word.isdigit()]
 
 
 def stop_words_in(question: str) -> Set[str]:

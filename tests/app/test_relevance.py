@@ -123,6 +123,7 @@ def test_the_bundled_embedder_is_recorded():
             "20 April 2025. Quote the number 2025-0042 with your payment.",
             True,
         ),  # numbers are no language's
+        ("Oslo 12 14 9 11 Bergen 8 7 12 10 Tromsø 3 1 4 2", True),  # and these three words are too few to tell
     ],
 )  # fmt: skip
 def test_english_is_known_by_its_little_words(text, is_known):
