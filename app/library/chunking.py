@@ -131,9 +131,8 @@ class _Splitter:
 
     def _tables(self, paragraph: str) -> Iterator[str]:
         """The paragraph, or if it is a table of more tokens, its rows in groups that fit, each below the header."""
-        limit = self._chunk_tokens
-        header = TABLE_HEADER.search(paragraph) if self._count(paragraph) > limit else None
-        if header is None or not _is_table(paragraph):
+        limit, header = self._chunk_tokens, TABLE_HEADER.search(paragraph)
+        if header is None or not _is_table(paragraph) or self._count(paragraph) <= limit:
             yield paragraph
             return
         group = paragraph[: header.end()]  # a caption stands before the header of the first group only
