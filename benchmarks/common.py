@@ -38,7 +38,6 @@ T = TypeVar("T")
 Home = Annotated[Path, typer.Option(help="A RAGBlend home; the model is converted there.")]
 AnyHome = Annotated[Path | None, typer.Option(help="A RAGBlend home; the user's own if absent.")]
 Model = Annotated[str, typer.Option(help="As in `ragblend --model`.")]
-Data = Annotated[Path, typer.Option(help="Questions with passages, as `ragblend bench quality` reads.")]
 Limit = Annotated[int, typer.Option(min=1, help="How many questions.")]
 
 

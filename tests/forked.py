@@ -1,4 +1,4 @@
-"""Work in processes of its own, forked from one that has imported what takes seconds to import. Not a test file."""
+"""Runs functions in separate processes, forked from one with the slow imports done. Not a test file."""
 
 import multiprocessing
 import os
@@ -37,7 +37,7 @@ def start(work, *given):
 
 
 def exit_code(work, *given):
-    """What that process ends with: the negative number of the signal that ended it, if one did."""
+    """The exit code of that process; if a signal ended it, the negative number of that."""
     process = start(work, *given)
     process.join(SOON_S)
     return process.exitcode

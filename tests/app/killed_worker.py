@@ -1,4 +1,4 @@
-"""Works on the fakes, and dies at a given point: in a process of its own (`forked`). Not a test file."""
+"""Commands on the fakes that kill their process at a given point; run by `forked`. Not a test file."""
 
 import os
 import sys
@@ -49,7 +49,7 @@ def ingest(home, number, point, path):
 
 
 def delete(home, document):
-    """Delete it as the page does, and be gone before the deletion is completed."""
+    """Delete it as the page does, and exit before the deletion is completed."""
     fake(home)
     assert AppServices.open(home).deletions.delete([document], "default") == 1
     os._exit(9)

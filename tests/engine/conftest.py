@@ -32,7 +32,7 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def bench_for(model_folder, judged, tmp_path_factory):
-    """A `Bench` with an engine on a home of its own; one a model, dtype and session."""
+    """A `Bench` with an engine and its own home; one for each model and dtype in a session."""
     made: dict[tuple[str, str], Bench] = {}
 
     def bench(name: str, dtype: str = "float32") -> Bench:

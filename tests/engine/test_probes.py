@@ -96,7 +96,7 @@ def test_scores_follow_the_papers_equations(stored_for, seen, kind, name):
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_a_probe_does_not_see_rows_without_kv(stored_for, seen, kind):
-    """Their keys are zero, which is a key like any other: a passage without KV took attention from the others."""
+    """Their keys are zero, and would take attention from the other passages."""
     stored = stored_for(kind)
     texts = [TEXTS[0], make_text(99, words=20), TEXTS[1]]
     prompt = stored.engine.tokenize(Prompt([*(Chunk(text) for text in texts), Literal(SUFFIX)]))

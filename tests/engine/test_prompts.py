@@ -24,7 +24,7 @@ EXACT_METHODS = ("full", "recompute", "prefix")
 @pytest.fixture
 def nothing_more_is_stored(monkeypatch):
     """nothing_more_is_stored(engine): two runs find the same store."""
-    return lambda engine: monkeypatch.setattr(engine.runtime.background, "add", lambda *chore, **how: None)
+    return lambda engine: monkeypatch.setattr(engine.runtime.background, "add", lambda *task, **options: None)
 
 
 def check_methods(bench, prompt, methods=METHODS):

@@ -332,7 +332,7 @@ def test_with_many_recomputed_rows_three_layers_share_similarity(monkeypatch, fe
     layers = [(torch.randn(2, 60, 16), torch.randn(2, 60, 16), torch.randn(2, 2, 20, 16)) for _ in range(7)]
 
     def shifted(run, layer, compared=None):
-        """compared: by that layer's stored rows, in a run of its own."""
+        """compared: by that layer's stored rows, in a separate run."""
         keys, values, _ = layers[layer if compared is None else compared]
         changes = layers[layer][2]
         [delta] = KernelShift().deltas(of_stored(keys, values, run, *changes, layer=layer))

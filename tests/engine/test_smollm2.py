@@ -63,7 +63,7 @@ def eager(engine, prompt):
 
 
 def test_a_conversion_writes_nothing_to_the_terminal(smollm2_home, tmp_path, capfd):
-    """Each reader of transformers showed a bar of its own. It is the session's conversion, or another one after it."""
+    """Each of transformers' readers showed its own bar. This is the session's conversion, or a second one."""
     is_done = convert.is_converted(find_model("default"), smollm2_home, "bfloat16")
     opened = Engine.open(home=tmp_path if is_done else smollm2_home, device="cpu", dtype="bfloat16")
     assert (opened.runtime.folder / "config.json").is_file()

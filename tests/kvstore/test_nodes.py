@@ -86,7 +86,7 @@ class Model:
     def keys(self, *nodes):
         return {own_key for each in nodes for _, keys in each.values() for own_key in keys}
 
-    def owed(self):
+    def outboxes(self):
         """The keys that are to be deleted here, and those that are in the shared store."""
         here = self.outbox.keys() - self.keys(self.visible, self.hidden)
         return here, self.shared.keys() - self.keys(self.visible)
@@ -132,7 +132,7 @@ def test_the_index_equals_a_model_in_memory(path, quick_disk, seed):
         elif action == "reopen":
             nodes.close()
             nodes = NodeIndex.open(path)
-        assert (nodes.outbox().keys(), nodes.outbox(shared=True).keys()) == model.owed()
+        assert (nodes.outbox().keys(), nodes.outbox(shared=True).keys()) == model.outboxes()
         assert nodes.keys() == model.keys(model.visible, model.hidden)
         for each in SCOPES:
             known = {name: nodes.get(each, name) for name in nodes.node_ids(each)}

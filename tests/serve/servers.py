@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from doubles import raising
 from forked import start
 from waiting import SOON_S
 
@@ -31,6 +32,7 @@ LIGHT = (
     "The lamp of the lighthouse was lit by hand until the year of the great storm. A clockwork turned it after "
     "that, and the keeper wound the clockwork every four hours, whatever the weather was."
 )
+FAIL = raising(RuntimeError("gone"))
 # A tool in OpenAI's form, and the schema of an answer.
 HOIST = {
     "type": "function",
@@ -56,7 +58,7 @@ class Served:
 
     @property
     def openai(self):
-        """What a client of OpenAI's interface is told."""
+        """The arguments of OpenAI's client."""
         return {"base_url": f"{self.url}/v1", "api_key": self.keys["ada"]}
 
     @property
@@ -65,12 +67,8 @@ class Served:
         return {"authorization": f"Bearer {self.keys['ada']}", "connection": "close"}
 
     @contextmanager
-    def failing(self):
-        """The device fails at the next token."""
-
-        def fail(*_):
-            raise RuntimeError("gone")
-
+    def failing(self, fail=FAIL):
+        """The device fails at the next token; fail: called before each, and raises where it is to fail."""
         hook = self.engine.runtime.loaded.model.lm_head.register_forward_pre_hook(fail)
         try:
             yield
@@ -165,7 +163,7 @@ def _printing(output, words):
 
 @contextmanager
 def forked(*words):
-    """A command as a process of its own, seconds sooner than a new one; gives the JSON that it prints first."""
+    """A command in a forked process, seconds faster than a new one; gives the first JSON that it prints."""
     here, there = socket.socketpair()
     process = start(_printing, there, words)
     there.close()
@@ -179,7 +177,7 @@ def forked(*words):
 
 @contextmanager
 def running(home, *options):
-    """The server as somebody starts it; gives what it printed when it was ready."""
+    """The server in a new process, as users start it; gives what it printed when it was ready."""
     words = ["serve", "--home", str(home), "--port", "0", "--json"]
     command = [sys.executable, "-m", "ragblend.app.cli.main", *words]
     process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)

@@ -184,15 +184,15 @@ def test_an_error_after_the_first_token_is_an_event_of_the_stream(served) -> Non
             raise RuntimeError("gone")
 
     body = {"model": served.service.model, "messages": HI, "max_tokens": 100, "stream": True}
-    hook = served.engine.runtime.loaded.model.lm_head.register_forward_pre_hook(fail)
-    try:
-        with served.client() as client, client.stream("POST", CHAT, json=body) as answer:
-            for line in filter(None, answer.iter_lines()):
-                values.append(json.loads(line.removeprefix("data: ")))
-                if any(each["delta"].get("content") for each in values[-1].get("choices", ())):
-                    read.set()
-    finally:
-        hook.remove()
+    with (
+        served.failing(fail),
+        served.client() as client,
+        client.stream("POST", CHAT, json=body) as answer,
+    ):
+        for line in filter(None, answer.iter_lines()):
+            values.append(json.loads(line.removeprefix("data: ")))
+            if any(each["delta"].get("content") for each in values[-1].get("choices", ())):
+                read.set()
     assert answer.status_code == 200
     assert values[-1]["error"]["code"] == "device_failed" and "choices" in values[0]
     assert events(served.chat("Will it stream?", stream=True))
