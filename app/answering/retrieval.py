@@ -22,7 +22,7 @@ from ragblend.app.answering.support import PRONOUNS
 from ragblend.app.database import split_words
 from ragblend.app.library.registry import Library, UnrelatedSimilarity
 from ragblend.app.library.similarity import recorded_similarity
-from ragblend.app.library.stop_words import ENGLISH, PROSE_SHARE, languages_of
+from ragblend.app.library.stop_words import ENGLISH, languages_of, languages_of_prose
 from ragblend.app.library.word_search import WordMatch, by_words
 from ragblend.app.workspace import Workspace
 from ragblend.engine.scheduling.queue import Cancel
@@ -167,7 +167,7 @@ def _foreign(sources: Mapping[str, AnswerSource], question: str) -> set[str]:
     """The passages that are not in English; if the question is not either, also those of an unknown language."""
     asked, others = languages_of(question), set[str]()
     for node, source in sources.items():
-        languages = languages_of(source.text, PROSE_SHARE)
+        languages = languages_of_prose(source.text)
         if ENGLISH not in languages and (languages or (asked and ENGLISH not in asked)):
             others.add(node)
     return others

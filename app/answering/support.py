@@ -36,6 +36,13 @@ HEADING = re.compile(r"[^|:\s][^|:\n]{0,80}[^|:.;,!?。、\s]")
 AMOUNT_LAST = re.compile(r"(?:\d[.,:]\d+|(?:[A-Z]{3}|[€£$]) ?\d+|\d ?[%€£$])$")
 FIELD = re.compile(r"(?:^|(?<=[.;] ))(?P<key>[^\W\d][\w '’-]{1,30}): (?P<value>[^\n.;]+)", re.MULTILINE)
 RECORD = re.compile(r"^[^:\n]{1,40}: [^\n]+(?:\n[^:\n]{1,40}: [^\n]+)+$", re.MULTILINE)  # a row of a table
+# What may be a row whose columns are not marked: it has a figure, is no field, and neither continues nor ends a
+# sentence.
+ROW = re.compile(r"(?![a-zß-öø-ÿ])(?!.*: ).*\d.*(?<![.,;:!?-])")
+TABLE, CELLS = (
+    re.compile(r"^.* \| .*(?:\n.* \| .*)+$", re.MULTILINE),
+    re.compile(r" *\| +|^\|"),
+)  # of rows `a | b`
 ENDS_SENTENCE = re.compile(r"[.!?。！？]\W*\Z")
 LIST_ITEM = re.compile(r"\s*(?:[-–•*#|>]|\d{1,3}[.)]\s)")
 CODE_BEFORE, CODE_AFTER = re.compile(r"\d[-/]?\Z"), re.compile(r"[-/]?\d")
@@ -193,7 +200,7 @@ def _span_of_all(sentence: str, passage: str, about: str, before: str = "") -> S
         present = {token.stem for token in evidence}
         if len(wanted & present) < LEAST_SHARE * len(wanted) / 2:  # too few, in whatever form
             continue
-        known = _stems(about) | _heading_stems(passage[:start])
+        known = _stems(about) | _heading_stems(passage[:start]) | _column_names(passage, start, wanted)
         claim = sentence_tokens
         if FIELD.match(passage, start, stop):
             known |= _form_names(passage, start)
@@ -358,6 +365,31 @@ def _form_names(passage: str, start: int) -> set[str]:
     return {token.stem for value in values for token in tokens(f"is {value}") if token.kind == "name"}
 
 
+def _column_names(passage: str, start: int, wanted: Set[str]) -> set[str]:
+    """The stems of the names of the columns in which the row at `start` has one of the wanted stems."""
+    for first, last, columns in _rows(passage):
+        if first <= start < last:
+            return {stem for name, value in columns if value & wanted for stem in name}
+    return set()
+
+
+@lru_cache(maxsize=512)
+def _rows(passage: str) -> list[tuple[int, int, list[tuple[frozenset[str], frozenset[str]]]]]:
+    """Each row of its tables but the first, which names the columns: start, stop, and stems of each column's name and
+    of the row's cell in it.
+    """
+    found = []
+    for table in TABLE.finditer(passage):
+        names: list[frozenset[str]] = []
+        for line in re.finditer(r"[^\n]+", table.group()):
+            cells = [_stems(cell) for cell in CELLS.split(line.group())]
+            if names:
+                start = table.start() + line.start()
+                found.append((start, table.start() + line.end(), list(zip(names, cells, strict=False))))
+            names = names or cells
+    return found
+
+
 @lru_cache(maxsize=512)
 def _candidates(passage: str) -> list[tuple[int, int, list[Token]]]:
     """Start, stop and tokens of what may be evidence: the passage's sentences, and two together if the second has a
@@ -375,21 +407,22 @@ def _candidates(passage: str) -> list[tuple[int, int, list[Token]]]:
 
 def _passage_sentences(text: str) -> list[tuple[int, int]]:
     """(start, stop) of the sentences of a text whose lines may be wrapped: the end of a short line ends a sentence, as
-    does the beginning of a list item, and the end of a long line does not.
+    does the beginning of a list item, and the end of a long line does not. A row of a table is a line of its own.
     """
     lines = [(match.start(), match.end()) for match in re.finditer(r"[^\n]*\n?", text) if match.group()]
     longest = max((stop - start for start, stop in lines), default=0)
     blocks: list[tuple[int, int]] = []
-    joins = False
+    joins = was_row = False
     for start, stop in lines:
         line = text[start:stop]
-        if joins and line.strip() and not LIST_ITEM.match(line):
+        has_cells, is_row = line.startswith("|") or " | " in line, ROW.fullmatch(line.strip()) is not None
+        begins = has_cells or (was_row and is_row) or LIST_ITEM.match(line) is not None
+        if joins and line.strip() and not begins:
             blocks[-1] = (blocks[-1][0], stop)
         else:
             blocks.append((start, stop))
-        joins = (
-            bool(line.strip()) and not line.startswith(("#", "|")) and stop - start >= SHORT_LINE * longest
-        )
+        is_long = bool(line.strip()) and stop - start >= SHORT_LINE * longest
+        joins, was_row = is_long and not has_cells and not line.startswith("#"), is_row
     return [piece for start, stop in blocks for piece in _cut(text, start, stop)]
 
 

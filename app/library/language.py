@@ -1,6 +1,11 @@
 """Whether the bundled embedder knows the language of a collection's documents: it knows English only."""
 
-from ragblend.app.library.stop_words import ENGLISH, PROSE_SHARE, languages_of, words_without_numbers
+from ragblend.app.library.stop_words import (
+    ENGLISH,
+    has_prose_lines,
+    languages_of_prose,
+    words_without_numbers,
+)
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.embeddings import DEFAULT
 
@@ -30,5 +35,6 @@ def knows_language(workspace: Workspace) -> bool:
 
 
 def is_english(text: str) -> bool:
-    """Also true for a text too short to tell."""
-    return ENGLISH in languages_of(text, PROSE_SHARE) or len(words_without_numbers(text)) < LEAST_WORDS
+    """Also true for a table, and for a text too short to tell."""
+    is_long_enough = has_prose_lines(text) and len(words_without_numbers(text)) >= LEAST_WORDS
+    return not is_long_enough or ENGLISH in languages_of_prose(text)

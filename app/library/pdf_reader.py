@@ -1,5 +1,5 @@
-"""Reads the pages of a PDF: text by pdfium, what people filled in and noted by pypdf, which also has its text where
-pdfium finds none. Pages that neither can read are named; the rest is kept.
+"""Reads the pages of a PDF: text by pdfium, ruled tables by pdfplumber, what people filled in and noted by pypdf, which
+also has its text where pdfium finds none. Pages that neither can read are named; the rest is kept.
 """
 
 import re
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragblend.app.library.documents import shortened
+from ragblend.app.library.pdf_tables import TableFinder
 from ragblend.app.library.sandbox import OnPage
 from ragblend.kvstore.errors import (
     DocumentError,
@@ -37,7 +38,7 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
     from pypdf.errors import LimitReachedError
 
     begun, damaged, divided = time.monotonic(), list[str](), list[str]()
-    with opened(path) as (document, reader):
+    with opened(path) as (document, reader), TableFinder(path, document) as tables:
         count = len(document) if document is not None else len(reader.pages)
         for number in range(count):
             on_page(number, count)
@@ -58,6 +59,8 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
                     raise _refusal(path, error) from error
                 except Exception:  # pypdf raises anything for a damaged page
                     text = text if any(map(str.isprintable, text or "")) else None
+            elif text:
+                text = tables.with_rows(text, number)
             if text is None:
                 damaged.append(label)
             yield "\n".join([text or "", *_filled_in(reader, number)]), f"p. {label}"

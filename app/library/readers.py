@@ -43,7 +43,7 @@ INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\ufeff"))
 # Control characters, and those that mean something in one font only.
 NOT_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
 JUDGED_CHARACTERS = 20_000  # of a page or document: enough to see whether it is a language's
-VERSION = 8  # part of a document's recipe: raise it when the text that comes out changes
+VERSION = 9  # part of a document's recipe: raise it when the text that comes out changes
 
 
 RECOGNITION = TextRecognition()
@@ -198,7 +198,7 @@ FORMATS: dict[str, Format] = {
     ".html": _HTML,
     ".htm": _HTML,
     ".xhtml": _HTML,
-    ".pdf": Format(pdf_pages, ("pypdfium2", "pypdf")),
+    ".pdf": Format(pdf_pages, ("pypdfium2", "pypdf", "pdfplumber")),
     ".docx": Format(lambda path, notes, _: docx_sections(path, notes), _MARKUP),
     ".odt": _OPENDOCUMENT,
     ".odp": _OPENDOCUMENT,

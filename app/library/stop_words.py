@@ -1,7 +1,7 @@
 """Words of no subject, by language, and the languages of a text, which these tell. Pure functions over text."""
 
 from collections import Counter, defaultdict
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +9,8 @@ from pathlib import Path
 from ragblend.app.database import split_words
 
 ENGLISH = "english"
-PROSE_SHARE = 0.1  # of the words of prose are stop words, at least; a table has fewer
+# Of prose, at least: the share of stop words, and words a line. A table has fewer, and stop words of many languages.
+PROSE_SHARE, PROSE_LINE = 0.1, 6
 READ_CHARACTERS = 800  # of a text, to tell its language
 # English words of no subject: "does" is rarer in manuals than "error".
 COMMON_WORDS = frozenset(
@@ -29,18 +30,35 @@ ASKING = {
 }
 
 
-def languages_of(text: str, least_share: float = 0.0) -> Set[str]:
+def languages_of(text: str) -> Set[str]:
     """The languages, in NLTK's names, with more of its words among their stop words than any other; {}: not known.
 
-    least_share: of its words that must be stop words. English alone, if it is one of them. Related languages may be
-    equal for a short text. Of a long text the beginning is read.
+    English alone, if it is one of them. Related languages may be equal for a short text. Only the beginning is read.
     """
+    return _languages_of_words(words_without_numbers(text[:READ_CHARACTERS]))
+
+
+def languages_of_prose(text: str) -> Set[str]:
+    """As `languages_of`; {} also for a text that is no prose, such as a table."""
     words, by_word = words_without_numbers(text[:READ_CHARACTERS]), _languages_by_word()
+    found = _languages_of_words(words)
+    share = sum(not found.isdisjoint(by_word.get(word, ())) for word in words)
+    return found if has_prose_lines(text) and share >= PROSE_SHARE * len(words) else set()
+
+
+def has_prose_lines(text: str) -> bool:
+    """Whether its lines have as many words as those of prose."""
+    read = text[:READ_CHARACTERS]
+    lines = sum(1 for line in read.splitlines() if line.strip())
+    return len(words_without_numbers(read)) >= PROSE_LINE * lines
+
+
+def _languages_of_words(words: Sequence[str]) -> Set[str]:
+    by_word = _languages_by_word()
     found = Counter(language for word in words for language in by_word.get(word, ()))
     most = max(found.values(), default=0)
-    if most == 0 or most < least_share * len(words):
-        return set()
-    return {ENGLISH} if found[ENGLISH] == most else {each for each, count in found.items() if count == most}
+    best = {language for language, count in found.items() if count == most}
+    return {ENGLISH} if ENGLISH in best else best
 
 
 def words_without_numbers(text: str) -> list[str]:

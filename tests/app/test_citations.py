@@ -326,6 +326,51 @@ mit einer Frist von drei Monaten zum Quartalsende gekündigt werden.
 """
 
 
+POLICY = """The excess is the first part of any claim, which you bear yourself. It is applied once per event.
+
+Event | Excess | Remarks
+Fire, smoke, lightning, explosion | £100 | Scorching without flames is excluded
+Theft or attempted theft | £150 | Signs of forced entry required
+Escape of water from burst or leaking pipes, tanks and appliances | £325 | Vacancy over 45 days: see 4.3"""
+INVOICE = """No. | Description | Qty | Unit price | Amount
+1 | Sketchbook A4, 140 g cartridge paper, 40 leaves | 30 | £11.40 | £342.00
+2 | Sketchbook A5, 140 g cartridge paper, 40 leaves | 45 | £7.85 | £353.25"""
+CODES = """9.1 Error codes
+Code | Meaning | What to do
+E12 | Water inlet valve does not close | Close the tap, unplug the machine, call service.
+E20 | Water does not drain | Clean the filter; check the height of the hose.
+E23 | Too much foam in the drum | Run Rinse + Spin; use half the detergent for the next wash."""
+UNRULED = """No. Description Qty Unit price Amount
+1 Coptic-bound journal A5, marbled cover 12 £16.80 £201.60
+2 Coptic-bound journal A6, marbled cover 10 £12.40 £124.00
+3 Guest book 24 x 21 cm, quarter leather, 80 leaves 2 £46.00 £92.00"""
+
+
+@pytest.mark.parametrize(
+    ("sentence", "passage", "is_supported"),
+    [
+        ("The excess for theft is £150.", POLICY, True),
+        ("The excess is £325 if a pipe bursts.", POLICY, True),
+        ("The excess for theft is £325.", POLICY, False),
+        ("The excess for fire is £150.", POLICY, False),
+        ("The unit price of the Sketchbook A5 is £7.85.", INVOICE, True),
+        ("The amount for the Sketchbook A5 is £353.25.", INVOICE, True),
+        ("The unit price of the Sketchbook A5 is £353.25.", INVOICE, False),
+        ("The unit price of the Sketchbook A4 is £7.85.", INVOICE, False),
+        ("Error E23 means too much foam in the drum.", CODES, True),
+        ("E20 means that the water does not drain.", CODES, True),
+        ("E20 means that the water drains.", CODES, False),
+        ("Error E12 means too much foam in the drum.", CODES, False),
+        ("The journal A5 with marbled cover is £12.40.", UNRULED, False),
+    ],
+)
+def test_a_row_supports_its_own_cells_under_the_names_of_their_columns(sentence, passage, is_supported):
+    """Long rows were read as one sentence, which supported any mixture; no row had its columns' names."""
+    place = supporting_span(sentence, passage)
+    assert (place is not None) is is_supported
+    assert place is None or "\n" not in passage[place.start : place.stop]
+
+
 @pytest.mark.parametrize(
     ("sentence", "is_supported"),
     [

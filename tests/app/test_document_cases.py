@@ -9,6 +9,7 @@ from document_files import write_epub, write_pdf
 
 from ragblend.app.library import readers
 from ragblend.app.library.discovery import discover
+from ragblend.app.library.pdf_tables import with_table_rows
 from ragblend.app.library.readers import clean, parse
 
 CASES = Path(__file__).parent / "cases"
@@ -431,6 +432,70 @@ def test_pdf_form_values_are_read_and_those_that_are_no_text_are_left_out(tmp_pa
         writer.pages[0].setdefault(NameObject("/Annots"), ArrayObject()).append(widget)
     writer.write(tmp_path / "a.pdf")
     assert text_of(tmp_path / "a.pdf") == "Signed by the harbour master.\nBoat: Seagull\nWood: oak, elm"
+
+
+TABLE = [
+    ["Event", "Excess", "Remarks"],
+    ["Fire", "£100", "Scorching without flames\nis excluded"],
+    ["Escape of water from burst\nor leaking pipes", "£325", ""],
+    ["Returned premium", "-£20", "-"],
+]
+
+
+def write_table(path, rows, after="Section 4 follows.", **ruled):
+    from reportlab.lib.styles import getSampleStyleSheet
+    from reportlab.platypus import Paragraph, SimpleDocTemplate, Table, TableStyle
+
+    style = getSampleStyleSheet()["Normal"]
+    grid = TableStyle([("GRID", (0, 0), (-1, -1), 0.5, "black")] if ruled.get("grid", True) else [])
+    before, table = Paragraph("The excess is what you bear yourself.", style), Table(rows, style=grid)
+    SimpleDocTemplate(str(path)).build([before, table, Paragraph(after, style)])
+    return path
+
+
+def test_a_ruled_table_of_a_pdf_has_its_rows_in_a_line_each(tmp_path):
+    """A row of two lines in one cell and one in the next was three lines, in which no cell ended."""
+    assert text_of(write_table(tmp_path / "a.pdf", TABLE)) == (
+        "The excess is what you bear yourself.\n\n"
+        "Event | Excess | Remarks\n"
+        "Fire | £100 | Scorching without flames is excluded\n"
+        "Escape of water from burst or leaking pipes | £325 |\n"
+        "Returned premium | -£20 | -\n\n"
+        "Section 4 follows."
+    )
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [["The harbour closes at nine.", "The lamps are lit at six."]],  # one row
+        [["The harbour " * 30, "b"], ["c", "The lamps " * 20]],  # a page's layout
+        [["a", "", ""], ["", "", ""], ["", "", "b"]],  # a chart's lines
+    ],
+    ids=["one row", "layout", "empty"],
+)
+def test_lines_that_make_no_table_leave_a_pdfs_text_as_it_is(tmp_path, rows):
+    plain = text_of(write_table(tmp_path / "plain.pdf", rows, grid=False))
+    assert text_of(write_table(tmp_path / "a.pdf", rows)) == plain and " | " not in plain
+
+
+@pytest.mark.parametrize("error", [RuntimeError("damaged"), RecursionError()])
+def test_a_page_that_pdfplumber_cannot_read_keeps_its_text(tmp_path, monkeypatch, error):
+    def fails(page):
+        raise error
+
+    path = write_table(tmp_path / "a.pdf", TABLE)
+    monkeypatch.setattr("pdfplumber.page.Page.extract_tables", fails)
+    assert "Event Excess Remarks\nFire £100\nScorching without flames\nis excluded" in text_of(path)
+
+
+def test_table_rows_replace_only_the_letters_that_they_have():
+    table = [["Moles", "12"], ["Quays", "-"]]
+    assert (
+        with_table_rows("See: Moles 12\nQuays - \nEnd.", [table]) == "See:\n\nMoles | 12\nQuays | -\n\nEnd."
+    )
+    assert with_table_rows("See: Moles 12\nQuays - \n", [table, table]) == "See:\n\nMoles | 12\nQuays | -"
+    assert with_table_rows("See: 12 Moles\nQuays", [table]) == "See: 12 Moles\nQuays", "in another order"
 
 
 @pytest.mark.parametrize("unmapped", ["\x01\x02\r\n\x03", "\x07", "\x0b\x0e", "T h e k e y " * 20])

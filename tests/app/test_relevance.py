@@ -124,6 +124,12 @@ def test_the_bundled_embedder_is_recorded():
             True,
         ),  # numbers are no language's
         ("Oslo 12 14 9 11 Bergen 8 7 12 10 Tromsø 3 1 4 2", True),  # and these three words are too few to tell
+        (
+            "Sheet: Members\nNo.: 1003\nFirst name: Nell\nLast name: Ashdown\nJoined: 2016\nPaid: yes\n\n"
+            "Sheet: Members\nNo.: 1010\nFirst name: Kieran\nLast name: Boyle\nJoined: 2012\nPaid: no",
+            True,
+        ),  # was Slovene and Catalan, in which `no` is a stop word
+        ("Haustiere\nDer Hund kostet am Tag 6 Euro, und für die Nacht kostet er nichts.\nRauchen ist verboten.", False),
     ],
 )  # fmt: skip
 def test_english_is_known_by_its_little_words(text, is_known):
