@@ -13,13 +13,14 @@ from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.chats import DELETED_TEXT, ChatMessage
 from ragblend.app.answering.citations import cite
 from ragblend.app.extras import check_installed
-from ragblend.app.library.chunking import CELL_NAME, SEPARATOR, TABLE_HEADER
+from ragblend.app.library.chunking import SEPARATOR, TABLE_HEADER
 from ragblend.app.library.documents import Document, DocumentPassage
 from ragblend.app.library.file_checks import check_file
 from ragblend.app.library.pdf_pages import PageImage, located_pages, unmarked_page
 from ragblend.app.library.readers import read_document
 from ragblend.app.library.registry import Library
 from ragblend.app.library.sandbox import run_in_sandbox
+from ragblend.app.library.tables import CELL_NAME
 from ragblend.kvstore.errors import DocumentError, LibraryError
 
 AROUND_CHARACTERS = 3000  # of text shown before and after the passage

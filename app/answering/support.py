@@ -128,24 +128,36 @@ def supporting_span(
 def _record_of(sentence: str, passage: str, about: str) -> SupportingSpan | None:
     """The record, lines of `field: value`, that supports all of the sentence.
 
-    Figures must be in fields that the sentence names, `Saturday first: 06:53` by both words, or in values that it names
-    in whole, `Line 42`. Of the fields that it names, only one may have figures: two might be exchanged.
+    At least two fields must be meant: named (`Saturday first: 06:53` by both words), by their whole value (`Line 42`)
+    or by words that no other record has. Figures must be in these. Of the fields that are named, only one may have
+    figures: two might be exchanged.
     """
-    plain = tokens(sentence)
-    for start, stop, evidence, fields in _records(passage):
+    plain, records, elsewhere = tokens(sentence), _records(passage), _stems(passage)
+    for start, stop, evidence, fields in records:
         claim = [each for each in _in_forms_of(evidence, plain) if each.stem not in LIGHT_STEMS]
         content, stems = _content(claim), {token.stem for token in claim}
         figures = {token.stem for token in content if token.kind == "number"}
         named = [value for key, value in fields if key and key <= stems and value & stems]
         whole = [value for _, value in fields if len(value) > 1 and value <= stems]
+        others = [{token.stem for token in other} for first, _, other, _ in records if first != start]
+        own = [
+            value & stems
+            for _, value in fields
+            if others
+            and value & stems - figures
+            and value not in [*named, *whole]
+            and not any(value & stems <= other for other in others)
+        ]
         with_figures = [value for value in named if value & figures and value not in whole]
-        if len(with_figures) != 1 or len([*named, *whole]) < 2 or _negated(claim):
+        if len(with_figures) > 1 or len([*named, *whole, *own]) < 2 or _is_negated_otherwise(claim, evidence):
             continue
         known, present = _stems(about) | _heading_stems(passage[:start]), {token.stem for token in evidence}
         missing = [token for token in content if token.stem not in present | known]
         share = 1 - len(missing) / len(content)
-        has_most = share >= LEAST_SHARE and all(token.kind == "word" for token in missing)
-        if has_most and figures <= known.union(*named, *whole):
+        has_most = share >= LEAST_SHARE and all(
+            token.kind == "word" and token.stem not in elsewhere for token in missing
+        )
+        if named and has_most and figures <= known.union(*named, *whole, *own):
             return SupportingSpan(start, stop, share)
     return None
 

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from ragblend.app.library.documents import DocumentPassage, node_id
 from ragblend.app.library.readers import DocumentPart
+from ragblend.app.library.tables import CELL_NAME
 from ragblend.engine.prompts.tokenizing import MAX_TOKEN_CHARACTERS
 from ragblend.kvstore.errors import OversizedDocumentError
 
@@ -24,7 +25,6 @@ NOT_ENDED = re.compile(r"(?<![^\W_])(?:\d{1,3}|[^\W\d_]{1,3})\.\s*\Z")
 CONTINUED = re.compile(r"\s*(?:\d|[^\W\d_A-ZÀ-ÖØ-Þ])")
 # With the line of dashes below it in Markdown; in time that grows with the length of a line.
 TABLE_HEADER = re.compile(r"^(?>[^\n]* \| )[^\n]*+\n(?:[|:\- ]++\n)?", re.MULTILINE)
-CELL_NAME = re.compile(r"[^\n:]+: ")  # before a value in a row of CSV or XLSX
 IS_ROW = re.compile(r"\brow \d+\Z")
 TABLE_LINES = 3  # with cells; fewer are no table
 CountTokens = Callable[[str], int]

@@ -1,4 +1,4 @@
-"""Converts HTML to sections of plain text, split at headings: a block per line, table rows as `a | b`.
+"""Converts HTML to sections of plain text, split at headings: a block per line, tables with their columns' names.
 
 Parsed by lexbor (selectolax) as browsers do (HTML5): omitted and unclosed tags nest as they would on a screen. Other
 formats are converted to HTML by a library of their own, and come here too.
@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
+
+from ragblend.app.library.tables import with_column_names
 
 HIDDEN = {"annotation", "annotation-xml", "rp"} | set(
     "button script style template title noscript head iframe object datalist".split()  # noqa: SIM905
@@ -47,8 +49,17 @@ class Section:
     def text(self) -> str:
         # Lines of `pre` keep their blanks, which are marked until here.
         text = re.sub(r"[ \t\r\f\v]+", " ", "".join(self.pieces))
-        lines = (line.strip(" |").replace(_BLANK, " ") for line in text.split("\n"))
-        return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
+        lines = (_without_outer_ends(line.strip()) for line in text.split("\n"))
+        named = with_column_names("\n".join(lines)).replace(_BLANK, " ")
+        return re.sub(r"\n{3,}", "\n\n", named).strip("\n")
+
+
+def _without_outer_ends(line: str) -> str:
+    """Without the end of the last cell, and where all other cells are empty, without theirs."""
+    if not line.endswith("|"):
+        return line.removeprefix("| ") if line.count("|") == 1 else line
+    row = line[:-1].rstrip()
+    return row if row.strip(" |") and "|" in row.strip(" |") else row.strip(" |")
 
 
 _BLANK = "\ue000"  # a blank that counts; private-use characters are removed from documents in any case

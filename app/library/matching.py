@@ -8,6 +8,8 @@ import unicodedata
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from ragblend.app.library.tables import CELL_NAME
+
 HYPHENS = frozenset("-\u00ad\u2010\u2011\u2012\u2212\x02\ufffe\uffff")
 SHORT_LETTERS = 4  # shorter lines occur anywhere, so they are not searched separately
 
@@ -57,9 +59,13 @@ def _by_lines(text: str, letters: str) -> list[tuple[int, int, int]] | None:
     for line in text.split("\n"):
         wanted, _ = fold(line)
         begin, end = end, end + len(wanted)
+        start = letters.find(wanted, cursor)
+        column = CELL_NAME.match(line) if start < 0 and wanted not in letters else None
+        if column is not None:  # only the cell's value stands there
+            wanted, _ = fold(line[column.end() :])
+            begin, start = end - len(wanted), letters.find(wanted, cursor)
         if len(wanted) < SHORT_LETTERS:
             continue
-        start = letters.find(wanted, cursor)
         if start < 0:
             start = letters.find(wanted)
             if start < 0 or letters.find(wanted, start + 1) >= 0:

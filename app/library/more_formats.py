@@ -12,6 +12,7 @@ from ragblend.app.library.documents import shortened
 from ragblend.app.library.encodings import REPLACED
 from ragblend.app.library.file_checks import open_archive
 from ragblend.app.library.html_text import Section, html_sections
+from ragblend.app.library.tables import rows_as_text
 
 Part = tuple[str, str]  # text, location
 
@@ -40,7 +41,7 @@ def _shape_lines(shape: Any) -> Iterator[str]:
     elif shape.has_text_frame:
         yield shape.text_frame.text
     elif getattr(shape, "has_table", False):
-        yield from (" | ".join(cell.text for cell in row.cells) for row in shape.table.rows)
+        yield rows_as_text([[" ".join(cell.text.split()) for cell in row.cells] for row in shape.table.rows])
 
 
 def opendocument_sections(path: Path) -> list[Part]:

@@ -1,23 +1,23 @@
-"""Finds ruled tables on a PDF's pages with pdfplumber, and writes their rows as `a | b` into the page's text.
+"""Finds ruled tables on a PDF's pages with pdfplumber, and writes them row by row into the page's text.
 
 pdfium's text has the cells of a table one after another, each line of a cell as a line of its own. A table is written
-as rows only where the text has exactly its letters, in the same order: nothing is lost, added or moved.
+as rows only where the text has exactly its letters, in the same order: nothing is lost or moved.
 """
 
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 from contextlib import closing
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from ragblend.app.library.html_text import CELL_CHARACTERS
 from ragblend.app.library.matching import HYPHENS, fold
+from ragblend.app.library.tables import rows_as_text
 
-LEAST_RULES, MOST_RULES = 4, 4000  # lines and boxes on a page: fewer are no table, more are a drawing
+# On a page: ends of lines and corners of boxes, of which a table of two by two has 12, and edges of two columns.
+LEAST_POINTS, MOST_POINTS, LEAST_EDGES = 12, 16_000, 3
+LEAST_HEIGHT = 5  # of an edge, in points of a page
 LEAST_FILLED = 0.5  # of the cells: where fewer have text, the lines are a chart's or a form's
-WRAPPED_WORD = re.compile(rf"(?<=[^\W\d_])[{re.escape(''.join(HYPHENS))}]\n(?=[^\W\d_])")
 EDGE = frozenset(" \t") | HYPHENS
 Table = list[list[str]]
 
@@ -50,9 +50,17 @@ class TableFinder:
     def _has_rules(self, number: int) -> bool:
         from pypdfium2 import raw
 
+        points, edges, is_grid = 0, set[int](), False
         with closing(self._document[number]) as page:
-            rules = page.get_objects(filter=[raw.FPDF_PAGEOBJ_PATH])
-            return LEAST_RULES <= sum(1 for _ in islice(rules, MOST_RULES + 1)) <= MOST_RULES
+            for rule in page.get_objects(filter=[raw.FPDF_PAGEOBJ_PATH]):
+                ends = raw.FPDFPath_CountSegments(rule)
+                points, is_grid = points + ends, is_grid or ends >= LEAST_POINTS
+                if points > MOST_POINTS:
+                    return False
+                left, bottom, right, top = rule.get_bounds()
+                if top - bottom >= LEAST_HEIGHT:
+                    edges |= {round(left), round(right)}
+        return points >= LEAST_POINTS and (is_grid or len(edges) >= LEAST_EDGES)
 
     def _tables(self, number: int) -> list[Table]:
         import pdfplumber
@@ -61,29 +69,47 @@ class TableFinder:
             self._opened = pdfplumber.open(self._path)
         page = self._opened.pages[number]
         try:
-            return [[[_on_one_line(cell) for cell in row] for row in rows] for rows in page.extract_tables()]
+            return [
+                [[_on_one_line(cell or "") for cell in row] for row in rows] for rows in page.extract_tables()
+            ]
         finally:
             page.close()  # else it keeps all of the page's letters
 
 
 def with_table_rows(text: str, tables: Iterable[Table]) -> str:
-    """The text with each of these tables as a paragraph of rows, if it has the letters of their cells in this order."""
+    """The text with these tables row by row, each if it has the letters of the cells in this order."""
     letters, places = fold(text)
     pieces, cursor, done = list[str](), 0, 0
     for table in filter(_is_table, tables):
-        wanted, _ = fold([cell for row in table for cell in row])
-        found = letters.find(wanted, cursor)
+        sizes = [[len(fold(cell)[0]) for cell in row] for row in table]
+        found = letters.find("".join(fold(cell)[0] for row in table for cell in row), cursor)
         if found < 0:
             continue
-        cursor = found + len(wanted)
-        start, stop = places[found], places[cursor - 1] + 1
-        while start > done and text[start - 1] in EDGE:  # signs that are no letters
-            start -= 1
-        while stop < len(text) and text[stop] in EDGE:
-            stop += 1
-        pieces += [text[done:start].rstrip(), "\n".join(map(" | ".join, table))]
+        rows, cursor = list[list[str]](), found
+        for row, row_sizes in zip(table, sizes, strict=True):
+            rows.append([])
+            for cell, size in zip(row, row_sizes, strict=True):
+                # pdfium tells words apart more surely; a cell of signs alone, such as a dash, has no letters.
+                rows[-1].append(_cell(text, places[cursor : cursor + size]) if size else cell)
+                cursor += size
+        start, stop = _with_signs(text, places[found], places[cursor - 1] + 1, EDGE)
+        pieces += [text[done : max(start, done)].rstrip(), rows_as_text(rows)]
         done = stop
     return "\n\n".join(filter(None, [*pieces, text[done:].lstrip() if done else text]))
+
+
+def _cell(text: str, places: Sequence[int]) -> str:
+    start, stop = _with_signs(text, places[0], places[-1] + 1, HYPHENS)
+    return _on_one_line(text[start:stop])
+
+
+def _with_signs(text: str, start: int, stop: int, signs: Set[str]) -> tuple[int, int]:
+    """The part of the text with the signs beside it, such as the minus of its first number."""
+    while start and text[start - 1] in signs:
+        start -= 1
+    while stop < len(text) and text[stop] in signs:
+        stop += 1
+    return start, stop
 
 
 def _is_table(table: Table) -> bool:
@@ -96,5 +122,5 @@ def _is_table(table: Table) -> bool:
     )
 
 
-def _on_one_line(cell: str | None) -> str:
-    return " ".join(WRAPPED_WORD.sub("", cell or "").split())
+def _on_one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,10 +1,15 @@
-"""Reads tables: CSV (RFC 4180 first, then clevercsv's guess of the dialect) and XLSX (openpyxl), a part per row."""
+"""Tables as text: the rows of CSV (RFC 4180 first, then clevercsv's guess of the dialect) and XLSX (openpyxl), a part
+each, and those in documents.
+
+A row has its columns' names: a small model does not find a value's name in the table's first row, and a passage may
+begin below it.
+"""
 
 import csv
 import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -19,6 +24,12 @@ FIRST_ROWS = 10  # among which the header is
 UNIT = re.compile(r'"([^"]*)"|\[\$([^\]-]*)[^\]]*\]|([€$£¥])|\[[^\]]*\]|[_*\\].')
 DIGITS = re.compile(r"([#0?,]*[0#?])(?:\.(0*)([#?]*))?\s*(%?)")
 NOT_USED = "\x1f"  # a delimiter that no table has
+# In a document. Of two columns the first is the name of the second; lines with few cells may be anything.
+LEAST_COLUMNS, LEAST_ROWS = 3, 2
+MOST_NAME = 40  # characters of a column's name
+CELL_NAME = re.compile(r"[^\n:]+: ")  # before the value, in a row with its columns' names
+CELL_END = re.compile(r"(?<!\S)\|(?!\S)")
+YEAR = re.compile(r"(?:19|20)\d\d")
 Row = tuple[str, str]  # its text as lines of "column: value", and its location
 
 
@@ -59,6 +70,51 @@ def table_rows(rows: Iterable[Sequence[str]], place: str = "") -> Iterator[Row]:
         yield ", ".join(name for name in header if name), f"{place}row {header_number}"
     for number, row in chain(rest, filled):
         yield _row_text(header, row), f"{place}row {number}"
+
+
+def rows_as_text(rows: Sequence[Sequence[str]]) -> str:
+    """A document's table: below a row of names as CSV's, a paragraph a row, else a line `a | b | c` each."""
+    header, *rest = rows
+    if not _are_names(header, rest):
+        return "\n".join(" | ".join(row).rstrip() for row in rows)
+    return "\n\n".join(_row_text(header, row) for row in rest)
+
+
+def with_column_names(text: str) -> str:
+    """The text with its tables, neighbouring lines of as many cells `a | b | c`, as `rows_as_text` writes them."""
+    pieces = list[str]()
+    for columns, group in groupby(text.split("\n"), lambda line: len(CELL_END.findall(line)) + 1):
+        lines = list(group)
+        table = "\n".join(lines)
+        if columns >= LEAST_COLUMNS and len(lines) > LEAST_ROWS:
+            rows = [[cell.strip() for cell in CELL_END.split(line)] for line in lines]
+            if (named := rows_as_text(rows)).count("\n\n"):
+                table = f"\n{named}\n"
+        pieces.append(table)
+    return "\n".join(pieces)
+
+
+def _are_names(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
+    """Whether the first row names the columns, as in `Quarter | Q1 | Q2`, and is no row of values."""
+    if len(header) < LEAST_COLUMNS or len(rows) < LEAST_ROWS or len(set(header)) < len(header):
+        return False
+    if not all(header[1:]) or max(map(len, header)) > MOST_NAME:
+        return False
+    if not any(map(_has_digit, header)) or all(map(YEAR.fullmatch, header[1:])):
+        return True
+    are_numbers = (
+        2 * sum(_has_digit(row[at]) and not _has_letter(row[at]) for row in rows) > len(rows)
+        for at in range(len(header))
+    )
+    return all(map(_has_letter, header)) and any(are_numbers)
+
+
+def _has_digit(text: str) -> bool:
+    return any(map(str.isdigit, text))
+
+
+def _has_letter(text: str) -> bool:
+    return any(map(str.isalpha, text))
 
 
 def xlsx_rows(path: Path) -> Iterator[Row]:

@@ -55,6 +55,17 @@ def write_page(path, pages, rotation=0, crop=None, size=(400, 300)):
     return path
 
 
+def write_table(path, rows):
+    canvas = Canvas(str(path), pagesize=(400, 300))
+    xs, ys = [60 + 110 * n for n in range(len(rows[0]) + 1)], [240 - 20 * n for n in range(len(rows) + 1)]
+    canvas.grid(xs, ys)
+    for y, row in zip(ys, rows, strict=False):
+        for x, cell in zip(xs, row, strict=False):
+            canvas.drawString(x + 4, y - 14, cell)
+    canvas.save()
+    return path
+
+
 def dark_outside(page, margin=3):
     """How many dark pixels of the picture are in no box, and how many in one."""
     picture = Image.open(io.BytesIO(page.png)).convert("L")
@@ -114,6 +125,21 @@ def test_a_passage_over_two_pages_is_marked_on_both(sources, tmp_path):
     assert [(page.number, page.label) for page in pages] == [(1, "p. 1"), (2, "p. 2"), (3, "p. 3")]
     assert [len(page.boxes) for page in pages] == [1, 2, 2]
     assert [dark_outside(page)[0] for page in pages] == [0, 0, 0]
+
+
+def test_rows_of_a_table_are_marked_though_their_columns_names_are_not_beside_them(sources, tmp_path):
+    rows = [
+        ["Code", "Meaning", "Remedy"],
+        ["E12", "Valve leaks", "Close the tap"],
+        ["E23", "Too much foam", "Less soap"],
+    ]
+    library, found = sources(write_table(tmp_path / "a.pdf", rows), chunk_tokens=64)
+    assert found[0].text.endswith("Code: E23\nMeaning: Too much foam\nRemedy: Less soap")
+    place = locate_source(library, found[0])
+    tops = [box.top for page in place.pages for box in page.boxes]
+    assert place.reason == "" and 160 < min(tops) < 180 and 200 < max(tops) < 220, (
+        "the rows, not the names above"
+    )
 
 
 def test_a_pdf_is_opened_page_by_page_without_marks(sources, tmp_path):
