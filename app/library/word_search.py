@@ -18,6 +18,8 @@ log = logging.getLogger("ragblend")
 # In quotation marks of one kind or another.
 QUOTED = re.compile('"([^"]+)"|“([^”]+)”|„([^“”]+)[“”]|«([^»]+)»|»([^«]+)«|「([^」]+)」|『([^』]+)』')
 MOST_WORDS = 100  # of a question that are searched
+# In English questions about anything: "How long does it take?", "What does it mean?"
+ASKING = frozenset("long often take takes mean means".split())  # noqa: SIM905
 LONG_WORD, ENDING = 7, 2  # letters
 # A number or code with its parts: INV-2024-0817, 48213, 4711. A year, a round number, or a number with its unit is not
 # one: passages contain them by chance.
@@ -93,7 +95,7 @@ def _scores(library: Library, collections: Sequence[str], question: str) -> tupl
     everywhere = library.column("SELECT count(*) FROM numbers")[0]
     # A part of a code is another code's, too.
     of_codes = {word for part in exact_parts(question) for word in split_words(part)}
-    of_no_subject = COMMON_WORDS | stop_words_in(question)
+    of_no_subject = COMMON_WORDS | ASKING | stop_words_in(question)
     ways = zip(split_words(question), *(words_of(each, question) for each in collections), strict=True)
     for plain, *words in list(dict.fromkeys(ways))[:MOST_WORDS]:  # a word, as each collection indexes it
         if plain in of_no_subject:

@@ -129,7 +129,7 @@ def test_the_bundled_embedder_is_recorded():
             "Sheet: Members\nNo.: 1010\nFirst name: Kieran\nLast name: Boyle\nJoined: 2012\nPaid: no",
             True,
         ),  # was Slovene and Catalan, in which `no` is a stop word
-        ("Haustiere\nDer Hund kostet am Tag 6 Euro, und für die Nacht kostet er nichts.\nRauchen ist verboten.", False),
+        ("Haustiere\nEin Hund ist nach Absprache erlaubt, und er kostet 6 Euro. Allein darf er nicht bleiben.", False),
     ],
 )  # fmt: skip
 def test_english_is_known_by_its_little_words(text, is_known):

@@ -421,6 +421,16 @@ def test_a_name_alone_is_no_stop_word():
     assert stop_words_in("Ada") == set() and "wann" in stop_words_in("Wann kommt die Ada?")
 
 
+@pytest.mark.parametrize("question", ["How long does the red boat take?", "What does `red boat` mean?"])
+def test_words_that_any_question_may_have_do_not_count(workspace, tmp_path, question):
+    """A row of a table was refused, because it had neither `long` nor `take`."""
+    ingest(
+        workspace,
+        [write_files(tmp_path, ["The red boat takes long.", "Long oars mean work.", "A mill.", "An elm."])],
+    )
+    assert [match.share for match in by_words(workspace.library, ["default"], question, 9).values()] == [1.0]
+
+
 def test_stop_words_of_no_language_find_passages(workspace, tmp_path):
     """`wer`, `hat`, `die` and `am` outweighed the question's one noun."""
     ingest(workspace, [write_files(tmp_path, GERMAN)])
