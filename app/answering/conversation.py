@@ -22,6 +22,7 @@ from ragblend.app.answering.digest import DocumentSummariser, DocumentSummary
 from ragblend.app.answering.retrieval import nearest, search_in_stages
 from ragblend.app.database import now, storable
 from ragblend.app.library.documents import Document
+from ragblend.app.library.word_search import missing_codes
 from ragblend.app.progress import OnProgress, silent
 from ragblend.app.settings import Settings
 from ragblend.app.workspace import Workspaces
@@ -234,7 +235,8 @@ class Conversations:
                     continue
             room_tokens = self.engine.context_window - settings.answer_tokens
             context = fit(self.engine, room_tokens, wording, messages, question.text, found, options.cancel)
-            notices = " ".join(text for text in (notice, context.notice) if text) or None
+            missing = _missing_notice(question.text, context.all_sources)
+            notices = " ".join(text for text in (notice, missing, context.notice) if text) or None
             yield PreparedQuestion(question, settings, context, notices, retrieve_ms)
 
     def _answer_stream(
@@ -319,6 +321,12 @@ class Conversations:
 
 def _quoted(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names)
+
+
+def _missing_notice(question: str, sources: Sequence[AnswerSource]) -> str | None:
+    """A small model takes the nearest code for the one that it is asked about."""
+    codes = missing_codes(question, (f"{source.label}\n{source.text}" for source in sources))
+    return f"No passage that was found has {', '.join(codes)}." if codes else None
 
 
 def _nothing_found_notice(collections: Sequence[str], without_passages: bool) -> str:

@@ -5,7 +5,7 @@ import math
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from heapq import nlargest
 
@@ -85,6 +85,13 @@ def exact_parts(question: str) -> list[str]:
         if (len("".join(WORD.findall(c))) >= 4 or SHORT_CODE.fullmatch(c)) and not COMMON.fullmatch(c)
     ]
     return list(dict.fromkeys([*codes, *quoted]))
+
+
+def missing_codes(question: str, texts: Iterable[str]) -> list[str]:
+    """The numbers and codes of a question (`exact_parts`) that none of these texts has."""
+    known = " | ".join(" ".join(split_words(text)) for text in texts)
+    codes = [part for part in exact_parts(question) if re.search(r"\d", part)]
+    return [code for code in codes if f" {' '.join(split_words(code))} " not in f" {known} "]
 
 
 def _scores(library: Library, collections: Sequence[str], question: str) -> tuple[Scores, Scores, Scores]:

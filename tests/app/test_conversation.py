@@ -13,6 +13,7 @@ from ragblend.app.answering.retrieval import nearest
 from ragblend.app.database import now
 from ragblend.app.library.ingest import ingest
 from ragblend.app.library.removal import remove_document
+from ragblend.app.library.word_search import missing_codes
 from ragblend.app.services import AppServices
 from ragblend.kvstore.errors import (
     Cancelled,
@@ -82,6 +83,30 @@ def test_names_of_no_passage_are_told_and_marked_in_exports(talks, chats, chat, 
     assert answer.report["unsupported_figures"] == ["Utrecht"]
     assert "Neither in the passages nor in the question: Utrecht." in answer.report["notice"]
     assert "harbour of Utrecht [?] is blue" in chats.export_markdown(chat)
+
+
+def test_a_code_that_no_passage_has_is_told(talks):
+    """Asked for E77, a small model answered with the meaning of E12, and nothing said that there is no E77."""
+    assert (
+        talks.prepare(f"{SKY} What does E77 say?", AskOptions(top_k=2)).notice
+        == "No passage that was found has E77."
+    )
+    assert talks.prepare(SKY, AskOptions(top_k=2)).notice is None
+
+
+@pytest.mark.parametrize(
+    ("question", "missing"),
+    [
+        ("What does E77 mean?", ["E77"]),
+        ("What does e23 or E23 mean?", []),
+        ("When is invoice 2024-0817 due, and 2024-0317?", ["2024-0317"]),
+        ("Who wrote “the old mill”?", []),  # of words the index knows other forms
+        ("What is KX-2216?", ["KX-2216"]),
+        ("What happened in 2024?", []),
+    ],
+)
+def test_codes_of_the_question_are_looked_for_as_they_are_indexed(question, missing):
+    assert missing_codes(question, ["E23 | foam", "Invoice 2024/0817 of KX-22161"]) == missing
 
 
 def test_follow_ups_extend_the_same_context(talks, chat, engine):
