@@ -72,12 +72,16 @@ def table_rows(rows: Iterable[Sequence[str]], place: str = "") -> Iterator[Row]:
         yield _row_text(header, row), f"{place}row {number}"
 
 
-def rows_as_text(rows: Sequence[Sequence[str]]) -> str:
-    """A document's table: below a row of names as CSV's, a paragraph a row, else a line `a | b | c` each."""
-    header, *rest = rows
-    if not _are_names(header, rest):
+def rows_as_text(rows: Sequence[Sequence[str]], names: Sequence[str] | None = None) -> str:
+    """A document's table as CSV's rows, a paragraph each, if its columns have names, else a line `a | b | c` a row.
+
+    names: of the columns, if the table began on the page before; None: its first row has them, or there are none.
+    """
+    if names is None and (names := column_names(rows)) is not None:
+        rows = rows[1:]
+    if names is None:
         return "\n".join(" | ".join(row).rstrip() for row in rows)
-    return "\n\n".join(_row_text(header, row) for row in rest)
+    return "\n\n".join(_row_text(names, row) for row in rows)
 
 
 def with_column_names(text: str) -> str:
@@ -94,19 +98,20 @@ def with_column_names(text: str) -> str:
     return "\n".join(pieces)
 
 
-def _are_names(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
-    """Whether the first row names the columns, as in `Quarter | Q1 | Q2`, and is no row of values."""
-    if len(header) < LEAST_COLUMNS or len(rows) < LEAST_ROWS or len(set(header)) < len(header):
-        return False
+def column_names(rows: Sequence[Sequence[str]]) -> Sequence[str] | None:
+    """The first row, if it names the columns, as `Quarter | Q1 | Q2` does, and has no values."""
+    header, *rest = rows
+    if len(header) < LEAST_COLUMNS or len(rest) < LEAST_ROWS or len(set(header)) < len(header):
+        return None
     if not all(header[1:]) or max(map(len, header)) > MOST_NAME:
-        return False
+        return None
     if not any(map(_has_digit, header)) or all(map(YEAR.fullmatch, header[1:])):
-        return True
-    are_numbers = (
-        2 * sum(_has_digit(row[at]) and not _has_letter(row[at]) for row in rows) > len(rows)
+        return header
+    has_numbers = any(
+        2 * sum(_has_digit(row[at]) and not _has_letter(row[at]) for row in rest) > len(rest)
         for at in range(len(header))
     )
-    return all(map(_has_letter, header)) and any(are_numbers)
+    return header if has_numbers and all(map(_has_letter, header)) else None
 
 
 def _has_digit(text: str) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from document_files import write_epub, write_pdf
+from pypdf import PdfWriter
 
 from ragblend.app.library import readers
 from ragblend.app.library.discovery import discover
@@ -420,7 +421,6 @@ def test_mail(tmp_path):
 
 def test_pdf_form_values_are_read_and_those_that_are_no_text_are_left_out(tmp_path):
     """A signature's bytes stood in the text of signed documents."""
-    from pypdf import PdfWriter
     from pypdf.generic import ArrayObject, DictionaryObject, NameObject, TextStringObject
 
     writer = PdfWriter(clone_from=write_pdf(tmp_path / "plain.pdf", ["Signed by the harbour master."]))
@@ -544,13 +544,28 @@ def test_lines_that_make_no_table_leave_a_pdfs_text_as_it_is(tmp_path, rows):
     assert text_of(write_table(tmp_path / "a.pdf", rows)) == plain and " | " not in plain
 
 
+def test_a_table_that_goes_on_on_the_next_page_keeps_its_columns_names(tmp_path):
+    """Below a page's end, rows had no names."""
+    rows = [["Code", "Meaning", "Remedy"], *([f"E{n}", f"Fault {n}", f"Remedy {n}"] for n in range(100, 180))]
+    text = text_of(write_table(tmp_path / "a.pdf", rows))
+    assert text.count("Meaning: Fault") == 80 and text.count("Code") == 80 and " | " not in text
+    other = [["a", "b", "c", "d"], ["1", "2", "3", "4"], ["5", "6", "7", "8"]]
+    pages = [write_table(tmp_path / f"{n}.pdf", each) for n, each in enumerate((TABLE, other))]
+    writer = PdfWriter()
+    for page in pages:
+        writer.append(page)
+    writer.write(tmp_path / "b.pdf")
+    parts = [part for part, _ in parse(tmp_path / "b.pdf")["parts"]]
+    assert "Remarks: -" in parts[0] and "a: 1\nb: 2" in parts[1], "another table has its own"
+
+
 @pytest.mark.parametrize("error", [RuntimeError("damaged"), RecursionError()])
 def test_a_page_that_pdfplumber_cannot_read_keeps_its_text(tmp_path, monkeypatch, error):
     def fails(page):
         raise error
 
     path = write_table(tmp_path / "a.pdf", TABLE)
-    monkeypatch.setattr("pdfplumber.page.Page.extract_tables", fails)
+    monkeypatch.setattr("pdfplumber.page.Page.find_tables", fails)
     assert "Event Excess Remarks\nFire £100\nScorching without flames\nis excluded" in text_of(path)
 
 
