@@ -85,16 +85,20 @@ def rows_as_text(rows: Sequence[Sequence[str]], names: Sequence[str] | None = No
 
 
 def with_column_names(text: str) -> str:
-    """The text with its tables, neighbouring lines of as many cells `a | b | c`, as `rows_as_text` writes them."""
-    pieces = list[str]()
+    """The text with its tables, neighbouring lines of as many cells `a | b | c`, as `rows_as_text` writes them.
+
+    Lines directly below a line of fewer or more cells are left as they are: the names were in merged cells.
+    """
+    pieces, before = list[str](), 1
     for columns, group in groupby(text.split("\n"), lambda line: len(CELL_END.findall(line)) + 1):
         lines = list(group)
         table = "\n".join(lines)
-        if columns >= LEAST_COLUMNS and len(lines) > LEAST_ROWS:
+        if columns >= LEAST_COLUMNS and len(lines) > LEAST_ROWS and before == 1:
             rows = [[cell.strip() for cell in CELL_END.split(line)] for line in lines]
-            if (named := rows_as_text(rows)).count("\n\n"):
-                table = f"\n{named}\n"
+            if column_names(rows) is not None:
+                table = f"\n{rows_as_text(rows)}\n"
         pieces.append(table)
+        before = columns
     return "\n".join(pieces)
 
 

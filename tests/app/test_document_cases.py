@@ -501,6 +501,15 @@ def test_rows_below_a_row_of_names_are_read_with_them(tmp_path, rows, text):
     assert text_of(tmp_path / "a.html") == f"Before.\n\n{text}\n\nAfter."
 
 
+def test_rows_below_merged_cells_are_no_names(tmp_path):
+    """`Tea` would have become the name of the column."""
+    head = "<tr><th rowspan=2>Kind</th><th colspan=2>Taste</th></tr><tr><th>cold</th><th>hot</th></tr>"
+    rows = [["Tea", "bitter", "sweet"], ["Milk", "bland", "rich"], ["Juice", "sour", "sweet"]]
+    cells = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    (tmp_path / "a.html").write_text(f"<table>{head}{cells}</table>")
+    assert text_of(tmp_path / "a.html") == f"Kind | Taste\ncold | hot\n{lines(*rows)}"
+
+
 def test_tables_of_word_and_slides_have_their_columns_names(tmp_path):
     import docx
     import pptx
