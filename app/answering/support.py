@@ -20,13 +20,14 @@ from itertools import pairwise, takewhile
 from typing import Literal
 
 from ragblend.app.database import IS_UNSPACED, SIGNS, UNSPACED, folded, split_words
-from ragblend.app.library.stop_words import COMMON_WORDS, languages_of
+from ragblend.app.library.stop_words import COMMON_WORDS, languages_of, stop_word_share
 from ragblend.engine.decoding.text import SENTENCE_END
 
 LEAST_SHARE = 0.8  # of the claim's words that must occur in the evidence
 LEAST_WORDS, MOST_WORDS = 3, 100  # of a claim: fewer match by chance, more are not a sentence
 MOST_NAMES = 0.25  # of a text's words with a capital; where there are more, all nouns have one, as in German
 LEAST_ALIKE = 0.6  # of the letters of two words, from the first on, for them to be forms of one word
+MOST_STOP_WORDS = 0.25  # of a row's words
 SHORT_LINE = 0.5  # of the longest line's length: a shorter line (a heading, a cell) ends a sentence
 LETTERS = rf"(?:(?![{UNSPACED}])[^\W\d_]|[{SIGNS}])+"
 TOKEN = re.compile(rf"\d+(?:[.,:]\d+)*|[{UNSPACED}]+|{LETTERS}(?:['’]{LETTERS})*")
@@ -34,11 +35,9 @@ SOURCE_NUMBERS = re.compile(r"\[(\d{1,4}(?:\s*[,;]\s*\d{1,4})*)\]")  # `[2]`, `[
 CLAUSE = re.compile(r"[,;，；、]\s*(?!\d)(?:(?:and|und|y|et) )?|\s(?:and|und|y|et)\s")
 HEADING = re.compile(r"[^|:\s][^|:\n]{0,80}[^|:.;,!?。、\s]")
 AMOUNT_LAST = re.compile(r"(?:\d[.,:]\d+|(?:[A-Z]{3}|[€£$]) ?\d+|\d ?[%€£$])$")
+AMOUNT_FIRST = re.compile(r"(?:[A-Z]{3} )?\W*\d")
 FIELD = re.compile(r"(?:^|(?<=[.;] ))(?P<key>[^\W\d][\w '’-]{1,30}): (?P<value>[^\n.;]+)", re.MULTILINE)
 RECORD = re.compile(r"^[^:\n]{1,40}: [^\n]+(?:\n[^:\n]{1,40}: [^\n]+)+$", re.MULTILINE)  # a row of a table
-# What may be a row whose columns are not marked: it has a figure, is no field, and neither continues nor ends a
-# sentence.
-ROW = re.compile(r"(?![a-zß-öø-ÿ])(?!.*: ).*\d.*(?<![.,;:!?-])")
 TABLE, CELLS = (
     re.compile(r"^.* \| .*(?:\n.* \| .*)+$", re.MULTILINE),
     re.compile(r" *\| +|^\|"),
@@ -128,53 +127,108 @@ def supporting_span(
 def _record_of(sentence: str, passage: str, about: str) -> SupportingSpan | None:
     """The record, lines of `field: value`, that supports all of the sentence.
 
-    At least two fields must be meant: named (`Saturday first: 06:53` by both words), by their whole value (`Line 42`)
-    or by words that no other record has. Figures must be in these. Of the fields that are named, only one may have
-    figures: two might be exchanged.
+    It says what one field has, which it names (`Saturday first: 06:53` by both words), of a record that it tells by the
+    whole value of another field (`Line 42`), or by words that no other record has. A field that it names and whose
+    value it has not is another statement.
     """
     plain, records, elsewhere = tokens(sentence), _records(passage), _stems(passage)
     for start, stop, evidence, fields in records:
         claim = [each for each in _in_forms_of(evidence, plain) if each.stem not in LIGHT_STEMS]
         content, stems = _content(claim), {token.stem for token in claim}
-        figures = {token.stem for token in content if token.kind == "number"}
-        named = [value for key, value in fields if key and key <= stems and value & stems]
-        whole = [value for _, value in fields if len(value) > 1 and value <= stems]
-        others = [{token.stem for token in other} for first, _, other, _ in records if first != start]
-        own = [
-            value & stems
-            for _, value in fields
-            if others
-            and value & stems - figures
-            and value not in [*named, *whole]
-            and not any(value & stems <= other for other in others)
-        ]
-        with_figures = [value for value in named if value & figures and value not in whole]
-        if len(with_figures) > 1 or len([*named, *whole, *own]) < 2 or _is_negated_otherwise(claim, evidence):
+        if not content:
             continue
+        figures = {token.stem for token in content if token.kind == "number"}
+        others = [{token.stem for token in other} for first, _, other, _ in records if first != start]
+        named, both, telling = list[Set[str]](), list[Set[str]](), list[Set[str]]()
+        is_other = bool(_negated(claim) - _denied(fields)) or _are_exchanged(claim, fields)
+        for field in fields:
+            shared, numbers = field.value & stems, field.value & field.numbers
+            is_named = bool(field.name) and field.name <= stems
+            is_whole = not field.is_amount and len(field.value) > 1 and field.value <= stems
+            is_own = not field.is_amount and bool(others) and bool(shared - figures)
+            if field.denied and not field.value:  # `Paid: no`
+                is_said = is_named and bool(field.name & _negated(claim))
+                is_other = is_other or (not is_said and bool(field.name & stems))
+                named += [field.name] if is_said else []
+            elif is_named and not (numbers & stems if numbers else shared):
+                is_other = True
+            elif is_named and not field.is_amount and field.value <= stems:
+                both.append(shared)
+            elif is_whole or (not is_named and is_own and not any(shared <= other for other in others)):
+                telling.append(shared)
+            elif is_named:
+                named.append(shared)
+            is_other = is_other or bool(field.value and field.denied & stems - _negated(claim))
         known, present = _stems(about) | _heading_stems(passage[:start]), {token.stem for token in evidence}
         missing = [token for token in content if token.stem not in present | known]
         share = 1 - len(missing) / len(content)
         has_most = share >= LEAST_SHARE and all(
             token.kind == "word" and token.stem not in elsewhere for token in missing
         )
-        if named and has_most and figures <= known.union(*named, *whole, *own):
+        says_one = len(named) == 1 or (not named and both)
+        if is_other or not says_one or len([*named, *both, *telling]) < 2 or not has_most:
+            continue
+        if figures <= known.union(*named, *both, *telling):
             return SupportingSpan(start, stop, share)
     return None
 
 
-@lru_cache(maxsize=512)
-def _records(passage: str) -> list[tuple[int, int, list[Token], list[tuple[set[str], set[str]]]]]:
-    """Each record of the passage: start, stop, tokens, and a pair for each field: the stems of its name (without units
-    in brackets) and of its value.
+@dataclass(frozen=True)
+class RecordField:
+    """The stems of a field of a record: of its name without units in brackets, of its value, and of the figures in it.
+
+    is_amount: it begins with a number, perhaps after a currency: such a value tells no record from others. denied: what
+    it says not to be so, of a bare `no` the name.
     """
 
-    def stems(text: str) -> set[str]:
-        return {token.stem for token in _content(tokens(text))}
+    name: frozenset[str]
+    value: frozenset[str]
+    numbers: frozenset[str]
+    is_amount: bool
+    denied: frozenset[str]
 
+
+def _are_exchanged(claim: Sequence[Token], fields: Sequence[RecordField]) -> bool:
+    """Whether the claim has the names of fields in another order than their values, of amounts or of others. A value
+    side by side with its name is in order.
+    """
+    places = {token.stem: place for place, token in reversed([*enumerate(claim)])}
+    found: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+    for field in fields:
+        names = [places[stem] for stem in field.name if stem in places]
+        values = [places[stem] for stem in field.value - field.name if stem in places]
+        is_said = bool(names) and len(names) == len(field.name) and bool(values)
+        if is_said and not {min(names) - 1, max(names) + 1} & {*values}:
+            found[field.is_amount].append((min(names), min(values)))
+    return any(
+        [value for _, value in sorted(kind)] != sorted(value for _, value in kind) for kind in found.values()
+    )
+
+
+def _denied(fields: Sequence[RecordField]) -> set[str]:
+    return {stem for field in fields for stem in field.denied}
+
+
+@lru_cache(maxsize=512)
+def _records(passage: str) -> list[tuple[int, int, list[Token], list[RecordField]]]:
+    """Each record of the passage: start, stop, tokens and fields."""
     found = []
     for record in RECORD.finditer(passage):
-        lines = [line.partition(": ") for line in record.group().splitlines()]
-        fields = [(stems(re.sub(r"\(.*?\)", "", name)), stems(value)) for name, _, value in lines]
+        fields = []
+        for line in record.group().splitlines():
+            name, _, text = line.partition(": ")
+            names, value = _content(tokens(re.sub(r"\(.*?\)", "", name))), tokens(text)
+            stems, content = frozenset(token.stem for token in names), _content(value)
+            is_denied = any(token.kind == "not" for token in value)
+            fields.append(
+                RecordField(
+                    stems,
+                    frozenset(token.stem for token in content),
+                    frozenset(token.stem for token in content if token.kind == "number"),
+                    AMOUNT_FIRST.match(text) is not None,
+                    (frozenset(_negated(value)) if content else stems) if is_denied else frozenset(),
+                )
+            )
         found.append((record.start(), record.end(), tokens(record.group()), fields))
     return found
 
@@ -212,7 +266,9 @@ def _span_of_all(sentence: str, passage: str, about: str, before: str = "") -> S
         present = {token.stem for token in evidence}
         if len(wanted & present) < LEAST_SHARE * len(wanted) / 2:  # too few, in whatever form
             continue
-        known = _stems(about) | _heading_stems(passage[:start]) | _column_names(passage, start, wanted)
+        known = (
+            _stems(about) | _heading_stems(passage[:start]) | _column_names(passage, start, sentence_tokens)
+        )
         claim = sentence_tokens
         if FIELD.match(passage, start, stop):
             known |= _form_names(passage, start)
@@ -377,28 +433,33 @@ def _form_names(passage: str, start: int) -> set[str]:
     return {token.stem for value in values for token in tokens(f"is {value}") if token.kind == "name"}
 
 
-def _column_names(passage: str, start: int, wanted: Set[str]) -> set[str]:
-    """The stems of the names of the columns in which the row at `start` has one of the wanted stems."""
+def _column_names(passage: str, start: int, claim: Sequence[Token]) -> set[str]:
+    """The stems of the names of the columns in which the row at `start` has what the claim says of its first cell: one
+    of the claim's figures, or if it has none, one of its words.
+    """
     for first, last, columns in _rows(passage):
         if first <= start < last:
-            return {stem for name, value in columns if value & wanted for stem in name}
+            said = {token.stem for token in _content(claim)} - columns[0][1]
+            figures = {token.stem for token in claim if token.kind == "number"} & said
+            return {stem for name, value in columns if value & (figures or said) for stem in name}
     return set()
 
 
 @lru_cache(maxsize=512)
 def _rows(passage: str) -> list[tuple[int, int, list[tuple[frozenset[str], frozenset[str]]]]]:
-    """Each row of its tables but the first, which names the columns: start, stop, and stems of each column's name and
-    of the row's cell in it.
+    """Each row of its tables but the first, if that has no figures and may name the columns: start, stop, and stems of
+    each column's name and of the row's cell in it.
     """
     found = []
     for table in TABLE.finditer(passage):
-        names: list[frozenset[str]] = []
-        for line in re.finditer(r"[^\n]+", table.group()):
+        header, *lines = re.finditer(r"[^\n]+", table.group())
+        if re.search(r"\d", header.group()):
+            continue
+        names = [_stems(cell) for cell in CELLS.split(header.group())]
+        for line in lines:
             cells = [_stems(cell) for cell in CELLS.split(line.group())]
-            if names:
-                start = table.start() + line.start()
-                found.append((start, table.start() + line.end(), list(zip(names, cells, strict=False))))
-            names = names or cells
+            start = table.start() + line.start()
+            found.append((start, table.start() + line.end(), list(zip(names, cells, strict=False))))
     return found
 
 
@@ -425,10 +486,11 @@ def _passage_sentences(text: str) -> list[tuple[int, int]]:
     longest = max((stop - start for start, stop in lines), default=0)
     blocks: list[tuple[int, int]] = []
     joins = was_row = False
+    fields = {start for record in RECORD.finditer(text) for start in _line_starts(text, *record.span())}
     for start, stop in lines:
         line = text[start:stop]
-        has_cells, is_row = line.startswith("|") or " | " in line, ROW.fullmatch(line.strip()) is not None
-        begins = has_cells or (was_row and is_row) or LIST_ITEM.match(line) is not None
+        has_cells, is_row = line.startswith("|") or " | " in line, _may_be_row(line.strip())
+        begins = has_cells or start in fields or (was_row and is_row) or LIST_ITEM.match(line) is not None
         if joins and line.strip() and not begins:
             blocks[-1] = (blocks[-1][0], stop)
         else:
@@ -436,6 +498,19 @@ def _passage_sentences(text: str) -> list[tuple[int, int]]:
         is_long = bool(line.strip()) and stop - start >= SHORT_LINE * longest
         joins, was_row = is_long and not has_cells and not line.startswith("#"), is_row
     return [piece for start, stop in blocks for piece in _cut(text, start, stop)]
+
+
+def _line_starts(text: str, start: int, stop: int) -> list[int]:
+    return [start, *(match.end() for match in re.finditer("\n", text[:stop]) if match.end() > start)]
+
+
+def _may_be_row(line: str) -> bool:
+    """Whether it may be a row whose columns are not marked: it has a figure, neither continues nor ends a sentence, and
+    has few words of no subject.
+    """
+    if not line or line[0].islower() or line[-1] in ".,;:!?-" or not any(map(str.isdigit, line)):
+        return False
+    return stop_word_share(line) < MOST_STOP_WORDS
 
 
 def _share(

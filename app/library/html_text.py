@@ -7,9 +7,10 @@ formats are converted to HTML by a library of their own, and come here too.
 import re
 from dataclasses import dataclass, field
 from html import escape
+from itertools import takewhile
 from typing import Any
 
-from ragblend.app.library.tables import with_column_names
+from ragblend.app.library.tables import CELL_END, rows_as_text
 
 HIDDEN = {"annotation", "annotation-xml", "rp"} | set(
     "button script style template title noscript head iframe object datalist".split()  # noqa: SIM905
@@ -49,8 +50,8 @@ class Section:
     def text(self) -> str:
         # Lines of `pre` keep their blanks, which are marked until here.
         text = re.sub(r"[ \t\r\f\v]+", " ", "".join(self.pieces))
-        lines = (_without_outer_ends(line.strip()) for line in text.split("\n"))
-        named = with_column_names("\n".join(lines)).replace(_BLANK, " ")
+        lines = "\n".join(_without_outer_ends(line.strip()) for line in text.split("\n"))
+        named = _TABLE.sub(_rows_of_table, lines).translate(_UNMARKED).replace(_BLANK, " ")
         return re.sub(r"\n{3,}", "\n\n", named).strip("\n")
 
 
@@ -59,10 +60,25 @@ def _without_outer_ends(line: str) -> str:
     if not line.endswith("|"):
         return line.removeprefix("| ") if line.count("|") == 1 else line
     row = line[:-1].rstrip()
-    return row if row.strip(" |") and "|" in row.strip(" |") else row.strip(" |")
+    return row if "|" in row.strip(" |") else row.strip(" |")
 
 
-_BLANK = "\ue000"  # a blank that counts; private-use characters are removed from documents in any case
+def _rows_of_table(found: re.Match[str]) -> str:
+    """A table without others in it; what stands alone in a line above its first row is a title."""
+    lines = [line for line in found["lines"].split("\n") if line]
+    titles = list(takewhile(lambda line: not CELL_END.search(line), lines))
+    rows = [[cell.strip(f" {_NAMES}") for cell in CELL_END.split(line)] for line in lines[len(titles) :]]
+    if not rows:
+        return found["lines"]
+    has_header = lines[len(titles)].startswith(_NAMES)
+    return "\n".join([*titles, "", rows_as_text(rows, has_header=has_header), ""])
+
+
+# Private-use characters, which are removed from documents in any case: a table's begin and end, and a row of names.
+_BEGIN, _END, _NAMES = "\ue001", "\ue002", "\ue003"
+_TABLE = re.compile(f"{_BEGIN}(?P<lines>[^{_BEGIN}{_END}]*){_END}")
+_UNMARKED = dict.fromkeys(map(ord, (_BEGIN, _END, _NAMES)))
+_BLANK = "\ue000"  # a blank that counts
 
 
 def html_sections(markup: str, is_book: bool = False) -> list[tuple[str, str]]:
@@ -73,7 +89,7 @@ def html_sections(markup: str, is_book: bool = False) -> list[tuple[str, str]]:
     if is_book or re.match(r"\s*<\?xml\b", markup):
         markup = CDATA.sub(lambda found: escape(found[1]), markup)
         markup = SELF_CLOSED.sub(r"<\1\2></\1>", markup)
-    tree = _without_menus(markup.replace(_BLANK, ""))
+    tree = _without_menus(markup.replace(_BLANK, "").translate(_UNMARKED))
     sections = [Section("")]
     if tree.root is not None:
         _walk(tree.root, sections)
@@ -136,6 +152,8 @@ def _opened(node: Any, sections: list[Section], in_line: bool) -> list[tuple[Any
     if (replaced := _replaced(node)) is not None:
         return [(replaced, in_line)]
     before, after = _edges(tag)
+    if tag == "tr" and _has_names(node):
+        before += _NAMES
     if in_line and (before or after) and tag not in CELLS:
         before = after = " "
     in_line |= tag in CELLS and node.css_first("table") is None and len(node.text()) <= CELL_CHARACTERS
@@ -144,6 +162,12 @@ def _opened(node: Any, sections: list[Section], in_line: bool) -> list[tuple[Any
         between = (BETWEEN[tag], in_line)
         children = [part for child in children for part in (between, child)][1:]
     return [(before, in_line), *children, (after, in_line)]
+
+
+def _has_names(row: Any) -> bool:
+    """Whether its cells, but perhaps the first, are headers."""
+    cells = [child.tag for child in _children(row) if child.tag in CELLS]
+    return {*cells[1:]} == {"th"}
 
 
 def _children(node: Any) -> list[Any]:
@@ -189,6 +213,8 @@ def _edges(tag: str) -> tuple[str, str]:
         return "", " | "
     if tag in BEFORE:
         return BEFORE[tag], ""
+    if tag == "table":
+        return f"\n\n{_BEGIN}\n", f"\n{_END}\n\n"
     if tag in SPACED:
         return "\n\n", "\n\n"
     if tag in {"label", "textarea", "text"}:  # `text` of a picture (SVG)

@@ -41,13 +41,18 @@ def _shape_lines(shape: Any) -> Iterator[str]:
     elif shape.has_text_frame:
         yield shape.text_frame.text
     elif getattr(shape, "has_table", False):
-        yield rows_as_text([[" ".join(cell.text.split()) for cell in row.cells] for row in shape.table.rows])
+        rows = [[" ".join(cell.text.split()) for cell in row.cells] for row in shape.table.rows]
+        yield rows_as_text(rows) if rows else ""
 
 
 def opendocument_sections(path: Path) -> list[Part]:
     """ODT and ODP: paragraphs, lists and table rows, split at headings."""
     from odf import opendocument, teletype  # type: ignore[import-untyped]
     from odf.namespaces import TABLENS, TEXTNS  # type: ignore[import-untyped]
+    from odf.table import TableRow  # type: ignore[import-untyped]
+
+    def line_of(cell: Any) -> str:
+        return " ".join(str(teletype.extractText(cell)).split())
 
     with open_archive(path):
         document = opendocument.load(str(path))
@@ -60,9 +65,9 @@ def opendocument_sections(path: Path) -> list[Part]:
             sections.append(Section(teletype.extractText(node).strip()))
         if name in {(TEXTNS, "h"), (TEXTNS, "p")}:
             sections[-1].pieces.append(f"\n{teletype.extractText(node)}\n")
-        elif name == (TABLENS, "table-row"):
-            cells = (teletype.extractText(cell).strip() for cell in node.childNodes)
-            sections[-1].pieces.append("\n" + " | ".join(cells))
+        elif name == (TABLENS, "table"):
+            rows = [[line_of(cell) for cell in row.childNodes] for row in node.getElementsByType(TableRow)]
+            sections[-1].pieces.append(f"\n\n{rows_as_text(rows)}\n\n" if rows else "")
         elif name not in {(TEXTNS, "tracked-changes"), (TEXTNS, "sequence-decls")}:  # deleted text
             stack.extend(reversed(node.childNodes))
     return [(text, section.heading) for section in sections if (text := section.text)]

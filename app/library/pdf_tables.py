@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, Self
 
 from ragblend.app.library.html_text import CELL_CHARACTERS
 from ragblend.app.library.matching import HYPHENS, fold
-from ragblend.app.library.tables import column_names, rows_as_text
+from ragblend.app.library.tables import rows_as_text
 
-# On a page: ends of lines and corners of boxes, of which a table of two by two has 12, and edges of two columns.
-LEAST_POINTS, MOST_POINTS, LEAST_EDGES = 12, 16_000, 3
-LEAST_HEIGHT = 5  # of an edge, in points of a page
+# On a page: ends of lines and corners of boxes, of which a table of two by two has 12, and edges of two columns. What
+# has more is a drawing or squared paper, of which pdfplumber looks at all crossings.
+LEAST_POINTS, MOST_POINTS, LEAST_EDGES, MOST_CROSSINGS = 12, 4000, 3, 4000
+LEAST_LENGTH = 5  # of an edge, in points of a page
 LEAST_FILLED = 0.5  # of the cells: where fewer have text, the lines are a chart's or a form's
 EDGE = frozenset(" \t") | HYPHENS
 Table = list[list[str]]
@@ -30,15 +31,12 @@ class PageTable(NamedTuple):
 
 
 class TableFinder:
-    """Finds the tables of one PDF; a context manager. document: as pdfium opened it.
-
-    A table that goes on, on the next page in columns of the same widths, has the names of its columns there too.
-    """
+    """Finds the tables of one PDF; a context manager. document: as pdfium opened it."""
 
     def __init__(self, path: Path, document: Any) -> None:
         self._path, self._document = path, document
         self._opened: Any = None
-        self._last: tuple[int, tuple[int, ...], Sequence[str] | None] = -2, (), None  # page, edges, names
+        self._last: tuple[int, tuple[int, ...], list[str]] = -2, (), []  # page, edges and names of a table
 
     def __enter__(self) -> Self:
         return self
@@ -53,36 +51,36 @@ class TableFinder:
         """The page's text (page from 0) with its tables as rows: as it is if none is found."""
         try:
             tables = self._tables(number) if self._has_rules(number) else []
-            return with_table_rows(text, [each.rows for each in tables], self._names_before(number, tables))
+            if not tables:
+                return text
+            # The first row may be one of a table that began on the page before, and then names nothing.
+            (page, edges, names), first, last = self._last, tables[0], tables[-1]
+            goes_on = page == number - 1 and edges == first.edges and names != first.rows[0]
+            self._last = number, last.edges, last.rows[0]
+            return with_table_rows(text, [each.rows for each in tables], goes_on)
         except MemoryError:
             raise
         except Exception:  # pdfium, pdfplumber and pdfminer raise anything for a damaged page
             return text
 
-    def _names_before(self, number: int, tables: Sequence[PageTable]) -> Sequence[str] | None:
-        """The names of the first table's columns, if it began on the page before, without names on this one."""
-        if not tables:
-            return None
-        (page, edges, names), first, last = self._last, tables[0], tables[-1]
-        goes_on = page == number - 1 and edges == first.edges and column_names(first.rows) is None
-        before = names if goes_on else None
-        self._last = number, last.edges, column_names(last.rows) or (before if first is last else None)
-        return before
-
     def _has_rules(self, number: int) -> bool:
         from pypdfium2 import raw
 
-        points, edges, is_grid = 0, set[int](), False
+        points, of_grids, edges, levels = 0, 0, set[int](), set[int]()
         with closing(self._document[number]) as page:
             for rule in page.get_objects(filter=[raw.FPDF_PAGEOBJ_PATH]):
                 ends = raw.FPDFPath_CountSegments(rule)
-                points, is_grid = points + ends, is_grid or ends >= LEAST_POINTS
-                if points > MOST_POINTS:
-                    return False
+                points, of_grids = points + ends, of_grids + (ends if ends >= LEAST_POINTS else 0)
                 left, bottom, right, top = rule.get_bounds()
-                if top - bottom >= LEAST_HEIGHT:
+                if top - bottom >= LEAST_LENGTH:
                     edges |= {round(left), round(right)}
-        return points >= LEAST_POINTS and (is_grid or len(edges) >= LEAST_EDGES)
+                if right - left >= LEAST_LENGTH:
+                    levels |= {round(bottom), round(top)}
+                # A path of many lines is taken to have as many across as down.
+                crossings = len(edges) * len(levels) + (of_grids // 4) ** 2
+                if points > MOST_POINTS or crossings > MOST_CROSSINGS:
+                    return False
+        return points >= LEAST_POINTS and (of_grids > 0 or len(edges) >= LEAST_EDGES)
 
     def _tables(self, number: int) -> list[PageTable]:
         import pdfplumber
@@ -103,34 +101,42 @@ class TableFinder:
             page.close()  # else it keeps all of the page's letters
 
 
-def with_table_rows(text: str, tables: Sequence[Table], names: Sequence[str] | None = None) -> str:
-    """The text with these tables row by row, each if it has the letters of the cells in this order.
+def with_table_rows(text: str, tables: Sequence[Table], goes_on: bool = False) -> str:
+    """The text with these tables row by row, each if it has the letters of the cells in this order, at one place.
 
-    names: of the first table's columns, if they stand on the page before.
+    goes_on: whether the first table began on the page before.
     """
     letters, places = fold(text)
     pieces, cursor, done = list[str](), 0, 0
     for number, table in enumerate(tables):
-        sizes = [[len(fold(cell)[0]) for cell in row] for row in table]
-        found = letters.find("".join(fold(cell)[0] for row in table for cell in row), cursor)
-        if found < 0:
+        wanted = "".join(fold(cell)[0] for row in table for cell in row)
+        found = letters.find(wanted, cursor)
+        if found < 0 or letters.find(wanted, found + 1) >= 0:
             continue
-        rows, cursor = list[list[str]](), found
-        for row, row_sizes in zip(table, sizes, strict=True):
+        rows, at = list[list[str]](), found
+        for row in table:
             rows.append([])
-            for cell, size in zip(row, row_sizes, strict=True):
+            for cell in row:
+                size = len(fold(cell)[0])
                 # pdfium tells words apart more surely; a cell of signs alone, such as a dash, has no letters.
-                rows[-1].append(_cell(text, places[cursor : cursor + size]) if size else cell)
-                cursor += size
-        start, stop = _with_signs(text, places[found], places[cursor - 1] + 1, EDGE)
-        pieces += [text[done : max(start, done)].rstrip(), rows_as_text(rows, None if number else names)]
-        done = stop
+                part = _whole_words(text, places[at : at + size]) if size else cell
+                if part is not None:
+                    rows[-1].append(part)
+                at += size
+        if any(len(row) < len(cells) for row, cells in zip(rows, table, strict=True)):
+            continue
+        start, stop = _with_signs(text, places[found], places[at - 1] + 1, EDGE)
+        named = rows_as_text(rows, may_have_names=bool(number) or not goes_on)
+        pieces += [text[done : max(start, done)].rstrip(), named]
+        cursor, done = at, stop
     return "\n\n".join(filter(None, [*pieces, text[done:].lstrip() if done else text]))
 
 
-def _cell(text: str, places: Sequence[int]) -> str:
+def _whole_words(text: str, places: Sequence[int]) -> str | None:
+    """A cell's text; None if it would begin or end within a word."""
     start, stop = _with_signs(text, places[0], places[-1] + 1, HYPHENS)
-    return _on_one_line(text[start:stop])
+    is_whole = not text[start - 1 : start].strip() and not text[stop : stop + 1].strip()
+    return _on_one_line(text[start:stop]) if is_whole else None
 
 
 def _with_signs(text: str, start: int, stop: int, signs: Set[str]) -> tuple[int, int]:

@@ -46,6 +46,12 @@ def languages_of_prose(text: str) -> Set[str]:
     return found if has_prose_lines(text) and share >= PROSE_SHARE * len(words) else set()
 
 
+def stop_word_share(text: str) -> float:
+    """The share of its words that are stop words of any language."""
+    words, by_word = words_without_numbers(text), _languages_by_word()
+    return sum(word in by_word for word in words) / max(len(words), 1)
+
+
 def has_prose_lines(text: str) -> bool:
     """Whether its lines have as many words as those of prose."""
     read = text[:READ_CHARACTERS]

@@ -9,7 +9,7 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, groupby, islice
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -72,50 +72,43 @@ def table_rows(rows: Iterable[Sequence[str]], place: str = "") -> Iterator[Row]:
         yield _row_text(header, row), f"{place}row {number}"
 
 
-def rows_as_text(rows: Sequence[Sequence[str]], names: Sequence[str] | None = None) -> str:
-    """A document's table as CSV's rows, a paragraph each, if its columns have names, else a line `a | b | c` a row.
+def rows_as_text(rows: Sequence[Sequence[str]], may_have_names: bool = True, has_header: bool = False) -> str:
+    """A document's table as CSV's rows, a paragraph each, if its first row names the columns; else a line `a | b | c` a
+    row. Rows from the first one on that has fewer cells (a total) are lines, too.
 
-    names: of the columns, if the table began on the page before; None: its first row has them, or there are none.
+    may_have_names: False if it began on the page before; has_header: it is marked as such.
     """
-    if names is None and (names := column_names(rows)) is not None:
-        rows = rows[1:]
-    if names is None:
-        return "\n".join(" | ".join(row).rstrip() for row in rows)
-    return "\n\n".join(_row_text(names, row) for row in rows)
+    same = list(takewhile(lambda row: len(row) == len(rows[0]), rows))
+    if not may_have_names or not _has_names(same, has_header):
+        return "\n".join(map(_on_one_line, rows))
+    named = "\n\n".join(_row_text(same[0], row) for row in same[1:])
+    rest = "\n".join(map(_on_one_line, rows[len(same) :]))
+    return f"{named}\n\n{rest}" if rest else named
 
 
-def with_column_names(text: str) -> str:
-    """The text with its tables, neighbouring lines of as many cells `a | b | c`, as `rows_as_text` writes them.
+def _on_one_line(row: Sequence[str]) -> str:
+    return re.sub(" +", " ", " | ".join(row)).strip()
 
-    Lines directly below a line of fewer or more cells are left as they are: the names were in merged cells.
+
+def _has_names(rows: Sequence[Sequence[str]], has_header: bool) -> bool:
+    """Whether the first row names the columns, as in `Quarter | Q1 | Q2`, and has no values.
+
+    Without a mark, at least one column below must have figures that its name has not.
     """
-    pieces, before = list[str](), 1
-    for columns, group in groupby(text.split("\n"), lambda line: len(CELL_END.findall(line)) + 1):
-        lines = list(group)
-        table = "\n".join(lines)
-        if columns >= LEAST_COLUMNS and len(lines) > LEAST_ROWS and before == 1:
-            rows = [[cell.strip() for cell in CELL_END.split(line)] for line in lines]
-            if column_names(rows) is not None:
-                table = f"\n{rows_as_text(rows)}\n"
-        pieces.append(table)
-        before = columns
-    return "\n".join(pieces)
-
-
-def column_names(rows: Sequence[Sequence[str]]) -> Sequence[str] | None:
-    """The first row, if it names the columns, as `Quarter | Q1 | Q2` does, and has no values."""
+    if len(rows) <= LEAST_ROWS or len(rows[0]) < LEAST_COLUMNS:
+        return False
     header, *rest = rows
-    if len(header) < LEAST_COLUMNS or len(rest) < LEAST_ROWS or len(set(header)) < len(header):
-        return None
-    if not all(header[1:]) or max(map(len, header)) > MOST_NAME:
-        return None
-    if not any(map(_has_digit, header)) or all(map(YEAR.fullmatch, header[1:])):
-        return header
-    has_numbers = any(
-        2 * sum(_has_digit(row[at]) and not _has_letter(row[at]) for row in rest) > len(rest)
-        for at in range(len(header))
-    )
-    return header if has_numbers and all(map(_has_letter, header)) else None
+    if len(set(header)) < len(header) or not all(header[1:]) or max(map(len, header)) > MOST_NAME:
+        return False
+    columns = list(zip(*rest, strict=True))
+    if not all(map(any, columns)):  # a name without a value would be lost
+        return False
+    if not any(map(_has_digit, header)):
+        return has_header or any(2 * sum(map(_has_digit, column)) > len(rest) for column in columns)
+    if all(map(YEAR.fullmatch, header[1:])):
+        return True
+    are_numbers = ([_has_digit(cell) and not _has_letter(cell) for cell in column] for column in columns)
+    return all(map(_has_letter, header)) and any(2 * sum(column) > len(rest) for column in are_numbers)
 
 
 def _has_digit(text: str) -> bool:

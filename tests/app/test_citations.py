@@ -342,6 +342,52 @@ E20 | Water does not drain | Clean the filter; check the height of the hose.
 E23 | Too much foam in the drum | Run Rinse + Spin; use half the detergent for the next wash."""
 
 
+RECORDS = {
+    "sketchbooks": "Description: Sketchbook A4, paper\nUnit price: 11.40 EUR\nAmount: 342.00 EUR\n\n"
+    "Description: Sketchbook A5, paper\nUnit price: 7.85 EUR\nAmount: 353.25 EUR",
+    "plans": "Plan: Basic\nPrice: 5 EUR per month\nNotice: 3 months\n\nPlan: Pro\nPrice: 9 EUR\nNotice: 1 month",
+    "members": "Member: Nell Ashdown\nPaid: no\nTown: York\n\nMember: Kieran Boyle\nPaid: yes\nTown: Leeds",
+    "events": "Event: Escape of water\nExcess: £325\nRemarks: Vacancy over 45 days\n\nEvent: Fire\nExcess: £100",
+    "limits": "Event | Excess | Limit\nFire | £100 | £5,000 for fire and smoke damage\nTheft | £150 | £900 for theft",
+    "hours": "Weekday hours | 9 to 17\nSaturday hours | 9 to 12\nSunday hours | closed",
+    "staff": "Department: Sales\nManager of the whole department: Ada Lovelace\nDeputy: Eve Stone\n\n"
+    "Department: Stores\nManager of the whole department: Tom Fry\nDeputy: Ann Day",
+    "ships": "Ship: Vega\nDeparture: Oslo\nArrival: Bergen\n\nShip: Nova\nDeparture: Kiel\nArrival: Riga",
+    "buses": "Stop: Mill Lane\nFirst bus: 06:09\nLast bus: 22:54\n\nStop: Quay\nFirst bus: 06:14\nLast bus: 22:59",
+    "prose": "Die Genossenschaft wurde 1903 in Kiel gegründet und hat heute 412\nMitglieder, die zusammen 38 Häuser in "
+    "Kiel und Umgebung\nbesitzen.",
+}
+
+
+@pytest.mark.parametrize(
+    ("sentence", "passage", "is_supported"),
+    [
+        ("The unit price of the Sketchbook A5 is 7.85 EUR.", "sketchbooks", True),
+        ("The amount for the Sketchbook A5 is 7.85 EUR.", "sketchbooks", False),
+        ("The unit price of the Sketchbook A5 is 353.25 EUR.", "sketchbooks", False),
+        ("The notice of the Basic plan is 3 months.", "plans", True),
+        ("The notice of the Basic plan is 5 months.", "plans", False),
+        ("The member Nell Ashdown has not paid.", "members", True),
+        ("The member Nell Ashdown of York has paid.", "members", False),
+        ("The excess for the event escape of water is £325.", "events", True),
+        ("The excess for the event escape of water in a vacancy is £45.", "events", False),
+        ("The limit for theft is £900.", "limits", True),
+        ("The limit for fire is £100.", "limits", False),
+        ("The Saturday hours are 9 to 12.", "hours", True),
+        ("The Saturday hours are 9 to 17.", "hours", False),
+        ("The deputy of the Sales department is Eve Stone.", "staff", True),
+        ("The deputy of the Sales department is Ada Lovelace.", "staff", False),
+        ("The departure of the ship Vega is Oslo, and the arrival is Bergen.", "ships", True),
+        ("The departure of the ship Vega is Bergen, and the arrival is Oslo.", "ships", False),
+        ("The first bus at the Mill Lane stop leaves at 06:09.", "buses", True),
+        ("The first bus at the Mill Lane stop leaves at 22:54.", "buses", False),
+        ("Die Genossenschaft hat heute 412 Mitglieder.", "prose", True),
+    ],
+)
+def test_a_figure_is_of_the_field_that_the_sentence_names(sentence, passage, is_supported):
+    assert (supporting_span(sentence, RECORDS[passage]) is not None) is is_supported
+
+
 def as_records(table):
     """The table as documents' tables are stored, a paragraph a row."""
     head, *rows = [line.split(" | ") for line in table.split("\n") if " | " in line]

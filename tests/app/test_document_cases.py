@@ -449,7 +449,10 @@ def write_table(path, rows, after="Section 4 follows.", **ruled):
 
     style = getSampleStyleSheet()["Normal"]
     grid = TableStyle([("GRID", (0, 0), (-1, -1), 0.5, "black")] if ruled.get("grid", True) else [])
-    before, table = Paragraph("The excess is what you bear yourself.", style), Table(rows, style=grid)
+    before, table = (
+        Paragraph("The excess is what you bear yourself.", style),
+        Table(rows, colWidths=ruled.get("widths"), style=grid),
+    )
     SimpleDocTemplate(str(path)).build([before, table, Paragraph(after, style)])
     return path
 
@@ -477,8 +480,6 @@ def lines(*rows):
     ("rows", "text"),
     [
         (NAMED, NAMED_TEXT),
-        ([["", "Mon", "Tue"], ["Ada", "early", "late"], ["Eve", "late", ""]],
-         "Ada\nMon: early\nTue: late\n\nEve\nMon: late"),
         ([["EUR", "2024", "2025"], ["Rent", "870", "985"], ["Gas", "60", "71"]],
          "EUR: Rent\n2024: 870\n2025: 985\n\nEUR: Gas\n2024: 60\n2025: 71"),
         ([["Area", "Q1", "Q2"], ["North", "12", "14"], ["South", "9", "8"]],
@@ -499,6 +500,37 @@ def test_rows_below_a_row_of_names_are_read_with_them(tmp_path, rows, text):
     cells = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     (tmp_path / "a.html").write_text(f"<p>Before.</p><table>{cells}</table><p>After.</p>")
     assert text_of(tmp_path / "a.html") == f"Before.\n\n{text}\n\nAfter."
+
+
+@pytest.mark.parametrize(
+    ("markup", "text"),
+    [
+        (
+            "<table><tr><th></th><th>Mon</th><th>Tue</th></tr><tr><td>Ada</td><td>early</td><td></td></tr>"
+            "<tr><th>Eve</th><td></td><td>late</td></tr></table>",
+            "Ada\nMon: early\n\nEve\nTue: late",
+        ),
+        (
+            "<table><tr><td>Product</td><td>Supplier</td><td>Town</td></tr><tr><td colspan=3>Fruit</td></tr>"
+            + "".join(
+                f"<tr><td>{a}</td><td>{b} Ltd</td><td>T{a}</td></tr>"
+                for a, b in zip("ABC", "DEF", strict=True)
+            )
+            + "</table>",
+            "Product | Supplier | Town\nFruit\nA | D Ltd | TA\nB | E Ltd | TB\nC | F Ltd | TC",
+        ),
+        (
+            "<table><tr><th>Name</th><td>Ada</td><th>Born in</th><td>Oslo</td></tr><tr><th>Height</th><td>170</td>"
+            "<th>Weight</th><td>60</td></tr><tr><th>Eyes</th><td>blue</td><th>Hair</th><td>red</td></tr></table>",
+            "Name | Ada | Born in | Oslo\nHeight | 170 | Weight | 60\nEyes | blue | Hair | red",
+        ),
+        ("<ul>" + "<li>Cook | Inn 1 | York</li>" * 3 + "</ul>", "\n".join(["- Cook | Inn 1 | York"] * 3)),
+    ],
+    ids=["names", "section rows", "pairs", "list"],
+)
+def test_html_tables(tmp_path, markup, text):
+    (tmp_path / "a.html").write_text(markup)
+    assert text_of(tmp_path / "a.html") == text
 
 
 def test_rows_below_merged_cells_are_no_names(tmp_path):
@@ -553,19 +585,20 @@ def test_lines_that_make_no_table_leave_a_pdfs_text_as_it_is(tmp_path, rows):
     assert text_of(write_table(tmp_path / "a.pdf", rows)) == plain and " | " not in plain
 
 
-def test_a_table_that_goes_on_on_the_next_page_keeps_its_columns_names(tmp_path):
-    """Below a page's end, rows had no names."""
-    rows = [["Code", "Meaning", "Remedy"], *([f"E{n}", f"Fault {n}", f"Remedy {n}"] for n in range(100, 180))]
-    text = text_of(write_table(tmp_path / "a.pdf", rows))
-    assert text.count("Meaning: Fault") == 80 and text.count("Code") == 80 and " | " not in text
-    other = [["a", "b", "c", "d"], ["1", "2", "3", "4"], ["5", "6", "7", "8"]]
-    pages = [write_table(tmp_path / f"{n}.pdf", each) for n, each in enumerate((TABLE, other))]
+def test_a_table_that_goes_on_on_the_next_page_is_not_named_by_one_of_its_rows(tmp_path):
+    rows = [["Fault", "Cause", "Remedy"], *([f"F{n}", f"Valve {n}", "Close it"] for n in range(20))]
+    more = [
+        ["Leak", "Valve", "Close tap"],
+        ["Noise", "Drum 2", "Balance 2"],
+        ["Heat", "Sensor 3", "Call 3"],
+    ]
     writer = PdfWriter()
-    for page in pages:
-        writer.append(page)
-    writer.write(tmp_path / "b.pdf")
-    parts = [part for part, _ in parse(tmp_path / "b.pdf")["parts"]]
-    assert "Remarks: -" in parts[0] and "a: 1\nb: 2" in parts[1], "another table has its own"
+    for number, table in enumerate((rows, more)):
+        writer.append(write_table(tmp_path / f"{number}.pdf", table, widths=[100, 150, 150]))
+    writer.write(tmp_path / "a.pdf")
+    first, *_, last = [part for part, _ in parse(tmp_path / "a.pdf")["parts"]]
+    assert "Fault: F0\nCause: Valve 0" in first and lines(*more) in last
+    assert "Leak: Noise" in text_of(tmp_path / "1.pdf"), "alone it has names"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("damaged"), RecursionError()])
@@ -585,6 +618,9 @@ def test_table_rows_replace_only_the_letters_that_they_have():
     )
     assert with_table_rows("See: Moles 12\nQuays - \n", [table, table]) == "See:\n\nMoles | 12\nQuays | -"
     assert with_table_rows("See: 12 Moles\nQuays", [table]) == "See: 12 Moles\nQuays", "in another order"
+    text = "Call 1234 now.\n1 2\n3 4"
+    assert with_table_rows(text, [[["1", "2"], ["3", "4"]]]) == text, "at two places"
+    assert with_table_rows("p. 12534", [[["12", "5"], ["3", "4"]]]) == "p. 12534", "within a word"
 
 
 @pytest.mark.parametrize("unmapped", ["\x01\x02\r\n\x03", "\x07", "\x0b\x0e", "T h e k e y " * 20])
