@@ -21,6 +21,7 @@ from typing import Literal
 
 from ragblend.app.database import IS_UNSPACED, SIGNS, UNSPACED, folded, split_words
 from ragblend.app.library.stop_words import COMMON_WORDS, languages_of, stop_word_share
+from ragblend.app.library.tables import CELL_END
 from ragblend.engine.decoding.text import SENTENCE_END
 
 LEAST_SHARE = 0.8  # of the claim's words that must occur in the evidence
@@ -38,10 +39,7 @@ AMOUNT_LAST = re.compile(r"(?:\d[.,:]\d+|(?:[A-Z]{3}|[€£$]) ?\d+|\d ?[%€£$
 AMOUNT_FIRST = re.compile(r"(?:[A-Z]{3} )?\W*\d")
 FIELD = re.compile(r"(?:^|(?<=[.;] ))(?P<key>[^\W\d][\w '’-]{1,30}): (?P<value>[^\n.;]+)", re.MULTILINE)
 RECORD = re.compile(r"^[^:\n]{1,40}: [^\n]+(?:\n[^:\n]{1,40}: [^\n]+)+$", re.MULTILINE)  # a row of a table
-TABLE, CELLS = (
-    re.compile(r"^.* \| .*(?:\n.* \| .*)+$", re.MULTILINE),
-    re.compile(r" *\| +|^\|"),
-)  # of rows `a | b`
+TABLE = re.compile(r"^.* \| .*(?:\n.* \| .*)+$", re.MULTILINE)  # of rows `a | b`
 ENDS_SENTENCE = re.compile(r"[.!?。！？]\W*\Z")
 LIST_ITEM = re.compile(r"\s*(?:[-–•*#|>]|\d{1,3}[.)]\s)")
 CODE_BEFORE, CODE_AFTER = re.compile(r"\d[-/]?\Z"), re.compile(r"[-/]?\d")
@@ -140,9 +138,10 @@ def _record_of(sentence: str, passage: str, about: str) -> SupportingSpan | None
         figures = {token.stem for token in content if token.kind == "number"}
         others = [{token.stem for token in other} for first, _, other, _ in records if first != start]
         named, both, telling = list[Set[str]](), list[Set[str]](), list[Set[str]]()
-        is_other = bool(_negated(claim) - _denied(fields)) or _are_exchanged(claim, fields)
+        denied = {stem for field in fields for stem in field.denied}
+        is_other = bool(_negated(claim) - denied) or _are_exchanged(claim, fields)
         for field in fields:
-            shared, numbers = field.value & stems, field.value & field.numbers
+            shared = field.value & stems
             is_named = bool(field.name) and field.name <= stems
             is_whole = not field.is_amount and len(field.value) > 1 and field.value <= stems
             is_own = not field.is_amount and bool(others) and bool(shared - figures)
@@ -150,7 +149,7 @@ def _record_of(sentence: str, passage: str, about: str) -> SupportingSpan | None
                 is_said = is_named and bool(field.name & _negated(claim))
                 is_other = is_other or (not is_said and bool(field.name & stems))
                 named += [field.name] if is_said else []
-            elif is_named and not (numbers & stems if numbers else shared):
+            elif is_named and not (field.numbers & stems if field.numbers else shared):
                 is_other = True
             elif is_named and not field.is_amount and field.value <= stems:
                 both.append(shared)
@@ -203,10 +202,6 @@ def _are_exchanged(claim: Sequence[Token], fields: Sequence[RecordField]) -> boo
     return any(
         [value for _, value in sorted(kind)] != sorted(value for _, value in kind) for kind in found.values()
     )
-
-
-def _denied(fields: Sequence[RecordField]) -> set[str]:
-    return {stem for field in fields for stem in field.denied}
 
 
 @lru_cache(maxsize=512)
@@ -455,9 +450,9 @@ def _rows(passage: str) -> list[tuple[int, int, list[tuple[frozenset[str], froze
         header, *lines = re.finditer(r"[^\n]+", table.group())
         if re.search(r"\d", header.group()):
             continue
-        names = [_stems(cell) for cell in CELLS.split(header.group())]
+        names = [_stems(cell) for cell in CELL_END.split(header.group())]
         for line in lines:
-            cells = [_stems(cell) for cell in CELLS.split(line.group())]
+            cells = [_stems(cell) for cell in CELL_END.split(line.group())]
             start = table.start() + line.start()
             found.append((start, table.start() + line.end(), list(zip(names, cells, strict=False))))
     return found
@@ -480,17 +475,18 @@ def _candidates(passage: str) -> list[tuple[int, int, list[Token]]]:
 
 def _passage_sentences(text: str) -> list[tuple[int, int]]:
     """(start, stop) of the sentences of a text whose lines may be wrapped: the end of a short line ends a sentence, as
-    does the beginning of a list item, and the end of a long line does not. A row of a table is a line of its own.
+    does the beginning of a list item, and the end of a long line does not. Rows of tables are never joined.
     """
     lines = [(match.start(), match.end()) for match in re.finditer(r"[^\n]*\n?", text) if match.group()]
     longest = max((stop - start for start, stop in lines), default=0)
     blocks: list[tuple[int, int]] = []
     joins = was_row = False
-    fields = {start for record in RECORD.finditer(text) for start in _line_starts(text, *record.span())}
+    records = [record.span() for record in RECORD.finditer(text)]
     for start, stop in lines:
         line = text[start:stop]
         has_cells, is_row = line.startswith("|") or " | " in line, _may_be_row(line.strip())
-        begins = has_cells or start in fields or (was_row and is_row) or LIST_ITEM.match(line) is not None
+        is_field = any(first <= start < last for first, last in records)
+        begins = has_cells or is_field or (was_row and is_row) or LIST_ITEM.match(line) is not None
         if joins and line.strip() and not begins:
             blocks[-1] = (blocks[-1][0], stop)
         else:
@@ -498,10 +494,6 @@ def _passage_sentences(text: str) -> list[tuple[int, int]]:
         is_long = bool(line.strip()) and stop - start >= SHORT_LINE * longest
         joins, was_row = is_long and not has_cells and not line.startswith("#"), is_row
     return [piece for start, stop in blocks for piece in _cut(text, start, stop)]
-
-
-def _line_starts(text: str, start: int, stop: int) -> list[int]:
-    return [start, *(match.end() for match in re.finditer("\n", text[:stop]) if match.end() > start)]
 
 
 def _may_be_row(line: str) -> bool:

@@ -64,7 +64,7 @@ def _without_outer_ends(line: str) -> str:
 
 
 def _rows_of_table(found: re.Match[str]) -> str:
-    """A table without others in it; what stands alone in a line above its first row is a title."""
+    """The text of a table that contains no other table. Lines of one cell above its first row are titles."""
     lines = [line for line in found["lines"].split("\n") if line]
     titles = list(takewhile(lambda line: not CELL_END.search(line), lines))
     rows = [[cell.strip(f" {_NAMES}") for cell in CELL_END.split(line)] for line in lines[len(titles) :]]

@@ -1,11 +1,6 @@
 """Whether the bundled embedder knows the language of a collection's documents: it knows English only."""
 
-from ragblend.app.library.stop_words import (
-    ENGLISH,
-    has_prose_lines,
-    languages_of_prose,
-    words_without_numbers,
-)
+from ragblend.app.library.stop_words import ENGLISH, languages_of_prose, prose_words, words_without_numbers
 from ragblend.app.workspace import Workspace
 from ragblend.integrations.embeddings import DEFAULT
 
@@ -36,5 +31,6 @@ def knows_language(workspace: Workspace) -> bool:
 
 def is_english(text: str) -> bool:
     """Also true for a table, and for a text too short to tell."""
-    is_long_enough = has_prose_lines(text) and len(words_without_numbers(text)) >= LEAST_WORDS
-    return not is_long_enough or ENGLISH in languages_of_prose(text)
+    if not prose_words(text) or len(words_without_numbers(text)) < LEAST_WORDS:
+        return True
+    return ENGLISH in languages_of_prose(text)

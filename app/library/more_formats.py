@@ -42,7 +42,7 @@ def _shape_lines(shape: Any) -> Iterator[str]:
         yield shape.text_frame.text
     elif getattr(shape, "has_table", False):
         rows = [[" ".join(cell.text.split()) for cell in row.cells] for row in shape.table.rows]
-        yield rows_as_text(rows) if rows else ""
+        yield rows_as_text(rows)
 
 
 def opendocument_sections(path: Path) -> list[Part]:
@@ -67,7 +67,7 @@ def opendocument_sections(path: Path) -> list[Part]:
             sections[-1].pieces.append(f"\n{teletype.extractText(node)}\n")
         elif name == (TABLENS, "table"):
             rows = [[line_of(cell) for cell in row.childNodes] for row in node.getElementsByType(TableRow)]
-            sections[-1].pieces.append(f"\n\n{rows_as_text(rows)}\n\n" if rows else "")
+            sections[-1].pieces.append(f"\n\n{rows_as_text(rows)}\n\n")
         elif name not in {(TEXTNS, "tracked-changes"), (TEXTNS, "sequence-decls")}:  # deleted text
             stack.extend(reversed(node.childNodes))
     return [(text, section.heading) for section in sections if (text := section.text)]

@@ -38,7 +38,7 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
     from pypdf.errors import LimitReachedError
 
     begun, damaged, divided = time.monotonic(), list[str](), list[str]()
-    with opened(path) as (document, reader), TableFinder(path, document) as tables:
+    with opened(path) as (document, reader), closing(TableFinder(path, document)) as tables:
         count = len(document) if document is not None else len(reader.pages)
         for number in range(count):
             on_page(number, count)

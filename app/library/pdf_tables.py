@@ -1,14 +1,13 @@
 """Finds ruled tables on a PDF's pages with pdfplumber, and writes them row by row into the page's text.
 
-pdfium's text has the cells of a table one after another, each line of a cell as a line of its own. A table is written
+pdfium's text has the cells of a table one after another, and starts a new line within a cell too. A table is written
 as rows only where the text has exactly its letters, in the same order: nothing is lost or moved.
 """
 
 from collections.abc import Sequence, Set
 from contextlib import closing
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from ragblend.app.library.html_text import CELL_CHARACTERS
 from ragblend.app.library.matching import HYPHENS, fold
@@ -31,19 +30,14 @@ class PageTable(NamedTuple):
 
 
 class TableFinder:
-    """Finds the tables of one PDF; a context manager. document: as pdfium opened it."""
+    """Finds the tables of one PDF. document: as pdfium opened it."""
 
     def __init__(self, path: Path, document: Any) -> None:
         self._path, self._document = path, document
         self._opened: Any = None
         self._last: tuple[int, tuple[int, ...], list[str]] = -2, (), []  # page, edges and names of a table
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         if self._opened is not None:
             self._opened.close()
 
@@ -87,18 +81,15 @@ class TableFinder:
 
         if self._opened is None:
             self._opened = pdfplumber.open(self._path)
-        page = self._opened.pages[number]
-        try:
-            found = []
+        found = []
+        with closing(self._opened.pages[number]) as page:  # else it keeps all of the page's letters
             for table in page.find_tables():
                 cells = [[_on_one_line(cell or "") for cell in row] for row in table.extract()]
                 rows = [row for row in cells if any(row)]
                 if _is_table(rows):
                     edges = {round(edge) for left, _, right, _ in table.cells for edge in (left, right)}
                     found.append(PageTable(rows, tuple(sorted(edges))))
-            return found
-        finally:
-            page.close()  # else it keeps all of the page's letters
+        return found
 
 
 def with_table_rows(text: str, tables: Sequence[Table], goes_on: bool = False) -> str:
@@ -113,23 +104,32 @@ def with_table_rows(text: str, tables: Sequence[Table], goes_on: bool = False) -
         found = letters.find(wanted, cursor)
         if found < 0 or letters.find(wanted, found + 1) >= 0:
             continue
-        rows, at = list[list[str]](), found
-        for row in table:
-            rows.append([])
-            for cell in row:
-                size = len(fold(cell)[0])
-                # pdfium tells words apart more surely; a cell of signs alone, such as a dash, has no letters.
-                part = _whole_words(text, places[at : at + size]) if size else cell
-                if part is not None:
-                    rows[-1].append(part)
-                at += size
-        if any(len(row) < len(cells) for row, cells in zip(rows, table, strict=True)):
+        at = found + len(wanted)
+        rows = _cells_as_in(text, places[found:at], table)
+        if rows is None:
             continue
         start, stop = _with_signs(text, places[found], places[at - 1] + 1, EDGE)
         named = rows_as_text(rows, may_have_names=bool(number) or not goes_on)
         pieces += [text[done : max(start, done)].rstrip(), named]
         cursor, done = at, stop
     return "\n\n".join(filter(None, [*pieces, text[done:].lstrip() if done else text]))
+
+
+def _cells_as_in(text: str, places: Sequence[int], table: Table) -> Table | None:
+    """The cells as the text has them, at these places of their letters: pdfium tells words apart more surely. None if a
+    cell would begin or end within a word.
+    """
+    rows, at = list[list[str]](), 0
+    for row in table:
+        rows.append([])
+        for cell in row:
+            size = len(fold(cell)[0])
+            part = _whole_words(text, places[at : at + size]) if size else cell  # signs alone, such as a dash
+            if part is None:
+                return None
+            rows[-1].append(part)
+            at += size
+    return rows
 
 
 def _whole_words(text: str, places: Sequence[int]) -> str | None:

@@ -40,10 +40,10 @@ def languages_of(text: str) -> Set[str]:
 
 def languages_of_prose(text: str) -> Set[str]:
     """As `languages_of`; {} also for a text that is no prose, such as a table."""
-    words, by_word = words_without_numbers(text[:READ_CHARACTERS]), _languages_by_word()
+    words, by_word = prose_words(text), _languages_by_word()
     found = _languages_of_words(words)
     share = sum(not found.isdisjoint(by_word.get(word, ())) for word in words)
-    return found if has_prose_lines(text) and share >= PROSE_SHARE * len(words) else set()
+    return found if share >= PROSE_SHARE * len(words) else set()
 
 
 def stop_word_share(text: str) -> float:
@@ -52,11 +52,11 @@ def stop_word_share(text: str) -> float:
     return sum(word in by_word for word in words) / max(len(words), 1)
 
 
-def has_prose_lines(text: str) -> bool:
-    """Whether its lines have as many words as those of prose."""
+def prose_words(text: str) -> list[str]:
+    """The words of its beginning without numbers; [] if its lines have fewer than those of prose."""
     read = text[:READ_CHARACTERS]
-    lines = sum(1 for line in read.splitlines() if line.strip())
-    return len(words_without_numbers(read)) >= PROSE_LINE * lines
+    lines, words = sum(1 for line in read.splitlines() if line.strip()), words_without_numbers(read)
+    return words if len(words) >= PROSE_LINE * lines else []
 
 
 def _languages_of_words(words: Sequence[str]) -> Set[str]:

@@ -80,13 +80,13 @@ def rows_as_text(rows: Sequence[Sequence[str]], may_have_names: bool = True, has
     """
     same = list(takewhile(lambda row: len(row) == len(rows[0]), rows))
     if not may_have_names or not _has_names(same, has_header):
-        return "\n".join(map(_on_one_line, rows))
+        return "\n".join(map(_as_line, rows))
     named = "\n\n".join(_row_text(same[0], row) for row in same[1:])
-    rest = "\n".join(map(_on_one_line, rows[len(same) :]))
+    rest = "\n".join(map(_as_line, rows[len(same) :]))
     return f"{named}\n\n{rest}" if rest else named
 
 
-def _on_one_line(row: Sequence[str]) -> str:
+def _as_line(row: Sequence[str]) -> str:
     return re.sub(" +", " ", " | ".join(row)).strip()
 
 

@@ -89,8 +89,8 @@ def exact_parts(question: str) -> list[str]:
 
 def missing_codes(question: str, texts: Iterable[str]) -> list[str]:
     """The numbers and codes of a question (`exact_parts`) that none of these texts has."""
-    known = " | ".join(" ".join(split_words(text)) for text in texts)
     codes = [part for part in exact_parts(question) if re.search(r"\d", part)]
+    known = " | ".join(" ".join(split_words(text)) for text in texts) if codes else ""
     return [code for code in codes if f" {' '.join(split_words(code))} " not in f" {known} "]
 
 
