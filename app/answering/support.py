@@ -130,45 +130,28 @@ def _record_of(sentence: str, passage: str, about: str) -> SupportingSpan | None
     value it has not is another statement.
     """
     plain, records, elsewhere = tokens(sentence), _records(passage), _stems(passage)
-    for start, stop, evidence, fields in records:
-        claim = [each for each in _in_forms_of(evidence, plain) if each.stem not in LIGHT_STEMS]
-        content, stems = _content(claim), {token.stem for token in claim}
-        if not content:
+    for record in records:
+        claim = [each for each in _in_forms_of(record.tokens, plain) if each.stem not in LIGHT_STEMS]
+        content = _content(claim)
+        denied = {stem for each in record.fields for stem in each.denied}
+        if not content or _negated(claim) - denied or _are_exchanged(claim, record.fields):
             continue
-        figures = {token.stem for token in content if token.kind == "number"}
-        others = [{token.stem for token in other} for first, _, other, _ in records if first != start]
-        named, both, telling = list[Set[str]](), list[Set[str]](), list[Set[str]]()
-        denied = {stem for field in fields for stem in field.denied}
-        is_other = bool(_negated(claim) - denied) or _are_exchanged(claim, fields)
-        for field in fields:
-            shared = field.value & stems
-            is_named = bool(field.name) and field.name <= stems
-            is_whole = not field.is_amount and len(field.value) > 1 and field.value <= stems
-            is_own = not field.is_amount and bool(others) and bool(shared - figures)
-            if field.denied and not field.value:  # `Paid: no`
-                is_said = is_named and bool(field.name & _negated(claim))
-                is_other = is_other or (not is_said and bool(field.name & stems))
-                named += [field.name] if is_said else []
-            elif is_named and not (field.numbers & stems if field.numbers else shared):
-                is_other = True
-            elif is_named and not field.is_amount and field.value <= stems:
-                both.append(shared)
-            elif is_whole or (not is_named and is_own and not any(shared <= other for other in others)):
-                telling.append(shared)
-            elif is_named:
-                named.append(shared)
-            is_other = is_other or bool(field.value and field.denied & stems - _negated(claim))
-        known, present = _stems(about) | _heading_stems(passage[:start]), {token.stem for token in evidence}
+        others = [{token.stem for token in each.tokens} for each in records if each is not record]
+        said: dict[Said, list[Set[str]]] = {"other": [], "value": [], "all": [], "record": [], "nothing": []}
+        for each in record.fields:
+            how, stems = _said_of(each, claim, others)
+            said[how].append(stems)
+        says_one = len(said["value"]) == 1 or (not said["value"] and said["all"])
+        found = [*said["value"], *said["all"], *said["record"]]
+        known = _stems(about) | _heading_stems(passage[: record.start])
+        present = {token.stem for token in record.tokens}
         missing = [token for token in content if token.stem not in present | known]
         share = 1 - len(missing) / len(content)
-        has_most = share >= LEAST_SHARE and all(
-            token.kind == "word" and token.stem not in elsewhere for token in missing
-        )
-        says_one = len(named) == 1 or (not named and both)
-        if is_other or not says_one or len([*named, *both, *telling]) < 2 or not has_most:
+        is_missing_statement = any(token.kind != "word" or token.stem in elsewhere for token in missing)
+        if said["other"] or not says_one or len(found) < 2 or share < LEAST_SHARE or is_missing_statement:
             continue
-        if figures <= known.union(*named, *both, *telling):
-            return SupportingSpan(start, stop, share)
+        if {token.stem for token in content if token.kind == "number"} <= known.union(*found):
+            return SupportingSpan(record.start, record.stop, share)
     return None
 
 
@@ -185,6 +168,41 @@ class RecordField:
     numbers: frozenset[str]
     is_amount: bool
     denied: frozenset[str]
+
+
+@dataclass(frozen=True, eq=False)
+class TableRecord:
+    """A row of a table as passage[start:stop], lines of `field: value`."""
+
+    start: int
+    stop: int
+    tokens: list[Token]
+    fields: list[RecordField]
+
+
+# What a claim says of a field: names it with something of its value, or with all of it; has words that tell this record
+# from others; says another thing of it; or nothing.
+Said = Literal["value", "all", "record", "other", "nothing"]
+
+
+def _said_of(field: RecordField, claim: Sequence[Token], others: Sequence[Set[str]]) -> tuple[Said, Set[str]]:
+    """What the claim says of a field of a record, and by which stems. others: the stems of each other record."""
+    content, negated = _content(claim), _negated(claim)
+    stems, figures = {each.stem for each in claim}, {each.stem for each in content if each.kind == "number"}
+    shared, is_named = field.value & stems, bool(field.name) and field.name <= stems
+    if field.denied and not field.value:  # `Paid: no`
+        if is_named and field.name & negated:
+            return "value", field.name
+        return ("other" if field.name & stems else "nothing"), frozenset()
+    if field.denied & stems - negated:
+        return "other", shared
+    if is_named and not (field.numbers & stems if field.numbers else shared):
+        return "other", shared
+    if is_named:
+        return ("all" if not field.is_amount and field.value <= stems else "value"), shared
+    is_whole = len(field.value) > 1 and field.value <= stems
+    is_own = bool(others) and bool(shared - figures) and not any(shared <= other for other in others)
+    return ("record" if not field.is_amount and (is_whole or is_own) else "nothing"), shared
 
 
 def _are_exchanged(claim: Sequence[Token], fields: Sequence[RecordField]) -> bool:
@@ -205,27 +223,29 @@ def _are_exchanged(claim: Sequence[Token], fields: Sequence[RecordField]) -> boo
 
 
 @lru_cache(maxsize=512)
-def _records(passage: str) -> list[tuple[int, int, list[Token], list[RecordField]]]:
-    """Each record of the passage: start, stop, tokens and fields."""
-    found = []
-    for record in RECORD.finditer(passage):
-        fields = []
-        for line in record.group().splitlines():
-            name, _, text = line.partition(": ")
-            names, value = _content(tokens(re.sub(r"\(.*?\)", "", name))), tokens(text)
-            stems, content = frozenset(token.stem for token in names), _content(value)
-            is_denied = any(token.kind == "not" for token in value)
-            fields.append(
-                RecordField(
-                    stems,
-                    frozenset(token.stem for token in content),
-                    frozenset(token.stem for token in content if token.kind == "number"),
-                    AMOUNT_FIRST.match(text) is not None,
-                    (frozenset(_negated(value)) if content else stems) if is_denied else frozenset(),
-                )
-            )
-        found.append((record.start(), record.end(), tokens(record.group()), fields))
-    return found
+def _records(passage: str) -> list[TableRecord]:
+    """Each record of the passage, with its fields."""
+    return [
+        TableRecord(
+            found.start(), found.end(), tokens(found.group()), list(map(_field, found.group().splitlines()))
+        )
+        for found in RECORD.finditer(passage)
+    ]
+
+
+def _field(line: str) -> RecordField:
+    name, _, text = line.partition(": ")
+    value = tokens(text)
+    names = frozenset(token.stem for token in _content(tokens(re.sub(r"\(.*?\)", "", name))))
+    content = _content(value)
+    is_denied = any(token.kind == "not" for token in value)
+    return RecordField(
+        name=names,
+        value=frozenset(token.stem for token in content),
+        numbers=frozenset(token.stem for token in content if token.kind == "number"),
+        is_amount=AMOUNT_FIRST.match(text) is not None,
+        denied=(frozenset(_negated(value)) if content else names) if is_denied else frozenset(),
+    )
 
 
 def _span_of_clauses(sentence: str, passage: str, about: str) -> SupportingSpan | None:
