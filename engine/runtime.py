@@ -1,6 +1,7 @@
 """Runtime: one model on one device and in one home; its parts are created on first use and shared by all engines."""
 
 import gc
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +30,7 @@ from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.fingerprint import ModelFingerprint
 from ragblend.kvstore.memory import MemoryTier
 
+PATIENT_ATTEMPTS, INSISTS_S = 3, 3.0  # of `Runtime.choose_steps`
 UNMEASURED = (
     "no real model with convolution layers was measured with fused KV; to fuse it nevertheless, set `fuse` to `all` "
     '(RAGBLEND_FUSE=all, or Engine.open(fuse="all"))'
@@ -44,6 +46,7 @@ class Runtime(RuntimeBase):
 
     def __init__(self, config: EngineConfig, home: Path) -> None:
         self.queue, self.speeds = DeviceQueue(), MeasuredSpeeds()
+        self._attempts = 0  # at measuring decode implementations
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         super().__init__(config, home)
 
@@ -193,13 +196,18 @@ class Runtime(RuntimeBase):
         """In the background, measure which decode implementation is fastest, unless the model was closed meanwhile.
 
         Raises Cancelled if a request arrives, KV must be stored, or the device is never idle: the next answer queues it
-        again.
+        again. A program that asks without a pause would interrupt it forever: after PATIENT_ATTEMPTS it takes its turn
+        like a request, and lets no request interrupt it for INSISTS_S.
         """
         cancel = CallbackCancel(lambda: self.background.should_stop(Priority.MEASURE))
-        with self.queue.turn(cancel, background=True) as turn:
+        insists = self._attempts >= PATIENT_ATTEMPTS
+        self._attempts += 1
+        with self.queue.turn(cancel, background=not insists) as turn:
+            until = time.monotonic() + (INSISTS_S if insists else 0.0)
             choice: DecodeSelector | None = vars(self).get("choice")
             if choice is not None and choice.needs_measurement:
-                choice.measure(self.tokenizing.passage_ids(TEXT), turn.is_wanted)
+                text = self.tokenizing.passage_ids(TEXT)
+                choice.measure(text, lambda: turn.is_wanted() and time.monotonic() >= until)
 
     def _tiers(self) -> list[MemoryTier]:
         memory, device = self._budgets.get("memory"), self._budgets.get("device")

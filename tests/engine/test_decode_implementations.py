@@ -4,6 +4,7 @@ import copy
 import gc
 import resource
 import threading
+import time
 import weakref
 from functools import partial
 from unittest import mock
@@ -334,6 +335,30 @@ def test_measuring_yields_to_requests_and_restarts(engine, monkeypatch):
     let_go.set()
     assert engine.finish_background(SOON_S)
     assert isinstance(engine.runtime.choice.current, DirectDecode)
+
+
+def test_a_program_that_asks_without_a_pause_is_measured_too(engine, monkeypatch):
+    """Each question would interrupt the measurement, and the fast loop never be used."""
+    given_up = []
+
+    def measure(decoder, rows, token_ids, cancelled):
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            if cancelled():
+                given_up.append(1)
+                raise Cancelled("somebody came")
+            time.sleep(0.001)
+        return FASTER
+
+    monkeypatch.setattr(implementations, "compare_implementations", measure)
+    monkeypatch.setattr("ragblend.engine.scheduling.queue.PAUSE_S", 0.0)
+    stops_at = time.monotonic() + SOON_S
+    while time.monotonic() < stops_at:
+        engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
+        if isinstance(engine.runtime.choice.current, DirectDecode):
+            break
+    assert isinstance(engine.runtime.choice.current, DirectDecode)
+    assert len(given_up) <= 3
 
 
 def test_a_failed_comparison_is_not_repeated_after_every_answer(engine, monkeypatch, caplog):
