@@ -1,9 +1,9 @@
 """Detects figures and names that reused KV may have got wrong, so that the answer continues from a full prefill.
 
 If the model is not sure of a figure, it is asked again with only the passage that matches the question: alone, that
-passage's stored KV is exact, and no other passage misleads (docs/methods.md). If that does not confirm the figure, the
+passage's stored KV is exact, and no other passage misleads (docs/methods.md). If that is sure of another figure, the
 answer continues from a full prefill, at most once. The first token is not delayed, and the rest of the answer is full
-prefill's.
+prefill's. Where neither is sure, full prefill is not either, and would nearly always choose the same.
 """
 
 import re
@@ -22,7 +22,7 @@ Likely = Sequence[tuple[int, float]]  # the most likely next tokens, with their 
 View = Callable[[Sequence[int]], Likely]  # after these tokens of the answer
 NEAR_TOKENS = 12
 LIKELY = 20  # so many tokens are compared
-CONFIRMED = 0.3  # the share at which the passage alone confirms a token
+CONTRADICTED = 0.9  # the share of another token at which the passage alone contradicts
 SURE_WITHOUT_VIEW = 0.8  # the confident share if no passage can be asked
 # A prompt with one passage must be much shorter than the whole; else the full prefill is run at once.
 LARGEST_VIEW = 0.5
@@ -53,7 +53,7 @@ class UncertaintyCheck:
 
     def needs_full_prefill(self, token: int, likely: Callable[[], Likely], before: Sequence[int]) -> bool:
         """Whether the token after the answer's tokens `before` belongs to a figure, ends one or begins a name, and the
-        model is not sure of it, and the passage alone does not confirm it.
+        model is not sure of it, and the passage alone contradicts it.
 
         likely: returns the model's own probabilities. The token's is compared only with those of likely tokens of the
         same kind: a choice between a figure and a word says nothing about the figure. But after a digit the model
@@ -69,8 +69,9 @@ class UncertaintyCheck:
             return False
         if self._view is None:
             return confidence < SURE_WITHOUT_VIEW
-        chosen = token if self._kind(token) == kind else NUMBER_ENDS
-        return self._shares(self._view(before), kind, in_number).get(chosen, 0.0) < CONFIRMED
+        alone = self._shares(self._view(before), kind, in_number)
+        alone.pop(token if self._kind(token) == kind else NUMBER_ENDS, None)
+        return max(alone.values(), default=0.0) >= CONTRADICTED
 
     def _counts(self, token: int, kind: str, before: Sequence[int]) -> bool:
         """Whether it is a figure but no citation number, or a name that neither begins a sentence nor occurs in the

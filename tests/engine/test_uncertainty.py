@@ -80,7 +80,7 @@ def test_which_tokens_are_uncertain(before, token, given, wanted):
 
 
 @pytest.mark.parametrize(("ends", "wanted"), [(0.9, False), (0.01, True)])
-def test_passage_alone_confirms_the_end_of_a_number(ends, wanted):
+def test_passage_alone_contradicts_the_end_of_a_number(ends, wanted):
     prompt = Prompt([ELSEWHERE, FERRY, ELSEWHERE, Literal("", ASKED)])
     alone = probabilities(**{".": ends, "4": 1 - ends})
     check = UncertaintyCheck(WORDS, prompt, 0.98, lambda prompt: lambda answer: alone)
@@ -95,13 +95,16 @@ FERRY = Chunk("ferry", token_ids=(IDS[" Orbeck"], IDS[" Ferry"], IDS[" carries"]
 @pytest.mark.parametrize(
     ("alone", "confidence", "wanted"),
     [
-        ({" 41": 0.3, " 339": 0.7}, 0.5, False),  # its passage confirms it
+        ({" 41": 0.3, " 339": 0.7}, 0.5, False),  # its passage is not sure either
+        ({" 41": 0.05, " 339": 0.85, "4": 0.1}, 0.5, False),
         ({" 41": 0.05, " 339": 0.95}, 0.5, True),
+        ({"4": 0.09, " 339": 0.91}, 0.5, True),  # alone does not even consider it
+        ({" is": 1.0}, 0.5, False),  # alone says no figure
         ({" 41": 0.05, " 339": 0.95}, 0.9, True),  # confident, and wrong
         ({" 41": 0.05, " 339": 0.95}, 0.99, False),
     ],
 )
-def test_passage_alone_confirms_a_figure(alone, confidence, wanted):
+def test_passage_alone_contradicts_a_figure(alone, confidence, wanted):
     asked = []
 
     def view_of(prompt):
