@@ -86,6 +86,11 @@ class Embedder:
         with self.queue.turn() as turn:
             self._load(turn)
 
+    def pieces(self, word: str) -> int:
+        """Into how many pieces the model's tokenizer cuts a word. Loads the model."""
+        with self.queue.turn() as turn:
+            return len(self._load(turn).tokenizer.encode(word, add_special_tokens=False).ids)
+
     def embed_passages(
         self,
         texts: Sequence[str],

@@ -2,8 +2,8 @@
 
 The relevance of a passage is its similarity beyond that of unrelated texts, and more for each of the question's words
 that it has: embedders know few languages, and no codes and names. If the best passage is too little relevant, nothing
-was found; else what is much less relevant than the best one is left out. A code or quoted phrase of the question is
-always relevant. Of passages in a language that the embedder does not know, the words alone decide.
+was found; else what is much less relevant than the best one is left out. A code, quoted phrase or rare term of the
+question is always relevant. Of passages in a language that the embedder does not know, the words alone decide.
 `python -m benchmarks.measure_search` measures the numbers here and in `library/similarity.py`.
 """
 
@@ -38,7 +38,7 @@ def relevant(
     for node, match in words.items():
         if node in found and match.words >= LEAST_WORDS:
             found[node] += WORDS_WEIGHT * match.share
-    exact = {node for node in found if node in words and words[node].is_exact}
+    exact = {node for node in found if node in words and (words[node].is_exact or words[node].has_term)}
     best = max(found.values(), default=0.0)
     if best < LEAST_RELEVANCE:
         return exact

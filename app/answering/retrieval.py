@@ -143,7 +143,7 @@ def _rank_together(
     words = dict[str, WordMatch]()
     if first.settings.search == "hybrid":
         names = [each.settings.collection for each in workspaces]
-        words = by_words(library, names, question, count, within)
+        words = by_words(library, names, question, count, within, embedder.pieces)
         scores |= library.scores([node for node in words if node not in scores], vector)
     measured, recorded = _measured(workspaces), recorded_similarity(first.embedder.name)
     sources = _sources(library, scores)

@@ -5,7 +5,7 @@ import math
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from heapq import nlargest
 
@@ -21,6 +21,8 @@ MOST_WORDS = 100  # of a question that are searched
 # In English questions about anything: "How long does it take?", "What does it mean?"
 ASKING = frozenset("long often take takes mean means".split())  # noqa: SIM905
 LONG_WORD, ENDING = 7, 2  # letters
+# A term: a tokenizer knows common words whole. So many passages at most have it.
+TERM_PIECES, FEW, FEW_SHARE = 4, 3, 0.02
 # A number or code with its parts: INV-2024-0817, 48213, 4711. A year, a round number, or a number with its unit is not
 # one: passages contain them by chance.
 CODE = re.compile(r"[^\W_]+(?:[-_./\u2010-\u2015][^\W_]+)*")
@@ -33,7 +35,8 @@ Scores = dict[int, float]  # by a passage's number in the index
 class WordMatch:
     """How a passage matches a question's words.
 
-    is_exact: it has a code or quoted phrase of the question; words: how many of its words the passage has, without
+    is_exact: it has a code or quoted phrase of the question; has_term: a term, such as a medicine, that few passages
+    have; words: how many of its words the passage has, without
     those of codes and stop words; share: of these words, weighed by their rarity in the collections (0 to 1; 1 if
     there are none). Words that half of the passages have do not count.
     """
@@ -41,19 +44,26 @@ class WordMatch:
     is_exact: bool
     words: int
     share: float
+    has_term: bool = False
 
 
 def by_words(
-    library: Library, collections: Sequence[str], question: str, count: int, within: Set[str] | None = None
+    library: Library,
+    collections: Sequence[str],
+    question: str,
+    count: int,
+    within: Set[str] | None = None,
+    pieces: Callable[[str], int] = lambda word: 1,
 ) -> dict[str, WordMatch]:
     """Passages of these collections that share words with a question, best first, by node id.
 
-    within: the only passages to return; None: all. Those with a code or quoted phrase (`exact_parts`) come first, then
+    within: the only passages to return; None: all. pieces: into how many a tokenizer cuts a word; if into TERM_PIECES,
+    it is a term. Those with a code or quoted phrase (`exact_parts`) come first, then
     the best by BM25. Words that half of the passages have are ignored. Other collections do not influence the score, so
     that it reveals nothing about them. An index that cannot be read is treated as empty, with a warning.
     """
     try:
-        scores, words, shares = _scores(library, collections, question)
+        scores, words, shares, terms = _scores(library, collections, question, pieces)
         exact = _with_exact_parts(library, collections, question, count if within is None else -1)
         found = dict.fromkeys((*scores, *exact))
         if within is not None:
@@ -65,7 +75,7 @@ def by_words(
         log.warning("searching without words: %s", error)
         return {}
     nodes = {row["id"]: row["node_id"] for row in rows}
-    return {nodes[n]: WordMatch(n in exact, int(words[n]), shares[n]) for n in best if n in nodes}
+    return {nodes[n]: WordMatch(n in exact, int(words[n]), shares[n], n in terms) for n in best if n in nodes}
 
 
 def exact_parts(question: str) -> list[str]:
@@ -94,10 +104,14 @@ def missing_codes(question: str, texts: Iterable[str]) -> list[str]:
     return [code for code in codes if f" {' '.join(split_words(code))} " not in f" {known} "]
 
 
-def _scores(library: Library, collections: Sequence[str], question: str) -> tuple[Scores, Scores, Scores]:
-    """For each passage its BM25 score, and the question's words that it has: their number and share."""
+def _scores(
+    library: Library, collections: Sequence[str], question: str, pieces: Callable[[str], int]
+) -> tuple[Scores, Scores, Scores, set[int]]:
+    """For each passage its BM25 score, and the question's words that it has: their number and share. Then the passages
+    with a term.
+    """
     scores, counts, shares = (defaultdict[int, float](float) for _ in range(3))
-    whole = 0.0
+    whole, with_term = 0.0, set[int]()
     asked = sum(map(library.count_passages, collections))
     everywhere = library.column("SELECT count(*) FROM numbers")[0]
     # A part of a code is another code's, too.
@@ -113,18 +127,21 @@ def _scores(library: Library, collections: Sequence[str], question: str) -> tupl
         rarity = _rarity(sum(having), asked)
         if plain not in of_codes:
             whole += rarity
+        is_term = sum(having) <= max(FEW, FEW_SHARE * asked) and pieces(plain) >= TERM_PIECES
         for term, here in zip(terms, having, strict=True):
             # FTS5 computes the rarity over all collections.
             weight = -rarity / _rarity(here, everywhere)
             query = "SELECT rowid, bm25(words) FROM words WHERE words MATCH ?"
             for number, score in library.rows(query, term) if here else ():
                 scores[number] += weight * score
+                if is_term:
+                    with_term.add(number)
                 if plain not in of_codes:
                     counts[number] += 1
                     shares[number] += rarity
     if not whole:
-        return scores, counts, defaultdict(lambda: 1.0)
-    return scores, counts, defaultdict(float, {n: share / whole for n, share in shares.items()})
+        return scores, counts, defaultdict(lambda: 1.0), with_term
+    return scores, counts, defaultdict(float, {n: share / whole for n, share in shares.items()}), with_term
 
 
 def _terms(library: Library, plain: str, words: Sequence[str]) -> tuple[list[str], list[int]]:

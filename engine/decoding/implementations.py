@@ -108,7 +108,8 @@ def compare_implementations(
 ) -> DecodeComparison:
     """Run some text through both, its last tokens one by one, in turns.
 
-    Once cancelled() is true, returns what it has measured; raises Cancelled if that is nothing. On a CPU it counts this thread's time, which does half of the work on two cores, so that other load does not count.
+    Once cancelled() is true, returns what it has measured; raises Cancelled if that is nothing. On a CPU it counts this
+    thread's time, which does half of the work on two cores, so that other load does not count.
     """
     transfers = transfer_stream(decoder.device)
     seconds = time.perf_counter if transfers.staged else time.thread_time

@@ -86,6 +86,9 @@ class Blurred:
         rows = [self.embed_question("") + 0.1 * chance.normal(size=8) for _ in texts]
         return [(row / np.linalg.norm(row)).astype(np.float32)[None] for row in rows]
 
+    def pieces(self, word):
+        return 1
+
     def embed_question(self, text, cancel=None):
         return np.full(8, 8**-0.5, np.float32)
 
@@ -341,6 +344,21 @@ def test_passages_with_the_code_come_first(library):
     assert {node: match.is_exact for node, match in both.items()} == {
         node: node == nodes[0] for node in nodes[:3]
     }
+
+
+def test_a_rare_term_is_told_from_a_common_word(library):
+    """`levothyroxine` is shared by no chance; a word of many pieces in many passages is the library's subject."""
+    texts = ["levothyroxine daily", "dose of paint", *(f"kiln {n}" for n in range(4)), *"abcdef"]
+    _, nodes = fill(library, "/a", texts)
+
+    def pieces(word):
+        return 1 if word == "dose" else 5
+
+    found = by_words(library, ["default"], "What dose of levothyroxine?", 9, pieces=pieces)
+    assert {node for node, match in found.items() if match.has_term} == {nodes[0]}
+    assert nodes[1] in found
+    in_kilns = by_words(library, ["default"], "Which kiln?", 9, pieces=pieces)
+    assert len(in_kilns) == 4 and not any(match.has_term for match in in_kilns.values())
 
 
 def test_words_in_half_of_the_passages_are_ignored(library):

@@ -33,6 +33,9 @@ class Embedder:
     def embed_passages(self, texts, progress=None, part="whole"):
         return [self.embed_question(text)[None][: part != "rest"] for text in texts]
 
+    def pieces(self, word):
+        return 1
+
     def embed_question(self, text, cancel=None):
         seeds = [int.from_bytes(word.encode()[:8], "little") for word in text.lower().split()]
         total = sum(np.random.default_rng(seed).normal(size=SIZE) for seed in seeds)
