@@ -1,9 +1,9 @@
 """Detects figures and names that reused KV may have got wrong, so that the answer continues from a full prefill.
 
 If the model is not sure of a figure, it is asked again with only the passage that matches the question: alone, that
-passage's stored KV is exact, and no other passage misleads (docs/methods.md). If that is sure of another figure, the
-answer continues from a full prefill, at most once. The first token is not delayed, and the rest of the answer is full
-prefill's. Where neither is sure, full prefill is not either, and would nearly always choose the same.
+passage's stored KV is exact, and no other passage misleads (docs/methods.md). If that rules the figure out and has
+another, the answer continues from a full prefill, at most once. The first token is not delayed, and the rest of the
+answer is full prefill's. Where neither is sure, full prefill is not either, and would nearly always choose the same.
 """
 
 import re
@@ -22,7 +22,8 @@ Likely = Sequence[tuple[int, float]]  # the most likely next tokens, with their 
 View = Callable[[Sequence[int]], Likely]  # after these tokens of the answer
 NEAR_TOKENS = 12
 LIKELY = 20  # so many tokens are compared
-CONTRADICTED = 0.9  # the share of another token at which the passage alone contradicts
+# The passage alone contradicts if the token's share is at most this, and another's at least this.
+RULED_OUT, ANOTHER = 0.03, 0.5
 SURE_WITHOUT_VIEW = 0.8  # the confident share if no passage can be asked
 # A prompt with one passage must be much shorter than the whole; else the full prefill is run at once.
 LARGEST_VIEW = 0.5
@@ -70,8 +71,8 @@ class UncertaintyCheck:
         if self._view is None:
             return confidence < SURE_WITHOUT_VIEW
         alone = self._shares(self._view(before), kind, in_number)
-        alone.pop(token if self._kind(token) == kind else NUMBER_ENDS, None)
-        return max(alone.values(), default=0.0) >= CONTRADICTED
+        share = alone.pop(token if self._kind(token) == kind else NUMBER_ENDS, 0.0)
+        return share <= RULED_OUT and max(alone.values(), default=0.0) >= ANOTHER
 
     def _counts(self, token: int, kind: str, before: Sequence[int]) -> bool:
         """Whether it is a figure but no citation number, or a name that neither begins a sentence nor occurs in the

@@ -95,13 +95,13 @@ FERRY = Chunk("ferry", token_ids=(IDS[" Orbeck"], IDS[" Ferry"], IDS[" carries"]
 @pytest.mark.parametrize(
     ("alone", "confidence", "wanted"),
     [
-        ({" 41": 0.3, " 339": 0.7}, 0.5, False),  # its passage is not sure either
-        ({" 41": 0.05, " 339": 0.85, "4": 0.1}, 0.5, False),
-        ({" 41": 0.05, " 339": 0.95}, 0.5, True),
-        ({"4": 0.09, " 339": 0.91}, 0.5, True),  # alone does not even consider it
+        ({" 41": 0.05, " 339": 0.95}, 0.5, False),  # its passage does not rule it out
+        ({" 41": 0.01, " 339": 0.4, "4": 0.3, "2": 0.29}, 0.5, False),  # nor has it another figure
+        ({" 41": 0.01, " 339": 0.99}, 0.5, True),
+        ({"4": 0.4, " 339": 0.6}, 0.5, True),
         ({" is": 1.0}, 0.5, False),  # alone says no figure
-        ({" 41": 0.05, " 339": 0.95}, 0.9, True),  # confident, and wrong
-        ({" 41": 0.05, " 339": 0.95}, 0.99, False),
+        ({" 41": 0.01, " 339": 0.99}, 0.9, True),  # confident, and wrong
+        ({" 41": 0.01, " 339": 0.99}, 0.99, False),
     ],
 )
 def test_passage_alone_contradicts_a_figure(alone, confidence, wanted):
