@@ -25,12 +25,15 @@ from ragblend.engine.model.load import LoadedModel
 from ragblend.engine.prompts.session import Session
 from ragblend.engine.runtime_base import RuntimeBase, log, once
 from ragblend.engine.scheduling.background import Priority
+from ragblend.engine.scheduling.order import Claim
 from ragblend.engine.scheduling.queue import CallbackCancel, Cancel, DeviceQueue
-from ragblend.kvstore.errors import UsageError
+from ragblend.kvstore.errors import Cancelled, UsageError
 from ragblend.kvstore.fingerprint import ModelFingerprint
 from ragblend.kvstore.memory import MemoryTier
 
-PATIENT_ATTEMPTS, INSISTS_S = 3, 3.0  # of `Runtime.choose_steps`
+# A measurement gives way to requests so many times, then twice not for so many seconds: see `Runtime.choose_steps`.
+PATIENT_ATTEMPTS, INSISTING_ATTEMPTS, INSISTS_S = 3, 2, 8.0
+FREE_WITHIN_S = 0.1  # how long requests may have to wait until it begins
 UNMEASURED = (
     "no real model with convolution layers was measured with fused KV; to fuse it nevertheless, set `fuse` to `all` "
     '(RAGBLEND_FUSE=all, or Engine.open(fuse="all"))'
@@ -46,7 +49,7 @@ class Runtime(RuntimeBase):
 
     def __init__(self, config: EngineConfig, home: Path) -> None:
         self.queue, self.speeds = DeviceQueue(), MeasuredSpeeds()
-        self._attempts = 0  # at measuring decode implementations
+        self._interrupted = 0  # measurements of decode implementations
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         super().__init__(config, home)
 
@@ -196,18 +199,23 @@ class Runtime(RuntimeBase):
         """In the background, measure which decode implementation is fastest, unless the model was closed meanwhile.
 
         Raises Cancelled if a request arrives, KV must be stored, or the device is never idle: the next answer queues it
-        again. A program that asks without a pause would interrupt it forever: after PATIENT_ATTEMPTS it takes its turn
-        like a request, and lets no request interrupt it for INSISTS_S.
+        again. A program that asks without a pause would interrupt it forever. So after PATIENT_ATTEMPTS it waits for no
+        pause, if the device is free, and lets the next request wait for up to INSISTS_S; INSISTING_ATTEMPTS times at
+        most in a process.
         """
         cancel = CallbackCancel(lambda: self.background.should_stop(Priority.MEASURE))
-        insists = self._attempts >= PATIENT_ATTEMPTS
-        self._attempts += 1
-        with self.queue.turn(cancel, background=not insists) as turn:
-            until = time.monotonic() + (INSISTS_S if insists else 0.0)
-            choice: DecodeSelector | None = vars(self).get("choice")
-            if choice is not None and choice.needs_measurement:
-                text = self.tokenizing.passage_ids(TEXT)
-                choice.measure(text, lambda: turn.is_wanted() and time.monotonic() >= until)
+        insists = 0 <= self._interrupted - PATIENT_ATTEMPTS < INSISTING_ATTEMPTS
+        claim = Claim(deadline=time.monotonic() + FREE_WITHIN_S) if insists else None
+        try:
+            with self.queue.turn(cancel, background=not insists, claim=claim) as turn:
+                until = time.monotonic() + (INSISTS_S if insists else 0.0)
+                choice: DecodeSelector | None = vars(self).get("choice")
+                if choice is not None and choice.needs_measurement:
+                    text = self.tokenizing.passage_ids(TEXT)
+                    choice.measure(text, lambda: turn.is_wanted() and time.monotonic() >= until)
+        except Cancelled:
+            self._interrupted += 1
+            raise
 
     def _tiers(self) -> list[MemoryTier]:
         memory, device = self._budgets.get("memory"), self._budgets.get("device")

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -21,6 +21,7 @@ BUNDLED = "all-MiniLM-L6-v2"
 BATCH_WINDOWS = 64
 PASS_WINDOWS = 32  # in one forward pass
 WINDOW_TOKENS = 128  # of a window, for other models than the bundled one
+TERM_LETTERS, TERM_PIECES = 8, 4  # at least, of `Embedder.terms`
 SKETCH_WINDOWS = 3  # a sketch has every third window
 Part = Literal["whole", "sketch", "rest"]
 """Which windows of a text: all, every third from the first on, or all others."""
@@ -86,10 +87,16 @@ class Embedder:
         with self.queue.turn() as turn:
             self._load(turn)
 
-    def pieces(self, word: str) -> int:
-        """Into how many pieces the model's tokenizer cuts a word. Loads the model."""
-        with self.queue.turn() as turn:
-            return len(self._load(turn).tokenizer.encode(word, add_special_tokens=False).ids)
+    def terms(self, words: Iterable[str], cancel: Cancel | None = None) -> set[str]:
+        """Those of these words that its tokenizer cuts into TERM_PIECES or more, such as a medicine's name: it knows
+        common words whole.
+        """
+        long = [word for word in words if len(word) >= TERM_LETTERS and word.isascii() and word.isalpha()]
+        if not long:
+            return set()
+        with self.queue.turn(cancel) as turn:
+            encode = self._load(turn).tokenizer.encode
+            return {word for word in long if len(encode(word, add_special_tokens=False).ids) >= TERM_PIECES}
 
     def embed_passages(
         self,

@@ -2,9 +2,10 @@
 
 The relevance of a passage is its similarity beyond that of unrelated texts, and more for each of the question's words
 that it has: embedders know few languages, and no codes and names. If the best passage is too little relevant, nothing
-was found; else what is much less relevant than the best one is left out. A code, quoted phrase or rare term of the
-question is always relevant. Of passages in a language that the embedder does not know, the words alone decide.
-`python -m benchmarks.measure_search` measures the numbers here and in `library/similarity.py`.
+was found; else what is much less relevant than the best one is left out. A passage with a code, quoted phrase or rare
+term of the question is always relevant. Of passages in a language that the embedder does not know, codes, phrases and
+the other words alone decide. `python -m benchmarks.measure_search` measures the numbers here and in
+`library/similarity.py`.
 """
 
 from collections.abc import Mapping, Set

@@ -140,12 +140,14 @@ def _rank_together(
         except LibraryError:
             if embedder is first.embedder:
                 raise
+    measured, recorded = _measured(workspaces), recorded_similarity(first.embedder.name)
     words = dict[str, WordMatch]()
     if first.settings.search == "hybrid":
         names = [each.settings.collection for each in workspaces]
-        words = by_words(library, names, question, count, within, embedder.pieces)
+        # Another tokenizer knows words of many languages, and fewer of each.
+        terms = embedder.terms(split_words(question), cancel) if recorded is not None else set()
+        words = by_words(library, names, question, count, within, terms)
         scores |= library.scores([node for node in words if node not in scores], vector)
-    measured, recorded = _measured(workspaces), recorded_similarity(first.embedder.name)
     sources = _sources(library, scores)
     # The recorded embedder knows English only, and what was measured is of passages in several languages.
     foreign = _foreign(sources, question) if recorded is not None else set[str]()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import lru_cache
 from itertools import pairwise, takewhile
-from typing import Literal
+from typing import Literal, get_args
 
 from ragblend.app.database import IS_UNSPACED, SIGNS, UNSPACED, folded, split_words
 from ragblend.app.library.stop_words import COMMON_WORDS, languages_of, stop_word_share
@@ -137,18 +137,18 @@ def _record_of(sentence: str, passage: str, about: str) -> SupportingSpan | None
         if not content or _negated(claim) - denied or _are_exchanged(claim, record.fields):
             continue
         others = [{token.stem for token in each.tokens} for each in records if each is not record]
-        said: dict[Said, list[Set[str]]] = {"other": [], "value": [], "all": [], "record": [], "nothing": []}
-        for each in record.fields:
-            how, stems = _said_of(each, claim, others)
+        said: dict[Said, list[Set[str]]] = {how: [] for how in get_args(Said)}
+        for field in record.fields:
+            how, stems = _said_of(field, claim, others)
             said[how].append(stems)
-        says_one = len(said["value"]) == 1 or (not said["value"] and said["all"])
-        found = [*said["value"], *said["all"], *said["record"]]
+        says_one = len(said["names"]) == 1 or bool(not said["names"] and said["names all"])
+        found = [*said["names"], *said["names all"], *said["tells record"]]
         known = _stems(about) | _heading_stems(passage[: record.start])
         present = {token.stem for token in record.tokens}
         missing = [token for token in content if token.stem not in present | known]
         share = 1 - len(missing) / len(content)
-        is_missing_statement = any(token.kind != "word" or token.stem in elsewhere for token in missing)
-        if said["other"] or not says_one or len(found) < 2 or share < LEAST_SHARE or is_missing_statement:
+        misses_much = any(token.kind != "word" or token.stem in elsewhere for token in missing)
+        if said["contradicts"] or not says_one or len(found) < 2 or share < LEAST_SHARE or misses_much:
             continue
         if {token.stem for token in content if token.kind == "number"} <= known.union(*found):
             return SupportingSpan(record.start, record.stop, share)
@@ -180,9 +180,9 @@ class TableRecord:
     fields: list[RecordField]
 
 
-# What a claim says of a field: names it with something of its value, or with all of it; has words that tell this record
-# from others; says another thing of it; or nothing.
-Said = Literal["value", "all", "record", "other", "nothing"]
+# What a claim says of a field: names it with something of its value, or with all of it; has words of it that tell this
+# record from others; has another value for it; or nothing.
+Said = Literal["names", "names all", "tells record", "contradicts", "nothing"]
 
 
 def _said_of(field: RecordField, claim: Sequence[Token], others: Sequence[Set[str]]) -> tuple[Said, Set[str]]:
@@ -192,17 +192,17 @@ def _said_of(field: RecordField, claim: Sequence[Token], others: Sequence[Set[st
     shared, is_named = field.value & stems, bool(field.name) and field.name <= stems
     if field.denied and not field.value:  # `Paid: no`
         if is_named and field.name & negated:
-            return "value", field.name
-        return ("other" if field.name & stems else "nothing"), frozenset()
+            return "names", field.name
+        return ("contradicts" if field.name & stems else "nothing"), frozenset()
     if field.denied & stems - negated:
-        return "other", shared
+        return "contradicts", shared
     if is_named and not (field.numbers & stems if field.numbers else shared):
-        return "other", shared
+        return "contradicts", shared
     if is_named:
-        return ("all" if not field.is_amount and field.value <= stems else "value"), shared
+        return ("names all" if not field.is_amount and field.value <= stems else "names"), shared
     is_whole = len(field.value) > 1 and field.value <= stems
     is_own = bool(others) and bool(shared - figures) and not any(shared <= other for other in others)
-    return ("record" if not field.is_amount and (is_whole or is_own) else "nothing"), shared
+    return ("tells record" if not field.is_amount and (is_whole or is_own) else "nothing"), shared
 
 
 def _are_exchanged(claim: Sequence[Token], fields: Sequence[RecordField]) -> bool:

@@ -5,7 +5,7 @@ import math
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from heapq import nlargest
 
@@ -21,8 +21,7 @@ MOST_WORDS = 100  # of a question that are searched
 # In English questions about anything: "How long does it take?", "What does it mean?"
 ASKING = frozenset("long often take takes mean means".split())  # noqa: SIM905
 LONG_WORD, ENDING = 7, 2  # letters
-# A term: a tokenizer knows common words whole. So many passages at most have it.
-TERM_PIECES, FEW, FEW_SHARE = 4, 3, 0.02
+FEW, FEW_SHARE = 3, 0.02  # the most passages, or share of them, that have a rare term
 # A number or code with its parts: INV-2024-0817, 48213, 4711. A year, a round number, or a number with its unit is not
 # one: passages contain them by chance.
 CODE = re.compile(r"[^\W_]+(?:[-_./\u2010-\u2015][^\W_]+)*")
@@ -35,10 +34,10 @@ Scores = dict[int, float]  # by a passage's number in the index
 class WordMatch:
     """How a passage matches a question's words.
 
-    is_exact: it has a code or quoted phrase of the question; has_term: a term, such as a medicine, that few passages
-    have; words: how many of its words the passage has, without
-    those of codes and stop words; share: of these words, weighed by their rarity in the collections (0 to 1; 1 if
-    there are none). Words that half of the passages have do not count.
+    is_exact: it has a code or quoted phrase of the question; has_term: it has one of the question's terms, which few
+    passages have; words: how many of its words the passage has, without those of codes and stop words; share: of these
+    words, weighed by their rarity in the collections (0 to 1; 1 if there are none). Words that half of the passages
+    have do not count.
     """
 
     is_exact: bool
@@ -53,17 +52,17 @@ def by_words(
     question: str,
     count: int,
     within: Set[str] | None = None,
-    pieces: Callable[[str], int] = lambda word: 1,
+    terms: Set[str] = frozenset(),
 ) -> dict[str, WordMatch]:
     """Passages of these collections that share words with a question, best first, by node id.
 
-    within: the only passages to return; None: all. pieces: into how many a tokenizer cuts a word; if into TERM_PIECES,
-    it is a term. Those with a code or quoted phrase (`exact_parts`) come first, then
-    the best by BM25. Words that half of the passages have are ignored. Other collections do not influence the score, so
-    that it reveals nothing about them. An index that cannot be read is treated as empty, with a warning.
+    within: the only passages to return; None: all. terms: words of the question that are no common ones. Passages with
+    a code or quoted phrase (`exact_parts`) come first, then the best by BM25. Words that half of the passages have are
+    ignored. Other collections do not influence the score, so that it reveals nothing about them. An index that cannot
+    be read is treated as empty, with a warning.
     """
     try:
-        scores, words, shares, terms = _scores(library, collections, question, pieces)
+        scores, words, shares, with_term = _scores(library, collections, question, terms)
         exact = _with_exact_parts(library, collections, question, count if within is None else -1)
         found = dict.fromkeys((*scores, *exact))
         if within is not None:
@@ -75,7 +74,9 @@ def by_words(
         log.warning("searching without words: %s", error)
         return {}
     nodes = {row["id"]: row["node_id"] for row in rows}
-    return {nodes[n]: WordMatch(n in exact, int(words[n]), shares[n], n in terms) for n in best if n in nodes}
+    return {
+        nodes[n]: WordMatch(n in exact, int(words[n]), shares[n], n in with_term) for n in best if n in nodes
+    }
 
 
 def exact_parts(question: str) -> list[str]:
@@ -105,10 +106,10 @@ def missing_codes(question: str, texts: Iterable[str]) -> list[str]:
 
 
 def _scores(
-    library: Library, collections: Sequence[str], question: str, pieces: Callable[[str], int]
+    library: Library, collections: Sequence[str], question: str, terms: Set[str]
 ) -> tuple[Scores, Scores, Scores, set[int]]:
     """For each passage its BM25 score, and the question's words that it has: their number and share. Then the passages
-    with a term.
+    with a rare term.
     """
     scores, counts, shares = (defaultdict[int, float](float) for _ in range(3))
     whole, with_term = 0.0, set[int]()
@@ -121,20 +122,20 @@ def _scores(
     for plain, *words in list(dict.fromkeys(ways))[:MOST_WORDS]:  # a word, as each collection indexes it
         if plain in of_no_subject:
             continue
-        terms, having = _terms(library, plain, words)
+        forms, having = _forms(library, plain, words)
         if 2 * sum(having) >= asked:
             continue
         rarity = _rarity(sum(having), asked)
         if plain not in of_codes:
             whole += rarity
-        is_term = sum(having) <= max(FEW, FEW_SHARE * asked) and pieces(plain) >= TERM_PIECES
-        for term, here in zip(terms, having, strict=True):
+        is_rare_term = plain in terms - of_codes and sum(having) <= max(FEW, FEW_SHARE * asked)
+        for form, here in zip(forms, having, strict=True):
             # FTS5 computes the rarity over all collections.
             weight = -rarity / _rarity(here, everywhere)
             query = "SELECT rowid, bm25(words) FROM words WHERE words MATCH ?"
-            for number, score in library.rows(query, term) if here else ():
+            for number, score in library.rows(query, form) if here else ():
                 scores[number] += weight * score
-                if is_term:
+                if is_rare_term:
                     with_term.add(number)
                 if plain not in of_codes:
                     counts[number] += 1
@@ -144,20 +145,20 @@ def _scores(
     return scores, counts, defaultdict(float, {n: share / whole for n, share in shares.items()}), with_term
 
 
-def _terms(library: Library, plain: str, words: Sequence[str]) -> tuple[list[str], list[int]]:
+def _forms(library: Library, plain: str, words: Sequence[str]) -> tuple[list[str], list[int]]:
     """How to find a word, as each collection indexes it, and how many passages have it.
 
     A word that no passage has is found as the beginning of longer ones: `Heizkosten` in `Heizkostenabrechnung`; or
     without an ending: `Vereinsheimdachs`.
     """
-    forms = [f'"{word}"' for word in words], [f'"{word}" *' for word in words]
+    whole, longer = [f'"{word}"' for word in words], [f'"{word}" *' for word in words]
     shorter = [f'"{word[:-ENDING]}" *' for word in words]
-    terms, having = list[str](), list[int]()
-    for terms in (*forms, shorter)[: 1 if len(plain) < LONG_WORD else None]:
-        having = [library.column("SELECT count(*) FROM words WHERE words MATCH ?", term)[0] for term in terms]
+    forms, having = list[str](), list[int]()
+    for forms in (whole, longer, shorter)[: 1 if len(plain) < LONG_WORD else None]:
+        having = [library.column("SELECT count(*) FROM words WHERE words MATCH ?", form)[0] for form in forms]
         if any(having):
             break
-    return terms, having
+    return forms, having
 
 
 def _with_exact_parts(library: Library, collections: Sequence[str], question: str, count: int) -> set[int]:

@@ -22,8 +22,8 @@ Likely = Sequence[tuple[int, float]]  # the most likely next tokens, with their 
 View = Callable[[Sequence[int]], Likely]  # after these tokens of the answer
 NEAR_TOKENS = 12
 LIKELY = 20  # so many tokens are compared
-# The passage alone contradicts if the token's share is at most this, and another's at least this.
-RULED_OUT, ANOTHER = 0.03, 0.5
+# The passage alone contradicts if it gives the token at most this probability, and another figure at least this.
+RULED_OUT, ANOTHER = 0.03, 0.4
 SURE_WITHOUT_VIEW = 0.8  # the confident share if no passage can be asked
 # A prompt with one passage must be much shorter than the whole; else the full prefill is run at once.
 LARGEST_VIEW = 0.5
@@ -65,14 +65,15 @@ class UncertaintyCheck:
         kind = "figure" if in_number else kind
         if not kind or not self._counts(token, kind, before):
             return False
-        confidence = max(self._shares(likely(), kind, in_number).values(), default=1.0)
+        alike = self._alike(likely(), kind, in_number).values()
+        confidence = max(alike) / sum(alike) if sum(alike) else 1.0
         if confidence >= self.sure:
             return False
         if self._view is None:
             return confidence < SURE_WITHOUT_VIEW
-        alone = self._shares(self._view(before), kind, in_number)
-        share = alone.pop(token if self._kind(token) == kind else NUMBER_ENDS, 0.0)
-        return share <= RULED_OUT and max(alone.values(), default=0.0) >= ANOTHER
+        alone = self._alike(self._view(before), kind, in_number)
+        p = alone.pop(token if self._kind(token) == kind else NUMBER_ENDS, 0.0)
+        return p <= RULED_OUT and max(alone.values(), default=0.0) >= ANOTHER
 
     def _counts(self, token: int, kind: str, before: Sequence[int]) -> bool:
         """Whether it is a figure but no citation number, or a name that neither begins a sentence nor occurs in the
@@ -85,19 +86,15 @@ class UncertaintyCheck:
         text = self.tokenizer.decode([token]).strip().casefold()
         return not begins_sentence and not any(word.startswith(text) for word in self._question_words)
 
-    def _shares(self, likely: Likely, kind: str, in_number: bool) -> dict[int, float]:
-        """The probabilities of the tokens of this kind, as shares of their sum.
-
-        in_number: all other tokens count as well, together.
-        """
+    def _alike(self, likely: Likely, kind: str, in_number: bool) -> dict[int, float]:
+        """The probabilities of the tokens of this kind. in_number: all other tokens count as well, together."""
         alike: dict[int, float] = {}
         for token, p in likely:
             if self._kind(token) == kind:
                 alike[token] = p
             elif in_number:
                 alike[NUMBER_ENDS] = alike.get(NUMBER_ENDS, 0.0) + p
-        total = sum(alike.values())
-        return {token: p / total for token, p in alike.items()} if total else {}
+        return alike
 
     def _ends_with_digit(self, tokens: Sequence[int]) -> bool:
         return bool(tokens) and text_of_token(self.tokenizer, tokens[-1])[0][-1:].isdigit()

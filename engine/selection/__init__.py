@@ -27,7 +27,7 @@ from ragblend.engine.selection.shift import Delta, KernelShift, LayerChange
 from ragblend.engine.selection.static import Beginnings, Static, random_rows
 from ragblend.kvstore.errors import UsageError, did_you_mean
 
-# A figure or name less probable than this must be confirmed by the passage alone (docs/methods.md).
+# A figure or name less probable than this is compared with what the passage alone says (docs/methods.md).
 MIN_CONFIDENCE = 0.98
 _TABLE: dict[str, Policy] = {
     # Baselines and controls.

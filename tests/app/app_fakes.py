@@ -95,8 +95,8 @@ class FakeEmbedder:
     def _vectors(self, halves):
         return np.array([self.embed_question(half) for half in halves]).reshape(-1, WORDS)
 
-    def pieces(self, word):
-        return 1
+    def terms(self, words, cancel=None):
+        return set()
 
     def embed_question(self, text, cancel=None):
         vector = np.full(WORDS, 1e-3, dtype=np.float32)

@@ -53,6 +53,28 @@ def test_end_of_a_long_passage_is_embedded(embedder):
     assert (telling @ question).max() > (plain @ question).max() + 0.3
 
 
+def test_a_term_is_a_word_that_the_tokenizer_does_not_know_whole(embedder):
+    words = [
+        "levothyroxine",
+        "information",
+        "dose",
+        "temperature",
+        "levothyroxin\u00e4",
+        "paracetamol500",
+        "한국어로말해요",
+    ]
+    assert embedder.terms(words) == {"levothyroxine"}
+    with pytest.raises(Cancelled):
+        embedder.terms(words, cancel=cancelled_now())
+    assert embedder.terms(["dose"], cancel=cancelled_now()) == set(), "it does not wait for the model"
+
+
+def cancelled_now():
+    cancel = threading.Event()
+    cancel.set()
+    return cancel
+
+
 def test_progress_and_order(embedder):
     texts = [f"text number {n}" for n in range(70)]
     seen = []

@@ -84,8 +84,8 @@ class Scaled:
     def embed_passages(self, texts, progress=None, part="whole"):
         return [self.embed_question(text)[None] for text in texts]
 
-    def pieces(self, word):
-        return 1
+    def terms(self, words, cancel=None):
+        return set()
 
     def embed_question(self, text, cancel=None):
         vector = np.full(65, 0.0, np.float32)

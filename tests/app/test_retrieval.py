@@ -86,8 +86,8 @@ class Blurred:
         rows = [self.embed_question("") + 0.1 * chance.normal(size=8) for _ in texts]
         return [(row / np.linalg.norm(row)).astype(np.float32)[None] for row in rows]
 
-    def pieces(self, word):
-        return 1
+    def terms(self, words, cancel=None):
+        return set()
 
     def embed_question(self, text, cancel=None):
         return np.full(8, 8**-0.5, np.float32)
@@ -346,19 +346,26 @@ def test_passages_with_the_code_come_first(library):
     }
 
 
-def test_a_rare_term_is_told_from_a_common_word(library):
-    """`levothyroxine` is shared by no chance; a word of many pieces in many passages is the library's subject."""
-    texts = ["levothyroxine daily", "dose of paint", *(f"kiln {n}" for n in range(4)), *"abcdef"]
+def test_passages_with_a_rare_term_are_marked(library):
+    """`levothyroxine` is shared by no chance; a term that many passages have is the library's subject."""
+    texts = [
+        "levothyroxine daily",
+        "dose of paint",
+        "ORD-Zuckerrueben-2",
+        *(f"thermostat {n}" for n in range(4)),
+        *"abc",
+    ]
     _, nodes = fill(library, "/a", texts)
-
-    def pieces(word):
-        return 1 if word == "dose" else 5
-
-    found = by_words(library, ["default"], "What dose of levothyroxine?", 9, pieces=pieces)
+    terms = {"levothyroxine", "thermostat", "zuckerrueben"}
+    found = by_words(library, ["default"], "What dose of levothyroxine?", 9, terms=terms)
     assert {node for node, match in found.items() if match.has_term} == {nodes[0]}
     assert nodes[1] in found
-    in_kilns = by_words(library, ["default"], "Which kiln?", 9, pieces=pieces)
-    assert len(in_kilns) == 4 and not any(match.has_term for match in in_kilns.values())
+    for question, count in (
+        ("Which thermostat?", 4),
+        ("Where is ORD-Zuckerrueben-7?", 1),
+    ):  # a part of another code
+        found = by_words(library, ["default"], question, 9, terms=terms)
+        assert len(found) == count and not any(match.has_term for match in found.values()), question
 
 
 def test_words_in_half_of_the_passages_are_ignored(library):

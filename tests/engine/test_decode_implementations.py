@@ -361,6 +361,27 @@ def test_a_program_that_asks_without_a_pause_is_measured_too(engine, monkeypatch
     assert len(given_up) <= 3
 
 
+def test_a_measurement_that_never_ends_holds_requests_twice_at_most(engine, monkeypatch):
+    insisted, queue = [], engine.runtime.queue
+
+    def measure(decoder, rows, token_ids, cancelled):
+        insisted.append(False)
+        while True:
+            is_wanted = queue.has_waiting
+            if cancelled():
+                raise Cancelled("somebody came")
+            insisted[-1] = insisted[-1] or is_wanted
+            time.sleep(0.001)
+
+    monkeypatch.setattr(implementations, "compare_implementations", measure)
+    monkeypatch.setattr("ragblend.engine.scheduling.queue.PAUSE_S", 0.0)
+    monkeypatch.setattr("ragblend.engine.runtime.INSISTS_S", 1.0)
+    stops_at = time.monotonic() + SOON_S
+    while len(insisted) < 9 and time.monotonic() < stops_at:
+        engine.generate(make_prompt(TEXTS), "full", max_new_tokens=4)
+    assert len(insisted) >= 9 and 1 <= sum(insisted) <= 2
+
+
 def test_a_failed_comparison_is_not_repeated_after_every_answer(engine, monkeypatch, caplog):
     monkeypatch.setattr(implementations, "compare_implementations", lambda *given: 1 / 0)
     for _ in range(2):

@@ -96,10 +96,10 @@ FERRY = Chunk("ferry", token_ids=(IDS[" Orbeck"], IDS[" Ferry"], IDS[" carries"]
     ("alone", "confidence", "wanted"),
     [
         ({" 41": 0.05, " 339": 0.95}, 0.5, False),  # its passage does not rule it out
-        ({" 41": 0.01, " 339": 0.4, "4": 0.3, "2": 0.29}, 0.5, False),  # nor has it another figure
+        ({" 41": 0.01, " 339": 0.36, "4": 0.33, "2": 0.3}, 0.5, False),  # nor is it sure of another
         ({" 41": 0.01, " 339": 0.99}, 0.5, True),
         ({"4": 0.4, " 339": 0.6}, 0.5, True),
-        ({" is": 1.0}, 0.5, False),  # alone says no figure
+        ({" is": 0.99, " 339": 0.01}, 0.5, False),  # it has no figure
         ({" 41": 0.01, " 339": 0.99}, 0.9, True),  # confident, and wrong
         ({" 41": 0.01, " 339": 0.99}, 0.99, False),
     ],

@@ -33,8 +33,8 @@ class Embedder:
     def embed_passages(self, texts, progress=None, part="whole"):
         return [self.embed_question(text)[None][: part != "rest"] for text in texts]
 
-    def pieces(self, word):
-        return 1
+    def terms(self, words, cancel=None):
+        return set()
 
     def embed_question(self, text, cancel=None):
         seeds = [int.from_bytes(word.encode()[:8], "little") for word in text.lower().split()]
