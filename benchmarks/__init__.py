@@ -32,6 +32,4 @@ marked * are recorded in a JSON file here, from which the page is rendered; othe
 is set up as in `ragblend`, before torch is imported.
 """
 
-from ragblend.app.openmp import set_thread_spinning
-
-set_thread_spinning()
+import ragblend.engine  # noqa: F401

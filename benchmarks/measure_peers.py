@@ -206,7 +206,7 @@ def started(name: str, python: str, plan_file: Path) -> Any:
     if name.startswith(OURS):
         command[1:2] = ["-m", "benchmarks.measure_peers"]
     from benchmarks.common import environment_of_others
-    from ragblend.app.openmp import SPINS
+    from ragblend.engine.openmp import SPINS
 
     # The setting that it would choose on an idle machine, as this is while it is asked.
     own = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPINS} if name.startswith(OURS) else {}

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import typer
 
 from ragblend.app.cli.common import command
-from ragblend.app.openmp import set_thread_spinning
 from ragblend.app.system import raise_open_file_limit
 from ragblend.kvstore.errors import Cancelled, RagBlendError, UsageError
 
@@ -116,8 +115,7 @@ def main(arguments: Sequence[str] | None = None, commands: typer.Typer = app, na
 
 @contextmanager
 def _process_limits() -> Iterator[None]:
-    """Set the process's OpenMP spinning, open file limit, encodings, umask and garbage collection."""
-    set_thread_spinning()
+    """Set the process's open file limit, encodings, umask and garbage collection."""
     raise_open_file_limit(OPEN_FILES)
     _accept_any_text()
     umask, thresholds = os.umask(PRIVATE_UMASK), gc.get_threshold()

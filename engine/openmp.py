@@ -1,4 +1,4 @@
-"""Sets OpenMP's spinning before torch is imported; imports nothing heavy itself.
+"""Sets how OpenMP's threads wait, before torch is imported; imports nothing heavy itself.
 
 Between two small matrix products a sleeping thread wakes too late: if threads first spin for a twentieth of a
 millisecond, SmolLM2 answers 1.6 times faster on two idle cores. But next to another busy process a spinning thread
@@ -7,6 +7,7 @@ spinning for milliseconds, ten times slower. So threads spin only if there is a 
 """
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -15,10 +16,10 @@ LOOKS, LOOK_S = 8, 0.005  # at the number of running threads
 
 
 def set_thread_spinning(load: Path = Path("/proc/loadavg")) -> None:
-    """Call before torch is imported; does not change variables that are set. load: the file in which Linux counts
-    running threads.
+    """Set OpenMP's variables for this process and its children, unless one is set or torch was imported, which has read
+    them. load: the file in which Linux counts running threads.
     """
-    if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+    if "torch" in sys.modules or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         return
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     if _has_idle_core_per_thread(load):
