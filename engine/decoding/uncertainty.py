@@ -22,8 +22,9 @@ Likely = Sequence[tuple[int, float]]  # the most likely next tokens, with their 
 View = Callable[[Sequence[int]], Likely]  # after these tokens of the answer
 NEAR_TOKENS = 12
 LIKELY = 20  # so many tokens are compared
-# The passage alone contradicts if it gives the token at most this probability, and another figure at least this.
-RULED_OUT, ANOTHER = 0.03, 0.4
+# The passage alone contradicts if it gives another figure at least ANOTHER, and the token at most RULED_OUT; or more if
+# the whole prompt nearly chose that figure: at most CLOSE times its probability there, as a share of the likeliest's.
+ANOTHER, RULED_OUT, CLOSE = 0.4, 0.03, 0.2
 SURE_WITHOUT_VIEW = 0.8  # the confident share if no passage can be asked
 # A prompt with one passage must be much shorter than the whole; else the full prefill is run at once.
 LARGEST_VIEW = 0.5
@@ -65,15 +66,19 @@ class UncertaintyCheck:
         kind = "figure" if in_number else kind
         if not kind or not self._counts(token, kind, before):
             return False
-        alike = self._alike(likely(), kind, in_number).values()
-        confidence = max(alike) / sum(alike) if sum(alike) else 1.0
+        whole = self._alike(likely(), kind, in_number)
+        best = max(whole.values(), default=0.0)
+        confidence = best / sum(whole.values()) if best else 1.0
         if confidence >= self.sure:
             return False
         if self._view is None:
             return confidence < SURE_WITHOUT_VIEW
         alone = self._alike(self._view(before), kind, in_number)
         p = alone.pop(token if self._kind(token) == kind else NUMBER_ENDS, 0.0)
-        return p <= RULED_OUT and max(alone.values(), default=0.0) >= ANOTHER
+        other = max(alone, key=alone.__getitem__, default=NUMBER_ENDS)
+        if alone.get(other, 0.0) < ANOTHER:
+            return False
+        return p <= max(RULED_OUT, CLOSE * whole.get(other, 0.0) / best)
 
     def _counts(self, token: int, kind: str, before: Sequence[int]) -> bool:
         """Whether it is a figure but no citation number, or a name that neither begins a sentence nor occurs in the

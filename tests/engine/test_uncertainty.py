@@ -95,7 +95,9 @@ FERRY = Chunk("ferry", token_ids=(IDS[" Orbeck"], IDS[" Ferry"], IDS[" carries"]
 @pytest.mark.parametrize(
     ("alone", "confidence", "wanted"),
     [
-        ({" 41": 0.05, " 339": 0.95}, 0.5, False),  # its passage does not rule it out
+        ({" 41": 0.05, " 339": 0.95}, 0.9, False),  # its passage does not rule it out
+        ({" 41": 0.05, " 339": 0.95}, 0.5, True),  # but the whole prompt nearly chose the other
+        ({" 41": 0.3, " 339": 0.7}, 0.5, False),
         ({" 41": 0.01, " 339": 0.36, "4": 0.33, "2": 0.3}, 0.5, False),  # nor is it sure of another
         ({" 41": 0.01, " 339": 0.99}, 0.5, True),
         ({"4": 0.4, " 339": 0.6}, 0.5, True),
