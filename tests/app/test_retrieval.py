@@ -360,10 +360,8 @@ def test_passages_with_a_rare_term_are_marked(library):
     found = by_words(library, ["default"], "What dose of levothyroxine?", 9, terms=terms)
     assert {node for node, match in found.items() if match.has_term} == {nodes[0]}
     assert nodes[1] in found
-    for question, count in (
-        ("Which thermostat?", 4),
-        ("Where is ORD-Zuckerrueben-7?", 1),
-    ):  # a part of another code
+    part_of_another_code = "Where is ORD-Zuckerrueben-7?"
+    for question, count in (("Which thermostat?", 4), (part_of_another_code, 1)):
         found = by_words(library, ["default"], question, 9, terms=terms)
         assert len(found) == count and not any(match.has_term for match in found.values()), question
 

@@ -22,9 +22,6 @@ BOATS = "Three boats lie at the quay. The red boat belongs to Ada."
 class OtherEmbedder(FakeEmbedder):
     """Its vectors have another length."""
 
-    def terms(self, words, cancel=None):
-        return set()
-
     def embed_question(self, text, cancel=None):
         vector = super().embed_question(text)[:48] + 1e-3
         return vector / np.linalg.norm(vector)
