@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import ClassVar
 
 import torch
@@ -34,7 +36,7 @@ from ragblend.kvstore.policy import PrefillProfile
 from ragblend.kvstore.store import KVStore
 
 CACHED = (0, 512, 2048, 4096)
-# At 256 rows linear layers change the order of their weights (packing.MOST_ROWS), so there is a point after it too.
+# At 256 rows linear layers change the order of their weights (packing.MAX_PACKED_ROWS): there is a point after it too.
 NEW = (16, 64, 256, 320, 512, BLOCK_ROWS)
 MANY_NEW = 4 * BLOCK_ROWS  # an accelerator needs as many rows to be busy
 # What is measured in the background, in a few seconds: (cached, new) without and with an accelerator.
@@ -139,11 +141,14 @@ def _axes(window: int, cached: Sequence[int], new: Sequence[int]) -> tuple[Seque
 
 def _tiers(runtime: Runtime, chunk: ChunkKV, count: int) -> Iterator[tuple[str, Opened]]:
     """Every tier, the fastest first, with a function that opens one of its chunks, packed by the codec in use."""
-    device, store = runtime.device, runtime.store
-    keys = [ChunkKey(f"{number:064x}") for number in range(count)]  # of no real chunk
-    try:
+    device, keys = runtime.device, [ChunkKey(f"{number:064x}") for number in range(count)]
+    # A store of its own, on the same disk: in the real one passages would be evicted for these.
+    with (
+        TemporaryDirectory(prefix="profile-", dir=runtime.home) as folder,
+        KVStore.open(Path(folder), chunk.nbytes * 2 * count) as store,
+    ):
         for key in keys:
-            store.put(key, chunk, runtime.codec, shared=False)
+            store.put(key, chunk, runtime.codec)
         with _cold(store, keys[0], chunk) as stored:
             held = held_copy(stored, "memory", torch.device("cpu"), pinned=device.type == "cuda")
         if runtime.transfers.staged:
@@ -152,8 +157,6 @@ def _tiers(runtime: Runtime, chunk: ChunkKV, count: int) -> Iterator[tuple[str, 
         yield "memory", lambda _: held
         yield PAGE_CACHE, lambda number: _opened(store, keys[number], chunk)
         yield "disk", lambda number: _cold(store, keys[number], chunk)
-    finally:
-        store.delete(keys)
 
 
 def _prefill_ms(runtime: Runtime, behind: int, count: int, turn: DeviceTurn | None = None) -> float:

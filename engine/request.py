@@ -79,6 +79,6 @@ def claim_of(runtime: Runtime, request: Request) -> Claim:
     ratio = DEFAULT_RATIO if request.ratio is None else request.ratio
     share = ratio if request.policy.fixed_ratio is None else request.policy.fixed_ratio
     tokens = len(prompt.token_ids)
-    nbytes = (tokens + request.room_tokens) * runtime.decoder.geometry.token_bytes
+    nbytes = (tokens + request.room_tokens) * runtime.fingerprint.geometry.token_bytes
     new_tokens = max(1, round(tokens - exact - (1 - share) * fused))
     return Claim(True, client, cached, new_tokens, nbytes, deadline)

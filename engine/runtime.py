@@ -143,7 +143,7 @@ class Runtime(RuntimeBase):
 
     @property
     def decoder(self) -> Decoder:
-        assert self.gate is not None, "the gate says what the decoder may do, also after it was loaded again"
+        _ = self.gate  # it sets what the decoder may do, also after it was loaded again
         decoder = self.loaded.decoder
         assert decoder is not None, "only asked for after the gate"
         return decoder
@@ -160,7 +160,7 @@ class Runtime(RuntimeBase):
             verdict = cached_verdict(
                 folder,
                 self.fingerprint.digest,
-                decoder.device.type,
+                decoder.device,
                 decoder.geometry.layers,
                 lambda: run_gate(decoder, ids),
             )

@@ -1,1 +1,1 @@
-"""Adapters between the engine and other libraries; nothing here is imported by `ragblend` itself."""
+"""Adapters between the engine and frameworks, vLLM and Chroma; `import ragblend` loads none of them."""

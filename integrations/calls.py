@@ -219,7 +219,10 @@ class PreparedCall:
             return self._generate(self.make_prompt(), Event(), on_text)
 
     def stream(self) -> Generator["str | Result", None, None]:
-        """The pieces of text, then the result. Starts at once; closing or dropping it stops the device."""
+        """The pieces of text, then the result. Starts at once; closing or dropping it stops the device.
+
+        The timeout counts from when the first item is asked for.
+        """
         with self.errors():
             return self._pieces(self.call.backend.engine.stream(self.make_prompt(), **self.call.options()))
 

@@ -224,21 +224,22 @@ def _prints(texts: dict[str, str]) -> dict[str, Print | None]:
 
 def _proof(node_id: str, text: str) -> bytes:
     """SHA-256 over node id and text, which distinguishes a found text from another one with the same key."""
-    name = _utf8(node_id)
-    return hashlib.sha256(len(name).to_bytes(8, "little") + name + _utf8(text)).digest()
+    name = utf8(node_id)
+    return hashlib.sha256(len(name).to_bytes(8, "little") + name + utf8(text)).digest()
 
 
-def _utf8(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")  # file names, and so node ids, may hold lone surrogates
+def utf8(text: str) -> bytes:
+    """The text in UTF-8. File names, and so node ids, and a damaged document's text may hold lone surrogates."""
+    return text.encode("utf-8", "surrogatepass")
 
 
 def learned_node_id(text: str) -> str:
     """The node id of a text that was learned from prompts."""
-    return f"{LEARNED_PREFIX}{hashlib.sha256(_utf8(text)).hexdigest()[:32]}"
+    return f"{LEARNED_PREFIX}{hashlib.sha256(utf8(text)).hexdigest()[:32]}"
 
 
 def node_id_of(passage: Passage) -> str:
     """The passage's node id, or one made from its text, by which it can be removed."""
     if passage.node_id is not None:
         return passage.node_id
-    return f"text-{hashlib.sha256(_utf8(passage.text)).hexdigest()[:32]}"
+    return f"text-{hashlib.sha256(utf8(passage.text)).hexdigest()[:32]}"

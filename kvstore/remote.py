@@ -301,9 +301,15 @@ class Remote(Closing):
             call()
 
     def when_back(self, call: Callable[[], None], name: Hashable = None) -> None:
-        """Register a short callback for when the server answers again; a later one of the same name replaces it."""
+        """Register a short callback for when the server answers again; a later one of the same name replaces it.
+
+        If it does answer, the callback is called after the same wait as for one that does not.
+        """
         with self._changed:
-            self._returned[name or call] = call
+            if self._away:
+                self._returned[name or call] = call
+            elif self._runner is not None and not self._closed:
+                self._loop.call_soon_threadsafe(self._loop.call_later, self.place.retry_s, call)
 
     # --- writing in the background
 
@@ -512,13 +518,20 @@ class RemoteReader(Source):
                 content = np.frombuffer(self._coming[layer].result(), dtype=np.uint8)
                 self._check(layer, content)
             except CancelledError:
-                self._failed = True
+                self._fail()
                 raise RemoteError(f"reading {self._name} after its reader was closed") from None
             except (RemoteError, CorruptBlobError):
-                self._failed = True
+                self._fail()
                 raise
             self._layers[layer] = torch.from_numpy(content.copy())
         return self._layers[layer]
+
+    def _fail(self) -> None:
+        """Turn the counted hit into a miss, once."""
+        with self._guard:
+            failed_before, self._failed = self._failed, True
+        if not failed_before:
+            self._remote.counters.add(hits=-1, misses=1)
 
     def _check(self, layer: int, content: Any) -> None:
         if not content.nbytes:

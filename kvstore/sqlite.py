@@ -22,6 +22,7 @@ DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 # UnicodeDecodeError, because SQLite quotes a damaged schema in its message, and Python decodes that strictly.
 SQL_ERRORS = (sqlite3.Error, Timeout, UnicodeDecodeError)
 _RETRY_SECONDS = 0.005
+_TEMPORARY_FOLDER = threading.Lock()  # SQLite has one setting for the whole process
 
 
 class DamagedFileError(StoreError):
@@ -198,7 +199,7 @@ class SqliteFile(Closing):
         marks deleted rows until the parts of its index are merged.
         """
         folder = str(self.path.parent).replace("'", "''")
-        with self.connection() as sql:
+        with self.connection() as sql, _TEMPORARY_FOLDER:
             sql.execute(f"PRAGMA temp_store_directory = '{folder}'")  # for the temporary copy of the file
             try:
                 for statement in (*self._full_text("optimize"), "VACUUM"):

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import transformers
 from torch import Tensor
 
 from ragblend.engine.cache import FusedCache, NewKV, Scatter
@@ -26,7 +27,7 @@ from ragblend.engine.encode import ChunkEncoder
 from ragblend.engine.fusion import fusing
 from ragblend.engine.model.attention import CollectAttention
 from ragblend.engine.model.decoder import Decoder, RowBlock
-from ragblend.engine.model.device import transfer_stream
+from ragblend.engine.model.device import device_name, transfer_stream
 from ragblend.engine.model.rope import LAYOUTS, Rope, move_keys
 from ragblend.engine.plan import Span, make_plan
 from ragblend.engine.selection import ATTENTION_FREE, METHODS, Policy, policy_named
@@ -246,12 +247,13 @@ def _largest_error(one: FusedCache, two: FusedCache, start: int, stop: int) -> f
 
 
 def cached_verdict(
-    folder: Path, fingerprint: str, device: str, layers: int, judge: Callable[[], GateVerdict]
+    folder: Path, fingerprint: str, device: torch.device, layers: int, judge: Callable[[], GateVerdict]
 ) -> GateVerdict:
-    """The saved verdict for this model on this kind of device, whose attention differs from others'; or a new one,
+    """The saved verdict for this model, this device and these versions of the libraries that compute; or a new one,
     which is saved.
     """
-    file = folder / f"gate-{fingerprint[:32]}-{device}-v{VERSION}.json"
+    libraries = f"torch{torch.__version__}-transformers{transformers.__version__}"
+    file = folder / f"gate-{fingerprint[:32]}-{device_name(device)}-{libraries}-v{VERSION}.json"
     try:
         found = json.loads(file.read_text())
         checks = tuple(GateCheck(**check) for check in found.pop("checks"))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragblend.engine.prompts.chat import chat
 from ragblend.engine.prompts.segments import Chunk, Literal, Message, Prompt, Segment, with_ids
+from ragblend.kvstore.errors import PromptError
 
 if TYPE_CHECKING:
     from ragblend.engine.prompts.figure_rows import FigureFinder, FigureRows
@@ -131,5 +132,10 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return list(tokenizer.encode(text, add_special_tokens=False))
-    # Straight to the tokenizers library, which shares no state between threads.
-    return list(backend.encode(text, add_special_tokens=False).ids)
+    try:  # straight to the tokenizers library, which shares no state between threads
+        return list(backend.encode(text, add_special_tokens=False).ids)
+    except TypeError as error:
+        raise PromptError(
+            "tokenizing a text: it holds half of a surrogate pair, which is no character. Decode its bytes with "
+            'errors="replace".'
+        ) from error

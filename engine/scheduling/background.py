@@ -17,19 +17,23 @@ log = logging.getLogger("ragblend")
 EXIT_S = 5.0  # how long requested KV is still stored when an engine is closed or the process exits
 MAX_WAITING = 256  # limit of named tasks; a later request adds a rejected task again
 
-_open: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_producers: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_others: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
-def end_at_exit(thing: Any) -> None:
-    """Call `thing.end()` before the interpreter exits: torch aborts the process if it is stopped in the middle."""
-    if not _open:
+def end_at_exit(thing: Any, produces: bool = False) -> None:
+    """Call `thing.end()` before the interpreter exits: torch aborts the process if it is stopped in the middle.
+
+    produces: it adds background tasks when it ends, so it ends before the engines, which run them.
+    """
+    if not (_producers or _others):
         atexit.unregister(_end_all)
         atexit.register(_end_all)
-    _open.add(thing)
+    (_producers if produces else _others).add(thing)
 
 
 def _end_all() -> None:
-    for thing in list(_open):
+    for thing in (*_producers, *_others):
         thing.end()
 
 
@@ -58,7 +62,6 @@ class BackgroundTasks:
     """
 
     def __init__(self, on_unfinished: Callable[[Sequence[Hashable]], None] | None = None) -> None:
-        end_at_exit(self)
         self._changed = threading.Condition()
         self._tasks: list[_Task] = []
         self._running = False

@@ -8,7 +8,7 @@ from langchain_core.documents import Document
 
 from ragblend.integrations.langchain.errors import langchain_errors
 from ragblend.integrations.parameters import ModelParameters
-from ragblend.integrations.passages import Passage
+from ragblend.integrations.passages import Passage, utf8
 from ragblend.kvstore.errors import UsageError
 
 DocumentLike = Document | Mapping[str, Any] | str
@@ -49,7 +49,7 @@ def passage(text: str, node_id: str | None) -> Passage | None:
 
 def content_id(text: str) -> str:
     """An id for a document that has none, the same in every process."""
-    return f"sha256-{sha256(text.encode()).hexdigest()[:32]}"
+    return f"sha256-{sha256(utf8(text)).hexdigest()[:32]}"
 
 
 def encode_documents(

@@ -307,7 +307,7 @@ def test_the_engine_measures_once_and_decides_from_then_on(engine):
     measured = engine.profile(lambda *progress: seen.append(progress))
     assert seen[-1][0] == seen[-1][1] == len(seen)
     assert [tier.name for tier in measured.tiers] == ["memory", "page cache", "disk"]
-    assert engine.store.stats().entries == len(TEXTS)  # what it stored for that is gone again
+    assert engine.store.stats().entries == len(TEXTS)
     after = engine.prefill(prompt, ratio="auto").report
     assert after.decision.predicted_ttft_ms > 0 and after.decision.ratio >= DEFAULT_RATIO
     assert after.ratio == pytest.approx(after.decision.ratio, abs=0.01), "whole rows"
@@ -327,7 +327,14 @@ def test_every_tier_of_a_staged_device_is_measured_through_its_stream(engine, mo
     measured = engine.profile()
     assert [tier.name for tier in measured.tiers] == ["device", "memory", "page cache", "disk"]
     assert len(transfers.delivered) >= 3 * engine.runtime.decoder.geometry.layers
-    assert not list(engine.store.keys())
+
+
+def test_a_profile_evicts_no_passage_and_leaves_nothing(fresh_bench_for):
+    """It stored its random values in the user's store, and failed where the budget was too small for them."""
+    engine = fresh_bench_for(store_budget_bytes=100_000).engine
+    encoded = engine.encode(TEXTS[:1])
+    assert len(engine.profile().tiers) == 3
+    assert list(engine.store.keys()) == list(encoded.keys) and not list(engine.runtime.home.glob("profile-*"))
 
 
 @pytest.mark.parametrize("codec", ["raw", "int4"])

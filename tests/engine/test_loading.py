@@ -267,6 +267,20 @@ def test_the_gates_verdict_is_saved_and_a_damaged_one_replaced(fresh_bench_for, 
         one.engine.close()
 
 
+def test_the_gate_runs_again_with_another_version_of_a_library(fresh_bench_for, tmp_path, monkeypatch):
+    """A model that the new version runs otherwise was served by the old verdict."""
+    from ragblend.engine import runtime
+    from ragblend.engine.model import gate
+
+    judged, judge = [], runtime.run_gate
+    monkeypatch.setattr(runtime, "run_gate", lambda *a: judged.append(1) or judge(*a))
+    one = fresh_bench_for("llama", home=tmp_path / "h")
+    for number, version in enumerate(("5.18.0", "5.20.0"), start=1):
+        monkeypatch.setattr(gate.transformers, "__version__", version)
+        assert one.engine.gate.passed and len(judged) == number
+        one.engine.close()
+
+
 def test_a_gate_that_failed_to_run_is_run_again(fresh_bench_for, tmp_path, monkeypatch):
     """Out of memory today is no reason to refuse the model for ever."""
     from ragblend.engine.model import gate

@@ -1,5 +1,7 @@
 """The queue for the device, and background tasks."""
 
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -171,6 +173,22 @@ def test_tasks_wait_until_a_thread_can_be_started(monkeypatch, caplog):
         tasks.add(partial(done.append, 4), priority=Priority.STORE)
         tasks.end()
     assert tasks.finish(10) and done == [1, 2, 4]
+
+
+def test_what_adds_tasks_ends_before_what_runs_them():
+    """An answer that ended after its engine started a thread, in which torch ran while the process exited."""
+    code = """
+from ragblend.engine.scheduling.background import end_at_exit
+class Thing:
+    def __init__(self, name):
+        self.name = name
+        end_at_exit(self, produces=name == "stream")
+    def end(self):
+        print(self.name)
+things = [Thing(name) for name in ["engine", "stream"] * 8]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["stream"] * 8 + ["engine"] * 8
 
 
 def test_tasks_that_store_run_first_and_those_that_measure_last():

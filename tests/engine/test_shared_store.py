@@ -140,7 +140,8 @@ def test_lost_readers_are_left_out_together(redis, fresh_bench_for, caplog):
         here = fresh_bench_for(remote=f"redis://127.0.0.1:{proxy.port}/0{PATIENT}&retry_s=600")
         with caplog.at_level(logging.WARNING):
             assert_computed_in_place(here)
-        assert remote_of(here).stats().hits == 4
+        stats = remote_of(here).stats()
+        assert stats.read_bytes > 0 and stats.hits == 0 and stats.misses >= 4
     assert caplog.text.count("computed in place") == 1
 
 
@@ -150,8 +151,8 @@ def test_on_a_slow_network_only_what_arrives_in_time_is_requested(redis, fresh_b
     with proxy_to(redis.port, bytes_per_s=2e5) as proxy:
         here = fresh_bench_for(remote=f"redis://127.0.0.1:{proxy.port}/0?timeout_s=1&retry_s=0.01")
         back = threading.Event()
-        remote_of(here).when_back(back.set)
         assert_computed_in_place(here, make_prompt(long[:3]))
+        remote_of(here).when_back(back.set)
         assert back.wait(60)  # it answers, slowly
         assert_computed_in_place(here, make_prompt(long[3:]))
 

@@ -344,7 +344,10 @@ def test_damage_of_a_layer_is_detected_when_it_is_read(shared, open_at, sample, 
         with pytest.raises(CorruptBlobError, match="layer 1"):
             reader.read_layer(1, keys, values)
         assert reader.is_lost and reader.blob is None
-    assert other.remote.stats().damaged == 1
+        with pytest.raises(CorruptBlobError):
+            reader.read_layer(1, keys, values)
+    stats = other.remote.stats()
+    assert (stats.damaged, stats.hits) == (2, 0) and stats.misses == 1  # a hit that cannot be read is a miss
     assert other.remote.fetch(wanted(key, chunk)) is None
 
 
@@ -496,13 +499,22 @@ def test_a_silent_server_does_not_change_the_throughput(monkeypatch, came):
 def test_a_value_whose_write_fails_twice_is_dropped(monkeypatch):
     """It may be why: else it would be left alone for its sake for ever."""
     monkeypatch.setattr(remote_module, "server_at", BadServer)
-    place, back = Place.of(f"redis://host{PATIENT}&retry_s=0.01"), threading.Event()
+    place = Place.of(f"redis://host{PATIENT}&retry_s=0.01")
     with closing(Remote(place, lambda _: b"value", lambda _: True)) as remote:
-        remote.when_back(back.set)
         remote.offer(ChunkKey("ab" * 32))
-        assert back.wait(60) and remote.flush()
+        until(lambda: remote.stats().dropped)
         stats = remote.stats()
         assert (stats.errors, stats.waiting, stats.dropped, stats.written_bytes) == (2, 0, 1, 0)
+
+
+def test_a_deletion_is_tried_again_at_a_server_that_answers(redis, monkeypatch):
+    """A value that was being written could not be deleted, and nothing tried again until the next failure."""
+    back = threading.Event()
+    with closing(Remote(Place.of(f"{redis.url}?retry_s=0.01"), lambda _: b"value", lambda _: True)) as remote:
+        remote.check()
+        assert remote.is_available
+        remote.when_back(back.set)
+        assert back.wait(60)
 
 
 def test_an_unreadable_value_does_not_stop_the_writer(redis, monkeypatch):

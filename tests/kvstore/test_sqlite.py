@@ -87,3 +87,22 @@ def test_a_file_with_a_damaged_schema_is_rebuilt(tmp_path, was, became):
     with Totals(path) as file:
         assert file.rows("SELECT tier FROM Totals") == []
         file.execute("INSERT INTO Totals VALUES ('disk', 3)")
+
+
+class Interrupted(Totals):
+    """While it is erased, another file is too."""
+
+    def _full_text(self, command):
+        self.thread = started(self.other.erase)
+        self.thread.join(0.5)
+        self.folder = self.column("PRAGMA temp_store_directory")[0]
+        return []
+
+
+def test_a_file_that_is_erased_has_its_own_temporary_folder(tmp_path):
+    """SQLite has one setting for the whole process: another file's took its place, and the copy went to /tmp."""
+    (tmp_path / "one").mkdir()
+    with Interrupted(tmp_path / "one" / "totals.db") as one, Totals(tmp_path / "other.db") as one.other:
+        assert one.erase()
+        one.thread.join(60)
+    assert one.folder == str(tmp_path / "one")

@@ -10,6 +10,7 @@ from langchain_core.runnables import RunnableLambda
 from pydantic import ValidationError
 
 from ragblend.integrations.langchain import RAGBlendRetriever, encode_documents
+from ragblend.kvstore.errors import PromptError
 
 QUESTION = "Who rings the bell?"
 
@@ -114,3 +115,9 @@ def test_documents_without_text_are_left_out_and_other_things_refused(make_tiny,
     assert encode_documents([*documents, Document("  ")], model, show_progress=False) == 3
     with pytest.raises(ValueError, match="not int"):
         encode_documents([7], model, show_progress=False)
+
+
+def test_a_text_with_half_a_surrogate_pair_is_refused_by_name(make_tiny):
+    """It ended in a UnicodeEncodeError, or the tokenizer's TypeError."""
+    with pytest.raises(PromptError, match="half of a surrogate pair"):
+        encode_documents([Document("The mole \udcff was dredged.")], make_tiny(), show_progress=False)
