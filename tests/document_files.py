@@ -26,6 +26,21 @@ def write_docx(path, paragraphs):
     return path
 
 
+def write_xlsx(path, rows, merged=(), **formats):
+    """A workbook of one sheet. formats: number formats by cell, such as `B2="0%"`."""
+    from openpyxl import Workbook
+
+    workbook = Workbook()
+    for row in rows:
+        workbook.active.append(row)
+    for cells in merged:
+        workbook.active.merge_cells(cells)
+    for cell, number_format in formats.items():
+        workbook.active[cell].number_format = number_format
+    workbook.save(path)
+    return path
+
+
 def write_epub(path, chapters):
     """chapters: (file name, title, body), in the order of the spine; files are stored in the opposite order."""
     items = "".join(

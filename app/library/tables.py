@@ -132,6 +132,7 @@ def xlsx_rows(path: Path) -> Iterator[Row]:
         for sheet in workbook.worksheets:
             is_one_of_many = len(workbook.worksheets) > 1
             place, named = (f"{sheet.title}, ", f"Sheet: {sheet.title}\n") if is_one_of_many else ("", "")
+            sheet.reset_dimensions()  # some programs write `A1` for any sheet, and no more would be read
             rows = ([_cell_text(cell.value, cell.number_format) for cell in row] for row in sheet.iter_rows())
             yield from ((named + text, location) for text, location in table_rows(rows, place))
     finally:

@@ -5,7 +5,7 @@ from email.message import EmailMessage
 from pathlib import Path
 
 import pytest
-from document_files import write_epub, write_pdf
+from document_files import write_epub, write_pdf, write_xlsx
 from pypdf import PdfWriter
 
 from ragblend.app.library import readers
@@ -321,21 +321,24 @@ def test_workbook(tmp_path):
     ]
 
 
+def test_a_workbook_that_gives_a_wrong_size_is_read_whole(tmp_path):
+    write_xlsx(tmp_path / "right.xlsx", [["name", "price"], ["pump", 12]])
+    with zipfile.ZipFile(tmp_path / "right.xlsx") as right, zipfile.ZipFile(tmp_path / "a.xlsx", "w") as wrong:
+        for name in right.namelist():
+            wrong.writestr(name, right.read(name).replace(b'<dimension ref="A1:B2"', b'<dimension ref="A1"'))
+    assert parse(tmp_path / "a.xlsx")["parts"] == [("name: pump\nprice: 12", "row 2")]
+
+
 def test_lines_above_a_table_are_not_its_header(tmp_path):
     """A title became the first column's name, and the real names a row."""
-    from openpyxl import Workbook
-
-    workbook = Workbook()
-    for row in (
+    rows = [
         ["Prices 2024"],
         ["printed", "1 May"],
         [],
         ["code", "name", "unit", "price"],
         ["K1", "pump", "m", 12],
-    ):
-        workbook.active.append(row)
-    workbook.save(tmp_path / "a.xlsx")
-    assert parse(tmp_path / "a.xlsx")["parts"] == [
+    ]
+    assert parse(write_xlsx(tmp_path / "a.xlsx", rows))["parts"] == [
         ("Prices 2024", "row 1"),
         ("printed, 1 May", "row 2"),
         ("code: K1\nname: pump\nunit: m\nprice: 12", "row 5"),
@@ -697,13 +700,7 @@ def test_temporary_files_beside_documents_are_skipped_by_a_list(tmp_path):
 )
 def test_numbers_of_a_sheet_are_read_as_it_shows_them(tmp_path, number, number_format, shown):
     """A tax of 19% was read as 0.19, and 412.80 as 412.8."""
-    from openpyxl import Workbook
-
-    workbook = Workbook()
-    workbook.active.append(["what", "amount"])
-    workbook.active.append(["fee", number])
-    workbook.active["B2"].number_format = number_format
-    workbook.save(tmp_path / "a.xlsx")
+    write_xlsx(tmp_path / "a.xlsx", [["what", "amount"], ["fee", number]], B2=number_format)
     assert parse(tmp_path / "a.xlsx")["parts"] == [(f"what: fee\namount: {shown}", "row 2")]
 
 
