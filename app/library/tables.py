@@ -9,6 +9,8 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import date, datetime, time, timedelta
+from decimal import ROUND_HALF_UP, Decimal, localcontext
 from itertools import chain, islice, takewhile
 from pathlib import Path
 from statistics import median_high
@@ -20,9 +22,13 @@ SNIFF_CHARACTERS = 16_384
 DELIMITERS = ",;\t|"
 NAMES = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 FIRST_ROWS = 10  # among which the header is
-# In a number format of XLSX: `"kg"`, `[$€-407]`, `[Red]`, `_-`, `€`; and what remains: `#,##0.00`, `0.0#`, `0%`.
-UNIT = re.compile(r'"([^"]*)"|\[\$([^\]-]*)[^\]]*\]|([€$£¥])|\[[^\]]*\]|[_*\\].')
-DIGITS = re.compile(r"([#0?,]*[0#?])(?:\.(0*)([#?]*))?\s*(%?)")
+# A number format of XLSX: digits such as `#,##0.00` or `0.0#` between texts. Of these `"kg"`, `\x`, `[$€-407]` and
+# signs are shown; `[Red]`, `_-` and `*-` are not. A format with a condition, such as `[>=1000]`, does not match.
+SHOWN = re.compile(r'"([^"]*)"|\\(.)|\[\$([^\]-]*)[^\]]*\]|([€$£¥%+() -])|\[[^$<=>\]][^<=>\]]*\]|[_*].')
+NUMBER_FORMAT = re.compile(
+    rf"(?P<before>(?:{SHOWN.pattern})*)(?P<whole>[#0?,]*[0#?])(?:\.(?P<decimals>0*)(?P<optional>[#?]*))?"
+    rf"(?P<after>(?:{SHOWN.pattern})*)"
+)
 NOT_USED = "\x1f"  # a delimiter that no table has
 # In a document. Of two columns the first is the name of the second; lines with few cells may be anything.
 LEAST_COLUMNS, LEAST_ROWS = 3, 2
@@ -145,21 +151,42 @@ def _cell_text(value: Any, number_format: str) -> str:
         return ""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _number_text(value, number_format)
-    return str(value).removesuffix(" 00:00:00")  # a date without a time
+    if isinstance(value, datetime | time | timedelta):
+        return _time_text(value)
+    return str(value)
+
+
+def _time_text(value: datetime | time | timedelta) -> str:
+    """To the second: what is stored as a fraction of a day is milliseconds off."""
+    if isinstance(value, timedelta):
+        minutes, seconds = divmod(round(abs(value).total_seconds()), 60)
+        return f"{'-' * (value < timedelta())}{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+    moment = value if isinstance(value, datetime) else datetime.combine(date.min, value)
+    moment = (moment + timedelta(microseconds=500_000)).replace(microsecond=0)
+    return str(moment).removesuffix(" 00:00:00") if moment.date() > date.min else str(moment.time())
 
 
 def _number_text(number: float, number_format: str) -> str:
-    """A number with the digits, percent sign and unit of its format: 412.8 as `412.80 €`, 0.19 as `19%`, 7 as `007`."""
-    shown = number_format.partition(";")[0]  # of positive numbers
-    digits = DIGITS.fullmatch(UNIT.sub("", shown).strip())
-    if digits is None:  # General, or a format that is not read: scientific, a fraction
-        return str(int(number) if isinstance(number, float) and number.is_integer() else number)
-    before, decimals, optional = digits[1].count("0"), len(digits[2] or ""), len(digits[3] or "")
-    whole, _, rest = f"{abs(number) * (100 if digits[4] else 1):.{decimals + optional}f}".partition(".")
+    """A number with the digits, percent sign and texts of its format: 412.8 as `412.80 €`, 0.19 as `19%`."""
+    read = NUMBER_FORMAT.fullmatch(number_format.partition(";")[0])  # of positive numbers
+    if read is None:  # General, or a format that is not read: scientific, a fraction, with a condition
+        is_whole = isinstance(number, int) or number.is_integer()
+        return str(int(number)) if is_whole else f"{number:.15g}"
+    decimals, optional = len(read["decimals"] or ""), len(read["optional"] or "")
+    is_percent = any(found[4] == "%" for found in SHOWN.finditer(read["before"] + read["after"]))
+    with localcontext(rounding=ROUND_HALF_UP):  # of the digits that are written, as Excel does
+        exact = abs(Decimal(repr(number))) * (100 if is_percent else 1)
+        whole, _, rest = f"{exact:.{decimals + optional}f}".partition(".")
     rest = rest[:decimals] + rest[decimals:].rstrip("0")
-    units = ("".join(each).strip() for each in UNIT.findall(shown))
-    text = f"{'-' if number < 0 else ''}{whole.zfill(before)}{'.' if rest else ''}{rest}{digits[4]}"
-    return " ".join(filter(None, (text, *units)))
+    before, after = (SHOWN.sub(_shown, read[part]) for part in ("before", "after"))
+    digits = f"{whole.zfill(read['whole'].count('0'))}{'.' if rest else ''}{rest}"
+    return " ".join(
+        f"{'-' if number < 0 else ''}{before.lstrip(' +' if number < 0 else None)}{digits}{after}".split()
+    )
+
+
+def _shown(part: re.Match[str]) -> str:
+    return part[part.lastindex] if part.lastindex else " "
 
 
 def _dialect(text: str, notes: list[str]) -> type[csv.Dialect] | csv.Dialect:

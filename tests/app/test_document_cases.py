@@ -1,6 +1,7 @@
 """Small files that were read wrongly once, each standing for a kind of fault; and more of each kind."""
 
 import zipfile
+from datetime import datetime, timedelta
 from email.message import EmailMessage
 from pathlib import Path
 
@@ -323,7 +324,10 @@ def test_workbook(tmp_path):
 
 def test_a_workbook_that_gives_a_wrong_size_is_read_whole(tmp_path):
     write_xlsx(tmp_path / "right.xlsx", [["name", "price"], ["pump", 12]])
-    with zipfile.ZipFile(tmp_path / "right.xlsx") as right, zipfile.ZipFile(tmp_path / "a.xlsx", "w") as wrong:
+    with (
+        zipfile.ZipFile(tmp_path / "right.xlsx") as right,
+        zipfile.ZipFile(tmp_path / "a.xlsx", "w") as wrong,
+    ):
         for name in right.namelist():
             wrong.writestr(name, right.read(name).replace(b'<dimension ref="A1:B2"', b'<dimension ref="A1"'))
     assert parse(tmp_path / "a.xlsx")["parts"] == [("name: pump\nprice: 12", "row 2")]
@@ -696,6 +700,23 @@ def test_temporary_files_beside_documents_are_skipped_by_a_list(tmp_path):
         (3.0, "General", "3"),
         (0.25, "# ?/?", "0.25"),
         (1500, "0.00E+00", "1500"),
+        (0.1 + 0.2, "General", "0.3"),
+        (2.5, "0", "3"),
+        (0.285, "0%", "29%"),
+        (1.005, "0.00", "1.01"),
+        (7, '"INV-"0000', "INV-0007"),
+        (3, '"Q"0', "Q3"),
+        (3, r"0\x", "3x"),
+        (3, r"0\:00", "3"),
+        (4.5, "[$CHF-807] #,##0.00", "CHF 4.50"),
+        (-4.5, '_("$"* #,##0.00_)', "-$ 4.50"),
+        (-0.05, "+0%;-0%", "-5%"),
+        (5, '0"%"', "5%"),
+        (1.5, "[>=1000]#,##0;0.00", "1.5"),
+        (timedelta(hours=30), "[h]:mm", "30:00:00"),
+        (0.35416666, "hh:mm", "08:30:00"),
+        (45352.604166664, "yyyy-mm-dd hh:mm", "2024-03-01 14:30:00"),
+        (datetime(2024, 3, 1), "yyyy-mm-dd", "2024-03-01"),
     ],
 )
 def test_numbers_of_a_sheet_are_read_as_it_shows_them(tmp_path, number, number_format, shown):
