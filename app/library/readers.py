@@ -187,9 +187,15 @@ _CHARDET, _MARKUP = ("chardet",), ("selectolax.lexbor", "defusedxml.ElementTree"
 _MARKDOWN = Format(_of_text(_markdown_sections), ("markdown_it",))
 _HTML = Format(_of_text(html_sections), _MARKUP)
 _OPENDOCUMENT = Format(lambda path, notes, _: opendocument_sections(path))
-_TABLE = Format(
-    lambda path, notes, _: csv_rows(decode(path.read_bytes(), path, notes), notes), ("clevercsv", "chardet")
-)
+
+
+def _table(delimiter: str) -> Format:
+    return Format(
+        lambda path, notes, _: csv_rows(decode(path.read_bytes(), path, notes), notes, delimiter),
+        ("clevercsv", "chardet"),
+    )
+
+
 _MAIL = Format(lambda path, notes, _: mail_parts(path, notes))
 FORMATS: dict[str, Format] = {
     ".txt": Format(_of_text(lambda text: [(text, "")]), _CHARDET),
@@ -205,8 +211,8 @@ FORMATS: dict[str, Format] = {
     ".pptx": Format(lambda path, notes, _: pptx_slides(path, notes), ("pptx",)),
     ".rtf": Format(lambda path, notes, _: rtf_text(path, notes)),
     ".epub": Format(lambda path, notes, _: epub_chapters(path, notes), _MARKUP),
-    ".csv": _TABLE,
-    ".tsv": _TABLE,
+    ".csv": _table(","),
+    ".tsv": _table("\t"),
     ".xlsx": Format(lambda path, notes, _: xlsx_rows(path), ("openpyxl",)),
     ".ipynb": Format(_of_text(lambda text: _markdown_sections(notebook_text(text)))),
     ".rst": Format(_of_text(rst_sections), ("docutils.core",)),

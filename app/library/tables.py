@@ -19,8 +19,8 @@ from typing import Any
 from ragblend.app.library.file_checks import MAX_TEXT_BYTES, open_archive
 
 SNIFF_CHARACTERS = 16_384
-DELIMITERS = ",;\t|"
-NAMES = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+DELIMITERS = ";\t,|"  # in this order: texts and numbers have commas too
+NAMES = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 FIRST_ROWS = 10  # among which the header is
 # A number format of XLSX: digits such as `#,##0.00` or `0.0#` between texts. Of these `"kg"`, `\x`, `[$€-407]` and
 # signs are shown; `[Red]`, `_-` and `*-` are not. A format with a condition, such as `[>=1000]`, does not match.
@@ -39,21 +39,17 @@ YEAR = re.compile(r"(?:19|20)\d\d")
 Row = tuple[str, str]  # its text as lines of "column: value", and its location
 
 
-def csv_rows(text: str, notes: list[str]) -> Iterator[Row]:
+def csv_rows(text: str, notes: list[str], usual: str) -> Iterator[Row]:
     """The rows with values except the header, which is row 1. A first line `sep=;` names the delimiter, as in Excel.
 
-    notes: a sentence is added if the delimiter was guessed.
+    usual: the delimiter that the file's suffix names. notes: a sentence is added if another one was guessed.
     """
     csv.field_size_limit(MAX_TEXT_BYTES)  # for the whole process; the default is 131,072
     first, _, rest = text.partition("\n")
-    lines = csv.reader(io.StringIO(text.lstrip("\r\n"), newline=""), delimiter=NOT_USED)
-    header = next(lines, [])  # a quoted name may have line ends
     if named := re.fullmatch(r"sep=(.)\r?", first, re.IGNORECASE):
         rows = csv.reader(io.StringIO(rest, newline=""), delimiter=named[1])
-    elif not any(delimiter in column for column in header for delimiter in DELIMITERS):
-        rows = csv.reader(io.StringIO(text, newline=""), delimiter=NOT_USED)  # a single column
     else:
-        rows = csv.reader(io.StringIO(text, newline=""), _dialect(text, notes))
+        rows = csv.reader(io.StringIO(text, newline=""), _dialect(text, notes, usual))
     yield from table_rows(rows)
 
 
@@ -189,31 +185,61 @@ def _shown(part: re.Match[str]) -> str:
     return part[part.lastindex] if part.lastindex else " "
 
 
-def _dialect(text: str, notes: list[str]) -> type[csv.Dialect] | csv.Dialect:
-    """RFC 4180 if all rows have the same number of columns by it, else the dialect with the most regular columns."""
-    if _is_regular(text, csv.excel):
-        return csv.excel
+def _dialect(text: str, notes: list[str], usual: str) -> type[csv.Dialect] | csv.Dialect:
+    """The first of `DELIMITERS` by which all rows have the same number of columns (RFC 4180), else the dialect with the
+    most regular columns. Lines without any delimiter are a title above the table, or the values of a single column.
+    """
+    source, start = io.StringIO(text, newline=""), 0
+    for row in csv.reader(source, delimiter=NOT_USED):  # a quoted name may have line ends
+        if any(delimiter in cell for cell in row for delimiter in DELIMITERS):
+            break
+        start = source.tell()
+    table, is_titled = text[start:], bool(text[:start].strip())
+    if usual == "\t" and usual in table:
+        return csv.excel_tab
+    for delimiter in DELIMITERS:
+        if _is_regular(table, delimiter) and not (is_titled and _is_prose(table, delimiter)):
+            _note_guess(delimiter, usual, notes)
+            return _separated_by(delimiter)
+    if is_titled or not table:
+        return _separated_by(NOT_USED)
     from clevercsv import Detector
 
     found = Detector().detect(text[:SNIFF_CHARACTERS], delimiters=list(DELIMITERS))
     if found is None or not found.delimiter:
         return csv.excel
     guessed = found.to_csv_dialect()
-    if guessed.delimiter != csv.excel.delimiter:
-        notes.append(
-            f"its columns were guessed to be separated by {NAMES.get(guessed.delimiter, guessed.delimiter)}"
-        )
+    _note_guess(guessed.delimiter, usual, notes)
     # Quotes are doubled in nearly every file, but the beginning that was looked at may have none.
     guessed.quotechar, guessed.quoting, guessed.doublequote = '"', csv.QUOTE_MINIMAL, True
     return guessed
 
 
-def _is_regular(text: str, dialect: type[csv.Dialect]) -> bool:
+def _note_guess(delimiter: str, usual: str, notes: list[str]) -> None:
+    if delimiter != usual:
+        notes.append(f"its columns were guessed to be separated by {NAMES.get(delimiter, delimiter)}")
+
+
+def _separated_by(character: str) -> type[csv.Dialect]:
+    class Separated(csv.excel):
+        delimiter = character
+
+    return Separated
+
+
+def _is_prose(table: str, delimiter: str) -> bool:
+    """Whether the lines are rather sentences with commas, below a title."""
+    return f"{delimiter} " in table or table.strip().count("\n") == 0
+
+
+def _is_regular(text: str, delimiter: str) -> bool:
+    rows = csv.reader(io.StringIO(text, newline=""), _separated_by(delimiter), strict=True)
+    widths = (len(row) for row in rows if row)
     try:
-        widths = {len(row) for row in csv.reader(io.StringIO(text, newline=""), dialect, strict=True) if row}
+        first = next(widths, 0)
+        return first > 1 and all(width == first for width in widths)
     except csv.Error:
         return False
-    return len(widths) == 1 and widths != {1}
 
 
 def _row_text(header: Sequence[str], row: Sequence[str]) -> str:

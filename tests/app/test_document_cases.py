@@ -301,11 +301,20 @@ def test_word_comments_on_the_same_words(tmp_path):
         ("\na;b\n1;2,5\n", "a: 1\nb: 2,5"),
         ('"a\nname",b\n1,2\n', "a name: 1\nb: 2"),
         ("sep=\t\na\tb\n1,5\t2\n", "a: 1,5\nb: 2"),
+        ("Article;Price, net\nPump;12,50\nValve;3,20\n", "Article: Pump\nPrice, net: 12,50"),
+        ("Exported 1 May\nname,price\npump,12\nvalve,3\n", "Exported 1 May"),
+        ("Questions\nWhy, then?\nWhat, if not?\n", "Questions: Why, then?"),
     ],
 )
 def test_csv_of_any_dialect(tmp_path, content, row):
     (tmp_path / "a.csv").write_text(content)
     assert parse(tmp_path / "a.csv")["parts"][0][0] == row
+
+
+def test_tabs_separate_the_columns_of_a_tsv(tmp_path):
+    (tmp_path / "a.tsv").write_text("City\tLat, Lon\nOslo\t59.9, 10.7\nRome\t41.9, 12.5, near\n")
+    assert parse(tmp_path / "a.tsv")["parts"][0][0] == "City: Oslo\nLat, Lon: 59.9, 10.7"
+    assert notes_of(tmp_path / "a.tsv") == ""
 
 
 def test_workbook(tmp_path):
