@@ -35,6 +35,7 @@ LEAST_COLUMNS, LEAST_ROWS = 3, 2
 MOST_NAME = 40  # characters of a column's name
 CELL_NAME = re.compile(r"[^\n:]+: ")  # before the value, in a row with its columns' names
 CELL_END = re.compile(r"(?<!\S)\|(?!\S)")
+VALUE = re.compile(r"[-+]?[$€£¥]?[-+]?\d[\d.,' ]*[%$€£¥]?|\d{1,4}([-./])\d{1,2}\1\d{2,4}([T ][\d:.]+Z?)?")
 YEAR = re.compile(r"(?:19|20)\d\d")
 Row = tuple[str, str]  # its text as lines of "column: value", and its location
 
@@ -54,24 +55,44 @@ def csv_rows(text: str, notes: list[str], usual: str) -> Iterator[Row]:
 
 
 def table_rows(rows: Iterable[Sequence[str]], place: str = "") -> Iterator[Row]:
-    """The rows, each value after its column's name. place: put before each location, such as a sheet's name.
+    """The rows, each value after its column's name, or `a | b | c` if there are no names. place: put before each
+    location, such as a sheet's name.
 
     Lines above the header, such as a title, have fewer values than most rows, and are rows of their own.
     """
-    filled = ((n, row) for n, row in enumerate(rows, start=1) if any(value.strip() for value in row))
+    lines = ((n, [" ".join(cell.split()) for cell in row]) for n, row in enumerate(rows, start=1))
+    filled = ((number, row) for number, row in lines if any(row))
     first = list(islice(filled, FIRST_ROWS))
     if not first:
         return
-    widths = [sum(1 for value in row if value.strip()) for _, row in first]
+    widths = [sum(map(bool, row)) for _, row in first]
     above = next(at for at, width in enumerate(widths) if width > median_high(widths) / 2)
+    if above == len(first) - 1:  # the table is only a header, or a list of one line
+        above += 1
     for number, row in first[:above]:
-        yield _row_text([""] * len(row), row).replace("\n", ", "), f"{place}row {number}"
-    (header_number, names), *rest = first[above:]
-    header = [" ".join(name.split()) for name in names]
-    if not rest:  # the table is only a header, or a list of one line
-        yield ", ".join(name for name in header if name), f"{place}row {header_number}"
-    for number, row in chain(rest, filled):
-        yield _row_text(header, row), f"{place}row {number}"
+        yield ", ".join(filter(None, row)), f"{place}row {number}"
+    table = first[above:]
+    has_names = _names_columns([row for _, row in table])
+    names = table[0][1] if has_names else None
+    for number, row in chain(table[has_names:], filled):
+        yield (_row_text(names, row) if names else _as_line(row)), f"{place}row {number}"
+
+
+def _names_columns(rows: Sequence[Sequence[str]]) -> bool:
+    """Whether the first row names the columns of CSV or of a sheet, which nearly always have names. It has none if it
+    has numbers or dates; nor if the rows are labels, each with a value, of which some are numbers and others texts.
+    """
+    if not rows:
+        return False
+    header, *rest = rows
+    numbers = list(filter(VALUE.fullmatch, header))
+    counted = [str(number) for number in range(1, max(2, len(numbers)) + 1)]
+    if not all(map(YEAR.fullmatch, numbers)) and numbers != counted:
+        return False
+    values = [row[1] for row in rest if len(row) > 1 and row[1]]
+    of_numbers = sum(1 for value in values if VALUE.fullmatch(value))
+    is_of_one_kind = len(values) >= 4 * min(of_numbers, len(values) - of_numbers)
+    return is_of_one_kind or sum(map(bool, header)) != 2
 
 
 def rows_as_text(rows: Sequence[Sequence[str]], may_have_names: bool = True, has_header: bool = False) -> str:
@@ -244,5 +265,5 @@ def _is_regular(text: str, delimiter: str) -> bool:
 
 def _row_text(header: Sequence[str], row: Sequence[str]) -> str:
     names = [*header, *(f"column {n}" for n in range(len(header) + 1, len(row) + 1))]
-    pairs = ((name, " ".join(value.split())) for name, value in zip(names, row, strict=False))
+    pairs = zip(names, row, strict=False)
     return "\n".join(f"{name}: {value}" if name else value for name, value in pairs if value)

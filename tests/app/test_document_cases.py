@@ -311,8 +311,26 @@ def test_csv_of_any_dialect(tmp_path, content, row):
     assert parse(tmp_path / "a.csv")["parts"][0][0] == row
 
 
+@pytest.mark.parametrize(
+    ("content", "rows"),
+    [
+        (
+            "2024-01-03,Rent,870.00\n2024-02-03,Rent,985.00\n",
+            ["2024-01-03 | Rent | 870.00", "2024-02-03 | Rent | 985.00"],
+        ),
+        ("Company,Acme\nPhone,4711\nVAT,DE12\n", ["Company | Acme", "Phone | 4711", "VAT | DE12"]),
+        ("EUR,2024,2025\nRent,870,985\n", ["EUR: Rent\n2024: 870\n2025: 985"]),
+        ("Name,1,2\nAda,8,7\n", ["Name: Ada\n1: 8\n2: 7"]),
+        ("pump,1\nvalve,3\n", ["pump | 1", "valve | 3"]),
+    ],
+)
+def test_a_first_row_of_values_names_no_columns(tmp_path, content, rows):
+    (tmp_path / "a.csv").write_text(content)
+    assert [text for text, _ in parse(tmp_path / "a.csv")["parts"]] == rows
+
+
 def test_tabs_separate_the_columns_of_a_tsv(tmp_path):
-    (tmp_path / "a.tsv").write_text("City\tLat, Lon\nOslo\t59.9, 10.7\nRome\t41.9, 12.5, near\n")
+    (tmp_path / "a.tsv").write_text("City\tLat, Lon\nOslo\t59.9, 10.7\nRome\t41.9, 12.5, 3\n")
     assert parse(tmp_path / "a.tsv")["parts"][0][0] == "City: Oslo\nLat, Lon: 59.9, 10.7"
     assert notes_of(tmp_path / "a.tsv") == ""
 
