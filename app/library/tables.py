@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import ROUND_HALF_UP, Decimal, localcontext
-from itertools import chain, islice, takewhile
+from itertools import chain, islice, pairwise, takewhile
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -72,10 +72,23 @@ def table_rows(rows: Iterable[Sequence[str]], place: str = "") -> Iterator[Row]:
     for number, row in first[:above]:
         yield ", ".join(filter(None, row)), f"{place}row {number}"
     table = first[above:]
-    has_names = _names_columns([row for _, row in table])
+    to_empty_row = [row for at, (number, row) in enumerate(table) if number == table[0][0] + at]
+    has_names = _names_columns(to_empty_row)
     names = table[0][1] if has_names else None
-    for number, row in chain(table[has_names:], filled):
-        yield (_row_text(names, row) if names else _as_line(row)), f"{place}row {number}"
+    following = chain(table[has_names:], filled, [(0, [])])
+    before, last = table[0] if table else (0, [])
+    for (number, row), (_, after) in pairwise(following):
+        if number > before + 1 and _begins_table(last, row, after):
+            names = row
+        else:
+            yield (_row_text(names, row) if names else _as_line(row)), f"{place}row {number}"
+        before, last = number, row
+
+
+def _begins_table(before: Sequence[str], row: Sequence[str], after: Sequence[str]) -> bool:
+    """Whether a row below an empty one names the columns of another table: it has no figures, the rows around have."""
+    has_figures = [any(map(_has_digit, each)) for each in (before, row, after)]
+    return has_figures == [True, False, True] and sum(map(bool, row)) > 1
 
 
 def _names_columns(rows: Sequence[Sequence[str]]) -> bool:

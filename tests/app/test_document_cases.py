@@ -322,9 +322,11 @@ def test_csv_of_any_dialect(tmp_path, content, row):
         ("EUR,2024,2025\nRent,870,985\n", ["EUR: Rent\n2024: 870\n2025: 985"]),
         ("Name,1,2\nAda,8,7\n", ["Name: Ada\n1: 8\n2: 7"]),
         ("pump,1\nvalve,3\n", ["pump | 1", "valve | 3"]),
+        ("item,price\npump,5\n\nname,phone\nBob,4711\n", ["item: pump\nprice: 5", "name: Bob\nphone: 4711"]),
+        ("item,price\npump,5\n\nValves\nball,6\n", ["item: pump\nprice: 5", "item: Valves", "item: ball\nprice: 6"]),
     ],
-)
-def test_a_first_row_of_values_names_no_columns(tmp_path, content, rows):
+)  # fmt: skip
+def test_which_rows_name_columns(tmp_path, content, rows):
     (tmp_path / "a.csv").write_text(content)
     assert [text for text, _ in parse(tmp_path / "a.csv")["parts"]] == rows
 
