@@ -7,7 +7,7 @@ formats are converted to HTML by a library of their own, and come here too.
 import re
 from dataclasses import dataclass, field
 from html import escape
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from typing import Any
 
 from ragblend.app.library.tables import CELL_END, rows_as_text
@@ -67,17 +67,40 @@ def _rows_of_table(found: re.Match[str]) -> str:
     """The text of a table that contains no other table. Lines of one cell above its first row are titles."""
     lines = [line for line in found["lines"].split("\n") if line]
     titles = list(takewhile(lambda line: not CELL_END.search(line), lines))
-    rows = [[cell.strip(f" {_NAMES}") for cell in CELL_END.split(line)] for line in lines[len(titles) :]]
+    rows = [CELL_END.split(line) for line in lines[len(titles) :]]
     if not rows:
         return found["lines"]
-    has_header = lines[len(titles)].startswith(_NAMES)
-    return "\n".join([*titles, "", rows_as_text(rows, has_header=has_header), ""])
+    heads = sum(1 for _ in takewhile(lambda row: row[0].startswith(_NAMES), rows))
+    rows = _spread(rows)
+    if 1 < heads < len(rows):  # such as `2024 | 2025` above `Q1 | Q2 | Q1 | Q2`
+        columns = zip_longest(*rows[:heads], fillvalue="")
+        rows[:heads] = [[" ".join(dict.fromkeys(filter(None, column))) for column in columns]]
+    return "\n".join([*titles, "", rows_as_text(rows, has_header=bool(heads)), ""])
 
 
-# Private-use characters, which are removed from documents in any case: a table's begin and end, and a row of names.
-_BEGIN, _END, _NAMES = "\ue001", "\ue002", "\ue003"
+def _spread(rows: list[list[str]]) -> list[list[str]]:
+    """The rows with each cell's text in all rows that it spans. Of the columns that it spans the first has it, and in a
+    row of names all.
+    """
+    grid: list[dict[int, str]] = [{} for _ in rows]  # texts by column
+    for number, row in enumerate(rows):
+        is_alone = len(row) == 1 and not grid[number]  # a line across the table
+        is_of_names, column = row[0].startswith(_NAMES), 0
+        for cell in row:
+            while column in grid[number]:
+                column += 1
+            text = cell.translate(_UNMARKED).strip()
+            width = 1 if is_alone else 1 + cell.count(_RIGHT)
+            for below in grid[number : number + 1 + cell.count(_DOWN)]:
+                below |= {column + n: text if n == 0 or is_of_names else "" for n in range(width)}
+    return [[cells.get(column, "") for column in range(max(cells) + 1)] for cells in grid]
+
+
+# Private-use characters, which are removed from documents in any case: a table's begin and end, a row of names, and
+# each further row and column that a cell spans.
+_BEGIN, _END, _NAMES, _DOWN, _RIGHT = "\ue001", "\ue002", "\ue003", "\ue004", "\ue005"
 _TABLE = re.compile(f"{_BEGIN}(?P<lines>[^{_BEGIN}{_END}]*){_END}")
-_UNMARKED = dict.fromkeys(map(ord, (_BEGIN, _END, _NAMES)))
+_UNMARKED = dict.fromkeys(map(ord, (_BEGIN, _END, _NAMES, _DOWN, _RIGHT)))
 _BLANK = "\ue000"  # a blank that counts
 
 
@@ -154,7 +177,9 @@ def _opened(node: Any, sections: list[Section], in_line: bool) -> list[tuple[Any
     before, after = _edges(tag)
     if tag == "tr" and _has_names(node):
         before += _NAMES
-    if in_line and (before or after) and tag not in CELLS:
+    if tag in CELLS:
+        after = f"{_DOWN * _more(node, 'rowspan')}{_RIGHT * _more(node, 'colspan')}{after}"
+    elif in_line and (before or after):
         before = after = " "
     in_line |= tag in CELLS and node.css_first("table") is None and len(node.text()) <= CELL_CHARACTERS
     children = [(child, in_line) for child in _children(node) if child.tag != "-comment"]
@@ -162,6 +187,12 @@ def _opened(node: Any, sections: list[Section], in_line: bool) -> list[tuple[Any
         between = (BETWEEN[tag], in_line)
         children = [part for child in children for part in (between, child)][1:]
     return [(before, in_line), *children, (after, in_line)]
+
+
+def _more(cell: Any, attribute: str) -> int:
+    """How many further rows or columns a cell spans."""
+    digits = re.match(r"[1-9]\d?", cell.attributes.get(attribute) or "")
+    return int(digits[0]) - 1 if digits else 0
 
 
 def _has_names(row: Any) -> bool:

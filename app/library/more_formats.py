@@ -41,8 +41,19 @@ def _shape_lines(shape: Any) -> Iterator[str]:
     elif shape.has_text_frame:
         yield shape.text_frame.text
     elif getattr(shape, "has_table", False):
-        rows = [[" ".join(cell.text.split()) for cell in row.cells] for row in shape.table.rows]
-        yield rows_as_text(rows)
+        yield rows_as_text(_slide_rows(shape.table))
+
+
+def _slide_rows(table: Any) -> list[list[str]]:
+    """A table's rows, with the text of a cell in all rows that it spans."""
+    texts = dict[tuple[int, int], str]()
+    for number, row in enumerate(table.rows):
+        for column, cell in enumerate(row.cells):
+            for below in range(cell.span_height if cell.is_merge_origin else 1):
+                texts.setdefault((number + below, column), " ".join(cell.text.split()))
+    return [
+        [texts[number, column] for column in range(len(table.columns))] for number in range(len(table.rows))
+    ]
 
 
 def opendocument_sections(path: Path) -> list[Part]:

@@ -25,6 +25,7 @@ AS_TEXT = {"tab": " ", "br": "<br>", "cr": "<br>", "noBreakHyphen": "-"}
 LEFT_OUT = {"del", "moveFrom", "rt", "sectPr", "pPr", "rPr", "tblPr", "tcPr", "trPr"}
 NOTES = {"footnoteReference": "footnotes", "endnoteReference": "endnotes", "commentReference": "comments"}
 MARKS = {"superscript": "sup", "subscript": "sub"}
+SPANS = "spans"  # an attribute of ours
 HEADING = re.compile("(heading|title)\\b", re.IGNORECASE)
 WITHOUT_TEXT = re.compile(
     r"theme|settings|fonttable|customxml|docprops|charts|diagrams|embeddings", re.IGNORECASE
@@ -114,7 +115,9 @@ class _WordDocument:
                 self._write(choice, out)
         else:
             tag, label = self._tag(node, name)
-            out.append(f"<{tag}>" if tag else "")
+            if name == "tbl":
+                _name_spans(node)
+            out.append(f"<{tag}{node.get(SPANS, '')}>" if tag else "")
             out.append(f"{escape(label)} " if label else "")
             for child in node:
                 self._write(child, out)
@@ -159,6 +162,24 @@ class _WordDocument:
             return f"<pre>{escape(text)}</pre>" if target.lower().endswith(".txt") else f"<div>{text}</div>"
         self.left_out.add(target or "a part that is missing")
         return ""
+
+
+def _name_spans(table: Element) -> None:
+    """Write the columns and rows that cells span as HTML's attributes, and remove cells that go on one above."""
+    above = dict[int, tuple[Element, int, int]]()  # by column: a cell, its width and height
+    for row in (each for each in table if local_name(each) == "tr"):
+        column = 0
+        for cell in [each for each in row if local_name(each) == "tc"]:
+            properties = child(cell, "tcPr")
+            span, merged = value(child(properties, "gridSpan"), "val"), child(properties, "vMerge")
+            origin, width, height = cell, int(span) if span.isdecimal() else 1, 1
+            if merged is not None and value(merged, "val") != "restart" and column in above:
+                row.remove(cell)
+                origin, width, height = above[column]
+                height += 1
+            above[column] = origin, width, height
+            origin.set(SPANS, f' colspan="{width}" rowspan="{height}"')
+            column += width
 
 
 def _formula(element: Element) -> str:

@@ -569,29 +569,59 @@ def test_html_tables(tmp_path, markup, text):
     assert text_of(tmp_path / "a.html") == text
 
 
-def test_rows_below_merged_cells_are_no_names(tmp_path):
-    """`Tea` would have become the name of the column."""
-    head = "<tr><th rowspan=2>Kind</th><th colspan=2>Taste</th></tr><tr><th>cold</th><th>hot</th></tr>"
-    rows = [["Tea", "bitter", "sweet"], ["Milk", "bland", "rich"], ["Juice", "sour", "sweet"]]
-    cells = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    (tmp_path / "a.html").write_text(f"<table>{head}{cells}</table>")
-    assert text_of(tmp_path / "a.html") == f"Kind | Taste\ncold | hot\n{lines(*rows)}"
+SPANS = [["Region", "City", "Sales"], ["North", "York", "5"], ["", "Leeds", "6"], ["South", "Bath", "7"]]
 
 
-def test_tables_of_word_and_slides_have_their_columns_names(tmp_path):
+@pytest.mark.parametrize(
+    ("head", "rows", "text"),
+    [
+        (
+            "<tr><th rowspan=2>Kind<th colspan=2>Taste<tr><th>cold<th>hot",
+            "<tr><td>Tea<td>bitter<td>sweet<tr><td>Milk<td>bland<td>rich",
+            "Kind: Tea\nTaste cold: bitter\nTaste hot: sweet\n\nKind: Milk\nTaste cold: bland\nTaste hot: rich",
+        ),
+        (
+            "<tr><th>Item<th>VAT<th>Net",
+            "<tr><td>a<td rowspan=2>19%<td>10<tr><td>b<td>20",
+            "Item: a\nVAT: 19%\nNet: 10\n\nItem: b\nVAT: 19%\nNet: 20",
+        ),
+        (
+            "<tr><th>Day<th>Early<th>Late",
+            "<tr><td>Mon<td>Ada<td>Bo<tr><td>Tue<td colspan=2>closed",
+            "Day: Mon\nEarly: Ada\nLate: Bo\n\nDay: Tue\nEarly: closed",
+        ),
+        ("", "<tr><td rowspan=2>North<td>York<tr><td>Leeds", "North | York\nNorth | Leeds"),
+    ],
+)
+def test_cells_that_span_rows_and_columns(tmp_path, head, rows, text):
+    """20 stood below `VAT`, and `Leeds` lost its region."""
+    (tmp_path / "a.html").write_text(f"<table>{head}{rows}</table>")
+    assert text_of(tmp_path / "a.html") == text
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_merged", "wanted"),
+    [
+        (NAMED, False, NAMED_TEXT),
+        (SPANS, True, rows_as_text([*SPANS[:2], ["North", "Leeds", "6"], SPANS[3]])),
+    ],
+)
+def test_tables_of_word_and_slides_have_their_columns_names(tmp_path, rows, is_merged, wanted):
     import docx
     import pptx
 
     document, slides = docx.Document(), pptx.Presentation()
     slide = slides.slides.add_slide(slides.slide_layouts[6])
-    shape = slide.shapes.add_table(3, 3, 0, 0, 99, 99)
-    for table in (document.add_table(3, 3), shape.table):
-        for row, values in zip(table.rows, NAMED, strict=True):
+    shape = slide.shapes.add_table(len(rows), 3, 0, 0, 99, 99)
+    for table in (document.add_table(len(rows), 3), shape.table):
+        for row, values in zip(table.rows, rows, strict=True):
             for cell, value in zip(row.cells, values, strict=True):
                 cell.text = value
+        if is_merged:
+            table.cell(1, 0).merge(table.cell(2, 0))
     document.save(tmp_path / "a.docx")
     slides.save(tmp_path / "a.pptx")
-    assert text_of(tmp_path / "a.docx") == text_of(tmp_path / "a.pptx") == NAMED_TEXT
+    assert text_of(tmp_path / "a.docx") == text_of(tmp_path / "a.pptx") == wanted
 
 
 @pytest.mark.parametrize(
