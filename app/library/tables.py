@@ -8,10 +8,11 @@ begin below it.
 import csv
 import io
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import ROUND_HALF_UP, Decimal, localcontext
-from itertools import chain, islice, pairwise, takewhile
+from itertools import chain, islice, pairwise, takewhile, zip_longest
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -29,6 +30,7 @@ NUMBER_FORMAT = re.compile(
     rf"(?P<before>(?:{SHOWN.pattern})*)(?P<whole>[#0?,]*[0#?])(?:\.(?P<decimals>0*)(?P<optional>[#?]*))?"
     rf"(?P<after>(?:{SHOWN.pattern})*)"
 )
+MERGED = re.compile(rb'<(?:\w+:)?mergeCell\b[^>]*\bref="([A-Z]{1,3}\d{1,7}:[A-Z]{1,3}\d{1,7})"')
 NOT_USED = "\x1f"  # a delimiter that no table has
 # In a document. Of two columns the first is the name of the second; lines with few cells may be anything.
 LEAST_COLUMNS, LEAST_ROWS = 3, 2
@@ -73,9 +75,10 @@ def table_rows(rows: Iterable[Sequence[str]], place: str = "") -> Iterator[Row]:
         yield ", ".join(filter(None, row)), f"{place}row {number}"
     table = first[above:]
     to_empty_row = [row for at, (number, row) in enumerate(table) if number == table[0][0] + at]
-    has_names = _names_columns(to_empty_row)
-    names = table[0][1] if has_names else None
-    following = chain(table[has_names:], filled, [(0, [])])
+    heads = _count_heads(to_empty_row)
+    columns = zip_longest(*to_empty_row[:heads], fillvalue="")
+    names = [" ".join(dict.fromkeys(filter(None, column))) for column in columns]
+    following = chain(table[heads:], filled, [(0, [])])
     before, last = table[0] if table else (0, [])
     for (number, row), (_, after) in pairwise(following):
         if number > before + 1 and _begins_table(last, row, after):
@@ -91,21 +94,27 @@ def _begins_table(before: Sequence[str], row: Sequence[str], after: Sequence[str
     return has_figures == [True, False, True] and sum(map(bool, row)) > 1
 
 
-def _names_columns(rows: Sequence[Sequence[str]]) -> bool:
-    """Whether the first row names the columns of CSV or of a sheet, which nearly always have names. It has none if it
-    has numbers or dates; nor if the rows are labels, each with a value, of which some are numbers and others texts.
+def _count_heads(rows: Sequence[Sequence[str]]) -> int:
+    """How many rows name the columns of CSV or of a sheet: nearly always one. It is two where the second divides
+    columns of one name, as `Q1 | Q2` do below `2024 | 2024`.
+
+    It is none where the first row has numbers or dates; and where the rows are labels, each with a value, of which some
+    are numbers and others texts.
     """
     if not rows:
-        return False
+        return 0
     header, *rest = rows
     numbers = list(filter(VALUE.fullmatch, header))
     counted = [str(number) for number in range(1, max(2, len(numbers)) + 1)]
     if not all(map(YEAR.fullmatch, numbers)) and numbers != counted:
-        return False
+        return 0
+    names = list(filter(None, header))
     values = [row[1] for row in rest if len(row) > 1 and row[1]]
     of_numbers = sum(1 for value in values if VALUE.fullmatch(value))
-    is_of_one_kind = len(values) >= 4 * min(of_numbers, len(values) - of_numbers)
-    return is_of_one_kind or sum(map(bool, header)) != 2
+    if len(names) == 2 and len(values) < 4 * min(of_numbers, len(values) - of_numbers):
+        return 0
+    have_values = [any(map(VALUE.fullmatch, row)) for row in rest[:2]]
+    return 2 if len(set(names)) < len(names) and have_values == [False, True] else 1
 
 
 def rows_as_text(rows: Sequence[Sequence[str]], may_have_names: bool = True, has_header: bool = False) -> str:
@@ -161,6 +170,7 @@ def xlsx_rows(path: Path) -> Iterator[Row]:
     Each says its sheet's name, if there are several: the same rows may be in each.
     """
     from openpyxl import load_workbook  # type: ignore[import-untyped]
+    from openpyxl.utils import range_boundaries  # type: ignore[import-untyped]
 
     with open_archive(path):
         workbook = load_workbook(path, read_only=True, data_only=True, keep_links=False)
@@ -170,9 +180,38 @@ def xlsx_rows(path: Path) -> Iterator[Row]:
             place, named = (f"{sheet.title}, ", f"Sheet: {sheet.title}\n") if is_one_of_many else ("", "")
             sheet.reset_dimensions()  # some programs write `A1` for any sheet, and no more would be read
             rows = ([_cell_text(cell.value, cell.number_format) for cell in row] for row in sheet.iter_rows())
-            yield from ((named + text, location) for text, location in table_rows(rows, place))
+            with sheet._get_source() as source:  # what openpyxl leaves out of large sheets
+                merged = [range_boundaries(cells.decode()) for cells in MERGED.findall(source.read())]
+            yield from (
+                (named + text, location) for text, location in table_rows(_spread(rows, merged), place)
+            )
     finally:
         workbook.close()
+
+
+def _spread(rows: Iterable[list[str]], merged: Sequence[tuple[int, int, int, int]]) -> Iterator[list[str]]:
+    """The rows with the text of a merged cell in all rows that it spans, and in all columns if it is in the header.
+
+    merged: first column and row, last column and row, from 1.
+    """
+    beginning = defaultdict[int, list[tuple[int, int, int]]](list)
+    for left, top, right, bottom in merged:
+        beginning[top].append((left - 1, right, bottom))
+    open_cells, is_below_header = list[tuple[int, int, str]](), False
+    for number, row in enumerate(rows, start=1):
+        open_cells = [each for each in open_cells if each[1] >= number]
+        if any(row):  # a title's cell may span empty rows
+            for column, _, text in open_cells:
+                row += [""] * (column + 1 - len(row))
+                row[column] = text
+        is_header = not is_below_header and sum(map(bool, row)) > 1
+        for left, right, bottom in beginning[number]:
+            text = "".join(row[left : left + 1])
+            open_cells.append((left, bottom, text))
+            if is_header:
+                row[left:right] = [text] * (right - left)
+        is_below_header |= is_header
+        yield row
 
 
 def _cell_text(value: Any, number_format: str) -> str:

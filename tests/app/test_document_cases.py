@@ -362,6 +362,35 @@ def test_a_workbook_that_gives_a_wrong_size_is_read_whole(tmp_path):
     assert parse(tmp_path / "a.xlsx")["parts"] == [("name: pump\nprice: 12", "row 2")]
 
 
+@pytest.mark.parametrize(
+    ("rows", "merged", "texts"),
+    [
+        (
+            [["region", "city", "sales"], ["North", "York", 5], [None, "Leeds", 6], ["South", "Bath", 7]],
+            ["A2:A3"],
+            [
+                "region: North\ncity: York\nsales: 5",
+                "region: North\ncity: Leeds\nsales: 6",
+                "region: South\ncity: Bath\nsales: 7",
+            ],
+        ),
+        (
+            [["product", 2023, None, 2024], [None, "sales", "cost", "sales", "cost"], ["pump", 1, 2, 3, 4]],
+            ["A1:A2", "B1:C1", "D1:E1"],
+            ["product: pump\n2023 sales: 1\n2023 cost: 2\n2024 sales: 3\n2024 cost: 4"],
+        ),
+        (
+            [["Prices"], [], ["name", "unit", "price"], ["all", None, 5], ["pump", "m", 6]],
+            ["A1:C2", "A4:B4"],
+            ["Prices", "name: all\nprice: 5", "name: pump\nunit: m\nprice: 6"],
+        ),
+    ],
+)
+def test_merged_cells_of_a_sheet(tmp_path, rows, merged, texts):
+    path = write_xlsx(tmp_path / "a.xlsx", rows, merged)
+    assert [text for text, _ in parse(path)["parts"]] == texts
+
+
 def test_lines_above_a_table_are_not_its_header(tmp_path):
     """A title became the first column's name, and the real names a row."""
     rows = [
