@@ -15,6 +15,17 @@ from ragblend.app.library.html_text import Section, html_sections
 from ragblend.app.library.tables import rows_as_text
 
 Part = tuple[str, str]  # text, location
+# A command without arguments: `\newcommand{\fee}{400}`. A value with its unit: `\SI{12.5}{\metre}`, `\si{\metre}`.
+LATEX_COMMAND = re.compile(
+    r"\\(?:(?:re)?newcommand\*?\s*\{?|def\s*)\\([A-Za-z]+)\}?\s*\{((?:[^{}]|\{[^{}]*\})*+)\}"
+)
+LATEX_SIGNS = {
+    "euro": "€",
+    "pounds": "£",
+    "textsuperscript": "^",
+    "textsubscript": "_",
+}  # unknown to pylatexenc
+LATEX_UNIT = re.compile(r"\\(?:(?:SI|qty)\{([^{}]*)\}|si|unit)\{\\?([^{}]*)\}")
 
 
 def pptx_slides(path: Path, notes: list[str]) -> Iterator[Part]:
@@ -127,11 +138,19 @@ def org_sections(text: str) -> Iterator[Part]:
 
 
 def latex_text(text: str) -> list[Part]:
-    """LaTeX without its commands; formulas stay as they are written."""
-    from pylatexenc.latex2text import LatexNodes2Text  # type: ignore[import-untyped]
+    """LaTeX without its commands, of which those without arguments are expanded; formulas stay as they are written."""
+    from pylatexenc import latex2text  # type: ignore[import-untyped]
 
+    defined = LATEX_SIGNS | dict(LATEX_COMMAND.findall(re.sub(r"(?<!\\)%.*", "", text)))
+    text = LATEX_COMMAND.sub("", text)
+    text = re.sub(r"\\([A-Za-z]+)(?:\{\})?", lambda found: defined.get(found[1], found[0]), text)
+    text = LATEX_UNIT.sub(lambda found: " ".join(found.groups("")).replace("\\", " "), text)
+    text = re.sub(r"\\href\s*\{[^{}]*\}", "", text)  # the text of the link stays; pylatexenc fails
+    context = latex2text.get_default_latex_context_db()
+    context.set_unknown_macro_spec(latex2text.MacroTextSpec("", discard=False))  # or their arguments are lost
     body = re.search(r"\\begin\{document\}(.*)\\end\{document\}", text, re.DOTALL)
-    return [(LatexNodes2Text(math_mode="verbatim").latex_to_text(body.group(1) if body else text), "")]
+    reader = latex2text.LatexNodes2Text(math_mode="verbatim", latex_context=context)
+    return [(reader.latex_to_text(body.group(1) if body else text), "")]
 
 
 def notebook_text(text: str) -> str:

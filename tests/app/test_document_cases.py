@@ -458,6 +458,18 @@ def test_opendocument(tmp_path):
             "High at nine: $x^2$.",
         ),
         (
+            "a.tex",
+            r"\texttt{ls} of \mbox{10} \textsc{files}, \SI{12.5}{\km\per\hour}",
+            "ls of 10 files, 12.5 km per hour",
+        ),
+        ("a.tex", r"See \href{http://example.org}{the site}.", "See the site."),
+        (
+            "a.tex",
+            "\\newcommand{\\fee}{400}%\\def\\fee{300}\nThe fee is \\fee{} or $2\\fee$.",
+            "The fee is 400 or $2400$.",
+        ),
+        ("a.tex", r"\pounds 5 for 10\textsuperscript{6} of H\textsubscript{2}O", "£ 5 for 10^6 of H_2O"),
+        (
             "a.ipynb",
             '{"cells": [{"cell_type": "markdown", "source": ["# Tides"]}, {"cell_type": "code", "source": "1 + 1", '
             '"outputs": [{"data": {"text/plain": "2"}}]}]}',
