@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from email.message import EmailMessage
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,8 @@ def mail_parts(path: Path, notes: list[str]) -> Iterator[Part]:
     """
     attached = list[str]()
     for message, place in _messages(path):
-        names = [part.get_filename() or part.get_content_type() for part in message.iter_attachments()]
+        unread = [part for part in message.iter_attachments() if not any(_inline_texts(part))]
+        names = [part.get_filename() or part.get_content_type() for part in unread]
         attached += names
         yield _message_text(message, names), place
     if attached:
@@ -203,9 +205,21 @@ def _messages(path: Path) -> Iterator[tuple[EmailMessage, str]]:
 
 def _message_text(message: EmailMessage, attachments: Sequence[str]) -> str:
     heads = [f"{name}: {message[name]}" for name in ("From", "To", "Cc", "Date", "Subject") if message[name]]
-    body = message.get_body(("plain", "html"))
-    text = str(body.get_content()) if body is not None else ""
-    if body is not None and body.get_content_type() == "text/html":
-        text = "\n\n".join(section for section, _ in html_sections(text))
     attached = [f"Attachments: {', '.join(attachments)}"] if attachments else []
-    return "\n".join([*heads, *attached, "", text])
+    return "\n".join([*heads, *attached, "", "\n\n".join(_inline_texts(message))])
+
+
+def _inline_texts(part: Any) -> Iterator[str]:
+    """A message's texts: there are several around pictures. Each is the plain one of its alternatives, if not blank."""
+    if part.get_content_type() == "multipart/mixed":
+        for each in part.iter_parts():
+            yield from _inline_texts(each)
+    elif not part.get_filename():
+        bodies = (part.get_body((kind,)) for kind in ("plain", "html"))
+        yield from islice(filter(str.strip, (_body_text(body) for body in bodies if body is not None)), 1)
+
+
+def _body_text(body: EmailMessage) -> str:
+    text = str(body.get_content())
+    is_html = body.get_content_type() == "text/html"
+    return "\n\n".join(section for section, _ in html_sections(text)) if is_html else text

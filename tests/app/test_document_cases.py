@@ -496,6 +496,21 @@ def test_mail(tmp_path):
     assert parse(tmp_path / "a.mbox")["parts"] == [(text, "message 1"), (text, "message 2")]
 
 
+def test_mail_of_several_texts(tmp_path):
+    """The text behind a picture was named as an attachment, and of an empty plain text with HTML nothing was read."""
+    message = EmailMessage()
+    message.set_content("It hangs")
+    message.add_attachment(b"x", maintype="image", subtype="png", filename="door.png", disposition="inline")
+    message.add_attachment("behind the door.", disposition="inline")
+    last = EmailMessage()
+    last.set_content(" \n")
+    last.add_alternative("<p>The fee is <b>400</b>.", subtype="html")
+    message.attach(last)
+    (tmp_path / "a.eml").write_bytes(message.as_bytes())
+    text = "Attachments: door.png\n\nIt hangs\n\nbehind the door.\n\nThe fee is 400."
+    assert parse(tmp_path / "a.eml")["parts"] == [(text, "")]
+
+
 def test_pdf_form_values_are_read_and_those_that_are_no_text_are_left_out(tmp_path):
     """A signature's bytes stood in the text of signed documents."""
     from pypdf.generic import ArrayObject, DictionaryObject, NameObject, TextStringObject
