@@ -118,7 +118,16 @@ def html_sections(markup: str, is_book: bool = False) -> list[tuple[str, str]]:
         _walk(tree.root, sections)
     title = tree.css_first("title") if is_book else None
     name = " ".join(title.text().split()) if title is not None else ""
-    return [(text, section.heading or name) for section in sections if (text := section.text)]
+    return [
+        (text, _heading_in(text) if section.heading else name)
+        for section in sections
+        if (text := section.text)
+    ]
+
+
+def _heading_in(text: str) -> str:
+    """A section's first paragraph, which has `10⁶` where its element's text is `10 6`."""
+    return " ".join(text.partition("\n\n")[0].split())
 
 
 def _parsed(markup: str) -> Any:

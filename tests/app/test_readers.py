@@ -52,11 +52,12 @@ def test_markdown_keeps_its_text_and_names_headings(tmp_path):
 def test_html_is_divided_at_headings(tmp_path):
     path = tmp_path / "a.html"
     path.write_text(
-        "<h1>Tides</h1><p>High<br>water <b>bold</b></p><h2>Rules</h2><!-- note --><style>p{}</style><p>None.</p>"
+        "<h1>Tides</h1><p>High<br>water <b>bold</b></p><h2>Ru<b>les</b> on<br>CO<sub>2</sub></h2>"
+        "<!-- note --><style>p{}</style><p>None.</p>"
     )
     assert [(part.location, part.text) for part in read_document(path).parts] == [
         ("Tides", "Tides\n\nHigh\nwater bold"),
-        ("Rules", "Rules\n\nNone."),
+        ("Rules on CO₂", "Rules on\nCO₂\n\nNone."),
     ]
 
 
