@@ -11,6 +11,7 @@ from itertools import takewhile, zip_longest
 from typing import Any
 
 from ragblend.app.library.tables import CELL_END, rows_as_text
+from ragblend.app.library.word_numbering import FORMATS, MOST, number
 
 HIDDEN = {"annotation", "annotation-xml", "rp"} | set(
     "button script style template title noscript head iframe object datalist".split()  # noqa: SIM905
@@ -22,6 +23,10 @@ BLOCKS = HEADINGS | set(
 )
 SPACED = {"p", "table", "ul", "ol", "dl", "pre", "blockquote", *HEADINGS}  # an empty line before and after
 BEFORE = {"br": "\n", "tr": "\n", "li": "\n- ", "dt": "\n", "dd": "\n"}
+# Types of ordered lists in HTML, and docutils' classes.
+LETTERS = {"a": "lowerLetter", "A": "upperLetter", "i": "lowerRoman", "I": "upperRoman"}
+LETTERS |= {"loweralpha": "lowerLetter", "upperalpha": "upperLetter"}
+LETTERS |= {"lowerroman": "lowerRoman", "upperroman": "upperRoman"}
 SUPERSCRIPT = str.maketrans("0123456789+-n", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ")
 SUBSCRIPT = str.maketrans("0123456789+-", "₀₁₂₃₄₅₆₇₈₉₊₋")
 CELLS = {"td", "th"}
@@ -83,15 +88,15 @@ def _spread(rows: list[list[str]]) -> list[list[str]]:
     row of names all.
     """
     grid: list[dict[int, str]] = [{} for _ in rows]  # texts by column
-    for number, row in enumerate(rows):
-        is_alone = len(row) == 1 and not grid[number]  # a line across the table
+    for at, row in enumerate(rows):
+        is_alone = len(row) == 1 and not grid[at]  # a line across the table
         is_of_names, column = row[0].startswith(_NAMES), 0
         for cell in row:
-            while column in grid[number]:
+            while column in grid[at]:
                 column += 1
             text = cell.translate(_UNMARKED).strip()
             width = 1 if is_alone else 1 + cell.count(_RIGHT)
-            for below in grid[number : number + 1 + cell.count(_DOWN)]:
+            for below in grid[at : at + 1 + cell.count(_DOWN)]:
                 below |= {column + n: text if n == 0 or is_of_names else "" for n in range(width)}
     return [[cells.get(column, "") for column in range(max(cells) + 1)] for cells in grid]
 
@@ -184,6 +189,12 @@ def _opened(node: Any, sections: list[Section], in_line: bool) -> list[tuple[Any
     if (replaced := _replaced(node)) is not None:
         return [(replaced, in_line)]
     before, after = _edges(tag)
+    if tag == "ol":
+        _number_items(node)
+    elif tag == "li" and node.parent is not None and node.parent.tag == "ol":
+        before = f"\n{node.attributes['value']} "
+    elif tag == "p" and _begins_item(node):
+        before, after = "", "\n"
     if tag == "tr" and _has_names(node):
         before += _NAMES
     if tag in CELLS:
@@ -196,6 +207,27 @@ def _opened(node: Any, sections: list[Section], in_line: bool) -> list[tuple[Any
         between = (BETWEEN[tag], in_line)
         children = [part for child in children for part in (between, child)][1:]
     return [(before, in_line), *children, (after, in_line)]
+
+
+def _number_items(ordered: Any) -> None:
+    """Write each item's number or letter as its value."""
+    attributes = ordered.attributes
+    kinds = [attributes.get("type") or "", *(attributes.get("class") or "").split()]
+    make = next((FORMATS[LETTERS[kind]] for kind in kinds if kind in LETTERS), str)
+    count = number(attributes.get("start") or "", 1)
+    for item in _children(ordered):
+        if item.tag == "li":
+            count = number(item.attributes.get("value") or "", count)
+            item.attrs["value"] = f"{make(count) if count < MOST else count}."
+            count += 1
+
+
+def _begins_item(paragraph: Any) -> bool:
+    """Whether it stands directly behind the bullet or number of a list's item."""
+    before = paragraph.prev
+    while before is not None and before.tag == "-text" and not before.text_content.strip():
+        before = before.prev
+    return before is None and paragraph.parent is not None and paragraph.parent.tag == "li"
 
 
 def _more(cell: Any, attribute: str) -> int:

@@ -16,7 +16,7 @@ from ragblend.app.library.documents import shortened
 from ragblend.app.library.encodings import decode
 from ragblend.app.library.file_checks import archive_xml, local_name, open_archive
 from ragblend.app.library.html_text import html_sections
-from ragblend.app.library.word_numbering import Numbering, child, value
+from ragblend.app.library.word_numbering import Numbering, child, number, value
 from ragblend.kvstore.errors import UnreadableDocumentError
 
 TAGS = {"p": "p", "tbl": "table", "tr": "tr", "tc": "td"}
@@ -172,7 +172,7 @@ def _name_spans(table: Element) -> None:
         for cell in [each for each in row if local_name(each) == "tc"]:
             properties = child(cell, "tcPr")
             span, merged = value(child(properties, "gridSpan"), "val"), child(properties, "vMerge")
-            origin, width, height = cell, int(span) if span.isdecimal() else 1, 1
+            origin, width, height = cell, number(span, 1), 1
             if merged is not None and value(merged, "val") != "restart" and column in above:
                 row.remove(cell)
                 origin, width, height = above[column]
