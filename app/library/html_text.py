@@ -186,7 +186,7 @@ def _opened(node: Any, sections: list[Section], in_line: bool) -> list[tuple[Any
     tag = node.tag
     if tag in HEADINGS and not in_line:
         sections.append(Section(" ".join(node.text(separator=" ").split())))
-    if (replaced := _replaced(node)) is not None:
+    if (replaced := _replaced(node, in_line)) is not None:
         return [(replaced, in_line)]
     before, after = _edges(tag)
     if tag == "ol":
@@ -250,7 +250,7 @@ def _children(node: Any) -> list[Any]:
     return found
 
 
-def _replaced(node: Any) -> str | None:
+def _replaced(node: Any, in_line: bool) -> str | None:
     """The text of an element that is not the text of its parts; None for any other element."""
     tag, attributes = node.tag, node.attributes
     if tag in MARKS:
@@ -260,6 +260,8 @@ def _replaced(node: Any) -> str | None:
     if tag == "pre":
         for line_end in node.css("br"):
             line_end.replace_with("\n")
+        if in_line:  # a line end would end the row
+            return f" {' '.join(node.text().split())} "
         return f"\n\n{node.text().strip(chr(10))}\n\n".replace(" ", _BLANK).replace("\t", _BLANK * 4)
     if tag in {"img", "area"}:
         return f" {attributes.get('alt') or ''} "

@@ -622,9 +622,10 @@ def test_rows_below_a_row_of_names_are_read_with_them(tmp_path, rows, text):
             "<th>Weight</th><td>60</td></tr><tr><th>Eyes</th><td>blue</td><th>Hair</th><td>red</td></tr></table>",
             "Name | Ada | Born in | Oslo\nHeight | 170 | Weight | 60\nEyes | blue | Hair | red",
         ),
+        ("<table><tr><td><pre>ls -l\n</pre></td><td>lists</td></tr></table>", "ls -l | lists"),
         ("<ul>" + "<li>Cook | Inn 1 | York</li>" * 3 + "</ul>", "\n".join(["- Cook | Inn 1 | York"] * 3)),
     ],
-    ids=["names", "section rows", "pairs", "list"],
+    ids=["names", "section rows", "pairs", "pre", "list"],
 )
 def test_html_tables(tmp_path, markup, text):
     (tmp_path / "a.html").write_text(markup)
