@@ -26,13 +26,16 @@ def write_docx(path, paragraphs):
     return path
 
 
-def write_xlsx(path, rows, merged=(), **formats):
-    """A workbook of one sheet. formats: number formats by cell, such as `B2="0%"`."""
+def write_xlsx(path, rows, merged=(), comment="", **formats):
+    """A workbook of one sheet. comment: on its first cell; formats: number formats by cell, such as `B2="0%"`."""
     from openpyxl import Workbook
+    from openpyxl.comments import Comment
 
     workbook = Workbook()
     for row in rows:
         workbook.active.append(row)
+    if comment:
+        workbook.active["A1"].comment = Comment(comment, "Ada")
     for cells in merged:
         workbook.active.merge_cells(cells)
     for cell, number_format in formats.items():

@@ -213,7 +213,7 @@ FORMATS: dict[str, Format] = {
     ".epub": Format(lambda path, notes, _: epub_chapters(path, notes), _MARKUP),
     ".csv": _table(","),
     ".tsv": _table("\t"),
-    ".xlsx": Format(lambda path, notes, _: xlsx_rows(path), ("openpyxl",)),
+    ".xlsx": Format(lambda path, notes, _: xlsx_rows(path, notes), ("openpyxl",)),
     ".ipynb": Format(_of_text(lambda text: _markdown_sections(notebook_text(text)))),
     ".rst": Format(_of_text(rst_sections), ("docutils.core",)),
     ".org": Format(_of_text(org_sections)),

@@ -31,6 +31,12 @@ NUMBER_FORMAT = re.compile(
     rf"(?P<after>(?:{SHOWN.pattern})*)"
 )
 MERGED = re.compile(rb'<(?:\w+:)?mergeCell\b[^>]*\bref="([A-Z]{1,3}\d{1,7}:[A-Z]{1,3}\d{1,7})"')
+# A formula without a value, if not an empty text.
+UNCOMPUTED = re.compile(
+    rb'<(?:\w+:)?c\b(?![^>]*\bt="str")[^>]*>\s*<(?:\w+:)?f\b[^>]*(?:/>|>[^<]*</(?:\w+:)?f>)\s*'
+    rb"(?:<(?:\w+:)?v\s*/>|<(?:\w+:)?v>\s*</(?:\w+:)?v>)?\s*</(?:\w+:)?c>"
+)
+COMMENTS = re.compile(r"xl/(?:threaded)?comments", re.IGNORECASE)
 NOT_USED = "\x1f"  # a delimiter that no table has
 # In a document. Of two columns the first is the name of the second; lines with few cells may be anything.
 LEAST_COLUMNS, LEAST_ROWS = 3, 2
@@ -164,15 +170,19 @@ def _has_letter(text: str) -> bool:
     return any(map(str.isalpha, text))
 
 
-def xlsx_rows(path: Path) -> Iterator[Row]:
+def xlsx_rows(path: Path, notes: list[str]) -> Iterator[Row]:
     """The rows of all sheets, with the values that formulas had when the file was saved.
 
-    Each says its sheet's name, if there are several: the same rows may be in each.
+    Each says its sheet's name, if there are several: the same rows may be in each. notes: gets sentences on formulas
+    without values, which programs other than spreadsheets write, and on comments.
     """
     from openpyxl import load_workbook  # type: ignore[import-untyped]
     from openpyxl.utils import range_boundaries  # type: ignore[import-untyped]
 
-    with open_archive(path):
+    uncomputed = 0
+    with open_archive(path) as archive:
+        if any(COMMENTS.match(name) for name in archive.namelist()):
+            notes.append("the comments on its cells were not read")
         workbook = load_workbook(path, read_only=True, data_only=True, keep_links=False)
     try:
         for sheet in workbook.worksheets:
@@ -181,12 +191,18 @@ def xlsx_rows(path: Path) -> Iterator[Row]:
             sheet.reset_dimensions()  # some programs write `A1` for any sheet, and no more would be read
             rows = ([_cell_text(cell.value, cell.number_format) for cell in row] for row in sheet.iter_rows())
             with sheet._get_source() as source:  # what openpyxl leaves out of large sheets
-                merged = [range_boundaries(cells.decode()) for cells in MERGED.findall(source.read())]
+                markup = source.read()
+            merged = [range_boundaries(cells.decode()) for cells in MERGED.findall(markup)]
+            uncomputed += len(UNCOMPUTED.findall(markup))
             yield from (
                 (named + text, location) for text, location in table_rows(_spread(rows, merged), place)
             )
     finally:
         workbook.close()
+    if uncomputed:
+        notes.append(
+            f"{uncomputed} formulas have no stored value, and were left out: open and save it in Excel or LibreOffice"
+        )
 
 
 def _spread(rows: Iterable[list[str]], merged: Sequence[tuple[int, int, int, int]]) -> Iterator[list[str]]:

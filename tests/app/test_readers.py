@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from document_files import write_xlsx
 
 from ragblend.app.library import file_checks, readers
 from ragblend.app.library.documents import content_digest, shortened
@@ -361,6 +362,9 @@ def slides_of(*texts):
         ("a.eml", MAIL.encode(), "attachments were not read: minutes.pdf"),
         ("a.mbox", f"From a\n{MAIL}\nFrom a\n{MAIL}".encode(), "attachments were not read: minutes.pdf, minutes.pdf"),
         ("a.rtf", rb"{\rtf1\ansi\ansicpg932 Text \'85\'7f.}", "1 characters that its encoding does not have"),
+        ("a.xlsx", lambda path: write_xlsx(path, [["a", "b"], ["x", "=1+1"]]), "1 formulas have no stored value, and"),
+        ("a.xlsx", lambda path: write_xlsx(path, [["a", "b"]], comment="?"), "the comments on its cells were not read"),
+        ("a.xlsx", lambda path: write_xlsx(path, [["a", "b"]]), None),
         ("a.pptx", slides_of("One", "", "Three", ""), "these slides have no text, and were left out: 2, 4"),
         ("a.txt", "Möwen über dem Fluss. ".encode() * 20 + b"\xe4", "1 bytes that are not UTF-8 were replaced"),
         ("a.txt", "Möwen über dem Fluss. ".encode(), None),
