@@ -42,6 +42,7 @@ MAX_PARTS = 300_000  # pages, sections, rows
 INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\ufeff"))
 # Control characters, and those that mean something in one font only.
 NOT_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
+FRONT_MATTER = re.compile(r"\A---\n[\w-]+:.*?\n---$", re.DOTALL | re.MULTILINE)
 JUDGED_CHARACTERS = 20_000  # of a page or document: enough to see whether it is a language's
 VERSION = 9  # part of a document's recipe: raise it when the text that comes out changes
 
@@ -168,13 +169,15 @@ def _markdown_sections(text: str) -> Iterator[Part]:
     """One part for each heading; the text stays as it is written, which models read well."""
     from markdown_it import MarkdownIt
 
-    lines = clean(text).split("\n")
-    tokens = MarkdownIt("commonmark").parse("\n".join(lines))
+    text = clean(text)
+    lines = text.split("\n")
+    # The line of dashes below a file's front matter would make it a heading.
+    tokens = MarkdownIt("commonmark").parse(FRONT_MATTER.sub(lambda found: "\n" * found[0].count("\n"), text))
     begin, heading = 0, ""
     for token, content in pairwise(tokens):
         if token.type == "heading_open" and token.level == 0 and token.map is not None:
             yield "\n".join(lines[begin : token.map[0]]), heading
-            begin, heading = token.map[0], content.content.strip(" *_`")
+            begin, heading = token.map[0], " ".join(content.content.split()).strip(" *_`")
     yield "\n".join(lines[begin:]), heading
 
 

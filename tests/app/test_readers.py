@@ -50,6 +50,15 @@ def test_markdown_keeps_its_text_and_names_headings(tmp_path):
     assert "# no heading" in parts[2].text and "| a | b |" in parts[2].text
 
 
+def test_front_matter_of_markdown_is_no_heading(tmp_path):
+    path = tmp_path / "a.md"
+    path.write_text("---\ntitle: Rules\ndate: 2024\n---\n\nFirst.\n\nOf the\nharbour\n---\n\nSecond.\n")
+    assert [(part.location, part.text) for part in read_document(path).parts] == [
+        ("", "---\ntitle: Rules\ndate: 2024\n---\n\nFirst."),
+        ("Of the harbour", "Of the\nharbour\n---\n\nSecond."),
+    ]
+
+
 def test_html_is_divided_at_headings(tmp_path):
     path = tmp_path / "a.html"
     path.write_text(
