@@ -130,12 +130,12 @@ def rst_sections(text: str) -> list[Part]:
 
 
 def org_sections(text: str) -> Iterator[Part]:
-    """Org: a section per heading, tables and lists as they are written."""
+    """Org: a section per heading, as it is written, with its state, dates and properties; links are their texts."""
     import orgparse
 
     for node in (root := orgparse.loads(text)):
         heading = "" if node is root else node.get_heading(format="plain")
-        yield f"{heading}\n\n{node.get_body(format='plain')}", heading
+        yield re.sub(r"\[\[[^\]\n]*\]\[([^\]\n]*)\]\]", r"\1", str(node)), heading
 
 
 def latex_text(text: str) -> list[Part]:

@@ -457,7 +457,11 @@ def test_opendocument(tmp_path):
         ("a.rst", "a. Open\nb. Close\n\n- x\n", "a. Open\n\nb. Close\n\n- x"),
         ("a.rst", "See :func:`open` and |tides|.\n", "See :func:`open` and |tides|."),
         ("a.rst", f"{'word ' * 3000}end.\n", f"{'word ' * 3000}end."),
-        ("a.org", "* Tides\nHigh at nine.\n", "Tides\n\nHigh at nine."),
+        (
+            "a.org",
+            "* TODO Tides :sea:\nDEADLINE: <2024-05-01>\n:PROPERTIES:\n:COST: 400\n:END:\nHigh at [[http://a.b][nine]].\n",
+            "* TODO Tides :sea:\nDEADLINE: <2024-05-01>\n:PROPERTIES:\n:COST: 400\n:END:\nHigh at nine.",
+        ),
         (
             "a.tex",
             "\\documentclass{x}\\begin{document}High at \\emph{nine}: $x^2$.\\end{document}",
