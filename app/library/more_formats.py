@@ -26,6 +26,11 @@ LATEX_SIGNS = {
     "textsuperscript": "^",
     "textsubscript": "_",
 }  # unknown to pylatexenc
+# Commands with one or two arguments that are no text; of a link the address, with which pylatexenc fails.
+LATEX_SETTING = re.compile(
+    r"\\(?:href|label|index|color|cline|cmidrule|pagestyle|thispagestyle|pagenumbering|bibliographystyle|bibliography"
+    r"|(?:multicolumn|multirow|setlength|addtolength|setcounter|fontsize)\s*\{[^{}]*\})(?:\([^)]*\))?\s*\{[^{}]*\}"
+)
 LATEX_UNIT = re.compile(r"\\(?:(?:SI|qty)\{([^{}]*)\}|si|unit)\{\\?([^{}]*)\}")
 
 
@@ -146,7 +151,7 @@ def latex_text(text: str) -> list[Part]:
     text = LATEX_COMMAND.sub("", text)
     text = re.sub(r"\\([A-Za-z]+)(?:\{\})?", lambda found: defined.get(found[1], found[0]), text)
     text = LATEX_UNIT.sub(lambda found: " ".join(found.groups("")).replace("\\", " "), text)
-    text = re.sub(r"\\href\s*\{[^{}]*\}", "", text)  # the text of the link stays; pylatexenc fails
+    text = LATEX_SETTING.sub("", text)
     context = latex2text.get_default_latex_context_db()
     context.set_unknown_macro_spec(latex2text.MacroTextSpec("", discard=False))  # or their arguments are lost
     body = re.search(r"\\begin\{document\}(.*)\\end\{document\}", text, re.DOTALL)

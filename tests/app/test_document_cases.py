@@ -472,7 +472,8 @@ def test_opendocument(tmp_path):
             r"\texttt{ls} of \mbox{10} \textsc{files}, \SI{12.5}{\km\per\hour}",
             "ls of 10 files, 12.5 km per hour",
         ),
-        ("a.tex", r"See \href{http://example.org}{the site}.", "See the site."),
+        ("a.tex", r"See \href{http://example.org}{the site}.\label{sites}", "See the site."),
+        ("a.tex", r"\multirow{2}{*}{North} \multicolumn{2}{c}{Total}", "North Total"),
         (
             "a.tex",
             "\\newcommand{\\fee}{400}%\\def\\fee{300}\nThe fee is \\fee{} or $2\\fee$.",
