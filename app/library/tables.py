@@ -195,7 +195,8 @@ def xlsx_rows(path: Path, notes: list[str]) -> Iterator[Row]:
             merged = [range_boundaries(cells.decode()) for cells in MERGED.findall(markup)]
             uncomputed += len(UNCOMPUTED.findall(markup))
             yield from (
-                (named + text, location) for text, location in table_rows(_spread(rows, merged), place)
+                (named + text, location)
+                for text, location in table_rows(_with_merged_cells(rows, merged), place)
             )
     finally:
         workbook.close()
@@ -205,7 +206,9 @@ def xlsx_rows(path: Path, notes: list[str]) -> Iterator[Row]:
         )
 
 
-def _spread(rows: Iterable[list[str]], merged: Sequence[tuple[int, int, int, int]]) -> Iterator[list[str]]:
+def _with_merged_cells(
+    rows: Iterable[list[str]], merged: Sequence[tuple[int, int, int, int]]
+) -> Iterator[list[str]]:
     """The rows with the text of a merged cell in all rows that it spans, and in all columns if it is in the header.
 
     merged: first column and row, last column and row, from 1.
@@ -246,9 +249,9 @@ def _time_text(value: datetime | time | timedelta) -> str:
     if isinstance(value, timedelta):
         minutes, seconds = divmod(round(abs(value).total_seconds()), 60)
         return f"{'-' * (value < timedelta())}{minutes // 60}:{minutes % 60:02}:{seconds:02}"
-    moment = value if isinstance(value, datetime) else datetime.combine(date.min, value)
+    moment = datetime.combine(date.min, value) if isinstance(value, time) else value
     moment = (moment + timedelta(microseconds=500_000)).replace(microsecond=0)
-    return str(moment).removesuffix(" 00:00:00") if moment.date() > date.min else str(moment.time())
+    return str(moment.time()) if isinstance(value, time) else str(moment).removesuffix(" 00:00:00")
 
 
 def _number_text(number: float, number_format: str) -> str:

@@ -842,6 +842,7 @@ def test_temporary_files_beside_documents_are_skipped_by_a_list(tmp_path):
         (1.5, "[>=1000]#,##0;0.00", "1.5"),
         (timedelta(hours=30), "[h]:mm", "30:00:00"),
         (0.35416666, "hh:mm", "08:30:00"),
+        (0.999997, "hh:mm", "00:00:00"),
         (45352.604166664, "yyyy-mm-dd hh:mm", "2024-03-01 14:30:00"),
         (datetime(2024, 3, 1), "yyyy-mm-dd", "2024-03-01"),
     ],
