@@ -140,7 +140,7 @@ def org_sections(text: str) -> Iterator[Part]:
 
     for node in (root := orgparse.loads(text)):
         heading = "" if node is root else node.get_heading(format="plain")
-        yield re.sub(r"\[\[[^\]\n]*\]\[([^\]\n]*)\]\]", r"\1", str(node)), heading
+        yield re.sub(r"\[\[[^\[\]\n]*\]\[([^\[\]\n]*)\]\]", r"\1", str(node)), heading
 
 
 def latex_text(text: str) -> list[Part]:

@@ -25,16 +25,16 @@ NAMES = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 FIRST_ROWS = 10  # among which the header is
 # A number format of XLSX: digits such as `#,##0.00` or `0.0#` between texts. Of these `"kg"`, `\x`, `[$€-407]` and
 # signs are shown; `[Red]`, `_-` and `*-` are not. A format with a condition, such as `[>=1000]`, does not match.
-SHOWN = re.compile(r'"([^"]*)"|\\(.)|\[\$([^\]-]*)[^\]]*\]|([€$£¥%+() -])|\[[^$<=>\]][^<=>\]]*\]|[_*].')
+SHOWN = re.compile(r'"([^"]*)"|\\(.)|\[\$([^\]-]*+)[^\]]*+\]|([€$£¥%+() -])|\[[^$<=>\]][^<=>\]]*\]|[_*].')
 NUMBER_FORMAT = re.compile(
-    rf"(?P<before>(?:{SHOWN.pattern})*)(?P<whole>[#0?,]*[0#?])(?:\.(?P<decimals>0*)(?P<optional>[#?]*))?"
-    rf"(?P<after>(?:{SHOWN.pattern})*)"
+    rf"(?P<before>(?:{SHOWN.pattern})*+)(?P<whole>[#0?,]*[0#?])(?:\.(?P<decimals>0*)(?P<optional>[#?]*))?"
+    rf"(?P<after>(?:{SHOWN.pattern})*+)"
 )
-MERGED = re.compile(rb'<(?:\w+:)?mergeCell\b[^>]*\bref="([A-Z]{1,3}\d{1,7}:[A-Z]{1,3}\d{1,7})"')
+MERGED = re.compile(rb'<(?:\w+:)?mergeCell\b[^<>]*\bref="([A-Z]{1,3}\d{1,7}:[A-Z]{1,3}\d{1,7})"')
 # A formula without a value, if not an empty text.
 UNCOMPUTED = re.compile(
-    rb'<(?:\w+:)?c\b(?![^>]*\bt="str")[^>]*>\s*<(?:\w+:)?f\b[^>]*(?:/>|>[^<]*</(?:\w+:)?f>)\s*'
-    rb"(?:<(?:\w+:)?v\s*/>|<(?:\w+:)?v>\s*</(?:\w+:)?v>)?\s*</(?:\w+:)?c>"
+    rb'<(?:\w+:)?c\b(?![^<>]*\bt="str")[^<>]*>\s*+<(?:\w+:)?f\b[^<>]*(?:/>|>[^<]*</(?:\w+:)?f>)\s*+'
+    rb"(?:<(?:\w+:)?v\s*+/>|<(?:\w+:)?v>\s*+</(?:\w+:)?v>)?\s*+</(?:\w+:)?c>"
 )
 COMMENTS = re.compile(r"xl/(?:threaded)?comments", re.IGNORECASE)
 NOT_USED = "\x1f"  # a delimiter that no table has
