@@ -3,16 +3,17 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import closing
-from email.message import EmailMessage
+from contextlib import closing, suppress
+from email.message import EmailMessage, MIMEPart
 from pathlib import Path
 from typing import Any
 
 from ragblend.app.library.documents import shortened
-from ragblend.app.library.encodings import REPLACED
+from ragblend.app.library.encodings import REPLACED, decode
 from ragblend.app.library.file_checks import open_archive
 from ragblend.app.library.html_text import Section, html_sections
 from ragblend.app.library.tables import rows_as_text
+from ragblend.kvstore.errors import UnreadableDocumentError
 
 Part = tuple[str, str]  # text, location
 
@@ -148,13 +149,13 @@ def _joined(lines: Any) -> str:
 def mail_parts(path: Path, notes: list[str]) -> Iterator[Part]:
     """Each message of an .eml or .mbox: who, when, what about, its text; attachments are named only.
 
-    notes: gets a sentence that names them.
+    notes: gets a sentence that names them, and sentences on encodings that were guessed.
     """
     attached = list[str]()
     for message, place in _messages(path):
         names = [part.get_filename() or part.get_content_type() for part in message.iter_attachments()]
         attached += names
-        yield _message_text(message, names), place
+        yield _message_text(message, names, path, notes), place
     if attached:
         notes.append(f"attachments were not read: {shortened(attached)}")
 
@@ -171,11 +172,22 @@ def _messages(path: Path) -> Iterator[tuple[EmailMessage, str]]:
             yield message_from_bytes(box.get_bytes(key), policy=policy.default), f"message {number}"
 
 
-def _message_text(message: EmailMessage, attachments: Sequence[str]) -> str:
+def _message_text(message: EmailMessage, attachments: Sequence[str], path: Path, notes: list[str]) -> str:
     heads = [f"{name}: {message[name]}" for name in ("From", "To", "Cc", "Date", "Subject") if message[name]]
     body = message.get_body(("plain", "html"))
-    text = str(body.get_content()) if body is not None else ""
+    text = _body_text(body, path, notes) if body is not None else ""
     if body is not None and body.get_content_type() == "text/html":
         text = "\n\n".join(section for section, _ in html_sections(text))
     attached = [f"Attachments: {', '.join(attachments)}"] if attachments else []
     return "\n".join([*heads, *attached, "", text])
+
+
+def _body_text(body: MIMEPart, path: Path, notes: list[str]) -> str:
+    """By the declared encoding, or by a guess if there is none, Python does not know it, or it does not fit."""
+    data: Any = body.get_payload(decode=True)
+    with suppress(LookupError, ValueError):
+        return str(data.decode(body.get_content_charset("")))  # "" is an unknown encoding, too
+    with suppress(UnreadableDocumentError):  # one such message must not make a whole mailbox unreadable
+        return decode(data, path, notes)
+    notes.append("the text of a message fits no encoding, and was left out")
+    return ""

@@ -43,7 +43,7 @@ INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\ufeff"))
 # Control characters, and those that mean something in one font only.
 NOT_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
 JUDGED_CHARACTERS = 20_000  # of a page or document: enough to see whether it is a language's
-VERSION = 9  # part of a document's recipe: raise it when the text that comes out changes
+VERSION = 10  # part of a document's recipe: raise it when the text that comes out changes
 
 
 RECOGNITION = TextRecognition()
@@ -190,7 +190,7 @@ _OPENDOCUMENT = Format(lambda path, notes, _: opendocument_sections(path))
 _TABLE = Format(
     lambda path, notes, _: csv_rows(decode(path.read_bytes(), path, notes), notes), ("clevercsv", "chardet")
 )
-_MAIL = Format(lambda path, notes, _: mail_parts(path, notes))
+_MAIL = Format(lambda path, notes, _: mail_parts(path, notes), _MARKUP)
 FORMATS: dict[str, Format] = {
     ".txt": Format(_of_text(lambda text: [(text, "")]), _CHARDET),
     ".md": _MARKDOWN,

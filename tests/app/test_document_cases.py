@@ -1,6 +1,7 @@
 """Small files that were read wrongly once, each standing for a kind of fault; and more of each kind."""
 
 import zipfile
+from base64 import b64encode
 from email.message import EmailMessage
 from pathlib import Path
 
@@ -417,6 +418,27 @@ def test_mail(tmp_path):
     assert parse(tmp_path / "a.eml")["parts"] == [(text, "")]
     (tmp_path / "a.mbox").write_bytes(b"".join(b"From a\n" + message.as_bytes() + b"\n\n" for _ in range(2)))
     assert parse(tmp_path / "a.mbox")["parts"] == [(text, "message 1"), (text, "message 2")]
+
+
+@pytest.mark.parametrize(
+    ("charset", "data", "text", "note"),
+    [
+        (b"; charset=iso-8859-8-i", "שלום, הנה המפתח למחסן".encode("iso8859-8"), "המפתח", "guessed: Windows-1255"),
+        (b"; charset=x-sjis", "鍵はドアの後ろに掛かっている。".encode("cp932"), "鍵はドア", "guessed: CP932"),
+        (b"; charset=base64", b"the key", "the key", ""),
+        (b"; charset=us-ascii", "Schlüssel".encode(), "Schlüssel", ""),
+        (b"; charset=utf-8", b"Le caf\xe9 de la gare est ferm\xe9.", "café", "guessed: Windows-1252"),
+        (b"", "Schlüssel".encode(), "Schlüssel", ""),
+        (b"\nContent-Transfer-Encoding: base64", b64encode(bytes(range(256))), "", "fits no encoding"),
+    ],
+)  # fmt: skip
+def test_mail_whose_encoding_is_unknown_missing_or_wrong_is_guessed(tmp_path, charset, data, text, note):
+    """One message with an encoding that Python does not know made the whole mailbox unreadable."""
+    odd = b"From a\nSubject: odd\nContent-Type: text/plain" + charset + b"\n\n" + data
+    (tmp_path / "a.mbox").write_bytes(odd + b"\n\nFrom b\nSubject: next\n\nIt is read.\n")
+    (first, _), (second, _) = parse(tmp_path / "a.mbox")["parts"]
+    assert text in first and "\ufffd" not in first and second == "Subject: next\n\nIt is read."
+    assert note in notes_of(tmp_path / "a.mbox") and bool(note) == bool(notes_of(tmp_path / "a.mbox"))
 
 
 def test_pdf_form_values_are_read_and_those_that_are_no_text_are_left_out(tmp_path):
