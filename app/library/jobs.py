@@ -173,12 +173,14 @@ class JobQueue:
         Returns the removed documents, and the bytes freed in all.
         """
         self.store.forget_collection(collection)
-        documents = self.workspaces.library.documents(collection)
-        removed = self.remove([document.id for document in documents], collection)
+        library, workspace = self.workspaces.library, self.workspaces.of(collection)
+        removed = self.remove([document.id for document in library.documents(collection)], collection)
         with self.workspaces.writing():  # KV and uploads that belong to no document, or to a hidden one
-            for document in self.workspaces.library.hidden(collection):
-                remove_document(self.workspaces.of(collection), document)
-            freed = self.workspaces.of(collection).engine.forget_all()
+            for document in library.hidden(collection):
+                remove_document(workspace, document)
+            # Of a file that was being ingested when the documents were listed.
+            removed += [remove_document(workspace, document) for document in library.documents(collection)]
+            freed = workspace.engine.forget_all()
             with self._upload_lock:
                 freed += delete_uploads(self.workspaces.home, collection)
         self.workspaces.forget(collection)

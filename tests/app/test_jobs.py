@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 
@@ -311,6 +312,20 @@ def test_removing_a_collection_removes_its_documents_kv_and_uploads(jobs, home, 
     assert freed == one.bytes_freed + (documents / "bread.md").stat().st_size and one.bytes_freed > 0
     assert workspaces.names() == ["default"] and list(states(jobs)) == ["sky.txt"]
     assert [file.name for file in (home / "originals").rglob("*.*")] == ["sky.txt"]
+
+
+def test_a_file_that_is_ingested_while_its_collection_is_removed_does_not_bring_it_back(
+    jobs, workspaces, documents
+):
+    workspaces.create("letters")
+    with ThreadPoolExecutor(1) as pool:
+        with workspaces.writing():  # as the worker does
+            removal = pool.submit(jobs.remove_collection, "letters")
+            until(lambda: workspaces.has_waiting_writer)
+            ingest_file(workspaces.of("letters"), documents / "sky.txt")
+        removed, _ = removal.result(SOON_S)
+    assert [one.path for one in removed] == [str(documents / "sky.txt")]
+    assert workspaces.names() == ["default"] and documents_of(workspaces, "letters") == {}
 
 
 def test_clearing_deletes_cancelled_uploads(jobs, home, workspaces, documents, tmp_path):
