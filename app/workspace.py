@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ragblend.app.answering.chats import Chats
 from ragblend.app.home import Home, make_private
 from ragblend.app.library.documents import DocumentState
+from ragblend.app.library.job_store import JobStore
 from ragblend.app.library.registry import Library
 from ragblend.app.models import check_model
 from ragblend.app.settings import PROCESS_SETTINGS, Settings
@@ -91,6 +92,11 @@ class Workspaces(Closing):
     def library(self) -> Library:
         """The registry of documents of all collections."""
         return self.open_once("library", lambda: Library(self.home.library))
+
+    @property
+    def jobs(self) -> JobStore:
+        """The rows of the ingest queue. Its file is created, so look whether there is one where none is needed."""
+        return self.open_once("jobs", lambda: JobStore(self.home.jobs))
 
     @property
     def chats(self) -> Chats:
