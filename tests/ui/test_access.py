@@ -451,13 +451,15 @@ def test_a_password_is_kept_as_a_salted_hash(kept, tmp_path) -> None:
     assert not matches(piped, kept)
 
 
-def test_page_for_other_machines_needs_a_password(tmp_path, monkeypatch) -> None:
-    """`--set-password` ended in an AttributeError."""
+@pytest.mark.parametrize("command", ["ui", "up"])
+def test_page_for_other_machines_needs_a_password(tmp_path, monkeypatch, command) -> None:
+    """`ui --set-password` ended in an AttributeError; `up --set-password` served the page without a password."""
+    monkeypatch.setattr("ragblend.app.cli.ui.serve_page", lambda *_: 1)
     with pytest.raises(UsageError, match="--set-password"):
         open_login(tmp_path, Address("0.0.0.0"))
     assert open_login(tmp_path, Address()).password_hash is None
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{PASSWORD}\n"))
-    assert main(["ui", "--set-password", "--home", str(tmp_path)]) == 0
+    assert main([command, "--set-password", "--home", str(tmp_path)]) == 0
     assert matches(PASSWORD, open_login(tmp_path, Address("0.0.0.0")).password_hash)
 
 
