@@ -45,7 +45,10 @@ class Line(Closing):
         """Paths are sent as absolute ones, because the other process is in another folder. Raises OSError."""
         with self._sending:
             text = json.dumps(value, default=lambda path: {"path": str(absolute(path))})
-            self._socket.sendall(text.encode("ascii") + b"\n")
+            try:
+                self._socket.sendall(text.encode("ascii") + b"\n")
+            except BrokenPipeError as error:  # which means to callers that nobody reads the standard output
+                raise ConnectionResetError(*error.args) from None
 
     def receive(self) -> dict[str, Any] | None:
         """The next object; None at the end, and for anything else. Raises OSError."""

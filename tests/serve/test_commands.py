@@ -22,6 +22,7 @@ from ragblend.app.serve.commands import CommandListener, RemoteTerminal
 from ragblend.app.services import AppServices
 from ragblend.app.system import listen_in
 from ragblend.app.workspace import Workspaces
+from ragblend.kvstore.errors import LibraryError
 
 LIGHT = "The lighthouse of Skarholm was built in 1888 by Marta Lind. "
 FERRY = "The ferry Marigold leaves the pier at seven and takes forty minutes. "
@@ -346,6 +347,15 @@ def test_a_host_that_is_killed_is_reported(folder, capsys) -> None:
         assert main(["ask", QUESTION, "--home", str(folder)]) == 1
     said = capsys.readouterr()
     assert said.out == "The light" and "ended while it worked on this" in said.err
+
+
+def test_a_host_that_ends_before_the_command_is_sent_is_reported(folder) -> None:
+    """The broken pipe was taken for that of `ragblend ask | head`: no message, and exit code 0."""
+    ours, theirs = socket.socketpair()
+    theirs.sendall(GREETING)
+    theirs.close()
+    with Line(ours) as line, pytest.raises(LibraryError, match="ended while it worked on this"):
+        remote.run(line, folder, "ask", {}, sys.stdout)
 
 
 @pytest.mark.parametrize(("presses", "leaving_s"), [(1, 0.1), (2, 1e6)])
