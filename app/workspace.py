@@ -46,7 +46,7 @@ class _SharedState:
         self.lock, self.files = threading.RLock(), dict[tuple[str, str], Any]()
         self.waiting = list[bool]()
         self.lock_mark: str | None = None
-        self.embedders, self.reranking = dict[str, Embedder](), DeviceQueue()
+        self.embedders, self.reranking = dict[tuple[str, str | None], Embedder](), DeviceQueue()
         self._next_writer, self._writer = threading.Lock(), threading.Lock()
 
     @contextmanager
@@ -109,10 +109,10 @@ class Workspaces(Closing):
         )
 
     def embedder(self, model: str) -> Embedder:
-        """The embedder of that name (as in the settings), one object for all collections."""
+        """The embedder of that name (as in the settings) on the current device, one object for all collections."""
         device = "cpu" if self.settings.vllm else self.settings.device
         with self._lock:
-            return self._shared.embedders.setdefault(model, Embedder(model, device))
+            return self._shared.embedders.setdefault((model, device), Embedder(model, device))
 
     def of(self, collection: str) -> "Workspace":
         """The workspace of that collection. Raises SettingsError for an invalid name."""
