@@ -150,7 +150,7 @@ class CommandHost:
         if name == "model" and value != "default":
             path = os.path.join(folder, os.path.expanduser(value))
             return os.path.realpath(path) if os.path.exists(path) else value
-        if name in ("device", "dtype") and value is None:
+        if name in ("device", "dtype") and not value:
             from ragblend.engine.model.device import pick_device, pick_dtype
 
             device = pick_device(self.services.settings.device)

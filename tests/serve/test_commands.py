@@ -22,6 +22,7 @@ from ragblend.app.serve.commands import CommandListener, RemoteTerminal
 from ragblend.app.services import AppServices
 from ragblend.app.system import listen_in
 from ragblend.app.workspace import Workspaces
+from ragblend.engine.model.device import pick_device
 from ragblend.kvstore.errors import LibraryError
 
 LIGHT = "The lighthouse of Skarholm was built in 1888 by Marta Lind. "
@@ -87,6 +88,13 @@ def test_options_hold_for_one_command_only(home, told, monkeypatch) -> None:
         monkeypatch.setenv("RAGBLEND_MAX_NEW_TOKENS", "3")
         assert told("ask", QUESTION)[0]["tokens"]["generated"] == 3
         assert services.settings == before
+
+
+def test_the_hosts_default_device_may_be_named(home, told) -> None:
+    """The page writes the default as an empty text, which was refused as another device than the one it stands for."""
+    with owned(home) as services:
+        services.workspaces.change(device="")
+        assert told("ask", QUESTION, "--device", str(pick_device(None)))[0]["answer"]
 
 
 def test_settings_that_the_host_cannot_have_are_refused(home, told, monkeypatch) -> None:
