@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from ragblend.app.extras import check_installed
 from ragblend.app.home import absolute
 from ragblend.app.library.discovery import is_gone, is_readable, is_skipped
 from ragblend.app.library.documents import as_path, printable
@@ -63,8 +62,7 @@ class Watcher:
             return list(self._folders.values())
 
     def start(self) -> None:
-        """Scan and watch all folders, a thread each. Raises UsageError without the extra `ui`."""
-        check_installed("Watched folders", ("watchfiles",), "ui")
+        """Scan and watch all folders, a thread each."""
         with self._lock:
             self._started = True
             for folder in self._folders.values():
