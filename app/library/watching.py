@@ -85,8 +85,9 @@ class WatchedFolder:
     _jobs: JobQueue
     _quiet_ms: int
 
-    def __init__(self, id: int, path: str, collection: str, reason: str = "watching has not started") -> None:
-        self.id, self.path, self.collection, self.reason = id, path, collection, reason
+    def __init__(self, id: int, path: str, collection: str) -> None:
+        self.id, self.path, self.collection = id, path, collection
+        self.reason = "watching has not started"
         self._path, self._ending = as_path(path), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ragblend-watch", daemon=True)
 

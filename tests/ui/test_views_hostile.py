@@ -71,7 +71,9 @@ def drawn(text):
     for state in ("failed", "embedding"):
         yield "library.jobs", [job(text, reason=text, state=state)], 5, state == "failed"
     yield "library.added", QueuedFiles(1, ((text, text),) * 9, ((text, text),))
-    yield "library.watched", [WatchedFolder(1, text, text, text)]
+    folder = WatchedFolder(1, text, text)
+    folder.reason = text
+    yield "library.watched", [folder]
     yield "library.undoable", rows
     yield "library.deleted", [RemovedDocument(text, 3, 500)]
     yield ("compare.looking",)
