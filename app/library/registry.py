@@ -191,9 +191,9 @@ class Library(Database):
         else:
             shown = self.column(f"{query} LIMIT ? OFFSET ?", *values, limit, offset)
         found = self.documents_with(shown)  # reads rows and counts passages of this page only
-        originals = f"{self.path.parent / 'originals'}/"
+        originals = self.path.parent / "originals"
         listed = (found[key] for key in shown if key in found)
-        documents = (replace(one, uploaded=one.path.startswith(originals)) for one in listed)
+        documents = (replace(one, uploaded=one.file.is_relative_to(originals)) for one in listed)
         return DocumentPage(tuple(documents), total, counts)
 
     def documents_with(self, ids: Sequence[str]) -> dict[str, Document]:
