@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 from app_fakes import make_cross_encoder, write_files
@@ -235,19 +233,6 @@ def test_reranker_is_shared_and_replaced_on_change(workspaces, folder):
     workspaces.change(top_k=3)
     assert workspaces.first.reranker is not shared
     assert workspaces.with_settings(workspaces.settings.changed({"reranker": ""})).first.reranker is None
-
-
-def test_no_reranker_imports_nothing(tmp_path):
-    asked = (
-        "import sys; from ragblend.app.workspace import Workspace; from ragblend.app.answering import conversation; "
-        "from ragblend.app.answering.retrieval import search; w = Workspace.open(sys.argv[1]); "
-        "assert w.reranker is None and search([], 'x', 3) == []; "
-        "print(sorted({'torch', 'transformers', 'ragblend.app.answering.rerank'} & set(sys.modules)))"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", asked, str(tmp_path / "home")], capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.strip() == "[]"
 
 
 def test_command_line_accepts_a_reranker(cli, told, folder, boats, monkeypatch):
