@@ -3,7 +3,7 @@
 import pytest
 import tiny_models
 import torch
-from benches import Bench, StagedTransfers, chat, largest_error, make_prompt, make_text
+from benches import Bench, EveryThird, StagedTransfers, chat, largest_error, make_prompt, make_text
 
 from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.engine.model import convolution
@@ -11,20 +11,11 @@ from ragblend.engine.model.attention import register
 from ragblend.engine.model.decoder import TransformersDecoder
 from ragblend.engine.model.gate import run_gate
 from ragblend.engine.prompts.session import Session
-from ragblend.engine.selection import METHODS, Policy
+from ragblend.engine.selection import METHODS
 
 TEXTS = [make_text(seed) for seed in range(4)]
 ALLOWED = 1e-4
 CONVOLUTIONS = (0, 2)
-
-
-class EveryThird(Policy):
-    """Scattered rows, whose predecessors are stored."""
-
-    def rows(self, plan, probed=None):
-        chosen = plan.always.clone()
-        chosen[::3] = True
-        return chosen.nonzero().squeeze(1)
 
 
 @pytest.fixture
