@@ -21,7 +21,11 @@ SUFFIX = "\n\nQuestion: who kept the ledgers, and where were they?"
 WORDS = " ".join(tiny_models.CORPUS).split()
 
 
-def pairs(methods, always=("reuse", "cacheblend-gradual", "a3", "probe-shift"), kinds=tiny_models.SUPPORTED):
+# Of each way to choose rows one method: none, narrowed in later layers, by attention, and by a probe with a shift.
+ALWAYS = ("reuse", "cacheblend-gradual", "a3", "probe-shift")
+
+
+def pairs(methods, always=ALWAYS, kinds=tiny_models.SUPPORTED):
     """(kind of model, method): all methods on two kinds, and on every other kind two of `always`, in turn."""
     return [
         (kind, method)
