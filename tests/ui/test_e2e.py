@@ -70,21 +70,14 @@ def test_first_run_to_the_highlighted_passage(open_page, servers) -> None:
     page.screenshot(path=screenshots() / "chat.png")
 
 
-def test_a_page_of_a_pdf_is_shown_with_boxes(open_page) -> None:
-    mine = open_page()
-    page = mine.page
-    mine.ask("What are Dunlin's axleboxes packed with?")
-    mine.open_source(".pdf")
-    page.wait_for_selector("#rb-source .rb-box")
-    page.wait_for_function("document.querySelector('#rb-source .rb-page img')?.naturalWidth > 300")
-    page.screenshot(path=screenshots() / "pdf.png")
-
-
 def test_a_document_is_read_page_by_page_from_its_source_and_from_the_library(open_page, server) -> None:
     mine = open_page()
     page = mine.page
     mine.ask("What are Dunlin's axleboxes packed with?")
     mine.open_source("dunlin")
+    page.wait_for_selector("#rb-source .rb-box")
+    page.wait_for_function("document.querySelector('#rb-source .rb-page img')?.naturalWidth > 300")
+    page.screenshot(path=screenshots() / "pdf.png")
     page.click("#rb-source [data-act=view]")
     expect(page, ".rb-viewer[open] .rb-box >> nth=0").to_be_in_viewport()
     marked = page.inner_text(".rb-viewer nav span")
