@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 
 import pytest
 from app_fakes import make_cross_encoder, write_files
@@ -11,6 +12,7 @@ from ragblend.app.answering.rerank import BATCH_PAIRS, CrossEncoder
 from ragblend.app.answering.retrieval import DEPTH, search, search_in_stages
 from ragblend.app.library.ingest import ingest
 from ragblend.kvstore.errors import (
+    Cancelled,
     CorruptModelError,
     DeviceError,
     ModelError,
@@ -98,9 +100,9 @@ def asked(monkeypatch):
     """The questions and texts that a cross-encoder was asked about."""
     asked, real = [], CrossEncoder.scores
 
-    def scores(self, question, texts):
+    def scores(self, question, texts, cancel=None):
         asked.append((question, list(texts)))
-        return real(self, question, texts)
+        return real(self, question, texts, cancel)
 
     monkeypatch.setattr(CrossEncoder, "scores", scores)
     return asked
@@ -139,6 +141,16 @@ def test_results_of_both_wordings_alternate(open_workspace, folder, boats, asked
     assert orders[0][:2] != orders[1][:2]
     in_turn = dict.fromkeys(text for place in zip(*orders, strict=True) for text in place)
     assert [source.text for source in found] == list(in_turn)[:2]
+
+
+def test_reranking_can_be_cancelled(open_workspace, folder, boats):
+    workspace, cancel = open_workspace(reranker=str(folder)), threading.Event()
+    ingest(workspace, [boats])
+    stages = search_in_stages([workspace], QUESTION, 3, cancel=cancel)
+    next(stages)
+    cancel.set()
+    with pytest.raises(Cancelled):
+        next(stages)
 
 
 def without_head(folder):
