@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import gradio as gr
@@ -135,9 +136,8 @@ class ChatTab:
             return
         if chat_id is None:
             chat_id = self._services.chats.create().id
-        ask = self._services.conversations.ask
-        options = _options(collections, mode, document)
-        yield from self._answer(request, chat_id, question, lambda: ask(chat_id, question, options))
+        begin = partial(self._services.conversations.ask, chat_id, question)
+        yield from self._answer(request, chat_id, question, begin, _options(collections, mode, document))
 
     def again(
         self,
@@ -153,12 +153,11 @@ class ChatTab:
             return
         options, conversations = _options(collections, mode, document), self._services.conversations
         if event.act == "edit":
-            message_id, text = int(event.id), str(event.text)
-            yield from self._answer(
-                request, chat_id, text, lambda: conversations.edit(message_id, text, options)
-            )
+            text = str(event.text)
+            begin = partial(conversations.edit, int(event.id), text)
+            yield from self._answer(request, chat_id, text, begin, options)
         else:
-            yield from self._answer(request, chat_id, "", lambda: conversations.regenerate(chat_id, options))
+            yield from self._answer(request, chat_id, "", partial(conversations.regenerate, chat_id), options)
 
     def ask_document(self, event: gr.EventData) -> Updates:
         """Search only the document that a button of the library names, until `ask_all`."""
@@ -173,20 +172,25 @@ class ChatTab:
     def digest(self, event: gr.EventData, request: gr.Request) -> Iterator[Updates]:
         """Summarise a document of the library, in a conversation of its own."""
         services = self._services
-        found = services.workspaces.library.documents_with([str(event.id)])
-        for document in found.values():
-            chat_id = services.chats.create().id
-            yield from self._answer(
-                request,
-                chat_id,
-                f"Summarise {document.name}.",
-                partial(services.conversations.digest, document, chat_id),
-            )
+        document = services.workspaces.library.documents_with([str(event.id)]).get(str(event.id))
+        if document is None:
+            return
+        chat_id, digest = services.chats.create().id, services.conversations.digest
+        question = f"Summarise {document.name}."
+        yield from self._answer(request, chat_id, question, lambda _: digest(document, chat_id), AskOptions())
 
     def _answer(
-        self, request: gr.Request, chat_id: int, question: str, begin: Callable[[], AnswerStream]
+        self,
+        request: gr.Request,
+        chat_id: int,
+        question: str,
+        begin: Callable[[AskOptions], AnswerStream],
+        options: AskOptions,
     ) -> Iterator[Updates]:
-        """Draw an answer while it is being written; afterwards the form is ready again, whatever happened."""
+        """Draw an answer while it is being written; afterwards the form is ready again, whatever happened.
+
+        begin: searches with these options, which are cancelled by Stop, and starts the answer.
+        """
         asked = self._sessions.begin(session_of(request))
         ended = partial(self._ended, asked, chat_id, question)
         self._sessions.show(asked.session, chat_id)
@@ -198,7 +202,10 @@ class ChatTab:
             self.live: views.chat.live_turn(question, "", "Looking for passages …"),
         }
         try:
-            turn = begin()
+            turn = begin(replace(options, cancel=asked.stopped))
+        except Cancelled:  # the conversation says that the question was not answered
+            yield ended()
+            return
         except RagBlendError as error:
             yield ended(problem(str(error)))
             return

@@ -66,7 +66,7 @@ def compare(
     from ragblend.engine.engine import loaded_here
 
     longest = min(conversations.settings.answer_tokens, ANSWER_TOKENS)
-    asked = conversations.prepare(question, AskOptions((collection,), max_new_tokens=longest))
+    asked = conversations.prepare(question, AskOptions((collection,), max_new_tokens=longest, cancel=cancel))
     context = asked.context
     if context is None:
         raise LibraryError(f"Comparing: {asked.notice}")

@@ -117,7 +117,9 @@ def test_the_timeline_has_a_row_a_track_and_draws_stalls_over_layers() -> None:
     assert html.index("p-compute") < html.index("p-stall")
     assert "load, layer 0, passage 3: 3.0 ms" in html
     assert "9.5 ms of prefill" in html
-    assert html.count('class="p-probe"') == 2 and "; probe 1.5 ms" in html  # drawn, and in the legend and the sums
+    assert (
+        html.count('class="p-probe"') == 2 and "; probe 1.5 ms" in html
+    )  # drawn, and in the legend and the sums
 
 
 # --- library
