@@ -68,6 +68,9 @@ class Page:
     def send(self, question, chat_id=None):
         return self.chat.send(question, chat_id, ["default"], "chat", "", self.request)
 
+    def in_list(self, act, chat_id=None, **values):
+        return self.chat.in_list(chat_id, gr.EventData(None, {"act": act, **values}), self.request)
+
     def edit(self, message_id, question, chat_id):
         event = gr.EventData(None, {"act": "edit", "id": str(message_id), "text": question})
         return self.chat.again(chat_id, ["default"], "chat", "", event, self.request)
@@ -236,6 +239,36 @@ def test_a_conversation_that_is_deleted_elsewhere_leaves_a_usable_page(page, whe
     )
     assert "was deleted" in last[page.chat.live]
     assert is_send_back(page, list(page.send("And who?"))[-1])
+    assert [each.text for each in page.answers()] == ["It is blue."]
+
+
+def test_an_answer_keeps_the_list_of_conversations_as_it_is(page, monkeypatch) -> None:
+    """Each question replaced what a search had found, and what "older ones" had shown, by the newest conversations."""
+    monkeypatch.setattr("ragblend.ui.tab_chat.CHATS_PER_PAGE", 2)
+    for question in ("Is granite hard?", "Why?"):
+        list(page.send(question))
+    page.in_list("more-chats")
+
+    def lists():
+        answered = [
+            updates[page.chat.chats] for updates in page.send("And who?") if page.chat.chats in updates
+        ]
+        return [*answered, page.chat.new(page.request)[page.chat.chats]]
+
+    assert all("granite" in listed for listed in lists())
+    page.chat.search("granite", None, page.request)
+    assert all("granite" in listed and "Why?" not in listed for listed in lists())
+
+
+def test_a_conversation_that_is_gone_is_not_opened_and_stops_no_answer(page) -> None:
+    go, answer = page.held(), page.send("Why?")
+    until_text(answer, page.chat.live)
+    gone = page.services.chats.create().id
+    page.services.chats.delete(gone)
+    with pytest.warns(UserWarning, match="was deleted"):  # Gradio's message, without a server
+        page.in_list("open-chat", id=str(gone))
+    go.set()
+    assert is_send_back(page, list(answer)[-1])
     assert [each.text for each in page.answers()] == ["It is blue."]
 
 
