@@ -12,6 +12,7 @@ import pytest
 from servers import events
 from waiting import SOON_S, until
 
+from ragblend.app.serve.metrics import Metrics
 from ragblend.app.serve.service import Limits
 from ragblend.kvstore.errors import Cancelled
 
@@ -257,6 +258,15 @@ def test_a_failed_start_is_cleared_by_the_first_answer(served, monkeypatch) -> N
         monkeypatch.setattr(served.service.startup, "problem", "The disk was full.")
         assert anybody.get("/healthz").status_code == 503
         assert served.chat(max_tokens=1).status_code == 200 and anybody.get("/healthz").status_code == 200
+
+
+def test_metrics_of_a_long_run_have_all_digits() -> None:
+    """With six digits, sums stood still after a day, and the uptime after twelve."""
+    metrics = Metrics()
+    metrics.observe("ttft_seconds", 123456.75)
+    text = metrics.text({"uptime_seconds": 1234567.5})
+    assert "ragblend_ttft_seconds_sum 123456.75\n" in text
+    assert "ragblend_uptime_seconds 1234567.5\n" in text
 
 
 def test_metrics_in_prometheus_format(served) -> None:
