@@ -114,6 +114,11 @@ class Workspaces(Closing):
         with self._lock:
             return self._shared.embedders.setdefault((model, device), Embedder(model, device))
 
+    @property
+    def embedders(self) -> list[Embedder]:
+        """Those that were used."""
+        return list(self._shared.embedders.values())
+
     def of(self, collection: str) -> "Workspace":
         """The workspace of that collection. Raises SettingsError for an invalid name."""
         settings = replace(self.settings, collection=collection)
@@ -331,8 +336,9 @@ class Workspace(Closing):
 
     @property
     def queues(self) -> tuple[DeviceQueue, ...]:
-        """The queues of all models: the one that answers, the embedder, rerankers."""
-        return *self.engine.queues, self.embedder.queue, self.workspaces.reranking
+        """The queues of all models: the one that answers, embedders, rerankers. Reads no file and takes no lock."""
+        embedders = self.workspaces.embedders
+        return *self.engine.queues, *(each.queue for each in embedders), self.workspaces.reranking
 
     @cached_property
     def engine(self) -> "EngineInterface":
