@@ -85,6 +85,8 @@ class CommandListener(Closing):
             line.wait(None)
             terminal = RemoteTerminal(line, request)
             self._running[terminal] = threading.current_thread()
+            if self._closing.is_set():  # `close` may have looked before this one was there
+                terminal.shut_down()
             threading.Thread(target=terminal.listen, daemon=True).start()
             try:
                 line.send(**self._run(request, terminal))

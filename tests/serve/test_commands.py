@@ -16,6 +16,7 @@ from waiting import SOON_S, until
 
 from ragblend import __version__
 from ragblend.app import remote
+from ragblend.app.cli.common import FORWARDED, Cli
 from ragblend.app.cli.main import main
 from ragblend.app.remote import NAME, Line, connected
 from ragblend.app.serve.commands import CommandListener, RemoteTerminal
@@ -443,6 +444,20 @@ def test_disconnect_or_shutdown_cancels_command() -> None:
         assert terminal.read_line() == ""
         here.close()
         there.close()
+
+
+def test_a_request_that_comes_while_the_host_closes_is_interrupted(home, monkeypatch) -> None:
+    def work(cli: Cli) -> None:
+        print("at work", file=cli.out)
+
+    monkeypatch.setitem(FORWARDED, "ask", work)
+    with AppServices.open(home) as services:
+        commands = CommandListener(services)
+        with connected(home) as line:
+            assert line.receive()["pid"] == os.getpid()
+            commands.close()
+            line.send(**request(arguments={"cli": {}}))
+            assert line.receive() == {"failed": ["Cancelled", "Interrupted."]}
 
 
 def test_closing_the_host_ends_commands_and_removes_the_socket(home) -> None:
