@@ -23,12 +23,12 @@ from markupsafe import Markup, escape
 from ragblend.app.answering.breakdown import KINDS, counts_of, has_breakdown
 from ragblend.app.answering.chats import INTERRUPTED
 from ragblend.app.answering.citations import CitedAnswer
-from ragblend.app.answering.comparing import ComparedMethod
 from ragblend.app.answering.timeline import NESTED, PART_COLOURS
 from ragblend.app.model_offers import Offer, offered
 from ragblend.app.models import LocalModel
 from ragblend.app.words import plural, size
 from ragblend.engine.trace import Trace, TraceEvent
+from ragblend.measuring.variants import Variant
 
 TAGS = "p br hr em strong del code pre blockquote ul ol li a h1 h2 h3 h4 h5 h6 table thead tbody tr th td"
 # No images: fetching one tells its server that the document was read.
@@ -190,7 +190,7 @@ def difference(text: str, other: str) -> list[tuple[str, bool]]:
     return [piece for piece in pieces if piece[0]]
 
 
-def label(side: ComparedMethod) -> str:
+def label(side: Variant) -> str:
     """CacheBlend, 15%."""
     name = LABELS.get(side.method, side.method)
     return name if side.ratio is None else f"{name}, {100 * side.ratio:.0f}%"
