@@ -116,9 +116,9 @@ class ChatTab:
         each = QUEUED | EACH
         self.chats.click(self.in_list, [self.chat_id], opened, **each)
         in_transcript = [*shown, self.source, self.transcript]
-        self.transcript.click(self.in_transcript, [self.chat_id], in_transcript, **each)
+        self.transcript.click(self.in_transcript, None, in_transcript, **each)
         measuring = QUEUED | {"concurrency_limit": 4}
-        self.hood.click(self.measure, [self.chat_id], [self.hood], **measuring)
+        self.hood.click(self.measure, None, [self.hood], **measuring)
 
     # --- asking
 
@@ -366,7 +366,7 @@ class ChatTab:
 
     # --- one answer
 
-    def in_transcript(self, chat_id: int | None, event: gr.EventData) -> Updates:
+    def in_transcript(self, event: gr.EventData) -> Updates:
         """A click on a citation or on an answer's speed."""
         try:
             if event.act == "cite":
@@ -389,7 +389,7 @@ class ChatTab:
     def _hood(self, message_id: int) -> str:
         return views.hood.view(self._services.chats.message(message_id).report, message_id)
 
-    def measure(self, chat_id: int | None, event: gr.EventData, request: gr.Request) -> Iterator[Updates]:
+    def measure(self, event: gr.EventData, request: gr.Request) -> Iterator[Updates]:
         """Run full prefill of that answer's prompt, and show its time beside the answer's."""
         message_id, message = int(event.message), ""
         asked = self._sessions.begin(session_of(request, MEASUREMENT))

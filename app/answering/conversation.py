@@ -114,11 +114,9 @@ class Conversations:
         options = options or AskOptions()
         return self._answer_stream(self._unsaved_stages(question, options, earlier), options.client, None)
 
-    def prepare(
-        self, question: str, options: AskOptions, earlier: Sequence[ChatMessage] = ()
-    ) -> PreparedQuestion:
+    def prepare(self, question: str, options: AskOptions) -> PreparedQuestion:
         """Search, and build a prompt that fits the window, without answering. Raises as `ask` does."""
-        *_, last = self._unsaved_stages(question, options, earlier)
+        *_, last = self._unsaved_stages(question, options, ())
         return last
 
     def digest(

@@ -26,7 +26,7 @@ ROLES = {"developer": "system", "function": "tool"} | {
 # Fields of a body that are passed to `Call.of`.
 CALL_OPTIONS = (
     *PER_CALL, "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice",
-    "parallel_tool_calls", "echo", "best_of",
+    "parallel_tool_calls",
 )  # fmt: skip
 # Fields that clients send back with a message, as an earlier answer of some server had them. No model here reads them.
 IGNORED_IN_MESSAGES = frozenset((

@@ -297,21 +297,21 @@ def test_leaving_out_many_turns_tokenizes_few_prompts(talks, engine, monkeypatch
     ]
     tokenized, tokenize = [], engine.tokenize
     monkeypatch.setattr(engine, "tokenize", lambda prompt: tokenized.append(1) or tokenize(prompt))
-    ready = talks.prepare(SKY, AskOptions(top_k=2), earlier)
+    talks.answer(SKY, AskOptions(top_k=2), earlier)
     assert len(tokenized) < 16
     room = engine.context_window - talks.settings.answer_tokens
-    assert 0.5 * room < len(ready.prompt.token_ids) <= 0.6 * room
+    assert 0.5 * room < len(engine.requests[-1][0].token_ids) <= 0.6 * room
     cancel = threading.Event()
     cancel.set()
     with pytest.raises(Cancelled):
-        talks.prepare(SKY, AskOptions(top_k=2, cancel=cancel), earlier)
+        talks.answer(SKY, AskOptions(top_k=2, cancel=cancel), earlier)
 
 
 def test_turns_that_are_too_long_to_be_tokenized_are_left_out(talks, engine):
     engine.most_characters = 1000
     earlier = [ChatMessage(0, 0, role, f"{role} {'x' * 500}", now()) for role in ("user", "assistant") * 2]
-    ready = talks.prepare(SKY, AskOptions(top_k=2), earlier)
-    assert "the first 2 of 2 earlier questions" in ready.notice and len(ready.prompt.chunks) == 2
+    answer = talks.answer(SKY, AskOptions(top_k=2), earlier)
+    assert "the first 2 of 2 earlier questions" in answer.notice and len(engine.requests[-1][0].chunks) == 2
     with pytest.raises(PromptTooLongError):
         talks.prepare("x" * 1001, AskOptions(top_k=2))
 

@@ -77,7 +77,7 @@ class Page:
 
     def measure(self, message):
         event = gr.EventData(None, {"act": "measure", "message": str(message.id)})
-        return self.chat.measure(message.chat_id, event, self.request)
+        return self.chat.measure(event, self.request)
 
     def compared(self, question):
         return self.compare.run(question, "default", "probe-shift", "full", 15, 100, self.request)
