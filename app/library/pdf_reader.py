@@ -26,7 +26,7 @@ MAX_PAGES = 20_000
 MAX_SECONDS = 1800.0  # for the text of all pages; `sandbox` bounds the time of one page
 PRINT_AGAIN = "Open it in a viewer and save or print it to a new PDF."
 FEWEST_WORDS, MOST_SINGLE = 50, 0.8  # of a page: to judge its words, and of one or two letters
-WRAPPED = "\ufffe"  # pdfium's mark where a word was divided at a line's end
+WRAPPED = re.compile("[\ufffe\x02]")  # pdfium's marks where a word was divided at a line's end
 REMARKS = {"/Text", "/FreeText", "/Highlight", "/Underline", "/StrikeOut", "/Stamp"}
 
 
@@ -132,8 +132,15 @@ def _pdfium_text(document: Any, number: int) -> str | None:
     if document is None:
         return None
     with suppress(PdfiumError), closing(document[number]) as page, closing(page.get_textpage()) as textpage:
-        return str(textpage.get_text_bounded()).replace(WRAPPED, "").strip()
+        # The bounded text may join cells of one letter, as in `Ajax512`; the other has no letters beyond UCS-2.
+        bounded, text = (str(each) for each in (textpage.get_text_bounded(), textpage.get_text_range()))
+        is_whole = _letters(text) == _letters(bounded)
+        return WRAPPED.sub("", text if is_whole else bounded).strip()
     return None
+
+
+def _letters(text: str) -> str:
+    return "".join(WRAPPED.sub("", text).split())
 
 
 def _filled_in(reader: "PdfReader | None", number: int) -> list[str]:

@@ -472,7 +472,7 @@ def write_table(path, rows, after="Section 4 follows.", **ruled):
     style = getSampleStyleSheet()["Normal"]
     grid = TableStyle([("GRID", (0, 0), (-1, -1), 0.5, "black")] if ruled.get("grid", True) else [])
     before, table = (
-        Paragraph("The excess is what you bear yourself.", style),
+        Paragraph(ruled.get("before", "The excess is what you bear yourself."), style),
         Table(rows, colWidths=ruled.get("widths"), style=grid),
     )
     SimpleDocTemplate(str(path)).build([before, table, Paragraph(after, style)])
@@ -488,6 +488,13 @@ def test_a_ruled_table_of_a_pdf_is_read_row_by_row(tmp_path):
         "Event: Returned premium\nExcess: -£20\nRemarks: -\n\n"
         "Section 4 follows."
     )
+
+
+def test_cells_of_one_digit_are_cells(tmp_path):
+    """On a page of few words they were read as `Ajax512`."""
+    rows = [["Team", "Won", "Lost", "Drawn"], ["Ajax", "5", "1", "2"], ["Bohemia", "12", "3", "4"]]
+    text = "Team: Ajax\nWon: 5\nLost: 1\nDrawn: 2\n\nTeam: Bohemia\nWon: 12\nLost: 3\nDrawn: 4"
+    assert text in text_of(write_table(tmp_path / "a.pdf", rows, before="Before.", after="After."))
 
 
 NAMED = [["Kind", "Pack", "Price"], ["Sturon", "250 g", "£3.45"], ["Red Baron", "", "£3.85"]]
