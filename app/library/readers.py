@@ -155,7 +155,7 @@ def parse(path: Path, on_page: OnPage = silent) -> dict[str, Any]:
 
 def clean(text: str) -> str:
     """Remove control characters, broken surrogates and white space at line ends; line ends become \\n."""
-    text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\f", "\n")
+    text = re.sub("\r\n|[\r\f\v]", "\n", text)
     text = text.translate(INVISIBLE)
     text = text.encode("utf-8", "replace").decode("utf-8")  # PDF fonts can give half a surrogate pair
     text = NOT_TEXT.sub("", text)

@@ -91,7 +91,7 @@ def test_csv_rows_carry_their_column_names(tmp_path):
 
 
 def test_clean_text_can_be_stored_and_read_by_a_model():
-    assert clean("a\x00b\ud800c\r\nd  \n\n\n\ne\u00ad\u200bf\ttab") == "ab?c\nd\n\nef\ttab"
+    assert clean("a\x00b\ud800c\r\nd  \n\n\n\ne\u00ad\u200bf\ttab\vg") == "ab?c\nd\n\nef\ttab\ng"
 
 
 def fails_with(error, path, *words, read=read_document):
