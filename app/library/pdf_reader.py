@@ -26,7 +26,10 @@ MAX_PAGES = 20_000
 MAX_SECONDS = 1800.0  # for the text of all pages; `sandbox` bounds the time of one page
 PRINT_AGAIN = "Open it in a viewer and save or print it to a new PDF."
 FEWEST_WORDS, MOST_SINGLE = 50, 0.8  # of a page: to judge its words, and of one or two letters
-WRAPPED = re.compile("[\ufffe\x02]")  # pdfium's marks where a word was divided at a line's end
+WRAPPED = re.compile("[\ufffe\x02]")  # pdfium's marks of a hyphen at a line's end
+REAL_HYPHEN = re.compile(
+    "\ufffe(?=\\d|[A-Z](?![A-Z]))|(?<![A-Z])\ufffe(?=[A-Z])"
+)  # `COVID-19`; not `HAR-BOUR`
 REMARKS = {"/Text", "/FreeText", "/Highlight", "/Underline", "/StrikeOut", "/Stamp"}
 
 
@@ -134,8 +137,8 @@ def _pdfium_text(document: Any, number: int) -> str | None:
     with suppress(PdfiumError), closing(document[number]) as page, closing(page.get_textpage()) as textpage:
         # The bounded text may join cells of one letter, as in `Ajax512`; the other has no letters beyond UCS-2.
         bounded, text = (str(each) for each in (textpage.get_text_bounded(), textpage.get_text_range()))
-        is_whole = _letters(text) == _letters(bounded)
-        return WRAPPED.sub("", text if is_whole else bounded).strip()
+        text = text if _letters(text) == _letters(bounded) else bounded
+        return WRAPPED.sub("", REAL_HYPHEN.sub("-", text)).strip()
     return None
 
 

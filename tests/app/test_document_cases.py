@@ -652,6 +652,28 @@ def test_table_rows_replace_only_the_letters_that_they_have():
     assert with_table_rows("p. 12534", [[["12", "5"], ["3", "4"]]]) == "p. 12534", "within a word"
 
 
+def test_a_hyphen_at_a_pdfs_line_end_stays_before_a_digit_or_capital(tmp_path):
+    """COVID-19 was read as COVID19."""
+    from reportlab.pdfgen.canvas import Canvas
+
+    canvas = Canvas(str(tmp_path / "a.pdf"))
+    lines = (
+        "From the har-",
+        "bour to COVID-",
+        "19, a T-",
+        "Shirt, the non-",
+        "EU states, THE OLD HAR-",
+        "BOUR.",
+    )
+    for number, line in enumerate(lines):
+        canvas.drawString(72, 700 - 14 * number, line)
+    canvas.save()
+    assert (
+        text_of(tmp_path / "a.pdf")
+        == "From the harbour to COVID-19, a T-Shirt, the non-EU states, THE OLD HARBOUR."
+    )
+
+
 @pytest.mark.parametrize("unmapped", ["\x01\x02\r\n\x03", "\x07", "\x0b\x0e", "T h e k e y " * 20])
 def test_pdf_page_whose_letters_pdfium_cannot_map_is_read_by_pypdf(tmp_path, monkeypatch, unmapped):
     monkeypatch.setattr("pypdfium2.PdfTextPage.get_text_bounded", lambda page: unmapped)
