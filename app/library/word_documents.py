@@ -27,7 +27,7 @@ NOTES = {"footnoteReference": "footnotes", "endnoteReference": "endnotes", "comm
 MARKS = {"superscript": "sup", "subscript": "sub"}
 HEADING = re.compile("(heading|title)\\b", re.IGNORECASE)
 WITHOUT_TEXT = re.compile(
-    r"theme|settings|fonttable|customxml|docprops|charts|diagrams|embeddings", re.IGNORECASE
+    r"theme|settings|fonttable|customxml|docprops|charts|diagrams|embeddings|glossary", re.IGNORECASE
 )
 RELATIONS = re.compile(r"word/_rels/document\d*\.xml\.rels$")
 EMBEDDED = re.compile(r"word/(charts/chart|diagrams/data|embeddings/)[^/]*$")

@@ -275,6 +275,18 @@ def test_word_headers_footers_and_embedded_html(tmp_path):
     assert text_of(path).split("\n\n") == ["Letterhead", "Body.", "From HTML.", "End.", "Page foot"]
 
 
+def test_word_building_blocks_are_not_the_documents_parts(tmp_path):
+    """The numbering, notes and styles of a glossary replaced the document's."""
+    notes = f'<w:footnotes xmlns:w="{WORD}"><w:footnote w:id="2">{{}}</w:footnote></w:footnotes>'.format
+    path = docx(
+        tmp_path / "a.docx",
+        f"<w:p>{run('Fee 400')}<w:r><w:footnoteReference w:id='2'/></w:r></w:p>",
+        footnotes=("footnotes.xml", notes(paragraph("Net of tax."))),
+        glossary=("glossary/footnotes.xml", notes(paragraph("Template."))),
+    )
+    assert text_of(path).split() == ["Fee", "400", "(Net", "of", "tax.)"]
+
+
 def test_word_comments_on_the_same_words(tmp_path):
     comments = "".join(
         f'<w:comment w:id="{n}" w:initials="A">{paragraph(text)}</w:comment>'
