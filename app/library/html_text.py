@@ -182,7 +182,7 @@ def _replaced(node: Any) -> str | None:
     """The text of an element that is not the text of its parts; None for any other element."""
     tag, attributes = node.tag, node.attributes
     if tag in MARKS:
-        return _mark(tag, node.text().strip())
+        return marked(tag, re.sub(r"\s+", " ", node.text()))
     if tag == "rt":  # the reading of the word before it
         return f"({node.text().strip()})"
     if tag == "pre":
@@ -200,12 +200,20 @@ def _replaced(node: Any) -> str | None:
     return None
 
 
-def _mark(tag: str, text: str) -> str:
-    """`m²` or `10⁶`; where there are no such characters, `x^(n+1)` and `x_max`."""
+def marked(tag: str, text: str) -> str:
+    """`m²` or `10⁶`; where there are no such characters, `x^(n+1)` and `x_max`. tag: of `MARKS`; others mark nothing."""
+    letters = text.strip()
+    if tag not in MARKS or not letters:
+        return text
     sign, table = MARKS[tag]
-    if text and all(ord(letter) in table for letter in text):
-        return text.translate(table)
-    return f"{sign}({text})" if re.search(r"\W", text) else f"{sign}{text}" if text else ""
+    before, _, after = text.partition(letters)
+    if all(ord(letter) in table for letter in letters):
+        return before + letters.translate(table) + after
+    return (
+        f"{before}{sign}({letters}){after}"
+        if re.search(r"\W", letters)
+        else f"{before}{sign}{letters}{after}"
+    )
 
 
 def _edges(tag: str) -> tuple[str, str]:

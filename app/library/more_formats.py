@@ -11,11 +11,14 @@ from typing import Any
 from ragblend.app.library.documents import shortened
 from ragblend.app.library.encodings import REPLACED, decode
 from ragblend.app.library.file_checks import open_archive
-from ragblend.app.library.html_text import Section, html_sections
+from ragblend.app.library.html_text import Section, html_sections, marked
 from ragblend.app.library.tables import rows_as_text
 from ragblend.kvstore.errors import UnreadableDocumentError
 
 Part = tuple[str, str]  # text, location
+# Superscripts and subscripts: in RTF with the control words before their text, and the blank that ends a word.
+RAISED = re.compile(r"\\(super|sub)(?![a-z\d]) ?((?:\\[a-z]++(?<!nosupersub)-?\d* ?)*)([^\\{}]*)")
+RAISED_LATEX = re.compile(r"\\text(super|sub)script\{([^{}]*)\}")
 
 
 def pptx_slides(path: Path, notes: list[str]) -> Iterator[Part]:
@@ -25,6 +28,7 @@ def pptx_slides(path: Path, notes: list[str]) -> Iterator[Part]:
     with open_archive(path):
         slides, empty = Presentation(str(path)).slides, list[str]()
     for number, slide in enumerate(slides, start=1):
+        _mark_runs(slide)
         lines = [line for shape in slide.shapes for line in _shape_lines(shape)]
         if slide.has_notes_slide and slide.notes_slide.notes_text_frame is not None:
             spoken = slide.notes_slide.notes_text_frame.text.strip()
@@ -33,6 +37,16 @@ def pptx_slides(path: Path, notes: list[str]) -> Iterator[Part]:
         yield "\n".join(lines), f"slide {number}"
     if empty:
         notes.append(f"these slides have no text, and were left out: {shortened(empty)}")
+
+
+def _mark_runs(slide: Any) -> None:
+    """Write superscripts and subscripts as `marked` does."""
+    from pptx.oxml.ns import qn
+
+    for run in slide.element.iter(qn("a:r")):
+        shift = "" if run.rPr is None else run.rPr.get("baseline", "").strip("0%")
+        if shift:
+            run.text = marked("sub" if shift.startswith("-") else "sup", run.text)
 
 
 def _shape_lines(shape: Any) -> Iterator[str]:
@@ -78,7 +92,9 @@ def rtf_text(path: Path, notes: list[str]) -> list[Part]:
     """The text of a rich text document. notes: gets a sentence where characters were replaced."""
     from striprtf.striprtf import rtf_to_text  # type: ignore[import-untyped]
 
-    found = str(rtf_to_text(path.read_bytes().decode("latin-1"), errors="replace"))
+    source = path.read_bytes().decode("latin-1")
+    source = RAISED.sub(lambda found: found[2] + marked(found[1][:3], found[3]), source)
+    found = str(rtf_to_text(source, errors="replace"))
     if lost := found.count(REPLACED):
         notes.append(f"{lost} characters that its encoding does not have were replaced by {REPLACED}")
     return [(found, "")]
@@ -121,7 +137,8 @@ def latex_text(text: str) -> list[Part]:
     from pylatexenc.latex2text import LatexNodes2Text  # type: ignore[import-untyped]
 
     body = re.search(r"\\begin\{document\}(.*)\\end\{document\}", text, re.DOTALL)
-    return [(LatexNodes2Text(math_mode="verbatim").latex_to_text(body.group(1) if body else text), "")]
+    source = RAISED_LATEX.sub(lambda found: marked(found[1][:3], found[2]), body.group(1) if body else text)
+    return [(LatexNodes2Text(math_mode="verbatim").latex_to_text(source), "")]
 
 
 def notebook_text(text: str) -> str:

@@ -124,7 +124,11 @@ class _WordDocument:
         """The HTML element of an element, if it has one, and the number of a numbered paragraph."""
         properties = child(node, f"{name}Pr")
         if name == "r":
-            return MARKS.get(value(child(properties, "vertAlign"), "val")), ""
+            style = child(self._styles.get(value(child(properties, "rStyle"), "val")), "rPr")
+            found = next(
+                (f for each in (properties, style) if (f := child(each, "vertAlign")) is not None), None
+            )
+            return MARKS.get(value(found, "val")) if child(node, "t") is not None else None, ""
         if name != "p":
             return TAGS.get(name), ""
         styles, ids = [properties], [value(child(properties, "pStyle"), "val")]

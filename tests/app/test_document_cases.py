@@ -110,6 +110,7 @@ def test_cut_chinese_text_is_kept():
         ),
         ("<ul><li>one<li>two</ul>", ["- one\n- two"], []),
         ("<pre>a\n\tb</pre>", ["a\n    b"], []),
+        ("10 m<sup>2 </sup>and", ["10 m² and"], []),
         ("H<sub>2</sub>O x<sup>n+1</sup> y<sub>max</sub>", ["H₂O", "xⁿ⁺¹", "y_max"], []),
         ("<math><mfrac><mi>a</mi><mi>b</mi></mfrac></math>", ["a/b"], []),
         ("<input type=password value=secret><input value=shown>", ["shown"], ["secret"]),
@@ -275,6 +276,23 @@ def test_word_headers_footers_and_embedded_html(tmp_path):
     assert text_of(path).split("\n\n") == ["Letterhead", "Body.", "From HTML.", "End.", "Page foot"]
 
 
+def test_word_superscripts_by_a_style_and_notes_by_one(tmp_path):
+    """10⁶ was read as 106; the text of a note is no superscript."""
+    styled = "<w:r><w:rPr><w:rStyle w:val='Up'/></w:rPr>{}</w:r>".format
+    reference = styled("<w:footnoteReference w:id='2'/>")
+    style = "<w:style w:styleId='Up'><w:rPr><w:vertAlign w:val='superscript'/></w:rPr></w:style>"
+    path = docx(
+        tmp_path / "a.docx",
+        f"<w:p>{run('Area 10')}{styled('<w:t>6</w:t>')}{run(' m')}{reference}</w:p>",
+        styles=("styles.xml", f'<w:styles xmlns:w="{WORD}">{style}</w:styles>'),
+        footnotes=(
+            "footnotes.xml",
+            f'<w:footnotes xmlns:w="{WORD}"><w:footnote w:id="2">{paragraph("Net.")}</w:footnote></w:footnotes>',
+        ),
+    )
+    assert text_of(path) == "Area 10⁶ m (Net.)"
+
+
 def test_word_building_blocks_are_not_the_documents_parts(tmp_path):
     """The numbering, notes and styles of a glossary replaced the document's."""
     notes = f'<w:footnotes xmlns:w="{WORD}"><w:footnote w:id="2">{{}}</w:footnote></w:footnotes>'.format
@@ -361,10 +379,16 @@ def test_slides(tmp_path):
     presentation = Presentation()
     slide = presentation.slides.add_slide(presentation.slide_layouts[1])
     slide.shapes.title.text = "Harbour"
-    slide.placeholders[1].text = "Depth 4 m"
+    slide.placeholders[1].text = "Area 10"
+    for text, baseline in (("6", "30000"), (" m", "0"), ("2", "30%"), (", H", ""), ("2", "-25000")):
+        run = slide.placeholders[1].text_frame.paragraphs[0].add_run()
+        run.text = text
+        run._r.get_or_add_rPr().set("baseline", baseline)
     slide.notes_slide.notes_text_frame.text = "Ask the master."
     presentation.save(tmp_path / "a.pptx")
-    assert parse(tmp_path / "a.pptx")["parts"] == [("Harbour\nDepth 4 m\nNotes: Ask the master.", "slide 1")]
+    assert parse(tmp_path / "a.pptx")["parts"] == [
+        ("Harbour\nArea 10⁶ m², H₂\nNotes: Ask the master.", "slide 1")
+    ]
 
 
 def test_opendocument(tmp_path):
@@ -382,6 +406,12 @@ def test_opendocument(tmp_path):
     ("name", "content", "wanted"),
     [
         ("a.rtf", r"{\rtf1\ansi The d\'e9p\'f4t is \b open\b0.}", "The dépôt is open."),
+        (
+            "a.rtf",
+            r"{\rtf1 10{\fs9\super\lang9 6} m{\super 2}, H{\sub 2}O, x\super 2\nosupersub 0, CO\sub 2\nosupersub, \super\nosupersub 5.}",
+            "10⁶ m², H₂O, x²0, CO₂, 5.",
+        ),
+        ("a.tex", r"10\textsuperscript{6} m and CO\textsubscript{2}", "10⁶ m and CO₂"),
         (
             "a.rst",
             "Tides\n=====\n\nHigh at *nine*.\n\n.. include:: /etc/hosts\n",
