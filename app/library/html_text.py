@@ -201,9 +201,9 @@ def _replaced(node: Any) -> str | None:
 
 
 def marked(tag: str, text: str) -> str:
-    """`m²` or `10⁶`; where there are no such characters, `x^(n+1)` and `x_max`. tag: of `MARKS`; others mark nothing."""
+    """`m²` or `10⁶`; where there are no such characters, `x^(n+1)` and `x_max`. tag: `sup` or `sub`."""
     letters = text.strip()
-    if tag not in MARKS or not letters:
+    if not letters:
         return text
     sign, table = MARKS[tag]
     before, _, after = text.partition(letters)

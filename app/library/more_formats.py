@@ -1,4 +1,4 @@
-"""Reads further formats, each by a library: slides, OpenDocument, RTF, notebooks, reST, Org, LaTeX, mail."""
+"""Reads further formats, each by a library: slides, RTF, notebooks, reST, Org, LaTeX, mail."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from typing import Any
 from ragblend.app.library.documents import shortened
 from ragblend.app.library.encodings import REPLACED, decode
 from ragblend.app.library.file_checks import open_archive
-from ragblend.app.library.html_text import Section, html_sections, marked
+from ragblend.app.library.html_text import html_sections, marked
 from ragblend.app.library.tables import rows_as_text
 from ragblend.kvstore.errors import UnreadableDocumentError
 
@@ -58,34 +58,6 @@ def _shape_lines(shape: Any) -> Iterator[str]:
     elif getattr(shape, "has_table", False):
         rows = [[" ".join(cell.text.split()) for cell in row.cells] for row in shape.table.rows]
         yield rows_as_text(rows)
-
-
-def opendocument_sections(path: Path) -> list[Part]:
-    """ODT and ODP: paragraphs, lists and table rows, split at headings."""
-    from odf import opendocument, teletype  # type: ignore[import-untyped]
-    from odf.namespaces import TABLENS, TEXTNS  # type: ignore[import-untyped]
-    from odf.table import TableRow  # type: ignore[import-untyped]
-
-    def line_of(cell: Any) -> str:
-        return " ".join(str(teletype.extractText(cell)).split())
-
-    with open_archive(path):
-        document = opendocument.load(str(path))
-    sections = [Section("")]
-    stack = [document.body]
-    while stack:
-        node = stack.pop()
-        name = getattr(node, "qname", None)
-        if name == (TEXTNS, "h"):
-            sections.append(Section(teletype.extractText(node).strip()))
-        if name in {(TEXTNS, "h"), (TEXTNS, "p")}:
-            sections[-1].pieces.append(f"\n{teletype.extractText(node)}\n")
-        elif name == (TABLENS, "table"):
-            rows = [[line_of(cell) for cell in row.childNodes] for row in node.getElementsByType(TableRow)]
-            sections[-1].pieces.append(f"\n\n{rows_as_text(rows)}\n\n")
-        elif name not in {(TEXTNS, "tracked-changes"), (TEXTNS, "sequence-decls")}:  # deleted text
-            stack.extend(reversed(node.childNodes))
-    return [(text, section.heading) for section in sections if (text := section.text)]
 
 
 def rtf_text(path: Path, notes: list[str]) -> list[Part]:

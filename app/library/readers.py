@@ -22,12 +22,12 @@ from ragblend.app.library.more_formats import (
     latex_text,
     mail_parts,
     notebook_text,
-    opendocument_sections,
     org_sections,
     pptx_slides,
     rst_sections,
     rtf_text,
 )
+from ragblend.app.library.opendocument import opendocument_sections
 from ragblend.app.library.pdf_reader import pdf_pages
 from ragblend.app.library.sandbox import OnPage, run_in_sandbox
 from ragblend.app.library.tables import csv_rows, xlsx_rows
@@ -186,7 +186,7 @@ def _of_text(read: Callable[[str], Iterable[Part]]) -> Reader:
 _CHARDET, _MARKUP = ("chardet",), ("selectolax.lexbor", "defusedxml.ElementTree", "chardet")
 _MARKDOWN = Format(_of_text(_markdown_sections), ("markdown_it",))
 _HTML = Format(_of_text(html_sections), _MARKUP)
-_OPENDOCUMENT = Format(lambda path, notes, _: opendocument_sections(path))
+_OPENDOCUMENT = Format(lambda path, notes, _: opendocument_sections(path), _MARKUP)
 _TABLE = Format(
     lambda path, notes, _: csv_rows(decode(path.read_bytes(), path, notes), notes), ("clevercsv", "chardet")
 )
