@@ -18,6 +18,9 @@ DECLARED = re.compile(
 # Of the characters beyond ASCII: up to so many may be broken in a text that is still UTF-8.
 MOST_BROKEN = 0.1
 REPLACED = "\ufffd"
+# A short Windows text with a euro sign may look like a DOS one. Where chardet is less sure than this, its guess among
+# the web's encodings is better if it is one of these: right for 16 of 25 lines, not 9, and its corpus as before.
+LEAST_SURE, LATIN = 0.1, {"Windows-1250", "Windows-1252", "Windows-1254"}
 
 
 def decode(data: bytes, path: Path, notes: list[str] | None = None) -> str:
@@ -55,9 +58,13 @@ def _broken_utf8(data: bytes, notes: list[str]) -> str | None:
 
 def _guessed(data: bytes, path: Path, notes: list[str]) -> str:
     """By chardet's guess: right for more files of `benchmarks.measure_readers` than charset-normalizer's."""
-    from chardet import detect
+    from chardet import EncodingEra, detect
 
-    encoding = detect(data)["encoding"]
+    found = detect(data)
+    encoding = found["encoding"]
+    if found["confidence"] < LEAST_SURE:
+        of_web = detect(data, encoding_era=EncodingEra.MODERN_WEB)["encoding"]
+        encoding = of_web if of_web in LATIN else encoding
     if encoding is None:
         raise UnreadableDocumentError(
             f"Reading {path}: it is not UTF-8, and no other encoding fits it. Save it as UTF-8 text."

@@ -301,7 +301,7 @@ def test_zip_bomb_whose_directory_lies(tmp_path, name):
 
 def test_no_encoding_fits(tmp_path, monkeypatch):
     """Bytes that no encoding explains: chardet gives up."""
-    monkeypatch.setattr("chardet.detect", lambda data: {"encoding": None})
+    monkeypatch.setattr("chardet.detect", lambda data, **_: {"encoding": None, "confidence": 0.0})
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x81"[2:] + b"\x81\x8d\x8f\x90\x9d")
     fails_with(UnreadableDocumentError, tmp_path / "a.txt", "UTF-8", read=parse)
 
