@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.app.library.documents import shortened
-from ragblend.app.library.encodings import REPLACED, decode
+from ragblend.app.library.encodings import REPLACED, decode, decode_as
 from ragblend.app.library.file_checks import open_archive
 from ragblend.app.library.html_text import html_sections, marked
 from ragblend.app.library.tables import rows_as_text
@@ -174,8 +174,8 @@ def _message_text(message: EmailMessage, attachments: Sequence[str], path: Path,
 def _body_text(body: MIMEPart, path: Path, notes: list[str]) -> str:
     """By the declared encoding, or by a guess if there is none, Python does not know it, or it does not fit."""
     data: Any = body.get_payload(decode=True)
-    with suppress(LookupError, ValueError):
-        return str(data.decode(body.get_content_charset("")))  # "" is an unknown encoding, too
+    if (text := decode_as(data, body.get_content_charset(""))) is not None:  # "" is an unknown encoding, too
+        return text
     with suppress(UnreadableDocumentError):  # one such message must not make a whole mailbox unreadable
         return decode(data, path, notes)
     notes.append("the text of a message fits no encoding, and was left out")

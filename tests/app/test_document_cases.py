@@ -133,9 +133,17 @@ def test_html_as_a_browser_shows_it(tmp_path, html, wanted, unwanted):
     assert not any(each in text for each in unwanted), text
 
 
-def test_html_in_its_declared_encoding(tmp_path):
-    (tmp_path / "a.html").write_bytes("<meta charset=koi8-r><p>Ключ висит у двери".encode("koi8-r"))
-    assert text_of(tmp_path / "a.html") == "Ключ висит у двери"
+@pytest.mark.parametrize(
+    ("declared", "encoding", "text"),
+    [
+        ("koi8-r", "koi8-r", "Ключ висит у двери"),
+        ("iso-8859-1", "cp1252", "2010–2015, price € 500"),
+    ],
+)
+def test_html_in_its_declared_encoding(tmp_path, declared, encoding, text):
+    """A dash and a euro sign that browsers show were removed from pages in Latin-1."""
+    (tmp_path / "a.html").write_bytes(f"<meta charset={declared}><p>{text}".encode(encoding))
+    assert text_of(tmp_path / "a.html") == text
 
 
 CZECH = "Většina měst má už své nejluxusnější hotely, především pařížské; množství škod tím ale neroste."
@@ -529,6 +537,7 @@ def test_mail(tmp_path):
         (b"; charset=iso-8859-8-i", "שלום, הנה המפתח למחסן".encode("iso8859-8"), "המפתח", "guessed: Windows-1255"),
         (b"; charset=x-sjis", "鍵はドアの後ろに掛かっている。".encode("cp932"), "鍵はドア", "guessed: CP932"),
         (b"; charset=base64", b"the key", "the key", ""),
+        (b"; charset=iso-8859-1", "2010–2015 for 5 €".encode("cp1252"), "2010–2015 for 5 €", ""),
         (b"; charset=us-ascii", "Schlüssel".encode(), "Schlüssel", ""),
         (b"; charset=utf-8", b"Le caf\xe9 de la gare est ferm\xe9.", "café", "guessed: Windows-1252"),
         (b"", "Schlüssel".encode(), "Schlüssel", ""),
