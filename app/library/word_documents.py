@@ -13,18 +13,24 @@ from pathlib import Path
 from xml.etree.ElementTree import Element
 
 from ragblend.app.library.documents import shortened
-from ragblend.app.library.encodings import decode
+from ragblend.app.library.encodings import REPLACED, decode
 from ragblend.app.library.file_checks import archive_xml, local_name, open_archive
 from ragblend.app.library.html_text import html_sections
 from ragblend.app.library.word_numbering import Numbering, child, value
 from ragblend.kvstore.errors import UnreadableDocumentError
 
 TAGS = {"p": "p", "tbl": "table", "tr": "tr", "tc": "td"}
-AS_TEXT = {"tab": " ", "br": "<br>", "cr": "<br>", "noBreakHyphen": "-"}
+AS_TEXT = {"tab": " ", "ptab": " ", "br": "<br>", "cr": "<br>", "noBreakHyphen": "-"}
 # Deleted or moved away, the reading of a Japanese word, the definition of a box's place.
 LEFT_OUT = {"del", "moveFrom", "rt", "sectPr", "pPr", "rPr", "tblPr", "tcPr", "trPr"}
 NOTES = {"footnoteReference": "footnotes", "endnoteReference": "endnotes", "commentReference": "comments"}
 MARKS = {"superscript": "sup", "subscript": "sub"}
+# By the last byte of their code: boxes, ticks and arrows. Symbol's are those of the PDF font of that name.
+SIGNS = {
+    "Wingdings": {0x6F: "☐", 0x78: "☒", 0xA8: "☐", 0xE0: "→", 0xFB: "✗", 0xFC: "✓", 0xFD: "☒", 0xFE: "☑"},
+    "Wingdings 2": {0x4F: "✗", 0x50: "✓", 0x52: "☑", 0x54: "☒", 0xA3: "☐"},
+}
+NOT_SIGN = re.compile("[\0\ue000-\uf8ff]")
 HEADING = re.compile("(heading|title)\\b", re.IGNORECASE)
 WITHOUT_TEXT = re.compile(
     r"theme|settings|fonttable|customxml|docprops|charts|diagrams|embeddings|glossary", re.IGNORECASE
@@ -43,6 +49,9 @@ def docx_sections(path: Path, notes: list[str]) -> list[tuple[str, str]]:
         html = document.html()
         if document.left_out:
             notes.append(f"what is embedded was not read: {shortened(sorted(document.left_out))}")
+        if document.unread_fonts:
+            fonts = shortened(sorted(document.unread_fonts))
+            notes.append(f"signs of these fonts were replaced by {REPLACED}: {fonts}")
         return html_sections(html)
 
 
@@ -57,6 +66,7 @@ class _WordDocument:
                 root = archive_xml(archive, name)
                 self._parts[local_name(root)].append((name, root))
         self.left_out = {name for name in archive.namelist() if EMBEDDED.match(name)}
+        self.unread_fonts = set[str]()
         self._styles = {
             value(style, "styleId"): style
             for style in self._children("styles")
@@ -104,6 +114,8 @@ class _WordDocument:
             inside: list[str] = []
             self._write(note, inside)
             out.append(f" ({' '.join(re.sub('<[^>]+>', ' ', ''.join(inside)).split())}) ")
+        elif name == "sym":
+            out.append(escape(self._sign(node)))
         elif name == "docPr":  # of a picture
             out.append(f" {escape(node.get('descr', ''))} ")
         elif name == "altChunk":
@@ -152,6 +164,18 @@ class _WordDocument:
         if not lists or numbered["numId"] == "0":
             return "p", ""
         return ("div", label if has_text else "") if label else ("li", "")
+
+    def _sign(self, node: Element) -> str:
+        """A character of a font whose letters are signs, or of any other font."""
+        from pypdf._codecs import charset_encoding
+
+        font, code = value(node, "font"), int(value(node, "char") or "0", 16)
+        signs = dict(enumerate(charset_encoding["/Symbol"])) if font == "Symbol" else SIGNS.get(font)
+        sign = signs.get(code & 0xFF, "\0") if signs is not None else chr(code)
+        if NOT_SIGN.match(sign):
+            self.unread_fonts.add(font)
+            return REPLACED
+        return sign
 
     def _chunk(self, node: Element) -> str:
         """The HTML of an embedded document: of HTML and plain text."""

@@ -263,10 +263,34 @@ FRACTION = (
             + "</w:txbxContent></v:textbox></v:oval></w:pict></w:r></w:p>",
             "oval",
         ),
+        (
+            "<w:p>"
+            + "".join(
+                f"<w:r><w:sym w:font='{font}' w:char='{code}'/></w:r>"
+                for font, code in (
+                    ("Symbol", "F0A3"),
+                    ("Symbol", "00B0"),
+                    ("Symbol", "F06D"),
+                    ("Wingdings", "F0FE"),
+                    ("Arial", "2192"),
+                )
+            )
+            + "</w:p>",
+            "≤°μ☑→",
+        ),
+        ("<w:p><w:r><w:t>12</w:t><w:ptab w:alignment='right'/><w:t>15</w:t></w:r></w:p>", "12 15"),
     ],
 )
 def test_word_document(tmp_path, body, wanted):
     assert " ".join(text_of(docx(tmp_path / "a.docx", body)).split()) == wanted
+
+
+def test_signs_of_unknown_fonts_in_word_are_noted(tmp_path):
+    path = docx(tmp_path / "a.docx", "<w:p><w:r><w:sym w:font='Webdings' w:char='F061'/></w:r></w:p>")
+    assert (
+        text_of(path) == "\ufffd"
+        and notes_of(path) == "signs of these fonts were replaced by \ufffd: Webdings"
+    )
 
 
 def test_word_headers_footers_and_embedded_html(tmp_path):
