@@ -103,6 +103,9 @@ class _WordDocument:
     def _write(self, node: Element, out: list[str]) -> None:
         name = local_name(node)
         if name in LEFT_OUT:
+            if name == "del":  # with its notes
+                for each in node.iter():
+                    self._notes.pop((NOTES.get(local_name(each), ""), value(each, "id")), None)
             return
         if name == "t":
             out.append(escape(node.text or ""))
@@ -143,6 +146,11 @@ class _WordDocument:
             return MARKS.get(value(found, "val")) if child(node, "t") is not None else None, ""
         if name != "p":
             return TAGS.get(name), ""
+        mark = child(properties, "rPr")
+        if (
+            child(mark, "del") is not None or child(mark, "moveFrom") is not None
+        ):  # it is no paragraph, and has no number
+            return "p", ""
         styles, ids = [properties], [value(child(properties, "pStyle"), "val")]
         while (style := self._styles.get(ids[-1])) is not None and len(ids) < 10:  # based on each other
             styles += [style, child(style, "pPr")]

@@ -285,6 +285,29 @@ def test_word_document(tmp_path, body, wanted):
     assert " ".join(text_of(docx(tmp_path / "a.docx", body)).split()) == wanted
 
 
+@pytest.mark.parametrize("kind", ["del", "moveFrom"])
+def test_deleted_paragraphs_of_word_are_not_counted_and_have_no_notes(tmp_path, kind):
+    """The second of two paragraphs was § 3, and a deleted note stood at the end."""
+    number = "<w:pPr><w:numPr><w:ilvl w:val='0'/><w:numId w:val='1'/></w:numPr>{}</w:pPr>".format
+    gone = f"<w:{kind}/><w:del><w:r><w:delText>Old.</w:delText><w:footnoteReference w:id='2'/></w:r></w:del>"
+    level = '<w:lvl w:ilvl="0"><w:numFmt w:val="decimal"/><w:lvlText w:val="§ %1"/></w:lvl>'
+    lists = (
+        f'<w:numbering xmlns:w="{WORD}"><w:abstractNum w:abstractNumId="0">{level}</w:abstractNum>'
+        '<w:num w:numId="1"><w:abstractNumId w:val="0"/></w:num></w:numbering>'
+    )
+    path = docx(
+        tmp_path / "a.docx",
+        f"<w:p>{number('')}{run('One')}</w:p><w:p>{number(f'<w:rPr><w:{kind}/></w:rPr>')}{gone}</w:p>"
+        f"<w:p>{number('')}{run('Two')}</w:p>",
+        numbering=("numbering.xml", lists),
+        footnotes=(
+            "footnotes.xml",
+            f'<w:footnotes xmlns:w="{WORD}"><w:footnote w:id="2">{paragraph("Old.")}</w:footnote></w:footnotes>',
+        ),
+    )
+    assert " ".join(text_of(path).split()) == "§ 1 One § 2 Two"
+
+
 def test_signs_of_unknown_fonts_in_word_are_noted(tmp_path):
     path = docx(tmp_path / "a.docx", "<w:p><w:r><w:sym w:font='Webdings' w:char='F061'/></w:r></w:p>")
     assert (
