@@ -33,8 +33,8 @@ REAL_HYPHEN = re.compile(
 REMARKS = {"/Text", "/FreeText", "/Highlight", "/Underline", "/StrikeOut", "/Stamp"}
 
 
-def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[str, str]]:
-    """(text, "p. " and label) of every page; the text may be empty. Raises DocumentError.
+def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[str, str, str]]:
+    """(text, "p. " and label, values of forms and remarks) of every page; the texts may be empty. Raises DocumentError.
 
     notes: gets a sentence that names the pages that could not be read.
     """
@@ -66,7 +66,7 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
                 text = tables.with_rows(text, number)
             if text is None:
                 damaged.append(label)
-            yield "\n".join([text or "", *_filled_in(reader, number)]), f"p. {label}"
+            yield text or "", f"p. {label}", "\n".join(_filled_in(reader, number))
         on_page(count, count)
         if reader is None:
             notes.append("values of forms and remarks, if it has any, could not be read")

@@ -49,7 +49,9 @@ VERSION = 10  # part of a document's recipe: raise it when the text that comes o
 RECOGNITION = TextRecognition()
 Notes = list[str]  # sentences on what was guessed, replaced or left out
 Part = tuple[str, str]  # a text and its location
-Reader = Callable[[Path, Notes, OnPage], Iterable[Part]]
+Reader = Callable[
+    [Path, Notes, OnPage], Iterable[tuple[str, ...]]
+]  # parts; of a PDF also what people filled in
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +91,17 @@ def read_document(
     check_file(path)
     libraries = known.libraries if (known := FORMATS.get(path.suffix.lower())) else ()
     found = run_in_sandbox(parse, path, on_page=on_page, imports=libraries)
-    parts, notes, garbled = (
-        list(starmap(DocumentPart, found["parts"])),
-        list(found["notes"]),
-        found["garbled"],
-    )
-    wanted = sorted({number for number, part in enumerate(parts) if not part.text} | set(garbled))
+    parts, notes = list(starmap(DocumentPart, found["parts"])), list(found["notes"])
+    empty, garbled = found["empty"], found["garbled"]
+    wanted = sorted([*empty, *garbled])
     read = []
     if wanted and can_recognise():
         found_texts = recognition.pages(path, [number + 1 for number in wanted], on_page)
         texts = {number - 1: clean(text) for number, text in found_texts}
         read = [number for number in wanted if texts[number]]
         for number in read:
-            parts[number] = DocumentPart(texts[number], parts[number].location)
+            filled_in = parts[number].text if number in empty else ""
+            parts[number] = DocumentPart(f"{texts[number]}\n{filled_in}".strip(), parts[number].location)
     unread = [number for number in wanted if number not in read]
     notes += _notes_on_pages(parts, read, unread, garbled)
     parts = [part for part in parts if part.text]
@@ -122,20 +122,23 @@ def _notes_on_pages(
         yield f"the text of these pages was recognised from pictures: {named(read)}"
     if doubtful := [number for number in unread if number in garbled]:
         yield f"the text of these pages may be unreadable, as their fonts are broken: {named(doubtful)}"
-    if not can_recognise() and (empty := [number for number in unread if not parts[number].text]):
+    if not can_recognise() and (empty := [number for number in unread if number not in garbled]):
         yield f"these pages have no text, and were left out; if they are scans, `{install_hint('ocr')}`: {named(empty)}"
 
 
 def parse(path: Path, on_page: OnPage = silent) -> dict[str, Any]:
     """In the sandbox: `parts`, (text, location) with text, PDF pages without any too, and `notes`.
 
-    garbled: the PDF pages (from 0) whose text is no language's (`legibility`); of other formats it is noted. Raises
-    whatever parsers raise.
+    empty: the PDF pages (from 0) without text but what people filled in. garbled: those whose text is no language's
+    (`legibility`); of other formats it is noted. Raises whatever parsers raise.
     """
     check_content(path)
-    notes, garbled, parts, characters, beginning = list[str](), list[int](), list[Part](), 0, ""
+    notes, parts, characters, beginning = list[str](), list[Part](), 0, ""
+    empty, garbled = list[int](), list[int]()
     is_pdf = path.suffix.lower() == ".pdf"
-    for number, (text, location) in enumerate(FORMATS[path.suffix.lower()].read(path, notes, on_page)):
+    for number, (text, location, *filled_in) in enumerate(
+        FORMATS[path.suffix.lower()].read(path, notes, on_page)
+    ):
         characters += len(text)
         if characters > MAX_CHARACTERS or number >= MAX_PARTS:
             raise OversizedDocumentError(
@@ -146,11 +149,13 @@ def parse(path: Path, on_page: OnPage = silent) -> dict[str, Any]:
             garbled.append(number)
         elif not is_pdf and len(beginning) < JUDGED_CHARACTERS:
             beginning += f"{text[:JUDGED_CHARACTERS]}\n"
-        if (cleaned := clean(text)) or is_pdf:
+        if is_pdf and not clean(text):
+            empty.append(number)
+        if (cleaned := clean("\n".join([text, *filled_in]))) or is_pdf:
             parts.append((cleaned, location))
     if is_garbled(beginning):
         notes.append("its text may be unreadable: it is not like that of any language")
-    return {"parts": parts, "notes": notes, "garbled": garbled}
+    return {"parts": parts, "notes": notes, "empty": empty, "garbled": garbled}
 
 
 def clean(text: str) -> str:
