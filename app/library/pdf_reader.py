@@ -155,7 +155,7 @@ def _filled_in(reader: "PdfReader | None", number: int) -> list[str]:
         for reference in reader.pages[number].get("/Annots") or ():
             annotation = reference.get_object()
             kind = annotation.get("/Subtype")
-            if kind == "/Widget" and (value := _shown(_inherited(annotation, "/V"))) not in ("", "Off"):
+            if kind == "/Widget" and (value := _value(annotation)) not in ("", "Off"):
                 label = _inherited(annotation, "/TU") or _inherited(annotation, "/T") or "field"
                 lines.append(f"{label}: {value}")
             elif kind in REMARKS and (remark := annotation.get("/Contents")):
@@ -163,12 +163,22 @@ def _filled_in(reader: "PdfReader | None", number: int) -> list[str]:
     return lines
 
 
-def _shown(value: Any) -> str:
-    """A form field's value as text; a signature, which is a dictionary, has none."""
+def _value(field: Any) -> str:
+    """A form field's value as its page shows it: of a group's buttons that which is on, of a choice its name.
+
+    A signature, which is a dictionary, has none.
+    """
+    value = _inherited(field, "/V")
+    if _inherited(field, "/FT") == "/Btn":
+        value = field.get("/AS", value)
     if value is None or isinstance(value, dict):
         return ""
+    options = [
+        option for option in _inherited(field, "/Opt") or () if isinstance(option, list) and len(option) > 1
+    ]
+    names = {str(option[0]): option[1] for option in options}
     values = value if isinstance(value, list) else [value]
-    return ", ".join(str(each).removeprefix("/") for each in values)
+    return ", ".join(str(names.get(str(each), each)).removeprefix("/") for each in values)
 
 
 def _inherited(field: Any, name: str) -> Any:

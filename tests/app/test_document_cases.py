@@ -616,6 +616,24 @@ def test_pdf_form_values_are_read_and_those_that_are_no_text_are_left_out(tmp_pa
     assert text_of(tmp_path / "a.pdf") == "Signed by the harbour master.\nBoat: Seagull\nWood: oak, elm"
 
 
+def test_pdf_buttons_and_choices_are_read_as_the_page_shows_them(tmp_path):
+    """A group of three buttons had its value three times, and a choice its number in the list."""
+    from reportlab.pdfgen.canvas import Canvas
+
+    canvas = Canvas(str(tmp_path / "a.pdf"))
+    form = canvas.acroForm
+    for at, size in enumerate(("small", "large", "huge")):
+        form.radio(name="size", value=size, selected=size == "large", x=50 + 30 * at, y=700)
+    form.checkbox(name="agree", checked=True, x=50, y=650)
+    form.checkbox(name="news", checked=False, x=80, y=650)
+    form.choice(
+        name="city", options=[("Oslo", "1"), ("Rome", "2")], value="2", x=50, y=600, width=80, height=20
+    )
+    canvas.showPage()
+    canvas.save()
+    assert text_of(tmp_path / "a.pdf") == "size: large\nagree: Yes\ncity: Rome"
+
+
 TABLE = [
     ["Event", "Excess", "Remarks"],
     ["Fire", "£100", "Scorching without flames\nis excluded"],
