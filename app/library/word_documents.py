@@ -15,7 +15,7 @@ from xml.etree.ElementTree import Element
 from ragblend.app.library.documents import shortened
 from ragblend.app.library.encodings import REPLACED, decode
 from ragblend.app.library.file_checks import archive_xml, local_name, open_archive
-from ragblend.app.library.html_text import html_sections
+from ragblend.app.library.html_text import html_sections, needs_brackets
 from ragblend.app.library.word_numbering import Numbering, child, value
 from ragblend.kvstore.errors import UnreadableDocumentError
 
@@ -37,9 +37,19 @@ WITHOUT_TEXT = re.compile(
 )
 RELATIONS = re.compile(r"word/_rels/document\d*\.xml\.rels$")
 EMBEDDED = re.compile(r"word/(charts/chart|diagrams/data|embeddings/)[^/]*$")
-# Separators between the arguments of Office Math elements.
-BETWEEN = {"f": "/", "sSup": "^", "sSub": "_", "func": " ", "limLow": " ", "limUpp": " "}
-ENDS_OF = {"rad": ("√(", ")"), "d": ("(", ")"), "m": ("[", "]")}
+# Of Office Math: how the arguments of an element are written, and what stands between those of others.
+PATTERNS = {
+    "f": "{}/{}",
+    "sSup": "{}^{}",
+    "sSub": "{}_{}",
+    "sSubSup": "{}_{}^{}",
+    "sPre": "_{}^{} {}",
+    "func": "{} {}",
+    "limLow": "{} {}",
+    "limUpp": "{} {}",
+}
+SIGNS_OF_LIMITS = {"sub": "_", "sup": "^"}
+ROWS = {"m": "; ", "mr": ", ", "eqArr": "; "}
 
 
 def docx_sections(path: Path, notes: list[str]) -> list[tuple[str, str]]:
@@ -202,8 +212,30 @@ def _formula(element: Element) -> str:
     name = local_name(element)
     if name == "t":
         return element.text or ""
-    parts = [text for child in element if not local_name(child).endswith("Pr") and (text := _formula(child))]
-    if name in BETWEEN and len(parts) > 1:
-        return BETWEEN[name].join(f"({part})" if re.search(r"[-+*/ ]", part) else part for part in parts)
-    before, after = ENDS_OF.get(name, ("", ""))
-    return before + "".join(parts) + after
+    found = [
+        (local_name(part), text)
+        for part in element
+        if not local_name(part).endswith("Pr")
+        if (text := _formula(part))
+    ]
+    parts = [text for _, text in found]
+    terms = [f"({text})" if needs_brackets(text) else text for text in parts]
+    settings = child(element, f"{name}Pr")
+    if name in PATTERNS and len(terms) == PATTERNS[name].count("{}"):
+        return PATTERNS[name].format(*terms)
+    if name == "rad" and parts:  # other roots are powers
+        return f"√({parts[-1]})" if len(parts) < 2 else f"({parts[-1]})^(1/{terms[0]})"
+    if name == "nary":
+        sign = _setting(settings, "chr", "∫")
+        return sign + "".join(
+            SIGNS_OF_LIMITS.get(kind, " ") + term for (kind, _), term in zip(found, terms, strict=True)
+        )
+    if name == "d":
+        return f"{_setting(settings, 'begChr', '(')}{', '.join(parts)}{_setting(settings, 'endChr', ')')}"
+    text = ROWS.get(name, "").join(parts)
+    return f"[{text}]" if name == "m" else text
+
+
+def _setting(settings: Element | None, name: str, default: str) -> str:
+    found = child(settings, name)
+    return default if found is None else value(found, "val")

@@ -94,6 +94,9 @@ def test_cut_chinese_text_is_kept():
     assert text_of(CASES / "zh_cut.txt")[:200] == clean(data.decode("utf-8", "ignore"))[:200]
 
 
+A_PLUS_B = "<mrow><mi>a</mi><mo>+</mo><mi>b</mi></mrow>"
+
+
 @pytest.mark.parametrize(
     ("html", "wanted", "unwanted"),
     [
@@ -113,6 +116,28 @@ def test_cut_chinese_text_is_kept():
         ("10 m<sup>2 </sup>and", ["10 m² and"], []),
         ("H<sub>2</sub>O x<sup>n+1</sup> y<sub>max</sub>", ["H₂O", "xⁿ⁺¹", "y_max"], []),
         ("<math><mfrac><mi>a</mi><mi>b</mi></mfrac></math>", ["a/b"], []),
+        (f"<math><mfrac>{A_PLUS_B}<mi>c</mi></mfrac></math>", ["(a+b)/c"], []),
+        (f"<math>\n<msup>\n{A_PLUS_B}\n<mn>2</mn></msup><mi>x</mi></math>", ["(a+b)^2 x"], []),
+        (
+            f"<math><msup><mrow><mo>(</mo>{A_PLUS_B}<mo>)</mo></mrow><mn>2</mn></msup></math>",
+            ["(a+b)^2"],
+            ["(("],
+        ),
+        ("<math><msqrt><mn>2</mn></msqrt><mroot><mn>8</mn><mn>3</mn></mroot></math>", ["√(2)(8)^(1/3)"], []),
+        ("<math><msup><mfrac><mi>a</mi><mi>b</mi></mfrac><mn>2</mn></msup></math>", ["(a/b)^2"], []),
+        ("<math><msubsup><mi>x</mi><mn>1</mn><mn>2</mn></msubsup></math>", ["x_1^2"], []),
+        (
+            "<math><munderover><mo>∑</mo><mrow><mi>i</mi><mo>=</mo><mn>1</mn></mrow><mn>10</mn></munderover><mi>i</mi></math>",
+            ["∑_(i=1)^10 i"],
+            [],
+        ),
+        (
+            "<math><mtable>"
+            + "<mtr><mtd><mn>1</mn></mtd><mtd><mn>2</mn></mtd></mtr>" * 2
+            + "</mtable></math>",
+            ["[1, 2; 1, 2]"],
+            [],
+        ),
         ("<input type=password value=secret><input value=shown>", ["shown"], ["secret"]),
         ("<dl><dt>term<dd>meaning</dl>", ["term\nmeaning"], []),
         ("<ruby>漢字<rp>（</rp><rt>かんじ</rt><rp>）</rp></ruby>です", ["漢字(かんじ)です"], []),
@@ -314,6 +339,37 @@ def test_signs_of_unknown_fonts_in_word_are_noted(tmp_path):
         text_of(path) == "\ufffd"
         and notes_of(path) == "signs of these fonts were replaced by \ufffd: Webdings"
     )
+
+
+def term(name, text):
+    return f"<m:{name}><m:r><m:t>{text}</m:t></m:r></m:{name}>"
+
+
+@pytest.mark.parametrize(
+    ("formula", "wanted"),
+    [
+        (f"<m:rad>{term('deg', '3')}{term('e', '8x')}</m:rad>", "(8x)^(1/3)"),
+        (f"<m:rad><m:deg/>{term('e', '2')}</m:rad>", "√(2)"),
+        (f"<m:m>{2 * ('<m:mr>' + term('e', '1') + term('e', '2') + '</m:mr>')}</m:m>", "[1, 2; 1, 2]"),
+        (f"<m:sSubSup>{term('e', 'x')}{term('sub', '1')}{term('sup', '2')}</m:sSubSup>", "x_1^2"),
+        (
+            f"<m:nary><m:naryPr><m:chr m:val='∑'/></m:naryPr>{term('sub', 'i=1')}{term('sup', '10')}{term('e', 'i')}"
+            "</m:nary>",
+            "∑_(i=1)^10 i",
+        ),
+        (f"<m:nary><m:sub/><m:sup/>{term('e', 'xdx')}</m:nary>", "∫ xdx"),
+        (f"<m:d><m:dPr><m:begChr m:val='|'/><m:endChr m:val='|'/></m:dPr>{term('e', 'x')}</m:d>", "|x|"),
+        (f"<m:d>{term('e', 'x')}{term('e', 'y')}</m:d>", "(x, y)"),
+        (
+            "<m:d><m:dPr><m:begChr m:val='{'/><m:endChr m:val=''/></m:dPr>"
+            f"<m:e><m:eqArr>{term('e', 'x=1')}{term('e', 'y=2')}</m:eqArr></m:e></m:d>",
+            "{x=1; y=2",
+        ),
+    ],
+)
+def test_formulas_of_word_keep_their_signs(tmp_path, formula, wanted):
+    """The cube root of 8x was read as that of 38x, a matrix as one number, and a sum without its sign."""
+    assert text_of(docx(tmp_path / "a.docx", f"<w:p><m:oMath>{formula}</m:oMath></w:p>")) == wanted
 
 
 def test_word_headers_footers_and_embedded_html(tmp_path):
