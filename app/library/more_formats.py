@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from email.message import EmailMessage, MIMEPart
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,51 +14,78 @@ from ragblend.app.library.encodings import REPLACED, decode, decode_as
 from ragblend.app.library.file_checks import open_archive
 from ragblend.app.library.html_text import html_sections, marked
 from ragblend.app.library.tables import rows_as_text
+from ragblend.app.library.word_documents import office_formula
 from ragblend.kvstore.errors import UnreadableDocumentError
 
 Part = tuple[str, str]  # text, location
+# In slides: what the first of several programs knows, and a formula.
 # Superscripts and subscripts: in RTF with the control words before their text, and the blank that ends a word.
 RAISED = re.compile(r"\\(super|sub)(?![a-z\d]) ?((?:\\[a-z]++(?<!nosupersub)-?\d* ?)*)([^\\{}]*)")
+ALTERNATIVES = "{http://schemas.openxmlformats.org/markup-compatibility/2006}AlternateContent"
+FORMULA = "{http://schemas.microsoft.com/office/drawing/2010/main}m"
 RAISED_LATEX = re.compile(r"\\text(super|sub)script\{([^{}]*)\}")
 
 
 def pptx_slides(path: Path, notes: list[str]) -> Iterator[Part]:
-    """Each slide's texts, tables and notes. notes: gets a sentence that names the slides without text."""
+    """Each slide's texts, tables, charts and notes. notes: gets sentences that name the slides that are not read."""
     from pptx import Presentation
 
     with open_archive(path):
-        slides, empty = Presentation(str(path)).slides, list[str]()
+        slides, unread, empty = Presentation(str(path)).slides, list[str](), list[str]()
     for number, slide in enumerate(slides, start=1):
-        _mark_runs(slide)
-        lines = [line for shape in slide.shapes for line in _shape_lines(shape)]
+        _rewrite(slide)
+        lines = [line for shape in slide.shapes for line in _shape_lines(shape, unread, number)]
         if slide.has_notes_slide and slide.notes_slide.notes_text_frame is not None:
             spoken = slide.notes_slide.notes_text_frame.text.strip()
             lines += [f"Notes: {spoken}"] if spoken else []
         empty += [] if any(map(str.strip, lines)) else [str(number)]
         yield "\n".join(lines), f"slide {number}"
+    if unread:
+        notes.append(f"charts, diagrams or objects on these slides were not read: {shortened(unread)}")
     if empty:
         notes.append(f"these slides have no text, and were left out: {shortened(empty)}")
 
 
-def _mark_runs(slide: Any) -> None:
-    """Write superscripts and subscripts as `marked` does."""
+def _rewrite(slide: Any) -> None:
+    """Write superscripts and subscripts as `marked` does, formulas as text, and the first of alternative contents."""
     from pptx.oxml.ns import qn
 
     for run in slide.element.iter(qn("a:r")):
         shift = "" if run.rPr is None else run.rPr.get("baseline", "").strip("0%")
         if shift:
             run.text = marked("sub" if shift.startswith("-") else "sup", run.text)
+    for contents in list(slide.element.iter(ALTERNATIVES)):
+        for chosen in list(contents[0]) if len(contents) else []:
+            contents.addprevious(chosen)
+    for formula in list(slide.element.iter(FORMULA)):
+        formula.addprevious(formula.getparent().add_r("".join(map(office_formula, formula))))
 
 
-def _shape_lines(shape: Any) -> Iterator[str]:
+def _shape_lines(shape: Any, unread: list[str], slide: int) -> Iterator[str]:
+    """unread: gets the slide's number for a chart, diagram or object that is not read."""
+    from pptx.shapes.graphfrm import GraphicFrame
+
     if hasattr(shape, "shapes"):  # a group
         for part in shape.shapes:
-            yield from _shape_lines(part)
+            yield from _shape_lines(part, unread, slide)
     elif shape.has_text_frame:
         yield shape.text_frame.text
     elif getattr(shape, "has_table", False):
         rows = [[" ".join(cell.text.split()) for cell in row.cells] for row in shape.table.rows]
         yield rows_as_text(rows)
+    elif isinstance(shape, GraphicFrame):  # of anything else
+        try:
+            yield from [rows_as_text(_chart_rows(plot)) for plot in shape.chart.plots]
+        except ValueError:  # python-pptx does not know its kind
+            unread.append(str(slide))
+
+
+def _chart_rows(plot: Any) -> list[list[str]]:
+    """The categories of a chart, with the values of each series."""
+    series = list(plot.series)
+    values = [["" if value is None else f"{value:.15g}" for value in each.values] for each in series]
+    rows = zip_longest(map(str, plot.categories), *values, fillvalue="")
+    return [["", *(each.name for each in series)], *map(list, rows)]
 
 
 def rtf_text(path: Path, notes: list[str]) -> list[Part]:

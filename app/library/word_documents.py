@@ -122,7 +122,7 @@ class _WordDocument:
         elif name in AS_TEXT:
             out.append(AS_TEXT[name])
         elif name == "oMath":
-            out.append(escape(_formula(node)))
+            out.append(escape(office_formula(node)))
         elif name in NOTES and (note := self._notes.pop((NOTES[name], value(node, "id")), None)) is not None:
             inside: list[str] = []
             self._write(note, inside)
@@ -207,7 +207,7 @@ class _WordDocument:
         return ""
 
 
-def _formula(element: Element) -> str:
+def office_formula(element: Element) -> str:
     """Office Math as one line: `(a+b)/c`, `x^2`, `√(2)`."""
     name = local_name(element)
     if name == "t":
@@ -216,7 +216,7 @@ def _formula(element: Element) -> str:
         (local_name(part), text)
         for part in element
         if not local_name(part).endswith("Pr")
-        if (text := _formula(part))
+        if (text := office_formula(part))
     ]
     parts = [text for _, text in found]
     terms = [f"({text})" if needs_brackets(text) else text for text in parts]

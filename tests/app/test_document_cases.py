@@ -503,6 +503,37 @@ def test_slides(tmp_path):
     ]
 
 
+def test_slides_with_formulas_and_charts(tmp_path):
+    """A box with a formula was lost with all of its text, and so was a chart."""
+    from lxml import etree
+    from pptx import Presentation
+    from pptx.chart.data import CategoryChartData
+    from pptx.enum.chart import XL_CHART_TYPE
+
+    presentation = Presentation()
+    shapes = presentation.slides.add_slide(presentation.slide_layouts[6]).shapes
+    box = shapes.add_textbox(0, 0, 99, 99)
+    box.text_frame.text = "The limit is "
+    a14 = "http://schemas.microsoft.com/office/drawing/2010/main"
+    formula = f"<a14:m xmlns:a14='{a14}' xmlns:m='{MATH}'>{FRACTION}</a14:m>"
+    box.text_frame.paragraphs[0]._p.append(etree.fromstring(formula))
+    choice = etree.fromstring(
+        f"<mc:AlternateContent xmlns:mc='{COMPATIBLE}'><mc:Choice/><mc:Fallback/></mc:AlternateContent>"
+    )
+    box._element.addprevious(choice)
+    choice[0].append(box._element)
+    data = CategoryChartData()
+    data.categories = ["Q1", "Q2"]
+    data.add_series("Sales", (12.5, None))
+    data.add_series("Cost", (14, 3))
+    for _ in range(2):
+        chart = shapes.add_chart(XL_CHART_TYPE.COLUMN_CLUSTERED, 0, 0, 99, 99, data)
+    chart._element.graphic.graphicData.set("uri", "http://schemas.openxmlformats.org/drawingml/2006/diagram")
+    presentation.save(tmp_path / "a.pptx")
+    assert notes_of(tmp_path / "a.pptx") == "charts, diagrams or objects on these slides were not read: 1"
+    assert text_of(tmp_path / "a.pptx") == "The limit is (a+b)/2\nQ1\nSales: 12.5\nCost: 14\n\nQ2\nCost: 3"
+
+
 def odt(path, body):
     """An ODT with this body, and with `up` and `low` as names of styles."""
     names = {"office": "office", "text": "text", "table": "table", "draw": "drawing", "style": "style"}
