@@ -16,7 +16,7 @@ from ragblend.app.library.documents import shortened
 from ragblend.app.library.encodings import REPLACED, decode
 from ragblend.app.library.file_checks import archive_xml, local_name, open_archive
 from ragblend.app.library.html_text import html_sections, needs_brackets
-from ragblend.app.library.word_numbering import Numbering, child, value
+from ragblend.app.library.word_numbering import Numbering, child, number, value
 from ragblend.kvstore.errors import UnreadableDocumentError
 
 TAGS = {"p": "p", "tbl": "table", "tr": "tr", "tc": "td"}
@@ -129,6 +129,10 @@ class _WordDocument:
             out.append(f" ({' '.join(re.sub('<[^>]+>', ' ', ''.join(inside)).split())}) ")
         elif name == "sym":
             out.append(escape(self._sign(node)))
+        elif name == "ddList":  # of a form: what is chosen in a list
+            entries = [value(each, "val") for each in node if local_name(each) == "listEntry"]
+            chosen = number(value(child(node, "result"), "val") or value(child(node, "default"), "val"), 0)
+            out.append(escape("".join(entries[chosen : chosen + 1])))
         elif name == "docPr":  # of a picture
             out.append(f" {escape(node.get('descr', ''))} ")
         elif name == "altChunk":
@@ -141,8 +145,8 @@ class _WordDocument:
             tag, label = self._tag(node, name)
             out.append(f"<{tag}>" if tag else "")
             out.append(f"{escape(label)} " if label else "")
-            for child in node:
-                self._write(child, out)
+            for part in node:
+                self._write(part, out)
             out.append(f"</{tag}>" if tag else "")
 
     def _tag(self, node: Element, name: str) -> tuple[str | None, str]:
@@ -157,9 +161,8 @@ class _WordDocument:
         if name != "p":
             return TAGS.get(name), ""
         mark = child(properties, "rPr")
-        if (
-            child(mark, "del") is not None or child(mark, "moveFrom") is not None
-        ):  # it is no paragraph, and has no number
+        # Deleted or moved away: it is no paragraph, and has no number.
+        if child(mark, "del") is not None or child(mark, "moveFrom") is not None:
             return "p", ""
         styles, ids = [properties], [value(child(properties, "pStyle"), "val")]
         while (style := self._styles.get(ids[-1])) is not None and len(ids) < 10:  # based on each other

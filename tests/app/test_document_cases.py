@@ -303,6 +303,11 @@ FRACTION = (
             + "</w:p>",
             "≤°μ☑→",
         ),
+        (
+            "<w:p><w:r><w:fldChar><w:ffData><w:ddList><w:result w:val='1'/><w:listEntry w:val='Oslo'/>"
+            "<w:listEntry w:val='Rome'/></w:ddList></w:ffData></w:fldChar></w:r></w:p>",
+            "Rome",
+        ),
         ("<w:p><w:r><w:t>12</w:t><w:ptab w:alignment='right'/><w:t>15</w:t></w:r></w:p>", "12 15"),
     ],
 )
