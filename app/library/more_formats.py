@@ -1,4 +1,4 @@
-"""Reads further formats, each by a library: slides, RTF, notebooks, reST, Org, LaTeX, mail."""
+"""Reads further formats, each by a library: slides, notebooks, reST, Org, LaTeX, mail."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.app.library.documents import shortened
-from ragblend.app.library.encodings import REPLACED, decode, decode_as
+from ragblend.app.library.encodings import decode, decode_as
 from ragblend.app.library.file_checks import open_archive
 from ragblend.app.library.html_text import html_sections, marked
 from ragblend.app.library.tables import rows_as_text
@@ -19,8 +19,6 @@ from ragblend.kvstore.errors import UnreadableDocumentError
 
 Part = tuple[str, str]  # text, location
 # In slides: what the first of several programs knows, and a formula.
-# Superscripts and subscripts: in RTF with the control words before their text, and the blank that ends a word.
-RAISED = re.compile(r"\\(super|sub)(?![a-z\d]) ?((?:\\[a-z]++(?<!nosupersub)-?\d* ?)*)([^\\{}]*)")
 ALTERNATIVES = "{http://schemas.openxmlformats.org/markup-compatibility/2006}AlternateContent"
 FORMULA = "{http://schemas.microsoft.com/office/drawing/2010/main}m"
 RAISED_LATEX = re.compile(r"\\text(super|sub)script\{([^{}]*)\}")
@@ -86,18 +84,6 @@ def _chart_rows(plot: Any) -> list[list[str]]:
     values = [["" if value is None else f"{value:.15g}" for value in each.values] for each in series]
     rows = zip_longest(map(str, plot.categories), *values, fillvalue="")
     return [["", *(each.name for each in series)], *map(list, rows)]
-
-
-def rtf_text(path: Path, notes: list[str]) -> list[Part]:
-    """The text of a rich text document. notes: gets a sentence where characters were replaced."""
-    from striprtf.striprtf import rtf_to_text  # type: ignore[import-untyped]
-
-    source = path.read_bytes().decode("latin-1")
-    source = RAISED.sub(lambda found: found[2] + marked(found[1][:3], found[3]), source)
-    found = str(rtf_to_text(source, errors="replace"))
-    if lost := found.count(REPLACED):
-        notes.append(f"{lost} characters that its encoding does not have were replaced by {REPLACED}")
-    return [(found, "")]
 
 
 def rst_sections(text: str) -> list[Part]:

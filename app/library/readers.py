@@ -25,10 +25,10 @@ from ragblend.app.library.more_formats import (
     org_sections,
     pptx_slides,
     rst_sections,
-    rtf_text,
 )
 from ragblend.app.library.opendocument import opendocument_sections
 from ragblend.app.library.pdf_reader import pdf_pages
+from ragblend.app.library.rich_text import rtf_text
 from ragblend.app.library.sandbox import OnPage, run_in_sandbox
 from ragblend.app.library.tables import csv_rows, xlsx_rows
 from ragblend.app.library.text_recognition import TextRecognition, can_recognise

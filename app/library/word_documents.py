@@ -27,10 +27,10 @@ NOTES = {"footnoteReference": "footnotes", "endnoteReference": "endnotes", "comm
 MARKS = {"superscript": "sup", "subscript": "sub"}
 # By the last byte of their code: boxes, ticks and arrows. Symbol's are those of the PDF font of that name.
 SIGNS = {
-    "Wingdings": {0x6F: "☐", 0x78: "☒", 0xA8: "☐", 0xE0: "→", 0xFB: "✗", 0xFC: "✓", 0xFD: "☒", 0xFE: "☑"},
+    "Wingdings": {0x6F: "☐", 0x78: "☒", 0xA8: "☐", 0xE0: "→", 0xFB: "✗", 0xFC: "✓", 0xFD: "☒", 0xFE: "☑"}
+    | {0x71: "❑", 0x76: "❖", 0xA7: "▪", 0xD8: "➢"},
     "Wingdings 2": {0x4F: "✗", 0x50: "✓", 0x52: "☑", 0x54: "☒", 0xA3: "☐"},
 }
-NOT_SIGN = re.compile("[\0\ue000-\uf8ff]")
 HEADING = re.compile("(heading|title)\\b", re.IGNORECASE)
 WITHOUT_TEXT = re.compile(
     r"theme|settings|fonttable|customxml|docprops|charts|diagrams|embeddings|glossary", re.IGNORECASE
@@ -128,7 +128,10 @@ class _WordDocument:
             self._write(note, inside)
             out.append(f" ({' '.join(re.sub('<[^>]+>', ' ', ''.join(inside)).split())}) ")
         elif name == "sym":
-            out.append(escape(self._sign(node)))
+            font, code = value(node, "font"), int(value(node, "char") or "0", 16)
+            sign = font_sign(font, code)
+            self.unread_fonts |= set() if sign else {font}
+            out.append(escape(sign or REPLACED))
         elif name == "ddList":  # of a form: what is chosen in a list
             entries = [value(each, "val") for each in node if local_name(each) == "listEntry"]
             chosen = number(value(child(node, "result"), "val") or value(child(node, "default"), "val"), 0)
@@ -186,18 +189,6 @@ class _WordDocument:
             return "p", ""
         return ("div", label if has_text else "") if label else ("li", "")
 
-    def _sign(self, node: Element) -> str:
-        """A character of a font whose letters are signs, or of any other font."""
-        from pypdf._codecs import charset_encoding
-
-        font, code = value(node, "font"), int(value(node, "char") or "0", 16)
-        signs = dict(enumerate(charset_encoding["/Symbol"])) if font == "Symbol" else SIGNS.get(font)
-        sign = signs.get(code & 0xFF, "\0") if signs is not None else chr(code)
-        if NOT_SIGN.match(sign):
-            self.unread_fonts.add(font)
-            return REPLACED
-        return sign
-
     def _chunk(self, node: Element) -> str:
         """The HTML of an embedded document: of HTML and plain text."""
         target = next((self._chunks[value] for value in node.attrib.values() if value in self._chunks), "")
@@ -208,6 +199,15 @@ class _WordDocument:
             return f"<pre>{escape(text)}</pre>" if target.lower().endswith(".txt") else f"<div>{text}</div>"
         self.left_out.add(target or "a part that is missing")
         return ""
+
+
+def font_sign(font: str, code: int) -> str:
+    """A character of a font whose letters are signs, or of any other font; "" if it is not known."""
+    from pypdf._codecs import charset_encoding
+
+    if font == "Symbol":
+        return charset_encoding["/Symbol"][code & 0xFF].strip("\0")
+    return SIGNS[font].get(code & 0xFF, "") if font in SIGNS else "" if 0xE000 <= code < 0xF900 else chr(code)
 
 
 def office_formula(element: Element) -> str:

@@ -616,6 +616,23 @@ def test_opendocument(tmp_path, body, wanted):
         ("a.rtf", r"{\rtf1\ansi The d\'e9p\'f4t is \b open\b0.}", "The dépôt is open."),
         (
             "a.rtf",
+            r"{\rtf1 Price {\deleted 300}{\revised 400}{\v secret}, \v hidden\v0 on.}",
+            "Price 400, on.",
+        ),
+        (
+            "a.rtf",
+            r"{\rtf1 The fee is 400{\super\chftn}{\footnote \pard\plain {\super\chftn} Net {\b of} tax.} crowns.}",
+            "The fee is 400 (Net of tax.) crowns.",
+        ),
+        ("a.rtf", r"{\rtf1{\listtext 1.\tab}Open\par{\pntext 2.\tab}Close}", "1.\tOpen\n2.\tClose"),
+        (
+            "a.rtf",
+            r"{\rtf1\ansi\ansicpg1252\deff0{\fonttbl{\f1\fcharset204{\*\fname A;}Arial Cyr;}{\f2\fcharset2 Symbol;}"
+            r"{\f3\fcharset2 Wingdings;}}{\f1 \'ca\'eb, \u1042\'c2\'e0} caf\'e9 {\f2 \'a3}5 \f3 \'fe}",
+            "Кл, Ва café ≤5 ☑",
+        ),
+        (
+            "a.rtf",
             r"{\rtf1 10{\fs9\super\lang9 6} m, x\super 2\nosupersub 0, CO\sub 2\nosupersub, \super\nosupersub 5.}",
             "10⁶ m, x²0, CO₂, 5.",
         ),
