@@ -39,7 +39,8 @@ def pptx_slides(path: Path, notes: list[str]) -> Iterator[Part]:
         empty += [] if any(map(str.strip, lines)) else [str(number)]
         yield "\n".join(lines), f"slide {number}"
     if unread:
-        notes.append(f"charts, diagrams or objects on these slides were not read: {shortened(unread)}")
+        named = shortened(list(dict.fromkeys(unread)))
+        notes.append(f"charts, diagrams or objects on these slides were not read: {named}")
     if empty:
         notes.append(f"these slides have no text, and were left out: {shortened(empty)}")
 

@@ -531,9 +531,11 @@ def test_slides_with_formulas_and_charts(tmp_path):
     data.categories = ["Q1", "Q2"]
     data.add_series("Sales", (12.5, None))
     data.add_series("Cost", (14, 3))
-    for _ in range(2):
-        chart = shapes.add_chart(XL_CHART_TYPE.COLUMN_CLUSTERED, 0, 0, 99, 99, data)
-    chart._element.graphic.graphicData.set("uri", "http://schemas.openxmlformats.org/drawingml/2006/diagram")
+    _, *diagrams = (shapes.add_chart(XL_CHART_TYPE.COLUMN_CLUSTERED, 0, 0, 99, 99, data) for _ in range(3))
+    for each in diagrams:
+        each._element.graphic.graphicData.set(
+            "uri", "http://schemas.openxmlformats.org/drawingml/2006/diagram"
+        )
     presentation.save(tmp_path / "a.pptx")
     assert notes_of(tmp_path / "a.pptx") == "charts, diagrams or objects on these slides were not read: 1"
     assert text_of(tmp_path / "a.pptx") == "The limit is (a+b)/2\nQ1\nSales: 12.5\nCost: 14\n\nQ2\nCost: 3"
