@@ -112,8 +112,12 @@ class PromptTokenizer:
         return chat(self.tokenizer, [*messages, Message("user", tuple(_asked(passages, question)))])
 
     def prefix_ids(self) -> tuple[int, ...]:
-        """Ids of `chat_prompt` before the first passage: the canonical encoding prefix."""
-        prompt = self.chat_prompt(None, [Chunk(token_ids=())], "", [])
+        """Ids of `chat_prompt` before the first passage, with a fixed date: the canonical encoding prefix.
+
+        It is part of every chunk's key: with today's date, all stored KV would be unreachable after midnight.
+        """
+        asked = Message("user", tuple(_asked([Chunk(token_ids=())], "")))
+        prompt = chat(self.tokenizer, [Message("system", (Literal(SYSTEM),)), asked], has_fixed_date=True)
         return self.prompt(prompt, {}).prefix_ids
 
 

@@ -1,7 +1,7 @@
 """Incremental text, segments and offsets, chat prompts, and invalid options."""
 
 import pytest
-from tiny_models import BOS, END, make_tokenizer
+from tiny_models import BOS, END, TEMPLATE, make_tokenizer
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.config import DecodeOptions
@@ -153,6 +153,16 @@ def test_the_canonical_prefix_ends_at_the_first_passage(tokenizer):
     prompt = tokenizing.prompt(tokenizing.chat_prompt(None, [Chunk("one"), Chunk("two")], "who?", []), {})
     assert tokenizing.prefix_ids() == prompt.prefix_ids
     assert len(prompt.prefix_ids) > 10
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_canonical_prefix_has_a_fixed_date(own_tokenizer, named):
+    """Templates that write today's (Llama 3.2's, SmolLM3's) made all stored KV unreachable each midnight."""
+    dated = "\n  {% if true %}Today: {{ strftime_now('%d %b %Y') }}.{% endif %}" + TEMPLATE
+    own_tokenizer.chat_template = dated.replace("{{ strftime_now('%d %b %Y') }}", "01 Jan 2026")
+    expected = PromptTokenizer(own_tokenizer).prefix_ids()
+    own_tokenizer.chat_template = {"default": dated} if named else dated
+    assert PromptTokenizer(own_tokenizer).prefix_ids() == expected
 
 
 # --- settings
