@@ -55,14 +55,14 @@ class ParsedAnswer:
 def call_format(tokenizer: Any, model: str) -> CallFormat:
     """The format that the chat template uses. Raises UnsupportedModelError, with the reason, if it has no tools."""
     tool = {"type": "function", "function": {"name": _FIRST, "description": "", "parameters": {}}}
-    if tokenizer.chat_template is None or _FIRST not in _rendered(tokenizer, [], [tool]):
+    if tokenizer.chat_template is None or _FIRST not in rendered_answer(tokenizer, [tool]):
         raise UnsupportedModelError(
             f"{model} calls no tools: its chat template has no place for them; take a model that was trained to call "
             "tools (Qwen2.5-Instruct, say), or ask for JSON by a schema, which every model can be held to"
         )
-    two = _rendered(tokenizer, [_FIRST, _SECOND], [tool])
-    one = _rendered(tokenizer, [_FIRST], [tool])
-    before, _, after = _rendered(tokenizer, [], [tool], words=_SECOND).partition(_SECOND)
+    two = rendered_answer(tokenizer, [tool], [_FIRST, _SECOND])
+    one = rendered_answer(tokenizer, [tool], [_FIRST])
+    before, _, after = rendered_answer(tokenizer, [tool], words=_SECOND).partition(_SECOND)
     answer = (two if _SECOND in two else one).removeprefix(before).removesuffix(after)
     found = _read_format(answer)
     if found is None:
@@ -79,8 +79,12 @@ def call_format(tokenizer: Any, model: str) -> CallFormat:
     return CallFormat(*found, added)
 
 
-def _rendered(tokenizer: Any, names: Sequence[str], tools: list[Tool], words: str = "") -> str:
-    """A conversation in which an assistant calls these tools, or says `words`; empty if the template refuses."""
+def rendered_answer(
+    tokenizer: Any, tools: list[Tool] | None = None, names: Sequence[str] = (), words: str = ""
+) -> str:
+    """A conversation in which an assistant calls the tools of these names, or says `words`; empty if the template
+    refuses, or there is none.
+    """
     calls = [
         {"type": "function", "id": f"call{n:05}", "function": {"name": name, "arguments": {_KEY: 1}}}
         for n, name in enumerate(names)

@@ -1,7 +1,7 @@
 """Incremental text, segments and offsets, chat prompts, and invalid options."""
 
 import pytest
-from tiny_models import BOS, END, TEMPLATE, make_tokenizer
+from tiny_models import BOS, END, EOS, TEMPLATE, make_tokenizer
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.config import DecodeOptions
@@ -163,6 +163,22 @@ def test_the_canonical_prefix_has_a_fixed_date(own_tokenizer, named):
     expected = PromptTokenizer(own_tokenizer).prefix_ids()
     own_tokenizer.chat_template = {"default": dated} if named else dated
     assert PromptTokenizer(own_tokenizer).prefix_ids() == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (TEMPLATE, [EOS, END]),
+        (TEMPLATE.replace(END, EOS), [EOS, EOS]),
+        (TEMPLATE.replace(END, ""), [EOS]),
+        ("{{ raise_exception('no assistants') }}", [EOS]),
+        (None, [EOS]),
+    ],
+    ids=["another token", "its own", "no token", "refuses", "no template"],
+)
+def test_answers_end_as_the_chat_template_ends_them(own_tokenizer, template, ends):
+    own_tokenizer.chat_template = template
+    assert PromptTokenizer(own_tokenizer).end_ids() == own_tokenizer.convert_tokens_to_ids(ends)
 
 
 # --- settings
