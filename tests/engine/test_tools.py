@@ -195,6 +195,26 @@ def test_calls_without_tags_keep_to_the_tools_schema(llama, tokenizer, template,
     assert not kept or (matcher.consume_tokens(tokens) and matcher.is_accepting())
 
 
+@pytest.mark.parametrize("key", ["arguments", "parameters"])
+@pytest.mark.parametrize("begin", ["", "\n", "```json\n"])
+def test_calls_of_a_format_without_tags_may_have_either_key(llama, tokenizer, begin, key):
+    """With `arguments`, the grammar checked a call that was then called broken; with `parameters`, after a newline or a
+    fence, it was text that keeps to no schema.
+    """
+    tokenizer.chat_template = BARE_TEMPLATE
+    form, text = call_format(tokenizer, "tiny"), f'{begin}{{"name": "add", "{key}": {{"a": 1, "b": 2}}}}'
+    [call] = parse_answer(text, form, TOOLS).calls
+    assert (call.name, call.arguments) == ("add", {"a": 1, "b": 2})
+    words = TextBeforeCalls(form, TOOLS)
+    assert not any(words.feed(letter) for letter in text)
+    grammar = tools_grammar(form, TOOLS, is_forced=False, is_parallel=True)
+    grammars = llama.engine.runtime.token_grammars
+    for said, kept in ((text, True), (text.replace("1", '"x"'), False)):
+        matcher = load_llguidance().LLMatcher(grammars, grammar.text, log_level=0)
+        tokens = grammars.tokenize_str(said)
+        assert (matcher.validate_tokens(tokens) == len(tokens)) == kept
+
+
 def test_no_ordinary_tokens_write_the_tag_of_a_call(tokenizer):
     """Copied from a prompt, where it is plain text, it began a call with arguments that keep to no schema."""
     tokenizer.add_tokens([AddedToken(tag, special=False) for tag in ("<tool_call>", "</tool_call>")])
