@@ -180,7 +180,9 @@ def tools_grammar(
 
 
 def _arguments(name: str, function: Tool) -> str:
-    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    parameters = function.get("parameters") or {"properties": {}}
+    if isinstance(parameters, Mapping):  # some name no type, but arguments are always an object
+        parameters = {"type": "object", **parameters}
     # No grammar keeps items apart; many published tools ask for it, and check what they are given.
     return json_rule(parameters, f"the schema of the tool {name!r}", ignored={"uniqueItems"})
 

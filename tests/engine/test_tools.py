@@ -371,6 +371,21 @@ def test_a_tool_may_ask_for_unique_items():
     check_tools([tool("tag", names={"type": "array", "items": {"type": "string"}, "uniqueItems": True})])
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [{"description": "anything"}, {"$ref": "#/$defs/A", "$defs": {"A": {"description": "anything"}}}],
+)
+def test_arguments_are_always_an_object(llama, form, parameters):
+    """Where a tool's schema did not say so, they could be a number, which clients cannot take."""
+    wanted = [{"type": "function", "function": {"name": "any", "parameters": parameters}}]
+    grammar = tools_grammar(form, wanted, is_forced=True, is_parallel=False)
+    grammars = llama.engine.runtime.token_grammars
+    for arguments, kept in (("{}", True), ("5", False)):
+        matcher = load_llguidance().LLMatcher(grammars, grammar.text, log_level=0)
+        tokens = grammars.tokenize_str(f"{form.opening}any{form.middle}{arguments}{form.closing}")
+        assert (matcher.validate_tokens(tokens) == len(tokens)) == kept
+
+
 def test_tools_are_refused_for_models_without_them(llama):
     with pytest.raises(UnsupportedModelError, match="calls no tools"):
         llama.engine.chat(ASKED, TOOLS)
