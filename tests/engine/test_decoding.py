@@ -103,6 +103,14 @@ def test_sampling_follows_the_seed(stored):
     assert narrow.token_ids == greedy.token_ids
 
 
+def test_a_temperature_near_zero_is_greedy(stored):
+    """Divided by less than 1e-37, the scores overflowed."""
+    prompt = make_prompt(TEXTS)
+    greedy = stored.engine.generate(prompt, max_new_tokens=20)
+    cold = stored.engine.generate(prompt, max_new_tokens=20, temperature=1e-40, seed=1)
+    assert cold.token_ids == greedy.token_ids
+
+
 def test_sampling_does_not_touch_torchs_global_generator(stored):
     """A seed was given to all of torch: who drew numbers beside it got others, and it got others itself."""
     prompt, options = make_prompt(TEXTS), {"max_new_tokens": 20, "temperature": 1.5, "seed": 1}
