@@ -194,8 +194,18 @@ def _terminals(text: str, form: CallFormat) -> str:
     return " ".join(f"<[{form.tokens[p]}]>" if p in form.tokens else json.dumps(p) for p in parts if p)
 
 
-def parse_answer(text: str, form: CallFormat, tools: Sequence[Tool]) -> ParsedAnswer:
-    """Parse an answer. One that is only a call without its tags, fenced or not, counts as a call."""
+def parse_answer(
+    text: str, form: CallFormat, tools: Sequence[Tool], has_schema: bool = False
+) -> ParsedAnswer:
+    """Parse an answer. One that is only a call without its tags, fenced or not, counts as a call.
+
+    has_schema: it is either calls or JSON of a schema, which may have a tag in a text.
+    """
+    if has_schema:
+        names = functions_by_name(tools)
+        begins = [form.trigger] if form.is_tagged else [form.opening + each + form.middle for each in names]
+        if not text.startswith(tuple(begins)):
+            return ParsedAnswer(text)
     at = _begin_of_calls(text, form)
     if at is None or not form.is_tagged:
         bare = _parse_bare(text, form, functions_by_name(tools))

@@ -138,6 +138,18 @@ def test_answers_are_parsed_into_text_and_calls(form):
     assert parse_answer("No call.", form, TOOLS).text == "No call."
 
 
+@pytest.mark.parametrize("template", [TOOLS_TEMPLATE, BARE_TEMPLATE], ids=["tags", "bare"])
+def test_json_of_a_schema_is_no_call(tokenizer, template):
+    """A tag in one of its texts began a call; where calls have no tags, all of it was a broken one."""
+    tokenizer.chat_template = template
+    form = call_format(tokenizer, "tiny")
+    for text in ('{"html": "use <tool_call> tags"}', '{"name": "Ann", "parameters": {}}'):
+        assert parse_answer(text, form, TOOLS, has_schema=True) == ParsedAnswer(text)
+    called = f'{form.opening}add{form.middle}{{"a": 1}}{form.closing}'
+    [call] = parse_answer(called, form, TOOLS, has_schema=True).calls
+    assert (call.name, call.arguments) == ("add", {"a": 1})
+
+
 def test_calls_that_are_cut_off_are_broken(form):
     text = 'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "a long name"}}\n</tool_call>'
     for cut in range(len("Let me see.\n<tool_call>"), 80):
