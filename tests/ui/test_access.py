@@ -337,6 +337,18 @@ def test_removing_the_last_key_keeps_the_server_closed(tmp_path) -> None:
         end()
 
 
+def test_a_revoked_key_that_was_the_only_one_ever_used_is_no_owner(tmp_path) -> None:
+    keys = Keys(tmp_path)
+    key = keys.add(Client("ada", ("ada",)))
+    authenticator = Authenticator(Rules(Address("127.0.0.1", PORT)), Keys(tmp_path), needs_key=False)
+    scope = request(b"127.0.0.1:7860")
+    scope["headers"].append((b"x-api-key", key.encode()))
+    assert authenticator.client(scope).name == "ada"
+    keys.remove("ada")
+    with pytest.raises(ApiError, match="An API key is needed"):
+        authenticator.client(scope)
+
+
 def test_allowed_host_works_behind_a_proxy() -> None:
     rules = Rules(Address("127.0.0.1", PORT, ("Docs.example", "nas.lan:8443")))
     assert all(rules.knows(name) for name in ("docs.example", "docs.example:443", "nas.lan:8443"))
