@@ -171,7 +171,8 @@ class AnswerStream(Closing):
         """The report with what the prompt is built from again."""
         context = self._asked.context
         basis = {"first_id": context.first_id, **asdict(context.words)} if context else {"found": False}
-        return {**basis, **({"notice": self.notice} if self.notice else {}), **more}
+        notice = {"notice": self.notice} if self.notice else {}
+        return {"question": self.question.id, **basis, **notice, **more}
 
     def _stored_sources(self) -> tuple[AnswerSource, ...]:
         """The sources found, and those of earlier turns that the answer cites, or copies a mark such as "[2]" from."""

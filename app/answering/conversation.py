@@ -17,7 +17,15 @@ from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.answer_stream import UNSAVED, AnswerStream, PreparedQuestion
 from ragblend.app.answering.breakdown import full_prefill, has_breakdown
 from ragblend.app.answering.chats import ChatMessage, Chats
-from ragblend.app.answering.context import PromptWording, build, fit, new_sources, past_turns, wording_for
+from ragblend.app.answering.context import (
+    PromptWording,
+    answered,
+    build,
+    fit,
+    new_sources,
+    past_turns,
+    wording_for,
+)
 from ragblend.app.answering.digest import DocumentSummariser, DocumentSummary
 from ragblend.app.answering.retrieval import nearest, search_in_stages
 from ragblend.app.database import now, storable
@@ -165,8 +173,7 @@ class Conversations:
             raise UsageError(
                 "Measuring full prefill: this is not a finished answer of the model. Choose another."
             )
-        messages = [m for m in self._chats.messages(answer.chat_id) if m.id < message_id]
-        prompt = self._prompt_of(answer, messages)
+        prompt = self._prompt_of(answer, self._chats.messages(answer.chat_id))
         prefilled = self.engine.prefill(prompt, method="full", cancel=cancel)
         measured = full_prefill(prefilled.report.timings.prefill_ms, "measured")
         return self._chats.add_to_report(message_id, measured).report
@@ -300,10 +307,12 @@ class Conversations:
         return [document.collection for document in found.values()]
 
     def _prompt_of(self, answer: ChatMessage, messages: Sequence[ChatMessage]) -> Prompt:
-        """The prompt of a stored answer, built again. messages: those before it, the last one its question."""
-        turns = [turn for turn in past_turns(messages[:-1]) if turn.id >= answer.report["first_id"]]
+        """The prompt of a stored answer, built again. messages: the conversation's."""
+        question = next(asked for asked, each in answered(messages) if each.id == answer.id)
+        turns = past_turns([message for message in messages if message.id < question.id])
+        turns = [turn for turn in turns if turn.id >= answer.report["first_id"]]
         wording = PromptWording(answer.report["system"], answer.report["closing"])
-        return build(self.engine, wording, turns, messages[-1].text, new_sources(answer))
+        return build(self.engine, wording, turns, question.text, new_sources(answer))
 
     def _session(self, chat_id: int) -> "Session":
         """The conversation's KV in memory; drops that of the least recently used one if there are too many."""

@@ -271,6 +271,27 @@ def test_a_deleted_document_is_neither_stored_again_nor_read_again(
     assert not any("sky" in chunk.text for chunk in engine.requests[-1][0].chunks)
 
 
+def test_answers_of_two_questions_at_once_belong_to_their_own_question(talks, chats, chat, engine):
+    """The answer that came first became the last question's, and stayed it in all further prompts."""
+    tokenize, meanwhile = engine.tokenize, []
+
+    def ask_another(prompt):
+        engine.tokenize, engine.reply = tokenize, ("Jan's.",)
+        meanwhile.append(asked(talks, chat, BOATS))
+        engine.reply = ("Blue.",)
+        return tokenize(prompt)
+
+    engine.tokenize = ask_another
+    answer = asked(talks, chat, SKY)
+    assert [m.text for m in chats.messages(chat)] == [SKY, BOATS, "Jan's.", "Blue."]
+    for each, (prompt, *_) in zip([*meanwhile, answer], engine.requests, strict=True):
+        talks.measure_full(each.id)
+        assert texts(engine.prefilled[-1][0]) == texts(prompt)
+    asked(talks, chat, "And then?")
+    prompt = texts(engine.requests[-1][0])
+    assert [prompt[prompt.index(text) - 2].strip() for text in ("Blue.", "Jan's.")] == [SKY, BOATS]
+
+
 def test_answer_to_a_replaced_question_is_not_stored(talks, chats, chat, engine):
     """Edited while the older question was still being searched for."""
     asked(talks, chat, SKY)
