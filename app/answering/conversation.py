@@ -166,15 +166,24 @@ class Conversations:
     def measure_full(self, message_id: int, cancel: threading.Event | None = None) -> dict[str, Any]:
         """Run full prefill of a stored answer's prompt, store its time with the answer, and return the answer's report.
 
-        Raises UsageError if there is nothing to measure, and Cancelled once `cancel` is set.
+        Raises UsageError if it cannot be measured (any more), and Cancelled once `cancel` is set.
         """
-        answer = self._chats.message(message_id)
+        answer, engine = self._chats.message(message_id), self.engine
         if not has_breakdown(answer.report):
             raise UsageError(
                 "Measuring full prefill: this is not a finished answer of the model. Choose another."
             )
+        model, device, dtype = (answer.report[name] for name in ("model", "device", "dtype"))
+        if (model, device, dtype) != (engine.model_name, engine.device, engine.dtype):
+            raise UsageError(
+                f"Measuring full prefill: the answer is of {model} on {device} in {dtype}. Choose these in the settings."
+            )
         prompt = self._prompt_of(answer, self._chats.messages(answer.chat_id))
-        prefilled = self.engine.prefill(prompt, method="full", cancel=cancel)
+        if len(prompt.token_ids) != answer.report["tokens"]["prompt"]:
+            raise UsageError(
+                "Measuring full prefill: passages were deleted, so the prompt is another one now. Ask again."
+            )
+        prefilled = engine.prefill(prompt, method="full", cancel=cancel)
         measured = full_prefill(prefilled.report.timings.prefill_ms, "measured")
         return self._chats.add_to_report(message_id, measured).report
 

@@ -406,6 +406,21 @@ def test_full_prefill_is_measured_on_the_same_prompt(talks, chats, chat, engine)
         talks.measure_full(chats.messages(chat)[0].id)
 
 
+def test_full_prefill_is_measured_only_with_the_answers_model_and_prompt(
+    talks, workspaces, chat, engine, monkeypatch
+):
+    answer = asked(talks, chat, SKY, top_k=1)
+    for name in ("model_name", "device", "dtype"):
+        with monkeypatch.context() as changed, pytest.raises(UsageError, match="of fake on cpu in float32"):
+            changed.setattr(engine, name, "other")
+            talks.measure_full(answer.id)
+    with workspaces.writing():
+        remove_document(workspaces.first, workspaces.library.find("default", "sky.txt"))
+    with pytest.raises(UsageError, match="passages were deleted"):
+        talks.measure_full(answer.id)
+    assert engine.prefilled == []
+
+
 @pytest.mark.parametrize(
     ("question", "options", "error"),
     [
