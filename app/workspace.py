@@ -119,6 +119,11 @@ class Workspaces(Closing):
         """Those that were used."""
         return list(self._shared.embedders.values())
 
+    @property
+    def embedders(self) -> frozenset[str]:
+        """The names of the embedders that were used, of all collections."""
+        return frozenset(self._shared.embedders)
+
     def of(self, collection: str) -> "Workspace":
         """The workspace of that collection. Raises SettingsError for an invalid name."""
         settings = replace(self.settings, collection=collection)

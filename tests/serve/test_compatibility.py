@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from servers import events
+from servers import events, serving
 
 from ragblend.app.serve.bodies import IGNORED_IN_MESSAGES, IGNORED_PARTS, ChatBody
 
@@ -177,6 +177,19 @@ def test_the_models_name_counts_in_any_case(served) -> None:
     assert served.chat(model=name.upper()).json()["model"] == name
     with served.client() as client:
         assert client.get(f"/v1/models/{name.title()}").json()["id"] == name
+
+
+def test_models_are_named_without_their_folders(home_of, tiny_folder, tmp_path) -> None:
+    """A folder's name was cut at its last dot, and an embedder's folder was shown to every key."""
+    model, gone = tmp_path / "Tiny2.5-0.5B-Instruct", tmp_path / "e5-small"
+    model.symlink_to(tiny_folder)
+    with serving(home_of(), model, embedder=str(gone)) as served, served.client() as client:
+        names = [each["id"] for each in client.get("/v1/models").json()["data"]]
+        assert names == [model.name, gone.name]
+        assert served.chat(model=model.name).json()["model"] == model.name
+        for named, status in ((gone.name, 503), ("other", 404)):
+            refused = client.post("/v1/embeddings", json={"model": named, "input": "x"})
+            assert refused.status_code == status and str(tmp_path) not in refused.text
 
 
 @pytest.mark.parametrize(
