@@ -354,7 +354,8 @@ def _chat_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _check_results(messages: Sequence[MessageBody]) -> None:
-    """Raise UsageError for a tool's result without a call, and for a second one, which OpenAI's API refuses too.
+    """Raise UsageError for an id that is no text, for a tool's result without a call, and for a second result, which
+    OpenAI's API refuses too.
 
     Results of the older role `function` have no ids.
     """
@@ -362,7 +363,10 @@ def _check_results(messages: Sequence[MessageBody]) -> None:
     for number, message in enumerate(messages):
         called = message.tool_call_id
         if message.role == "assistant":
-            results |= {call.get("id"): None for call in message.tool_calls or ()}
+            ids = [call.get("id") for call in message.tool_calls or ()]
+            if not all(isinstance(each, str | None) for each in ids):
+                raise UsageError(f"messages[{number}].tool_calls has an id that is no text")
+            results |= dict.fromkeys(ids)
         elif message.role == "tool" and (called is None or called not in results):
             raise UsageError(
                 f"messages[{number}] has the role tool and must answer an earlier call of tool_calls; its tool_call_id "

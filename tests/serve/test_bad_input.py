@@ -71,6 +71,7 @@ def check(response, status, code=None):
         (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, 400, "invalid_value"),
         (CHAT, {"messages": [{"role": "user", "content": IMAGE}]}, 400, "invalid_value"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, 400, "invalid_value"),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": ["a"]}]}]}, 400, "invalid_value"),
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid_value"),
         (CHAT, {"messages": HI, "tools": [{"x": "\udfff"}]}, 400, "invalid_value"),
         (CHAT, {"messages": [{"role": "user", "content": "word " * 3000}]}, 400, "context_length_exceeded"),

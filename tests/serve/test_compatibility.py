@@ -231,8 +231,9 @@ def test_only_allowed_tools_are_called(caller, is_nested) -> None:
         ([], "lists no allowed tools"),
         ([{"type": "function", "function": {"name": "no"}}], "allows 'no'; there are hoist"),
         ([7], "allows 7; there are hoist"),
+        ([["hoist"]], "allows ['hoist']; there are hoist"),
     ],
-    ids=["none", "unknown", "number"],
+    ids=["none", "unknown", "number", "list"],
 )  # fmt: skip
 def test_wrong_allowed_tools_are_refused(caller, tools, message) -> None:
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
