@@ -74,9 +74,26 @@ class Body(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise UsageError(f"{where}: {first['msg']} ({note})") from None
+            problem, where = main_problem(error.errors())
+            raise UsageError(f"{where}: {problem['msg']} ({note})") from None
+
+
+def main_problem(problems: Sequence[Any], ignored: int = 0) -> tuple[Any, str]:
+    """The problem of pydantic's to tell a client, and its field. ignored: parts of a place before the field.
+
+    Of a value that may have several types all are problems: the fault is in one whose type fits, or nearly.
+    """
+    field = problems[0]["loc"][: ignored + 1]
+    alike = [each for each in problems if each["loc"][: ignored + 1] == field]
+    worst = max(alike, key=lambda each: (not each["type"].endswith("_type"), len(each["loc"])))
+    return worst, ".".join(str(part) for part in worst["loc"][ignored:] if not _is_type_name(part))
+
+
+def _is_type_name(part: str | int) -> bool:
+    """Whether a part of an error's place is pydantic's name for one of a value's types."""
+    return isinstance(part, str) and (
+        not part.isidentifier() or part in ("str", "float", "int", "bool", "none")
+    )
 
 
 class OwnOptions(Body):
