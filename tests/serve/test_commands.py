@@ -428,6 +428,20 @@ def test_listening_continues_after_a_lack_of_file_descriptors(home) -> None:
     assert failed
 
 
+def test_output_that_is_longer_than_a_line_may_be_arrives_whole() -> None:
+    """It was taken for the end of the process that has the home open."""
+    text, found = "\U0001f6a2" * (remote.MOST_BYTES // 8), ""
+    here, there = map(Line, socket.socketpair())
+    with here, there:
+        terminal = RemoteTerminal(here, request())
+        sending = threading.Thread(target=terminal.out.write, args=(text,))
+        sending.start()
+        while len(found) < len(text):
+            found += there.receive()["out"]
+        sending.join()
+    assert found == text
+
+
 def test_disconnect_or_shutdown_cancels_command() -> None:
     for leaves in (True, False):
         here, there = map(Line, socket.socketpair())
