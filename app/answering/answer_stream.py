@@ -100,6 +100,11 @@ class AnswerStream(Closing):
         return self._asked.context.all_sources if self._asked.context else ()
 
     @property
+    def is_by_model(self) -> bool:
+        """Whether the model answers; if nothing was found, the answer may be the notice."""
+        return self._stream is not None
+
+    @property
     def status(self) -> str:
         """The current work, before the first word of the answer."""
         return f"Reading {plural(len(self.sources), 'passage')} …" if self.sources else "Thinking …"

@@ -253,10 +253,11 @@ def test_embeddings_have_the_answers_time_limit(served, ada, embedding, monkeypa
 
 def test_a_failed_start_is_cleared_by_the_first_answer(served, monkeypatch) -> None:
     """Health stayed failed, and a supervisor would have ended a working server."""
-    with served.client("") as anybody:
+    with served.client("") as anybody, served.client("bob") as bob:
         assert anybody.get("/healthz").json() == {"status": "ok"}
         monkeypatch.setattr(served.service.startup, "problem", "The disk was full.")
-        assert anybody.get("/healthz").status_code == 503
+        assert bob.post("/v1/rag/ask", json={"question": QUESTION}).json()["tokens"]["prompt"] == 0
+        assert anybody.get("/healthz").status_code == 503, "nothing was found, so the model was not asked"
         assert served.chat(max_tokens=1).status_code == 200 and anybody.get("/healthz").status_code == 200
 
 
@@ -281,6 +282,8 @@ def test_metrics_in_prometheus_format(served) -> None:
 
     before = counted()
     answer = served.chat("Count this.", max_tokens=7).json()
+    with served.client("bob") as bob:
+        bob.post("/v1/rag/ask", json={"question": QUESTION})  # nothing is found: no token is read
     after = counted()
 
     def more(name):
