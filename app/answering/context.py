@@ -187,7 +187,7 @@ def _too_long_question(engine: "EngineInterface", tokens: int, room: int) -> str
     window = engine.context_window
     return (
         f"Asking: the question alone makes a prompt of {tokens} tokens; the window of {engine.model_name} is {window}, "
-        f"of which {window - room} are kept for the answer. Shorten the question or lower max_new_tokens."
+        f"of which {window - room} are kept for the answer. Shorten the question, or allow a shorter answer."
     )
 
 

@@ -215,6 +215,10 @@ class Conversations:
 
     def _check(self, question: str, options: AskOptions) -> None:
         options.settings(self.settings)
+        if options.method is not None:
+            from ragblend.engine.selection import policy_named  # imports torch
+
+            policy_named(options.method)
         if not question.strip():
             raise UsageError("Asking: the question is empty. Write what you want to know.")
 

@@ -92,6 +92,7 @@ def check(response, status, code=None):
         ("/v1/embeddings", {"model": "other", "input": "a"}, 404, "model_not_found"),
         ("/v1/embeddings", {"model": "all-MiniLM-L6-v2", "input": "a", "dimensions": 8}, 400, "invalid_value"),
         (ASK, {"question": "  "}, 400, "invalid_value"),
+        (ASK, {"question": "a", "method": "guess"}, 400, "invalid_value"),
         (ASK, {"question": "a", "collection": "default"}, 404, "collection_not_found"),
         (ASK, {"question": "a", "collection": ""}, 404, "collection_not_found"),
     ],
