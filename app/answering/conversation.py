@@ -111,9 +111,7 @@ class Conversations:
         """
         options = options or AskOptions()
         self._check(question, options)
-        messages = self._chats.messages(chat_id)
-        asked = self._chats.add(chat_id, "user", question.strip())
-        return self._answer_stream(self._stages(asked, messages, options), options.client, self._chats)
+        return self._answer_to(self._chats.add(chat_id, "user", question.strip()), options)
 
     def answer(
         self, question: str, options: AskOptions | None = None, earlier: Sequence[ChatMessage] = ()
@@ -131,14 +129,10 @@ class Conversations:
         self, document: Document, chat_id: int | None = None, show: OnProgress = silent
     ) -> DocumentSummary:
         """Summarise a document of the library; stored in that conversation, if one is given."""
-        request, chats = f"Summarise {document.name}.", None if chat_id is None else self._chats
-        asked = ChatMessage(1, UNSAVED, "user", request, now())
-        if chats is not None and chat_id is not None:
-            asked = chats.add(chat_id, "user", request)
-        summariser = DocumentSummariser(self._workspaces.of(document.collection), document, show)
-        summary = DocumentSummary(PreparedQuestion(asked, self.settings), summariser, chats)
-        self._answers.add(summary)
-        return summary
+        request = f"Summarise {document.name}."
+        if chat_id is None:
+            return self._summary(document, ChatMessage(1, UNSAVED, "user", request, now()), None, show)
+        return self._summary(document, self._chats.add(chat_id, "user", request), self._chats, show)
 
     def edit(self, message_id: int, question: str, options: AskOptions | None = None) -> AnswerStream:
         """Replace a question, and delete all messages after it. Raises as `ask` does."""
@@ -147,9 +141,9 @@ class Conversations:
             raise UsageError(
                 "Editing a message: only your own questions can be edited, and not to an empty text."
             )
-        (options or AskOptions()).settings(self.settings)  # raises before anything is deleted
-        self._chats.delete_from(message_id)
-        return self.ask(message.chat_id, question, options)
+        options = options or AskOptions()
+        self._check(question, options)  # before anything is deleted
+        return self._answer_to(self._chats.replace_from(message_id, question.strip()), options)
 
     def regenerate(self, chat_id: int, options: AskOptions | None = None) -> AnswerStream:
         """Answer the last question again. Raises as `ask` does, and UsageError if there is none."""
@@ -159,8 +153,8 @@ class Conversations:
             raise UsageError("Answering again: this conversation has no question yet. Write one.")
         summarised = str(messages[-1].report.get("digest"))  # a document's id, if the answer is a summary
         if document := self._workspaces.library.documents_with([summarised]).get(summarised):
-            self._chats.delete_from(questions[-1].id)
-            return self.digest(document, chat_id)
+            asked = self._chats.replace_from(questions[-1].id, questions[-1].text)
+            return self._summary(document, asked, self._chats)
         return self.edit(questions[-1].id, questions[-1].text, options)
 
     def measure_full(self, message_id: int, cancel: threading.Event | None = None) -> dict[str, Any]:
@@ -221,6 +215,19 @@ class Conversations:
             policy_named(options.method)
         if not question.strip():
             raise UsageError("Asking: the question is empty. Write what you want to know.")
+
+    def _answer_to(self, asked: ChatMessage, options: AskOptions) -> AnswerStream:
+        """The answer to a stored question, which is stored too."""
+        messages = [message for message in self._chats.messages(asked.chat_id) if message.id < asked.id]
+        return self._answer_stream(self._stages(asked, messages, options), options.client, self._chats)
+
+    def _summary(
+        self, document: Document, asked: ChatMessage, chats: Chats | None, show: OnProgress = silent
+    ) -> DocumentSummary:
+        summariser = DocumentSummariser(self._workspaces.of(document.collection), document, show)
+        summary = DocumentSummary(PreparedQuestion(asked, self.settings), summariser, chats)
+        self._answers.add(summary)
+        return summary
 
     def _unsaved_stages(
         self, question: str, options: AskOptions, earlier: Sequence[ChatMessage]

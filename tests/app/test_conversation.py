@@ -4,6 +4,8 @@ import json
 import threading
 
 import pytest
+from app_fakes import Killed
+from doubles import raising
 
 from ragblend.app.answering import retrieval
 from ragblend.app.answering.breakdown import has_breakdown
@@ -362,6 +364,15 @@ def test_regenerating_asks_the_same_again(talks, chats, chat, engine):
         texts(engine.requests[0][0]) == texts(engine.requests[1][0])
         and engine.requests[1][-1].temperature == 0.7
     )
+
+
+@pytest.mark.parametrize("again", [lambda talks, asked: talks.edit(asked.id, SKY), None], ids=["edit", "again"])
+def test_a_kill_keeps_the_question_that_is_asked_again(talks, chats, chat, monkeypatch, again):
+    asked(talks, chat, SKY)
+    monkeypatch.setattr(chats, "add", raising(Killed()))
+    with pytest.raises(Killed):
+        again(talks, chats.messages(chat)[0]) if again else talks.regenerate(chat)
+    assert [m.text for m in chats.messages(chat)] == [SKY]
 
 
 def test_oldest_turns_are_left_out_first_and_stay_out(talks, chat, engine):
