@@ -213,6 +213,13 @@ class ShowBody(Body):
     options: Any = None
     verbose: Any = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, values: Any) -> Any:
+        """Older clients name the model in `name`."""
+        is_older = isinstance(values, dict) and values.get("name") and not values.get("model")
+        return values | {"model": values["name"]} if is_older else values
+
 
 @router.post("/chat", responses=LINES)
 async def ollama_chat(request: Request, body: OllamaChatBody) -> Response:
