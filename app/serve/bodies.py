@@ -130,7 +130,8 @@ class Options(OwnOptions):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    # Accepted and ignored: they tell a hosted service who the user is, what it may keep, or how long to reason.
+    # Accepted and ignored: they tell a hosted service who the user is, what it may keep and how long to reason, or would
+    # only save time.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -139,7 +140,9 @@ class Options(OwnOptions):
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
+    reasoning: Any = None
     reasoning_effort: Any = None
+    prediction: Any = None
     stream_usage: Any = None
     # Accepted with the values that change nothing.
     best_of: Literal[1] | None = None
@@ -197,7 +200,6 @@ class ChatBody(Options):
     modalities: list[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
     audio: None = None
-    prediction: dict[str, Any] | None = None  # would only save time
     functions: None = None
     function_call: None = None
     web_search_options: None = None
@@ -241,8 +243,6 @@ class ResponsesBody(Options):
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     n: None = None
     max_tokens: None = None
-    # No model here reasons, and nothing is stored.
-    reasoning: Any = None
     previous_response_id: None = None
     conversation: None = None
     prompt: None = None

@@ -144,7 +144,7 @@ def test_the_docs_name_every_parameter_and_every_ignored_field() -> None:
         {"top_k": -1, "max_tokens": -1, "max_completion_tokens": None, "best_of": 1, "echo": False, "logit_bias": {}},
         {"ignore_eos": False, "use_beam_search": False, "skip_special_tokens": True, "min_tokens": 0},
         {"length_penalty": 1.0, "typical_p": 1.0, "presence_penalty": 0, "frequency_penalty": 0.0, "min_p": 0},
-        {"model": "", "prediction": {"type": "content", "content": "x"}},
+        {"model": "", "prediction": {"type": "content", "content": "x"}, "reasoning": {"effort": "high"}},
     ],
     ids=lambda options: " ".join(options)[:30],
 )  # fmt: skip
