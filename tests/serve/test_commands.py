@@ -340,11 +340,12 @@ def test_another_users_socket_gets_nothing(folder) -> None:
         (b"HTTP/1.1 200 OK\r\n\r\n", "is not RAGBlend"),
         (b'{"hello": 1}\n', "is not RAGBlend"),
         (json.dumps({"ragblend": "0.0.1", "pid": 7}).encode() + b"\n", "Process 7 has the home"),
-        (b"", "does not answer"),
+        (b"", "Process 7, which has the home"),
     ],
 )
 def test_nothing_is_sent_to_another_version_or_program(folder, capsys, monkeypatch, greeting, words) -> None:
     monkeypatch.setattr(remote, "GREETING_S", SOON_S if greeting else 0.1)
+    (folder / "ui-page.lock").write_text('{"pid": 7}')
     with stranger(folder, greeting) as got:
         assert main(["ask", "A secret?", "--home", str(folder)]) == 1
         assert words in capsys.readouterr().err
