@@ -170,7 +170,8 @@ class Conversations:
         model, device, dtype = (answer.report[name] for name in ("model", "device", "dtype"))
         if (model, device, dtype) != (engine.model_name, engine.device, engine.dtype):
             raise UsageError(
-                f"Measuring full prefill: the answer is of {model} on {device} in {dtype}. Choose these in the settings."
+                f"Measuring full prefill: the answer is of {model} on {device} in {dtype}. Choose these in the "
+                "settings."
             )
         prompt = self._prompt_of(answer, self._chats.messages(answer.chat_id))
         if len(prompt.token_ids) != answer.report["tokens"]["prompt"]:

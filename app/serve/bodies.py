@@ -130,8 +130,8 @@ class Options(OwnOptions):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    # Accepted and ignored: they tell a hosted service who the user is, what it may keep and how long to reason, or would
-    # only save time.
+    # Accepted and ignored: they tell a hosted service who the user is, what it may keep and how long to reason, or
+    # would only save time.
     user: Any = None
     metadata: Any = None
     store: Any = None
