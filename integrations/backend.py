@@ -271,7 +271,8 @@ def logprobs(result: "Result", tokenizer: Any) -> list[dict[str, Any]] | None:
     ids = [each.token_id for each in result.logprobs]
 
     def has_text(count: int) -> bool:
-        return tokenizer.decode(ids[:count], skip_special_tokens=True).startswith(result.text)
+        text: str = tokenizer.decode(ids[:count], skip_special_tokens=True)
+        return text.startswith(result.text)
 
     count = bisect_left(range(len(ids)), True, key=has_text) if result.stopped else len(ids)
     return [
