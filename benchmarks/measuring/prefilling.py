@@ -4,7 +4,7 @@ import os
 import platform
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -30,13 +30,15 @@ class BenchError(RagBlendError):
 
 @dataclass(frozen=True)
 class Timed:
-    """A prefilled prompt, the engine's report, and the milliseconds to its first token by the bench's own clock; None
-    if another record has that time.
+    """A prefilled prompt, the engine's report, and the milliseconds to its first token by the bench's own clock.
+
+    is_compared: the records of an earlier prompt, which this one continues, have that time.
     """
 
     prefilled: "Prefilled"
     report: "Report"
-    ttft_ms: float | None
+    ttft_ms: float
+    is_compared: bool = field(default=False, kw_only=True)
 
 
 @contextmanager

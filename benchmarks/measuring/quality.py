@@ -101,7 +101,7 @@ def run(
                     done += 1
                     progress(done, total)
                 if todo != [Variant("full")]:  # each time of full prefill is compared with once
-                    before = replace(reference, ttft_ms=None)
+                    before = replace(reference, is_compared=True)
     return 0
 
 
@@ -216,7 +216,9 @@ def full_outcome(
 
 
 def _outcome(timed: Timed, answer: "Result", logits: "Tensor") -> Outcome:
-    return Outcome(timed.prefilled, timed.report, timed.ttft_ms, answer, logits)
+    return Outcome(
+        timed.prefilled, timed.report, timed.ttft_ms, answer, logits, is_compared=timed.is_compared
+    )
 
 
 def outcome_of(
@@ -257,8 +259,8 @@ def record_of(
         read_again=outcome.answer.report.read_again_at is not None,
         rouge_l_to_full=metrics.rouge_l(text, [reference.answer.text]),
         recomputed_fraction=outcome.report.recomputed_fraction,
-        ttft_ms=outcome.ttft_ms,
-        full_ttft_ms=reference.ttft_ms,
+        ttft_ms=None if outcome.is_compared else outcome.ttft_ms,
+        full_ttft_ms=None if reference.is_compared else reference.ttft_ms,
         prompt_tokens=outcome.report.tokens.prompt,
         generated_tokens=outcome.answer.report.tokens.generated,
         select_ms=outcome.report.timings.select_ms,

@@ -145,7 +145,6 @@ def measure(
     for variant in variants[first:] + variants[:first]:
         place(engine, subject, cache)
         timed = timed_prefill(engine, subject.prompt, variant)
-        assert timed.ttft_ms is not None, "it was prefilled from its beginning"
         yield variant, (timed.ttft_ms, timed.report)
 
 
