@@ -116,13 +116,8 @@ class Workspaces(Closing):
 
     @property
     def embedders(self) -> list[Embedder]:
-        """Those that were used."""
+        """The embedders that were used, of all collections."""
         return list(self._shared.embedders.values())
-
-    @property
-    def embedders(self) -> frozenset[str]:
-        """The names of the embedders that were used, of all collections."""
-        return frozenset(self._shared.embedders)
 
     def of(self, collection: str) -> "Workspace":
         """The workspace of that collection. Raises SettingsError for an invalid name."""

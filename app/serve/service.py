@@ -120,7 +120,7 @@ class Service:
     def shown(self, text: str) -> str:
         """The text without paths of this machine."""
         settings, text = self.app.settings, text.replace(self.home, "HOME")
-        embedders = self.app.workspaces.embedders  # of other collections, too
+        embedders = [each.model for each in self.app.workspaces.embedders]  # of other collections, too
         for named in filter(None, (settings.model, settings.reranker, settings.embedder, *embedders)):
             path = os.path.expanduser(named)
             text = text.replace(path, _without_folders(named)) if os.path.isabs(path) else text
