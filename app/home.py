@@ -5,6 +5,7 @@ KV files can be inverted to the text they were made from, so the home is as secr
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from ragblend.engine.config import default_home
@@ -64,7 +65,8 @@ def make_private(folder: Path) -> None:
     """Remove other users' rights from a folder and its contents, for libraries that do not let us choose a mode."""
     for path in (folder, *folder.rglob("*")):
         if _is_open_to_others(path):
-            path.chmod(FOLDER_MODE if path.is_dir() else FILE_MODE)
+            with suppress(FileNotFoundError):  # a journal of SQLite that was deleted meanwhile
+                path.chmod(FOLDER_MODE if path.is_dir() else FILE_MODE)
 
 
 def _is_open_to_others(path: Path) -> bool:

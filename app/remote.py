@@ -24,9 +24,11 @@ from ragblend.app.system import connect_in, on_signal
 from ragblend.kvstore import errors
 from ragblend.kvstore.errors import LibraryError, RagBlendError
 from ragblend.kvstore.files import Closing
+from ragblend.kvstore.lock import read_holder
 from ragblend.kvstore.places import SECRETS
 
 NAME = "commands.sock"
+LOCK = "ui-page.lock"  # of the home's owner, page or server; a second one would ingest the first one's files again
 MOST_BYTES = 16 << 20  # of one line
 GREETING_S = 10.0
 LEAVING_S = 10.0  # after Ctrl-C, until this process exits; the other one ends the command anyway
@@ -45,7 +47,10 @@ class Line(Closing):
         """Paths are sent as absolute ones, because the other process is in another folder. Raises OSError."""
         with self._sending:
             text = json.dumps(value, default=lambda path: {"path": str(absolute(path))})
-            self._socket.sendall(text.encode("ascii") + b"\n")
+            try:
+                self._socket.sendall(text.encode("ascii") + b"\n")
+            except BrokenPipeError as error:  # which means to callers that nobody reads the standard output
+                raise ConnectionResetError(*error.args) from None
 
     def receive(self) -> dict[str, Any] | None:
         """The next object; None at the end, and for anything else. Raises OSError."""
@@ -86,8 +91,9 @@ def connected(root: Path) -> Line | None:
 
 
 def _silent(root: Path) -> LibraryError:
+    pid = (read_holder(root / LOCK) or {}).get("pid", "unknown")
     return LibraryError(
-        f"The process that has the home {root} open does not answer. Look at its terminal; {AGAIN.lower()}"
+        f"Process {pid}, which has the home {root} open, does not answer. Look at its terminal; {AGAIN.lower()}"
     )
 
 

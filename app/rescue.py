@@ -22,7 +22,7 @@ from ragblend.kvstore.files import (
     make_private_file,
     sync_file,
 )
-from ragblend.kvstore.sqlite import connect, lenient_text
+from ragblend.kvstore.sqlite import connect, error_code, lenient_text
 from ragblend.kvstore.system import replace, sync_folder
 
 log = logging.getLogger("ragblend")
@@ -104,7 +104,7 @@ def rescue(
     except BaseException as error:
         discard_database(kept)
         discard_database(Path(f"{path}.rescuing"))
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
+        if _is_no_room(error):
             raise StoreFullError(
                 f"Opening the {what} {path}: it is damaged ({why}), and the disk has no room for a copy of what can "
                 "be read. Free some space; nothing was changed."
@@ -113,6 +113,24 @@ def rescue(
     finish(path)
     log.warning("the %s %s: %s", what, path, found)
     return found
+
+
+def _is_no_room(error: BaseException) -> bool:
+    if isinstance(error, sqlite3.Error):
+        return error_code(error) == sqlite3.SQLITE_FULL
+    return isinstance(error, OSError) and error.errno in NO_ROOM
+
+
+class _UnreadableError(Exception):
+    """The damaged file cannot be read there."""
+
+
+def _read(old: sqlite3.Connection, select: str, *arguments: int) -> Iterator[sqlite3.Row]:
+    """The rows, until one that cannot be read. An error of writing them elsewhere is not taken for damage."""
+    try:
+        yield from old.execute(select, arguments)
+    except sqlite3.Error as error:
+        raise _UnreadableError from error
 
 
 def _copy_tables(
@@ -157,8 +175,8 @@ def _copy_rows(old: sqlite3.Connection, new: sqlite3.Connection, table: str) -> 
         gaps = list(_each_range(old, new, f"SELECT rowid, {columns} FROM {table} NOT INDEXED", insert))
     else:  # for small tables, which are read from both ends
         for order in ("", " ORDER BY 1 DESC"):
-            with suppress(sqlite3.Error):
-                for row in old.execute(f"SELECT {columns} FROM {table}{order}"):
+            with suppress(_UnreadableError):
+                for row in _read(old, f"SELECT {columns} FROM {table}{order}"):
                     new.execute(insert, tuple(row))
                 break
         else:
@@ -173,8 +191,8 @@ def _copy_from_indexes(old: sqlite3.Connection, new: sqlite3.Connection, table: 
     for _, index, *_ in new.execute(f"PRAGMA index_list({table})").fetchall():
         names = ", ".join(str(row[2]) for row in new.execute(f"PRAGMA index_info({index})"))
         marks = ", ".join("?" * len(names.split(", ")))
-        with suppress(sqlite3.Error):
-            for row in old.execute(f"SELECT {names} FROM {table} INDEXED BY {index}"):
+        with suppress(_UnreadableError):
+            for row in _read(old, f"SELECT {names} FROM {table} INDEXED BY {index}"):
                 new.execute(f"INSERT OR IGNORE INTO {table} ({names}) VALUES ({marks})", tuple(row))
 
 
@@ -185,14 +203,14 @@ def _each_range(old: sqlite3.Connection, new: sqlite3.Connection, select: str, i
         _, first, last = heapq.heappop(ranges)
         at = first - 1  # the last row read
         try:
-            for number, *row in old.execute(
-                f"{select} WHERE rowid BETWEEN ? AND ? ORDER BY rowid", (first, last)
+            for number, *row in _read(
+                old, f"{select} WHERE rowid BETWEEN ? AND ? ORDER BY rowid", first, last
             ):
                 at = number
                 if new.execute(insert, row).rowcount < 1:  # it violates a constraint
                     yield number, number
             continue
-        except sqlite3.DatabaseError:
+        except _UnreadableError:
             failures += 1
         first = at + 1
         if first >= last or failures > MOST_FAILURES:

@@ -65,7 +65,7 @@ class AppServices(Closing):
         self.conversations.stop_all()
         self.watching.close()
         self.deletions.close()
-        self.jobs.close()
+        self.jobs.end()
         self.workspaces.close()
 
 

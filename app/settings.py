@@ -58,8 +58,7 @@ KV_CODECS = ("raw", "int8", "int4")  # `kvstore.codec.CODECS`, whose module need
 class Settings:
     """The user's settings. `None` means that the engine decides (device, dtype) or has a default (system).
 
-    chunk_tokens is in tokens of the *model*, because its KV is what is stored and fused. chunk_overlap is 0: text that
-    is in two chunks would be encoded and stored twice, and would appear twice in the fused prompt.
+    chunk_tokens is in tokens of the *model*, because its KV is what is stored and fused.
     store_budget_bytes limits the KV on disk (None: a quarter of the free space), memory_budget_bytes and
     device_budget_bytes the copies in host memory and on an accelerator (None: with an accelerator a quarter and a tenth
     of the free memory, 0 on the CPU); store_policy is the eviction policy of all tiers; remote is the URL of a store
@@ -92,7 +91,6 @@ class Settings:
     reranker: str | None = None
     ocr_language: str = "default"
     chunk_tokens: int = 512
-    chunk_overlap: int = 0
     store_budget_bytes: int | None = None
     memory_budget_bytes: int | None = None
     device_budget_bytes: int | None = None
@@ -113,9 +111,7 @@ class Settings:
     vllm: str | None = None
 
     def __post_init__(self) -> None:
-        fewer = f"fewer tokens than chunk_tokens ({self.chunk_tokens})"
-        overlap: Rule = (lambda tokens: 0 <= tokens < self.chunk_tokens, fewer)
-        for name, (holds, expected) in {**RULES, "chunk_overlap": overlap}.items():
+        for name, (holds, expected) in RULES.items():
             if not holds(value := getattr(self, name)):
                 raise SettingsError(f"The setting {name} is {value!r}, but must be {expected}.")
 
@@ -302,7 +298,7 @@ def save_settings(path: Path, changes: Mapping[str, Any]) -> None:
 
 
 # Another model needs other KV and, since chunks are counted in its tokens, other passages.
-REQUIRES_CHUNKING = ("model", "chunk_tokens", "chunk_overlap", "ocr_language")
+REQUIRES_CHUNKING = ("model", "chunk_tokens", "ocr_language")
 REQUIRES_ENCODING = ("dtype",)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ragblend.app.answering.chats import Chats
 from ragblend.app.home import Home, make_private
 from ragblend.app.library.documents import DocumentState
+from ragblend.app.library.job_store import JobStore
 from ragblend.app.library.registry import Library
 from ragblend.app.models import check_model
 from ragblend.app.settings import PROCESS_SETTINGS, Settings
@@ -45,7 +46,7 @@ class _SharedState:
         self.lock, self.files = threading.RLock(), dict[tuple[str, str], Any]()
         self.waiting = list[bool]()
         self.lock_mark: str | None = None
-        self.embedders, self.reranking = dict[str, Embedder](), DeviceQueue()
+        self.embedders, self.reranking = dict[tuple[str, str | None], Embedder](), DeviceQueue()
         self._next_writer, self._writer = threading.Lock(), threading.Lock()
 
     @contextmanager
@@ -93,6 +94,11 @@ class Workspaces(Closing):
         return self.open_once("library", lambda: Library(self.home.library))
 
     @property
+    def jobs(self) -> JobStore:
+        """The rows of the ingest queue. Its file is created, so look whether there is one where none is needed."""
+        return self.open_once("jobs", lambda: JobStore(self.home.jobs))
+
+    @property
     def chats(self) -> Chats:
         """All conversations; passages that were deleted meanwhile are not stored with an answer, or not shown."""
         return self.open_once(
@@ -103,10 +109,15 @@ class Workspaces(Closing):
         )
 
     def embedder(self, model: str) -> Embedder:
-        """The embedder of that name (as in the settings), one object for all collections."""
+        """The embedder of that name (as in the settings) on the current device, one object for all collections."""
         device = "cpu" if self.settings.vllm else self.settings.device
         with self._lock:
-            return self._shared.embedders.setdefault(model, Embedder(model, device))
+            return self._shared.embedders.setdefault((model, device), Embedder(model, device))
+
+    @property
+    def embedders(self) -> list[Embedder]:
+        """The embedders that were used, of all collections."""
+        return list(self._shared.embedders.values())
 
     def of(self, collection: str) -> "Workspace":
         """The workspace of that collection. Raises SettingsError for an invalid name."""
@@ -325,8 +336,9 @@ class Workspace(Closing):
 
     @property
     def queues(self) -> tuple[DeviceQueue, ...]:
-        """The queues of all models: the one that answers, the embedder, rerankers."""
-        return *self.engine.queues, self.embedder.queue, self.workspaces.reranking
+        """The queues of all models: the one that answers, embedders, rerankers. Reads no file and takes no lock."""
+        embedders = self.workspaces.embedders
+        return *self.engine.queues, *(each.queue for each in embedders), self.workspaces.reranking
 
     @cached_property
     def engine(self) -> "EngineInterface":

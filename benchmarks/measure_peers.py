@@ -54,7 +54,7 @@ def ragblend(plan: Row) -> tuple[Ask, Row]:
 
     engine = Engine.open(plan["model"], plan["home"], device="cpu", dtype="bfloat16", collection="peers")
     assert engine.gate.passed, engine.gate.reason
-    engine.runtime.loaded.model.generation_config.eos_token_id = []
+    engine.runtime.end_ids = []
     names = [f"peers-{number}" for number in range(PASSAGES)]
     engine.forget(names)
     begun = time.perf_counter()

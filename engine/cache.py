@@ -204,12 +204,6 @@ class FusedCache(DynamicCache):
         """How many tokens of the prompt each head has lost, in the layers that lost any."""
         return max(held.evicted for held in self.fused)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the prompt's KV in all layers, without evicted tokens."""
-        tokens = sum(self.prompt_tokens - held.evicted for held in self.fused)
-        return tokens * self.geometry.token_bytes // self.geometry.layers
-
 
 def _gathered(held: Tensor, rows: Tensor) -> Tensor:
     """A new buffer with free capacity, filled with rows (H, kept) of the first H heads of held (1, ..., T, D)."""

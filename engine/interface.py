@@ -212,7 +212,7 @@ class EngineInterface(ABC):
         tools: shown to the model, which may call them. Raises UnsupportedModelError if it does not support tools.
         """
         if tools:
-            assert self.call_format
+            _ = self.call_format  # raises
         return chat(self.tokenizer, messages, tools)
 
     def chat_prompt(

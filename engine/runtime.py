@@ -133,7 +133,14 @@ class Runtime(RuntimeBase):
         """llguidance's tables for compiling grammars. Raises UsageError if that library is not installed."""
         loaded, tokenizer = self.loaded.model, self.tokenizing.tokenizer
         vocabulary = loaded.get_output_embeddings().weight.shape[0]
-        return token_grammars(tokenizer, vocabulary, model.end_ids(loaded))
+        return token_grammars(tokenizer, vocabulary, self.end_ids)
+
+    @once
+    def end_ids(self) -> list[int]:
+        """Ids of the tokens that end an answer. A GGUF names only one, which need not be that of the chat template."""
+        named = self.loaded.model.generation_config.eos_token_id
+        ids = [*(named if isinstance(named, list) else [named]), *self.tokenizing.end_ids()]
+        return [each for each in dict.fromkeys(ids) if each is not None]
 
     @property
     def is_ready(self) -> bool:

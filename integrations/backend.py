@@ -2,6 +2,7 @@
 
 import logging
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -253,7 +254,8 @@ def usage(report: "Report") -> dict[str, int]:
 def logprobs(result: "Result", tokenizer: Any) -> list[dict[str, Any]] | None:
     """Each token's log-probability, as in OpenAI's interface; None if not requested.
 
-    The end token is left out. bytes: those of a part of a character too; None if the tokenizer does not say.
+    The end token and those of a stop string, which are no part of the text, are left out. bytes: those of a part of a
+    character too; None if the tokenizer does not say.
     """
     if result.logprobs is None:
         return None
@@ -266,9 +268,16 @@ def logprobs(result: "Result", tokenizer: Any) -> list[dict[str, Any]] | None:
             "bytes": _bytes_of_part(tokenizer, token_id) if "\ufffd" in token else list(token.encode()),
         }
 
+    ids = [each.token_id for each in result.logprobs]
+
+    def has_text(count: int) -> bool:
+        text: str = tokenizer.decode(ids[:count], skip_special_tokens=True)
+        return text.startswith(result.text)
+
+    count = bisect_left(range(len(ids)), True, key=has_text) if result.stopped else len(ids)
     return [
         entry(each.token_id, each.logprob) | {"top_logprobs": [entry(*likely) for likely in each.most_likely]}
-        for each in result.logprobs
+        for each in result.logprobs[:count]
     ]
 
 

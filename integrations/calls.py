@@ -174,9 +174,10 @@ class Call:
         """The answer's text, and the tool calls in it."""
         from ragblend.engine.prompts.tools import ParsedAnswer, parse_answer
 
-        if not self.answer_format.tools:
+        if not (tools := self.answer_format.tools):
             return ParsedAnswer(result.text)
-        return parse_answer(result.text, self.backend.engine.call_format, self.answer_format.tools)
+        has_schema = self.answer_format.schema is not None
+        return parse_answer(result.text, self.backend.engine.call_format, tools, has_schema)
 
     def options(self) -> dict[str, Any]:
         """The arguments of the engine's `generate` and `stream`."""

@@ -86,7 +86,7 @@ def _allowed_tools(names: "Mapping[str, Tool]", choice: Mapping[str, Any]) -> "t
         raise UsageError(f"tool_choice={choice!r:.200} lists no allowed tools")
     wanted = [_choice_as_word(each) if isinstance(each, Mapping) else each for each in listed]
     for name in wanted:
-        if name not in names:
+        if not isinstance(name, str) or name not in names:
             raise UsageError(f"tool_choice allows {name!r:.100}; there are {', '.join(names) or 'no tools'}")
     return {name: names[name] for name in wanted}, found.get("mode", "auto")
 

@@ -1,6 +1,7 @@
 """Fixtures: a tiny random Llama with its own tokenizer on the real engine, and a few questions."""
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -25,16 +26,29 @@ def model_folder(tmp_path_factory):
     return tiny_models.save_model("llama", tmp_path_factory.mktemp("model") / "llama")
 
 
-@pytest.fixture
-def engine(model_folder, judged, home):
-    """The real engine over the tiny model, closed afterwards."""
+@contextmanager
+def opened(model_folder, home):
     from ragblend import Engine
 
     engine = Engine.open(
-        model=str(model_folder), home=judged(home), device="cpu", dtype="float32", collection="bench"
+        model=str(model_folder), home=home, device="cpu", dtype="float32", collection="bench"
     )
     yield engine
     engine.close()
+
+
+@pytest.fixture
+def engine(model_folder, judged, home):
+    """The real engine over the tiny model, closed afterwards."""
+    with opened(model_folder, judged(home)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def shared_engine(model_folder, judged, tmp_path_factory):
+    """The same for all tests that do not count what is stored."""
+    with opened(model_folder, judged(tmp_path_factory.mktemp("shared") / "home")) as engine:
+        yield engine
 
 
 @pytest.fixture

@@ -29,22 +29,11 @@ if WORKERS > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
 
 
-def told(name: str) -> str | None:
-    """What RAGBLEND_`name` says, kept as `name` for the other test processes.
-
-    Taken out of the environment, where the app's settings would find an unknown RAGBLEND_* variable.
-    """
-    value = os.environ.pop(f"RAGBLEND_{name}", None) or os.environ.get(name)
-    if value:
-        os.environ[name] = value
-    return value
-
-
-# A folder that keeps the converted SmolLM2 between sessions.
-KEPT_MODELS = told("TEST_MODELS")
-# A model that was trained to call tools (a folder or a .gguf file), and a home in which it was converted.
-CALLER = told("TEST_CALLER")
-CALLER_HOME = told("TEST_CALLER_HOME")
+# A folder that keeps the converted SmolLM2 between sessions. Taken out of the environment, where the app's settings
+# would find an unknown variable, and kept under another name for the other test processes.
+KEPT_MODELS = os.environ.pop("RAGBLEND_TEST_MODELS", None) or os.environ.get("TEST_MODELS")
+if KEPT_MODELS:
+    os.environ["TEST_MODELS"] = KEPT_MODELS
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -84,14 +73,6 @@ def root(home: Path) -> Path:
 def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """No fsync, where ten thousand of them would only tell how fast the disk is."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
-@pytest.fixture(scope="session")
-def caller() -> dict[str, str]:
-    """What opens that model; tests of it are skipped where nobody named one."""
-    if CALLER is None:
-        pytest.skip("RAGBLEND_TEST_CALLER names no model that calls tools (Qwen2.5-0.5B-Instruct, say)")
-    return {"model": CALLER} | ({"home": CALLER_HOME} if CALLER_HOME else {})
 
 
 @pytest.fixture(scope="session")

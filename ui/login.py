@@ -74,10 +74,10 @@ class PageLogin:
         text = f"{self.password_hash or ''}\n{visit}"
         return hmac.new(self.secret, text.encode(), hashlib.sha256).hexdigest()
 
-    async def receive_visitor(self, scope: Scope, receive: Receive, limit: int) -> Response:
+    async def receive_visitor(self, scope: Scope, receive: Receive) -> Response:
         """Answer a request without a session: log in if the token or the password is right, else 4xx."""
         if scope["path"] == "/login" and scope["method"] == "POST" and self.password_hash:
-            form = await whole_body(receive, min(limit, FORM_BYTES))
+            form = await whole_body(receive, FORM_BYTES)
             return self._log_in(scope, parse_qs(form.decode("utf-8", "replace")))
         given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [])
         is_read = scope["method"] == "GET"

@@ -70,7 +70,7 @@ class PageLayout:
             **self._frame(),
             **self.choices([], None),
             self.library.collection: gr.update(choices=names, value=names[0]),
-            **self.chat.opening(),
+            **self.chat.opening(request),
             **self.library.refresh(names[0], "", "", 0),
         }
 

@@ -1,4 +1,4 @@
-"""The state of each open page: its running requests, which can be stopped, and the conversation that it shows."""
+"""The state of each open page: its running requests, which can be stopped, and the conversations that it shows."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -41,12 +41,13 @@ class PageRequest:
 
 
 class PageSessions:
-    """The newest request of each session, and the conversation that its page shows. Thread-safe."""
+    """The newest request of each session, and the conversation and the list that its page shows. Thread-safe."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._newest: dict[str, PageRequest] = {}
         self._shown: dict[str, int | None] = {}
+        self._listed: dict[str, tuple[str, int]] = {}
 
     def begin(self, session: str) -> PageRequest:
         """A new request; the one before is stopped and outdated."""
@@ -71,8 +72,16 @@ class PageSessions:
     def shows(self, session: str, chat_id: int | None) -> bool:
         return self._shown.get(session) == chat_id
 
+    def list_as(self, session: str, search: str, limit: int) -> None:
+        """Note what the page searches conversations for, and how many it lists: answers draw the list again."""
+        self._listed[session] = search, limit
+
+    def listed(self, session: str) -> tuple[str, int] | None:
+        return self._listed.get(session)
+
     def close(self, session: str) -> None:
         """The page was closed: stop its request, even if that is not running yet."""
         self.stop(session)
         self._shown.pop(session, None)
+        self._listed.pop(session, None)
         self._newest.pop(session, None)

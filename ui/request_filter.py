@@ -10,6 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import gradio as gr
@@ -80,7 +81,9 @@ class RequestFilter:
             await send(message)
 
         await self.app(scope, receive, note)
-        paths = _parsed(bytes(answer))
+        paths = None
+        with suppress(RefusedCall):  # an error as plain text, or nothing because the client is gone
+            paths = _parsed(bytes(answer))
         if isinstance(paths, list):
             kept = {path for path in self._uploads.get(scope["visitor"], ()) if os.path.lexists(path)}
             self._uploads[scope["visitor"]] = kept | {path for path in paths if isinstance(path, str)}

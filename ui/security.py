@@ -37,7 +37,7 @@ class SecurityMiddleware:
         refused, visitor = refuse(scope, self._rules), self._visitor(scope)
         refusal = _response(refused) if refused else None
         if refusal is None and visitor is None:
-            refusal = await self._login.receive_visitor(scope, receive, self._rules.max_body_bytes)
+            refusal = await self._login.receive_visitor(scope, receive)
         if refusal is not None:
             await refusal(scope, receive, rewriter)
             return

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import gradio as gr
@@ -45,7 +46,7 @@ class ChatTab:
                         self.source = drawn("rb-source", views.passage.empty())
                     with gr.Tab("Under the hood", id=HOOD):
                         self.hood = drawn("rb-hood", views.hood.empty())
-        self.chat_id, self.limit = gr.State(None), gr.State(CHATS_PER_PAGE)
+        self.chat_id = gr.State(None)
         self.document_id = gr.State("")  # of the only document that is asked; "": all are
         self._connect()
         self.source.click(viewer.show, None, [viewer.component], **QUICK)
@@ -109,16 +110,15 @@ class ChatTab:
         self.stop_button.click(self.stop, None, None, **QUICK)
         self.asked_document.click(self.ask_all, None, [self.document_id, self.asked_document], **QUICK)
         self.hello.click(self.add_samples, None, [self.hello], **QUICK)
-        opened, listed = [*self.streamed, self.source], [self.search_box, self.chat_id, self.limit]
+        opened = [*self.streamed, self.source]
         self.new_button.click(self.new, None, opened, **QUICK)
-        self.search_box.change(self.search, listed, [self.chats], **QUICK)
-        in_list = [self.chat_id, self.search_box, self.limit]
+        self.search_box.change(self.search, [self.search_box, self.chat_id], [self.chats], **QUICK)
         each = QUEUED | EACH
-        self.chats.click(self.in_list, in_list, [*opened, self.limit], **each)
+        self.chats.click(self.in_list, [self.chat_id], opened, **each)
         in_transcript = [*shown, self.source, self.transcript]
-        self.transcript.click(self.in_transcript, [self.chat_id], in_transcript, **each)
+        self.transcript.click(self.in_transcript, None, in_transcript, **each)
         measuring = QUEUED | {"concurrency_limit": 4}
-        self.hood.click(self.measure, [self.chat_id], [self.hood], **measuring)
+        self.hood.click(self.measure, None, [self.hood], **measuring)
 
     # --- asking
 
@@ -135,9 +135,8 @@ class ChatTab:
             return
         if chat_id is None:
             chat_id = self._services.chats.create().id
-        ask = self._services.conversations.ask
-        options = _options(collections, mode, document)
-        yield from self._answer(request, chat_id, question, lambda: ask(chat_id, question, options))
+        begin = partial(self._services.conversations.ask, chat_id, question)
+        yield from self._answer(request, chat_id, question, begin, _options(collections, mode, document))
 
     def again(
         self,
@@ -153,12 +152,11 @@ class ChatTab:
             return
         options, conversations = _options(collections, mode, document), self._services.conversations
         if event.act == "edit":
-            message_id, text = int(event.id), str(event.text)
-            yield from self._answer(
-                request, chat_id, text, lambda: conversations.edit(message_id, text, options)
-            )
+            text = str(event.text)
+            begin = partial(conversations.edit, int(event.id), text)
+            yield from self._answer(request, chat_id, text, begin, options)
         else:
-            yield from self._answer(request, chat_id, "", lambda: conversations.regenerate(chat_id, options))
+            yield from self._answer(request, chat_id, "", partial(conversations.regenerate, chat_id), options)
 
     def ask_document(self, event: gr.EventData) -> Updates:
         """Search only the document that a button of the library names, until `ask_all`."""
@@ -173,20 +171,25 @@ class ChatTab:
     def digest(self, event: gr.EventData, request: gr.Request) -> Iterator[Updates]:
         """Summarise a document of the library, in a conversation of its own."""
         services = self._services
-        found = services.workspaces.library.documents_with([str(event.id)])
-        for document in found.values():
-            chat_id = services.chats.create().id
-            yield from self._answer(
-                request,
-                chat_id,
-                f"Summarise {document.name}.",
-                partial(services.conversations.digest, document, chat_id),
-            )
+        document = services.workspaces.library.documents_with([str(event.id)]).get(str(event.id))
+        if document is None:
+            return
+        chat_id, digest = services.chats.create().id, services.conversations.digest
+        question = f"Summarise {document.name}."
+        yield from self._answer(request, chat_id, question, lambda _: digest(document, chat_id), AskOptions())
 
     def _answer(
-        self, request: gr.Request, chat_id: int, question: str, begin: Callable[[], AnswerStream]
+        self,
+        request: gr.Request,
+        chat_id: int,
+        question: str,
+        begin: Callable[[AskOptions], AnswerStream],
+        options: AskOptions,
     ) -> Iterator[Updates]:
-        """Draw an answer while it is being written; afterwards the form is ready again, whatever happened."""
+        """Draw an answer while it is being written; afterwards the form is ready again, whatever happened.
+
+        begin: searches with these options, which are cancelled by Stop, and starts the answer.
+        """
         asked = self._sessions.begin(session_of(request))
         ended = partial(self._ended, asked, chat_id, question)
         self._sessions.show(asked.session, chat_id)
@@ -198,7 +201,10 @@ class ChatTab:
             self.live: views.chat.live_turn(question, "", "Looking for passages …"),
         }
         try:
-            turn = begin()
+            turn = begin(replace(options, cancel=asked.stopped))
+        except Cancelled:  # the conversation says that the question was not answered
+            yield ended()
+            return
         except RagBlendError as error:
             yield ended(problem(str(error)))
             return
@@ -221,7 +227,8 @@ class ChatTab:
             return self._sessions.shows(asked.session, chat_id) and not asked.is_outdated
 
         if has_page():
-            yield {self.transcript: self._transcript(chat_id, True), self.chats: self._chats(chat_id)}
+            listed = self._chats(asked.session, chat_id)
+            yield {self.transcript: self._transcript(chat_id, True), self.chats: listed}
         text = ""
         for piece in coalesced(turn):
             text += piece
@@ -235,14 +242,14 @@ class ChatTab:
         if not self._sessions.shows(asked.session, chat_id):
             return resting
         try:
-            return resting | self._shown(chat_id) | {self.live: note}
+            return resting | self._shown(asked.session, chat_id) | {self.live: note}
         except RagBlendError as error:  # the conversation was deleted: keep the question for a new one
             self._sessions.show(asked.session, None)
             typed = {self.question: question or gr.skip()}
-            return resting | self._shown(None) | typed | {self.live: problem(str(error))}
+            return resting | self._shown(asked.session, None) | typed | {self.live: problem(str(error))}
 
-    def opening(self) -> Updates:
-        first = {self.chats: self._chats(None), self.hello: self.welcome()}
+    def opening(self, request: gr.Request) -> Updates:
+        first = {self.chats: self._chats(session_of(request), None), self.hello: self.welcome()}
         return first | {self.transcript: "", self.export: ""}
 
     def stop(self, request: gr.Request) -> None:
@@ -253,56 +260,59 @@ class ChatTab:
     def new(self, request: gr.Request) -> Updates:
         return self._open(request, None) | {self.question: ""}
 
-    def in_list(
-        self, chat_id: int | None, search: str, limit: int, event: gr.EventData, request: gr.Request
-    ) -> Updates:
-        chats = self._services.chats
+    def in_list(self, chat_id: int | None, event: gr.EventData, request: gr.Request) -> Updates:
+        chats, session = self._services.chats, session_of(request)
         try:
             if event.act == "open-chat":
-                listed = {self.chats: self._chats(int(event.id), search, limit)}
-                return self._open(request, int(event.id)) | listed
+                return self._open(request, int(event.id))
             if event.act == "more-chats":
-                return {
-                    self.limit: limit + CHATS_PER_PAGE,
-                    self.chats: self._chats(chat_id, search, limit + CHATS_PER_PAGE),
-                }
+                search, limit = self._listed(session)
+                self._sessions.list_as(session, search, limit + CHATS_PER_PAGE)
             if event.act == "rename":
                 chats.rename(int(event.id), str(event.text))
             if event.act == "delete-chat":
                 chats.delete(int(event.id))
                 self._services.conversations.forget(int(event.id))
                 if int(event.id) == chat_id:
-                    return self._open(request, None) | {self.chats: self._chats(None, search, limit)}
+                    return self._open(request, None)
         except RagBlendError as error:
             gr.Warning(str(error))
-        return {self.chats: self._chats(chat_id, search, limit)}
+        return {self.chats: self._chats(session, chat_id)}
 
-    def search(self, text: str, chat_id: int | None, limit: int) -> Updates:
-        return {self.chats: self._chats(chat_id, text, limit)}
+    def search(self, text: str, chat_id: int | None, request: gr.Request) -> Updates:
+        session = session_of(request)
+        self._sessions.list_as(session, text, self._listed(session)[1])
+        return {self.chats: self._chats(session, chat_id)}
 
     def _open(self, request: gr.Request, chat_id: int | None) -> Updates:
         session = session_of(request)
+        shown = self._shown(session, chat_id)  # raises before anything is stopped
         self._sessions.stop(session)
         self._sessions.stop(session_of(request, MEASUREMENT))
         self._sessions.show(session, chat_id)
-        return {**self._shown(chat_id), self.live: "", self.source: views.passage.empty()}
+        return {**shown, self.live: "", self.source: views.passage.empty()}
 
-    def _shown(self, chat_id: int | None) -> Updates:
+    def _shown(self, session: str, chat_id: int | None) -> Updates:
         messages = self._services.chats.messages(chat_id) if chat_id is not None else []
         answers = [message for message in messages if message.role == "assistant"]
         return {
             self.chat_id: chat_id,
             self.hello: gr.skip() if messages else self.welcome(),
             self.transcript: self._transcript(chat_id),
-            self.chats: self._chats(chat_id),
+            self.chats: self._chats(session, chat_id),
             self.hood: self._hood(answers[-1].id) if answers else views.hood.empty(),
             self.export: views.chat.export_links(chat_id if messages else None),
         }
 
-    def _chats(self, chat_id: int | None, search: str = "", limit: int = CHATS_PER_PAGE) -> str:
+    def _chats(self, session: str, chat_id: int | None) -> str:
+        search, limit = self._listed(session)
         if search.strip():
             return views.chat.found_conversations(self._services.chats.search(search), chat_id)
         return views.chat.conversations(*self._services.chats.page(limit=limit), chat_id)
+
+    def _listed(self, session: str) -> tuple[str, int]:
+        """What the page searches conversations for, and how many it lists without a search."""
+        return self._sessions.listed(session) or ("", CHATS_PER_PAGE)
 
     def _transcript(self, chat_id: int | None, is_asking: bool = False) -> str:
         messages = self._services.chats.messages(chat_id) if chat_id is not None else []
@@ -356,7 +366,7 @@ class ChatTab:
 
     # --- one answer
 
-    def in_transcript(self, chat_id: int | None, event: gr.EventData) -> Updates:
+    def in_transcript(self, event: gr.EventData) -> Updates:
         """A click on a citation or on an answer's speed."""
         try:
             if event.act == "cite":
@@ -379,7 +389,7 @@ class ChatTab:
     def _hood(self, message_id: int) -> str:
         return views.hood.view(self._services.chats.message(message_id).report, message_id)
 
-    def measure(self, chat_id: int | None, event: gr.EventData, request: gr.Request) -> Iterator[Updates]:
+    def measure(self, event: gr.EventData, request: gr.Request) -> Iterator[Updates]:
         """Run full prefill of that answer's prompt, and show its time beside the answer's."""
         message_id, message = int(event.message), ""
         asked = self._sessions.begin(session_of(request, MEASUREMENT))

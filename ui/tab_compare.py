@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 
 import gradio as gr
 
-from ragblend.app.answering.comparing import ComparedMethod, compare
+from ragblend.app.answering.comparing import compare
 from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import Cancelled, RagBlendError
+from ragblend.measuring.variants import Variant
 from ragblend.ui import views
 from ragblend.ui.page_context import QUEUED, QUICK, PageContext, Updates, collection_field, drawn
 from ragblend.ui.page_sessions import COMPARISON, PageRequest, session_of
@@ -116,6 +117,6 @@ class CompareTab:
         self._sessions.stop(session_of(request, COMPARISON))
 
 
-def side_of(method: str, percent: float) -> ComparedMethod:
+def side_of(method: str, percent: float) -> Variant:
     """percent: of the stored tokens."""
-    return ComparedMethod(method, None if method in WITHOUT_RATIO else percent / 100)
+    return Variant(method, None if method in WITHOUT_RATIO else percent / 100)

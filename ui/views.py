@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from heapq import nlargest
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from markupsafe import Markup, escape
 from ragblend.app.answering.breakdown import KINDS, counts_of, has_breakdown
 from ragblend.app.answering.chats import INTERRUPTED
 from ragblend.app.answering.citations import CitedAnswer
-from ragblend.app.answering.comparing import ComparedMethod
+from ragblend.app.answering.timeline import NESTED, PART_COLOURS
 from ragblend.app.model_offers import Offer, offered
 from ragblend.app.models import LocalModel
 from ragblend.app.words import plural, size
-from ragblend.engine.trace import TraceEvent
+from ragblend.engine.trace import Trace, TraceEvent
+from ragblend.measuring.variants import Variant
 
 TAGS = "p br hr em strong del code pre blockquote ul ol li a h1 h2 h3 h4 h5 h6 table thead tbody tr th td"
 # No images: fetching one tells its server that the document was read.
@@ -66,8 +68,6 @@ RATIO_WORDS = (
     (0.6, "More exact, slower: much is re-read."),
     (1.0, "Exact, slowest: everything is re-read."),
 )
-TRACKS = {"device": 0, "host": 1, "copy": 2}  # the computing ones first
-PARTS = ("lookup", "prepare", "load", "copy", "compute", "select", "head", "move", "stall")
 MOST_EVENTS = 3000  # in one timeline: a long context on a deep model has tens of thousands
 
 
@@ -119,7 +119,8 @@ def _environment() -> Environment:
     }
     made.globals |= {
         "INTERRUPTED": INTERRUPTED,
-        "PARTS": PARTS,
+        "NESTED": NESTED,
+        "PARTS": tuple(PART_COLOURS),
         "base64": lambda data: b64encode(data).decode(),
         "cited_text": cited_text,
         "context_bar": context_bar,
@@ -189,7 +190,7 @@ def difference(text: str, other: str) -> list[tuple[str, bool]]:
     return [piece for piece in pieces if piece[0]]
 
 
-def label(side: ComparedMethod) -> str:
+def label(side: Variant) -> str:
     """CacheBlend, 15%."""
     name = LABELS.get(side.method, side.method)
     return name if side.ratio is None else f"{name}, {100 * side.ratio:.0f}%"
@@ -265,14 +266,14 @@ def context_bar(segments: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def timeline_of(timeline: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """The timeline to draw: the tracks in order, the longest events, and the total time of each part."""
-    events = [TraceEvent(*each) for each in timeline]
-    totals = {part: sum(e.duration_ms for e in events if e.part == part) for part in PARTS}
+    trace = Trace(tuple(starmap(TraceEvent, timeline)))
+    totals = {part: trace.total_ms(part) for part in PART_COLOURS}
     return {
-        "end": max(event.start_ms + event.duration_ms for event in events),
-        "shown": nlargest(MOST_EVENTS, events, key=lambda event: event.duration_ms),
-        "tracks": sorted({event.track for event in events}, key=lambda track: (TRACKS.get(track, 3), track)),
+        "end": max(event.stop_ms for event in trace.events),
+        "shown": nlargest(MOST_EVENTS, trace.events, key=lambda event: event.duration_ms),
+        "tracks": trace.tracks,
         "sums": "; ".join(f"{part} {milliseconds(total)}" for part, total in totals.items() if total),
-        "parts": {event.part for event in events},
+        "parts": {event.part for event in trace.events},
     }
 
 

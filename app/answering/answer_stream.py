@@ -100,6 +100,11 @@ class AnswerStream(Closing):
         return self._asked.context.all_sources if self._asked.context else ()
 
     @property
+    def is_by_model(self) -> bool:
+        """Whether the model answers; if nothing was found, the answer may be the notice."""
+        return self._stream is not None
+
+    @property
     def status(self) -> str:
         """The current work, before the first word of the answer."""
         return f"Reading {plural(len(self.sources), 'passage')} …" if self.sources else "Thinking …"
@@ -171,7 +176,8 @@ class AnswerStream(Closing):
         """The report with what the prompt is built from again."""
         context = self._asked.context
         basis = {"first_id": context.first_id, **asdict(context.words)} if context else {"found": False}
-        return {**basis, **({"notice": self.notice} if self.notice else {}), **more}
+        notice = {"notice": self.notice} if self.notice else {}
+        return {"question": self.question.id, **basis, **notice, **more}
 
     def _stored_sources(self) -> tuple[AnswerSource, ...]:
         """The sources found, and those of earlier turns that the answer cites, or copies a mark such as "[2]" from."""

@@ -196,20 +196,11 @@ class Chats(Database):
 
         answers: the id of the question, which may have been replaced meanwhile.
         """
-        chat, moment = self.get(chat_id), now()
+        chat = self.get(chat_id)
         with self.transaction() as sql:
             if answers is not None:
                 self.message(answers)
-            key = sql.execute(
-                "INSERT INTO messages (chat_id, role, text, sources, report, created_at) VALUES (?, ?, ?, ?, ?, ?)",
-                (chat_id, role, storable(text), _sources_json(sources), _json(report or {}), moment),
-            ).lastrowid
-            title = chat.title or (_shortened(text) if role == "user" else "")
-            sql.execute(
-                "UPDATE chats SET title = ?, updated_at = ?, used = (SELECT max(used) + 1 FROM chats) WHERE id = ?",
-                (title, moment, chat_id),
-            )
-        assert key is not None
+            key = _insert(sql, chat, role, text, sources, report or {})
         self._forget_if_removed(chat_id, sources)
         return self.message(key)
 
@@ -255,12 +246,14 @@ class Chats(Database):
         )
         return self.execute(query, chat_id).rowcount
 
-    def delete_from(self, message_id: int) -> None:
-        """Delete that message and all after it in its conversation, and their bytes."""
-        message = self.message(message_id)
-        query = "DELETE FROM messages WHERE chat_id = ? AND id >= ?"
-        self.execute(query, message.chat_id, message_id)
+    def replace_from(self, message_id: int, question: str) -> ChatMessage:
+        """Delete that question and all after it in its conversation, and their bytes, and append another, at once."""
+        chat = self.get(self.message(message_id).chat_id)
+        with self.transaction() as sql:
+            sql.execute("DELETE FROM messages WHERE chat_id = ? AND id >= ?", (chat.id, message_id))
+            key = _insert(sql, chat, "user", question, (), {})
         self.erase()
+        return self.message(key)
 
     # --- deleted documents
 
@@ -301,6 +294,29 @@ class Chats(Database):
         parts = [f"# {chat.title or 'Conversation'}", f"{chat.created_at} to {chat.updated_at}"]
         parts += [message.to_markdown() for message in self.messages(chat_id)]
         return "\n\n".join(parts) + "\n"
+
+
+def _insert(
+    sql: sqlite3.Connection,
+    chat: Chat,
+    role: Role,
+    text: str,
+    sources: Sequence[AnswerSource],
+    report: dict[str, Any],
+) -> int:
+    """Append a message; returns its id."""
+    moment = now()
+    key = sql.execute(
+        "INSERT INTO messages (chat_id, role, text, sources, report, created_at) VALUES (?, ?, ?, ?, ?, ?)",
+        (chat.id, role, storable(text), _sources_json(sources), _json(report), moment),
+    ).lastrowid
+    title = chat.title or (_shortened(text) if role == "user" else "")
+    sql.execute(
+        "UPDATE chats SET title = ?, updated_at = ?, used = (SELECT max(used) + 1 FROM chats) WHERE id = ?",
+        (title, moment, chat.id),
+    )
+    assert key is not None
+    return key
 
 
 def _chat(row: sqlite3.Row) -> Chat:

@@ -6,12 +6,13 @@ Full prefill always runs as the reference: divergences are measured along its gr
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ragblend.app.answering.conversation import AskOptions, Conversations
 from ragblend.engine.config import TokenCounts
 from ragblend.kvstore.errors import Cancelled, LibraryError
 from ragblend.measuring.metrics import kl_divergence, top1_agreement
+from ragblend.measuring.variants import Variant
 
 if TYPE_CHECKING:
     from ragblend.engine.results import Prefilled, Result
@@ -21,21 +22,13 @@ ANSWER_TOKENS = 48
 
 
 @dataclass(frozen=True)
-class ComparedMethod:
-    """A method and its ratio; None: the method's own, or the default."""
-
-    method: str
-    ratio: float | None = None
-
-
-@dataclass(frozen=True)
 class MethodResult:
     """The result of one method. kl (nats) and same_next (0 to 1) compare it with full prefill along that answer.
 
     warning: why another method was used, if it was.
     """
 
-    side: ComparedMethod
+    side: Variant
     text: str
     ttft_ms: float
     kl: float
@@ -59,14 +52,14 @@ def compare(
     conversations: Conversations,
     question: str,
     collection: str,
-    sides: Sequence[ComparedMethod],
+    sides: Sequence[Variant],
     cancel: threading.Event | None = None,
 ) -> Iterator[Comparison]:
     """Yield the comparison after each result. Raises UsageError, LibraryError, PromptTooLongError, Cancelled."""
     from ragblend.engine.engine import loaded_here
 
     longest = min(conversations.settings.answer_tokens, ANSWER_TOKENS)
-    asked = conversations.prepare(question, AskOptions((collection,), max_new_tokens=longest))
+    asked = conversations.prepare(question, AskOptions((collection,), max_new_tokens=longest, cancel=cancel))
     context = asked.context
     if context is None:
         raise LibraryError(f"Comparing: {asked.notice}")
@@ -74,14 +67,13 @@ def compare(
     now = Comparison(len(context.prompt.token_ids), len(context.sources), asked.notice)
     yield now
 
-    def prefill(side: ComparedMethod) -> "Prefilled":
-        ratio: dict[str, Any] = {} if side.ratio is None else {"ratio": side.ratio}
-        return engine.prefill(context.prompt, side.method, cancel=cancel, **ratio)
+    def prefill(side: Variant) -> "Prefilled":
+        return engine.prefill(context.prompt, cancel=cancel, **side.arguments)
 
     def answered(prefilled: "Prefilled") -> "Result":
         return engine.decode(prefilled, max_new_tokens=asked.settings.answer_tokens, temperature=0.0)
 
-    def compared(side: ComparedMethod, prefilled: "Prefilled", answer: "Result") -> MethodResult:
+    def compared(side: Variant, prefilled: "Prefilled", answer: "Result") -> MethodResult:
         """Compare the predictions with those of full prefill along its answer."""
         if cancel is not None and cancel.is_set():
             raise Cancelled("the comparison was stopped")
@@ -99,10 +91,10 @@ def compare(
     for side in dict.fromkeys(sides):  # warm up: the first prefill allocates memory and compiles kernels
         if side.method != FULL:
             prefill(side)
-    read = prefill(ComparedMethod(FULL))
+    read = prefill(Variant(FULL))
     reference = answered(read)
     expected = engine.continue_logits(read, reference.token_ids)
-    full = compared(ComparedMethod(FULL), read, reference)
+    full = compared(Variant(FULL), read, reference)
     now = replace(now, full=full)
     yield now
     for side in sides:

@@ -7,7 +7,7 @@ them that this does not happen again with every question.
 
 import sys
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
@@ -74,14 +74,22 @@ def wording_for(mode: str, system: str | None, passages: bool) -> PromptWording:
 
 def past_turns(messages: Sequence[ChatMessage]) -> list[PastTurn]:
     """Questions that the model answered, oldest first; those that failed or found nothing are left out."""
-    turns, asked = [], None
+    turns: dict[int, PastTurn] = {}
+    for asked, answer in answered(messages):
+        if answer.text and not {"error", "found"} & answer.report.keys():
+            turns.setdefault(asked.id, PastTurn(asked.id, asked.text, answer.text, new_sources(answer)))
+    return [turns[key] for key in sorted(turns)]
+
+
+def answered(messages: Sequence[ChatMessage]) -> Iterator[tuple[ChatMessage, ChatMessage]]:
+    """Each answer with its question: the one that its report names, as two may be asked at once, or else the last."""
+    asked: dict[int, ChatMessage] = {}
+    last = None
     for message in messages:
         if message.role == "user":
-            asked = message
-        elif asked is not None and message.text and not {"error", "found"} & message.report.keys():
-            turns.append(PastTurn(asked.id, asked.text, message.text, new_sources(message)))
-            asked = None
-    return turns
+            asked[message.id] = last = message
+        elif (question := asked.get(message.report.get("question", 0), last)) is not None:
+            yield question, message
 
 
 def new_sources(answer: ChatMessage) -> tuple[AnswerSource, ...]:
@@ -179,7 +187,7 @@ def _too_long_question(engine: "EngineInterface", tokens: int, room: int) -> str
     window = engine.context_window
     return (
         f"Asking: the question alone makes a prompt of {tokens} tokens; the window of {engine.model_name} is {window}, "
-        f"of which {window - room} are kept for the answer. Shorten the question or lower max_new_tokens."
+        f"of which {window - room} are kept for the answer. Shorten the question, or allow a shorter answer."
     )
 
 

@@ -17,7 +17,15 @@ from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.answer_stream import UNSAVED, AnswerStream, PreparedQuestion
 from ragblend.app.answering.breakdown import full_prefill, has_breakdown
 from ragblend.app.answering.chats import ChatMessage, Chats
-from ragblend.app.answering.context import PromptWording, build, fit, new_sources, past_turns, wording_for
+from ragblend.app.answering.context import (
+    PromptWording,
+    answered,
+    build,
+    fit,
+    new_sources,
+    past_turns,
+    wording_for,
+)
 from ragblend.app.answering.digest import DocumentSummariser, DocumentSummary
 from ragblend.app.answering.retrieval import nearest, search_in_stages
 from ragblend.app.database import now, storable
@@ -103,9 +111,7 @@ class Conversations:
         """
         options = options or AskOptions()
         self._check(question, options)
-        messages = self._chats.messages(chat_id)
-        asked = self._chats.add(chat_id, "user", question.strip())
-        return self._answer_stream(self._stages(asked, messages, options), options.client, self._chats)
+        return self._answer_to(self._chats.add(chat_id, "user", question.strip()), options)
 
     def answer(
         self, question: str, options: AskOptions | None = None, earlier: Sequence[ChatMessage] = ()
@@ -114,25 +120,19 @@ class Conversations:
         options = options or AskOptions()
         return self._answer_stream(self._unsaved_stages(question, options, earlier), options.client, None)
 
-    def prepare(
-        self, question: str, options: AskOptions, earlier: Sequence[ChatMessage] = ()
-    ) -> PreparedQuestion:
+    def prepare(self, question: str, options: AskOptions) -> PreparedQuestion:
         """Search, and build a prompt that fits the window, without answering. Raises as `ask` does."""
-        *_, last = self._unsaved_stages(question, options, earlier)
+        *_, last = self._unsaved_stages(question, options, ())
         return last
 
     def digest(
         self, document: Document, chat_id: int | None = None, show: OnProgress = silent
     ) -> DocumentSummary:
         """Summarise a document of the library; stored in that conversation, if one is given."""
-        request, chats = f"Summarise {document.name}.", None if chat_id is None else self._chats
-        asked = ChatMessage(1, UNSAVED, "user", request, now())
-        if chats is not None and chat_id is not None:
-            asked = chats.add(chat_id, "user", request)
-        summariser = DocumentSummariser(self._workspaces.of(document.collection), document, show)
-        summary = DocumentSummary(PreparedQuestion(asked, self.settings), summariser, chats)
-        self._answers.add(summary)
-        return summary
+        request = f"Summarise {document.name}."
+        if chat_id is None:
+            return self._summary(document, ChatMessage(1, UNSAVED, "user", request, now()), None, show)
+        return self._summary(document, self._chats.add(chat_id, "user", request), self._chats, show)
 
     def edit(self, message_id: int, question: str, options: AskOptions | None = None) -> AnswerStream:
         """Replace a question, and delete all messages after it. Raises as `ask` does."""
@@ -141,9 +141,9 @@ class Conversations:
             raise UsageError(
                 "Editing a message: only your own questions can be edited, and not to an empty text."
             )
-        (options or AskOptions()).settings(self.settings)  # raises before anything is deleted
-        self._chats.delete_from(message_id)
-        return self.ask(message.chat_id, question, options)
+        options = options or AskOptions()
+        self._check(question, options)  # before anything is deleted
+        return self._answer_to(self._chats.replace_from(message_id, question.strip()), options)
 
     def regenerate(self, chat_id: int, options: AskOptions | None = None) -> AnswerStream:
         """Answer the last question again. Raises as `ask` does, and UsageError if there is none."""
@@ -153,23 +153,32 @@ class Conversations:
             raise UsageError("Answering again: this conversation has no question yet. Write one.")
         summarised = str(messages[-1].report.get("digest"))  # a document's id, if the answer is a summary
         if document := self._workspaces.library.documents_with([summarised]).get(summarised):
-            self._chats.delete_from(questions[-1].id)
-            return self.digest(document, chat_id)
+            asked = self._chats.replace_from(questions[-1].id, questions[-1].text)
+            return self._summary(document, asked, self._chats)
         return self.edit(questions[-1].id, questions[-1].text, options)
 
     def measure_full(self, message_id: int, cancel: threading.Event | None = None) -> dict[str, Any]:
         """Run full prefill of a stored answer's prompt, store its time with the answer, and return the answer's report.
 
-        Raises UsageError if there is nothing to measure, and Cancelled once `cancel` is set.
+        Raises UsageError if it cannot be measured (any more), and Cancelled once `cancel` is set.
         """
-        answer = self._chats.message(message_id)
+        answer, engine = self._chats.message(message_id), self.engine
         if not has_breakdown(answer.report):
             raise UsageError(
                 "Measuring full prefill: this is not a finished answer of the model. Choose another."
             )
-        messages = [m for m in self._chats.messages(answer.chat_id) if m.id < message_id]
-        prompt = self._prompt_of(answer, messages)
-        prefilled = self.engine.prefill(prompt, method="full", cancel=cancel)
+        model, device, dtype = (answer.report[name] for name in ("model", "device", "dtype"))
+        if (model, device, dtype) != (engine.model_name, engine.device, engine.dtype):
+            raise UsageError(
+                f"Measuring full prefill: the answer is of {model} on {device} in {dtype}. Choose these in the "
+                "settings."
+            )
+        prompt = self._prompt_of(answer, self._chats.messages(answer.chat_id))
+        if len(prompt.token_ids) != answer.report["tokens"]["prompt"]:
+            raise UsageError(
+                "Measuring full prefill: passages were deleted, so the prompt is another one now. Ask again."
+            )
+        prefilled = engine.prefill(prompt, method="full", cancel=cancel)
         measured = full_prefill(prefilled.report.timings.prefill_ms, "measured")
         return self._chats.add_to_report(message_id, measured).report
 
@@ -201,8 +210,25 @@ class Conversations:
 
     def _check(self, question: str, options: AskOptions) -> None:
         options.settings(self.settings)
+        if options.method is not None:
+            from ragblend.engine.selection import policy_named  # imports torch
+
+            policy_named(options.method)
         if not question.strip():
             raise UsageError("Asking: the question is empty. Write what you want to know.")
+
+    def _answer_to(self, asked: ChatMessage, options: AskOptions) -> AnswerStream:
+        """The answer to a stored question, which is stored too."""
+        messages = [message for message in self._chats.messages(asked.chat_id) if message.id < asked.id]
+        return self._answer_stream(self._stages(asked, messages, options), options.client, self._chats)
+
+    def _summary(
+        self, document: Document, asked: ChatMessage, chats: Chats | None, show: OnProgress = silent
+    ) -> DocumentSummary:
+        summariser = DocumentSummariser(self._workspaces.of(document.collection), document, show)
+        summary = DocumentSummary(PreparedQuestion(asked, self.settings), summariser, chats)
+        self._answers.add(summary)
+        return summary
 
     def _unsaved_stages(
         self, question: str, options: AskOptions, earlier: Sequence[ChatMessage]
@@ -302,10 +328,12 @@ class Conversations:
         return [document.collection for document in found.values()]
 
     def _prompt_of(self, answer: ChatMessage, messages: Sequence[ChatMessage]) -> Prompt:
-        """The prompt of a stored answer, built again. messages: those before it, the last one its question."""
-        turns = [turn for turn in past_turns(messages[:-1]) if turn.id >= answer.report["first_id"]]
+        """The prompt of a stored answer, built again. messages: the conversation's."""
+        question = next(asked for asked, each in answered(messages) if each.id == answer.id)
+        turns = past_turns([message for message in messages if message.id < question.id])
+        turns = [turn for turn in turns if turn.id >= answer.report["first_id"]]
         wording = PromptWording(answer.report["system"], answer.report["closing"])
-        return build(self.engine, wording, turns, messages[-1].text, new_sources(answer))
+        return build(self.engine, wording, turns, question.text, new_sources(answer))
 
     def _session(self, chat_id: int) -> "Session":
         """The conversation's KV in memory; drops that of the least recently used one if there are too many."""

@@ -240,7 +240,7 @@ class DocumentSummary(AnswerStream):
         return {"notice": result.report.warning} if result.report.warning else {}
 
     def _with_basis(self, more: dict[str, Any]) -> dict[str, Any]:
-        return {"digest": self.summariser.document.id, **more}
+        return {"question": self.question.id, "digest": self.summariser.document.id, **more}
 
     def _stored_sources(self) -> tuple[AnswerSource, ...]:
         with suppress(RagBlendError):  # the document may be deleted: the summary is shown all the same

@@ -9,6 +9,7 @@ from ragblend.engine.model.checkpoints import checked_folder
 from ragblend.engine.model.hub import download, is_hub_id, local_copy
 from ragblend.engine.scheduling.queue import Cancel, DeviceQueue, DeviceTurn
 from ragblend.kvstore.errors import (
+    Cancelled,
     CorruptModelError,
     DeviceError,
     ModelError,
@@ -124,7 +125,7 @@ class CrossEncoder(Closing):
             self._scores("Is this read?", ["Yes.", "It is."], turn)  # fails now if it cannot run
         except Exception as error:  # whatever transformers raises for a damaged file
             self._model = None
-            if isinstance(error, ModelError):
+            if isinstance(error, (ModelError, Cancelled)):
                 raise
             if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
                 raise DeviceError(

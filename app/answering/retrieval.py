@@ -66,7 +66,8 @@ def search_in_stages(
 ) -> Iterator[list[AnswerSource]]:
     """The results of `search`, preceded by those before reranking, if there is a reranker.
 
-    cancel: checked while a question is embedded; Cancelled is raised once it is set. documents: ids of the documents
+    cancel: checked while a question is embedded and between the reranker's batches; Cancelled is raised once it is set.
+    documents: ids of the documents
     to search, all of whose passages count as relevant; (): all documents.
     """
     queries, count = [question], DEPTH * top_k
@@ -88,15 +89,17 @@ def search_in_stages(
     yield found[:top_k]
     reranker = workspaces[0].reranker if len(found) > 1 else None
     if reranker is not None:
-        yield _interleave([_rerank(reranker, query, found) for query in queries])[:top_k]
+        yield _interleave([_rerank(reranker, query, found, cancel) for query in queries])[:top_k]
 
 
 def _nearest_score(found: Sequence[AnswerSource]) -> float:
     return max((source.score for source in found), default=0.0)
 
 
-def _rerank(reranker: "CrossEncoder", question: str, found: Sequence[AnswerSource]) -> list[AnswerSource]:
-    scores = reranker.scores(question, [source.text for source in found])
+def _rerank(
+    reranker: "CrossEncoder", question: str, found: Sequence[AnswerSource], cancel: Cancel | None
+) -> list[AnswerSource]:
+    scores = reranker.scores(question, [source.text for source in found], cancel)
     return [found[at] for at in sorted(range(len(found)), key=lambda at: -scores[at])]
 
 

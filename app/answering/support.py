@@ -70,17 +70,32 @@ PRONOUNS = frozenset("it he she they him her its his them their this these".spli
 HEDGES = frozenset("may might could propose suggest plan consider expect hope intend".split())  # noqa: SIM905
 PERSONS = frozenset(("he", "she"))
 # Number words.
-TO_NINETEEN = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
-    seventeen eighteen nineteen""".split()  # noqa: SIM905
+UNITS = "one two three four five six seven eight nine".split()  # noqa: SIM905
+TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()  # noqa: SIM905
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
-SMALL = {word: n for n, word in enumerate(TO_NINETEEN)} | {
-    word: 10 * n for n, word in enumerate(TENS, start=2)
-}
-GERMAN_SMALL = {
-    word: n
-    for n, word in enumerate("zwei drei vier fünf sechs sieben acht neun zehn elf zwölf".split(), start=2)  # noqa: SIM905
-}
-LARGE = {"hundred": 100, "thousand": 1000, "million": 1_000_000}
+GERMAN_NUMBERS = "zwei drei vier fünf sechs sieben acht neun zehn elf zwölf".split()  # noqa: SIM905
+SMALL = (
+    {word: n for n, word in enumerate(["zero", *UNITS, *TEENS])}
+    | {word: 10 * n for n, word in enumerate(TENS, start=2)}
+    | {word: n for n, word in enumerate(GERMAN_NUMBERS, start=2)}
+)
+LARGE = {"thousand": 1000, "million": 1_000_000}
+# `twenty five`, `three hundred and ten`, `two million four thousand`; other words in a row are numbers of their own.
+GAP, AND = r"[\s-]+", r"(?:\s+and\s+|[\s-]+)"
+BELOW_100 = (
+    rf"\b(?:(?:{'|'.join(TENS)})(?:{GAP}(?:{'|'.join(UNITS)}))?|zero|{'|'.join(TEENS)}|{'|'.join(UNITS)})\b"
+)
+BELOW_1000 = rf"{BELOW_100}(?:{GAP}hundred\b(?:{AND}{BELOW_100}(?!{GAP}hundred\b))?)?"
+NUMBER = BELOW_1000 + "".join(
+    rf"(?:{GAP}{large}\b(?:{AND}{BELOW_1000}(?!{GAP}(?:{larger})\b))?)?"
+    for large, larger in (("million", "million"), ("thousand", "thousand|million"))
+)
+NUMBER_WORDS = re.compile(NUMBER, re.IGNORECASE)
+GERMAN_NUMBER_WORDS = re.compile(rf"{NUMBER}|\b(?:{'|'.join(GERMAN_NUMBERS)})\b", re.IGNORECASE)
+CENTURY = re.compile(  # of a year in words: `nineteen forty-five`
+    rf"\b((?:six|seven|eigh|nine)teen|twenty){GAP}(?=(?:{'|'.join([*TENS, *TEENS])})\b)", re.IGNORECASE
+)
+NO_ONE = re.compile(r"\bno[\s-]one\b", re.IGNORECASE)
 Kind = Literal["word", "name", "number", "not", "stop", "pair"]
 
 
@@ -343,31 +358,32 @@ def tokens(text: str) -> list[Token]:
 
 
 def _tokens(text: str) -> Iterator[Token]:
-    words = list(TOKEN.finditer(unicodedata.normalize("NFKC", SOURCE_NUMBERS.sub("", text))))
     is_german = "german" in languages_of(text)
-    stop, small = (STOP_WORDS | GERMAN_STOP_WORDS, SMALL | GERMAN_SMALL) if is_german else (STOP_WORDS, SMALL)
-    number: int | None = None
-    for place, match in enumerate(words):
+    stop, number_words = STOP_WORDS, NUMBER_WORDS
+    if is_german:
+        stop, number_words = STOP_WORDS | GERMAN_STOP_WORDS, GERMAN_NUMBER_WORDS
+    text = NO_ONE.sub("nobody", unicodedata.normalize("NFKC", SOURCE_NUMBERS.sub("", text)))
+    text = number_words.sub(_in_digits, CENTURY.sub(r"\1 hundred ", text))
+    for place, match in enumerate(TOKEN.finditer(text)):
         word = match.group().replace("’", "'")
         plain = folded(word).removesuffix("'s")
-        if plain == "one" and place and folded(words[place - 1].group()) == "no":  # as nobody: no number
-            continue
-        if plain in small or (plain in LARGE and number is not None):
-            number = (number or 1) * LARGE[plain] if plain in LARGE else (number or 0) + small[plain]
-            following = folded(words[place + 1].group()) if place + 1 < len(words) else ""
-            if following not in small | LARGE and not (plain in LARGE and following == "and"):
-                yield Token(str(number), "number" if number != 1 else "word")
-                number = None
-            continue
-        if number is not None and plain == "and":
-            continue
-        if number is not None:
-            yield Token(str(number), "number")
-            number = None
         if IS_UNSPACED.match(word):
             yield from (Token(pair, "pair") for pair in split_words(word))
         else:
             yield _token(word, plain, place == 0, stop)
+
+
+def _in_digits(words: re.Match[str]) -> str:
+    """A number in words as digits, apart from what is beside it: `four,five` are two numbers."""
+    total = number = 0
+    for word in re.findall(LETTERS, words.group().lower()):
+        if word == "hundred":
+            number *= 100
+        elif word in LARGE:
+            total, number = total + number * LARGE[word], 0
+        else:
+            number += SMALL.get(word, 0)  # `and` adds nothing
+    return f" {total + number} "
 
 
 def _token(word: str, plain: str, begins: bool, stop: Set[str]) -> Token:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragblend.app.answering.answer import Answer, AnswerSource
-from ragblend.app.cli.common import ADVANCED, AnswerOptions, Cli
+from ragblend.app.cli.common import ADVANCED, AnswerOptions, Cli, PromptOptions
 from ragblend.app.home import absolute
 from ragblend.app.library.documents import on_one_line
 from ragblend.app.words import plural
@@ -53,6 +53,8 @@ def ask(
         check_timeline(trace)
     with cli.open_collection(collection, **vars(answering)) as workspace:
         conversations = load_conversations(cli, workspace)
+        if workspace.reranker is not None:
+            workspace.reranker.load()
         from ragblend.app.answering.conversation import AskOptions
 
         name, find = workspace.settings.collection, workspace.library.find
@@ -67,7 +69,7 @@ def ask(
 
 def digest(
     cli: Cli,
-    answering: AnswerOptions,
+    answering: PromptOptions,
     file: Annotated[
         str,
         typer.Argument(
@@ -151,7 +153,7 @@ def chat(
 
 
 def load_conversations(cli: Cli, workspace: "Workspace") -> "Conversations":
-    """Check that questions can be answered, then load the models for retrieval."""
+    """Check that questions can be answered, then load the model and the embedder."""
     from ragblend.app.answering.retrieval import check_askable
 
     check_askable(workspace)
@@ -162,8 +164,6 @@ def load_conversations(cli: Cli, workspace: "Workspace") -> "Conversations":
 
     workspace.engine.prefetch(())  # the model is loaded beside the embedder
     workspace.embedder.load()
-    if workspace.reranker is not None:
-        workspace.reranker.load()
     return Conversations(workspace.workspaces)
 
 

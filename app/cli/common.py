@@ -56,8 +56,8 @@ def absolute_folder(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class AnswerOptions:
-    """How a question is answered: settings for one command."""
+class PromptOptions:
+    """How prompts with passages are answered: settings for one command."""
 
     method: str | None = option(
         None, f"How to prefill: full, reuse, cacheblend, ... (default: {DEFAULT_METHOD}).", advanced=True
@@ -69,6 +69,21 @@ class AnswerOptions:
         advanced=True,
     )
     top_k: int | None = option(None, "How many passages to read (default: 6).")
+    max_new_tokens: int | None = option(
+        None, "Longest answer, in tokens (default: what suits the model, else 256).", advanced=True
+    )
+    keep_tokens: int | None = option(
+        None, "Keep only N passage tokens per head while decoding (default: all).", advanced=True
+    )
+    temperature: float | None = option(
+        None, "0 for the likeliest answer, higher for variety (default: 0).", advanced=True
+    )
+
+
+@dataclass(frozen=True)
+class AnswerOptions(PromptOptions):
+    """How a question's passages are found and it is answered: settings for one command."""
+
     search: str | None = option(
         None,
         "How passages are found: hybrid (meaning and words) or vectors (default: hybrid).",
@@ -79,15 +94,6 @@ class AnswerOptions:
         "Cross-encoder that ranks the passages: a hub id or a folder (default: none).",
         parser=absolute_folder,
         advanced=True,
-    )
-    max_new_tokens: int | None = option(
-        None, "Longest answer, in tokens (default: what suits the model, else 256).", advanced=True
-    )
-    keep_tokens: int | None = option(
-        None, "Keep only N passage tokens per head while decoding (default: all).", advanced=True
-    )
-    temperature: float | None = option(
-        None, "0 for the likeliest answer, higher for variety (default: 0).", advanced=True
     )
 
 
@@ -150,7 +156,7 @@ class CommandHost:
         if name == "model" and value != "default":
             path = os.path.join(folder, os.path.expanduser(value))
             return os.path.realpath(path) if os.path.exists(path) else value
-        if name in ("device", "dtype") and value is None:
+        if name in ("device", "dtype") and not value:
             from ragblend.engine.model.device import pick_device, pick_dtype
 
             device = pick_device(self.services.settings.device)

@@ -90,7 +90,7 @@ for group, commands_of_group in COMMANDS.items():
             command(app, forwarded=forwarded, group=group)(found)
 
 
-def main(arguments: Sequence[str] | None = None, commands: typer.Typer = app, name: str = "ragblend") -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code: 0 done, 1 the work failed, 2 wrong usage."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None, commands: typer.Typer = app, na
     with _process_limits():
         code = DONE
         try:
-            commands(given, prog_name=name)
+            app(given, prog_name="ragblend")
         except SystemExit as stop:
             code = _exit_code(stop)
             if code == WRONG_USAGE:  # typer has said why on stderr

@@ -44,7 +44,7 @@ class ServerOptions:
 def serve(cli: Cli, options: ServerOptions) -> None:
     """Serve OpenAI's, Ollama's and Anthropic's APIs, reranking, and the library with its documents."""
     cli.open().close()  # wrong options are refused before anything is loaded
-    check_installed("The server", ("fastapi", "python_multipart", "uvicorn"), "serve")
+    check_installed("The server", ("fastapi", "python_multipart", "uvicorn", "watchfiles"), "serve")
     from ragblend.app.serve.keys import Keys
     from ragblend.app.serve.listening import check_origins, listening, require_key_if_reachable
     from ragblend.app.serve.listening import serve as run

@@ -174,10 +174,13 @@ def _undo(cli: Cli, path: Path, model: str) -> None:
     if undone is None:
         cli.result({"undone": None}, f"Nothing was tuned for the model {model!r}; there is nothing to undo.")
         return
+    from ragblend.measuring.variants import Variant
+
     gone, now = undone
-    current = "the defaults" if now is None else f"{now.method} at {now.ratio} of {now.chosen_at}"
+    variant = Variant(gone.method, gone.ratio)
+    current = "the defaults" if now is None else f"{Variant(now.method, now.ratio)} of {now.chosen_at}"
     value = {
         "undone": {"method": gone.method, "ratio": gone.ratio},
         "now": None if now is None else {"method": now.method, "ratio": now.ratio},
     }
-    cli.result(value, f"Undone: {gone.method} at {gone.ratio}, chosen at {gone.chosen_at}. Now: {current}.")
+    cli.result(value, f"Undone: {variant}, chosen at {gone.chosen_at}. Now: {current}.")

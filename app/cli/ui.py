@@ -53,6 +53,8 @@ def up(
     if folder is not None and not folder.exists():
         raise UsageError(f"Reading {folder}: it is not there. Name a folder or file that exists.")
     check_page()
+    if options.set_password:
+        return _set_password(cli)
     with cli.open() as workspace:
         model = workspace.settings.model
     if model == DEFAULT and find_spec(DEFAULT_PACKAGE) is None:

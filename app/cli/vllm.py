@@ -11,7 +11,7 @@ vllm = typer.Typer(name="vllm", help="Check that vLLM fuses prompts.", no_args_i
 def check(cli: Cli) -> int:
     """Run the connector's self-test in the vLLM that is installed here, or ask a running server (--vllm URL).
 
-    Exit code 1 if nothing would be fused.
+    Exit code 1 if nothing would be fused, or no server answers; 2 if no supported vLLM is installed here.
     """
     from ragblend.engine.engine import loaded_here
     from ragblend.integrations.vllm.gate import refusal_of

@@ -35,14 +35,13 @@ def cut_document(
     parts: Sequence[DocumentPart],
     count_tokens: CountTokens,
     chunk_tokens: int,
-    overlap_tokens: int = 0,
 ) -> list[DocumentPassage]:
     """Split on sentences with LlamaIndex's SentenceSplitter, across pages and sections; tables at their rows.
 
     Full passages matter more than stopping at headings: every retrieved passage costs the same few fresh tokens
     around it, however short it is. Its location names the first and the last page or heading that it has text of.
     """
-    splitter = _Splitter(count_tokens, chunk_tokens, overlap_tokens, {part.location for part in parts})
+    splitter = _Splitter(count_tokens, chunk_tokens, {part.location for part in parts})
     with _no_deadline():
         texts = [splitter.with_repeated_headers(part) for part in parts]
         text = SEPARATOR.join(texts)
@@ -50,7 +49,7 @@ def cut_document(
         pieces, places = list[str](), list[str]()
         for first, last in blocks(text):
             found = splitter.split(text[first:last], chunk_tokens)
-            for start, end in locate(text[first:last], found, overlap_tokens > 0):
+            for start, end in locate(text[first:last], found):
                 here = slice(bisect_right(starts, first + start) - 1, bisect_right(starts, first + end))
                 places.append(_span(part.location for part in parts[here]))
             pieces += found
@@ -69,13 +68,10 @@ def cut_document(
 class _Splitter:
     """Splits text into pieces of at most so many tokens; headings: lines that belong to the paragraph after them."""
 
-    def __init__(
-        self, count_tokens: CountTokens, chunk_tokens: int, overlap_tokens: int, headings: Set[str]
-    ) -> None:
+    def __init__(self, count_tokens: CountTokens, chunk_tokens: int, headings: Set[str]) -> None:
         from llama_index.core.node_parser.text.utils import split_by_sentence_tokenizer
 
-        self._count_tokens, self._chunk_tokens = count_tokens, chunk_tokens
-        self._overlap_tokens, self._headings = overlap_tokens, headings
+        self._count_tokens, self._chunk_tokens, self._headings = count_tokens, chunk_tokens, headings
         self._by_sentence = split_by_sentence_tokenizer()
 
     def split(self, text: str, limit: int) -> list[str]:
@@ -84,7 +80,7 @@ class _Splitter:
 
         splitter = SentenceSplitter(
             chunk_size=limit,
-            chunk_overlap=min(self._overlap_tokens, limit // 2),
+            chunk_overlap=0,  # what is in two passages would be stored twice, and be twice in a prompt
             tokenizer=lambda piece: range(self._count(piece)),  # only its length is used
             paragraph_separator=NO_SEPARATOR,  # `_units` cuts paragraphs, too
             chunking_tokenizer_fn=self._units,
@@ -191,19 +187,14 @@ def blocks(text: str) -> Iterator[tuple[int, int]]:
     yield start, len(text)
 
 
-def locate(text: str, pieces: Sequence[str], overlap: bool) -> Iterator[tuple[int, int]]:
-    """The index of the first and the last character of each piece in the text, which has them in this order.
-
-    overlap: a piece may begin before the last one's end, and before its start where that was split again.
-    """
+def locate(text: str, pieces: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """The index of the first and the last character of each piece in the text, which has them in this order."""
     cursor = 0
     for piece in pieces:
         start = text.find(piece, cursor)
-        if start < 0 and overlap:
-            start = text.rfind(piece, 0, cursor + len(piece))
         assert start >= 0, "the splitter changed the text"
-        yield start, start + len(piece) - 1
-        cursor = start + (1 if overlap else len(piece))
+        cursor = start + len(piece)
+        yield start, cursor - 1
 
 
 @contextmanager

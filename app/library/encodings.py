@@ -2,6 +2,7 @@
 
 import codecs
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from ragblend.kvstore.errors import UnreadableDocumentError
@@ -18,28 +19,37 @@ DECLARED = re.compile(
 # Of the characters beyond ASCII: up to so many may be broken in a text that is still UTF-8.
 MOST_BROKEN = 0.1
 REPLACED = "\ufffd"
+# A short Windows text with a euro sign may look like a DOS one. Where chardet is less sure than this, its guess among
+# the web's encodings is better if it is one of these: right for 16 of 25 lines, not 9, and its corpus as before.
+LEAST_SURE, LATIN = 0.1, {"Windows-1250", "Windows-1252", "Windows-1254"}
 
 
 def decode(data: bytes, path: Path, notes: list[str] | None = None) -> str:
     """The text. notes: gets a sentence where the encoding was guessed, or bytes were replaced."""
     notes = [] if notes is None else notes
     utf8 = None if SHIFTS.search(data) else "utf-8-sig"
-    for encoding in (_wide_encoding(data[:HEAD_BYTES]), utf8, _declared(data)):
-        if encoding is not None:
-            try:
-                return data.decode(encoding).replace("\0", "")
-            except UnicodeDecodeError:
-                continue
+    declared = DECLARED.search(data[:HEAD_BYTES])
+    for encoding in (
+        _wide_encoding(data[:HEAD_BYTES]),
+        utf8,
+        declared[1].decode("ascii", "replace") if declared else "",
+    ):
+        if encoding is not None and (text := decode_as(data, encoding)) is not None:
+            return text.replace("\0", "")
     return (_broken_utf8(data, notes) if utf8 else None) or _guessed(data, path, notes)
 
 
-def _declared(data: bytes) -> str | None:
-    """The encoding that HTML or XML declares, if Python knows it."""
-    found = DECLARED.search(data[:HEAD_BYTES])
-    try:
-        return codecs.lookup(found.group(1).decode("ascii")).name if found else None
-    except LookupError:
-        return None
+def decode_as(data: bytes, label: str) -> str | None:
+    """The text in a declared encoding; None if Python does not know it or it does not fit.
+
+    What is declared as Latin-1 is read as Windows-1252 where that fits, as browsers and mail programs do.
+    """
+    with suppress(LookupError, ValueError):
+        if codecs.lookup(label).name == "iso8859-1":
+            with suppress(UnicodeDecodeError):
+                return data.decode("cp1252")
+        return data.decode(label)
+    return None
 
 
 def _broken_utf8(data: bytes, notes: list[str]) -> str | None:
@@ -55,9 +65,13 @@ def _broken_utf8(data: bytes, notes: list[str]) -> str | None:
 
 def _guessed(data: bytes, path: Path, notes: list[str]) -> str:
     """By chardet's guess: right for more files of `benchmarks.measure_readers` than charset-normalizer's."""
-    from chardet import detect
+    from chardet import EncodingEra, detect
 
-    encoding = detect(data)["encoding"]
+    found = detect(data)
+    encoding = found["encoding"]
+    if found["confidence"] < LEAST_SURE:
+        of_web = detect(data, encoding_era=EncodingEra.MODERN_WEB)["encoding"]
+        encoding = of_web if of_web in LATIN else encoding
     if encoding is None:
         raise UnreadableDocumentError(
             f"Reading {path}: it is not UTF-8, and no other encoding fits it. Save it as UTF-8 text."

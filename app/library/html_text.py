@@ -32,8 +32,19 @@ SUBSCRIPT = str.maketrans("0123456789+-", "₀₁₂₃₄₅₆₇₈₉₊₋"
 CELLS = {"td", "th"}
 CELL_CHARACTERS = 300  # a longer cell is part of a page's layout, and keeps its paragraphs
 MARKS = {"sup": ("^", SUPERSCRIPT), "sub": ("_", SUBSCRIPT)}
-# Separators between the arguments of MathML elements.
-BETWEEN = {"mfrac": "/", "msup": "^", "msub": "_", "mroot": " root ", "mover": "^", "munder": "_"}
+# Of MathML: what stands between the arguments of an element, and around them.
+BETWEEN = {
+    "mfrac": "/",
+    "msup": "^",
+    "msub": "_",
+    "msubsup": "_^",
+    "mover": "^",
+    "munder": "_",
+    "munderover": "_^",
+}
+ROWS = {"mtable": "; ", "mtr": ", "}
+AROUND = {"msqrt": ("√(", ")"), "mtable": ("[", "]")}
+OPERATOR = re.compile(r"[-+*/^=<>,\s\u00b1\u00b7\u00d7\u2212\u2264\u2265]")
 UNSHOWN = re.compile(r"\bdisplay\s*:\s*none\b", re.IGNORECASE)
 # What XML has and HTML has not: text without escapes, and elements that are closed where they open.
 CDATA = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
@@ -62,7 +73,7 @@ class Section:
 
 def _without_outer_ends(line: str) -> str:
     """Without the end of the last cell, and where all other cells are empty, without theirs."""
-    if not line.endswith("|"):
+    if line != "|" and not line.endswith(" |"):
         return line.removeprefix("| ") if line.count("|") == 1 else line
     row = line[:-1].rstrip()
     return row if "|" in row.strip(" |") else row.strip(" |")
@@ -203,9 +214,11 @@ def _opened(node: Any, sections: list[Section], in_line: bool) -> list[tuple[Any
         before = after = " "
     in_line |= tag in CELLS and node.css_first("table") is None and len(node.text()) <= CELL_CHARACTERS
     children = [(child, in_line) for child in _children(node) if child.tag != "-comment"]
-    if tag in BETWEEN:
-        between = (BETWEEN[tag], in_line)
-        children = [part for child in children for part in (between, child)][1:]
+    if tag in BETWEEN or tag in ROWS or tag == "mroot":
+        arguments = [child for child in _children(node) if not child.tag.startswith("-")]
+        children = [(part, in_line) for part in _with_operators(tag, arguments)]
+        following = node.next if tag in BETWEEN and node.parent.tag not in {"mroot", *BETWEEN} else None
+        after += " " if following is not None and following.tag not in {"mo", "-text"} else ""
     return [(before, in_line), *children, (after, in_line)]
 
 
@@ -236,6 +249,29 @@ def _more(cell: Any, attribute: str) -> int:
     return int(digits[0]) - 1 if digits else 0
 
 
+def _with_operators(tag: str, arguments: list[Any]) -> list[Any]:
+    """The arguments of a formula's element, with what stands between them and with the brackets that one line needs."""
+    if tag in ROWS:
+        return [part for argument in arguments for part in (ROWS[tag], argument)][1:]
+    parts = [["(", each, ")"] if _needs_brackets(each) else [each] for each in arguments]
+    if tag == "mroot" and len(parts) == 2:  # a root is a power
+        return ["(", arguments[0], ")^(1/", *parts[1], ")"]
+    for sign, part in zip(BETWEEN.get(tag, ""), parts[1:], strict=False):
+        part.insert(0, sign)
+    return [each for part in parts for each in part]
+
+
+def _needs_brackets(argument: Any) -> bool:
+    has_fraction = argument.tag == "mfrac" or argument.css_first("mfrac") is not None
+    return has_fraction or needs_brackets(argument.text())
+
+
+def needs_brackets(term: str) -> bool:
+    """Whether a term of a formula has an operator outside of a pair of brackets around it."""
+    term = term.strip()
+    return OPERATOR.search(term) is not None and re.fullmatch(r"\([^()]*\)", term) is None
+
+
 def _has_names(row: Any) -> bool:
     """Whether its cells, but perhaps the first, are headers."""
     cells = [child.tag for child in _children(row) if child.tag in CELLS]
@@ -254,7 +290,7 @@ def _replaced(node: Any, in_line: bool) -> str | None:
     """The text of an element that is not the text of its parts; None for any other element."""
     tag, attributes = node.tag, node.attributes
     if tag in MARKS:
-        return _mark(tag, node.text().strip())
+        return marked(tag, re.sub(r"\s+", " ", node.text()))
     if tag == "rt":  # the reading of the word before it
         return f"({node.text().strip()})"
     if tag == "pre":
@@ -274,12 +310,20 @@ def _replaced(node: Any, in_line: bool) -> str | None:
     return None
 
 
-def _mark(tag: str, text: str) -> str:
-    """`m²` or `10⁶`; where there are no such characters, `x^(n+1)` and `x_max`."""
+def marked(tag: str, text: str) -> str:
+    """`m²` or `10⁶`; where there are no such characters, `x^(n+1)` and `x_max`. tag: `sup` or `sub`."""
+    letters = text.strip()
+    if not letters:
+        return text
     sign, table = MARKS[tag]
-    if text and all(ord(letter) in table for letter in text):
-        return text.translate(table)
-    return f"{sign}({text})" if re.search(r"\W", text) else f"{sign}{text}" if text else ""
+    before, _, after = text.partition(letters)
+    if all(ord(letter) in table for letter in letters):
+        return before + letters.translate(table) + after
+    return (
+        f"{before}{sign}({letters}){after}"
+        if re.search(r"\W", letters)
+        else f"{before}{sign}{letters}{after}"
+    )
 
 
 def _edges(tag: str) -> tuple[str, str]:
@@ -287,6 +331,8 @@ def _edges(tag: str) -> tuple[str, str]:
         return "", " | "
     if tag in BEFORE:
         return BEFORE[tag], ""
+    if tag in AROUND:
+        return AROUND[tag]
     if tag == "table":
         return f"\n\n{_BEGIN}\n", f"\n{_END}\n\n"
     if tag in SPACED:

@@ -304,7 +304,7 @@ class _IngestRun:
             self._meter.check()
             return engine.count_tokens(piece)
 
-        passages = cut_document(document, text.parts, count, settings.chunk_tokens, settings.chunk_overlap)
+        passages = cut_document(document, text.parts, count, settings.chunk_tokens)
         if not passages:
             raise EmptyDocumentError(f"Reading {path}: there is no text in it. Nothing of it was ingested.")
         is_new = not (known and known.passages)  # a changed document has most of its vectors already
@@ -362,9 +362,8 @@ class _IngestRun:
     def _recipe(self) -> str:
         """Everything besides a file's content that decides what its passages are."""
         settings = self._workspace.settings
-        cut = f"{settings.chunk_tokens}/{settings.chunk_overlap}"
         scans = "" if settings.ocr_language == "default" else f"scans in {settings.ocr_language}, "
-        return f"readers {readers.VERSION}, {scans}{settings.model}, {cut}"
+        return f"readers {readers.VERSION}, {scans}{settings.model}, {settings.chunk_tokens}"
 
 
 def restore_document(workspace: Workspace, document: Document) -> None:

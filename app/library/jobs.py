@@ -20,7 +20,7 @@ from ragblend.app.library.documents import as_path, printable
 from ragblend.app.library.encoding import KvProgress, KvReport, encode_missing
 from ragblend.app.library.file_checks import check_file
 from ragblend.app.library.ingest import embed_in_full, ingest_file
-from ragblend.app.library.job_store import OPEN, RUNNING, FileJob, JobState, JobStore
+from ragblend.app.library.job_store import OPEN, RUNNING, FileJob, JobState
 from ragblend.app.library.language import language_notice
 from ragblend.app.library.removal import RemovedDocument, remove_document
 from ragblend.app.library.switching import embed_anew
@@ -77,7 +77,7 @@ class JobQueue:
     """The files to be ingested into one home, and the worker that ingests them once `start` is called. Thread-safe."""
 
     def __init__(self, workspaces: Workspaces) -> None:
-        self.workspaces, self.store = workspaces, JobStore(workspaces.home.jobs)
+        self.workspaces, self.store = workspaces, workspaces.jobs
         self._woken, self._ending = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._upload_lock = threading.Lock()  # held from copying an upload until it is queued
@@ -108,10 +108,6 @@ class JobQueue:
         self._woken.set()
         if self._thread is not None:
             self._thread.join()
-
-    def close(self) -> None:
-        self.end()
-        self.store.close()
 
     # --- adding and removing
 
@@ -173,12 +169,14 @@ class JobQueue:
         Returns the removed documents, and the bytes freed in all.
         """
         self.store.forget_collection(collection)
-        documents = self.workspaces.library.documents(collection)
-        removed = self.remove([document.id for document in documents], collection)
+        library, workspace = self.workspaces.library, self.workspaces.of(collection)
+        removed = self.remove([document.id for document in library.documents(collection)], collection)
         with self.workspaces.writing():  # KV and uploads that belong to no document, or to a hidden one
-            for document in self.workspaces.library.hidden(collection):
-                remove_document(self.workspaces.of(collection), document)
-            freed = self.workspaces.of(collection).engine.forget_all()
+            for document in library.hidden(collection):
+                remove_document(workspace, document)
+            # Of a file that was being ingested when the documents were listed.
+            removed += [remove_document(workspace, document) for document in library.documents(collection)]
+            freed = workspace.engine.forget_all()
             with self._upload_lock:
                 freed += delete_uploads(self.workspaces.home, collection)
         self.workspaces.forget(collection)

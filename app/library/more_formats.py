@@ -1,64 +1,92 @@
-"""Reads further formats, each by a library: slides, OpenDocument, RTF, notebooks, reST, Org, LaTeX, mail."""
+"""Reads further formats, each by a library: slides, notebooks, reST, Org, LaTeX, mail."""
 
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import closing
-from email.message import EmailMessage
-from itertools import islice
+from contextlib import closing, suppress
+from email.message import EmailMessage, MIMEPart
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 from ragblend.app.library.documents import shortened
-from ragblend.app.library.encodings import REPLACED
+from ragblend.app.library.encodings import decode, decode_as
 from ragblend.app.library.file_checks import open_archive
-from ragblend.app.library.html_text import Section, html_sections
+from ragblend.app.library.html_text import html_sections, marked
 from ragblend.app.library.tables import rows_as_text
+from ragblend.app.library.word_documents import office_formula
+from ragblend.kvstore.errors import UnreadableDocumentError
 
 Part = tuple[str, str]  # text, location
 # A command without arguments: `\newcommand{\fee}{400}`. A value with its unit: `\SI{12.5}{\metre}`, `\si{\metre}`.
 LATEX_COMMAND = re.compile(
     r"\\(?:(?:re)?newcommand\*?\s*\{?|def\s*)\\([A-Za-z]+)\}?\s*\{((?:[^{}]|\{[^{}]*\})*+)\}"
 )
-LATEX_SIGNS = {
-    "euro": "€",
-    "pounds": "£",
-    "textsuperscript": "^",
-    "textsubscript": "_",
-}  # unknown to pylatexenc
+LATEX_SIGNS = {"euro": "€", "pounds": "£"}  # unknown to pylatexenc
 # Commands with one or two arguments that are no text; of a link the address, with which pylatexenc fails.
 LATEX_SETTING = re.compile(
     r"\\(?:href|label|index|color|cline|cmidrule|pagestyle|thispagestyle|pagenumbering|bibliographystyle|bibliography"
     r"|(?:multicolumn|multirow|setlength|addtolength|setcounter|fontsize)\s*\{[^{}]*\})(?:\([^)]*\))?\s*\{[^{}]*\}"
 )
 LATEX_UNIT = re.compile(r"\\(?:(?:SI|qty)\{([^{}]*)\}|si|unit)\{\\?([^{}]*)\}")
+# In slides: what the first of several programs knows, and a formula.
+ALTERNATIVES = "{http://schemas.openxmlformats.org/markup-compatibility/2006}AlternateContent"
+FORMULA = "{http://schemas.microsoft.com/office/drawing/2010/main}m"
+RAISED_LATEX = re.compile(r"\\text(super|sub)script\{([^{}]*)\}")
 
 
 def pptx_slides(path: Path, notes: list[str]) -> Iterator[Part]:
-    """Each slide's texts, tables and notes. notes: gets a sentence that names the slides without text."""
+    """Each slide's texts, tables, charts and notes. notes: gets sentences that name the slides that are not read."""
     from pptx import Presentation
 
     with open_archive(path):
-        slides, empty = Presentation(str(path)).slides, list[str]()
+        slides, unread, empty = Presentation(str(path)).slides, list[str](), list[str]()
     for number, slide in enumerate(slides, start=1):
-        lines = [line for shape in slide.shapes for line in _shape_lines(shape)]
+        _rewrite(slide)
+        lines = [line for shape in slide.shapes for line in _shape_lines(shape, unread, number)]
         if slide.has_notes_slide and slide.notes_slide.notes_text_frame is not None:
             spoken = slide.notes_slide.notes_text_frame.text.strip()
             lines += [f"Notes: {spoken}"] if spoken else []
         empty += [] if any(map(str.strip, lines)) else [str(number)]
         yield "\n".join(lines), f"slide {number}"
+    if unread:
+        named = shortened(list(dict.fromkeys(unread)))
+        notes.append(f"charts, diagrams or objects on these slides were not read: {named}")
     if empty:
         notes.append(f"these slides have no text, and were left out: {shortened(empty)}")
 
 
-def _shape_lines(shape: Any) -> Iterator[str]:
+def _rewrite(slide: Any) -> None:
+    """Write superscripts and subscripts as `marked` does, formulas as text, and the first of alternative contents."""
+    from pptx.oxml.ns import qn
+
+    for run in slide.element.iter(qn("a:r")):
+        shift = "" if run.rPr is None else run.rPr.get("baseline", "").strip("0%")
+        if shift:
+            run.text = marked("sub" if shift.startswith("-") else "sup", run.text)
+    for contents in list(slide.element.iter(ALTERNATIVES)):
+        for chosen in list(contents[0]) if len(contents) else []:
+            contents.addprevious(chosen)
+    for formula in list(slide.element.iter(FORMULA)):
+        formula.addprevious(formula.getparent().add_r("".join(map(office_formula, formula))))
+
+
+def _shape_lines(shape: Any, unread: list[str], slide: int) -> Iterator[str]:
+    """unread: gets the slide's number for a chart, diagram or object that is not read."""
+    from pptx.shapes.graphfrm import GraphicFrame
+
     if hasattr(shape, "shapes"):  # a group
         for part in shape.shapes:
-            yield from _shape_lines(part)
+            yield from _shape_lines(part, unread, slide)
     elif shape.has_text_frame:
         yield shape.text_frame.text
     elif getattr(shape, "has_table", False):
         yield rows_as_text(_slide_rows(shape.table))
+    elif isinstance(shape, GraphicFrame):  # of anything else
+        try:
+            yield from [rows_as_text(_chart_rows(plot)) for plot in shape.chart.plots]
+        except ValueError:  # python-pptx does not know its kind
+            unread.append(str(slide))
 
 
 def _slide_rows(table: Any) -> list[list[str]]:
@@ -73,42 +101,12 @@ def _slide_rows(table: Any) -> list[list[str]]:
     ]
 
 
-def opendocument_sections(path: Path) -> list[Part]:
-    """ODT and ODP: paragraphs, lists and table rows, split at headings."""
-    from odf import opendocument, teletype  # type: ignore[import-untyped]
-    from odf.namespaces import TABLENS, TEXTNS  # type: ignore[import-untyped]
-    from odf.table import TableRow  # type: ignore[import-untyped]
-
-    def line_of(cell: Any) -> str:
-        return " ".join(str(teletype.extractText(cell)).split())
-
-    with open_archive(path):
-        document = opendocument.load(str(path))
-    sections = [Section("")]
-    stack = [document.body]
-    while stack:
-        node = stack.pop()
-        name = getattr(node, "qname", None)
-        if name == (TEXTNS, "h"):
-            sections.append(Section(teletype.extractText(node).strip()))
-        if name in {(TEXTNS, "h"), (TEXTNS, "p")}:
-            sections[-1].pieces.append(f"\n{teletype.extractText(node)}\n")
-        elif name == (TABLENS, "table"):
-            rows = [[line_of(cell) for cell in row.childNodes] for row in node.getElementsByType(TableRow)]
-            sections[-1].pieces.append(f"\n\n{rows_as_text(rows)}\n\n")
-        elif name not in {(TEXTNS, "tracked-changes"), (TEXTNS, "sequence-decls")}:  # deleted text
-            stack.extend(reversed(node.childNodes))
-    return [(text, section.heading) for section in sections if (text := section.text)]
-
-
-def rtf_text(path: Path, notes: list[str]) -> list[Part]:
-    """The text of a rich text document. notes: gets a sentence where characters were replaced."""
-    from striprtf.striprtf import rtf_to_text  # type: ignore[import-untyped]
-
-    found = str(rtf_to_text(path.read_bytes().decode("latin-1"), errors="replace"))
-    if lost := found.count(REPLACED):
-        notes.append(f"{lost} characters that its encoding does not have were replaced by {REPLACED}")
-    return [(found, "")]
+def _chart_rows(plot: Any) -> list[list[str]]:
+    """The categories of a chart, with the values of each series."""
+    series = list(plot.series)
+    values = [["" if value is None else f"{value:.15g}" for value in each.values] for each in series]
+    rows = zip_longest(map(str, plot.categories), *values, fillvalue="")
+    return [["", *(each.name for each in series)], *map(list, rows)]
 
 
 def rst_sections(text: str) -> list[Part]:
@@ -147,6 +145,7 @@ def latex_text(text: str) -> list[Part]:
     """LaTeX without its commands, of which those without arguments are expanded; formulas stay as they are written."""
     from pylatexenc import latex2text  # type: ignore[import-untyped]
 
+    text = RAISED_LATEX.sub(lambda found: marked(found[1][:3], found[2]), text)
     defined = LATEX_SIGNS | dict(LATEX_COMMAND.findall(re.sub(r"(?<!\\)%.*", "", text)))
     text = LATEX_COMMAND.sub("", text)
     text = re.sub(r"\\([A-Za-z]+)(?:\{\})?", lambda found: defined.get(found[1], found[0]), text)
@@ -155,8 +154,9 @@ def latex_text(text: str) -> list[Part]:
     context = latex2text.get_default_latex_context_db()
     context.set_unknown_macro_spec(latex2text.MacroTextSpec("", discard=False))  # or their arguments are lost
     body = re.search(r"\\begin\{document\}(.*)\\end\{document\}", text, re.DOTALL)
+    source = body.group(1) if body else text
     reader = latex2text.LatexNodes2Text(math_mode="verbatim", latex_context=context)
-    return [(reader.latex_to_text(body.group(1) if body else text), "")]
+    return [(reader.latex_to_text(source), "")]
 
 
 def notebook_text(text: str) -> str:
@@ -184,14 +184,14 @@ def _joined(lines: Any) -> str:
 def mail_parts(path: Path, notes: list[str]) -> Iterator[Part]:
     """Each message of an .eml or .mbox: who, when, what about, its text; attachments are named only.
 
-    notes: gets a sentence that names them.
+    notes: gets a sentence that names them, and sentences on encodings that were guessed.
     """
     attached = list[str]()
     for message, place in _messages(path):
-        unread = [part for part in message.iter_attachments() if not any(_inline_texts(part))]
+        unread = [part for part in message.iter_attachments() if not any(_inline_texts(part, path, []))]
         names = [part.get_filename() or part.get_content_type() for part in unread]
         attached += names
-        yield _message_text(message, names), place
+        yield _message_text(message, names, path, notes), place
     if attached:
         notes.append(f"attachments were not read: {shortened(attached)}")
 
@@ -208,23 +208,35 @@ def _messages(path: Path) -> Iterator[tuple[EmailMessage, str]]:
             yield message_from_bytes(box.get_bytes(key), policy=policy.default), f"message {number}"
 
 
-def _message_text(message: EmailMessage, attachments: Sequence[str]) -> str:
+def _message_text(message: EmailMessage, attachments: Sequence[str], path: Path, notes: list[str]) -> str:
     heads = [f"{name}: {message[name]}" for name in ("From", "To", "Cc", "Date", "Subject") if message[name]]
     attached = [f"Attachments: {', '.join(attachments)}"] if attachments else []
-    return "\n".join([*heads, *attached, "", "\n\n".join(_inline_texts(message))])
+    return "\n".join([*heads, *attached, "", "\n\n".join(_inline_texts(message, path, notes))])
 
 
-def _inline_texts(part: Any) -> Iterator[str]:
+def _inline_texts(part: Any, path: Path, notes: list[str]) -> Iterator[str]:
     """A message's texts: there are several around pictures. Each is the plain one of its alternatives, if not blank."""
     if part.get_content_type() == "multipart/mixed":
         for each in part.iter_parts():
-            yield from _inline_texts(each)
+            yield from _inline_texts(each, path, notes)
     elif not part.get_filename():
         bodies = (part.get_body((kind,)) for kind in ("plain", "html"))
-        yield from islice(filter(str.strip, (_body_text(body) for body in bodies if body is not None)), 1)
+        texts = (_body_text(body, path, notes) for body in bodies if body is not None)
+        yield from islice(filter(str.strip, texts), 1)
 
 
-def _body_text(body: EmailMessage) -> str:
-    text = str(body.get_content())
+def _body_text(body: MIMEPart, path: Path, notes: list[str]) -> str:
+    text = _decoded(body, path, notes)
     is_html = body.get_content_type() == "text/html"
     return "\n\n".join(section for section, _ in html_sections(text)) if is_html else text
+
+
+def _decoded(body: MIMEPart, path: Path, notes: list[str]) -> str:
+    """By the declared encoding, or by a guess if there is none, Python does not know it, or it does not fit."""
+    data: Any = body.get_payload(decode=True)
+    if (text := decode_as(data, body.get_content_charset(""))) is not None:  # "" is an unknown encoding, too
+        return text
+    with suppress(UnreadableDocumentError):  # one such message must not make a whole mailbox unreadable
+        return decode(data, path, notes)
+    notes.append("the text of a message fits no encoding, and was left out")
+    return ""

@@ -26,12 +26,15 @@ MAX_PAGES = 20_000
 MAX_SECONDS = 1800.0  # for the text of all pages; `sandbox` bounds the time of one page
 PRINT_AGAIN = "Open it in a viewer and save or print it to a new PDF."
 FEWEST_WORDS, MOST_SINGLE = 50, 0.8  # of a page: to judge its words, and of one or two letters
-WRAPPED = "\ufffe"  # pdfium's mark where a word was divided at a line's end
+WRAPPED = re.compile("[\ufffe\x02]")  # pdfium's marks of a hyphen at a line's end
+REAL_HYPHEN = re.compile(
+    "\ufffe(?=\\d|[A-Z](?![A-Z]))|(?<![A-Z])\ufffe(?=[A-Z])"
+)  # `COVID-19`; not `HAR-BOUR`
 REMARKS = {"/Text", "/FreeText", "/Highlight", "/Underline", "/StrikeOut", "/Stamp"}
 
 
-def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[str, str]]:
-    """(text, "p. " and label) of every page; the text may be empty. Raises DocumentError.
+def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[str, str, str]]:
+    """(text, "p. " and label, values of forms and remarks) of every page; the texts may be empty. Raises DocumentError.
 
     notes: gets a sentence that names the pages that could not be read.
     """
@@ -63,7 +66,7 @@ def pdf_pages(path: Path, notes: list[str], on_page: OnPage) -> Iterator[tuple[s
                 text = tables.with_rows(text, number)
             if text is None:
                 damaged.append(label)
-            yield "\n".join([text or "", *_filled_in(reader, number)]), f"p. {label}"
+            yield text or "", f"p. {label}", "\n".join(_filled_in(reader, number))
         on_page(count, count)
         if reader is None:
             notes.append("values of forms and remarks, if it has any, could not be read")
@@ -132,8 +135,15 @@ def _pdfium_text(document: Any, number: int) -> str | None:
     if document is None:
         return None
     with suppress(PdfiumError), closing(document[number]) as page, closing(page.get_textpage()) as textpage:
-        return str(textpage.get_text_bounded()).replace(WRAPPED, "").strip()
+        # The bounded text may join cells of one letter, as in `Ajax512`; the other has no letters beyond UCS-2.
+        bounded, text = (str(each) for each in (textpage.get_text_bounded(), textpage.get_text_range()))
+        text = text if _letters(text) == _letters(bounded) else bounded
+        return WRAPPED.sub("", REAL_HYPHEN.sub("-", text)).strip()
     return None
+
+
+def _letters(text: str) -> str:
+    return "".join(WRAPPED.sub("", text).split())
 
 
 def _filled_in(reader: "PdfReader | None", number: int) -> list[str]:
@@ -145,7 +155,7 @@ def _filled_in(reader: "PdfReader | None", number: int) -> list[str]:
         for reference in reader.pages[number].get("/Annots") or ():
             annotation = reference.get_object()
             kind = annotation.get("/Subtype")
-            if kind == "/Widget" and (value := _shown(_inherited(annotation, "/V"))) not in ("", "Off"):
+            if kind == "/Widget" and (value := _value(annotation)) not in ("", "Off"):
                 label = _inherited(annotation, "/TU") or _inherited(annotation, "/T") or "field"
                 lines.append(f"{label}: {value}")
             elif kind in REMARKS and (remark := annotation.get("/Contents")):
@@ -153,12 +163,22 @@ def _filled_in(reader: "PdfReader | None", number: int) -> list[str]:
     return lines
 
 
-def _shown(value: Any) -> str:
-    """A form field's value as text; a signature, which is a dictionary, has none."""
+def _value(field: Any) -> str:
+    """A form field's value as its page shows it: of a group's buttons that which is on, of a choice its name.
+
+    A signature, which is a dictionary, has none.
+    """
+    value = _inherited(field, "/V")
+    if _inherited(field, "/FT") == "/Btn":
+        value = field.get("/AS", value)
     if value is None or isinstance(value, dict):
         return ""
+    options = [
+        option for option in _inherited(field, "/Opt") or () if isinstance(option, list) and len(option) > 1
+    ]
+    names = {str(option[0]): option[1] for option in options}
     values = value if isinstance(value, list) else [value]
-    return ", ".join(str(each).removeprefix("/") for each in values)
+    return ", ".join(str(names.get(str(each), each)).removeprefix("/") for each in values)
 
 
 def _inherited(field: Any, name: str) -> Any:

@@ -22,13 +22,13 @@ from ragblend.app.library.more_formats import (
     latex_text,
     mail_parts,
     notebook_text,
-    opendocument_sections,
     org_sections,
     pptx_slides,
     rst_sections,
-    rtf_text,
 )
+from ragblend.app.library.opendocument import opendocument_sections
 from ragblend.app.library.pdf_reader import pdf_pages
+from ragblend.app.library.rich_text import rtf_text
 from ragblend.app.library.sandbox import OnPage, run_in_sandbox
 from ragblend.app.library.tables import csv_rows, xlsx_rows
 from ragblend.app.library.text_recognition import TextRecognition, can_recognise
@@ -44,13 +44,15 @@ INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\ufeff"))
 NOT_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
 FRONT_MATTER = re.compile(r"\A---\n[\w-]+:.*?\n---$", re.DOTALL | re.MULTILINE)
 JUDGED_CHARACTERS = 20_000  # of a page or document: enough to see whether it is a language's
-VERSION = 9  # part of a document's recipe: raise it when the text that comes out changes
+VERSION = 10  # part of a document's recipe: raise it when the text that comes out changes
 
 
 RECOGNITION = TextRecognition()
 Notes = list[str]  # sentences on what was guessed, replaced or left out
 Part = tuple[str, str]  # a text and its location
-Reader = Callable[[Path, Notes, OnPage], Iterable[Part]]
+Reader = Callable[
+    [Path, Notes, OnPage], Iterable[tuple[str, ...]]
+]  # parts; of a PDF also what people filled in
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +92,17 @@ def read_document(
     check_file(path)
     libraries = known.libraries if (known := FORMATS.get(path.suffix.lower())) else ()
     found = run_in_sandbox(parse, path, on_page=on_page, imports=libraries)
-    parts, notes, garbled = (
-        list(starmap(DocumentPart, found["parts"])),
-        list(found["notes"]),
-        found["garbled"],
-    )
-    wanted = sorted({number for number, part in enumerate(parts) if not part.text} | set(garbled))
+    parts, notes = list(starmap(DocumentPart, found["parts"])), list(found["notes"])
+    empty, garbled = found["empty"], found["garbled"]
+    wanted = sorted([*empty, *garbled])
     read = []
     if wanted and can_recognise():
         found_texts = recognition.pages(path, [number + 1 for number in wanted], on_page)
         texts = {number - 1: clean(text) for number, text in found_texts}
         read = [number for number in wanted if texts[number]]
         for number in read:
-            parts[number] = DocumentPart(texts[number], parts[number].location)
+            filled_in = parts[number].text if number in empty else ""
+            parts[number] = DocumentPart(f"{texts[number]}\n{filled_in}".strip(), parts[number].location)
     unread = [number for number in wanted if number not in read]
     notes += _notes_on_pages(parts, read, unread, garbled)
     parts = [part for part in parts if part.text]
@@ -123,20 +123,23 @@ def _notes_on_pages(
         yield f"the text of these pages was recognised from pictures: {named(read)}"
     if doubtful := [number for number in unread if number in garbled]:
         yield f"the text of these pages may be unreadable, as their fonts are broken: {named(doubtful)}"
-    if not can_recognise() and (empty := [number for number in unread if not parts[number].text]):
+    if not can_recognise() and (empty := [number for number in unread if number not in garbled]):
         yield f"these pages have no text, and were left out; if they are scans, `{install_hint('ocr')}`: {named(empty)}"
 
 
 def parse(path: Path, on_page: OnPage = silent) -> dict[str, Any]:
     """In the sandbox: `parts`, (text, location) with text, PDF pages without any too, and `notes`.
 
-    garbled: the PDF pages (from 0) whose text is no language's (`legibility`); of other formats it is noted. Raises
-    whatever parsers raise.
+    empty: the PDF pages (from 0) without text but what people filled in. garbled: those whose text is no language's
+    (`legibility`); of other formats it is noted. Raises whatever parsers raise.
     """
     check_content(path)
-    notes, garbled, parts, characters, beginning = list[str](), list[int](), list[Part](), 0, ""
+    notes, parts, characters, beginning = list[str](), list[Part](), 0, ""
+    empty, garbled = list[int](), list[int]()
     is_pdf = path.suffix.lower() == ".pdf"
-    for number, (text, location) in enumerate(FORMATS[path.suffix.lower()].read(path, notes, on_page)):
+    for number, (text, location, *filled_in) in enumerate(
+        FORMATS[path.suffix.lower()].read(path, notes, on_page)
+    ):
         characters += len(text)
         if characters > MAX_CHARACTERS or number >= MAX_PARTS:
             raise OversizedDocumentError(
@@ -147,16 +150,18 @@ def parse(path: Path, on_page: OnPage = silent) -> dict[str, Any]:
             garbled.append(number)
         elif not is_pdf and len(beginning) < JUDGED_CHARACTERS:
             beginning += f"{text[:JUDGED_CHARACTERS]}\n"
-        if (cleaned := clean(text)) or is_pdf:
+        if is_pdf and not clean(text):
+            empty.append(number)
+        if (cleaned := clean("\n".join([text, *filled_in]))) or is_pdf:
             parts.append((cleaned, location))
     if is_garbled(beginning):
         notes.append("its text may be unreadable: it is not like that of any language")
-    return {"parts": parts, "notes": notes, "garbled": garbled}
+    return {"parts": parts, "notes": notes, "empty": empty, "garbled": garbled}
 
 
 def clean(text: str) -> str:
     """Remove control characters, broken surrogates and white space at line ends; line ends become \\n."""
-    text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\f", "\n")
+    text = re.sub("\r\n|[\r\f\v]", "\n", text)
     text = text.translate(INVISIBLE)
     text = text.encode("utf-8", "replace").decode("utf-8")  # PDF fonts can give half a surrogate pair
     text = NOT_TEXT.sub("", text)
@@ -189,7 +194,7 @@ def _of_text(read: Callable[[str], Iterable[Part]]) -> Reader:
 _CHARDET, _MARKUP = ("chardet",), ("selectolax.lexbor", "defusedxml.ElementTree", "chardet")
 _MARKDOWN = Format(_of_text(_markdown_sections), ("markdown_it",))
 _HTML = Format(_of_text(html_sections), _MARKUP)
-_OPENDOCUMENT = Format(lambda path, notes, _: opendocument_sections(path))
+_OPENDOCUMENT = Format(lambda path, notes, _: opendocument_sections(path), _MARKUP)
 
 
 def _table(delimiter: str) -> Format:
@@ -199,7 +204,7 @@ def _table(delimiter: str) -> Format:
     )
 
 
-_MAIL = Format(lambda path, notes, _: mail_parts(path, notes))
+_MAIL = Format(lambda path, notes, _: mail_parts(path, notes), _MARKUP)
 FORMATS: dict[str, Format] = {
     ".txt": Format(_of_text(lambda text: [(text, "")]), _CHARDET),
     ".md": _MARKDOWN,

@@ -191,9 +191,9 @@ class Library(Database):
         else:
             shown = self.column(f"{query} LIMIT ? OFFSET ?", *values, limit, offset)
         found = self.documents_with(shown)  # reads rows and counts passages of this page only
-        originals = f"{self.path.parent / 'originals'}/"
+        originals = self.path.parent / "originals"
         listed = (found[key] for key in shown if key in found)
-        documents = (replace(one, uploaded=one.path.startswith(originals)) for one in listed)
+        documents = (replace(one, uploaded=one.file.is_relative_to(originals)) for one in listed)
         return DocumentPage(tuple(documents), total, counts)
 
     def documents_with(self, ids: Sequence[str]) -> dict[str, Document]:
@@ -204,8 +204,8 @@ class Library(Database):
     def paths_below(self, collection: str, folder: str) -> list[str]:
         """The paths of all documents in a folder, however deep."""
         query = "SELECT path FROM documents WHERE collection = ? AND path > ? AND path < ? ORDER BY path"
-        start = folder.rstrip("/")
-        return self.column(query, collection, f"{start}/", f"{start}0")  # "0" follows "/"
+        start, follower = folder.rstrip(os.sep), chr(ord(os.sep) + 1)
+        return self.column(query, collection, f"{start}{os.sep}", f"{start}{follower}")
 
     def find(self, collection: str, reference: str, folder: Path | str = "") -> Document:
         """The one document with this id (or its beginning), path or file name. Raises LibraryError.

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from ragblend.app.home import Home
 from ragblend.app.library.documents import Document
-from ragblend.app.library.job_store import JobStore
 from ragblend.app.library.uploads import delete_upload
 from ragblend.app.workspace import Workspace, Workspaces
 from ragblend.kvstore import system
@@ -57,8 +56,7 @@ def delete_hidden(workspaces: Workspaces, documents: Iterable[Document]) -> None
     for document in documents:
         workspace, queued = workspaces.of(document.collection), set[str]()
         if workspaces.home.jobs.exists():
-            with JobStore(workspaces.home.jobs) as jobs:
-                queued = jobs.open_among(document.collection, [document.path])
+            queued = workspaces.jobs.open_among(document.collection, [document.path])
         if not queued:
             remove_document(workspace, document)
 
@@ -94,5 +92,4 @@ def remove_document(workspace: Workspace, document: Document) -> RemovedDocument
 
 def _forget_jobs(workspace: Workspace, document: Document) -> None:
     if workspace.home.jobs.exists():
-        with JobStore(workspace.home.jobs) as jobs:
-            jobs.forget(document.collection, [document.path])
+        workspace.workspaces.jobs.forget(document.collection, [document.path])

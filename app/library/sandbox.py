@@ -42,14 +42,7 @@ from ragblend.app.system import (
     reap,
     start_python,
 )
-from ragblend.kvstore.errors import (
-    DocumentError,
-    DocumentNotFoundError,
-    EmptyDocumentError,
-    EncryptedDocumentError,
-    OversizedDocumentError,
-    UnreadableDocumentError,
-)
+from ragblend.kvstore.errors import DocumentError, OversizedDocumentError, UnreadableDocumentError
 
 MIB = 1024**2
 MEMORY_BYTES = 1024 * MIB  # what a call may allocate beyond the process's own memory: enforced on Linux
@@ -64,16 +57,7 @@ READABLE = (
     "/usr", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime", "/etc/mime.types", "/proc/self",
     "/proc/cpuinfo", "/proc/meminfo", "/sys/devices/system", "/dev/urandom",
 )  # fmt: skip
-ERRORS = {
-    error.__name__: error
-    for error in (
-        EmptyDocumentError,
-        EncryptedDocumentError,
-        OversizedDocumentError,
-        UnreadableDocumentError,
-        DocumentNotFoundError,
-    )
-}
+ERRORS = {error.__name__: error for error in DocumentError.__subclasses__()}
 OnPage = Callable[[int, int], None]
 
 

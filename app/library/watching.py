@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from ragblend.app.extras import check_installed
 from ragblend.app.home import absolute
 from ragblend.app.library.discovery import is_gone, is_readable, is_skipped
 from ragblend.app.library.documents import as_path, printable
@@ -63,8 +62,7 @@ class Watcher:
             return list(self._folders.values())
 
     def start(self) -> None:
-        """Scan and watch all folders, a thread each. Raises UsageError without the extra `ui`."""
-        check_installed("Watched folders", ("watchfiles",), "ui")
+        """Scan and watch all folders, a thread each."""
         with self._lock:
             self._started = True
             for folder in self._folders.values():
@@ -87,8 +85,9 @@ class WatchedFolder:
     _jobs: JobQueue
     _quiet_ms: int
 
-    def __init__(self, id: int, path: str, collection: str, reason: str = "watching has not started") -> None:
-        self.id, self.path, self.collection, self.reason = id, path, collection, reason
+    def __init__(self, id: int, path: str, collection: str) -> None:
+        self.id, self.path, self.collection = id, path, collection
+        self.reason = "watching has not started"
         self._path, self._ending = as_path(path), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ragblend-watch", daemon=True)
 

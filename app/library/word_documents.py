@@ -13,28 +13,44 @@ from pathlib import Path
 from xml.etree.ElementTree import Element
 
 from ragblend.app.library.documents import shortened
-from ragblend.app.library.encodings import decode
+from ragblend.app.library.encodings import REPLACED, decode
 from ragblend.app.library.file_checks import archive_xml, local_name, open_archive
-from ragblend.app.library.html_text import html_sections
+from ragblend.app.library.html_text import html_sections, needs_brackets
 from ragblend.app.library.word_numbering import Numbering, child, number, value
 from ragblend.kvstore.errors import UnreadableDocumentError
 
 TAGS = {"p": "p", "tbl": "table", "tr": "tr", "tc": "td"}
-AS_TEXT = {"tab": " ", "br": "<br>", "cr": "<br>", "noBreakHyphen": "-"}
+AS_TEXT = {"tab": " ", "ptab": " ", "br": "<br>", "cr": "<br>", "noBreakHyphen": "-"}
 # Deleted or moved away, the reading of a Japanese word, the definition of a box's place.
 LEFT_OUT = {"del", "moveFrom", "rt", "sectPr", "pPr", "rPr", "tblPr", "tcPr", "trPr"}
 NOTES = {"footnoteReference": "footnotes", "endnoteReference": "endnotes", "commentReference": "comments"}
 MARKS = {"superscript": "sup", "subscript": "sub"}
 SPANS = "spans"  # an attribute of ours
+# By the last byte of their code: boxes, ticks and arrows. Symbol's are those of the PDF font of that name.
+SIGNS = {
+    "Wingdings": {0x6F: "☐", 0x78: "☒", 0xA8: "☐", 0xE0: "→", 0xFB: "✗", 0xFC: "✓", 0xFD: "☒", 0xFE: "☑"}
+    | {0x71: "❑", 0x76: "❖", 0xA7: "▪", 0xD8: "➢"},
+    "Wingdings 2": {0x4F: "✗", 0x50: "✓", 0x52: "☑", 0x54: "☒", 0xA3: "☐"},
+}
 HEADING = re.compile("(heading|title)\\b", re.IGNORECASE)
 WITHOUT_TEXT = re.compile(
-    r"theme|settings|fonttable|customxml|docprops|charts|diagrams|embeddings", re.IGNORECASE
+    r"theme|settings|fonttable|customxml|docprops|charts|diagrams|embeddings|glossary", re.IGNORECASE
 )
 RELATIONS = re.compile(r"word/_rels/document\d*\.xml\.rels$")
 EMBEDDED = re.compile(r"word/(charts/chart|diagrams/data|embeddings/)[^/]*$")
-# Separators between the arguments of Office Math elements.
-BETWEEN = {"f": "/", "sSup": "^", "sSub": "_", "func": " ", "limLow": " ", "limUpp": " "}
-ENDS_OF = {"rad": ("√(", ")"), "d": ("(", ")"), "m": ("[", "]")}
+# Of Office Math: how the arguments of an element are written, and what stands between those of others.
+PATTERNS = {
+    "f": "{}/{}",
+    "sSup": "{}^{}",
+    "sSub": "{}_{}",
+    "sSubSup": "{}_{}^{}",
+    "sPre": "_{}^{} {}",
+    "func": "{} {}",
+    "limLow": "{} {}",
+    "limUpp": "{} {}",
+}
+SIGNS_OF_LIMITS = {"sub": "_", "sup": "^"}
+ROWS = {"m": "; ", "mr": ", ", "eqArr": "; "}
 
 
 def docx_sections(path: Path, notes: list[str]) -> list[tuple[str, str]]:
@@ -44,6 +60,9 @@ def docx_sections(path: Path, notes: list[str]) -> list[tuple[str, str]]:
         html = document.html()
         if document.left_out:
             notes.append(f"what is embedded was not read: {shortened(sorted(document.left_out))}")
+        if document.unread_fonts:
+            fonts = shortened(sorted(document.unread_fonts))
+            notes.append(f"signs of these fonts were replaced by {REPLACED}: {fonts}")
         return html_sections(html)
 
 
@@ -58,6 +77,7 @@ class _WordDocument:
                 root = archive_xml(archive, name)
                 self._parts[local_name(root)].append((name, root))
         self.left_out = {name for name in archive.namelist() if EMBEDDED.match(name)}
+        self.unread_fonts = set[str]()
         self._styles = {
             value(style, "styleId"): style
             for style in self._children("styles")
@@ -94,17 +114,29 @@ class _WordDocument:
     def _write(self, node: Element, out: list[str]) -> None:
         name = local_name(node)
         if name in LEFT_OUT:
+            if name == "del":  # with its notes
+                for each in node.iter():
+                    self._notes.pop((NOTES.get(local_name(each), ""), value(each, "id")), None)
             return
         if name == "t":
             out.append(escape(node.text or ""))
         elif name in AS_TEXT:
             out.append(AS_TEXT[name])
         elif name == "oMath":
-            out.append(escape(_formula(node)))
+            out.append(escape(office_formula(node)))
         elif name in NOTES and (note := self._notes.pop((NOTES[name], value(node, "id")), None)) is not None:
             inside: list[str] = []
             self._write(note, inside)
             out.append(f" ({' '.join(re.sub('<[^>]+>', ' ', ''.join(inside)).split())}) ")
+        elif name == "sym":
+            font, code = value(node, "font"), int(value(node, "char") or "0", 16)
+            sign = font_sign(font, code)
+            self.unread_fonts |= set() if sign else {font}
+            out.append(escape(sign or REPLACED))
+        elif name == "ddList":  # of a form: what is chosen in a list
+            entries = [value(each, "val") for each in node if local_name(each) == "listEntry"]
+            chosen = number(value(child(node, "result"), "val") or value(child(node, "default"), "val"), 0)
+            out.append(escape("".join(entries[chosen : chosen + 1])))
         elif name == "docPr":  # of a picture
             out.append(f" {escape(node.get('descr', ''))} ")
         elif name == "altChunk":
@@ -119,17 +151,25 @@ class _WordDocument:
                 _name_spans(node)
             out.append(f"<{tag}{node.get(SPANS, '')}>" if tag else "")
             out.append(f"{escape(label)} " if label else "")
-            for child in node:
-                self._write(child, out)
+            for part in node:
+                self._write(part, out)
             out.append(f"</{tag}>" if tag else "")
 
     def _tag(self, node: Element, name: str) -> tuple[str | None, str]:
         """The HTML element of an element, if it has one, and the number of a numbered paragraph."""
         properties = child(node, f"{name}Pr")
         if name == "r":
-            return MARKS.get(value(child(properties, "vertAlign"), "val")), ""
+            style = child(self._styles.get(value(child(properties, "rStyle"), "val")), "rPr")
+            found = next(
+                (f for each in (properties, style) if (f := child(each, "vertAlign")) is not None), None
+            )
+            return MARKS.get(value(found, "val")) if child(node, "t") is not None else None, ""
         if name != "p":
             return TAGS.get(name), ""
+        mark = child(properties, "rPr")
+        # Deleted or moved away: it is no paragraph, and has no number.
+        if child(mark, "del") is not None or child(mark, "moveFrom") is not None:
+            return "p", ""
         styles, ids = [properties], [value(child(properties, "pStyle"), "val")]
         while (style := self._styles.get(ids[-1])) is not None and len(ids) < 10:  # based on each other
             styles += [style, child(style, "pPr")]
@@ -182,13 +222,44 @@ def _name_spans(table: Element) -> None:
             column += width
 
 
-def _formula(element: Element) -> str:
+def font_sign(font: str, code: int) -> str:
+    """A character of a font whose letters are signs, or of any other font; "" if it is not known."""
+    from pypdf._codecs import charset_encoding
+
+    if font == "Symbol":
+        return charset_encoding["/Symbol"][code & 0xFF].strip("\0")
+    return SIGNS[font].get(code & 0xFF, "") if font in SIGNS else "" if 0xE000 <= code < 0xF900 else chr(code)
+
+
+def office_formula(element: Element) -> str:
     """Office Math as one line: `(a+b)/c`, `x^2`, `√(2)`."""
     name = local_name(element)
     if name == "t":
         return element.text or ""
-    parts = [text for child in element if not local_name(child).endswith("Pr") and (text := _formula(child))]
-    if name in BETWEEN and len(parts) > 1:
-        return BETWEEN[name].join(f"({part})" if re.search(r"[-+*/ ]", part) else part for part in parts)
-    before, after = ENDS_OF.get(name, ("", ""))
-    return before + "".join(parts) + after
+    found = [
+        (local_name(part), text)
+        for part in element
+        if not local_name(part).endswith("Pr")
+        if (text := office_formula(part))
+    ]
+    parts = [text for _, text in found]
+    terms = [f"({text})" if needs_brackets(text) else text for text in parts]
+    settings = child(element, f"{name}Pr")
+    if name in PATTERNS and len(terms) == PATTERNS[name].count("{}"):
+        return PATTERNS[name].format(*terms)
+    if name == "rad" and parts:  # other roots are powers
+        return f"√({parts[-1]})" if len(parts) < 2 else f"({parts[-1]})^(1/{terms[0]})"
+    if name == "nary":
+        sign = _setting(settings, "chr", "∫")
+        return sign + "".join(
+            SIGNS_OF_LIMITS.get(kind, " ") + term for (kind, _), term in zip(found, terms, strict=True)
+        )
+    if name == "d":
+        return f"{_setting(settings, 'begChr', '(')}{', '.join(parts)}{_setting(settings, 'endChr', ')')}"
+    text = ROWS.get(name, "").join(parts)
+    return f"[{text}]" if name == "m" else text
+
+
+def _setting(settings: Element | None, name: str, default: str) -> str:
+    found = child(settings, name)
+    return default if found is None else value(found, "val")

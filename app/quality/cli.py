@@ -25,11 +25,6 @@ bench_app.callback(help=ABOUT)(lambda: None)
 @command(bench_app, "quality")
 def quality(cli: Cli, source: QuestionSource, request: QualityRequest) -> None:
     """Compare each method's next-token distributions and answers with full prefill's, on the same prompts."""
-    show_quality(cli, source, request)
-
-
-def show_quality(cli: Cli, source: QuestionSource, request: QualityRequest) -> None:
-    """Measure, and print tables, or rows as JSON."""
     from ragblend.app.quality.runs import report_quality
     from ragblend.measuring.report import warnings
     from ragblend.measuring.result_tables import quality_tables

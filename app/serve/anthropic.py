@@ -249,7 +249,7 @@ def _choice(choice: Mapping[str, Any]) -> str | Json:
     kind = choice.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if kind not in CHOICES:
+    if not isinstance(kind, str) or kind not in CHOICES:
         raise UsageError(f"tool_choice.type is {kind!r:.40}; supported are {', '.join(CHOICES)} and tool")
     return CHOICES[kind]
 

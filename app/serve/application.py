@@ -20,6 +20,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragblend.app.serve import anthropic, chat, embed, library, ollama, rerank, responses
+from ragblend.app.serve.bodies import main_problem
 from ragblend.app.serve.errors import OPENAI, ApiError, Dialect, api_error, error_response, json_response
 from ragblend.app.serve.front import LimitedBody
 from ragblend.app.serve.keys import Authenticator, Client
@@ -135,29 +136,18 @@ class AccessMiddleware:
 async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     refused = partial(error_response, dialect=request.scope["dialect"])
-    problems = error.errors()
-    # Of a value that may have several types all are problems: the fault is in one whose type fits, or nearly.
-    alike = [each for each in problems if each["loc"][:2] == problems[0]["loc"][:2]]
-    worst = max(alike, key=lambda each: (not each["type"].endswith("_type"), len(each["loc"])))
+    worst, where = main_problem(error.errors(), ignored=1)
     code, cause = PROBLEMS.get(worst["type"], "invalid_value"), CAUSES.get(worst["type"], worst["msg"])
-    where = ".".join(str(part) for part in worst["loc"][1:] if not _is_type_name(part)) or None
     if worst["type"] == "json_invalid":
         return refused(ApiError(400, f"The body is not JSON: {worst['ctx']['error']}.", code))
-    if where is None and worst["type"].endswith("_type"):
+    if not where and worst["type"].endswith("_type"):
         media_type = request.headers.get("content-type", "missing")
         is_json = media_type.partition(";")[0].strip().endswith("json")
         said = (
             "a JSON object" if is_json else f"JSON: Content-Type is {media_type:.100}, not application/json"
         )
         return refused(ApiError(400, f"The body is not {said}.", "invalid_json"))
-    return refused(ApiError(400, f"{where}: {cause}" if where else cause, code, where))
-
-
-def _is_type_name(part: str | int) -> bool:
-    """Whether a part of an error's place is pydantic's name for one of a value's types."""
-    return isinstance(part, str) and (
-        not part.isidentifier() or part in ("str", "float", "int", "bool", "none")
-    )
+    return refused(ApiError(400, f"{where}: {cause}" if where else cause, code, where or None))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

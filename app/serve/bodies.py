@@ -26,7 +26,7 @@ ROLES = {"developer": "system", "function": "tool"} | {
 # Fields of a body that are passed to `Call.of`.
 CALL_OPTIONS = (
     *PER_CALL, "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice",
-    "parallel_tool_calls", "echo", "best_of",
+    "parallel_tool_calls",
 )  # fmt: skip
 # Fields that clients send back with a message, as an earlier answer of some server had them. No model here reads them.
 IGNORED_IN_MESSAGES = frozenset((
@@ -74,9 +74,26 @@ class Body(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise UsageError(f"{where}: {first['msg']} ({note})") from None
+            problem, where = main_problem(error.errors())
+            raise UsageError(f"{where}: {problem['msg']} ({note})") from None
+
+
+def main_problem(problems: Sequence[Any], ignored: int = 0) -> tuple[Any, str]:
+    """The problem of pydantic's to tell a client, and its field. ignored: parts of a place before the field.
+
+    Of a value that may have several types all are problems: the fault is in one whose type fits, or nearly.
+    """
+    field = problems[0]["loc"][: ignored + 1]
+    alike = [each for each in problems if each["loc"][: ignored + 1] == field]
+    worst = max(alike, key=lambda each: (not each["type"].endswith("_type"), len(each["loc"])))
+    return worst, ".".join(str(part) for part in worst["loc"][ignored:] if not _is_type_name(part))
+
+
+def _is_type_name(part: str | int) -> bool:
+    """Whether a part of an error's place is pydantic's name for one of a value's types."""
+    return isinstance(part, str) and (
+        not part.isidentifier() or part in ("str", "float", "int", "bool", "none")
+    )
 
 
 class OwnOptions(Body):
@@ -113,7 +130,8 @@ class Options(OwnOptions):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    # Accepted and ignored: they tell a hosted service who the user is, what it may keep, or how long to reason.
+    # Accepted and ignored: they tell a hosted service who the user is, what it may keep and how long to reason, or
+    # would only save time.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -122,7 +140,9 @@ class Options(OwnOptions):
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
+    reasoning: Any = None
     reasoning_effort: Any = None
+    prediction: Any = None
     stream_usage: Any = None
     # Accepted with the values that change nothing.
     best_of: Literal[1] | None = None
@@ -180,7 +200,6 @@ class ChatBody(Options):
     modalities: list[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
     audio: None = None
-    prediction: dict[str, Any] | None = None  # would only save time
     functions: None = None
     function_call: None = None
     web_search_options: None = None
@@ -224,8 +243,6 @@ class ResponsesBody(Options):
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     n: None = None
     max_tokens: None = None
-    # No model here reasons, and nothing is stored.
-    reasoning: Any = None
     previous_response_id: None = None
     conversation: None = None
     prompt: None = None
@@ -354,7 +371,8 @@ def _chat_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _check_results(messages: Sequence[MessageBody]) -> None:
-    """Raise UsageError for a tool's result without a call, and for a second one, which OpenAI's API refuses too.
+    """Raise UsageError for an id that is no text, for a tool's result without a call, and for a second result, which
+    OpenAI's API refuses too.
 
     Results of the older role `function` have no ids.
     """
@@ -362,7 +380,10 @@ def _check_results(messages: Sequence[MessageBody]) -> None:
     for number, message in enumerate(messages):
         called = message.tool_call_id
         if message.role == "assistant":
-            results |= {call.get("id"): None for call in message.tool_calls or ()}
+            ids = [call.get("id") for call in message.tool_calls or ()]
+            if not all(isinstance(each, str | None) for each in ids):
+                raise UsageError(f"messages[{number}].tool_calls has an id that is no text")
+            results |= dict.fromkeys(ids)
         elif message.role == "tool" and (called is None or called not in results):
             raise UsageError(
                 f"messages[{number}] has the role tool and must answer an earlier call of tool_calls; its tool_call_id "

@@ -16,7 +16,7 @@ from typing import Any
 
 from ragblend import __version__
 from ragblend.app.cli.common import CommandHost, Terminal, run_forwarded
-from ragblend.app.remote import NAME, Line
+from ragblend.app.remote import MOST_BYTES, NAME, Line
 from ragblend.app.services import AppServices
 from ragblend.app.system import is_same_user, limit_sending, listen_in
 from ragblend.kvstore.errors import RagBlendError
@@ -27,6 +27,7 @@ REQUEST_TIMEOUT_S = 10.0
 REQUEST_FIELDS = {"command", "arguments", "folder", "environment", "shown", "is_terminal"}
 ENDING_S = 30.0
 RETRY_S = 0.1  # after a connection that could not be accepted, for example for want of open files
+MOST_CHARACTERS = MOST_BYTES // 16  # of one line: JSON escapes a character in up to 12 bytes
 SEND_TIMEOUT_S = 60  # a terminal that reads nothing this long (suspended, say) would block writers: drop it
 
 
@@ -85,6 +86,8 @@ class CommandListener(Closing):
             line.wait(None)
             terminal = RemoteTerminal(line, request)
             self._running[terminal] = threading.current_thread()
+            if self._closing.is_set():  # `close` may have looked before this one was there
+                terminal.shut_down()
             threading.Thread(target=terminal.listen, daemon=True).start()
             try:
                 line.send(**self._run(request, terminal))
@@ -206,8 +209,8 @@ class _RemoteStream(io.TextIOBase):
         self._terminal, self._kind, self._is_terminal = terminal, kind, is_terminal
 
     def write(self, text: str) -> int:
-        if text:
-            self._terminal.send(self._kind, text)
+        for start in range(0, len(text), MOST_CHARACTERS):
+            self._terminal.send(self._kind, text[start : start + MOST_CHARACTERS])
         return len(text)
 
     def isatty(self) -> bool:

@@ -26,7 +26,7 @@ async def embed(request: Request, body: EmbeddingBody) -> Response:
         for number, vector in enumerate(vectors)
     ]
     usage = {"prompt_tokens": count, "total_tokens": count}
-    name = service_of(request).app.workspaces.first.embedder.name
+    name = service_of(request).embedder
     return json_response({"object": "list", "model": name, "data": data, "usage": usage})
 
 
@@ -34,8 +34,8 @@ async def embedded(request: Request, body: EmbeddingBody) -> tuple[list[Embeddin
     """A vector (E,) of each text, and the tokens of all. Raises ApiError for another model or length."""
     service, texts = service_of(request), [body.input] if isinstance(body.input, str) else body.input
     embedder = service.app.workspaces.first.embedder
-    if not is_named(body.model, embedder.name):
-        message = f"There is no model {body.model!r:.100}; the embedding model is {embedder.name!r}."
+    if not is_named(body.model, service.embedder, embedder.name):
+        message = f"There is no model {body.model!r:.100}; the embedding model is {service.embedder!r}."
         raise ApiError(404, message, "model_not_found", "model")
 
     def work(stopped: Cancel) -> tuple[list[Embeddings], int]:

@@ -83,7 +83,7 @@ class Keys:
     @property
     def is_used(self) -> bool:
         """Whether there is a key, or was one since the start: removing the last key must not open the server."""
-        self._is_used = self._is_used or bool(self._read())
+        self._read()
         return self._is_used
 
     @contextmanager
@@ -111,6 +111,7 @@ class Keys:
             raise SettingsError(
                 f"Reading the keys in {self.path}: {error}. Remove the file and make new keys."
             ) from error
+        self._is_used = self._is_used or bool(clients)  # also when a valid key is all that is looked up
         return {client.digest: client for client in clients}
 
 

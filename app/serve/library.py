@@ -88,7 +88,7 @@ async def _answer(
             if stopped.is_set():
                 turn.stop()
             for number, piece in enumerate(turn):
-                if number == 0:
+                if number == 0 and turn.is_by_model:
                     service.metrics.observe("ttft_seconds", time.monotonic() - arrived)
                 tell(piece)
         if time.monotonic() >= arrived + seconds:
@@ -103,7 +103,8 @@ async def _answer(
                     if isinstance(item, str):
                         yield {"object": "rag.answer.chunk", "delta": item}
                     else:
-                        service.count(item.report)
+                        if turns[0].is_by_model:
+                            service.count(item.report)
                         yield {"object": "rag.answer", **item.to_json(), "model": service.model}
         finally:
             timer.cancel()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from ragblend.app.remote import LOCK
 from ragblend.app.serve.commands import CommandListener
 from ragblend.app.serve.connections import BACKLOG, ConnectionLimits, GuardedProtocol
 from ragblend.app.serve.front import MIB, Address, Rules
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from ragblend.app.serve.service import Limits
 
 log = logging.getLogger("ragblend")
-LOCK = "ui-page.lock"  # of the home's owner, page or server; a second one would ingest the first one's files again
 GC_THRESHOLDS = (700, 10, 10)  # Python's own
 GRACE_S = 30  # for running requests when the server stops
 

@@ -46,7 +46,7 @@ def _lines(kind: str, values: Mapping[tuple[str, Labels], float]) -> list[str]:
     for (name, labels), value in sorted(values.items()):
         if name != last:
             lines.append(f"# TYPE ragblend_{name} {kind}")
-        shown = f"{value:g}" if value % 1 else f"{value:.0f}"
+        shown = f"{value}" if value % 1 else f"{value:.0f}"
         # Label values are names of ours, so nothing in them needs escaping.
         braced = "{" + ",".join(f'{label}="{text}"' for label, text in labels) + "}" if labels else ""
         lines.append(f"ragblend_{name}{braced} {shown}")
@@ -60,4 +60,4 @@ def _histogram(name: str, times: Sequence[float]) -> list[str]:
     reached = [int(count) for count in accumulate(counts)]
     bounds = zip((*map(str, BUCKETS_S), "+Inf"), reached, strict=True)
     lines = [f'{name}_bucket{{le="{bound}"}} {count}' for bound, count in bounds]
-    return [f"# TYPE {name} histogram", *lines, f"{name}_sum {total:g}", f"{name}_count {reached[-1]}"]
+    return [f"# TYPE {name} histogram", *lines, f"{name}_sum {total}", f"{name}_count {reached[-1]}"]

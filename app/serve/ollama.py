@@ -4,7 +4,6 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -34,7 +33,7 @@ from ragblend.app.serve.embed import embedded
 from ragblend.app.serve.errors import ApiError, Dialect, json_response
 from ragblend.app.serve.service import Service, client_of, service_of
 from ragblend.integrations.threads import in_thread
-from ragblend.kvstore.errors import UnsupportedModelError, UsageError
+from ragblend.kvstore.errors import UsageError
 
 router = APIRouter(prefix="/api")
 DIALECT = Dialect(lambda error: {"error": error.message}, has_lines=True)
@@ -214,6 +213,13 @@ class ShowBody(Body):
     options: Any = None
     verbose: Any = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, values: Any) -> Any:
+        """Older clients name the model in `name`."""
+        is_older = isinstance(values, dict) and values.get("name") and not values.get("model")
+        return values | {"model": values["name"]} if is_older else values
+
 
 @router.post("/chat", responses=LINES)
 async def ollama_chat(request: Request, body: OllamaChatBody) -> Response:
@@ -281,11 +287,10 @@ async def show(request: Request, body: ShowBody) -> Response:
     service.check_model(name)
 
     def described() -> Json:
-        engine, can = service.backend(client_of(request)).engine, ["completion"]
-        with suppress(UnsupportedModelError):
-            assert engine.call_format
-            can.append("tools")
-        info = {"general.architecture": "ragblend", "ragblend.context_length": engine.context_window}
+        backend = service.backend(client_of(request))
+        can = ["completion", "tools"] if backend.calls_tools else ["completion"]
+        window = backend.engine.context_window
+        info = {"general.architecture": "ragblend", "ragblend.context_length": window}
         return about | {"capabilities": can, "model_info": info}
 
     return json_response(await in_thread(described))

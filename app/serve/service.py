@@ -1,6 +1,7 @@
 """Shared by the server's routes: access to collections, admission, timeouts, and disconnected clients."""
 
 import asyncio
+import os
 import threading
 import time
 from collections import Counter
@@ -24,6 +25,7 @@ from ragblend.app.serve.sessions import SessionCache
 from ragblend.app.services import AppServices, ModelStartup
 from ragblend.app.settings import BUNDLED
 from ragblend.engine.config import Report
+from ragblend.engine.model.hub import is_hub_id
 from ragblend.engine.prompts.tokenizing import LONG_CHARACTERS
 from ragblend.engine.scheduling.queue import POLL_S, Cancel
 from ragblend.integrations.backend import Backend
@@ -98,24 +100,30 @@ class Service:
     def model(self) -> str:
         """The model's name for clients, never its path."""
         named = self.app.settings.model
-        return BUNDLED if named == "default" else Path(named).stem if Path(named).exists() else named
+        return BUNDLED if named == "default" else _without_folders(named)
+
+    @property
+    def embedder(self) -> str:
+        """The default collection's embedder's name for clients, never its path."""
+        return _without_folders(self.app.workspaces.first.embedder.name)
 
     @property
     def reranker(self) -> str:
         """The reranker's name for clients, never its path; "" without one."""
-        named = self.app.settings.reranker or ""
-        return Path(named).name if Path(named).is_absolute() else named
+        return _without_folders(self.app.settings.reranker or "")
 
     @property
     def models(self) -> tuple[str, ...]:
         """The models' names: of the one that answers, the embedder and the reranker."""
-        return tuple(filter(None, (self.model, self.app.workspaces.first.embedder.name, self.reranker)))
+        return tuple(filter(None, (self.model, self.embedder, self.reranker)))
 
     def shown(self, text: str) -> str:
         """The text without paths of this machine."""
         settings, text = self.app.settings, text.replace(self.home, "HOME")
-        for named, name in ((settings.model, self.model), (settings.reranker, self.reranker)):
-            text = text.replace(named, name) if named and Path(named).is_absolute() else text
+        embedders = [each.model for each in self.app.workspaces.embedders]  # of other collections, too
+        for named in filter(None, (settings.model, settings.reranker, settings.embedder, *embedders)):
+            path = os.path.expanduser(named)
+            text = text.replace(path, _without_folders(named)) if os.path.isabs(path) else text
         return text
 
     def check_model(self, name: str) -> str:
@@ -202,6 +210,14 @@ class Service:
 def is_named(name: str, *known: str | None) -> bool:
     """Whether a client means the model of these names: case does not count, nor an empty name."""
     return name.lower() in ("", *(each.lower() for each in known if each))
+
+
+def _without_folders(model: str) -> str:
+    """A model's name without its path, and a file's without `.gguf`."""
+    path = Path(model)
+    if is_hub_id(model):
+        return model
+    return path.stem if path.suffix.lower() == ".gguf" else path.name
 
 
 def service_of(request: Request) -> Service:

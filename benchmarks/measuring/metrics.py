@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _SEPARATORS = str.maketrans(",;/", "   ")
+_IN_NUMBER = re.compile(r"(?<=\d)[.:](?=\d)")  # without it 4.5 would be 45
 # 1,931 is one number, and 1234567,7654321 are two.
 _THOUSANDS = re.compile(r"(?<![\d,])\d{1,3}(?:,\d{3})+(?!\d)")
 
@@ -49,7 +50,7 @@ def found(answer: str, required: Sequence[str]) -> float | None:
 def _split_lists(text: str) -> str:
     """Normalise a text; separators of list items separate words, with or without a space behind them."""
     joined = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
-    return normalise(joined.translate(_SEPARATORS))
+    return normalise(_IN_NUMBER.sub("·", joined).translate(_SEPARATORS))
 
 
 def f1(answer: str, gold: Sequence[str]) -> float:
@@ -111,17 +112,22 @@ def right_figures(question: Question, answer: str) -> tuple[str, ...]:
 
 
 def has_other_figure(answer: str, question: Question, figures: Sequence[str]) -> bool:
-    """Whether the answer has a figure that occurs in the passages but is none of the right ones."""
+    """Whether the answer has a figure that only passages without any of the right ones have."""
     others = [each for each in figures_in(answer) if not any(contains(figure, each) for figure in figures)]
-    given = "\n".join(question.passages)
-    return any(contains(given, each) and not contains(question.text, each) for each in others)
+    right = [text for text in question.passages if any(contains(text, figure) for figure in figures)]
+    wrong = "\n".join(text for text in question.passages if text not in right)
+    known = "\n".join((question.text, *right))
+    return any(contains(wrong, each) and not contains(known, each) for each in others)
 
 
 def figure_positions(pieces: Sequence[str], figures: Sequence[str]) -> list[int]:
     """Positions of an answer's tokens that belong to its figures. pieces: the text of each token."""
     folded = [piece.casefold() for piece in pieces]  # casefold can change the length, so piece by piece
     ends, found = list(accumulate(map(len, folded))), set[int]()
-    for figure in figures:
+    text = "".join(pieces)
+    # As the answer spells them: 18642 for 18,642.
+    spelled = [each for figure in figures for each in figures_in(text) if contains(figure, each)]
+    for figure in (*figures, *spelled):
         place = re.search(rf"(?<!\w){re.escape(figure.casefold())}(?!\w)", "".join(folded))
         if place is not None:
             found.update(range(bisect_right(ends, place.start()), bisect_left(ends, place.end()) + 1))

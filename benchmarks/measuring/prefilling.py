@@ -4,7 +4,7 @@ import os
 import platform
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -21,17 +21,24 @@ if TYPE_CHECKING:
     from ragblend.kvstore.keys import ChunkKey
 
 
+SETTLING_ANSWERS = 5  # a measurement on a busy machine may have to be repeated
+
+
 class BenchError(RagBlendError):
     """The run would measure something other than what was asked for."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A prefilled prompt, the engine's report, and the milliseconds to its first token by the bench's own clock."""
+    """A prefilled prompt, the engine's report, and the milliseconds to its first token by the bench's own clock.
+
+    is_compared: the records of an earlier prompt, which this one continues, have that time.
+    """
 
     prefilled: "Prefilled"
     report: "Report"
     ttft_ms: float
+    is_compared: bool = field(default=False, kw_only=True)
 
 
 @contextmanager
@@ -165,15 +172,38 @@ def environment(engine: "Engine") -> dict[str, Any]:
 
 
 def computed_by(settings: dict[str, Any]) -> str:
-    """A digest of everything that a run's numbers depend on: settings, processor, threads, torch and source code."""
+    """A digest of everything that a run's numbers depend on: settings, device, threads, libraries and source code."""
     import torch
+    import transformers
 
     import ragblend.engine
     import ragblend.kvstore
+    import ragblend.measuring
 
-    code = tuple(Path(package.__path__[0]) for package in (ragblend.engine, ragblend.kvstore))
-    where = {"cpu": cpu_name(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    return run_digest(settings | where, code)
+    packages = (ragblend.engine, ragblend.kvstore, ragblend.measuring)
+    where = {
+        "cpu": cpu_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    return run_digest(settings | where, tuple(Path(package.__path__[0]) for package in packages))
+
+
+def settled_decoding(engine: "Engine") -> str:
+    """The name of the decode implementation, which stays the same from here on.
+
+    Else a run's first answers come from another one than its last, and measuring it takes time from what is timed.
+    """
+    choice = engine.runtime.choice
+    for _ in range(SETTLING_ANSWERS):
+        if not choice.needs_measurement:
+            break
+        engine.generate(prompt_of(engine, [], "Count to ten."), max_new_tokens=2)
+        engine.finish_background()
+    choice.needs_measurement = False
+    return type(choice.current).__name__
 
 
 def cpu_name() -> str:

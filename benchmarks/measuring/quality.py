@@ -8,7 +8,7 @@ There is one record per (question, method, ratio), saved as soon as it is measur
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from ragblend.measuring.prefilling import (
     continued,
     model_digest,
     prompt_of,
+    settled_decoding,
     stored,
     timed_prefill,
 )
@@ -89,7 +90,7 @@ def run(
                 if until():
                     return left
                 if left == len(work) and warm:
-                    warm_up(engine, prompt, todo)
+                    warm_up(engine, prompt, [variant for _, todo, _ in work for variant in todo])
                 reference = before = full_outcome(engine, prompt, max_new_tokens, before)
                 left -= 1
                 is_right = bool(metrics.right_figures(question, reference.answer.text))
@@ -99,6 +100,8 @@ def run(
                     journal.add(measure_method(variant, engine, question, prompt, reference, max_new_tokens))
                     done += 1
                     progress(done, total)
+                if todo != [Variant("full")]:  # each time of full prefill is compared with once
+                    before = replace(reference, is_compared=True)
     return 0
 
 
@@ -166,6 +169,7 @@ def open_journal(engine: "Engine", folder: Path, fresh: bool, kv_codec: str, max
         "model": model_digest(engine),
         "device": engine.device,
         "kv_codec": kv_codec,
+        "decoding": settled_decoding(engine),
         "max_new_tokens": max_new_tokens,
         "instruction": INSTRUCTION,
     }
@@ -204,7 +208,7 @@ def full_outcome(
     """The reference: full prefill, its greedy answer, and its logits along that answer.
 
     before: the previous question's prefill, which is overwritten. If it has the same passages in the same order, their
-    KV is taken from it, since it depends on nothing after them; the time to first token is then the previous one's.
+    KV is taken from it, since it depends on nothing after them, and so is the time to first token.
     """
     timed = continued(engine, before, prompt) or timed_prefill(engine, prompt, Variant("full"))
     answer = engine.decode(timed.prefilled, max_new_tokens=max_new_tokens, temperature=0.0)
@@ -212,7 +216,9 @@ def full_outcome(
 
 
 def _outcome(timed: Timed, answer: "Result", logits: "Tensor") -> Outcome:
-    return Outcome(timed.prefilled, timed.report, timed.ttft_ms, answer, logits)
+    return Outcome(
+        timed.prefilled, timed.report, timed.ttft_ms, answer, logits, is_compared=timed.is_compared
+    )
 
 
 def outcome_of(
@@ -253,8 +259,8 @@ def record_of(
         read_again=outcome.answer.report.read_again_at is not None,
         rouge_l_to_full=metrics.rouge_l(text, [reference.answer.text]),
         recomputed_fraction=outcome.report.recomputed_fraction,
-        ttft_ms=outcome.ttft_ms,
-        full_ttft_ms=reference.ttft_ms,
+        ttft_ms=None if outcome.is_compared else outcome.ttft_ms,
+        full_ttft_ms=None if reference.is_compared else reference.ttft_ms,
         prompt_tokens=outcome.report.tokens.prompt,
         generated_tokens=outcome.answer.report.tokens.generated,
         select_ms=outcome.report.timings.select_ms,

@@ -24,7 +24,11 @@ Key = tuple[str, str, float | None]
 
 @dataclass(frozen=True)
 class Record:
-    """One method on one question. kl in nats; times in ms; `full_ttft_ms` from the same run."""
+    """One method on one question. kl in nats; times in ms.
+
+    full_ttft_ms: full prefill's, from the same run; None, as `ttft_ms` of `full`, where the question before has the
+    same passages and was compared with the time of their full prefill, which is not repeated.
+    """
 
     question: str
     method: str
@@ -36,8 +40,8 @@ class Record:
     f1: float
     rouge_l: float
     recomputed_fraction: float
-    ttft_ms: float
-    full_ttft_ms: float
+    ttft_ms: float | None
+    full_ttft_ms: float | None
     prompt_tokens: int
     answer: str
     generated_tokens: int | None = None
@@ -47,7 +51,7 @@ class Record:
     probe_rows: int | None = None
     computed_fraction: float | None = None
     # About figures that full prefill's answer has right; None if there are none. figures_other: they are lost, and the
-    # answer has another figure from the passages; figure_kl: KL at the figures' tokens.
+    # answer has a figure of a passage without them; figure_kl: KL at the figures' tokens.
     figures_kept: bool | None = None
     figures_other: bool | None = None
     figure_kl: float | None = None

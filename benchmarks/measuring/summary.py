@@ -98,8 +98,10 @@ def _row(variant: Variant, records: list[Record], reuse: list[Record] | None, se
         row |= _mean_and_interval(name, records, seed)
     row |= _recovery(records, reuse, seed) | _exact(records, seed) | _figures(records, seed)
     # Medians, so that one outlier does not count; the speed-up is paired, as prompts differ in length.
-    row["ttft_ms"] = median(record.ttft_ms for record in records)
-    row["speedup"] = median(record.full_ttft_ms / record.ttft_ms for record in records)
+    timed = [(each.ttft_ms, each.full_ttft_ms) for each in records if each.ttft_ms and each.full_ttft_ms]
+    row["ttft_n"] = len(timed)
+    row["ttft_ms"] = median(own for own, _ in timed) if timed else None
+    row["speedup"] = median(full / own for own, full in timed) if timed else None
     for name in ("recomputed_fraction", "gold_match", *COUNTS, *COSTS):
         row[name] = _mean(name, records)
     return row

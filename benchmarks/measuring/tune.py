@@ -116,10 +116,11 @@ def find_best(
             f"Tuning: there are {len(questions)} questions; {FEWEST_QUESTIONS} are the fewest to choose by. Give more."
         )
     begun = clock()
-    left, asked = list(variants), list[Question]()
+    left, asked, is_warm = list(variants), list[Question](), False
     dropped: dict[Variant, Row] = {}
     while len(asked) < len(questions):
         batch = questions[len(asked) : len(asked) + ROUND_QUESTIONS]
+        before = len(journal.records)
         unmeasured = quality.run(
             engine,
             batch,
@@ -129,8 +130,9 @@ def find_best(
             seed=seed,
             progress=lambda *_: progress(round(min(clock() - begun, seconds)), round(seconds)),
             until=lambda: clock() - begun >= seconds,
-            warm=not asked,
+            warm=not is_warm,
         )
+        is_warm = is_warm or len(journal.records) > before  # a resumed run has the first ones already
         keys = [(each.method, each.ratio) for each in left]  # the numbers are paired: of all, or of none
         asked += [each for each in batch if all((each.digest, *key) in journal for key in keys)]
         if unmeasured:

@@ -24,6 +24,7 @@ _DATE = f"([0-9]{{4}}-(0[13-9]-..|1[0-2]-..|02-[01].|02-2[0-8])|{_LEAP_YEAR}-02-
 _TIME = r"[^.]{5}:[0-5][0-9](\.[0-9]{1,6})?[^0-9.][^.]*"
 _PATTERNS = {"byte": _BASE64, "date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}.{_TIME}$"}
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_COMBINING = ("allOf", "anyOf", "oneOf")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def json_rule(
     name: of the schema, for messages. Raises UsageError.
     """
     try:
-        strict = _strict(schema, ignored)
+        strict = _strict(schema, ignored, _part_references(schema))
         if not isinstance(strict, dict):
             raise TypeError("true and false are schemas only inside others")
         text = json.dumps(strict | {"x-guidance": _JSON_FORMAT})
@@ -83,10 +84,25 @@ def _compile_error(text: str) -> str:
     return load_llguidance().LLMatcher.validate_grammar(text) or ""
 
 
-def _strict(schema: Any, ignored: Container[str], is_part: bool = False) -> Any:
+def _part_references(schema: Any) -> set[str]:
+    """The references by which definitions are parts of an object, whose other parts may name more properties."""
+    if isinstance(schema, list):
+        return {found for part in schema for found in _part_references(part)}
+    if not isinstance(schema, Mapping):
+        return set()
+    keys = _COMBINING if "properties" in schema else ("allOf",)
+    parts = [part for key in keys if isinstance(schema.get(key), list) for part in schema[key]]
+    named = {
+        part["$ref"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("$ref"), str)
+    }
+    return named.union(*map(_part_references, schema.values()))
+
+
+def _strict(schema: Any, ignored: Container[str], references: Container[str], is_part: bool = False) -> Any:
     """The schema without ignored keywords, its objects with only the properties that they name.
 
-    is_part: it is part of an `allOf`, whose other parts may name more properties.
+    references: `_part_references` of the whole schema. is_part: it is part of an object whose other parts may name more
+    properties.
     """
     if not isinstance(schema, Mapping):
         if isinstance(schema, bool):
@@ -103,25 +119,43 @@ def _strict(schema: Any, ignored: Container[str], is_part: bool = False) -> Any:
         if result.get("type") != "integer" and _is_whole(result.get(bound)):
             # llguidance allows an excluded whole number if the other bound is less than one away (0 to 0.5).
             result[bound] += inwards * max(1e-9, 1e-12 * abs(result[bound]))
-    _change_subschemas(result, lambda part, key: _strict(part, ignored, key == "allOf"))
-    if not is_part and "properties" in result and "allOf" not in result and "patternProperties" not in result:
+    parts = ("allOf", *(_COMBINING if is_part or "properties" in result else ()))
+
+    def strict(part: Any, key: str, name: str) -> Any:
+        return _strict(part, ignored, references, key in parts or f"#/{key}/{name}" in references)
+
+    _change_subschemas(result, strict)
+    if not is_part and "properties" in result and _names_all_properties(result):
         result = {"type": "object", "additionalProperties": False} | result
     return result
+
+
+def _names_all_properties(schema: Mapping[str, Any]) -> bool:
+    """Whether no part of the object can name a property that it does not."""
+    parts = [part for key in _COMBINING for part in schema.get(key, ())]
+    return "patternProperties" not in schema and not any(
+        part.keys() & {"$ref", *_COMBINING} or set(part.get("properties", ())) - set(schema["properties"])
+        for part in parts
+        if isinstance(part, Mapping)
+    )
 
 
 def _is_whole(bound: Any) -> bool:
     return isinstance(bound, int | float) and not isinstance(bound, bool) and float(bound).is_integer()
 
 
-def _change_subschemas(schema: dict[str, Any], change: Callable[[Any, str], Any]) -> None:
-    """Change the schemas inside a schema, but not values that look like schemas (`enum`, `default`)."""
+def _change_subschemas(schema: dict[str, Any], change: Callable[[Any, str, str], Any]) -> None:
+    """Change the schemas inside a schema, but not values that look like schemas (`enum`, `default`).
+
+    change(subschema, key, name): under which key it stands, and under which name there.
+    """
     for key, value in schema.items():
         if key in _SCHEMA_MAPS and isinstance(value, Mapping):
-            schema[key] = {name: change(part, key) for name, part in value.items()}
-        elif key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
-            schema[key] = [change(part, key) for part in value]
+            schema[key] = {name: change(part, key, name) for name, part in value.items()}
+        elif key in (*_COMBINING, "prefixItems") and isinstance(value, list):
+            schema[key] = [change(part, key, "") for part in value]
         elif key in ("items", "additionalProperties", "additionalItems") and isinstance(value, Mapping):
-            schema[key] = change(value, key)
+            schema[key] = change(value, key, "")
 
 
 def load_llguidance() -> Any:

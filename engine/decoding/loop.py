@@ -20,7 +20,6 @@ from ragblend.engine.decoding.text import TextStream, decode_text
 from ragblend.engine.decoding.uncertainty import UncertaintyCheck, View, likely_tokens
 from ragblend.engine.model.attention import ROOM_STEP
 from ragblend.engine.model.decoder import constant_rope_tokens
-from ragblend.engine.model.load import end_ids
 from ragblend.engine.prompts.figures import figures_in, unsupported_figures
 from ragblend.engine.prompts.segments import Prompt
 from ragblend.engine.results import OnText, Prefilled, Result
@@ -128,7 +127,7 @@ class _Answer:
         report, prompt = self._clock.report(self.prefilled.report, len(ids)), self.prefilled.prompt
         text = decode_text(self.tokenizer, ids, self.options.stop, self.options.one_sentence)
         unsupported = figures_not_in_prompt(text, prompt, self.tokenizer)
-        ended = ids[-1] in end_ids(self.model)
+        ended = ids[-1] in self.runtime.end_ids
         logprobs = None if self._recorder is None else tuple(self._recorder.tokens[: len(ids) - ended])
         report = replace(report, unsupported_figures=unsupported, **reported)
         return Result(text, tuple(ids), report, prompt, self._is_whole(ids, ended), logprobs)
@@ -153,7 +152,7 @@ def _decode_fused(answer: _Answer) -> tuple[list[int], int | None]:
     """
     runtime, prefilled, turn, processors = answer.runtime, answer.prefilled, answer.turn, answer.processors
     max_new_tokens = answer.options.max_new_tokens
-    prompt, cache, ends = prefilled.prompt.token_ids, prefilled.cache, set(end_ids(answer.model))
+    prompt, cache, ends = prefilled.prompt.token_ids, prefilled.cache, set(runtime.end_ids)
     rope_limit = constant_rope_tokens(runtime.model_config)
     sequence = torch.tensor([[*prompt, *[0] * max_new_tokens]], device=prefilled.logits.device)
     ids, implementation = list[int](), None
@@ -250,7 +249,7 @@ def _decode_by_transformers(answer: _Answer) -> list[int]:
             streamer=_Streamer(answer.add),
             stopping_criteria=StoppingCriteriaList([stops]),
             logits_processor=answer.processors,
-            **_generate_arguments(model, answer.tokenizer, answer.options.max_new_tokens),
+            **_generate_arguments(answer.runtime, answer.options.max_new_tokens),
         )
     return [int(i) for i in out[0, ids.shape[1] :]]
 
@@ -286,13 +285,12 @@ def continue_logits(runtime: Runtime, prefilled: Prefilled, token_ids: Sequence[
     return torch.cat(rows)
 
 
-def _generate_arguments(model: Any, tokenizer: Any, max_new_tokens: int) -> dict[str, Any]:
+def _generate_arguments(runtime: Runtime, max_new_tokens: int) -> dict[str, Any]:
     # A checkpoint's generation config may set the Nones, which greedy search would warn about.
     unused = dict.fromkeys(("temperature", "top_p", "top_k"))
-    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, *end_ids(model), 0)
-    pad_id = next(int(found) for found in known if found is not None)
-    lengths = {"max_new_tokens": max_new_tokens, "pad_token_id": pad_id}
-    return {"do_sample": False, "repetition_penalty": 1.0, **unused, **lengths}
+    pad_id, ends = runtime.tokenizing.tokenizer.pad_token_id, runtime.end_ids
+    ids = {"eos_token_id": ends or None, "pad_token_id": [*ends, 0][0] if pad_id is None else pad_id}
+    return {"do_sample": False, "repetition_penalty": 1.0, **unused, **ids, "max_new_tokens": max_new_tokens}
 
 
 class _Streamer:

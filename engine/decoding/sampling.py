@@ -10,6 +10,8 @@ from ragblend.engine.decoding.constrained import Constraint
 from ragblend.engine.results import TokenLogprob
 from ragblend.kvstore.errors import UsageError
 
+GREEDY_TEMPERATURE = 1e-5  # at most this is greedy: scores that are divided by less overflow
+
 
 class GumbelNoise:
     """The last logits processor: noise that turns the highest score into a draw from the scores' softmax.
@@ -99,7 +101,7 @@ def logits_processors(
         processors.append(SequenceBiasLogitsProcessor(biases))
     if constraint is not None:
         processors.append(constraint.mask)
-    if options.temperature > 0:
+    if options.temperature > GREEDY_TEMPERATURE:
         processors.append(TemperatureLogitsWarper(float(options.temperature)))
         if options.min_p > 0:
             processors.append(MinPLogitsWarper(float(options.min_p)))

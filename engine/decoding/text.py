@@ -30,6 +30,7 @@ SENTENCE_END = re.compile(
 _MAY_CITE = re.compile(r"[ \t]*(\[[\d\s,;]*)?")  # after a sentence: may be the beginning of a citation
 _BRACKET = re.compile(rf"(?<=[.!?…{FULL_STOPS}])[{QUOTES}]*\[\Z")
 _UNFINISHED = "�"  # a tokenizer's output for part of a character
+DECODED_AGAIN = 32  # last ids, more than can change how one another are written
 
 
 class TextStream:
@@ -38,6 +39,8 @@ class TextStream:
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), one_sentence: bool = False) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(s for s in stop if s)
         self._one_sentence = one_sentence
+        # The text is `_head`, and that of the ids without its first `_cut` characters.
+        self._head, self._cut = "", 0
         self._ids: list[int] = []
         self._given = 0
         self.stopped = False
@@ -45,6 +48,8 @@ class TextStream:
     def feed(self, token_id: int) -> str:
         """The new text that is final with this token; often empty."""
         self._ids.append(token_id)
+        if len(self._ids) % (2 * DECODED_AGAIN) == 0:
+            self._drop_ids()
         return self._advance(final=False)
 
     def finish(self) -> str:
@@ -52,10 +57,27 @@ class TextStream:
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
-        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        text = self._text
         end = self._end_of(text, final)
         piece, self._given = text[self._given : end], max(self._given, end)
         return piece
+
+    @property
+    def _text(self) -> str:
+        return self._head + self._decoded(self._ids)[self._cut :]
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _drop_ids(self) -> None:
+        """Keep the last ids and one before them, without which a word could lose its blank, if they give the same
+        text. All of them would be decoded for each token: ten seconds of an answer of 8,000.
+        """
+        kept, text = self._ids[-DECODED_AGAIN - 1 :], self._text
+        cut = len(self._decoded(kept[:1]))
+        end = self._decoded(kept)[cut:]
+        if text.endswith(end):
+            self._head, self._cut, self._ids = text[: len(text) - len(end)], cut, kept
 
     def _end_of(self, text: str, final: bool) -> int:
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]

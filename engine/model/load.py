@@ -130,9 +130,3 @@ def fingerprint(folder: Path, ledger: Path, config: Any, dtype: str) -> ModelFin
     weights, tokenizer = weights_digest(folder, ledger), tokenizer_digest(folder, ledger)
     rope = json.dumps(rope_parameters(config), sort_keys=True, default=str)
     return ModelFingerprint(weights, tokenizer, kv_geometry(config, dtype), rope)
-
-
-def end_ids(model: Any) -> list[int]:
-    """Ids of the tokens that end an answer."""
-    found = model.generation_config.eos_token_id
-    return found if isinstance(found, list) else [found]

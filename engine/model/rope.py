@@ -37,21 +37,13 @@ def move_keys(keys: Tensor, delta_tokens: int | Tensor, rope: Rope) -> Tensor:
     dtype; a delta of 0 returns the same bits. YaRN's attention scaling is in the keys already and is not applied again.
     """
     moved = keys.clone()
-    move_keys_(moved, delta_tokens, rope)
-    return moved
-
-
-def move_keys_(keys: Tensor, delta_tokens: int | Tensor, rope: Rope) -> None:
-    """`move_keys` in place."""
-    if rope.layout == UNROTATED:
-        return
-    if isinstance(delta_tokens, int):
-        if delta_tokens == 0:
-            return
-    else:
-        # cos(0) = 1 and sin(0) = 0 exactly, so rows with delta 0 are unchanged (except -0.0, which compares equal).
+    if isinstance(delta_tokens, Tensor):
         assert delta_tokens.numel() == keys.shape[-2], "one delta for each token"
-    rotate_(keys, *angles(delta_tokens, rope.inv_freq), rope)
+    elif delta_tokens == 0:
+        return moved
+    # cos(0) = 1 and sin(0) = 0 exactly, so rows with delta 0 are unchanged (except -0.0, which compares equal).
+    rotate_(moved, *angles(delta_tokens, rope.inv_freq), rope)
+    return moved
 
 
 def angles(delta_tokens: int | Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:

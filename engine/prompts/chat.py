@@ -11,13 +11,24 @@ from ragblend.engine.prompts.segments import Literal, Message, Prompt, Segment
 from ragblend.kvstore.errors import PromptError
 
 _TURN_GAP = "\n\n"
+# Hides the function by which templates write today's date. transformers cuts the newline, so nothing else changes.
+_FIXED_DATE = (
+    "{% macro strftime_now(format) %}{{ format.replace('%d', '01').replace('%m', '01').replace('%b', 'Jan')"
+    ".replace('%B', 'January').replace('%Y', '2026') }}{% endmacro %}\n"
+)
 
 
-def chat(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
+def chat(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+    has_fixed_date: bool = False,
+) -> Prompt:
     """The messages in the tokenizer's chat template, up to the beginning of the assistant's answer.
 
-    tools: passed to the template (`tools.call_format` checks that it uses them). Only the template's own control tokens
-    count: control tokens in messages, tools and calls are text. If the template refuses the roles (Gemma's and
+    tools: passed to the template (`tools.call_format` checks that it uses them). has_fixed_date: the template writes
+    1 January 2026 for today. Only the template's own control tokens count: control tokens in messages, tools and calls
+    are text. If the template refuses the roles (Gemma's and
     Mistral's have no system role and want roles to alternate), messages without tool calls are merged to alternating
     roles. Without a template (a base model) the prompt is plain text with questions and answers. Raises PromptError if
     the template refuses that too.
@@ -34,7 +45,7 @@ def chat(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[st
     forms = (list,) if any(m.calls or m.role == "tool" for m in messages) else (list, alternating_roles)
     for form in forms:
         try:
-            return Prompt(merge_literals(_templated(tokenizer, form(messages), tools)))
+            return Prompt(merge_literals(_templated(tokenizer, form(messages), tools, has_fixed_date)))
         except Exception as error:  # templates may raise anything
             failed = error
     roles = ", ".join(message.role for message in messages)
@@ -76,17 +87,19 @@ def _verbatim(segment: Segment) -> Segment:
 
 
 def _templated(
-    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], has_fixed_date: bool
 ) -> list[Segment]:
     """Renders the template with placeholders, so that no content can act as part of the template."""
     marks = [f"\x00message {number}\x00" for number in range(len(messages))]
     escapes = _ControlTokenEscapes(tokenizer)
     turns = [_template_message(m, mark, escapes) for m, mark in zip(messages, marks, strict=True)]
     escaped_tools = [escapes.escape(tool) for tool in tools] or None
+    dated = _FIXED_DATE + tokenizer.get_chat_template(tools=escaped_tools) if has_fixed_date else None
     rest = str(
         tokenizer.apply_chat_template(
             turns,
             tools=escaped_tools,
+            chat_template=dated,  # None: its own
             tokenize=False,
             add_generation_prompt=True,
             enable_thinking=False,  # of templates that know it: the answer is to come at once

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragblend.engine.prompts.chat import chat
 from ragblend.engine.prompts.segments import Chunk, Literal, Message, Prompt, Segment, with_ids
+from ragblend.engine.prompts.tools import rendered_answer
 from ragblend.kvstore.errors import PromptError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ OPENING = "Passages:\n\n"
 # Not "Question: ...": small models then continue with questions of their own after the answer.
 CLOSING = "\n\nUsing only the passages above, answer in one or two short sentences: "
 SEPARATOR = "\n\n"
+_ANSWER = "ragblend_answer"
 MAX_TOKEN_CHARACTERS = 128  # no model has longer tokens
 LONG_CHARACTERS = 1 << 18  # longer texts take seconds and a hundred times their memory
 
@@ -112,9 +114,20 @@ class PromptTokenizer:
         return chat(self.tokenizer, [*messages, Message("user", tuple(_asked(passages, question)))])
 
     def prefix_ids(self) -> tuple[int, ...]:
-        """Ids of `chat_prompt` before the first passage: the canonical encoding prefix."""
-        prompt = self.chat_prompt(None, [Chunk(token_ids=())], "", [])
+        """Ids of `chat_prompt` before the first passage, with a fixed date: the canonical encoding prefix.
+
+        It is part of every chunk's key: with today's date, all stored KV would be unreachable after midnight.
+        """
+        asked = Message("user", tuple(_asked([Chunk(token_ids=())], "")))
+        prompt = chat(self.tokenizer, [Message("system", (Literal(SYSTEM),)), asked], has_fixed_date=True)
         return self.prompt(prompt, {}).prefix_ids
+
+    def end_ids(self) -> list[int | None]:
+        """Ids of the tokenizer's end token, if it has one, and of the one that the chat template writes after an
+        answer.
+        """
+        _, _, after = rendered_answer(self.tokenizer, words=_ANSWER).partition(_ANSWER)
+        return [self.tokenizer.eos_token_id, *self.controls(after)[:1]]
 
 
 def _asked(passages: list[Chunk], question: str) -> list[Segment]:

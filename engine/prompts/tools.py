@@ -41,6 +41,11 @@ class CallFormat:
     def is_tagged(self) -> bool:
         return len(self.trigger.strip()) > 1
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of the arguments in a call without tags: Qwen2.5's `arguments`, and the format's own."""
+        return tuple(dict.fromkeys(["arguments", *re.findall(r'"(\w+)"\s*:\s*$', self.middle)]))
+
 
 @dataclass(frozen=True)
 class ParsedAnswer:
@@ -55,14 +60,14 @@ class ParsedAnswer:
 def call_format(tokenizer: Any, model: str) -> CallFormat:
     """The format that the chat template uses. Raises UnsupportedModelError, with the reason, if it has no tools."""
     tool = {"type": "function", "function": {"name": _FIRST, "description": "", "parameters": {}}}
-    if tokenizer.chat_template is None or _FIRST not in _rendered(tokenizer, [], [tool]):
+    if tokenizer.chat_template is None or _FIRST not in rendered_answer(tokenizer, [tool]):
         raise UnsupportedModelError(
             f"{model} calls no tools: its chat template has no place for them; take a model that was trained to call "
             "tools (Qwen2.5-Instruct, say), or ask for JSON by a schema, which every model can be held to"
         )
-    two = _rendered(tokenizer, [_FIRST, _SECOND], [tool])
-    one = _rendered(tokenizer, [_FIRST], [tool])
-    before, _, after = _rendered(tokenizer, [], [tool], words=_SECOND).partition(_SECOND)
+    two = rendered_answer(tokenizer, [tool], [_FIRST, _SECOND])
+    one = rendered_answer(tokenizer, [tool], [_FIRST])
+    before, _, after = rendered_answer(tokenizer, [tool], words=_SECOND).partition(_SECOND)
     answer = (two if _SECOND in two else one).removeprefix(before).removesuffix(after)
     found = _read_format(answer)
     if found is None:
@@ -79,8 +84,12 @@ def call_format(tokenizer: Any, model: str) -> CallFormat:
     return CallFormat(*found, added)
 
 
-def _rendered(tokenizer: Any, names: Sequence[str], tools: list[Tool], words: str = "") -> str:
-    """A conversation in which an assistant calls these tools, or says `words`; empty if the template refuses."""
+def rendered_answer(
+    tokenizer: Any, tools: list[Tool] | None = None, names: Sequence[str] = (), words: str = ""
+) -> str:
+    """A conversation in which an assistant calls the tools of these names, or says `words`; empty if the template
+    refuses, or there is none.
+    """
     calls = [
         {"type": "function", "id": f"call{n:05}", "function": {"name": name, "arguments": {_KEY: 1}}}
         for n, name in enumerate(names)
@@ -156,8 +165,9 @@ def tools_grammar(
     elif answer != "TEXT":
         rules.append(f"start: {begin} rest | {answer}")
     else:
-        bare = [f"/{_bare_begin(name)}/ {_arguments(name, each)}" for name, each in functions.items()]
-        rules += [f"bare: ({' | '.join(bare)}) /{_BARE_END}/", f"BEGUN: /{_bare_begin(*functions)}(.|\\n)*/"]
+        bare = [f"/{_bare_begin(form, name)}/ {_arguments(name, each)}" for name, each in functions.items()]
+        rules += [f"bare: ({' | '.join(bare)}) /{_BARE_END}/"]
+        rules += [f"BEGUN: /{_bare_begin(form, *functions)}(.|\\n)*/"]
         if tag in form.tokens:  # ordinary tokens could write it too, and it would be read as a call
             rules += [f"start: WORDS | bare | WORDS {begin} rest", "WORDS: TEXT & ~BEGUN & ~SPELLED"]
             rules.append(rf"SPELLED: /(.|\n)*{re.escape(tag)}(.|\n)*/")
@@ -170,7 +180,9 @@ def tools_grammar(
 
 
 def _arguments(name: str, function: Tool) -> str:
-    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    parameters = function.get("parameters") or {"properties": {}}
+    if isinstance(parameters, Mapping):  # some name no type, but arguments are always an object
+        parameters = {"type": "object", **parameters}
     # No grammar keeps items apart; many published tools ask for it, and check what they are given.
     return json_rule(parameters, f"the schema of the tool {name!r}", ignored={"uniqueItems"})
 
@@ -182,11 +194,23 @@ def _terminals(text: str, form: CallFormat) -> str:
     return " ".join(f"<[{form.tokens[p]}]>" if p in form.tokens else json.dumps(p) for p in parts if p)
 
 
-def parse_answer(text: str, form: CallFormat, tools: Sequence[Tool]) -> ParsedAnswer:
-    """Parse an answer. One that is only a call without its tags, fenced or not, counts as a call."""
+def parse_answer(
+    text: str, form: CallFormat, tools: Sequence[Tool], has_schema: bool = False
+) -> ParsedAnswer:
+    """Parse an answer. One that is only a call without its tags, fenced or not, counts as a call.
+
+    has_schema: it is either calls or JSON of a schema, which may have a tag in a text.
+    """
+    if has_schema:
+        names = functions_by_name(tools)
+        begins = [form.trigger] if form.is_tagged else [form.opening + each + form.middle for each in names]
+        if not text.startswith(tuple(begins)):
+            return ParsedAnswer(text)
     at = _begin_of_calls(text, form)
-    if at is None:
-        return _parse_bare(text, functions_by_name(tools))
+    if at is None or not form.is_tagged:
+        bare = _parse_bare(text, form, functions_by_name(tools))
+        if at is None or bare.calls or bare.broken_name:
+            return bare
     words, rest, calls = text[:at].rstrip(), text[at:].removeprefix(form.opening), list[ToolCall]()
     while True:
         name, found, after = rest.partition(form.middle)
@@ -205,17 +229,17 @@ def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
     return ToolCall(name, arguments, f"call_{uuid.uuid4().hex[:24]}")
 
 
-def _bare_begin(*names: str) -> str:
+def _bare_begin(form: CallFormat, *names: str) -> str:
     """A pattern of what a call without tags begins with, up to its arguments."""
-    name = "|".join(map(re.escape, names))
-    return rf'{_FENCE}\{{\s*"name"\s*:\s*"({name})"\s*,\s*"arguments"\s*:\s*'
+    name, key = "|".join(map(re.escape, names)), "|".join(form.keys)
+    return rf'{_FENCE}\{{\s*"name"\s*:\s*"({name})"\s*,\s*"({key})"\s*:\s*'
 
 
-def _parse_bare(text: str, functions: Mapping[str, Tool]) -> ParsedAnswer:
+def _parse_bare(text: str, form: CallFormat, functions: Mapping[str, Tool]) -> ParsedAnswer:
     """An answer without tags: a call, which small models write so (Qwen2.5-Coder 0.5B nearly always), one that was cut
     off, or text.
     """
-    if (begin := re.match(_bare_begin(*functions), text, re.ASCII)) is None:
+    if (begin := re.match(_bare_begin(form, *functions), text, re.ASCII)) is None:
         return ParsedAnswer(text)
     try:
         arguments, end = json.JSONDecoder().raw_decode(text, begin.end())
@@ -225,14 +249,14 @@ def _parse_bare(text: str, functions: Mapping[str, Tool]) -> ParsedAnswer:
     return ParsedAnswer("", (_call(begin[2], arguments),)) if is_call else ParsedAnswer(text)
 
 
-def _may_become_bare_call(text: str, names: Sequence[str]) -> bool:
+def _may_become_bare_call(text: str, form: CallFormat, names: Sequence[str]) -> bool:
     """Whether an answer that begins so can be a call of `_parse_bare`."""
     said = text.lstrip()
     if said.startswith("`"):
         fence, newline, said = said.partition("\n")
         if not re.fullmatch(r"`{1,3}|```\w*", fence) or (newline and len(fence) < 3):
             return False
-    begins = [f'{{"name":"{name}","arguments":{{' for name in names]
+    begins = [f'{{"name":"{name}","{key}":{{' for name in names for key in form.keys]
     packed = re.sub(r"\s", "", said)
     if not any(packed.startswith(begin) for begin in begins):
         return any(begin.startswith(packed) for begin in begins)
@@ -258,7 +282,7 @@ class TextBeforeCalls:
     def feed(self, piece: str) -> str:
         """The new text that is final with this piece."""
         self._text += piece
-        self._may_be_bare = self._may_be_bare and _may_become_bare_call(self._text, self._names)
+        self._may_be_bare = self._may_be_bare and _may_become_bare_call(self._text, self._form, self._names)
         if self._may_be_bare or not self._text.strip():
             return ""
         at, trigger = _begin_of_calls(self._text, self._form), self._form.trigger

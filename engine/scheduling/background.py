@@ -108,7 +108,7 @@ class BackgroundTasks:
             self._run()
         self.finish(stopping=True)
         with self._changed:
-            names = [task.name for task in self._tasks]
+            names = [task.name for task in self._tasks if task.priority is Priority.STORE]
             self._tasks, self._stops_at = [], math.inf
         if names and self._on_unfinished is not None:
             self._on_unfinished(names)

@@ -70,7 +70,7 @@ class ChatRAGBlend(LangChainParameters, BaseChatModel):  # type: ignore[misc]  #
             schema = response_format_schema(response_format)
             AnswerFormat.of(formatted, tool_choice, parallel_tool_calls, schema)
             if formatted:
-                assert self.backend.engine.call_format
+                _ = self.backend.engine.call_format  # raises
         options = {
             "tools": formatted,
             "tool_choice": tool_choice,

@@ -4,7 +4,7 @@ from ragblend.integrations.llama_index.embedding import RAGBlendEmbedding
 from ragblend.integrations.llama_index.errors import ContextWindowError
 from ragblend.integrations.llama_index.ingest import EncodeNodes, encode_index, encode_nodes
 from ragblend.integrations.llama_index.llm import RAGBlendLLM
-from ragblend.integrations.llama_index.packing import WholePassages, configure
+from ragblend.integrations.llama_index.packing import configure
 from ragblend.integrations.llama_index.retrieval import PrefetchingRetriever, RegisterNodes
 from ragblend.integrations.llama_index.synthesizer import RAGBlendSynthesizer
 
@@ -16,7 +16,6 @@ __all__ = [
     "RAGBlendLLM",
     "RAGBlendSynthesizer",
     "RegisterNodes",
-    "WholePassages",
     "configure",
     "encode_index",
     "encode_nodes",

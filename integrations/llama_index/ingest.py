@@ -44,7 +44,7 @@ def encode_index(index: BaseIndex[Any], llm: RAGBlendLLM, show_progress: bool = 
 
 
 def encode_nodes(nodes: Sequence[BaseNode], llm: RAGBlendLLM, show_progress: bool = True) -> int:
-    """The same for a list of nodes."""
+    """As `encode_index`, for a list of nodes."""
     llm.backend.remember(alternative_passages_of(nodes))
     return llm.backend.encode(passages_of(nodes), show_progress)
 

@@ -62,7 +62,7 @@ def embedder(workspaces):
 def jobs(workspaces):
     queue = JobQueue(workspaces)
     yield queue
-    queue.close()
+    queue.end()
 
 
 @pytest.fixture

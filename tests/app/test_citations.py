@@ -9,7 +9,7 @@ from benchmarks.measure_citations import labelled, rates
 from ragblend.app import samples
 from ragblend.app.answering.answer import AnswerSource
 from ragblend.app.answering.citations import Citation, Mark, cite, with_marks
-from ragblend.app.answering.support import names, sentences, supporting_span
+from ragblend.app.answering.support import names, sentences, supporting_span, tokens
 from ragblend.app.library.ingest import ingest
 
 
@@ -228,6 +228,28 @@ def test_words_of_another_statement_are_no_rephrasing(sentence, is_supported):
 )
 def test_sentences_in_other_words_scripts_and_widths_are_supported(sentence, passage):
     assert supporting_span(sentence, passage) is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "numbers"),
+    [
+        ("two thousand three hundred", [2300]),
+        ("one million two hundred thousand", [1200000]),
+        ("one hundred and two thousand four hundred and twelve", [102412]),
+        ("between two hundred and three hundred", [200, 300]),
+        ("born in nineteen forty-five, dead in Twenty Ten", [1945, 2010]),
+        ("nineteen hundred and five", [1905]),
+        ("rooms four, five,six and ten", [4, 5, 6, 10]),
+        ("rooms four five", [4, 5]),
+        ("forty fifty", [40, 50]),
+        ("a hundred and five", [5]),
+        ("No one has no two boats.", [2]),
+        ("Es sind zwei Schlüssel, fünf oder Zwölf Sender.", [2, 5, 12]),
+    ],
+)
+def test_numbers_in_words_are_read_as_they_are_said(words, numbers):
+    """`Rooms four, five` had nine, and `two thousand three hundred` 200,300."""
+    assert [int(token.stem) for token in tokens(words) if token.kind == "number"] == numbers
 
 
 INVOICE = """Invoice 0042

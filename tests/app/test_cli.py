@@ -125,6 +125,7 @@ def test_ask_waits_for_missing_passages_to_be_encoded(filled, capfd):
         (["docs", "show", "nothing"], 1, "LibraryError"),
         (["docs", "rm", "~$report.docx"], 1, "LibraryError"),
         (["digest", "a" * 300], 1, "LibraryError"),
+        (["digest", "sky.txt", "--reranker", "owner/name"], 2, "UsageError"),  # it searches nothing
         (["models", "pull", "other"], 2, "UsageError"),
         (["chat", "9" * 20], 1, "LibraryError"),
     ],

@@ -4,6 +4,8 @@ import json
 import threading
 
 import pytest
+from app_fakes import Killed
+from doubles import raising
 
 from ragblend.app.answering import retrieval
 from ragblend.app.answering.breakdown import has_breakdown
@@ -271,6 +273,27 @@ def test_a_deleted_document_is_neither_stored_again_nor_read_again(
     assert not any("sky" in chunk.text for chunk in engine.requests[-1][0].chunks)
 
 
+def test_answers_of_two_questions_at_once_belong_to_their_own_question(talks, chats, chat, engine):
+    """The answer that came first became the last question's, and stayed it in all further prompts."""
+    tokenize, meanwhile = engine.tokenize, []
+
+    def ask_another(prompt):
+        engine.tokenize, engine.reply = tokenize, ("Jan's.",)
+        meanwhile.append(asked(talks, chat, BOATS))
+        engine.reply = ("Blue.",)
+        return tokenize(prompt)
+
+    engine.tokenize = ask_another
+    answer = asked(talks, chat, SKY)
+    assert [m.text for m in chats.messages(chat)] == [SKY, BOATS, "Jan's.", "Blue."]
+    for each, (prompt, *_) in zip([*meanwhile, answer], engine.requests, strict=True):
+        talks.measure_full(each.id)
+        assert texts(engine.prefilled[-1][0]) == texts(prompt)
+    asked(talks, chat, "And then?")
+    prompt = texts(engine.requests[-1][0])
+    assert [prompt[prompt.index(text) - 2].strip() for text in ("Blue.", "Jan's.")] == [SKY, BOATS]
+
+
 def test_answer_to_a_replaced_question_is_not_stored(talks, chats, chat, engine):
     """Edited while the older question was still being searched for."""
     asked(talks, chat, SKY)
@@ -297,21 +320,21 @@ def test_leaving_out_many_turns_tokenizes_few_prompts(talks, engine, monkeypatch
     ]
     tokenized, tokenize = [], engine.tokenize
     monkeypatch.setattr(engine, "tokenize", lambda prompt: tokenized.append(1) or tokenize(prompt))
-    ready = talks.prepare(SKY, AskOptions(top_k=2), earlier)
+    talks.answer(SKY, AskOptions(top_k=2), earlier)
     assert len(tokenized) < 16
     room = engine.context_window - talks.settings.answer_tokens
-    assert 0.5 * room < len(ready.prompt.token_ids) <= 0.6 * room
+    assert 0.5 * room < len(engine.requests[-1][0].token_ids) <= 0.6 * room
     cancel = threading.Event()
     cancel.set()
     with pytest.raises(Cancelled):
-        talks.prepare(SKY, AskOptions(top_k=2, cancel=cancel), earlier)
+        talks.answer(SKY, AskOptions(top_k=2, cancel=cancel), earlier)
 
 
 def test_turns_that_are_too_long_to_be_tokenized_are_left_out(talks, engine):
     engine.most_characters = 1000
     earlier = [ChatMessage(0, 0, role, f"{role} {'x' * 500}", now()) for role in ("user", "assistant") * 2]
-    ready = talks.prepare(SKY, AskOptions(top_k=2), earlier)
-    assert "the first 2 of 2 earlier questions" in ready.notice and len(ready.prompt.chunks) == 2
+    answer = talks.answer(SKY, AskOptions(top_k=2), earlier)
+    assert "the first 2 of 2 earlier questions" in answer.notice and len(engine.requests[-1][0].chunks) == 2
     with pytest.raises(PromptTooLongError):
         talks.prepare("x" * 1001, AskOptions(top_k=2))
 
@@ -341,6 +364,17 @@ def test_regenerating_asks_the_same_again(talks, chats, chat, engine):
         texts(engine.requests[0][0]) == texts(engine.requests[1][0])
         and engine.requests[1][-1].temperature == 0.7
     )
+
+
+@pytest.mark.parametrize(
+    "again", [lambda talks, asked: talks.edit(asked.id, SKY), None], ids=["edit", "again"]
+)
+def test_a_kill_keeps_the_question_that_is_asked_again(talks, chats, chat, monkeypatch, again):
+    asked(talks, chat, SKY)
+    monkeypatch.setattr(chats, "add", raising(Killed()))
+    with pytest.raises(Killed):
+        again(talks, chats.messages(chat)[0]) if again else talks.regenerate(chat)
+    assert [m.text for m in chats.messages(chat)] == [SKY]
 
 
 def test_oldest_turns_are_left_out_first_and_stay_out(talks, chat, engine):
@@ -383,6 +417,22 @@ def test_full_prefill_is_measured_on_the_same_prompt(talks, chats, chat, engine)
     assert chats.message(answer.id).report == report
     with pytest.raises(UsageError, match="not a finished answer"):
         talks.measure_full(chats.messages(chat)[0].id)
+
+
+def test_full_prefill_is_measured_only_with_the_answers_model_and_prompt(
+    talks, workspaces, chat, engine, monkeypatch
+):
+    answer = asked(talks, chat, SKY, top_k=1)
+    for name in ("model_name", "device", "dtype"):
+        with monkeypatch.context() as changed:
+            changed.setattr(engine, name, "other")
+            with pytest.raises(UsageError, match="of fake on cpu in float32"):
+                talks.measure_full(answer.id)
+    with workspaces.writing():
+        remove_document(workspaces.first, workspaces.library.find("default", "sky.txt"))
+    with pytest.raises(UsageError, match="passages were deleted"):
+        talks.measure_full(answer.id)
+    assert engine.prefilled == []
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Small files that were read wrongly once, each standing for a kind of fault; and more of each kind."""
 
 import zipfile
+from base64 import b64encode
 from datetime import datetime, timedelta
 from email.message import EmailMessage
 from pathlib import Path
@@ -94,6 +95,9 @@ def test_cut_chinese_text_is_kept():
     assert text_of(CASES / "zh_cut.txt")[:200] == clean(data.decode("utf-8", "ignore"))[:200]
 
 
+A_PLUS_B = "<mrow><mi>a</mi><mo>+</mo><mi>b</mi></mrow>"
+
+
 @pytest.mark.parametrize(
     ("html", "wanted", "unwanted"),
     [
@@ -115,8 +119,31 @@ def test_cut_chinese_text_is_kept():
             ["- "],
         ),
         ("<pre>a\n\tb</pre>", ["a\n    b"], []),
+        ("10 m<sup>2 </sup>and", ["10 m² and"], []),
         ("H<sub>2</sub>O x<sup>n+1</sup> y<sub>max</sub>", ["H₂O", "xⁿ⁺¹", "y_max"], []),
         ("<math><mfrac><mi>a</mi><mi>b</mi></mfrac></math>", ["a/b"], []),
+        (f"<math><mfrac>{A_PLUS_B}<mi>c</mi></mfrac></math>", ["(a+b)/c"], []),
+        (f"<math>\n<msup>\n{A_PLUS_B}\n<mn>2</mn></msup><mi>x</mi></math>", ["(a+b)^2 x"], []),
+        (
+            f"<math><msup><mrow><mo>(</mo>{A_PLUS_B}<mo>)</mo></mrow><mn>2</mn></msup></math>",
+            ["(a+b)^2"],
+            ["(("],
+        ),
+        ("<math><msqrt><mn>2</mn></msqrt><mroot><mn>8</mn><mn>3</mn></mroot></math>", ["√(2)(8)^(1/3)"], []),
+        ("<math><msup><mfrac><mi>a</mi><mi>b</mi></mfrac><mn>2</mn></msup></math>", ["(a/b)^2"], []),
+        ("<math><msubsup><mi>x</mi><mn>1</mn><mn>2</mn></msubsup></math>", ["x_1^2"], []),
+        (
+            "<math><munderover><mo>∑</mo><mrow><mi>i</mi><mo>=</mo><mn>1</mn></mrow><mn>10</mn></munderover><mi>i</mi></math>",
+            ["∑_(i=1)^10 i"],
+            [],
+        ),
+        (
+            "<math><mtable>"
+            + "<mtr><mtd><mn>1</mn></mtd><mtd><mn>2</mn></mtd></mtr>" * 2
+            + "</mtable></math>",
+            ["[1, 2; 1, 2]"],
+            [],
+        ),
         ("<input type=password value=secret><input value=shown>", ["shown"], ["secret"]),
         ("<dl><dt>term<dd>meaning</dl>", ["term\nmeaning"], []),
         ("<ruby>漢字<rp>（</rp><rt>かんじ</rt><rp>）</rp></ruby>です", ["漢字(かんじ)です"], []),
@@ -137,9 +164,17 @@ def test_html_as_a_browser_shows_it(tmp_path, html, wanted, unwanted):
     assert not any(each in text for each in unwanted), text
 
 
-def test_html_in_its_declared_encoding(tmp_path):
-    (tmp_path / "a.html").write_bytes("<meta charset=koi8-r><p>Ключ висит у двери".encode("koi8-r"))
-    assert text_of(tmp_path / "a.html") == "Ключ висит у двери"
+@pytest.mark.parametrize(
+    ("declared", "encoding", "text"),
+    [
+        ("koi8-r", "koi8-r", "Ключ висит у двери"),
+        ("iso-8859-1", "cp1252", "2010–2015, price € 500"),
+    ],
+)
+def test_html_in_its_declared_encoding(tmp_path, declared, encoding, text):
+    """A dash and a euro sign that browsers show were removed from pages in Latin-1."""
+    (tmp_path / "a.html").write_bytes(f"<meta charset={declared}><p>{text}".encode(encoding))
+    assert text_of(tmp_path / "a.html") == text
 
 
 CZECH = "Většina měst má už své nejluxusnější hotely, především pařížské; množství škod tím ale neroste."
@@ -159,6 +194,7 @@ JAPANESE = "鍵は青い扉の裏に掛かっている。JISの規格は情報�
         ("iso8859-2", CZECH),
         ("iso8859-9", TURKISH),
         ("cp1252", SPANISH),
+        ("cp1252", "Kunde;Köln;50 €"),
         ("koi8-r", "Ключ висит за синей дверью, а лодка стоит у причала."),
     ],
 )
@@ -258,10 +294,93 @@ FRACTION = (
             + "</w:txbxContent></v:textbox></v:oval></w:pict></w:r></w:p>",
             "oval",
         ),
+        (
+            "<w:p>"
+            + "".join(
+                f"<w:r><w:sym w:font='{font}' w:char='{code}'/></w:r>"
+                for font, code in (
+                    ("Symbol", "F0A3"),
+                    ("Symbol", "00B0"),
+                    ("Symbol", "F06D"),
+                    ("Wingdings", "F0FE"),
+                    ("Arial", "2192"),
+                )
+            )
+            + "</w:p>",
+            "≤°μ☑→",
+        ),
+        (
+            "<w:p><w:r><w:fldChar><w:ffData><w:ddList><w:result w:val='1'/><w:listEntry w:val='Oslo'/>"
+            "<w:listEntry w:val='Rome'/></w:ddList></w:ffData></w:fldChar></w:r></w:p>",
+            "Rome",
+        ),
+        ("<w:p><w:r><w:t>12</w:t><w:ptab w:alignment='right'/><w:t>15</w:t></w:r></w:p>", "12 15"),
     ],
 )
 def test_word_document(tmp_path, body, wanted):
     assert " ".join(text_of(docx(tmp_path / "a.docx", body)).split()) == wanted
+
+
+@pytest.mark.parametrize("kind", ["del", "moveFrom"])
+def test_deleted_paragraphs_of_word_are_not_counted_and_have_no_notes(tmp_path, kind):
+    """The second of two paragraphs was § 3, and a deleted note stood at the end."""
+    number = "<w:pPr><w:numPr><w:ilvl w:val='0'/><w:numId w:val='1'/></w:numPr>{}</w:pPr>".format
+    gone = f"<w:{kind}/><w:del><w:r><w:delText>Old.</w:delText><w:footnoteReference w:id='2'/></w:r></w:del>"
+    level = '<w:lvl w:ilvl="0"><w:numFmt w:val="decimal"/><w:lvlText w:val="§ %1"/></w:lvl>'
+    lists = (
+        f'<w:numbering xmlns:w="{WORD}"><w:abstractNum w:abstractNumId="0">{level}</w:abstractNum>'
+        '<w:num w:numId="1"><w:abstractNumId w:val="0"/></w:num></w:numbering>'
+    )
+    path = docx(
+        tmp_path / "a.docx",
+        f"<w:p>{number('')}{run('One')}</w:p><w:p>{number(f'<w:rPr><w:{kind}/></w:rPr>')}{gone}</w:p>"
+        f"<w:p>{number('')}{run('Two')}</w:p>",
+        numbering=("numbering.xml", lists),
+        footnotes=(
+            "footnotes.xml",
+            f'<w:footnotes xmlns:w="{WORD}"><w:footnote w:id="2">{paragraph("Old.")}</w:footnote></w:footnotes>',
+        ),
+    )
+    assert " ".join(text_of(path).split()) == "§ 1 One § 2 Two"
+
+
+def test_signs_of_unknown_fonts_in_word_are_noted(tmp_path):
+    path = docx(tmp_path / "a.docx", "<w:p><w:r><w:sym w:font='Webdings' w:char='F061'/></w:r></w:p>")
+    assert (
+        text_of(path) == "\ufffd"
+        and notes_of(path) == "signs of these fonts were replaced by \ufffd: Webdings"
+    )
+
+
+def term(name, text):
+    return f"<m:{name}><m:r><m:t>{text}</m:t></m:r></m:{name}>"
+
+
+@pytest.mark.parametrize(
+    ("formula", "wanted"),
+    [
+        (f"<m:rad>{term('deg', '3')}{term('e', '8x')}</m:rad>", "(8x)^(1/3)"),
+        (f"<m:rad><m:deg/>{term('e', '2')}</m:rad>", "√(2)"),
+        (f"<m:m>{2 * ('<m:mr>' + term('e', '1') + term('e', '2') + '</m:mr>')}</m:m>", "[1, 2; 1, 2]"),
+        (f"<m:sSubSup>{term('e', 'x')}{term('sub', '1')}{term('sup', '2')}</m:sSubSup>", "x_1^2"),
+        (
+            f"<m:nary><m:naryPr><m:chr m:val='∑'/></m:naryPr>{term('sub', 'i=1')}{term('sup', '10')}{term('e', 'i')}"
+            "</m:nary>",
+            "∑_(i=1)^10 i",
+        ),
+        (f"<m:nary><m:sub/><m:sup/>{term('e', 'xdx')}</m:nary>", "∫ xdx"),
+        (f"<m:d><m:dPr><m:begChr m:val='|'/><m:endChr m:val='|'/></m:dPr>{term('e', 'x')}</m:d>", "|x|"),
+        (f"<m:d>{term('e', 'x')}{term('e', 'y')}</m:d>", "(x, y)"),
+        (
+            "<m:d><m:dPr><m:begChr m:val='{'/><m:endChr m:val=''/></m:dPr>"
+            f"<m:e><m:eqArr>{term('e', 'x=1')}{term('e', 'y=2')}</m:eqArr></m:e></m:d>",
+            "{x=1; y=2",
+        ),
+    ],
+)
+def test_formulas_of_word_keep_their_signs(tmp_path, formula, wanted):
+    """The cube root of 8x was read as that of 38x, a matrix as one number, and a sum without its sign."""
+    assert text_of(docx(tmp_path / "a.docx", f"<w:p><m:oMath>{formula}</m:oMath></w:p>")) == wanted
 
 
 def test_word_headers_footers_and_embedded_html(tmp_path):
@@ -278,6 +397,35 @@ def test_word_headers_footers_and_embedded_html(tmp_path):
     )
     assert notes_of(path) == "what is embedded was not read: word/chunk.rtf"
     assert text_of(path).split("\n\n") == ["Letterhead", "Body.", "From HTML.", "End.", "Page foot"]
+
+
+def test_word_superscripts_by_a_style_and_notes_by_one(tmp_path):
+    """10⁶ was read as 106; the text of a note is no superscript."""
+    styled = "<w:r><w:rPr><w:rStyle w:val='Up'/></w:rPr>{}</w:r>".format
+    reference = styled("<w:footnoteReference w:id='2'/>")
+    style = "<w:style w:styleId='Up'><w:rPr><w:vertAlign w:val='superscript'/></w:rPr></w:style>"
+    path = docx(
+        tmp_path / "a.docx",
+        f"<w:p>{run('Area 10')}{styled('<w:t>6</w:t>')}{run(' m')}{reference}</w:p>",
+        styles=("styles.xml", f'<w:styles xmlns:w="{WORD}">{style}</w:styles>'),
+        footnotes=(
+            "footnotes.xml",
+            f'<w:footnotes xmlns:w="{WORD}"><w:footnote w:id="2">{paragraph("Net.")}</w:footnote></w:footnotes>',
+        ),
+    )
+    assert text_of(path) == "Area 10⁶ m (Net.)"
+
+
+def test_word_building_blocks_are_not_the_documents_parts(tmp_path):
+    """The numbering, notes and styles of a glossary replaced the document's."""
+    notes = f'<w:footnotes xmlns:w="{WORD}"><w:footnote w:id="2">{{}}</w:footnote></w:footnotes>'.format
+    path = docx(
+        tmp_path / "a.docx",
+        f"<w:p>{run('Fee 400')}<w:r><w:footnoteReference w:id='2'/></w:r></w:p>",
+        footnotes=("footnotes.xml", notes(paragraph("Net of tax."))),
+        glossary=("glossary/footnotes.xml", notes(paragraph("Template."))),
+    )
+    assert text_of(path).split() == ["Fee", "400", "(Net", "of", "tax.)"]
 
 
 def test_word_comments_on_the_same_words(tmp_path):
@@ -418,27 +566,149 @@ def test_slides(tmp_path):
     presentation = Presentation()
     slide = presentation.slides.add_slide(presentation.slide_layouts[1])
     slide.shapes.title.text = "Harbour"
-    slide.placeholders[1].text = "Depth 4 m"
+    slide.placeholders[1].text = "Area 10"
+    for text, baseline in (("6", "30000"), (" m", "0"), ("2", "30%"), (", H", ""), ("2", "-25000")):
+        run = slide.placeholders[1].text_frame.paragraphs[0].add_run()
+        run.text = text
+        run._r.get_or_add_rPr().set("baseline", baseline)
     slide.notes_slide.notes_text_frame.text = "Ask the master."
     presentation.save(tmp_path / "a.pptx")
-    assert parse(tmp_path / "a.pptx")["parts"] == [("Harbour\nDepth 4 m\nNotes: Ask the master.", "slide 1")]
+    assert parse(tmp_path / "a.pptx")["parts"] == [
+        ("Harbour\nArea 10⁶ m², H₂\nNotes: Ask the master.", "slide 1")
+    ]
 
 
-def test_opendocument(tmp_path):
-    from odf import text
-    from odf.opendocument import OpenDocumentText
+def test_slides_with_formulas_and_charts(tmp_path):
+    """A box with a formula was lost with all of its text, and so was a chart."""
+    from lxml import etree
+    from pptx import Presentation
+    from pptx.chart.data import CategoryChartData
+    from pptx.enum.chart import XL_CHART_TYPE
 
-    document = OpenDocumentText()
-    for element in (text.H(outlinelevel=1, text="Tides"), text.P(text="High at nine.")):
-        document.text.addElement(element)
-    document.save(tmp_path / "a.odt")
-    assert parse(tmp_path / "a.odt")["parts"] == [("Tides\n\nHigh at nine.", "Tides")]
+    presentation = Presentation()
+    shapes = presentation.slides.add_slide(presentation.slide_layouts[6]).shapes
+    box = shapes.add_textbox(0, 0, 99, 99)
+    box.text_frame.text = "The limit is "
+    a14 = "http://schemas.microsoft.com/office/drawing/2010/main"
+    formula = f"<a14:m xmlns:a14='{a14}' xmlns:m='{MATH}'>{FRACTION}</a14:m>"
+    box.text_frame.paragraphs[0]._p.append(etree.fromstring(formula))
+    choice = etree.fromstring(
+        f"<mc:AlternateContent xmlns:mc='{COMPATIBLE}'><mc:Choice/><mc:Fallback/></mc:AlternateContent>"
+    )
+    box._element.addprevious(choice)
+    choice[0].append(box._element)
+    data = CategoryChartData()
+    data.categories = ["Q1", "Q2"]
+    data.add_series("Sales", (12.5, None))
+    data.add_series("Cost", (14, 3))
+    _, *diagrams = (shapes.add_chart(XL_CHART_TYPE.COLUMN_CLUSTERED, 0, 0, 99, 99, data) for _ in range(3))
+    for each in diagrams:
+        each._element.graphic.graphicData.set(
+            "uri", "http://schemas.openxmlformats.org/drawingml/2006/diagram"
+        )
+    presentation.save(tmp_path / "a.pptx")
+    assert notes_of(tmp_path / "a.pptx") == "charts, diagrams or objects on these slides were not read: 1"
+    assert text_of(tmp_path / "a.pptx") == "The limit is (a+b)/2\nQ1\nSales: 12.5\nCost: 14\n\nQ2\nCost: 3"
+
+
+def odt(path, body):
+    """An ODT with this body, and with `up` and `low` as names of styles."""
+    names = {"office": "office", "text": "text", "table": "table", "draw": "drawing", "style": "style"}
+    spaces = [
+        f'xmlns:{prefix}="urn:oasis:names:tc:opendocument:xmlns:{name}:1.0"' for prefix, name in names.items()
+    ]
+    styles = "".join(
+        f"<style:style style:name='{name}'><style:text-properties style:text-position='{position}'/></style:style>"
+        for name, position in (("up", "super 58%"), ("low", "-33% 58%"), ("plain", "0% 100%"))
+    )
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("mimetype", "application/vnd.oasis.opendocument.text")
+        archive.writestr(
+            "content.xml",
+            f"<office:document-content {' '.join(spaces)} xmlns:dc='http://purl.org/dc/elements/1.1/'>"
+            f"<office:automatic-styles>{styles}</office:automatic-styles><office:body><office:text>{body}"
+            "</office:text></office:body></office:document-content>",
+        )
+    return path
+
+
+def odt_cells(*cells):
+    row = "".join(f"<table:table-cell>{cell}</table:table-cell>" for cell in cells)
+    return f"<table:table><table:table-row>{row}</table:table-row></table:table>"
+
+
+ODT_NOTE = (
+    "<text:note><text:note-citation>1</text:note-citation><text:note-body><text:p>Net.</text:p></text:note-body>"
+    "</text:note>"
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        ("<text:h>Tides</text:h><text:p>High<text:s/>at<text:tab/>nine.</text:p>", "Tides High at nine."),
+        (f"<text:p>The fee is 400{ODT_NOTE} crowns.</text:p>", "The fee is 400 (Net.) crowns."),
+        (
+            "<text:p>400<office:annotation><dc:creator>Ada</dc:creator><dc:date>2024</dc:date><text:p>Check.</text:p>"
+            "</office:annotation></text:p>",
+            "400 (Check.)",
+        ),
+        (odt_cells("<text:p>10</text:p><text:p>15</text:p>", "<text:p>b</text:p>"), "10 15 | b"),
+        (
+            odt_cells(
+                "<text:list>" + "<text:list-item><text:p>a 1</text:p></text:list-item>" * 2 + "</text:list>"
+            ),
+            "a 1 a 1",
+        ),
+        (
+            "<text:p>Fee 12<draw:frame><draw:text-box><text:p>Boxed 5</text:p></draw:text-box></draw:frame>7</text:p>",
+            "Fee 12 Boxed 5 7",
+        ),
+        (
+            "<text:p>10<text:span text:style-name='up'>6</text:span> H<text:span text:style-name='low'>2</text:span>"
+            "<text:span text:style-name='plain'>3</text:span></text:p>",
+            "10⁶ H₂3",
+        ),
+        (odt_cells("<text:p>outer</text:p>" + odt_cells("<text:p>inner</text:p>")), "outer inner"),
+        (
+            "<text:section text:display='none'><text:p>hidden</text:p></text:section><text:p>shown</text:p>"
+            "<text:tracked-changes><text:p>deleted</text:p></text:tracked-changes>",
+            "shown",
+        ),
+    ],
+    ids=["text", "note", "comment", "paragraphs of a cell", "list", "box", "raised", "nested", "hidden"],
+)
+def test_opendocument(tmp_path, body, wanted):
+    assert " ".join(text_of(odt(tmp_path / "a.odt", body)).split()) == wanted
 
 
 @pytest.mark.parametrize(
     ("name", "content", "wanted"),
     [
         ("a.rtf", r"{\rtf1\ansi The d\'e9p\'f4t is \b open\b0.}", "The dépôt is open."),
+        (
+            "a.rtf",
+            r"{\rtf1 Price {\deleted 300}{\revised 400}{\v secret}, \v hidden\v0 on.}",
+            "Price 400, on.",
+        ),
+        (
+            "a.rtf",
+            r"{\rtf1 The fee is 400{\super\chftn}{\footnote \pard\plain {\super\chftn} Net {\b of} tax.} crowns.}",
+            "The fee is 400 (Net of tax.) crowns.",
+        ),
+        ("a.rtf", r"{\rtf1{\listtext 1.\tab}Open\par{\pntext 2.\tab}Close}", "1.\tOpen\n2.\tClose"),
+        (
+            "a.rtf",
+            r"{\rtf1\ansi\ansicpg1252\deff0{\fonttbl{\f1\fcharset204{\*\fname A;}Arial Cyr;}{\f2\fcharset2 Symbol;}"
+            r"{\f3\fcharset2 Wingdings;}}{\f1 \'ca\'eb, \u1042\'c2\'e0} caf\'e9 {\f2 \'a3}5 \f3 \'fe}",
+            "Кл, Ва café ≤5 ☑",
+        ),
+        (
+            "a.rtf",
+            r"{\rtf1 10{\fs9\super\lang9 6} m, x\super 2\nosupersub 0, CO\sub 2\nosupersub, \super\nosupersub 5.}",
+            "10⁶ m, x²0, CO₂, 5.",
+        ),
+        ("a.tex", r"10\textsuperscript{6} m and CO\textsubscript{2}", "10⁶ m and CO₂"),
         (
             "a.rst",
             "Tides\n=====\n\nHigh at *nine*.\n\n.. include:: /etc/hosts\n",
@@ -479,7 +749,7 @@ def test_opendocument(tmp_path):
             "\\newcommand{\\fee}{400}%\\def\\fee{300}\nThe fee is \\fee{} or $2\\fee$.",
             "The fee is 400 or $2400$.",
         ),
-        ("a.tex", r"\pounds 5 for 10\textsuperscript{6} of H\textsubscript{2}O", "£ 5 for 10^6 of H_2O"),
+        ("a.tex", r"\pounds 5 for 10\textsuperscript{6} of H\textsubscript{2}O", "£ 5 for 10⁶ of H₂O"),
         (
             "a.ipynb",
             '{"cells": [{"cell_type": "markdown", "source": ["# Tides"]}, {"cell_type": "code", "source": "1 + 1", '
@@ -522,6 +792,28 @@ def test_mail_of_several_texts(tmp_path):
     assert parse(tmp_path / "a.eml")["parts"] == [(text, "")]
 
 
+@pytest.mark.parametrize(
+    ("charset", "data", "text", "note"),
+    [
+        (b"; charset=iso-8859-8-i", "שלום, הנה המפתח למחסן".encode("iso8859-8"), "המפתח", "guessed: Windows-1255"),
+        (b"; charset=x-sjis", "鍵はドアの後ろに掛かっている。".encode("cp932"), "鍵はドア", "guessed: CP932"),
+        (b"; charset=base64", b"the key", "the key", ""),
+        (b"; charset=iso-8859-1", "2010–2015 for 5 €".encode("cp1252"), "2010–2015 for 5 €", ""),
+        (b"; charset=us-ascii", "Schlüssel".encode(), "Schlüssel", ""),
+        (b"; charset=utf-8", b"Le caf\xe9 de la gare est ferm\xe9.", "café", "guessed: Windows-1252"),
+        (b"", "Schlüssel".encode(), "Schlüssel", ""),
+        (b"\nContent-Transfer-Encoding: base64", b64encode(bytes(range(256))), "", "fits no encoding"),
+    ],
+)  # fmt: skip
+def test_mail_whose_encoding_is_unknown_missing_or_wrong_is_guessed(tmp_path, charset, data, text, note):
+    """One message with an encoding that Python does not know made the whole mailbox unreadable."""
+    odd = b"From a\nSubject: odd\nContent-Type: text/plain" + charset + b"\n\n" + data
+    (tmp_path / "a.mbox").write_bytes(odd + b"\n\nFrom b\nSubject: next\n\nIt is read.\n")
+    (first, _), (second, _) = parse(tmp_path / "a.mbox")["parts"]
+    assert text in first and "\ufffd" not in first and second == "Subject: next\n\nIt is read."
+    assert note in notes_of(tmp_path / "a.mbox") and bool(note) == bool(notes_of(tmp_path / "a.mbox"))
+
+
 def test_pdf_form_values_are_read_and_those_that_are_no_text_are_left_out(tmp_path):
     """A signature's bytes stood in the text of signed documents."""
     from pypdf.generic import ArrayObject, DictionaryObject, NameObject, TextStringObject
@@ -536,6 +828,24 @@ def test_pdf_form_values_are_read_and_those_that_are_no_text_are_left_out(tmp_pa
         writer.pages[0].setdefault(NameObject("/Annots"), ArrayObject()).append(widget)
     writer.write(tmp_path / "a.pdf")
     assert text_of(tmp_path / "a.pdf") == "Signed by the harbour master.\nBoat: Seagull\nWood: oak, elm"
+
+
+def test_pdf_buttons_and_choices_are_read_as_the_page_shows_them(tmp_path):
+    """A group of three buttons had its value three times, and a choice its number in the list."""
+    from reportlab.pdfgen.canvas import Canvas
+
+    canvas = Canvas(str(tmp_path / "a.pdf"))
+    form = canvas.acroForm
+    for at, size in enumerate(("small", "large", "huge")):
+        form.radio(name="size", value=size, selected=size == "large", x=50 + 30 * at, y=700)
+    form.checkbox(name="agree", checked=True, x=50, y=650)
+    form.checkbox(name="news", checked=False, x=80, y=650)
+    form.choice(
+        name="city", options=[("Oslo", "1"), ("Rome", "2")], value="2", x=50, y=600, width=80, height=20
+    )
+    canvas.showPage()
+    canvas.save()
+    assert text_of(tmp_path / "a.pdf") == "size: large\nagree: Yes\ncity: Rome"
 
 
 TABLE = [
@@ -553,7 +863,7 @@ def write_table(path, rows, after="Section 4 follows.", **ruled):
     style = getSampleStyleSheet()["Normal"]
     grid = TableStyle([("GRID", (0, 0), (-1, -1), 0.5, "black")] if ruled.get("grid", True) else [])
     before, table = (
-        Paragraph("The excess is what you bear yourself.", style),
+        Paragraph(ruled.get("before", "The excess is what you bear yourself."), style),
         Table(rows, colWidths=ruled.get("widths"), style=grid),
     )
     SimpleDocTemplate(str(path)).build([before, table, Paragraph(after, style)])
@@ -569,6 +879,13 @@ def test_a_ruled_table_of_a_pdf_is_read_row_by_row(tmp_path):
         "Event: Returned premium\nExcess: -£20\nRemarks: -\n\n"
         "Section 4 follows."
     )
+
+
+def test_cells_of_one_digit_are_cells(tmp_path):
+    """On a page of few words they were read as `Ajax512`."""
+    rows = [["Team", "Won", "Lost", "Drawn"], ["Ajax", "5", "1", "2"], ["Bohemia", "12", "3", "4"]]
+    text = "Team: Ajax\nWon: 5\nLost: 1\nDrawn: 2\n\nTeam: Bohemia\nWon: 12\nLost: 3\nDrawn: 4"
+    assert text in text_of(write_table(tmp_path / "a.pdf", rows, before="Before.", after="After."))
 
 
 NAMED = [["Kind", "Pack", "Price"], ["Sturon", "250 g", "£3.45"], ["Red Baron", "", "£3.85"]]
@@ -755,6 +1072,28 @@ def test_table_rows_replace_only_the_letters_that_they_have():
     text = "Call 1234 now.\n1 2\n3 4"
     assert with_table_rows(text, [[["1", "2"], ["3", "4"]]]) == text, "at two places"
     assert with_table_rows("p. 12534", [[["12", "5"], ["3", "4"]]]) == "p. 12534", "within a word"
+
+
+def test_a_hyphen_at_a_pdfs_line_end_stays_before_a_digit_or_capital(tmp_path):
+    """COVID-19 was read as COVID19."""
+    from reportlab.pdfgen.canvas import Canvas
+
+    canvas = Canvas(str(tmp_path / "a.pdf"))
+    lines = (
+        "From the har-",
+        "bour to COVID-",
+        "19, a T-",
+        "Shirt, the non-",
+        "EU states, THE OLD HAR-",
+        "BOUR.",
+    )
+    for number, line in enumerate(lines):
+        canvas.drawString(72, 700 - 14 * number, line)
+    canvas.save()
+    assert (
+        text_of(tmp_path / "a.pdf")
+        == "From the harbour to COVID-19, a T-Shirt, the non-EU states, THE OLD HARBOUR."
+    )
 
 
 @pytest.mark.parametrize("unmapped", ["\x01\x02\r\n\x03", "\x07", "\x0b\x0e", "T h e k e y " * 20])

@@ -8,6 +8,7 @@ import pytest
 from app_fakes import make_cross_encoder
 from waiting import SOON_S
 
+from ragblend.app.workspace import Workspaces
 from ragblend.integrations.embeddings import Embedder, joined
 from ragblend.kvstore.errors import Cancelled, CorruptModelError, ModelNotFoundError
 
@@ -110,6 +111,16 @@ def test_question_is_not_blocked_by_embedding_a_long_text(embedder):
     finally:
         embedder._model.embed = embed
     assert order == ["question", "long"]
+
+
+def test_another_device_in_the_settings_is_the_embedders_too(home):
+    """It stayed on the old one until the page was started again."""
+    with Workspaces.open(home, device="cuda") as workspaces:
+        before = workspaces.embedder("other")
+        workspaces.change(top_k=3)
+        assert workspaces.embedder("other") is before
+        workspaces.change(device="cpu")
+        assert workspaces.embedder("other") is not before
 
 
 def test_vectors_of_bfloat16_stand_beside_those_of_float32():

@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,20 @@ def test_files_open_to_others_are_found_and_made_private(tmp_path):
     assert set(home.paths_open_to_others()) == {folder, folder / "x"}
     make_private(folder)
     assert home.paths_open_to_others() == []
+
+
+def test_a_file_that_vanishes_while_it_is_made_private(tmp_path, monkeypatch):
+    """SQLite's journals come and go: a command whose work was done ended in a FileNotFoundError."""
+
+    def vanish(path, mode):
+        path.unlink()
+        os.chmod(path, mode)
+
+    (tmp_path / "journal").touch()
+    (tmp_path / "journal").chmod(0o644)
+    monkeypatch.setattr(Path, "chmod", vanish)
+    make_private(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_home_from_the_environment(tmp_path, monkeypatch):

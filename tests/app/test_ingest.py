@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import unicodedata
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import killed_worker
@@ -217,23 +217,24 @@ def test_other_writers_get_the_lock_between_two_files(workspace, documents):
     for path in documents.iterdir():
         path.write_text(f"{path.read_text()} And more.")
     gone, seen = spaces.library.find("default", "sky.txt"), []
-    with closing(JobQueue(spaces)) as jobs:
-        deleting = threading.Thread(target=jobs.remove, args=([gone.id], "default"))
+    jobs = JobQueue(spaces)
+    deleting = threading.Thread(target=jobs.remove, args=([gone.id], "default"))
 
-        def begin(texts):
-            """Of boats.txt, bread.md, then of what has passed, which is not left before its end, and of sky.txt."""
-            seen.append(gone.id in spaces.library.documents_with([gone.id]))
-            if len(seen) == 1:
-                deleting.start()
-            elif len(seen) == 2:
-                jobs.add([late], "default")
-                jobs.start()
-            if len(seen) <= 3:
-                until(lambda: spaces.has_waiting_writer)
+    def begin(texts):
+        """Of boats.txt, bread.md, then of what has passed, which is not left before its end, and of sky.txt."""
+        seen.append(gone.id in spaces.library.documents_with([gone.id]))
+        if len(seen) == 1:
+            deleting.start()
+        elif len(seen) == 2:
+            jobs.add([late], "default")
+            jobs.start()
+        if len(seen) <= 3:
+            until(lambda: spaces.has_waiting_writer)
 
-        workspace.embedder.on_embed = begin
-        report = ingest_paths(workspace, [documents])
-        assert idle(jobs) and [job.state for job in jobs.page()[0]] == ["done"]
+    workspace.embedder.on_embed = begin
+    report = ingest_paths(workspace, [documents])
+    assert idle(jobs) and [job.state for job in jobs.page()[0]] == ["done"]
+    jobs.end()
     assert seen == [True, False, False, True]
     assert len(report.updated) == 2 and report.added == [gone.path]
     encode_missing(workspace)

@@ -4,8 +4,9 @@ import errno
 import os
 import shutil
 import threading
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 from app_fakes import write_files
@@ -18,6 +19,7 @@ from ragblend.app.library.jobs import JobQueue
 from ragblend.app.library.removal import remove_document
 from ragblend.app.library.uploads import safe_name
 from ragblend.app.workspace import Workspaces
+from ragblend.kvstore import sqlite
 from ragblend.kvstore.errors import Cancelled, StoreFullError, StoreLockedError
 from ragblend.kvstore.lock import writer_lock
 
@@ -109,14 +111,14 @@ def test_pause_survives_a_restart(jobs, workspaces, embedder, tmp_path):
     gate.set()
     until(lambda: jobs.overview().current is None)
     assert states(jobs) == {"a.txt": "queued"} and jobs.overview().paused
-    jobs.close()
-    paused = []
+    jobs.end()
+    paused, again = [], JobQueue(workspaces)
     embedder.on_embed = lambda texts: paused.append(again.overview().paused)
-    with closing(JobQueue(workspaces)) as again:
-        again.start()
-        assert again.overview().paused and not again.overview().is_idle
-        again.resume()
-        assert idle(again) and states(again) == {"a.txt": "done"}
+    again.start()
+    assert again.overview().paused and not again.overview().is_idle
+    again.resume()
+    assert idle(again) and states(again) == {"a.txt": "done"}
+    again.end()
     assert not any(paused)
 
 
@@ -126,7 +128,7 @@ def test_opening_the_queue_does_not_restart_running_jobs(jobs, workspaces, embed
     gate = held(jobs, embedder, path)
     path.write_text(f"{path.read_text()} The last word.")
     jobs.add([path], "default")
-    JobQueue(workspaces).close()
+    JobQueue(workspaces)
     assert states(jobs) == {"a.txt": "embedding"}
     gate.set()
     assert idle(jobs) and states(jobs) == {"a.txt": "done"}
@@ -313,6 +315,33 @@ def test_removing_a_collection_removes_its_documents_kv_and_uploads(jobs, home, 
     assert [file.name for file in (home / "originals").rglob("*.*")] == ["sky.txt"]
 
 
+def test_a_file_that_is_ingested_while_its_collection_is_removed_does_not_bring_it_back(
+    jobs, workspaces, documents
+):
+    workspaces.create("letters")
+    with ThreadPoolExecutor(1) as pool:
+        with workspaces.writing():  # as the worker does
+            removal = pool.submit(jobs.remove_collection, "letters")
+            until(lambda: workspaces.has_waiting_writer)
+            ingest_file(workspaces.of("letters"), documents / "sky.txt")
+        removed, _ = removal.result(SOON_S)
+    assert [one.path for one in removed] == [str(documents / "sky.txt")]
+    assert workspaces.names() == ["default"] and documents_of(workspaces, "letters") == {}
+
+
+def test_removing_many_documents_does_not_check_the_queue_again_for_each(
+    jobs, workspaces, documents, monkeypatch
+):
+    """Each removal opened its file anew, which reads all of it."""
+    ingest(workspaces.first, [documents])
+    jobs.add([documents], "default")
+    checked = []
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite, "integrity", lambda sql, _: checked.extend(sql.execute("PRAGMA database_list")))
+        jobs.remove([document.id for document in workspaces.library.documents("default")], "default")
+    assert states(jobs) == {} and "jobs.sqlite" not in [Path(file).name for _, _, file in checked]
+
+
 def test_clearing_deletes_cancelled_uploads(jobs, home, workspaces, documents, tmp_path):
     """And nothing else: no copy that is a document already, and no file of the user."""
     jobs.upload([documents / "sky.txt"], "default")
@@ -364,9 +393,11 @@ def test_what_was_copied_before_the_disk_was_full_is_queued(jobs, home, document
 def test_uploads_are_deleted_whatever_path_names_the_home(home, fakes, documents):
     """A home with ".." in its path did not know its own copies."""
     named = home / ".." / home.name
-    with Workspaces.open(named, chunk_tokens=16) as workspaces, closing(JobQueue(workspaces)) as jobs:
+    with Workspaces.open(named, chunk_tokens=16) as workspaces:
+        jobs = JobQueue(workspaces)
         jobs.upload([documents / "sky.txt"], "default")
         finish(jobs)
+        jobs.end()
         jobs.remove([workspaces.library.find("default", "sky.txt").id], "default")
     assert list((home / "originals").rglob("*.*")) == []
 

@@ -142,6 +142,28 @@ def test_a_garbled_page_is_read_from_its_picture_if_that_has_text(pdf, monkeypat
     assert says in note and note.endswith(": p. 2")
 
 
+@pytest.mark.parametrize("picture", ["What a person sees.", ""])
+def test_a_scan_with_a_remark_is_read_from_its_picture_too(tmp_path, monkeypatch, picture):
+    """A page with one remark was taken for a page of text: the rest of it was neither read nor noted."""
+    from reportlab.pdfgen.canvas import Canvas
+
+    canvas = Canvas(str(tmp_path / "a.pdf"))
+    canvas.rect(50, 50, 100, 100)
+    canvas.textAnnotation("Checked.", Rect=[50, 700, 70, 720])
+    canvas.save()
+
+    class Recognition(TextRecognition):
+        def pages(self, path, numbers, on_page):
+            return [(number, picture) for number in numbers]
+
+    monkeypatch.setattr(readers, "can_recognise", lambda: bool(picture))
+    found = read_document(tmp_path / "a.pdf", recognition=Recognition())
+    assert [part.text for part in found.parts] == [f"{picture}\nNote: Checked.".strip()]
+    assert found.notes[0].startswith(
+        "the text of these pages was recog" if picture else "these pages have no text"
+    )
+
+
 def test_a_garbled_document_of_another_kind_is_noted(tmp_path):
     (tmp_path / "a.txt").write_text(GARBAGE["shifted letters with spaces"])
     assert read_document(tmp_path / "a.txt").notes == (

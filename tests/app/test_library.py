@@ -1,5 +1,6 @@
 """The registry: changes are atomic, ids are stable, deletion is complete, damage is named."""
 
+import os
 import random
 import re
 import sqlite3
@@ -40,6 +41,19 @@ def test_round_trip(library, tmp_path):
         assert ids == nodes and [r.dtype for r in rows] == [np.float32] * 2
         assert [r.tolist() for r in rows] == [[[0] * 3] * 2, [[1] * 3] * 3]
         assert again.passages([nodes[1], "unknown"]).keys() == {nodes[1]}
+
+
+@pytest.mark.parametrize(
+    ("separator", "folder"), [("/", "/a"), ("/", "/a/"), ("\\", "C:\\a"), ("\\", "C:\\")]
+)
+def test_documents_below_a_folder(library, monkeypatch, separator, folder):
+    """On Windows there were none: deleted files of a watched folder stayed in the library."""
+    inside = [f"{folder.rstrip(separator)}{separator}{name}" for name in ("b.txt", f"b{separator}c.txt")]
+    for path in (*inside, f"{folder.rstrip(separator)}.txt", f"D:{separator}a{separator}b.txt"):
+        library.begin("default", path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sep", separator)
+        assert library.paths_below("default", folder) == inside
 
 
 def test_notes_are_stored_with_the_passages_and_replaced_with_them(library):

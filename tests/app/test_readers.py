@@ -102,7 +102,7 @@ def test_csv_rows_carry_their_column_names(tmp_path):
 
 
 def test_clean_text_can_be_stored_and_read_by_a_model():
-    assert clean("a\x00b\ud800c\r\nd  \n\n\n\ne\u00ad\u200bf\ttab") == "ab?c\nd\n\nef\ttab"
+    assert clean("a\x00b\ud800c\r\nd  \n\n\n\ne\u00ad\u200bf\ttab\vg") == "ab?c\nd\n\nef\ttab\ng"
 
 
 def fails_with(error, path, *words, read=read_document):
@@ -312,7 +312,7 @@ def test_zip_bomb_whose_directory_lies(tmp_path, name):
 
 def test_no_encoding_fits(tmp_path, monkeypatch):
     """Bytes that no encoding explains: chardet gives up."""
-    monkeypatch.setattr("chardet.detect", lambda data: {"encoding": None})
+    monkeypatch.setattr("chardet.detect", lambda data, **_: {"encoding": None, "confidence": 0.0})
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x81"[2:] + b"\x81\x8d\x8f\x90\x9d")
     fails_with(UnreadableDocumentError, tmp_path / "a.txt", "UTF-8", read=parse)
 

@@ -7,8 +7,9 @@ import stat
 import numpy as np
 import pytest
 from app_fakes import Killed
+from doubles import raising
 
-from ragblend.app import rescue
+from ragblend.app import database, rescue
 from ragblend.app.answering.chats import Chats
 from ragblend.app.database import Database
 from ragblend.app.library.documents import DocumentPassage, FileFacts
@@ -174,14 +175,21 @@ def test_a_kill_at_any_step_of_a_rescue_loses_nothing(path, monkeypatch, step):
     assert set_aside_files(path)
 
 
-def test_a_full_disk_changes_nothing(path, monkeypatch):
+@pytest.mark.parametrize("when", ["copying the file", "writing the new one"])
+def test_a_full_disk_changes_nothing(path, monkeypatch, when):
+    """Rows that the new file had no room for were taken for unreadable rows of the old one."""
     overwrite(path, page_with(path, b"100 a line"))
-    before = path.read_bytes()
+    before, connect = path.read_bytes(), database.connect
 
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
+    def small(path):
+        sql = connect(path)
+        sql.execute("PRAGMA max_page_count = 20")
+        return sql
 
-    monkeypatch.setattr(rescue.shutil, "copyfile", full)
+    if when == "copying the file":
+        monkeypatch.setattr(rescue.shutil, "copyfile", raising(OSError(28, "No space left on device")))
+    else:
+        monkeypatch.setattr(database, "connect", small)
     with pytest.raises(StoreFullError, match="no room"):
         Notes(path)
     assert path.read_bytes()[PAGE:] == before[PAGE:] and set_aside_files(path) == []

@@ -52,7 +52,6 @@ def test_wrong_settings_name_source_key_and_remedy(path, text, environment, word
         {"top_k": 0},
         {"chunk_tokens": 3},
         {"ocr_language": "klingon"},
-        {"chunk_overlap": 512},
         {"collection": "../up"},
         {"collection": ""},
         {"max_new_tokens": 0},

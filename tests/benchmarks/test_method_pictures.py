@@ -57,16 +57,16 @@ def test_rows_are_drawn_as_they_were_obtained(letters, method, steps, probed, dr
 
 
 @pytest.fixture
-def prompt(engine, questions):
-    with stored(engine, questions[0].passages):
-        yield quality.build_prompt(engine, questions[0], 5)
+def prompt(shared_engine, questions):
+    with stored(shared_engine, questions[0].passages):
+        yield quality.build_prompt(shared_engine, questions[0], 5)
 
 
 @pytest.mark.parametrize("method", [name for name, policy in METHODS.items() if policy.fixed_ratio is None])
-def test_recorded_shares_equal_the_reports(engine, prompt, method) -> None:
+def test_recorded_shares_equal_the_reports(shared_engine, prompt, method) -> None:
     policy, seen = watched(METHODS[method])
-    through = engine.prefill(prompt, method=policy, ratio=0.4)
-    plainly = engine.prefill(prompt, method=method, ratio=0.4)
+    through = shared_engine.prefill(prompt, method=policy, ratio=0.4)
+    plainly = shared_engine.prefill(prompt, method=method, ratio=0.4)
     assert torch.equal(through.logits, plainly.logits)  # watching changes nothing
     assert through.report.method == method
     stored_tokens = seen.plan.kinds >= TokenKind.EXACT

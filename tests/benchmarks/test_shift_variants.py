@@ -14,8 +14,9 @@ TEXTS = [some_text(seed, 120) + f" It has {seed}41 seats." for seed in range(3)]
 
 
 @pytest.fixture
-def logits(engine):
+def logits(shared_engine):
     """logits(method): of a prompt over TEXTS, at a third of the stored tokens."""
+    engine = shared_engine
     engine.encode(TEXTS)
     prompt = engine.tokenize(engine.chat_prompt(None, [Chunk(text) for text in TEXTS], "How many seats?"))
     return lambda method: engine.prefill(prompt, method=method, ratio=0.33).logits

@@ -13,6 +13,7 @@ import torch
 
 from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.engine.model.device import TransferStream
+from ragblend.engine.selection import Policy
 from ragblend.engine.selection.shift import LayerChange
 
 PREFIX = "Passages: read them all.\n\n"
@@ -20,7 +21,11 @@ SUFFIX = "\n\nQuestion: who kept the ledgers, and where were they?"
 WORDS = " ".join(tiny_models.CORPUS).split()
 
 
-def pairs(methods, always=("reuse", "cacheblend-gradual", "a3", "probe-shift"), kinds=tiny_models.SUPPORTED):
+# Of each way to choose rows one method: none, narrowed in later layers, by attention, and by a probe with a shift.
+ALWAYS = ("reuse", "cacheblend-gradual", "a3", "probe-shift")
+
+
+def pairs(methods, always=ALWAYS, kinds=tiny_models.SUPPORTED):
     """(kind of model, method): all methods on two kinds, and on every other kind two of `always`, in turn."""
     return [
         (kind, method)
@@ -135,6 +140,15 @@ def assert_grammar_changes_nothing(engine, prompts, grammar):
 def of_stored(keys, values, run, *changes, layer=0):
     """A layer's change for `KernelShift`, over stored keys and values that are not rotated."""
     return LayerChange(layer, run, *changes, stored=lambda at: (keys[:, at], values[:, at]), unrotated=None)
+
+
+class EveryThird(Policy):
+    """Scattered rows that depend on nothing but the plan, and whose predecessors are stored."""
+
+    def rows(self, plan, probed=None):
+        chosen = plan.always.clone()
+        chosen[::3] = True
+        return chosen.nonzero().squeeze(1)
 
 
 class EmptyIsNaN:

@@ -32,15 +32,15 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def bench_for(model_folder, judged, tmp_path_factory):
-    """A `Bench` with an engine and its own home; one for each model and dtype in a session."""
-    made: dict[tuple[str, str], Bench] = {}
+    """A `Bench` with an engine and its own home; one for each model, dtype and options in a session."""
+    made: dict[tuple, Bench] = {}
 
-    def bench(name: str, dtype: str = "float32") -> Bench:
-        if (name, dtype) not in made:
+    def bench(name: str, dtype: str = "float32", **options: Any) -> Bench:
+        if (wanted := (name, dtype, *options.items())) not in made:
             home = judged(tmp_path_factory.mktemp(f"bench-{name}") / "home")
-            engine = Engine.open(str(model_folder(name)), home=home, device="cpu", dtype=dtype)
-            made[name, dtype] = Bench(name, model_folder(name), engine)
-        return made[name, dtype]
+            engine = Engine.open(str(model_folder(name)), home=home, device="cpu", dtype=dtype, **options)
+            made[wanted] = Bench(name, model_folder(name), engine)
+        return made[wanted]
 
     yield bench
     for held in made.values():

@@ -27,7 +27,7 @@ def main(home: str, method: str) -> None:
     engine.encode(texts)
     short = Prompt([Literal("Read this."), Chunk(texts[0]), Literal("So?")])
     engine.generate(short, method=method, max_new_tokens=4)  # code, kernels and thread pools are loaded
-    engine.runtime.loaded.model.generation_config.eos_token_id = None  # what is measured does not end early
+    engine.runtime.end_ids = []  # what is measured does not end early
     engine.finish_background()  # and what computes answers is chosen
     prompt = engine.tokenize(engine.chat_prompt(None, [Chunk(text) for text in texts], "Which one?"))
     kv_bytes = len(prompt.token_ids) * engine.runtime.decoder.geometry.token_bytes

@@ -66,7 +66,7 @@ def device_is_free(engine):
 def endless(stored, monkeypatch):
     """The model never ends an answer by itself; counts its forward passes."""
     model, calls = stored.engine.runtime.loaded.model, []
-    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    monkeypatch.setattr(stored.engine.runtime, "end_ids", [])
     hook = model.model.norm.register_forward_pre_hook(lambda *_: calls.append(1))
     yield calls
     hook.remove()

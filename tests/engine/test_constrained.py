@@ -212,6 +212,27 @@ def test_an_excluded_bound_is_not_said(llama, bounds, allowed, forbidden):
     ] * len(forbidden)
 
 
+A, B = ({"properties": {key: WHOLE}, "required": [key]} for key in "ab")
+TAGGED = [B | {"properties": {"kind": {"const": kind}}} for kind in ("x", "y")]
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "forbidden"),
+    [
+        (thing(kind=TEXT) | {"anyOf": [A, B]}, {"kind": "x", "b": 1}, {"kind": "x"}),
+        ({"properties": {"kind": TEXT, "b": WHOLE}, "anyOf": TAGGED}, {"kind": "y", "b": 1}, {"kind": "z", "b": 1}),
+        (A | {"allOf": [{"$ref": "#/$defs/B"}], "$defs": {"B": B}}, {"a": 1, "b": 2}, {"a": 1}),
+        (A | {"anyOf": [{"$ref": "#/$defs/B"}], "$defs": {"B": B}}, {"a": 1, "b": 2}, {"a": 1}),
+        ({"properties": {"a": WHOLE, "b": WHOLE}, "anyOf": [{"required": ["a"]}]}, {"a": 1}, {"a": 1, "c": 2}),
+        ({"anyOf": [A, B]}, {"b": 1}, {"b": 1, "c": 2}),
+    ],
+    ids=["more keys", "a tag", "all of a definition", "any of a definition", "required", "no keys beside"],
+)  # fmt: skip
+def test_an_object_in_parts_may_have_the_keys_of_each(llama, schema, allowed, forbidden):
+    """Each part was closed for the keys of the others, so that no object was possible."""
+    assert allows(llama, schema, json.dumps(allowed)) and not allows(llama, schema, json.dumps(forbidden))
+
+
 def with_keys(count, kind):
     return {"type": "object", "properties": {f"key_{n}": {"type": kind} for n in range(count)}}
 

@@ -3,7 +3,7 @@
 import pytest
 import tiny_models
 import torch
-from benches import Bench, StagedTransfers, chat, largest_error, make_prompt, make_text
+from benches import ALWAYS, Bench, EveryThird, StagedTransfers, chat, largest_error, make_prompt, make_text
 
 from ragblend import Chunk, Engine, Literal, Prompt
 from ragblend.engine.model import convolution
@@ -11,25 +11,16 @@ from ragblend.engine.model.attention import register
 from ragblend.engine.model.decoder import TransformersDecoder
 from ragblend.engine.model.gate import run_gate
 from ragblend.engine.prompts.session import Session
-from ragblend.engine.selection import METHODS, Policy
+from ragblend.engine.selection import METHODS
 
 TEXTS = [make_text(seed) for seed in range(4)]
 ALLOWED = 1e-4
 CONVOLUTIONS = (0, 2)
 
 
-class EveryThird(Policy):
-    """Scattered rows, whose predecessors are stored."""
-
-    def rows(self, plan, probed=None):
-        chosen = plan.always.clone()
-        chosen[::3] = True
-        return chosen.nonzero().squeeze(1)
-
-
 @pytest.fixture
-def bench(fresh_bench_for):
-    bench = fresh_bench_for("lfm2", fuse="all")
+def bench(bench_for):
+    bench = bench_for("lfm2", fuse="all")
     bench.engine.encode(TEXTS)
     return bench
 
@@ -76,7 +67,7 @@ def test_they_are_fused_only_if_the_setting_says_so(fresh_bench_for):
     chosen.close()
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", [*ALWAYS, "full", "exact", "auto", "prefix", "recompute"])
 def test_a_ratio_of_one_equals_the_model_and_smaller_ones_are_sound(bench, method):
     prompt = make_prompt(TEXTS)
     expected = bench.logits(prompt)[-1]
@@ -161,7 +152,9 @@ def test_a_session_goes_on_exactly(bench):
     assert list(again.token_ids) == bench.answer(second, 12)
 
 
-def test_paths_give_the_same_bits_whatever_is_stored(bench):
+def test_paths_give_the_same_bits_whatever_is_stored(fresh_bench_for):
+    bench = fresh_bench_for("lfm2", fuse="all")
+    bench.engine.encode(TEXTS)
     prompt = chat(bench, TEXTS)
     expected = bench.engine.prefill(prompt, "exact")
     assert largest_error(expected.logits, bench.logits(prompt)[-1]) < ALLOWED

@@ -1,7 +1,6 @@
 """Damaged values are counted misses: the answer is as right as if the chunk had never been stored."""
 
 import gc
-import random
 import weakref
 
 import pytest
@@ -40,21 +39,11 @@ def truncate(raw):
     del raw[len(raw) // 2 :]
 
 
-def empty(raw):
-    del raw[:]
-
-
-def scramble(raw):
-    raw[: len(raw)] = random.Random(0).randbytes(len(raw))
-
-
 DAMAGES = {
     "header": flip(0.001),
     "first layer": flip(0.15),
     "last layer": flip(0.99),
     "truncated": truncate,
-    "empty": empty,
-    "scrambled": scramble,
     "deleted": None,
 }
 

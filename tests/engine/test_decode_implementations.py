@@ -513,7 +513,7 @@ def test_quoting_the_prompt_takes_fewer_passes(stored, monkeypatch):
     rows, prompt = DirectDecode(engine.runtime.decoder, {}), make_prompt(TEXTS)
     assert engine.runtime.token_grammars  # which want to know how answers end
     monkeypatch.setattr(engine.runtime.choice, "current", rows)
-    monkeypatch.setattr(engine.runtime.loaded.model.generation_config, "eos_token_id", None)
+    monkeypatch.setattr(engine.runtime, "end_ids", [])
     read = rows.run_together
     monkeypatch.setattr(rows, "run_together", lambda reads: passes.append(len(reads[0][1])) or read(reads))
     told, held = [], []

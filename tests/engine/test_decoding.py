@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from benches import in_turn, largest_error, make_prompt, make_text
-from tiny_models import SUPPORTED, UNSUPPORTED, reference_logits
+from tiny_models import END, SUPPORTED, UNSUPPORTED, reference_logits
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.config import DEFAULT_RATIO
@@ -22,6 +22,16 @@ def test_greedy_full_equals_transformers_generate(bench):
     result = bench.engine.generate(prompt, method="full", max_new_tokens=28)  # beyond a sliding window
     assert list(result.token_ids) == bench.answer(prompt, 28)
     assert result.report.tokens.generated == len(result.token_ids)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_answers_end_with_the_chat_templates_token(fresh_bench_for, kind):
+    """A GGUF's config names one end token, which may be another (Phi-3, Gemma): answers ran on into a next turn."""
+    engine = fresh_bench_for(kind).engine
+    engine.runtime.loaded.model.generation_config.eos_token_id = None
+    end = engine.tokenizer.convert_tokens_to_ids(END)
+    result = engine.generate(Prompt([Literal("who?")]), max_new_tokens=4, logit_bias={end: 100})
+    assert (result.token_ids, result.stopped) == ((end,), True)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +101,14 @@ def test_sampling_follows_the_seed(stored):
     narrow = stored.engine.generate(prompt, seed=3, top_k=1, **options)
     greedy = stored.engine.generate(prompt, max_new_tokens=20)
     assert narrow.token_ids == greedy.token_ids
+
+
+def test_a_temperature_near_zero_is_greedy(stored):
+    """Divided by less than 1e-37, the scores overflowed."""
+    prompt = make_prompt(TEXTS)
+    greedy = stored.engine.generate(prompt, max_new_tokens=20)
+    cold = stored.engine.generate(prompt, max_new_tokens=20, temperature=1e-40, seed=1)
+    assert cold.token_ids == greedy.token_ids
 
 
 def test_sampling_does_not_touch_torchs_global_generator(stored):

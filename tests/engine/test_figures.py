@@ -18,6 +18,11 @@ from ragblend.engine.selection.by_attention import whole_figures
         ("It lists 18,642 accessions.", "18642", True),
         ("18 642 entries", "18,642", True),
         ("kx–7731–b", "KX-7731-B", True),
+        ("part 4–1163", "4-1163", True),
+        ("in 1914–1918", "1914", True),
+        ("the hall 12 400 beds", "400", True),
+        ("12\n400", "12400", False),
+        ("第41条", "41", True),
         ("٤١ metres", "41", True),
         ("１９２１年", "1921年", True),
         ("It was 41.", "41", True),
@@ -51,6 +56,26 @@ def test_figures_exclude_citations_and_list_numbers():
         ("part A41", "part 41", ("A41",)),
         ("It is 339 metres long, since 1921.", "41 metres long, built in 1921.", ("339",)),
         ("It is 41 metres long.", "41 metres long, built in 1921.", ()),
+        # Numbers of two cells or lines were one, and those of a range were none.
+        ("The value is 345.", "A\tB\n12\n345\n678\n", ()),
+        ("In 2019 it was 120.", "2019 120 340", ()),
+        ("Room 12 has them.", "In room 12 400 beds stand.", ()),
+        ("It holds 1 234 567.", "a\n1\n234\n567\n", ("1 234 567",)),
+        ("It lasted from 1914 to 1918.", "The war of 1914–1918", ()),
+        ("The war of 1914–1918", "The war of 1914-1918, 1915", ()),
+        ("From 9:00 to 17:00.", "Open 9:00-17:00.", ()),
+        ("Pages 12 to 15", "pp. 12-15", ()),
+        ("Between 10 and 20 grams.", "Use 10–20g.", ()),
+        ("part 4", "part 4-1163", ("4",)),
+        # Units were cut off the answer's figures only.
+        ("It is 20 km away.", "The lake is 20km away.", ()),
+        ("It weighs 1.5 kg.", "1.5kg", ()),
+        ("It is 20 km away.", "湖は20km離れています。", ()),
+        ("on 9 March", "on March 9th", ()),
+        ("part 41", "part A41", ("41",)),
+        # The whole clause was a figure.
+        ("港は1921年に浚渫されました。", "港は1921年にエムス社によって浚渫された。", ()),
+        ("港は1922年に浚渫されました。", "港は1921年にエムス社によって浚渫された。", ("1922",)),
     ],
 )
 def test_figures_that_the_prompt_lacks_are_unsupported(answer, given, unsupported):

@@ -1,7 +1,6 @@
 """OpenMP's threads spin only where there are idle cores, and the user's environment is kept."""
 
 import os
-import subprocess
 import sys
 from unittest.mock import Mock
 
@@ -53,23 +52,3 @@ def test_a_moment_of_other_work_does_not_stop_threads_from_spinning(monkeypatch)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     set_thread_spinning(load)
     assert os.environ.get("GOMP_SPINCOUNT") == SPINS
-
-
-@pytest.mark.parametrize(
-    ("first", "policy"),
-    [
-        ("import ragblend", None),  # which costs nothing
-        ("from ragblend import Engine", "PASSIVE"),
-        ("from ragblend.integrations.langchain import ChatRAGBlend", "PASSIVE"),
-        ("from ragblend.integrations.llama_index import RAGBlendLLM", "PASSIVE"),
-        ("import torch; from ragblend import Engine", None),  # which has read the variables
-    ],
-)
-def test_a_program_that_imports_the_engine_has_threads_that_sleep(first, policy):
-    """On a busy CPU a framework's first token took 82 s instead of 4.5."""
-    environment = {name: value for name, value in os.environ.items() if name not in NAMES}
-    program = f"{first}; import os; print(os.environ.get('OMP_WAIT_POLICY'))"
-    told = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
-    assert told.stdout.split() == [str(policy)]

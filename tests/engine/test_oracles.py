@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from benches import PREFIX, chat, in_turn, largest_error, make_prompt, make_text, pairs
+from benches import PREFIX, EveryThird, chat, in_turn, largest_error, make_prompt, make_text, pairs
 
 from ragblend.engine.prompts.segments import Chunk, Literal, Prompt
 from ragblend.engine.selection import METHODS, Policy
@@ -11,15 +11,6 @@ from ragblend.kvstore.errors import PromptError
 TEXTS = [make_text(seed) for seed in range(4)]
 ALLOWED = 1e-4
 SELECTING = sorted(METHODS.keys() - {"full", "prefix", "exact", "recompute", "reuse", "naive"})
-
-
-class EveryThird(Policy):
-    """Scattered rows that depend on nothing but the plan."""
-
-    def rows(self, plan, probed=None):
-        chosen = plan.always.clone()
-        chosen[::3] = True
-        return chosen.nonzero().squeeze(1)
 
 
 def test_attention_is_not_flat(bench):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ragblend.engine.model.rope import HALF, INTERLEAVED, Rope, move_keys, move_keys_
+from ragblend.engine.model.rope import HALF, INTERLEAVED, Rope, angles, move_keys, rotate_
 
 HEADS, TOKENS, SIZE = 2, 7, 16
 
@@ -55,11 +55,11 @@ def test_a_delta_of_zero_is_the_identity_bit_for_bit(dtype):
     assert torch.equal(move_keys(plain, torch.zeros(TOKENS, dtype=torch.long), Rope(frequencies())), plain)
 
 
-def test_moving_a_view_in_place_changes_nothing_else():
+def test_rotating_a_view_in_place_changes_nothing_else():
     """As the loader does it, in the middle of the fused buffers."""
     buffer = torch.randn(HEADS, 20, SIZE, generator=torch.Generator().manual_seed(1))
     before = buffer.clone()
-    move_keys_(buffer[:, 5:12], 9, Rope(frequencies()))
+    rotate_(buffer[:, 5:12], *angles(9, frequencies()), Rope(frequencies()))
     assert torch.equal(buffer[:, :5], before[:, :5])
     assert torch.equal(buffer[:, 12:], before[:, 12:])
     assert torch.equal(buffer[:, 5:12], move_keys(before[:, 5:12], 9, Rope(frequencies())))

@@ -236,6 +236,24 @@ def test_at_the_end_of_a_process_tasks_that_store_run_as_long_as_there_is_time(
     assert (tasks.done, told) == (done, unfinished)
 
 
+def test_only_tasks_that_store_are_told_of_as_unfinished(monkeypatch):
+    """`close` failed if another task was added while it waited: its name has no three parts."""
+    monkeypatch.setattr("ragblend.engine.scheduling.background.EXIT_S", 0.0)
+    told, begun = [], threading.Event()
+    tasks = BackgroundTasks(told.append)
+
+    def adds_another():
+        begun.set()
+        until(lambda: tasks.stopping)
+        tasks.add(lambda: None, ("prefetch", "chunk"))
+
+    tasks.add(adds_another)
+    assert begun.wait(SOON_S)
+    tasks.add(lambda: None, "one", Priority.STORE)
+    tasks.end()
+    assert told == [["one"]]
+
+
 def test_finish_says_when_it_takes_too_long():
     tasks = BusyTasks()
     assert not tasks.finish(0.05)

@@ -113,17 +113,14 @@ def test_a_dead_server_is_asked_once_for_many_prompts(redis, fresh_bench_for):
     assert remote_of(here).stats().errors == 1
 
 
-@pytest.mark.parametrize("most", [0, 30_000, 60_000])
-def test_a_server_that_falls_silent_costs_one_time_out(redis, fresh_bench_for, most):
-    """At once, in the midst of the layers: a prompt goes on without what did not come, all of it in one go."""
+def test_a_server_that_falls_silent_costs_one_time_out(redis, fresh_bench_for):
+    """In the midst of the layers: a prompt goes on without what did not come, all of it in one go."""
     share(fresh_bench_for(remote=redis.url() + PATIENT))
-    with proxy_to(redis.port, most=most) as proxy:
+    with proxy_to(redis.port, most=30_000) as proxy:
         here = fresh_bench_for(remote=f"redis://127.0.0.1:{proxy.port}/0?timeout_s=0.4&retry_s=600")
         prompts = [PROMPT, make_prompt(TEXTS[::-1]), make_prompt(TEXTS[:2])]
         found = here.engine.prefill(PROMPT)
-        if found.report.hits:
-            assert most
-        else:
+        if not found.report.hits:
             assert largest_error(found.logits, here.logits(PROMPT)[-1]) < ALLOWED
         connections = proxy.connections
         for prompt in prompts[1:]:
@@ -157,19 +154,14 @@ def test_on_a_slow_network_only_what_arrives_in_time_is_requested(redis, fresh_b
         assert_computed_in_place(here, make_prompt(long[3:]))
 
 
-@pytest.mark.parametrize("where", ["header", "first layer", "last layer", "shorter", "another's"])
+@pytest.mark.parametrize("where", ["header", "last layer"])
 def test_a_damaged_value_is_computed_in_place_and_the_others_are_used(redis, fresh_bench_for, where):
     one = fresh_bench_for(remote=redis.url() + PATIENT)
     keys, names = share(one), RedisNames(redis)
     by_digest = {name.rpartition(":")[2]: name for name in names.names()}
-    spoiled, other = (by_digest[keys[number].digest] for number in (1, 2))
+    spoiled = by_digest[keys[1].digest]
     raw = bytearray(names.get(spoiled))
-    if where == "shorter":
-        del raw[-1:]
-    elif where == "another's":
-        raw = bytearray(names.get(other))
-    else:
-        raw[{"header": 50, "first layer": len(raw) // 6, "last layer": -2}[where]] ^= 4
+    raw[{"header": 50, "last layer": -2}[where]] ^= 4
     names.set(spoiled, bytes(raw))
 
     lacking = fresh_bench_for()

@@ -1,7 +1,11 @@
 """Incremental text, segments and offsets, chat prompts, and invalid options."""
 
+import random
+
 import pytest
-from tiny_models import BOS, END, make_tokenizer
+from tiny_models import BOS, END, EOS, TEMPLATE, make_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from ragblend import Chunk, Literal, Prompt
 from ragblend.engine.config import DecodeOptions
@@ -81,6 +85,50 @@ def test_an_incomplete_character_is_shown_at_the_end(tokenizer):
     assert "\ufffd" in stream.finish()
 
 
+def tokenizer_of(decoder, **options):
+    """One whose ids are pieces of words, bytes, blanks and a control token, and whose decoder joins them."""
+    pieces = ["<s>", "▁the", "▁ship", "s", "##ed", "▁", ".", "▁.", "▁n't", "日", "▁日", *"abc"]
+    pieces += [f"<0x{byte:02X}>" for byte in "é日🦀\n".encode()]
+    model = models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True)
+    made = Tokenizer(model)
+    made.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", **options)
+
+
+METASPACE = decoders.Sequence(
+    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+)
+CLEANS_UP = {
+    "clean_up_tokenization_spaces": True,
+    "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True,
+}
+DECODERS = {
+    "bytes": lambda: make_tokenizer(False),
+    "byte fallback": lambda: tokenizer_of(METASPACE),
+    "clean-up": lambda: tokenizer_of(METASPACE, **CLEANS_UP),
+    "word pieces": lambda: tokenizer_of(decoders.WordPiece()),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_long_answers_are_streamed_as_if_decoded_whole_and_cost_no_more_per_token(name, monkeypatch):
+    tokenizer, chance = DECODERS[name](), random.Random(7)
+    ids = [chance.randrange(len(tokenizer)) for _ in range(700)]
+    plain, given = [], 0
+    for count in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:count], skip_special_tokens=True)
+        plain.append(text[given : len(text.rstrip("\ufffd"))])
+        given = max(given, len(text.rstrip("\ufffd")))
+    decode, decoded = tokenizer.decode, []
+    monkeypatch.setattr(
+        tokenizer, "decode", lambda ids, **how: decoded.append(len(ids)) or decode(ids, **how)
+    )
+    stream = TextStream(tokenizer)
+    assert [stream.feed(token_id) for token_id in ids] == plain
+    assert stream.finish() == text[given:]
+    assert max(decoded) <= 100
+
+
 TEXT = "kept two ledgers and wrote the names of ships"
 
 
@@ -153,6 +201,32 @@ def test_the_canonical_prefix_ends_at_the_first_passage(tokenizer):
     prompt = tokenizing.prompt(tokenizing.chat_prompt(None, [Chunk("one"), Chunk("two")], "who?", []), {})
     assert tokenizing.prefix_ids() == prompt.prefix_ids
     assert len(prompt.prefix_ids) > 10
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_canonical_prefix_has_a_fixed_date(own_tokenizer, named):
+    """Templates that write today's (Llama 3.2's, SmolLM3's) made all stored KV unreachable each midnight."""
+    dated = "\n  {% if true %}Today: {{ strftime_now('%d %b %Y') }}.{% endif %}" + TEMPLATE
+    own_tokenizer.chat_template = dated.replace("{{ strftime_now('%d %b %Y') }}", "01 Jan 2026")
+    expected = PromptTokenizer(own_tokenizer).prefix_ids()
+    own_tokenizer.chat_template = {"default": dated} if named else dated
+    assert PromptTokenizer(own_tokenizer).prefix_ids() == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (TEMPLATE, [EOS, END]),
+        (TEMPLATE.replace(END, EOS), [EOS, EOS]),
+        (TEMPLATE.replace(END, ""), [EOS]),
+        ("{{ raise_exception('no assistants') }}", [EOS]),
+        (None, [EOS]),
+    ],
+    ids=["another token", "its own", "no token", "refuses", "no template"],
+)
+def test_answers_end_as_the_chat_template_ends_them(own_tokenizer, template, ends):
+    own_tokenizer.chat_template = template
+    assert PromptTokenizer(own_tokenizer).end_ids() == own_tokenizer.convert_tokens_to_ids(ends)
 
 
 # --- settings

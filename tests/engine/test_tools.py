@@ -138,16 +138,28 @@ def test_answers_are_parsed_into_text_and_calls(form):
     assert parse_answer("No call.", form, TOOLS).text == "No call."
 
 
-@pytest.mark.parametrize("cut", range(len("Let me see.\n<tool_call>"), 80))
-def test_calls_that_are_cut_off_are_broken(form, cut):
+@pytest.mark.parametrize("template", [TOOLS_TEMPLATE, BARE_TEMPLATE], ids=["tags", "bare"])
+def test_json_of_a_schema_is_no_call(tokenizer, template):
+    """A tag in one of its texts began a call; where calls have no tags, all of it was a broken one."""
+    tokenizer.chat_template = template
+    form = call_format(tokenizer, "tiny")
+    for text in ('{"html": "use <tool_call> tags"}', '{"name": "Ann", "parameters": {}}'):
+        assert parse_answer(text, form, TOOLS, has_schema=True) == ParsedAnswer(text)
+    called = f'{form.opening}add{form.middle}{{"a": 1}}{form.closing}'
+    [call] = parse_answer(called, form, TOOLS, has_schema=True).calls
+    assert (call.name, call.arguments) == ("add", {"a": 1})
+
+
+def test_calls_that_are_cut_off_are_broken(form):
     text = 'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "a long name"}}\n</tool_call>'
-    said = parse_answer(text[:cut], form, TOOLS)
-    assert (said.text, said.calls) == ("Let me see.", ())
-    _, found, arguments = text[:cut].partition('", "arguments": ')
-    if found:
-        assert (said.broken_name, said.broken) == ("get_weather", arguments)
-    else:
-        assert said.broken_name is None
+    for cut in range(len("Let me see.\n<tool_call>"), 80):
+        said = parse_answer(text[:cut], form, TOOLS)
+        assert (said.text, said.calls) == ("Let me see.", ()), text[:cut]
+        _, found, arguments = text[:cut].partition('", "arguments": ')
+        if found:
+            assert (said.broken_name, said.broken) == ("get_weather", arguments), text[:cut]
+        else:
+            assert said.broken_name is None, text[:cut]
 
 
 def test_untagged_calls_count_if_they_are_the_whole_answer(form):
@@ -193,6 +205,26 @@ def test_calls_without_tags_keep_to_the_tools_schema(llama, tokenizer, template,
     tokens = grammars.tokenize_str(text)
     assert (matcher.validate_tokens(tokens) == len(tokens)) == kept
     assert not kept or (matcher.consume_tokens(tokens) and matcher.is_accepting())
+
+
+@pytest.mark.parametrize("key", ["arguments", "parameters"])
+@pytest.mark.parametrize("begin", ["", "\n", "```json\n"])
+def test_calls_of_a_format_without_tags_may_have_either_key(llama, tokenizer, begin, key):
+    """With `arguments`, the grammar checked a call that was then called broken; with `parameters`, after a newline or a
+    fence, it was text that keeps to no schema.
+    """
+    tokenizer.chat_template = BARE_TEMPLATE
+    form, text = call_format(tokenizer, "tiny"), f'{begin}{{"name": "add", "{key}": {{"a": 1, "b": 2}}}}'
+    [call] = parse_answer(text, form, TOOLS).calls
+    assert (call.name, call.arguments) == ("add", {"a": 1, "b": 2})
+    words = TextBeforeCalls(form, TOOLS)
+    assert not any(words.feed(letter) for letter in text)
+    grammar = tools_grammar(form, TOOLS, is_forced=False, is_parallel=True)
+    grammars = llama.engine.runtime.token_grammars
+    for said, kept in ((text, True), (text.replace("1", '"x"'), False)):
+        matcher = load_llguidance().LLMatcher(grammars, grammar.text, log_level=0)
+        tokens = grammars.tokenize_str(said)
+        assert (matcher.validate_tokens(tokens) == len(tokens)) == kept
 
 
 def test_no_ordinary_tokens_write_the_tag_of_a_call(tokenizer):
@@ -349,6 +381,21 @@ def test_invalid_tools_are_refused_by_name(wrong, said):
 def test_a_tool_may_ask_for_unique_items():
     """Published tools do, and no grammar keeps it: they would all be refused."""
     check_tools([tool("tag", names={"type": "array", "items": {"type": "string"}, "uniqueItems": True})])
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"description": "anything"}, {"$ref": "#/$defs/A", "$defs": {"A": {"description": "anything"}}}],
+)
+def test_arguments_are_always_an_object(llama, form, parameters):
+    """Where a tool's schema did not say so, they could be a number, which clients cannot take."""
+    wanted = [{"type": "function", "function": {"name": "any", "parameters": parameters}}]
+    grammar = tools_grammar(form, wanted, is_forced=True, is_parallel=False)
+    grammars = llama.engine.runtime.token_grammars
+    for arguments, kept in (("{}", True), ("5", False)):
+        matcher = load_llguidance().LLMatcher(grammars, grammar.text, log_level=0)
+        tokens = grammars.tokenize_str(f"{form.opening}any{form.middle}{arguments}{form.closing}")
+        assert (matcher.validate_tokens(tokens) == len(tokens)) == kept
 
 
 def test_tools_are_refused_for_models_without_them(llama):

@@ -178,13 +178,13 @@ def make_model(name: str, seed: int = 0, **shape: Any) -> Any:
 def save_model(
     name: str, folder: Path, seed: int = 0, is_endless: bool = False, template: str = TEMPLATE, **shape: Any
 ) -> Path:
-    """is_endless: no answer ends by itself; the logit of the end token is 0."""
-    model = make_model(name, seed, **shape)
+    """is_endless: no answer ends by itself; the logits of the end tokens are 0."""
+    model, tokenizer = make_model(name, seed, **shape), make_tokenizer(name in WITH_BOS)
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids([EOS, END])
     if is_endless:
         with torch.no_grad():
-            model.lm_head.weight[model.config.eos_token_id] = 0
+            model.lm_head.weight[model.generation_config.eos_token_id] = 0
     model.save_pretrained(folder)
-    tokenizer = make_tokenizer(name in WITH_BOS)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return folder

@@ -7,20 +7,13 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
-from ragblend.kvstore import blob, files, store, system
+from ragblend.kvstore import files, store, system
 
 Mutation = tuple[Callable[..., Any], str, str]
 MUTATIONS: dict[str, Mutation] = {
     "no file fsync": (files._write_new, "os.fsync(fd)", "pass"),
     "no folder fsync": (system.sync_folder, "os.fsync(fd)", "pass"),
-    "no checksum": (
-        blob.ChunkReader._read,
-        "if _crc(buffers) != self.header.layer_crcs[layer]:",
-        "if False:",
-    ),
-    "no token comparison": (blob.check_header, "header.token_ids == tuple(token_ids)", "True"),
     "no second look": (store.KVStore._open, "missing = path\n", "return None\n"),
-    "no key comparison": (blob.check_header, "header.key == key,", "True,"),
 }
 
 

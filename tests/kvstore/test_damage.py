@@ -189,6 +189,17 @@ def test_a_linked_quarantine_does_not_delete_other_files(
     assert not (root / "quarantine").is_symlink()
 
 
+def test_swapped_files_of_the_same_tokens_are_damage(store, sample, value_path):
+    """Of two collections, say: only the key in the file tells them apart."""
+    (key, chunk), (other, made) = sample.put(store, 1), sample(2)
+    store.put(other, replace(made, token_ids=chunk.token_ids))
+    paths = [value_path(key), value_path(other)]
+    for path, content in zip(paths, [path.read_bytes() for path in reversed(paths)], strict=True):
+        path.write_bytes(content)
+    assert [store.get(each, chunk.token_ids) for each in (key, other)] == [None, None]
+    assert store.stats().quarantined == 2
+
+
 OTHERS = {
     "layers": {"layers": 2},
     "heads": {"kv_heads": 1},

@@ -98,11 +98,18 @@ def test_another_passages_figure_differs_from_an_invented_one(answer, other):
     assert metrics.has_other_figure(answer, ASKED, ("41",)) is other
 
 
+def test_another_figure_of_the_right_passage_is_not_another_passages():
+    asked = replace(ASKED, passages=("It has 41 lamps and 77 doors.", "That one has 339 lamps."))
+    assert not metrics.has_other_figure("77", asked, ("41",))
+    assert metrics.has_other_figure("339", asked, ("41",))
+
+
 def test_positions_of_figures_in_tokens():
     pieces = ["It", " is", " 1", "8,", "6", "42", ".", " Mara", " Dol", "vin", "!"]
     assert metrics.figure_positions(pieces, ["18,642"]) == [2, 3, 4, 5]
     assert metrics.figure_positions(pieces, ["Mara Dolvin"]) == [7, 8, 9]
     assert metrics.figure_positions(pieces, ["339"]) == []
+    assert metrics.figure_positions(["186", "42", " volumes"], ["18,642"]) == [0, 1]
 
 
 def test_a_continued_reference_is_full_prefill(engine, questions):

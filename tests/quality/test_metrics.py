@@ -75,6 +75,8 @@ def test_rouge_l_by_hand(answer, gold, value) -> None:
         ("It was 1,931.", ["931"], 0),
         ("It was 1931.", ["1,931"], 1),
         ("1,2345", ["2345", "12345"], 0.5),  # groups of thousands have three figures
+        ("It is 4.5, from 12:30 on.", ["45", "1230"], 0),
+        ("It is 4.5, from 12:30.", ["4.5", "12:30"], 1),
         ("", ["x"], 0),
         ("anything", [], None),
     ],

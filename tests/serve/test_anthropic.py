@@ -199,6 +199,8 @@ def user(*blocks):
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
         ({"tools": [FLAG]}, "calls no tools"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice.type is 'maybe'"),
+        ({"tool_choice": {"type": []}}, r"tool_choice.type is \[\]"),
+        ({"stop_sequences": ["a"] * 17}, "stop: List should have at most 16 items"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
         ({"stop": ["a"]}, "stop"),

@@ -24,6 +24,8 @@ HI = [{"role": "user", "content": "Hi."}]
 CHAT, TEXT, ASK = "/v1/chat/completions", "/v1/completions", "/v1/rag/ask"
 IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"flag": "x"}}}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 
 
 def check(response, status, code=None):
@@ -36,12 +38,12 @@ def check(response, status, code=None):
 
 
 @pytest.mark.parametrize(
-    ("path", "change", "status", "code"),
+    "row",  # path, what the body has, status, code, and what the message says
     [
         (CHAT, {"model": "gpt-none"}, 404, "model_not_found"),
         (CHAT, {"messages": []}, 400, "invalid_value"),
         (CHAT, {"messages": None}, 400, "invalid_value"),
-        (CHAT, {"no_such_option": 1}, 400, "unknown_parameter"),
+        (CHAT, {"no_such_option": 1}, 400, "unknown_parameter", "no_such_option: this server has no such parameter"),
         (CHAT, {"max_tokens": 0}, 400, "invalid_value"),
         (CHAT, {"max_tokens": 3, "max_completion_tokens": 3}, 400, "invalid_value"),
         (CHAT, {"temperature": "hot"}, 400, "invalid_value"),
@@ -49,12 +51,27 @@ def check(response, status, code=None):
         (CHAT, {"seed": 10**40}, 400, "invalid_value"),
         (CHAT, {"method": "guess"}, 400, "invalid_value"),
         (CHAT, {"ratio": 2}, 400, "invalid_value"),
+        (CHAT, {"ratio": "fast"}, 400, "invalid_value", "ratio: Input should be 'auto'"),
+        (CHAT, {"modalities": ["audio"]}, 400, "invalid_value", "modalities.0: Input should be 'text'"),
+        (CHAT, {"best_of": 2}, 400, "invalid_value", "best_of: Input should be 1"),
+        (CHAT, {"min_tokens": 5}, 400, "invalid_value", "min_tokens: Input should be 0"),
+        (CHAT, {"presence_penalty": 3}, 400, "invalid_value", "presence_penalty must be from -2 to 2, not 3"),
+        (CHAT, {"min_p": 1.5}, 400, "invalid_value", "min_p must be from 0"),
+        (CHAT, {"logit_bias": {"x": 1}}, 400, "invalid_value", "logit_bias must have token ids"),
+        (CHAT, {"logit_bias": {"1": 101}}, 400, "invalid_value", "token ids with numbers from -100 to 100"),
+        (CHAT, {"logit_bias": {"400": 1}}, 400, "invalid_value", "names the token 400; the model has 400 tokens"),
+        (CHAT, {"stop": ["a"] * 17}, 400, "invalid_value", "stop: List should have at most 16 items"),
+        (CHAT, {"stop": [1]}, 400, "invalid_value", "stop.0: Input should be a valid string"),
+        (CHAT, {"messages": "Hi."}, 400, "invalid_value", "messages: Input should be a valid list"),
+        (CHAT, {"messages": [{**HI[0], "images": ["x"]}]}, 400, "invalid_value", "messages.0.images: List should have"),
+        (CHAT, {"messages": [CALLED]}, 400, "invalid_value", "messages[0].tool_calls has arguments that are no text"),
         (CHAT, {"tools": [TOOL]}, 400, "unsupported"),
         (CHAT, {"tools": [TOOL], "tool_choice": {"function": {"name": ["f"]}}}, 400, "invalid_value"),
         (CHAT, {"response_format": {"type": "json_schema"}}, 400, "invalid_value"),
         (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, 400, "invalid_value"),
         (CHAT, {"messages": [{"role": "user", "content": IMAGE}]}, 400, "invalid_value"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, 400, "invalid_value"),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": ["a"]}]}]}, 400, "invalid_value"),
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid_value"),
         (CHAT, {"messages": HI, "tools": [{"x": "\udfff"}]}, 400, "invalid_value"),
         (CHAT, {"messages": [{"role": "user", "content": "word " * 3000}]}, 400, "context_length_exceeded"),
@@ -69,21 +86,26 @@ def check(response, status, code=None):
         ("/v1/responses", {"input": "a", "metadata": {"a": float("nan")}}, 400, "invalid_value"),
         ("/v1/responses", {"input": "a", "text": {"nonsense": 1}}, 400, "invalid_value"),
         ("/v1/responses", {"input": "a", "text": {"verbosity": "low"}}, 400, "invalid_value"),
-        (TEXT, {"prompt": "a", "echo": True}, 400, "invalid_value"),
+        (TEXT, {"prompt": "a", "echo": True}, 400, "invalid_value", "echo: Input should be False"),
+        (TEXT, {"prompt": ["a"] * 9}, 400, "invalid_value", "prompt: List should have at most 8 items"),
+        (TEXT, {"prompt": [1, 2]}, 400, "invalid_value", "prompt.0: Input should be a valid string"),
         ("/v1/embeddings", {"model": "other", "input": "a"}, 404, "model_not_found"),
         ("/v1/embeddings", {"model": "all-MiniLM-L6-v2", "input": "a", "dimensions": 8}, 400, "invalid_value"),
         (ASK, {"question": "  "}, 400, "invalid_value"),
+        (ASK, {"question": "a", "method": "guess"}, 400, "invalid_value"),
         (ASK, {"question": "a", "collection": "default"}, 404, "collection_not_found"),
         (ASK, {"question": "a", "collection": ""}, 404, "collection_not_found"),
     ],
 )  # fmt: skip
-def test_invalid_requests_are_refused_with_an_error_code(served, path, change, status, code) -> None:
+def test_invalid_requests_are_refused_with_an_error_code(served, row) -> None:
+    path, change, status, code, *message = row
     named = {"model": served.service.model}
     basis = {CHAT: named | {"messages": HI}, TEXT: named, "/v1/responses": named}
     body = json.dumps(basis.get(path, {}) | change).encode()
     with served.client() as client:
         answer = post_raw(client, path, body)
-        check(answer, status, code)
+        error = check(answer, status, code)
+        assert all(each in error["message"] for each in message), error
         assert (answer.headers.get("x-should-retry") == "false") == (code == "timeout")
         streams = post_raw(client, path, body[:-1] + b', "stream": true}')
     if path in (CHAT, TEXT, ASK):

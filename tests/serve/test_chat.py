@@ -82,6 +82,18 @@ def test_log_probabilities_in_both_forms(served) -> None:
         assert [max(likely.values()) for likely in columns["top_logprobs"]] == columns["token_logprobs"]
 
 
+@pytest.mark.parametrize("at", [0, 3, 7])
+def test_tokens_of_a_stop_string_have_no_log_probabilities(served, at) -> None:
+    """They are no part of the answer; of one that the stop string begins in, the whole is listed."""
+    whole = served.choice("Stop there.", max_tokens=12, logprobs=True)
+    text, tokens = whole["message"]["content"], whole["logprobs"]["content"]
+    cut = served.choice("Stop there.", max_tokens=12, logprobs=True, stop=text[at : at + 2])
+    length = len(cut["message"]["content"])
+    begin = [sum(len(token["token"]) for token in tokens[:number]) for number in range(len(tokens))]
+    assert length == text.index(text[at : at + 2])
+    assert cut["logprobs"]["content"] == tokens[: sum(start < length for start in begin)]
+
+
 def test_log_probabilities_are_decoded_outside_the_event_loop(served, monkeypatch) -> None:
     """All clients waited for half a second: four answers of 400 tokens with 20 probabilities each."""
     where, made = [], chat.logprobs

@@ -16,12 +16,15 @@ from waiting import SOON_S, until
 
 from ragblend import __version__
 from ragblend.app import remote
+from ragblend.app.cli.common import FORWARDED, Cli
 from ragblend.app.cli.main import main
 from ragblend.app.remote import NAME, Line, connected
 from ragblend.app.serve.commands import CommandListener, RemoteTerminal
 from ragblend.app.services import AppServices
 from ragblend.app.system import listen_in
 from ragblend.app.workspace import Workspaces
+from ragblend.engine.model.device import pick_device
+from ragblend.kvstore.errors import LibraryError
 
 LIGHT = "The lighthouse of Skarholm was built in 1888 by Marta Lind. "
 FERRY = "The ferry Marigold leaves the pier at seven and takes forty minutes. "
@@ -86,6 +89,13 @@ def test_options_hold_for_one_command_only(home, told, monkeypatch) -> None:
         monkeypatch.setenv("RAGBLEND_MAX_NEW_TOKENS", "3")
         assert told("ask", QUESTION)[0]["tokens"]["generated"] == 3
         assert services.settings == before
+
+
+def test_the_hosts_default_device_may_be_named(home, told) -> None:
+    """The page writes the default as an empty text, which was refused as another device than the one it stands for."""
+    with owned(home) as services:
+        services.workspaces.change(device="")
+        assert told("ask", QUESTION, "--device", str(pick_device(None)))[0]["answer"]
 
 
 def test_settings_that_the_host_cannot_have_are_refused(home, told, monkeypatch) -> None:
@@ -330,11 +340,12 @@ def test_another_users_socket_gets_nothing(folder) -> None:
         (b"HTTP/1.1 200 OK\r\n\r\n", "is not RAGBlend"),
         (b'{"hello": 1}\n', "is not RAGBlend"),
         (json.dumps({"ragblend": "0.0.1", "pid": 7}).encode() + b"\n", "Process 7 has the home"),
-        (b"", "does not answer"),
+        (b"", "Process 7, which has the home"),
     ],
 )
 def test_nothing_is_sent_to_another_version_or_program(folder, capsys, monkeypatch, greeting, words) -> None:
     monkeypatch.setattr(remote, "GREETING_S", SOON_S if greeting else 0.1)
+    (folder / "ui-page.lock").write_text('{"pid": 7}')
     with stranger(folder, greeting) as got:
         assert main(["ask", "A secret?", "--home", str(folder)]) == 1
         assert words in capsys.readouterr().err
@@ -346,6 +357,15 @@ def test_a_host_that_is_killed_is_reported(folder, capsys) -> None:
         assert main(["ask", QUESTION, "--home", str(folder)]) == 1
     said = capsys.readouterr()
     assert said.out == "The light" and "ended while it worked on this" in said.err
+
+
+def test_a_host_that_ends_before_the_command_is_sent_is_reported(folder) -> None:
+    """The broken pipe was taken for that of `ragblend ask | head`: no message, and exit code 0."""
+    ours, theirs = socket.socketpair()
+    theirs.sendall(GREETING)
+    theirs.close()
+    with Line(ours) as line, pytest.raises(LibraryError, match="ended while it worked on this"):
+        remote.run(line, folder, "ask", {}, sys.stdout)
 
 
 @pytest.mark.parametrize(("presses", "leaving_s"), [(1, 0.1), (2, 1e6)])
@@ -409,6 +429,20 @@ def test_listening_continues_after_a_lack_of_file_descriptors(home) -> None:
     assert failed
 
 
+def test_output_that_is_longer_than_a_line_may_be_arrives_whole() -> None:
+    """It was taken for the end of the process that has the home open."""
+    text, found = "\U0001f6a2" * (remote.MOST_BYTES // 8), ""
+    here, there = map(Line, socket.socketpair())
+    with here, there:
+        terminal = RemoteTerminal(here, request())
+        sending = threading.Thread(target=terminal.out.write, args=(text,))
+        sending.start()
+        while len(found) < len(text):
+            found += there.receive()["out"]
+        sending.join()
+    assert found == text
+
+
 def test_disconnect_or_shutdown_cancels_command() -> None:
     for leaves in (True, False):
         here, there = map(Line, socket.socketpair())
@@ -425,6 +459,20 @@ def test_disconnect_or_shutdown_cancels_command() -> None:
         assert terminal.read_line() == ""
         here.close()
         there.close()
+
+
+def test_a_request_that_comes_while_the_host_closes_is_interrupted(home, monkeypatch) -> None:
+    def work(cli: Cli) -> None:
+        print("at work", file=cli.out)
+
+    monkeypatch.setitem(FORWARDED, "ask", work)
+    with AppServices.open(home) as services:
+        commands = CommandListener(services)
+        with connected(home) as line:
+            assert line.receive()["pid"] == os.getpid()
+            commands.close()
+            line.send(**request(arguments={"cli": {}}))
+            assert line.receive() == {"failed": ["Cancelled", "Interrupted."]}
 
 
 def test_closing_the_host_ends_commands_and_removes_the_socket(home) -> None:

@@ -12,6 +12,7 @@ import pytest
 from servers import events
 from waiting import SOON_S, until
 
+from ragblend.app.serve.metrics import Metrics
 from ragblend.app.serve.service import Limits
 from ragblend.kvstore.errors import Cancelled
 
@@ -252,11 +253,21 @@ def test_embeddings_have_the_answers_time_limit(served, ada, embedding, monkeypa
 
 def test_a_failed_start_is_cleared_by_the_first_answer(served, monkeypatch) -> None:
     """Health stayed failed, and a supervisor would have ended a working server."""
-    with served.client("") as anybody:
+    with served.client("") as anybody, served.client("bob") as bob:
         assert anybody.get("/healthz").json() == {"status": "ok"}
         monkeypatch.setattr(served.service.startup, "problem", "The disk was full.")
-        assert anybody.get("/healthz").status_code == 503
+        assert bob.post("/v1/rag/ask", json={"question": QUESTION}).json()["tokens"]["prompt"] == 0
+        assert anybody.get("/healthz").status_code == 503, "nothing was found, so the model was not asked"
         assert served.chat(max_tokens=1).status_code == 200 and anybody.get("/healthz").status_code == 200
+
+
+def test_metrics_of_a_long_run_have_all_digits() -> None:
+    """With six digits, sums stood still after a day, and the uptime after twelve."""
+    metrics = Metrics()
+    metrics.observe("ttft_seconds", 123456.75)
+    text = metrics.text({"uptime_seconds": 1234567.5})
+    assert "ragblend_ttft_seconds_sum 123456.75\n" in text
+    assert "ragblend_uptime_seconds 1234567.5\n" in text
 
 
 def test_metrics_in_prometheus_format(served) -> None:
@@ -271,6 +282,8 @@ def test_metrics_in_prometheus_format(served) -> None:
 
     before = counted()
     answer = served.chat("Count this.", max_tokens=7).json()
+    with served.client("bob") as bob:
+        bob.post("/v1/rag/ask", json={"question": QUESTION})  # nothing is found: no token is read
     after = counted()
 
     def more(name):

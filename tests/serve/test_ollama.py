@@ -111,6 +111,8 @@ def test_the_model_is_listed_shown_and_loaded(served, client) -> None:
         assert (loaded.done, loaded.done_reason) == (True, "load")
     with served.client() as plain:
         assert plain.get("/api/version").json().keys() == {"version"}
+        for older in ({"name": model}, {"name": model, "model": ""}, {"name": "", "model": model}):
+            assert plain.post("/api/show", json=older).json()["capabilities"] == ["completion"]
         assert plain.head("/").status_code == 200, "Ollama's command line asks this first"
 
 
@@ -174,6 +176,7 @@ def called(arguments):
         ("generate", {"model": "llama3", "prompt": ""}, 404, "There is no model 'llama3'"),
         ("embed", {"model": "nomic", "input": "a"}, 404, "the embedding model is 'all-MiniLM-L6-v2'"),
         ("show", {"model": "llama3"}, 404, "There is no model 'llama3'"),
+        ("show", {"model": "", "name": "llama3"}, 404, "There is no model 'llama3'"),
         ("chat", {"messages": [{"role": "user", "content": "a", "images": ["eA=="]}]}, 400, "messages.0.images"),
         ("chat", {"messages": [{"role": "wizard", "content": "a"}]}, 400, "messages.0.role"),
         ("chat", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages.0.content"),

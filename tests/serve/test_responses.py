@@ -125,6 +125,7 @@ def test_text_and_calls_of_one_turn_are_one_message() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "not text"),
         ({"input": [{"role": None, "content": "a"}]}, "messages.0.role"),
         ({"input": []}, "input"),
+        ({"input": [{"type": "function_call", "call_id": {}, "name": "f"}]}, "has an id that is no text"),
         ({"text": {"format": {"type": "grammar"}}}, "grammar"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["web_search_call.results"]}, "include"),

@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import contextmanager
 from itertools import pairwise
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from servers import serving
 from waiting import SOON_S, until
 
 from ragblend.app.serve.watchdog import EX_TEMPFAIL, watch
+from ragblend.app.workspace import Workspace, Workspaces
 from ragblend.integrations.embeddings import BUNDLED, Embedder
 
 LIMIT_S = 0.5
@@ -116,6 +118,15 @@ def test_a_hanging_embedder_or_reranker_ends_the_process(
                 until(lambda: ended)
         asked.join(SOON_S)
         assert ended == [EX_TEMPFAIL]
+
+
+def test_every_embedder_is_watched_and_the_registry_is_not_read(tmp_path, monkeypatch) -> None:
+    """Those of other collections were not, and a registry that could not be read ended the watchdog."""
+    with Workspaces.open(tmp_path / "home") as workspaces:
+        monkeypatch.setattr(Workspace, "engine", SimpleNamespace(queues=()))
+        monkeypatch.setattr(Workspaces, "library", None)
+        of_another = workspaces.embedder("another").queue
+        assert of_another in workspaces.first.queues
 
 
 def test_a_server_with_a_hanging_embedder_exits(home_of, tiny_folder) -> None:

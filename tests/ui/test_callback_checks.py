@@ -65,7 +65,7 @@ def test_no_value_that_a_field_sends_is_an_error_or_leaves_a_trace(page) -> None
             if isinstance(component, gr.State | gr.File):  # kept on this side; what a browser uploaded
                 continue
             fields += 1
-            for value in WRONG[fields % 4 :: 4]:
+            for value in WRONG if function.name == "create" else WRONG[fields % 4 :: 4]:
                 page.call(function, (index, value))
     assert fields > 50
     assert page.services.workspaces.names() == ["default", "nowhere"], "which Create was asked for"

@@ -347,9 +347,10 @@ def test_a_server_that_is_killed_in_mid_answer_leaves_what_was_shown(start, open
     assert shown in letters(page.inner_text(f"{ANSWERS} .rb-prose"))
     with mine.answering():
         page.click("button:has-text('Ask again')")
-        page.wait_for_selector("#rb-stop")
+        page.wait_for_selector("#rb-live .rb-prose")
         page.keyboard.press("Escape")
     mine.expect(ANSWERS).to_have_count(1)
+    mine.expect(ANSWERS).to_contain_text("Stopped.")
     mine.expect("#rb-transcript").not_to_contain_text("ended while")
 
 

@@ -11,12 +11,15 @@ from waiting import SOON_S
 pytest.importorskip("gradio", reason="the page needs the extra `ui`")
 
 import gradio as gr
+from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
 
 from ragblend.app.serve.front import Rules
 from ragblend.app.serve.listening import UvicornServer, listening
 from ragblend.app.services import AppServices
 from ragblend.ui.login import PageLogin
 from ragblend.ui.page_context import PageContext
+from ragblend.ui.request_filter import RequestFilter
 from ragblend.ui.serving import build_app, gradio_environment
 
 CANARY = "canary-4711-of-another-folder"
@@ -281,6 +284,13 @@ def test_a_bad_upload_is_the_senders_fault_and_no_traceback(page, name, capfd) -
     answer = page.http.post("/gradio_api/upload", content=content, headers={"content-type": kind})
     assert 400 <= answer.status_code < 500 or answer.json() == [], answer.text
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_an_upload_that_is_answered_in_plain_text_is_no_error_of_ours() -> None:
+    """The answer was sent, and then it was refused as no JSON."""
+    refusing = RequestFilter(PlainTextResponse("Too much.", 413), None)
+    client = TestClient(refusing)
+    assert client.post("/gradio_api/upload").text == "Too much."
 
 
 def test_stream_of_a_closed_page_ends(page, capfd) -> None:

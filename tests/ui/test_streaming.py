@@ -68,13 +68,16 @@ class Page:
     def send(self, question, chat_id=None):
         return self.chat.send(question, chat_id, ["default"], "chat", "", self.request)
 
+    def in_list(self, act, chat_id=None, **values):
+        return self.chat.in_list(chat_id, gr.EventData(None, {"act": act, **values}), self.request)
+
     def edit(self, message_id, question, chat_id):
         event = gr.EventData(None, {"act": "edit", "id": str(message_id), "text": question})
         return self.chat.again(chat_id, ["default"], "chat", "", event, self.request)
 
     def measure(self, message):
         event = gr.EventData(None, {"act": "measure", "message": str(message.id)})
-        return self.chat.measure(message.chat_id, event, self.request)
+        return self.chat.measure(event, self.request)
 
     def compared(self, question):
         return self.compare.run(question, "default", "probe-shift", "full", 15, 100, self.request)
@@ -122,13 +125,27 @@ def changed(updates):
     return [each for each in updates if updates[each] != gr.skip()]
 
 
-def test_closing_the_page_during_the_search_cancels_the_answer(page) -> None:
-    """The stop was lost with the page, and the answer computed to its end."""
-    answer = page.send("Why?")
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("leave", ["stop", "close"])
+def test_stopping_during_the_search_ends_it(page, leave) -> None:
+    """Stop had no effect before the answer began, and of a closed page it was lost."""
+    answer = page.send("Why is the sky blue?")
     next(answer)
-    page.close()
-    list(answer)
-    assert [(each.text, each.report["stopped"]) for each in page.answers()] == [("", True)]
+    page.chat.stop(page.request) if leave == "stop" else page.close()
+    (last,) = answer
+    assert is_send_back(page, last) and page.answers() == page.engine.requests == []
+    if leave == "stop":
+        assert "This question was not answered." in last[page.chat.transcript]
+        assert last[page.chat.live] == "", "no error"
+
+
+@pytest.mark.usefixtures("library")
+def test_stopping_a_comparison_during_the_search_ends_it(page) -> None:
+    compared = page.compared("Sky?")
+    next(compared)
+    page.compare.stop(page.request)
+    (last,) = compared
+    assert "Stopped." in last[page.compare.result]
 
 
 def test_newer_question_cancels_the_search_of_the_older(page) -> None:
@@ -139,9 +156,9 @@ def test_newer_question_cancels_the_search_of_the_older(page) -> None:
     asked = page.send("And who?")
     next(asked)
     list(left)
-    assert page.answers()[0].report["stopped"]
+    assert page.answers() == []
     assert is_send_back(page, list(asked)[-1])
-    assert sorted(each.text for each in page.answers()) == ["", "It is blue."]
+    assert [each.text for each in page.answers()] == ["It is blue."]
 
 
 def test_end_of_an_older_answer_keeps_the_stop_button(page) -> None:
@@ -222,6 +239,36 @@ def test_a_conversation_that_is_deleted_elsewhere_leaves_a_usable_page(page, whe
     )
     assert "was deleted" in last[page.chat.live]
     assert is_send_back(page, list(page.send("And who?"))[-1])
+    assert [each.text for each in page.answers()] == ["It is blue."]
+
+
+def test_an_answer_keeps_the_list_of_conversations_as_it_is(page, monkeypatch) -> None:
+    """Each question replaced what a search had found, and what "older ones" had shown, by the newest conversations."""
+    monkeypatch.setattr("ragblend.ui.tab_chat.CHATS_PER_PAGE", 2)
+    for question in ("Is granite hard?", "Why?"):
+        list(page.send(question))
+    page.in_list("more-chats")
+
+    def lists():
+        answered = [
+            updates[page.chat.chats] for updates in page.send("And who?") if page.chat.chats in updates
+        ]
+        return [*answered, page.chat.new(page.request)[page.chat.chats]]
+
+    assert all("granite" in listed for listed in lists())
+    page.chat.search("granite", None, page.request)
+    assert all("granite" in listed and "Why?" not in listed for listed in lists())
+
+
+def test_a_conversation_that_is_gone_is_not_opened_and_stops_no_answer(page) -> None:
+    go, answer = page.held(), page.send("Why?")
+    until_text(answer, page.chat.live)
+    gone = page.services.chats.create().id
+    page.services.chats.delete(gone)
+    with pytest.warns(UserWarning, match="was deleted"):  # Gradio's message, without a server
+        page.in_list("open-chat", id=str(gone))
+    go.set()
+    assert is_send_back(page, list(answer)[-1])
     assert [each.text for each in page.answers()] == ["It is blue."]
 
 

@@ -110,12 +110,16 @@ def test_the_timeline_has_a_row_a_track_and_draws_stalls_over_layers() -> None:
         ("stall", "host", 2.0, 1.0, 0, None),
         ("compute", "host", 0.0, 8.0, 0, None),
         ("load", "w", 0.0, 3.0, 0, 2),
+        ("probe", "host", 8.0, 1.5, 0, None),
     ]
     html = views.hood.timeline(events)
     assert html.count('class="track"') == 2
     assert html.index("p-compute") < html.index("p-stall")
     assert "load, layer 0, passage 3: 3.0 ms" in html
-    assert "8.0 ms of prefill" in html
+    assert "9.5 ms of prefill" in html
+    assert (
+        html.count('class="p-probe"') == 2 and "; probe 1.5 ms" in html
+    )  # drawn, and in the legend and the sums
 
 
 # --- library

@@ -9,7 +9,7 @@ from records import WHEN, document, hood, job, message, queue, source, stats
 
 from ragblend.app.answering.chats import Chat
 from ragblend.app.answering.citations import cite
-from ragblend.app.answering.comparing import ComparedMethod, Comparison, MethodResult
+from ragblend.app.answering.comparing import Comparison, MethodResult
 from ragblend.app.answering.highlight import Highlight
 from ragblend.app.library.documents import SCANNED
 from ragblend.app.library.encoding import KvProgress
@@ -22,12 +22,13 @@ from ragblend.app.library.watching import WatchedFolder
 from ragblend.app.model_offers import GIGABYTE, MachineCapacity, offers
 from ragblend.app.settings import Cost
 from ragblend.engine.config import TokenCounts
+from ragblend.measuring.variants import Variant
 from ragblend.ui import views
 from ragblend.ui.views import markdown, problem
 
 
 def compared(method, text, ratio=None, kl=0.02):
-    return MethodResult(ComparedMethod(method, ratio), text, 500.0, kl, 0.9, TokenCounts(100, 80, 10), text)
+    return MethodResult(Variant(method, ratio), text, 500.0, kl, 0.9, TokenCounts(100, 80, 10), text)
 
 
 def drawn(text):
@@ -71,7 +72,9 @@ def drawn(text):
     for state in ("failed", "embedding"):
         yield "library.jobs", [job(text, reason=text, state=state)], 5, state == "failed"
     yield "library.added", QueuedFiles(1, ((text, text),) * 9, ((text, text),))
-    yield "library.watched", [WatchedFolder(1, text, text, text)]
+    folder = WatchedFolder(1, text, text)
+    folder.reason = text
+    yield "library.watched", [folder]
     yield "library.undoable", rows
     yield "library.deleted", [RemovedDocument(text, 3, 500)]
     yield ("compare.looking",)

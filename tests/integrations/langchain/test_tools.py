@@ -223,22 +223,3 @@ def test_the_text_model_has_structured_output_and_log_probabilities(tiny_options
 def merged(chunks: Any) -> Any:
     first, *others = chunks
     return sum(others, first)
-
-
-# --- the tutorial, with a model that was trained to call tools
-
-
-def get_weather(city: str) -> str:
-    """Get weather for a given city."""
-    return f"It's always sunny in {city}!"
-
-
-def test_langchains_tutorial_of_an_agent_runs(caller):
-    model = ChatRAGBlend(**caller, max_tokens=100)
-    agent = create_agent(model=model, tools=[get_weather], system_prompt="You are a helpful assistant")
-    asked = {"messages": [{"role": "user", "content": "What is the weather in San Francisco?"}]}
-    said = agent.invoke(asked, {"recursion_limit": 12})["messages"]
-    assert [message.type for message in said[:3]] == ["human", "ai", "tool"]
-    assert said[1].tool_calls[0]["args"] == {"city": "San Francisco"}
-    assert said[2].text == "It's always sunny in San Francisco!"
-    assert (said[-1].type, said[-1].tool_calls) == ("ai", [])

@@ -104,22 +104,6 @@ class TestIntegration(ChatModelIntegrationTests):
         super().test_unicode_tool_call_integration(model, **more)
 
 
-class TestCaller(ChatModelIntegrationTests):
-    """The same with a model that was trained to call tools: all that was declared, and JSON mode."""
-
-    @pytest.fixture(autouse=True)
-    def _opened(self, caller) -> None:
-        self.options = caller
-
-    chat_model_class = ChatRAGBlend
-
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        return {**self.options, "max_tokens": 100}
-
-    supports_json_mode = True
-
-
 class TestRetriever(RetrieversIntegrationTests):
     @pytest.fixture(autouse=True)
     def _opened(self, tiny, store) -> None:
@@ -131,9 +115,3 @@ class TestRetriever(RetrieversIntegrationTests):
     @property
     def retriever_constructor_params(self) -> dict[str, Any]:
         return {"vectorstore": self.store, "llm": self.tiny}
-
-
-class TestRetrieverAroundAnother(TestRetriever):
-    @property
-    def retriever_constructor_params(self) -> dict[str, Any]:
-        return {"retriever": self.store.as_retriever(), "llm": self.tiny}

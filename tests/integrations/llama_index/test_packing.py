@@ -9,9 +9,9 @@ from llama_index.core.prompts import ChatPromptTemplate
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
 
-from ragblend.integrations.llama_index import RAGBlendSynthesizer, WholePassages, configure
+from ragblend.integrations.llama_index import RAGBlendSynthesizer, configure
 from ragblend.integrations.llama_index.nodes import passage_of
-from ragblend.integrations.llama_index.packing import packed
+from ragblend.integrations.llama_index.packing import WholePassages, packed
 
 NODES = [
     NodeWithScore(

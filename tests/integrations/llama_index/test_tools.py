@@ -211,20 +211,3 @@ def test_log_probabilities_are_given_where_they_are_asked_for(llm):
     last = list(llm.stream_chat([ChatMessage(QUESTION)], max_new_tokens=3, logprobs=True))[-1]
     assert last.logprobs == chatted.logprobs
     assert llm.complete(QUESTION).logprobs is None
-
-
-# --- the tutorial, with a model that was trained to call tools
-
-
-def multiply(a: float, b: float) -> float:
-    """Useful for multiplying two numbers."""
-    return a * b
-
-
-async def test_llama_indexs_tutorial_of_an_agent_runs(caller):
-    llm = RAGBlendLLM(**caller, max_new_tokens=100)
-    prompt = "You are a helpful assistant that can multiply two numbers."
-    agent = FunctionAgent(tools=[multiply], llm=llm, system_prompt=prompt)
-    said = await agent.run("What is 1234 * 4567?", max_iterations=6)
-    [call, *_] = said.tool_calls
-    assert (call.tool_name, call.tool_output.raw_output) == ("multiply", 1234 * 4567)
