@@ -111,6 +111,7 @@ class Workspaces(Closing):
     def embedder(self, model: str) -> Embedder:
         """The embedder of that name (as in the settings) on the current device, one object for all collections."""
         device = "cpu" if self.settings.vllm else self.settings.device
+        device = None if model == DEFAULT else device  # which the bundled one ignores
         with self._lock:
             return self._shared.embedders.setdefault((model, device), Embedder(model, device))
 
@@ -174,6 +175,9 @@ class Workspaces(Closing):
             self.settings = self.settings.changed({k: v for k, v in changes.items() if k != "collection"})
             self._open.clear()
             self._close(lambda kind, _: kind in ("store", "reranker"))  # both depend on settings
+            for model, device in [*self._shared.embedders]:
+                if device not in (None, self.settings.device):
+                    del self._shared.embedders[model, device]
             return self.settings
 
     @property

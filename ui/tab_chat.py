@@ -286,11 +286,12 @@ class ChatTab:
 
     def _open(self, request: gr.Request, chat_id: int | None) -> Updates:
         session = session_of(request)
-        shown = self._shown(session, chat_id)  # raises before anything is stopped
+        if chat_id is not None:
+            self._services.chats.get(chat_id)  # raises before anything is stopped
         self._sessions.stop(session)
         self._sessions.stop(session_of(request, MEASUREMENT))
         self._sessions.show(session, chat_id)
-        return {**shown, self.live: "", self.source: views.passage.empty()}
+        return {**self._shown(session, chat_id), self.live: "", self.source: views.passage.empty()}
 
     def _shown(self, session: str, chat_id: int | None) -> Updates:
         messages = self._services.chats.messages(chat_id) if chat_id is not None else []

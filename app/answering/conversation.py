@@ -151,7 +151,10 @@ class Conversations:
         questions = [message for message in messages if message.role == "user"]
         if not questions:
             raise UsageError("Answering again: this conversation has no question yet. Write one.")
-        summarised = str(messages[-1].report.get("digest"))  # a document's id, if the answer is a summary
+        reports = [a.report for q, a in answered(messages) if q.id == questions[-1].id]
+        summarised = (
+            str(reports[-1].get("digest")) if reports else ""
+        )  # a document's id, if the answer is a summary
         if document := self._workspaces.library.documents_with([summarised]).get(summarised):
             asked = self._chats.replace_from(questions[-1].id, questions[-1].text)
             return self._summary(document, asked, self._chats)
@@ -176,7 +179,8 @@ class Conversations:
         prompt = self._prompt_of(answer, self._chats.messages(answer.chat_id))
         if len(prompt.token_ids) != answer.report["tokens"]["prompt"]:
             raise UsageError(
-                "Measuring full prefill: passages were deleted, so the prompt is another one now. Ask again."
+                "Measuring full prefill: the prompt cannot be made again as it was (a passage was deleted, or RAGBlend "
+                "or the model changed). Ask again."
             )
         prefilled = engine.prefill(prompt, method="full", cancel=cancel)
         measured = full_prefill(prefilled.report.timings.prefill_ms, "measured")

@@ -81,19 +81,23 @@ SMALL = (
 )
 LARGE = {"thousand": 1000, "million": 1_000_000}
 # `twenty five`, `three hundred and ten`, `two million four thousand`; other words in a row are numbers of their own.
-GAP, AND = r"[\s-]+", r"(?:\s+and\s+|[\s-]+)"
+GAP = r"[\s\u2010-\u2013-]+"
+AND = rf"(?:{GAP}and)?{GAP}"
 BELOW_100 = (
     rf"\b(?:(?:{'|'.join(TENS)})(?:{GAP}(?:{'|'.join(UNITS)}))?|zero|{'|'.join(TEENS)}|{'|'.join(UNITS)})\b"
 )
 BELOW_1000 = rf"{BELOW_100}(?:{GAP}hundred\b(?:{AND}{BELOW_100}(?!{GAP}hundred\b))?)?"
 NUMBER = BELOW_1000 + "".join(
-    rf"(?:{GAP}{large}\b(?:{AND}{BELOW_1000}(?!{GAP}(?:{larger})\b))?)?"
+    rf"(?:{GAP}{large}\b(?:{AND}{BELOW_1000}(?!{GAP}(?:hundred|{larger})\b))?)?"
     for large, larger in (("million", "million"), ("thousand", "thousand|million"))
 )
-NUMBER_WORDS = re.compile(NUMBER, re.IGNORECASE)
-GERMAN_NUMBER_WORDS = re.compile(rf"{NUMBER}|\b(?:{'|'.join(GERMAN_NUMBERS)})\b", re.IGNORECASE)
+NUMBER_WORDS = re.compile(
+    rf"\b(?=[efnostz]){NUMBER}", re.IGNORECASE
+)  # the letters they begin with: twice as fast
+GERMAN_NUMBER_WORDS = re.compile(rf"{NUMBER_WORDS.pattern}|\b(?:{'|'.join(GERMAN_NUMBERS)})\b", re.IGNORECASE)
 CENTURY = re.compile(  # of a year in words: `nineteen forty-five`
-    rf"\b((?:six|seven|eigh|nine)teen|twenty){GAP}(?=(?:{'|'.join([*TENS, *TEENS])})\b)", re.IGNORECASE
+    rf"\b(?=[enst])((?:six|seven|eigh|nine)teen|twenty){GAP}(?=(?:{'|'.join([*TENS, *TEENS])})\b)",
+    re.IGNORECASE,
 )
 NO_ONE = re.compile(r"\bno[\s-]one\b", re.IGNORECASE)
 Kind = Literal["word", "name", "number", "not", "stop", "pair"]

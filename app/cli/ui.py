@@ -73,7 +73,7 @@ def ui(cli: Cli, options: PageOptions) -> int:
 
 def check_page() -> None:
     """Raise UsageError if the page's packages are not installed."""
-    check_installed("The page", ("gradio", "nh3"), "ui")
+    check_installed("The page", ("gradio", "nh3", "watchfiles"), "ui")
 
 
 def serve_page(cli: Cli, options: PageOptions, folder: Path | None = None) -> int:

@@ -241,6 +241,8 @@ def test_sentences_in_other_words_scripts_and_widths_are_supported(sentence, pas
         ("nineteen hundred and five", [1905]),
         ("rooms four, five,six and ten", [4, 5, 6, 10]),
         ("rooms four five", [4, 5]),
+        ("twenty\u2011five, twenty\u2013five, one-hundred-and-five", [25, 25, 105]),
+        ("between two thousand and three hundred thousand", [2000, 300000]),
         ("forty fifty", [40, 50]),
         ("a hundred and five", [5]),
         ("No one has no two boats.", [2]),

@@ -430,7 +430,7 @@ def test_full_prefill_is_measured_only_with_the_answers_model_and_prompt(
                 talks.measure_full(answer.id)
     with workspaces.writing():
         remove_document(workspaces.first, workspaces.library.find("default", "sky.txt"))
-    with pytest.raises(UsageError, match="passages were deleted"):
+    with pytest.raises(UsageError, match="cannot be made again"):
         talks.measure_full(answer.id)
     assert engine.prefilled == []
 

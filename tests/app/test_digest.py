@@ -125,6 +125,17 @@ def test_stopping_a_summary_keeps_its_notes(talks, document, engine, workspaces)
     ]
 
 
+def test_a_question_is_asked_again_though_a_summary_ended_after_its_answer(talks, document, workspaces):
+    chats = workspaces.chats
+    chat = chats.create().id
+    first, second = (chats.add(chat, "user", text) for text in ("Summarise log.txt.", "How many ships?"))
+    chats.add(chat, "assistant", "Five.", report={"question": second.id})
+    chats.add(chat, "assistant", "Ships.", report={"question": first.id, "digest": document.id})
+    again = talks.regenerate(chat)
+    again.whole()
+    assert "digest" not in again.message.report
+
+
 def test_notes_are_deleted_with_and_on_change_of_the_document(talks, document, engine, workspaces, log):
     def kept():
         return workspaces.library.column("SELECT count(*) FROM digest_notes")[0]

@@ -119,8 +119,10 @@ def test_another_device_in_the_settings_is_the_embedders_too(home):
         before = workspaces.embedder("other")
         workspaces.change(top_k=3)
         assert workspaces.embedder("other") is before
+        bundled = workspaces.embedder("default")
         workspaces.change(device="cpu")
-        assert workspaces.embedder("other") is not before
+        assert workspaces.embedder("other") is not before and before not in workspaces.embedders
+        assert workspaces.embedder("default") is bundled, "which is always on the CPU"
 
 
 def test_vectors_of_bfloat16_stand_beside_those_of_float32():
