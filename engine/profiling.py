@@ -4,6 +4,7 @@ It runs the same loop and loader as requests do: the layers with nothing to load
 on chunks of random values.
 """
 
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +46,7 @@ REPEATS = 7
 ENOUGH_MS = 1000.0  # after this, measurements are not repeated
 CHUNK_TOKENS = 512
 CHUNKS = 4  # read at once, because a single one would not occupy all threads
+PROFILE_FOLDER = "profile-"
 MOVED_TOKENS = 8  # so that keys are rotated, as they nearly always are
 Opened = Callable[[int], AbstractContextManager[Source]]
 
@@ -142,9 +144,11 @@ def _axes(window: int, cached: Sequence[int], new: Sequence[int]) -> tuple[Seque
 def _tiers(runtime: Runtime, chunk: ChunkKV, count: int) -> Iterator[tuple[str, Opened]]:
     """Every tier, the fastest first, with a function that opens one of its chunks, packed by the codec in use."""
     device, keys = runtime.device, [ChunkKey(f"{number:064x}") for number in range(count)]
+    for left in runtime.home.glob(f"{PROFILE_FOLDER}*"):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
     # A store of its own, on the same disk: in the real one passages would be evicted for these.
     with (
-        TemporaryDirectory(prefix="profile-", dir=runtime.home) as folder,
+        TemporaryDirectory(prefix=PROFILE_FOLDER, dir=runtime.home) as folder,
         KVStore.open(Path(folder), chunk.nbytes * 2 * count) as store,
     ):
         for key in keys:

@@ -295,21 +295,26 @@ class Remote(Closing):
         log.info("the shared store at %s answers again", self.place)
         with self._changed:
             self._away, self._state = False, "available"
-            returned, self._returned = self._returned, {}
             self._changed.notify_all()
+        self._call_returned()
+
+    def _call_returned(self) -> None:
+        with self._changed:
+            returned = {} if self._away else self._returned
+            self._returned = self._returned if self._away else {}
         for call in returned.values():
             call()
 
     def when_back(self, call: Callable[[], None], name: Hashable = None) -> None:
         """Register a short callback for when the server answers again; a later one of the same name replaces it.
 
-        If it does answer, the callback is called after the same wait as for one that does not.
+        If it does answer, they are called after the same wait as for one that does not.
         """
         with self._changed:
-            if self._away:
-                self._returned[name or call] = call
-            elif self._runner is not None and not self._closed:
-                self._loop.call_soon_threadsafe(self._loop.call_later, self.place.retry_s, call)
+            is_first, self._returned[name or call] = not self._returned, call
+            if is_first and not self._away and self._runner is not None and not self._closed:
+                later = self.place.retry_s, self._call_returned
+                self._loop.call_soon_threadsafe(self._loop.call_later, *later)
 
     # --- writing in the background
 
@@ -518,7 +523,7 @@ class RemoteReader(Source):
                 content = np.frombuffer(self._coming[layer].result(), dtype=np.uint8)
                 self._check(layer, content)
             except CancelledError:
-                self._fail()
+                self._failed = True
                 raise RemoteError(f"reading {self._name} after its reader was closed") from None
             except (RemoteError, CorruptBlobError):
                 self._fail()

@@ -199,7 +199,7 @@ class SqliteFile(Closing):
         marks deleted rows until the parts of its index are merged.
         """
         folder = str(self.path.parent).replace("'", "''")
-        with self.connection() as sql, _TEMPORARY_FOLDER:
+        with _TEMPORARY_FOLDER, self.connection() as sql:
             sql.execute(f"PRAGMA temp_store_directory = '{folder}'")  # for the temporary copy of the file
             try:
                 for statement in (*self._full_text("optimize"), "VACUUM"):

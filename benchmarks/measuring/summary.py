@@ -98,10 +98,10 @@ def _row(variant: Variant, records: list[Record], reuse: list[Record] | None, se
         row |= _mean_and_interval(name, records, seed)
     row |= _recovery(records, reuse, seed) | _exact(records, seed) | _figures(records, seed)
     # Medians, so that one outlier does not count; the speed-up is paired, as prompts differ in length.
-    timed = [(each.ttft_ms, each.full_ttft_ms) for each in records if each.ttft_ms and each.full_ttft_ms]
-    row["ttft_n"] = len(timed)
-    row["ttft_ms"] = median(own for own, _ in timed) if timed else None
-    row["speedup"] = median(full / own for own, full in timed) if timed else None
+    own_ms = [each.ttft_ms for each in records if each.ttft_ms]
+    ratios = [each.full_ttft_ms / each.ttft_ms for each in records if each.ttft_ms and each.full_ttft_ms]
+    row["ttft_ms"] = median(own_ms) if own_ms else None
+    row |= {"speedup": median(ratios) if ratios else None, "speedup_n": len(ratios)}
     for name in ("recomputed_fraction", "gold_match", *COUNTS, *COSTS):
         row[name] = _mean(name, records)
     return row
@@ -130,7 +130,7 @@ def fastest_within(rows: Sequence[Row], losses: Sequence[float] = LOSSES) -> lis
         kept = [row for row in rows if row["score_share"] is not None and row["score_share"] >= 1 - loss]
         fused = [row for row in kept if row["method"] not in EXACT]
         if fused:
-            best = max(fused, key=lambda row: row["speedup"])
+            best = max(fused, key=lambda row: row["speedup"] or 0)
             names = ("method", "ratio", "n", "score_share", "score_share_ci", "ttft_ms", "speedup")
             found.append({"loss": loss} | {name: best[name] for name in names})
     return found

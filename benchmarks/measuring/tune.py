@@ -204,7 +204,9 @@ def _decide(
         return dataclasses.replace(common, reason="the current method is the best of them")
     if (why := why_not_comparable(current)) is not None:
         row = allowed[best]
-        gain = f"KL {row['kl']:.4f}, first token {row['speedup']:.1f} times faster than full prefill's"
+        gain = f"KL {row['kl']:.4f}"
+        if row["speedup"] is not None:
+            gain += f", first token {row['speedup']:.1f} times faster than full prefill's"
         return dataclasses.replace(common, on_request=True, reason=f"{why} ({gain})")
     if (current.ratio or 0) > most_ratio:
         return dataclasses.replace(common, better=True, reason=f"{current} spends more than {most_ratio:g}")

@@ -84,14 +84,21 @@ def _compile_error(text: str) -> str:
     return load_llguidance().LLMatcher.validate_grammar(text) or ""
 
 
+def _part_keys(schema: Mapping[str, Any], is_part: bool = False) -> tuple[str, ...]:
+    """The keys under which parts of the same object stand. A lone member of `allOf` has no other part beside it."""
+    if is_part or "properties" in schema:
+        return _COMBINING
+    several = schema.get("allOf")
+    return ("allOf",) if isinstance(several, list) and len(several) > 1 else ()
+
+
 def _part_references(schema: Any) -> set[str]:
     """The references by which definitions are parts of an object, whose other parts may name more properties."""
     if isinstance(schema, list):
         return {found for part in schema for found in _part_references(part)}
     if not isinstance(schema, Mapping):
         return set()
-    keys = _COMBINING if "properties" in schema else ("allOf",)
-    parts = [part for key in keys if isinstance(schema.get(key), list) for part in schema[key]]
+    parts = [part for key in _part_keys(schema) if isinstance(schema.get(key), list) for part in schema[key]]
     named = {
         part["$ref"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("$ref"), str)
     }
@@ -119,7 +126,7 @@ def _strict(schema: Any, ignored: Container[str], references: Container[str], is
         if result.get("type") != "integer" and _is_whole(result.get(bound)):
             # llguidance allows an excluded whole number if the other bound is less than one away (0 to 0.5).
             result[bound] += inwards * max(1e-9, 1e-12 * abs(result[bound]))
-    parts = ("allOf", *(_COMBINING if is_part or "properties" in result else ()))
+    parts = _part_keys(result, is_part)
 
     def strict(part: Any, key: str, name: str) -> Any:
         return _strict(part, ignored, references, key in parts or f"#/{key}/{name}" in references)

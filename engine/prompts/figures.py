@@ -19,16 +19,19 @@ _MAYBE_RANGE = re.compile(f"-(?:{'|'.join(_PAIRS)})")
 _THOUSANDS, _THOUSANDS_BY_MARKS = (
     re.compile(rf"(?<![\w.,-])\d{{1,3}}(?:[{marks}]\d{{3}})+(?!\d)") for marks in (".,'’ ", ".,'’")
 )
-_LETTER = r"[^\W\d_\u0e00-\U0010ffff]"
+_WITHOUT_BLANKS = r"\u0e00-\u109f\u1780-\u17ff\u2e80-\U0010ffff"  # Thai to Burmese, Khmer, Chinese, Japanese
+_BY_BLANK = re.compile(r"\d \d{3}(?!\d)")
+_LETTER = rf"[^\W\d_{_WITHOUT_BLANKS}]"
 _JOINED = rf"{_LETTER}*\d(?:\d|{_LETTER})*"  # letters and at least one digit
 FIGURE = re.compile(
     rf"(?:(?<!\d|{_LETTER}){_LETTER}{{1,4}}[-/])?{_JOINED}"
     rf"(?:[.,:/'’-]{_JOINED}|[-/]{_LETTER}{{1,3}}(?!\d|{_LETTER}))*"
 )
-_IN_WORD = r"[^\W\u0e00-\U0010ffff]"  # also digits, which are folded to ASCII
+_IN_WORD = rf"[^\W{_WITHOUT_BLANKS}]"  # also digits, which are folded to ASCII
 _BEGINS_BEFORE, _GOES_ON = re.compile(rf"({_IN_WORD}|\d[.,-])\Z"), re.compile(rf"{_IN_WORD}|[.,-]\d")
 _GROUPED = re.compile(r"(?<![\w.,-])\d{1,3}(?:[  ]\d{3})+(?!\d)")  # by blanks: `18 642`
 _UNIT = re.compile(rf"(\d)({_LETTER}{{1,2}})(?!\d|{_LETTER})")  # of `9th`, `41m`, `20km`
+_DASHED = re.compile(r"\w[\w.,:]*(?:[–—]\w+(?:[.,:]\w+)*)+")
 _LIST_NUMBER = re.compile(r"^\s*\d{1,3}[.)]\s", re.MULTILINE)
 _CITATION = re.compile(r"\[\d{1,4}(?:\s*[,;]\s*\d{1,4})*\]")
 
@@ -41,7 +44,8 @@ def _readings(text: str) -> str:
     """
     folded = _folded(text)
     apart = _RANGE.sub(" - ", folded)
-    pairs = [(form, mark) for form in (apart, folded) for mark in (_THOUSANDS, _THOUSANDS_BY_MARKS)]
+    marks = (_THOUSANDS, _THOUSANDS_BY_MARKS) if _BY_BLANK.search(folded) else (_THOUSANDS,)
+    pairs = [(form, mark) for form in (apart, folded) for mark in marks]
     return "\n".join(dict.fromkeys(_normalised(form, mark) for form, mark in pairs))
 
 
@@ -70,6 +74,8 @@ def figures_in(text: str) -> list[str]:
 
 def unsupported_figures(answer: str, given: str) -> tuple[str, ...]:
     """The figures of an answer that do not occur in the prompt's text `given` (passages, question, history)."""
+    # `5–10` is a range, and `5-10` in a passage may be a code: as a whole it is found all the same.
+    answer = _DASHED.sub(lambda whole: " " if contains(given, whole[0]) else whole[0], answer)
     found = figures_in(answer)
     if not found:
         return ()

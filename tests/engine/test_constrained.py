@@ -213,6 +213,9 @@ def test_an_excluded_bound_is_not_said(llama, bounds, allowed, forbidden):
 
 
 A, B = ({"properties": {key: WHOLE}, "required": [key]} for key in "ab")
+ONLY_B = thing(foo={"allOf": [{"$ref": "#/$defs/B"}], "description": "as pydantic once wrote it"}) | {
+    "$defs": {"B": B}
+}
 TAGGED = [B | {"properties": {"kind": {"const": kind}}} for kind in ("x", "y")]
 
 
@@ -225,8 +228,9 @@ TAGGED = [B | {"properties": {"kind": {"const": kind}}} for kind in ("x", "y")]
         (A | {"anyOf": [{"$ref": "#/$defs/B"}], "$defs": {"B": B}}, {"a": 1, "b": 2}, {"a": 1}),
         ({"properties": {"a": WHOLE, "b": WHOLE}, "anyOf": [{"required": ["a"]}]}, {"a": 1}, {"a": 1, "c": 2}),
         ({"anyOf": [A, B]}, {"b": 1}, {"b": 1, "c": 2}),
+        (ONLY_B, {"foo": {"b": 1}}, {"foo": {"b": 1, "c": 2}}),
     ],
-    ids=["more keys", "a tag", "all of a definition", "any of a definition", "required", "no keys beside"],
+    ids=["more keys", "a tag", "all of a definition", "any of a definition", "required", "no keys beside", "one part"],
 )  # fmt: skip
 def test_an_object_in_parts_may_have_the_keys_of_each(llama, schema, allowed, forbidden):
     """Each part was closed for the keys of the others, so that no object was possible."""

@@ -32,6 +32,8 @@ from ragblend.engine.selection.by_attention import whole_figures
         ("339", "39", False),
         ("6.4", "64", False),
         ("388.00", "38800", False),
+        ("Phạm Nhật Vượng", "Ph", False),
+        ("საქართველო", "საქ", False),
     ],
 )
 def test_figures_match_as_a_whole_in_any_spelling(text, figure, is_contained):
@@ -67,6 +69,9 @@ def test_figures_exclude_citations_and_list_numbers():
         ("Pages 12 to 15", "pp. 12-15", ()),
         ("Between 10 and 20 grams.", "Use 10–20g.", ()),
         ("part 4", "part 4-1163", ("4",)),
+        ("It takes 5–10 days.", "It takes 5-10 days.", ()),
+        ("Since 2024–05–17, 4–1163", "on 2024-05-17 of 4-1163", ()),
+        ("It takes 5–11 days.", "It takes 5-10 days.", ("5", "11")),
         # Units were cut off the answer's figures only.
         ("It is 20 km away.", "The lake is 20km away.", ()),
         ("It weighs 1.5 kg.", "1.5kg", ()),

@@ -513,8 +513,11 @@ def test_a_deletion_is_tried_again_at_a_server_that_answers(redis, monkeypatch):
     with closing(Remote(Place.of(f"{redis.url}?retry_s=0.01"), lambda _: b"value", lambda _: True)) as remote:
         remote.check()
         assert remote.is_available
+        called = []
+        remote.when_back(lambda: called.append("first"), "delete")
+        remote.when_back(lambda: called.append("last"), "delete")
         remote.when_back(back.set)
-        assert back.wait(60)
+        assert back.wait(60) and called == ["last"]
 
 
 def test_an_unreadable_value_does_not_stop_the_writer(redis, monkeypatch):
