@@ -138,7 +138,7 @@ def test_lost_readers_are_left_out_together(redis, fresh_bench_for, caplog):
         with caplog.at_level(logging.WARNING):
             assert_computed_in_place(here)
         stats = remote_of(here).stats()
-        assert stats.read_bytes > 0 and stats.hits == 0 and stats.misses >= 4
+        assert stats.read_bytes > 0 and stats.misses > 0, "behind the headers"
     assert caplog.text.count("computed in place") == 1
 
 
