@@ -12,10 +12,10 @@ CHARSETS = {161: "cp1253", 162: "cp1254", 163: "cp1258", 177: "cp1255", 178: "cp
 CHARSETS |= {186: "cp1257", 204: "cp1251", 222: "cp874", 238: "cp1250"}
 OF_SIGNS = 2
 FONT = re.compile(r"\{\\f(\d+)[^{}]*?\\fcharset(\d+)(?:\\[a-z]++-?\d* ?|\{[^{}]*\})*([^;{}]*)")
-# Left as they are: escaped signs, and a character's number with the code for older programs.
+# A character's number with the code for older programs is left as it is.
 CODES = r"(?:\\'[\da-fA-F]{2})"
 TOKEN = re.compile(
-    rf"\\[{{}}\\]|\\u-?\d+ ?{CODES}?|\\f(?P<font>\d+) ?|(?P<brace>[{{}}])|(?P<letters>{CODES}+)"
+    rf"\\(?P<escaped>[{{}}\\])|(?P<plain>\\plain(?![a-z]))|\\u-?\d+ ?{CODES}?|\\f(?P<font>\d+) ?|(?P<brace>[{{}}])|(?P<letters>{CODES}+)"
 )
 WORDS = r"(?:\\[a-z]++(?<!nosupersub)-?\d* ?)*"  # control words, each with the blank that ends it
 RAISED = re.compile(rf"\\(super|sub)(?![a-z\d]) ?({WORDS})([^\\{{}}]*)")
@@ -48,12 +48,14 @@ def _with_letters(source: str) -> str:
     stack = [default[1] if default else ""]
 
     def written(found: re.Match[str]) -> str:
+        if found["escaped"]:  # as a code, which later patterns cannot take for a control word or a group
+            return f"\\'{ord(found['escaped']):x}"
         if found["brace"] == "{":
             stack.append(stack[-1])
         elif found["brace"]:
             stack[1:] = stack[1:-1]
-        elif found["font"]:
-            stack[-1] = found["font"]
+        elif found["font"] or found["plain"]:
+            stack[-1] = found["font"] or stack[0]
         elif found["letters"]:
             charset, name = fonts.get(stack[-1], (0, ""))
             codes = bytes.fromhex(found["letters"].replace("\\'", ""))

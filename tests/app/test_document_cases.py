@@ -708,6 +708,21 @@ def test_opendocument(tmp_path, body, wanted):
             r"{\rtf1 10{\fs9\super\lang9 6} m, x\super 2\nosupersub 0, CO\sub 2\nosupersub, \super\nosupersub 5.}",
             "10⁶ m, x²0, CO₂, 5.",
         ),
+        (
+            "a.rtf",
+            r"{\rtf1{\f0 Copy it to D:\\data\\sub\\files please.}}",
+            r"Copy it to D:\data\sub\files please.",
+        ),
+        (
+            "a.rtf",
+            r"{\rtf1 E:\\v one\\v0 and F:\\listtext {\v set \{x\}}or \\\v not\v0 so.}",
+            r"E:\v one\v0 and F:\listtext or \so.",
+        ),
+        (
+            "a.rtf",
+            r"{\rtf1\ansi\ansicpg1252\deff0{\fonttbl{\f1\fcharset204 Arial Cyr;}}\f1 \'ca\plain  caf\'e9}",
+            "К café",
+        ),
         ("a.tex", r"10\textsuperscript{6} m and CO\textsubscript{2}", "10⁶ m and CO₂"),
         (
             "a.rst",
