@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from html import escape
 from itertools import takewhile, zip_longest
 from typing import Any
+from unicodedata import normalize
 
 from ragblend.app.library.tables import CELL_END, rows_as_text
 from ragblend.app.library.word_numbering import FORMATS, MOST, number
@@ -135,15 +136,17 @@ def html_sections(markup: str, is_book: bool = False) -> list[tuple[str, str]]:
     title = tree.css_first("title") if is_book else None
     name = " ".join(title.text().split()) if title is not None else ""
     return [
-        (text, _heading_in(text) if section.heading else name)
+        (text, _shown_heading(section.heading, text) if section.heading else name)
         for section in sections
         if (text := section.text)
     ]
 
 
-def _heading_in(text: str) -> str:
-    """A section's first paragraph, which has `10⁶` where its element's text is `10 6`."""
-    return " ".join(text.partition("\n\n")[0].split())
+def _shown_heading(heading: str, text: str) -> str:
+    """The heading as the section's first paragraph has it: `10⁶` where the text of its element is `10 6`."""
+    first = " ".join(text.partition("\n\n")[0].split())
+    of_both = ["".join(filter(str.isalnum, normalize("NFKC", each))) for each in (first, heading)]
+    return first if of_both[0] == of_both[1] else heading  # which may not be shown, or have paragraphs
 
 
 def _parsed(markup: str) -> Any:

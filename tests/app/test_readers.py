@@ -71,6 +71,21 @@ def test_html_is_divided_at_headings(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("markup", "heading"),
+    [
+        ("<h1><svg><title>Acme</title></svg></h1><p>We make pumps.", "Acme"),
+        ("<h2><span hidden>Tides</span></h2><p>High at nine.", "Tides"),
+        ("<h1><p>Chapter 1</p><p>The Beginning</p></h1><p>It rained.", "Chapter 1 The Beginning"),
+        ("<h1>Area: 10<sup>6</sup> m</h1><p>Net.", "Area: 10⁶ m"),
+    ],
+)
+def test_a_heading_is_named_by_its_own_text(tmp_path, markup, heading):
+    """The paragraph below one that shows nothing became its name."""
+    (tmp_path / "a.html").write_text(markup)
+    assert read_document(tmp_path / "a.html").parts[0].location == heading
+
+
 def test_pdf_keeps_page_numbers(tmp_path, make, monkeypatch):
     monkeypatch.setattr(readers, "can_recognise", lambda: False)
     path = make["pdf"](tmp_path / "a.pdf", ["first page", "", "third page"])
