@@ -23,10 +23,12 @@ LATEX_COMMAND = re.compile(
     r"\\(?:(?:re)?newcommand\*?\s*\{?|def\s*)\\([A-Za-z]+)\}?\s*\{((?:[^{}]|\{[^{}]*\})*+)\}"
 )
 LATEX_SIGNS = {"euro": "€", "pounds": "£"}  # unknown to pylatexenc
-# Commands with one or two arguments that are no text; of a link the address, with which pylatexenc fails.
+# Commands whose arguments are lost, as pylatexenc knows them when it parses, and not when it writes text.
+LATEX_SHOWN = ["verb", "mbox", "texttt", "textsf", "textmd", "textup", "keywords", "citetext"]
+# Unknown to pylatexenc, with one or two arguments that are no text; of a link the address, with which pylatexenc fails.
 LATEX_SETTING = re.compile(
-    r"\\(?:href|label|index|color|cline|cmidrule|pagestyle|thispagestyle|pagenumbering|bibliographystyle|bibliography"
-    r"|(?:multicolumn|multirow|setlength|addtolength|setcounter|fontsize)\s*\{[^{}]*\})(?:\([^)]*\))?\s*\{[^{}]*\}"
+    r"\\(?:href|index|cline|cmidrule|pagestyle|thispagestyle|pagenumbering|bibliographystyle"
+    r"|(?:multicolumn|multirow|addtolength|fontsize)\s*\{[^{}]*\})(?:\([^)]*\))?\s*\{[^{}]*\}"
 )
 LATEX_UNIT = re.compile(r"\\(?:(?:SI|qty)\{([^{}]*)\}|si|unit)\{\\?([^{}]*)\}")
 # In slides: what the first of several programs knows, and a formula.
@@ -152,7 +154,8 @@ def latex_text(text: str) -> list[Part]:
     text = LATEX_UNIT.sub(lambda found: " ".join(found.groups("")).replace("\\", " "), text)
     text = LATEX_SETTING.sub("", text)
     context = latex2text.get_default_latex_context_db()
-    context.set_unknown_macro_spec(latex2text.MacroTextSpec("", discard=False))  # or their arguments are lost
+    shown = [latex2text.MacroTextSpec(name, discard=False) for name in LATEX_SHOWN]
+    context.add_context_category("shown", macros=shown)
     body = re.search(r"\\begin\{document\}(.*)\\end\{document\}", text, re.DOTALL)
     source = body.group(1) if body else text
     reader = latex2text.LatexNodes2Text(math_mode="verbatim", latex_context=context)

@@ -754,7 +754,7 @@ def test_opendocument(tmp_path, body, wanted):
         ),
         (
             "a.tex",
-            r"\texttt{ls} of \mbox{10} \textsc{files}, \SI{12.5}{\km\per\hour}",
+            r"\verb|ls| of \mbox{10} \textsc{files}, \SI{12.5}{\km\per\hour}",
             "ls of 10 files, 12.5 km per hour",
         ),
         ("a.tex", r"See \href{http://example.org}{the site}.\label{sites}", "See the site."),
@@ -763,6 +763,12 @@ def test_opendocument(tmp_path, body, wanted):
             "a.tex",
             "\\newcommand{\\fee}{400}%\\def\\fee{300}\nThe fee is \\fee{} or $2\\fee$.",
             "The fee is 400 or $2400$.",
+        ),
+        (
+            "a.tex",
+            r"\usepackage[x]{y}\newcommand{\R}[1]{\mathbf{#1}}\newcommand\x[2][a]{#1 #2}\selectlanguage{german}"
+            r"\hypersetup{pdftitle={Tides}}\definecolor{mine}{RGB}{1,2,3}\newenvironment{e}{\bf}{\rm}\label{a}\setcounter{a}{1}High \textsf{at} nine.",
+            "High at nine.",
         ),
         ("a.tex", r"\pounds 5 for 10\textsuperscript{6} of H\textsubscript{2}O", "£ 5 for 10⁶ of H₂O"),
         (
