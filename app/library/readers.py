@@ -42,7 +42,7 @@ MAX_PARTS = 300_000  # pages, sections, rows
 INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\ufeff"))
 # Control characters, and those that mean something in one font only.
 NOT_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
-FRONT_MATTER = re.compile(r"\A---\n[\w-]+:.*?\n---$", re.DOTALL | re.MULTILINE)
+FRONT_MATTER = re.compile(r"\A---\n[\w-]+:.*\n(?:.+\n)*?---$", re.MULTILINE)
 JUDGED_CHARACTERS = 20_000  # of a page or document: enough to see whether it is a language's
 VERSION = 10  # part of a document's recipe: raise it when the text that comes out changes
 

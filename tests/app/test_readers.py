@@ -59,6 +59,12 @@ def test_front_matter_of_markdown_is_no_heading(tmp_path):
     ]
 
 
+def test_a_letter_that_begins_with_a_rule_has_headings(tmp_path):
+    path = tmp_path / "a.md"
+    path.write_text("---\nMembers: welcome.\n\n# Rules\n\nNone.\n\n---\n\nYours.\n")
+    assert [part.location for part in read_document(path).parts] == ["", "Rules"]
+
+
 def test_html_is_divided_at_headings(tmp_path):
     path = tmp_path / "a.html"
     path.write_text(
