@@ -123,7 +123,7 @@ def _notes_on_pages(
         yield f"the text of these pages was recognised from pictures: {named(read)}"
     if doubtful := [number for number in unread if number in garbled]:
         yield f"the text of these pages may be unreadable, as their fonts are broken: {named(doubtful)}"
-    if not can_recognise() and (empty := [number for number in unread if number not in garbled]):
+    if not can_recognise() and (empty := [number for number in unread if not parts[number].text]):
         yield f"these pages have no text, and were left out; if they are scans, `{install_hint('ocr')}`: {named(empty)}"
 
 

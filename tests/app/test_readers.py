@@ -164,6 +164,21 @@ def test_scanned_pdf_names_text_recognition(tmp_path, make, monkeypatch):
     fails_with(EmptyDocumentError, path, "scanned", "[ocr]", "ocrmypdf")
 
 
+def test_a_page_of_form_values_alone_is_not_said_to_be_left_out(tmp_path, monkeypatch):
+    from reportlab.pdfgen.canvas import Canvas
+
+    monkeypatch.setattr(readers, "can_recognise", lambda: False)
+    canvas = Canvas(str(tmp_path / "a.pdf"))
+    canvas.rect(72, 600, 100, 100)
+    canvas.showPage()
+    canvas.acroForm.checkbox(name="agree", checked=True, x=50, y=650)
+    canvas.showPage()
+    canvas.save()
+    document = read_document(tmp_path / "a.pdf")
+    assert [part.text for part in document.parts] == ["agree: Yes"]
+    assert [note.rpartition(": ")[2] for note in document.notes] == ["p. 1"]
+
+
 @pytest.fixture
 def scan(tmp_path):
     """A PDF of two pages that are pictures, of text and of nothing, around one whose text is text."""
