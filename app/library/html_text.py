@@ -92,7 +92,8 @@ def _rows_of_table(found: re.Match[str]) -> str:
     if 1 < heads < len(rows):  # such as `2024 | 2025` above `Q1 | Q2 | Q1 | Q2`
         columns = zip_longest(*rows[:heads], fillvalue="")
         rows[:heads] = [[" ".join(dict.fromkeys(filter(None, column))) for column in columns]]
-    return "\n".join([*titles, "", rows_as_text(rows, has_header=bool(heads)), ""])
+    text = _LAST_EMPTY.sub("", rows_as_text(rows, has_header=bool(heads)))
+    return "\n".join([*titles, "", text, ""])
 
 
 def _spread(rows: list[list[str]]) -> list[list[str]]:
@@ -117,6 +118,7 @@ def _spread(rows: list[list[str]]) -> list[list[str]]:
 # each further row and column that a cell spans.
 _BEGIN, _END, _NAMES, _DOWN, _RIGHT = "\ue001", "\ue002", "\ue003", "\ue004", "\ue005"
 _TABLE = re.compile(f"{_BEGIN}(?P<lines>[^{_BEGIN}{_END}]*){_END}")
+_LAST_EMPTY = re.compile(r"(?<! \|)(?: \|)++$", re.MULTILINE)  # cells at the end of a row
 _UNMARKED = dict.fromkeys(map(ord, (_BEGIN, _END, _NAMES, _DOWN, _RIGHT)))
 _BLANK = "\ue000"  # a blank that counts
 
@@ -211,11 +213,11 @@ def _opened(node: Any, sections: list[Section], in_line: bool) -> list[tuple[Any
         before, after = "", "\n"
     if tag == "tr" and _has_names(node):
         before += _NAMES
-    if tag in CELLS:
-        after = f"{_DOWN * _more(node, 'rowspan')}{_RIGHT * _more(node, 'colspan')}{after}"
-    elif in_line and (before or after):
+    if in_line and (before or after) and tag not in CELLS:
         before = after = " "
-    in_line |= tag in CELLS and node.css_first("table") is None and len(node.text()) <= CELL_CHARACTERS
+    if tag in CELLS and node.css_first("table") is None and len(node.text()) <= CELL_CHARACTERS:
+        in_line = True
+        after = f"{_DOWN * _more(node, 'rowspan')}{_RIGHT * _more(node, 'colspan')}{after}"
     children = [(child, in_line) for child in _children(node) if child.tag != "-comment"]
     if tag in BETWEEN or tag in ROWS or tag == "mroot":
         arguments = [child for child in _children(node) if not child.tag.startswith("-")]

@@ -997,6 +997,12 @@ SPANS = [["Region", "City", "Sales"], ["North", "York", "5"], ["", "Leeds", "6"]
             "Day: Mon\nEarly: Ada\nLate: Bo\n\nDay: Tue\nEarly: closed",
         ),
         ("", "<tr><td rowspan=2>North<td>York<tr><td>Leeds", "North | York\nNorth | Leeds"),
+        ("", "<tr><td colspan=3>Head<tr><td>a<td colspan=2>b", "Head\n\na | b"),
+        (
+            "",
+            f"<tr><td rowspan=2><p>{'word ' * 80}end.<p>Second.<td>Title<tr><td>Below",
+            f"{'word ' * 80}end.\n\nSecond.\n\nTitle\nBelow",
+        ),
     ],
 )
 def test_cells_that_span_rows_and_columns(tmp_path, head, rows, text):
