@@ -26,11 +26,13 @@ def opendocument_sections(path: Path) -> list[tuple[str, str]]:
     """(text, heading) of paragraphs, lists and table rows, split at headings."""
     with open_archive(path) as archive:
         content = archive_xml(archive, "content.xml")
-        roots = [content, *(archive_xml(archive, name) for name in {"styles.xml"} & set(archive.namelist()))]
+        styles = list(content.iter())
+        if "styles.xml" in archive.namelist():
+            # Not its automatic styles, of headers, which may have the names of other ones in the content.
+            styles += archive_xml(archive, "styles.xml").iterfind("{*}styles/*")
     marks = {
         value(style, "name"): "sub" if found["sub"] else "sup"
-        for root in roots
-        for style in root.iter()
+        for style in styles
         if (found := POSITION.match(value(child(style, "text-properties"), "text-position")))
     }
     out: list[str] = []

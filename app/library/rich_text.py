@@ -15,7 +15,8 @@ FONT = re.compile(r"\{\\f(\d+)[^{}]*?\\fcharset(\d+)(?:\\[a-z]++-?\d* ?|\{[^{}]*
 # A character's number with the code for older programs is left as it is.
 CODES = r"(?:\\'[\da-fA-F]{2})"
 TOKEN = re.compile(
-    rf"\\(?P<escaped>[{{}}\\])|(?P<plain>\\plain(?![a-z]))|\\u-?\d+ ?{CODES}?|\\f(?P<font>\d+) ?|(?P<brace>[{{}}])|(?P<letters>{CODES}+)"
+    rf"\\(?P<escaped>[{{}}\\])|(?P<plain>\\plain(?![a-z]))|\\u-?\d+ ?{CODES}?|\\f(?P<font>\d+) ?"
+    rf"|(?P<brace>[{{}}])|(?P<letters>{CODES}+)"
 )
 WORDS = r"(?:\\[a-z]++(?<!nosupersub)-?\d* ?)*"  # control words, each with the blank that ends it
 RAISED = re.compile(rf"\\(super|sub)(?![a-z\d]) ?({WORDS})([^\\{{}}]*)")

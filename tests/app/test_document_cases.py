@@ -612,17 +612,22 @@ def test_slides_with_formulas_and_charts(tmp_path):
 
 
 def odt(path, body):
-    """An ODT with this body, and with `up` and `low` as names of styles."""
+    """An ODT with this body, and with styles `up`, `shared`, `low` and `plain`; headers have a `plain`, too."""
     names = {"office": "office", "text": "text", "table": "table", "draw": "drawing", "style": "style"}
     spaces = [
         f'xmlns:{prefix}="urn:oasis:names:tc:opendocument:xmlns:{name}:1.0"' for prefix, name in names.items()
     ]
-    styles = "".join(
-        f"<style:style style:name='{name}'><style:text-properties style:text-position='{position}'/></style:style>"
-        for name, position in (("up", "super 58%"), ("low", "-33% 58%"), ("plain", "0% 100%"))
+    style = (
+        "<style:style style:name='{}'><style:text-properties style:text-position='{}'/></style:style>".format
     )
+    styles = style("up", "super 58%") + style("low", "-33% 58%") + style("plain", "0% 100%")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("mimetype", "application/vnd.oasis.opendocument.text")
+        archive.writestr(
+            "styles.xml",
+            f"<office:document-styles {' '.join(spaces)}><office:styles>{style('shared', 'super')}</office:styles>"
+            f"<office:automatic-styles>{style('plain', 'super')}</office:automatic-styles></office:document-styles>",
+        )
         archive.writestr(
             "content.xml",
             f"<office:document-content {' '.join(spaces)} xmlns:dc='http://purl.org/dc/elements/1.1/'>"
@@ -666,8 +671,9 @@ ODT_NOTE = (
         ),
         (
             "<text:p>10<text:span text:style-name='up'>6</text:span> H<text:span text:style-name='low'>2</text:span>"
-            "<text:span text:style-name='plain'>3</text:span></text:p>",
-            "10⁶ H₂3",
+            "<text:span text:style-name='plain'>3</text:span> m<text:span text:style-name='shared'>2</text:span>"
+            "</text:p>",
+            "10⁶ H₂3 m²",
         ),
         (odt_cells("<text:p>outer</text:p>" + odt_cells("<text:p>inner</text:p>")), "outer inner"),
         (
@@ -754,8 +760,8 @@ def test_opendocument(tmp_path, body, wanted):
         ),
         (
             "a.tex",
-            r"\verb|ls| of \mbox{10} \textsc{files}, \SI{12.5}{\km\per\hour}",
-            "ls of 10 files, 12.5 km per hour",
+            r"\verb|ls| of \mbox{10} \texttt{a} \textsc{files}, \SI{12.5}{\km\per\hour}",
+            "ls of 10 a files, 12.5 km per hour",
         ),
         ("a.tex", r"See \href{http://example.org}{the site}.\label{sites}", "See the site."),
         ("a.tex", r"\multirow{2}{*}{North} \multicolumn{2}{c}{Total}", "North Total"),
@@ -767,7 +773,8 @@ def test_opendocument(tmp_path, body, wanted):
         (
             "a.tex",
             r"\usepackage[x]{y}\newcommand{\R}[1]{\mathbf{#1}}\newcommand\x[2][a]{#1 #2}\selectlanguage{german}"
-            r"\hypersetup{pdftitle={Tides}}\definecolor{mine}{RGB}{1,2,3}\newenvironment{e}{\bf}{\rm}\label{a}\setcounter{a}{1}High \textsf{at} nine.",
+            r"\hypersetup{pdftitle={Tides}}\definecolor{mine}{RGB}{1,2,3}"
+            r"\newenvironment{e}{\bf}{\rm}\label{a}\setcounter{a}{1}High \textsf{at} nine.",
             "High at nine.",
         ),
         ("a.tex", r"\pounds 5 for 10\textsuperscript{6} of H\textsubscript{2}O", "£ 5 for 10⁶ of H₂O"),
