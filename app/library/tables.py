@@ -43,7 +43,9 @@ LEAST_COLUMNS, LEAST_ROWS = 3, 2
 MOST_NAME = 40  # characters of a column's name
 CELL_NAME = re.compile(r"[^\n:]+: ")  # before the value, in a row with its columns' names
 CELL_END = re.compile(r"(?<!\S)\|(?!\S)")
-VALUE = re.compile(r"[-+]?[$€£¥]?[-+]?\d[\d.,' ]*[%$€£¥]?|\d{1,4}([-./])\d{1,2}\1\d{2,4}([T ][\d:.]+Z?)?")
+DATE = re.compile(r"\d{1,4}([-./])\d{1,2}\1\d{2,4}([T ][\d:.]+Z?)?")
+VALUE = re.compile(rf"[-+]?[$€£¥]?[-+]?\d[\d.,' ]*[%$€£¥]?|{DATE.pattern}")
+INTEGER = re.compile(r"-?\d{1,15}")  # int() refuses more than 4300
 YEAR = re.compile(r"(?:19|20)\d\d")
 Row = tuple[str, str]  # its text as lines of "column: value", and its location
 
@@ -104,15 +106,15 @@ def _count_heads(rows: Sequence[Sequence[str]]) -> int:
     """How many rows name the columns of CSV or of a sheet: nearly always one. It is two where the second divides
     columns of one name, as `Q1 | Q2` do below `2024 | 2024`.
 
-    It is none where the first row has numbers or dates; and where the rows are labels, each with a value, of which some
-    are numbers and others texts.
+    It is none where the first row has numbers or dates that are no scale; and where the rows are labels, each with a
+    value, of which some are numbers and others texts.
     """
     if not rows:
         return 0
     header, *rest = rows
     numbers = list(filter(VALUE.fullmatch, header))
     counted = [str(number) for number in range(1, max(2, len(numbers)) + 1)]
-    if not all(map(YEAR.fullmatch, numbers)) and numbers != counted:
+    if not all(map(YEAR.fullmatch, numbers)) and numbers != counted and not _is_scale(header, *rest[:1]):
         return 0
     names = list(filter(None, header))
     values = [row[1] for row in rest if len(row) > 1 and row[1]]
@@ -121,6 +123,17 @@ def _count_heads(rows: Sequence[Sequence[str]]) -> int:
         return 0
     have_values = [any(map(VALUE.fullmatch, row)) for row in rest[:2]]
     return 2 if len(set(names)) < len(names) and have_values == [False, True] else 1
+
+
+def _is_scale(header: Sequence[str], below: Sequence[str] = ()) -> bool:
+    """Whether a row of names ends with rising numbers, or with dates that have no dates below: `Hour | 6 | 12 | 18`."""
+    values = list(filter(VALUE.fullmatch, header))
+    if len(values) < 2 or header[0] in values or list(filter(None, header))[-len(values) :] != values:
+        return False
+    if any(map(DATE.fullmatch, values)):
+        return all(map(DATE.fullmatch, values)) and not any(map(DATE.fullmatch, below[1:]))
+    sizes = [(int(number[0]), value[number.end() :]) for value in values if (number := INTEGER.search(value))]
+    return all(size < following for size, following in pairwise(sizes))
 
 
 def rows_as_text(rows: Sequence[Sequence[str]], may_have_names: bool = True, has_header: bool = False) -> str:
