@@ -104,7 +104,7 @@ def _begins_table(before: Sequence[str], row: Sequence[str], after: Sequence[str
 
 def _count_heads(rows: Sequence[Sequence[str]]) -> int:
     """How many rows name the columns of CSV or of a sheet: nearly always one. It is two where the second divides
-    columns of one name, as `Q1 | Q2` do below `2024 | 2024`.
+    columns of one name, as `Q1 | Q2` do below `2024 | 2024`, and no others.
 
     It is none where the first row has numbers or dates that are no scale; and where the rows are labels, each with a
     value, of which some are numbers and others texts.
@@ -122,7 +122,10 @@ def _count_heads(rows: Sequence[Sequence[str]]) -> int:
     if len(names) == 2 and len(values) < 4 * min(of_numbers, len(values) - of_numbers):
         return 0
     have_values = [any(map(VALUE.fullmatch, row)) for row in rest[:2]]
-    return 2 if len(set(names)) < len(names) and have_values == [False, True] else 1
+    if len(set(names)) == len(names) or have_values != [False, True]:
+        return 1
+    columns = zip_longest(header, rest[0], fillvalue="")
+    return 2 if all(below in ("", name) for name, below in columns if names.count(name) == 1) else 1
 
 
 def _is_scale(header: Sequence[str], below: Sequence[str] = ()) -> bool:
