@@ -107,7 +107,7 @@ def _count_heads(rows: Sequence[Sequence[str]]) -> int:
     columns of one name, as `Q1 | Q2` do below `2024 | 2024`, and no others.
 
     It is none where the first row has numbers or dates that are no scale; and where the rows are labels, each with a
-    value, of which some are numbers and others texts.
+    value, of which some are numbers and at least half are different texts.
     """
     if not rows:
         return 0
@@ -119,7 +119,8 @@ def _count_heads(rows: Sequence[Sequence[str]]) -> int:
     names = list(filter(None, header))
     values = [row[1] for row in rest if len(row) > 1 and row[1]]
     of_numbers = sum(1 for value in values if VALUE.fullmatch(value))
-    if len(names) == 2 and len(values) < 4 * min(of_numbers, len(values) - of_numbers):
+    texts = {value for value in values if not VALUE.fullmatch(value)}
+    if len(names) == 2 and len(values) < 4 * of_numbers and len(values) <= 2 * len(texts):
         return 0
     have_values = [any(map(VALUE.fullmatch, row)) for row in rest[:2]]
     if len(set(names)) == len(names) or have_values != [False, True]:

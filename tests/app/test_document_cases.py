@@ -482,6 +482,8 @@ def test_csv_of_any_dialect(tmp_path, content, row):
          ["Rent | 2024-01-03 | 2024-02-03", "Gas | 2024-01-05 | 2024-03-05"]),
         ("Oslo,59.9,10.7\nRome,41.9,12.5\n", ["Oslo | 59.9 | 10.7", "Rome | 41.9 | 12.5"]),
         ("Task,Tag,Tag,Days\nFix,ui,app,\nNew,ui,,5", ["Task: Fix\nTag: ui\nTag: app", "Task: New\nTag: ui\nDays: 5"]),
+        ("item,price\nnut,ask\nbolt,5\npin,7\n",
+         ["item: nut\nprice: ask", "item: bolt\nprice: 5", "item: pin\nprice: 7"]),
         ("item,price\npump,5\n\nname,phone\nBob,4711\n", ["item: pump\nprice: 5", "name: Bob\nphone: 4711"]),
         ("item,price\npump,5\n\nValves\nball,6\n", ["item: pump\nprice: 5", "item: Valves", "item: ball\nprice: 6"]),
     ],
