@@ -97,9 +97,13 @@ def table_rows(rows: Iterable[Sequence[str]], place: str = "") -> Iterator[Row]:
 
 
 def _begins_table(before: Sequence[str], row: Sequence[str], after: Sequence[str]) -> bool:
-    """Whether a row below an empty one names the columns of another table: it has no figures, the rows around have."""
-    has_figures = [any(map(_has_digit, each)) for each in (before, row, after)]
-    return has_figures == [True, False, True] and sum(map(bool, row)) > 1
+    """Whether a row below an empty one names the columns of another table: it has no figures, the rows around have
+    values, and no value is without a name.
+    """
+    have_values = all(any(map(VALUE.fullmatch, each)) for each in (before, after))
+    return (
+        have_values and not any(map(_has_digit, row)) and sum(map(bool, row)) >= max(2, sum(map(bool, after)))
+    )
 
 
 def _count_heads(rows: Sequence[Sequence[str]]) -> int:
