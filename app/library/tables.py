@@ -311,7 +311,7 @@ def _dialect(text: str, notes: list[str], usual: str) -> type[csv.Dialect] | csv
     if usual == "\t" and usual in table:
         return csv.excel_tab
     for delimiter in DELIMITERS:
-        if _is_regular(table, delimiter) and not (is_titled and _is_prose(table, delimiter)):
+        if _is_regular(table, delimiter) and (not is_titled or _has_names_above_values(table, delimiter)):
             _note_guess(delimiter, usual, notes)
             return _separated_by(delimiter)
     if is_titled or not table:
@@ -340,9 +340,10 @@ def _separated_by(character: str) -> type[csv.Dialect]:
     return Separated
 
 
-def _is_prose(table: str, delimiter: str) -> bool:
-    """Whether the lines are rather sentences with commas, below a title."""
-    return f"{delimiter} " in table or table.strip().count("\n") == 0
+def _has_names_above_values(table: str, delimiter: str) -> bool:
+    """Whether the lines below another one are a table, and it is not the name of a column of texts with commas."""
+    rows = list(islice(csv.reader(io.StringIO(table, newline=""), _separated_by(delimiter)), FIRST_ROWS))
+    return _count_heads(rows) > 0 and any(VALUE.fullmatch(cell) for row in rows[1:] for cell in row)
 
 
 def _is_regular(text: str, delimiter: str) -> bool:

@@ -457,6 +457,8 @@ def test_word_comments_on_the_same_words(tmp_path):
         ("Article;Price, net\nPump;12,50\nValve;3,20\n", "Article: Pump\nPrice, net: 12,50"),
         ("Exported 1 May\nname,price\npump,12\nvalve,3\n", "Exported 1 May"),
         ("Questions\nWhy, then?\nWhat, if not?\n", "Questions: Why, then?"),
+        ("Betrag\n1,20\n2,50\n", "Betrag: 1,20"),
+        ("Stadt\nBerlin,DE\nParis,FR\n", "Stadt: Berlin,DE"),
     ],
 )
 def test_csv_of_any_dialect(tmp_path, content, row):
