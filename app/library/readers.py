@@ -123,8 +123,18 @@ def _notes_on_pages(
         yield f"the text of these pages was recognised from pictures: {named(read)}"
     if doubtful := [number for number in unread if number in garbled]:
         yield f"the text of these pages may be unreadable, as their fonts are broken: {named(doubtful)}"
-    if not can_recognise() and (empty := [number for number in unread if not parts[number].text]):
-        yield f"these pages have no text, and were left out; if they are scans, `{install_hint('ocr')}`: {named(empty)}"
+    if can_recognise():
+        return
+    left = [number for number in unread if number not in garbled]
+    for what, pages in (
+        ("these pages have no text, and were left out", [each for each in left if not parts[each].text]),
+        (
+            "of these pages only remarks and form values were read",
+            [each for each in left if parts[each].text],
+        ),
+    ):
+        if pages:
+            yield f"{what}; if they are scans, `{install_hint('ocr')}`: {named(pages)}"
 
 
 def parse(path: Path, on_page: OnPage = silent) -> dict[str, Any]:

@@ -160,7 +160,7 @@ def test_a_scan_with_a_remark_is_read_from_its_picture_too(tmp_path, monkeypatch
     found = read_document(tmp_path / "a.pdf", recognition=Recognition())
     assert [part.text for part in found.parts] == [f"{picture}\nNote: Checked.".strip()]
     assert found.notes[0].startswith(
-        "the text of these pages was recog" if picture else "these pages have no text"
+        "the text of these pages was recog" if picture else "of these pages only remarks"
     )
 
 
