@@ -40,9 +40,10 @@ times count. The Xeon has AMX.
 - `sure=0`: `probe-shift` without the [second look](methods.md#a-second-look-at-figures).
 
 The runs "MuSiQue, ..." on three models measured a `probe-shift` that did not yet recompute figures as a whole.
-"Figures kept: Qwen2.5-Coder-0.5B" and "Figures kept at 15% and 25%" have today's second look, the other runs on figures
-an earlier one, which read more answers again. In all of them but "Figures kept: Qwen2.5-Coder-0.5B", *another
-passage's* counts wrong figures of the right passage, too, and full prefill was timed once for eight questions.
+"Figures kept: Qwen2.5-Coder-0.5B", "Figures kept at 15%" and "Figures kept at 15% and 25%" have today's second look,
+the other runs on figures an earlier one, which read more answers again. In these others and "Figures kept at 15% and
+25%", *another passage's* counts wrong figures of the right passage, too, and full prefill was timed once for eight
+questions.
 """
 README_RUN = "Figures kept: Qwen2.5-Coder-0.5B"
 README_RATIOS = (None, 0.25)
