@@ -148,9 +148,9 @@ def test_reranker_decides_while_the_device_prefills(workspace, tmp_path, monkeyp
 
         agrees = False
 
-        def scores(self, question, texts):
+        def scores(self, question, texts, cancel=None):
             assert begun.wait(300)
-            return [-n for n, _ in enumerate(texts)] if self.agrees else super().scores(question, texts)
+            return [-n for n, _ in enumerate(texts)] if self.agrees else super().scores(question, texts, cancel)
 
     slow = Slow(str(reranker), "cpu")
     monkeypatch.setattr(type(workspace), "reranker", slow)
@@ -166,7 +166,7 @@ def test_reranker_decides_while_the_device_prefills(workspace, tmp_path, monkeyp
 
 def test_failing_reranker_releases_the_device(workspace, monkeypatch):
     class Broken:
-        def scores(self, question, texts):
+        def scores(self, question, texts, cancel=None):
             raise ModelError("the reranker is damaged")
 
     monkeypatch.setattr(type(workspace), "reranker", Broken())
