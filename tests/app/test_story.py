@@ -150,7 +150,9 @@ def test_reranker_decides_while_the_device_prefills(workspace, tmp_path, monkeyp
 
         def scores(self, question, texts, cancel=None):
             assert begun.wait(300)
-            return [-n for n, _ in enumerate(texts)] if self.agrees else super().scores(question, texts, cancel)
+            return (
+                [-n for n, _ in enumerate(texts)] if self.agrees else super().scores(question, texts, cancel)
+            )
 
     slow = Slow(str(reranker), "cpu")
     monkeypatch.setattr(type(workspace), "reranker", slow)
