@@ -146,7 +146,7 @@ def _tiers(runtime: Runtime, chunk: ChunkKV, count: int) -> Iterator[tuple[str, 
     device, keys = runtime.device, [ChunkKey(f"{number:064x}") for number in range(count)]
     for left in runtime.home.glob(f"{PROFILE_FOLDER}*"):  # by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
-    # A store of its own, on the same disk: in the real one passages would be evicted for these.
+    # A temporary store on the same disk, because in the real one these values could evict passages.
     with (
         TemporaryDirectory(prefix=PROFILE_FOLDER, dir=runtime.home) as folder,
         KVStore.open(Path(folder), chunk.nbytes * 2 * count) as store,

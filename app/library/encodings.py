@@ -19,8 +19,9 @@ DECLARED = re.compile(
 # Of the characters beyond ASCII: up to so many may be broken in a text that is still UTF-8.
 MOST_BROKEN = 0.1
 REPLACED = "\ufffd"
-# A short Windows text with a euro sign may look like a DOS one. Where chardet is less sure than this, its guess among
-# the web's encodings is better if it is one of these: right for 16 of 25 lines, not 9, and its corpus as before.
+# A short Windows text with a euro sign may look like a DOS one. If chardet is less sure than this, its guess among the
+# web's encodings is taken if it is one of these: 16 of 25 short lines are right instead of 9, and 95 files of chardet's
+# own corpus instead of 97.
 LEAST_SURE, LATIN = 0.1, {"Windows-1250", "Windows-1252", "Windows-1254"}
 
 

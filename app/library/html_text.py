@@ -33,7 +33,7 @@ SUBSCRIPT = str.maketrans("0123456789+-", "₀₁₂₃₄₅₆₇₈₉₊₋"
 CELLS = {"td", "th"}
 CELL_CHARACTERS = 300  # a longer cell is part of a page's layout, and keeps its paragraphs
 MARKS = {"sup": ("^", SUPERSCRIPT), "sub": ("_", SUBSCRIPT)}
-# Of MathML: what stands between the arguments of an element, and around them.
+# MathML: the signs written between the arguments of an element, and around all of them.
 BETWEEN = {
     "mfrac": "/",
     "msup": "^",

@@ -41,7 +41,7 @@ def opendocument_sections(path: Path) -> list[tuple[str, str]]:
 
 
 def _write(node: Element, marks: dict[str, str], out: list[str], is_text: bool) -> None:
-    """is_text: whether it is in a paragraph or heading; what stands elsewhere is no text."""
+    """Write a node as HTML. is_text: whether it is inside a paragraph or heading; text elsewhere is not shown."""
     name = local_name(node)
     if name in LEFT_OUT or node.tag in LEFT_OUT or value(node, "display") == "none":
         return

@@ -74,7 +74,7 @@ def figures_in(text: str) -> list[str]:
 
 def unsupported_figures(answer: str, given: str) -> tuple[str, ...]:
     """The figures of an answer that do not occur in the prompt's text `given` (passages, question, history)."""
-    # `5–10` is a range, and `5-10` in a passage may be a code: as a whole it is found all the same.
+    # `5–10` is split as a range, but `5-10` in a passage is not: such an answer is first searched for as a whole.
     answer = _DASHED.sub(lambda whole: " " if contains(given, whole[0]) else whole[0], answer)
     found = figures_in(answer)
     if not found:
