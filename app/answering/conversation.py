@@ -151,10 +151,9 @@ class Conversations:
         questions = [message for message in messages if message.role == "user"]
         if not questions:
             raise UsageError("Answering again: this conversation has no question yet. Write one.")
-        reports = [a.report for q, a in answered(messages) if q.id == questions[-1].id]
-        summarised = (
-            str(reports[-1].get("digest")) if reports else ""
-        )  # a document's id, if the answer is a summary
+        # A document's id, if the answer to it is a summary.
+        digests = [a.report.get("digest") for q, a in answered(messages) if q.id == questions[-1].id]
+        summarised = str(digests[-1]) if digests else ""
         if document := self._workspaces.library.documents_with([summarised]).get(summarised):
             asked = self._chats.replace_from(questions[-1].id, questions[-1].text)
             return self._summary(document, asked, self._chats)

@@ -67,8 +67,7 @@ def search_in_stages(
     """The results of `search`, preceded by those before reranking, if there is a reranker.
 
     cancel: checked while a question is embedded and between the reranker's batches; Cancelled is raised once it is set.
-    documents: ids of the documents
-    to search, all of whose passages count as relevant; (): all documents.
+    documents: ids of the documents to search, all of whose passages count as relevant; (): all documents.
     """
     queries, count = [question], DEPTH * top_k
     within = None

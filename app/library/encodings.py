@@ -30,11 +30,8 @@ def decode(data: bytes, path: Path, notes: list[str] | None = None) -> str:
     notes = [] if notes is None else notes
     utf8 = None if SHIFTS.search(data) else "utf-8-sig"
     declared = DECLARED.search(data[:HEAD_BYTES])
-    for encoding in (
-        _wide_encoding(data[:HEAD_BYTES]),
-        utf8,
-        declared[1].decode("ascii", "replace") if declared else "",
-    ):
+    label = declared[1].decode("ascii", "replace") if declared else None
+    for encoding in (_wide_encoding(data[:HEAD_BYTES]), utf8, label):
         if encoding is not None and (text := decode_as(data, encoding)) is not None:
             return text.replace("\0", "")
     return (_broken_utf8(data, notes) if utf8 else None) or _guessed(data, path, notes)

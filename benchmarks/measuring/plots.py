@@ -46,9 +46,8 @@ def _draw_divergence(axes: "Axes", rows: Sequence[Row]) -> None:
 
 def _draw_trade_off(axes: "Axes", rows: Sequence[Row]) -> None:
     # `naive` is so far off that all others would be one spot; the left panel shows it.
-    rows = [
-        row for row in rows if row["ttft_ms"] is not None
-    ]  # full prefill may have been timed in an earlier run
+    # Full prefill may have been timed in an earlier run.
+    rows = [row for row in rows if row["ttft_ms"] is not None]
     rows = [row for row in rows if row["method"] != "naive"] or rows
     front = pareto(rows)
     times, divergences = ([row[name] for row in front] for name in ("ttft_ms", "kl"))
