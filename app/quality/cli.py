@@ -71,6 +71,8 @@ def engine_arguments(cli: Cli) -> dict[str, Any]:
             "This bench needs logits and the device for itself: leave --vllm out. `python -m benchmarks.measure_vllm` "
             "compares with vLLM."
         )
+    if cli.remote is not None:
+        raise UsageError("The benches measure this machine's own store: leave --remote out.")
     check_model(settings.model, home.models)
     names = ("model", "device", "dtype", "store_budget_bytes", "kv_codec", "fuse")
     chosen = {name: getattr(settings, name) for name in names}

@@ -84,6 +84,7 @@ REFUSED = {
     "demo on": (("demo", "--dtype", "int4"), "float32, bfloat16, float16"),
     "bench": (("bench", "quality", "--methods", "nosuch"), "cacheblend"),
     "bench on": (("bench", "ttft", "--device", "tpu"), "cpu, cuda or mps"),
+    "bench of a shared store": (("bench", "ttft", "--remote", "redis://here"), "leave --remote out"),
     "tune": (("tune", "--minutes", "-1"), "minute"),
 }
 
