@@ -42,7 +42,7 @@ times count. The Xeon has AMX.
 The runs "MuSiQue, ..." on three models measured a `probe-shift` that did not yet recompute figures as a whole.
 "Figures kept: Qwen2.5-Coder-0.5B", "Figures kept at 15%" and "Figures kept at 15% and 25%" have today's second look,
 the other runs on figures an earlier one, which read more answers again. In these others and "Figures kept at 15% and
-25%", *another passage's* counts wrong figures of the right passage, too, and full prefill was timed once for eight
+25%", *wrong passage* counts wrong figures of the right passage, too, and full prefill was timed once for eight
 questions.
 """
 README_RUN = "Figures kept: Qwen2.5-Coder-0.5B"
@@ -81,7 +81,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "fused": ("RAGBlend", str),
     "figures_kept": ("figures kept", percent),
     "figures_kept_ci": ("95%", lambda ends: f"{percent(ends[0])} to {percent(ends[1])}"),
-    "figures_other": ("another passage's", percent),
+    "figures_other": ("wrong passage", percent),
     "read_again": ("read again", percent),
     "figure_kl": ("KL at figures", three),
     "kl": ("KL", three),

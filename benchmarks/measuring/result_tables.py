@@ -99,7 +99,7 @@ QUALITY: tuple[Column, ...] = (
 FIGURES: tuple[Column, ...] = (
     ("method", text("method")), RATIO, ("spent", share("recomputed_fraction")), ("n", text("figures_n")),
     ("figures kept", share("figures_kept")), ("interval", lambda row: ends(row["figures_kept_ci"], 3)),
-    ("another passage's", share("figures_other")), ("read again", share("read_again")),
+    ("wrong passage", share("figures_other")), ("read again", share("read_again")),
     ("KL at figures", number("figure_kl", 4)),
     ("interval", interval("figure_kl_ci")), ("KL", number("kl", 4)),
 )  # fmt: skip
