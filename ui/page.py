@@ -10,7 +10,7 @@ from ragblend.app.settings import Settings
 from ragblend.app.words import plural
 from ragblend.ui import tab_chat, tab_compare, tab_library, tab_settings, tab_store, views
 from ragblend.ui.callback_checks import check_callbacks, dismissed
-from ragblend.ui.page_context import EACH, QUEUED, QUICK, PageContext, Updates, drawn
+from ragblend.ui.page_context import DIRECT_CALL, EVERY_CLICK, QUEUED_CALL, PageContext, Updates, drawn
 from ragblend.ui.page_sessions import PARTS, session_of
 from ragblend.ui.viewer import Viewer
 
@@ -51,17 +51,17 @@ class PageLayout:
         chat, library, frame = self.chat, self.library, [self.header, self.banner]
         asked = [chat.collections, self.compare.collection]
         opening = [*frame, *asked, chat.chats, chat.hello, chat.transcript, chat.export, library.collection]
-        page.load(self.load, None, [*opening, *library.drawn], **QUICK)
-        library.collection.change(self.choices, asked, asked, **QUICK)
-        library_tab.select(library.refresh, library.view, library.drawn, **QUICK)
-        library.documents.submit(chat.digest, None, chat.streamed, **QUEUED | EACH)
+        page.load(self.load, None, [*opening, *library.drawn], **DIRECT_CALL)
+        library.collection.change(self.choices, asked, asked, **DIRECT_CALL)
+        library_tab.select(library.refresh, library.view, library.drawn, **DIRECT_CALL)
+        library.documents.submit(chat.digest, None, chat.streamed, **QUEUED_CALL | EVERY_CLICK)
         library.documents.click(
-            chat.ask_document, None, [chat.document_id, chat.asked_document], **QUICK | EACH
+            chat.ask_document, None, [chat.document_id, chat.asked_document], **DIRECT_CALL | EVERY_CLICK
         )
         inputs, moving = [library.seen, *library.view], [*frame, chat.hello]
-        gr.Timer(TICK_S).tick(self.tick, inputs, [*moving, *library.drawn], **QUICK)
+        gr.Timer(TICK_S).tick(self.tick, inputs, [*moving, *library.drawn], **DIRECT_CALL)
         page.unload(self.close)
-        self.trouble.click(dismissed, None, None, **QUICK)
+        self.trouble.click(dismissed, None, None, **DIRECT_CALL)
 
     def load(self, request: gr.Request) -> Updates:
         names = self._context.services.workspaces.names()

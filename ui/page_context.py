@@ -10,43 +10,46 @@ import gradio as gr
 from ragblend.app.services import AppServices, ModelStartup
 from ragblend.ui.page_sessions import PageSessions
 
-MOST_SAMPLES = 500
+MAX_SAMPLES = 500
 # Time by a monotonic clock; the process's hits and misses until then.
 Sample = tuple[float, int, int]
 Updates = dict[Any, Any]  # component -> what it shows now
 # Connects the buttons in drawn HTML to Python, by the page's script.
-BIND = "window.ragblend && window.ragblend.bind(element, trigger);"
+BIND_BUTTONS = "window.ragblend && window.ragblend.bind(element, trigger);"
 
-# How callbacks are called: by a separate request, or, those that yield, in Gradio's queue. The queue uses one stream of
-# events per page; if that breaks off, Gradio reloads the page.
-QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
-QUEUED: dict[str, Any] = {"concurrency_limit": None, "show_progress": "hidden"}
+# Callbacks are separate requests; those that yield use Gradio's queue, which has one stream of events per page. If that
+# breaks off, Gradio reloads the page.
+DIRECT_CALL: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
+QUEUED_CALL: dict[str, Any] = {"concurrency_limit": None, "show_progress": "hidden"}
 # Otherwise Gradio drops a click while the one before, on any button of the same component, is not answered.
-EACH: dict[str, Any] = {"trigger_mode": "multiple"}
-BARE: dict[str, Any] = {"show_label": False, "container": False}  # a field whose label is for screen readers
+EVERY_CLICK: dict[str, Any] = {"trigger_mode": "multiple"}
+UNLABELLED: dict[str, Any] = {
+    "show_label": False,
+    "container": False,
+}  # a field whose label is for screen readers
 # Clears a message when its tab is opened again. In the browser, because Python's answer to the opening may arrive after
 # the answer to the next click, and would clear its message.
-EMPTY = "() => ''"
+CLEAR_MESSAGE = "() => ''"
 
 
 @dataclass(frozen=True)
 class PageContext:
     services: AppServices
     sessions: PageSessions = field(default_factory=PageSessions)
-    history: deque[Sample] = field(default_factory=lambda: deque(maxlen=MOST_SAMPLES))
+    hit_counts: deque[Sample] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     startup: ModelStartup = field(default_factory=ModelStartup)
 
     def note_store(self) -> None:
         """Record the store's hits and misses, if they changed since the last time."""
         stats = self.services.workspaces.first.engine.store.stats()
         counts = stats.hits, stats.misses
-        if not self.history or self.history[-1][1:] != counts:
-            self.history.append((time.monotonic(), *counts))
+        if not self.hit_counts or self.hit_counts[-1][1:] != counts:
+            self.hit_counts.append((time.monotonic(), *counts))
 
 
 def search_field(placeholder: str, label: str, element: str, **more: Any) -> gr.Textbox:
     """A search field, which the key `/` focuses."""
-    common: dict[str, Any] = {"elem_classes": "rb-search", "max_lines": 1} | BARE | more
+    common: dict[str, Any] = {"elem_classes": "rb-search", "max_lines": 1} | UNLABELLED | more
     return gr.Textbox("", placeholder=placeholder, label=label, elem_id=element, **common)
 
 
@@ -56,4 +59,4 @@ def collection_field(names: list[str], element: str, **more: Any) -> gr.Dropdown
 
 def drawn(elem_id: str, value: str = "", *, acts: bool = True) -> gr.HTML:
     """A component for HTML drawn by `views`. acts: its buttons send click and submit events to Python."""
-    return gr.HTML(value, elem_id=elem_id, apply_default_css=False, js_on_load=BIND if acts else None)
+    return gr.HTML(value, elem_id=elem_id, apply_default_css=False, js_on_load=BIND_BUTTONS if acts else None)

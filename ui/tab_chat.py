@@ -19,7 +19,16 @@ from ragblend.engine.model.checkpoints import DEFAULT
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.ui import views
 from ragblend.ui.coalesce import coalesced
-from ragblend.ui.page_context import BARE, EACH, QUEUED, QUICK, PageContext, Updates, drawn, search_field
+from ragblend.ui.page_context import (
+    DIRECT_CALL,
+    EVERY_CLICK,
+    QUEUED_CALL,
+    UNLABELLED,
+    PageContext,
+    Updates,
+    drawn,
+    search_field,
+)
 from ragblend.ui.page_sessions import MEASUREMENT, PageRequest, session_of
 from ragblend.ui.viewer import Viewer
 from ragblend.ui.views import problem
@@ -49,7 +58,7 @@ class ChatTab:
         self.chat_id = gr.State(None)
         self.document_id = gr.State("")  # of the only document that is asked; "": all are
         self._connect()
-        self.source.click(viewer.show, None, [viewer.component], **QUICK)
+        self.source.click(viewer.show, None, [viewer.component], **DIRECT_CALL)
 
     def _lay_out_conversations(self) -> None:
         drawn("rb-side-close", views.parts.close_cover())
@@ -76,7 +85,7 @@ class ChatTab:
                 elem_id="rb-question",
                 autofocus=True,
                 max_length=20_000,
-                **BARE,
+                **UNLABELLED,
             )
             with gr.Row(elem_id="rb-choices"):
                 self.collections = gr.Dropdown(
@@ -88,11 +97,17 @@ class ChatTab:
                     elem_id="rb-collections",
                     scale=3,
                     min_width=140,
-                    **BARE,
+                    **UNLABELLED,
                 )
                 modes = [("Documents only", "documents"), ("Chat", "chat")]
                 self.mode = gr.Radio(
-                    modes, value="documents", label="Mode", elem_id="rb-mode", scale=3, min_width=200, **BARE
+                    modes,
+                    value="documents",
+                    label="Mode",
+                    elem_id="rb-mode",
+                    scale=3,
+                    min_width=200,
+                    **UNLABELLED,
                 )
                 drawn("rb-attach", views.chat.attach())
                 self.send_button = gr.Button(
@@ -105,19 +120,19 @@ class ChatTab:
         shown = [self.hood, self.panel]
         answered = [self.transcript, self.live, self.question, self.chat_id, self.chats]
         self.streamed = [self.hello, *answered, self.send_button, self.stop_button, *shown, self.export]
-        self.send_button.click(self.send, [self.question, *choices], self.streamed, **QUEUED)
-        self.transcript.submit(self.again, choices, self.streamed, **QUEUED)
-        self.stop_button.click(self.stop, None, None, **QUICK)
-        self.asked_document.click(self.ask_all, None, [self.document_id, self.asked_document], **QUICK)
-        self.hello.click(self.add_samples, None, [self.hello], **QUICK)
+        self.send_button.click(self.send, [self.question, *choices], self.streamed, **QUEUED_CALL)
+        self.transcript.submit(self.again, choices, self.streamed, **QUEUED_CALL)
+        self.stop_button.click(self.stop, None, None, **DIRECT_CALL)
+        self.asked_document.click(self.ask_all, None, [self.document_id, self.asked_document], **DIRECT_CALL)
+        self.hello.click(self.add_samples, None, [self.hello], **DIRECT_CALL)
         opened = [*self.streamed, self.source]
-        self.new_button.click(self.new, None, opened, **QUICK)
-        self.search_box.change(self.search, [self.search_box, self.chat_id], [self.chats], **QUICK)
-        each = QUEUED | EACH
+        self.new_button.click(self.new, None, opened, **DIRECT_CALL)
+        self.search_box.change(self.search, [self.search_box, self.chat_id], [self.chats], **DIRECT_CALL)
+        each = QUEUED_CALL | EVERY_CLICK
         self.chats.click(self.in_list, [self.chat_id], opened, **each)
         in_transcript = [*shown, self.source, self.transcript]
         self.transcript.click(self.in_transcript, None, in_transcript, **each)
-        measuring = QUEUED | {"concurrency_limit": 4}
+        measuring = QUEUED_CALL | {"concurrency_limit": 4}
         self.hood.click(self.measure, None, [self.hood], **measuring)
 
     # --- asking

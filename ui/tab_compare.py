@@ -9,7 +9,7 @@ from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.measuring.variants import Variant
 from ragblend.ui import views
-from ragblend.ui.page_context import QUEUED, QUICK, PageContext, Updates, collection_field, drawn
+from ragblend.ui.page_context import DIRECT_CALL, QUEUED_CALL, PageContext, Updates, collection_field, drawn
 from ragblend.ui.page_sessions import COMPARISON, PageRequest, session_of
 from ragblend.ui.views import LABELS, WITHOUT_RATIO, problem
 
@@ -69,12 +69,12 @@ class CompareTab:
             self.result = drawn("rb-compare-result", acts=False)
         methods, ratios = zip(*sides, strict=True)
         inputs = [self.question, self.collection, *methods, *ratios]
-        outputs, running = [self.result, self.go, self.stop_button], QUEUED | {"concurrency_limit": 4}
+        outputs, running = [self.result, self.go, self.stop_button], QUEUED_CALL | {"concurrency_limit": 4}
         for asked in (self.go.click, self.question.submit):
             asked(self.run, inputs, outputs, **running)
-        self.stop_button.click(self.stop, None, None, **QUICK)
+        self.stop_button.click(self.stop, None, None, **DIRECT_CALL)
         for method, ratio in sides:
-            method.change(shown_for(ratio), [method], [ratio], **QUICK)
+            method.change(shown_for(ratio), [method], [ratio], **DIRECT_CALL)
 
     def run(
         self,

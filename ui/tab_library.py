@@ -12,9 +12,9 @@ from ragblend.app import samples
 from ragblend.kvstore.errors import RagBlendError, UsageError
 from ragblend.ui import views
 from ragblend.ui.page_context import (
-    BARE,
-    EACH,
-    QUICK,
+    DIRECT_CALL,
+    EVERY_CLICK,
+    UNLABELLED,
     PageContext,
     Updates,
     collection_field,
@@ -81,24 +81,32 @@ class LibraryTab:
             hint, label = "Search documents  ( / )", "Search documents"
             self.search = search_field(hint, label, "rb-document-search", scale=4, min_width=180)
             self.state = gr.Dropdown(
-                STATES, value="", label="State", elem_id="rb-document-state", scale=1, min_width=130, **BARE
+                STATES,
+                value="",
+                label="State",
+                elem_id="rb-document-state",
+                scale=1,
+                min_width=130,
+                **UNLABELLED,
             )
         self.documents, self.tools = drawn("rb-documents"), drawn("rb-collection-tools")
 
     def _connect(self) -> None:
         view, listed = self.view, [self.message, *self.drawn]
-        page, each = self._page, QUICK | EACH
+        page, each = self._page, DIRECT_CALL | EVERY_CLICK
         for chosen in (self.collection, self.search, self.state):
-            chosen.change(self.first_page, view[:3], page, **QUICK)
+            chosen.change(self.first_page, view[:3], page, **DIRECT_CALL)
         self.files.upload(self.upload, [self.files, *view], [*listed, self.files], **each)
         for asked in (self.add.click, self.folder.submit):
             asked(self.add_folder, [self.folder, self.watch, *view], [*listed, self.folder], **each)
-        self.samples.click(self.add_samples, view, listed, **QUICK)
-        self.new.click(self.create, [self.new_name], [self.collection, self.new_name, self.message], **QUICK)
+        self.samples.click(self.add_samples, view, listed, **DIRECT_CALL)
+        self.new.click(
+            self.create, [self.new_name], [self.collection, self.new_name, self.message], **DIRECT_CALL
+        )
         for drawing in (self.deleted, self.queue, self.jobs, self.watched):
             drawing.click(self.act, view, listed, **each)
         self.documents.click(self.act, view, [*listed, self._viewer.component], **each)
-        self.tools.click(self.remove_collection, view, [*listed, self.collection], **QUICK)
+        self.tools.click(self.remove_collection, view, [*listed, self.collection], **DIRECT_CALL)
 
     def upload(self, files: list[str] | None, *view: Any) -> Updates:
         paths = [Path(file) for file in files or []]

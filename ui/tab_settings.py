@@ -13,7 +13,7 @@ from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.integrations.embeddings import find_embedder
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import views
-from ragblend.ui.page_context import EMPTY, QUEUED, QUICK, PageContext, Updates, drawn
+from ragblend.ui.page_context import CLEAR_MESSAGE, DIRECT_CALL, QUEUED_CALL, PageContext, Updates, drawn
 from ragblend.ui.tab_compare import CHOICES
 from ragblend.ui.views import LABELS, problem
 
@@ -112,17 +112,17 @@ class SettingsTab:
                 measure = gr.Button("Measure this device", size="sm", elem_id="rb-measure", scale=0)
                 self._measured = drawn("rb-measured", acts=False)
         fields, priced = list(self._form.values()), [self._form["ratio"], self._meaning, self._cost]
-        one_by_one = QUEUED | {"concurrency_limit": 1}
+        one_by_one = QUEUED_CALL | {"concurrency_limit": 1}
         save.click(self.save, fields, [self.outcome, self._stop, self._cost], **one_by_one)
-        self._stop.click(self.stop_download, None, None, **QUICK)
+        self._stop.click(self.stop_download, None, None, **DIRECT_CALL)
         measure.click(self.measure, None, [self._measured], **one_by_one)
-        tab.select(None, None, self.outcome, js=EMPTY)
-        tab.select(self.fill, None, [*fields, self._picker, self._meaning, self._cost], **QUICK)
+        tab.select(None, None, self.outcome, js=CLEAR_MESSAGE)
+        tab.select(self.fill, None, [*fields, self._picker, self._meaning, self._cost], **DIRECT_CALL)
         tab.select(None, None, theme, js=GET_THEME)
         theme.input(None, theme, theme, js=SET_THEME)
-        self._picker.input(self.pick, [self._picker, *fields], [self._form["model"], *priced], **QUICK)
+        self._picker.input(self.pick, [self._picker, *fields], [self._form["model"], *priced], **DIRECT_CALL)
         for field in fields:
-            field.input(self.price, fields, priced, trigger_mode="always_last", **QUICK)
+            field.input(self.price, fields, priced, trigger_mode="always_last", **DIRECT_CALL)
 
     def fill(self) -> Updates:
         settings, form = self._services.workspaces.settings, self._form

@@ -10,7 +10,7 @@ from ragblend.app.progress import silent
 from ragblend.app.settings import save_settings
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import views
-from ragblend.ui.page_context import EMPTY, QUEUED, QUICK, PageContext, Updates, drawn
+from ragblend.ui.page_context import CLEAR_MESSAGE, DIRECT_CALL, QUEUED_CALL, PageContext, Updates, drawn
 from ragblend.ui.views import problem
 
 GIB = 1 << 30
@@ -44,11 +44,11 @@ class StoreTab:
                 check = gr.Button("Check everything", elem_id="rb-check", scale=0, min_width=170)
                 repair = gr.Button("Repair", elem_id="rb-repair", scale=0, min_width=120)
             self.message = drawn("rb-store-message", acts=False)
-        tab.select(None, None, self.message, js=EMPTY)
-        tab.select(self.refresh, None, [self.overview, self.rates, self.budget, self.message], **QUICK)
-        set_budget.click(self.set_budget, [self.budget], [self.message, self.overview], **QUICK)
-        check.click(self.check, None, [self.message], **QUEUED)
-        repair.click(self.repair, None, [self.message, self.overview], **QUEUED)
+        tab.select(None, None, self.message, js=CLEAR_MESSAGE)
+        tab.select(self.refresh, None, [self.overview, self.rates, self.budget, self.message], **DIRECT_CALL)
+        set_budget.click(self.set_budget, [self.budget], [self.message, self.overview], **DIRECT_CALL)
+        check.click(self.check, None, [self.message], **QUEUED_CALL)
+        repair.click(self.repair, None, [self.message, self.overview], **QUEUED_CALL)
 
     def refresh(self) -> Updates:
         try:
@@ -57,7 +57,7 @@ class StoreTab:
             now = max(1, round(store.stats().budget_bytes / GIB))
             return {
                 self.overview: self._overview(),
-                self.rates: views.store.hit_rates(list(self._context.history)),
+                self.rates: views.store.hit_rates(list(self._context.hit_counts)),
                 self.budget: gr.update(value=now, maximum=max(MOST_GIB, now)),
             }
         except RagBlendError as error:

@@ -15,7 +15,7 @@ from ragblend.app.answering.highlight import (
 from ragblend.app.services import AppServices
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import views
-from ragblend.ui.page_context import EACH, QUICK, Updates, drawn
+from ragblend.ui.page_context import DIRECT_CALL, EVERY_CLICK, Updates, drawn
 
 
 class Viewer:
@@ -24,7 +24,7 @@ class Viewer:
     def __init__(self, services: AppServices) -> None:
         self._services, self._drawings = services, count()
         self.component = drawn("rb-viewer")
-        self.component.click(self.show, None, [self.component], **QUICK | EACH)
+        self.component.click(self.show, None, [self.component], **DIRECT_CALL | EVERY_CLICK)
 
     def show(self, event: gr.EventData) -> Updates:
         """Draw the document and page that a button names; for a source of an answer with the cited passage marked."""
