@@ -4,6 +4,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,13 +15,15 @@ from ragblend.app.library.readers import FORMATS
 from ragblend.app.settings import Settings
 from ragblend.kvstore.errors import DocumentError, DocumentNotFoundError, UnreadableDocumentError
 
+HOME = "it is the folder with RAGBlend's own data"
+
 
 @dataclass(frozen=True)
 class Discovery:
     """files in a stable order; failed: path, error.
 
     skipped: path -> reason: in a folder, but a link, of no known kind, or (whole folders too) named in the setting
-    `skip`.
+    `skip`, or the home.
     """
 
     files: tuple[Path, ...]
@@ -29,8 +32,10 @@ class Discovery:
     failed: tuple[tuple[Path, DocumentError], ...]
 
 
-def discover(paths: Sequence[Path], skip: str = Settings.skip) -> Discovery:
+def discover(paths: Sequence[Path], skip: str = Settings.skip, home: Path | None = None) -> Discovery:
     """List the files of these paths and folders. skip: the setting; what is given as a path itself is never skipped.
+
+    home: is not entered from outside, because it holds copies of the uploads of all collections.
 
     Links in a folder are not followed: whoever may write there could have any file of this account read. A link that
     is given as a path itself is the user's own choice.
@@ -52,9 +57,11 @@ def discover(paths: Sequence[Path], skip: str = Settings.skip) -> Discovery:
     for given in paths:
         path = absolute(given)
         try:
-            if path.is_dir():
+            if is_home(path, home):
+                skipped[path] = HOME
+            elif path.is_dir():
                 folders.append(path)
-                for file in _walk_folder(path, skip, skipped, failed):
+                for file in _walk_folder(path, skip, home, skipped, failed):
                     if os.path.islink(file):
                         skipped[file] = "links in folders are not followed"
                     elif not is_readable(file):
@@ -69,6 +76,13 @@ def discover(paths: Sequence[Path], skip: str = Settings.skip) -> Discovery:
             message = f"Reading {printable(path)}: {error.strerror}. Check its name and rights."
             failed.append((path, UnreadableDocumentError(message)))
     return Discovery(tuple(files.values()), tuple(folders), skipped, tuple(dict(failed).items()))
+
+
+def is_home(folder: Path | str, home: Path | None) -> bool:
+    """Whether this folder is the home, by whatever name."""
+    with suppress(OSError):
+        return home is not None and os.path.samefile(folder, home)
+    return False
 
 
 def is_gone(path: Path) -> bool:
@@ -108,7 +122,11 @@ def _check_given(path: Path) -> Path:
 
 
 def _walk_folder(
-    folder: Path, skip: str, skipped: dict[Path, str], failed: list[tuple[Path, DocumentError]]
+    folder: Path,
+    skip: str,
+    home: Path | None,
+    skipped: dict[Path, str],
+    failed: list[tuple[Path, DocumentError]],
 ) -> Iterator[Path]:
     def note(error: OSError) -> None:
         path = Path(error.filename)
@@ -118,5 +136,7 @@ def _walk_folder(
     for parent, folders, names in os.walk(folder, onerror=note):
         left_out = {name for name in (*folders, *names) if is_skipped(name, skip)}
         skipped |= {Path(parent, name): "the setting `skip` leaves out its name" for name in sorted(left_out)}
-        folders[:] = sorted(set(folders) - left_out)
+        homes = {name for name in folders if is_home(os.path.join(parent, name), home)} - left_out
+        skipped |= {Path(parent, name): HOME for name in homes}
+        folders[:] = sorted(set(folders) - left_out - homes)
         yield from (Path(parent, name) for name in sorted(set(names) - left_out))

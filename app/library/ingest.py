@@ -114,7 +114,7 @@ def ingest_paths(
     run, workspaces = _IngestRun(workspace, ProgressCounter(on_progress, is_cancelled)), workspace.workspaces
     is_over = has_yielded = False
     try:
-        steps = run.ingest_all(discover(paths, workspace.settings.skip), prune)
+        steps = run.ingest_all(discover(paths, workspace.settings.skip, workspace.home.root), prune)
         while not is_over:
             with workspaces.writing(patient=has_yielded):
                 finish_deletions(workspaces)

@@ -8,7 +8,6 @@ layers when the queue is paused or a file arrives, and lets questions go first.
 """
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -114,10 +113,9 @@ class JobQueue:
     def add(self, paths: Sequence[Path], collection: str) -> QueuedFiles:
         """Queue files and folders. Raises SettingsError for an invalid collection name."""
         self.workspaces.of(collection)  # checks the name
-        found = discover(list(paths), self.workspaces.settings.skip)
+        found = discover(list(paths), self.workspaces.settings.skip, self.workspaces.home.root)
         failed = tuple((printable(path), printable(str(error))) for path, error in found.failed)
-        # A given folder may contain the home.
-        files = [(printable(path), _size(path)) for path in found.files if not self._is_inside_home(path)]
+        files = [(printable(path), _size(path)) for path in found.files]
         count = self.store.add("ingest", collection, files)
         self.wake()
         skipped = tuple((printable(path), why) for path, why in found.skipped.items())
@@ -391,11 +389,6 @@ class JobQueue:
         if not self.store.has_other(job):
             self.workspaces.erase_removed()
         return "done"
-
-    def _is_inside_home(self, path: Path) -> bool:
-        """Whether the file belongs to the home itself, by whatever link; copies of uploads do not count."""
-        home, real = self.workspaces.home, Path(os.path.realpath(path))
-        return real.is_relative_to(home.root.resolve()) and not real.is_relative_to(home.originals.resolve())
 
 
 def _size(path: Path) -> int:

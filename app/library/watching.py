@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ragblend.app.home import absolute
-from ragblend.app.library.discovery import is_gone, is_readable, is_skipped
+from ragblend.app.library.discovery import is_gone, is_home, is_readable, is_skipped
 from ragblend.app.library.documents import as_path, printable
 from ragblend.app.library.jobs import JobQueue
 from ragblend.kvstore.errors import UsageError
@@ -159,8 +159,8 @@ class WatchedFolder:
 
     def _apply_changes(self, paths: Iterable[Path]) -> None:
         """Queue the jobs for changed paths; moving a whole folder is one event."""
-        skip = self._jobs.workspaces.settings.skip
-        changed = {path for path in paths if not _is_skipped(path, self._path, skip)}
+        skip, home = self._jobs.workspaces.settings.skip, self._jobs.workspaces.home.root
+        changed = {path for path in paths if not _is_skipped(path, self._path, skip, home)}
         mine = [path for path in changed if not _is_behind_link(path, self._path)]
         there = [path for path in mine if os.path.isdir(path) or (is_readable(path) and not is_gone(path))]
         if there:
@@ -175,9 +175,12 @@ def _real(path: Path) -> Path:
     return path.parent if "\ufffd" in path.name and is_gone(path) else path
 
 
-def _is_skipped(path: Path, root: Path, skip: str) -> bool:
+def _is_skipped(path: Path, root: Path, skip: str, home: Path) -> bool:
+    """As in `discover`."""
     inside = path.relative_to(root).parts if path.is_relative_to(root) else path.parts
-    return any(is_skipped(part, skip) for part in inside)
+    return any(is_skipped(part, skip) for part in inside) or any(
+        is_home(step, home) for step in (path, *path.parents)
+    )
 
 
 def _is_behind_link(path: Path, root: Path) -> bool:

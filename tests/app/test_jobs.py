@@ -402,14 +402,17 @@ def test_uploads_are_deleted_whatever_path_names_the_home(home, fakes, documents
     assert list((home / "originals").rglob("*.*")) == []
 
 
-def test_the_home_itself_is_never_ingested(jobs, home, tmp_path, documents):
+def test_the_home_itself_is_never_ingested(jobs, workspaces, home, tmp_path, documents):
+    """The copies of uploads to one collection came into the collection of a folder around the home."""
     jobs.upload([documents / "sky.txt"], "default")
-    (home / "notes.txt").write_text("of the program")
-    added = jobs.add([tmp_path], "other")
-    assert added.files == 4, "three documents and the upload"
     (tmp_path / "elsewhere").symlink_to(home, target_is_directory=True)
-    assert jobs.add([tmp_path / "elsewhere" / "notes.txt"], "other").files == 0, "by another name"
-    assert "notes.txt" not in states(jobs)
+    for folder in (tmp_path, home, tmp_path / "elsewhere"):
+        added = jobs.add([folder], "other")
+        assert added.files == (3 if folder == tmp_path else 0)
+        assert "own data" in dict(added.skipped)[str(home if folder == tmp_path else folder)]
+    report = ingest(workspaces.of("third"), [tmp_path])
+    assert {Path(path).parent for path in report.added} == {documents}
+    assert jobs.add([home / "originals" / "default"], "default").files == 1, "an upload, by its path"
 
 
 def test_finished_jobs_are_cleared_and_vanished_files_do_not_fail(jobs, workspaces, documents):

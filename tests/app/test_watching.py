@@ -71,6 +71,18 @@ def test_changes_in_a_watched_folder_are_ingested(watcher, jobs, workspaces, doc
     until(lambda: set(names(workspaces)) == {"sky.txt", "boats.txt", "moved.txt"})
 
 
+def test_uploads_are_not_ingested_for_a_watched_folder_around_the_home(
+    watcher, jobs, workspaces, documents, tmp_path
+):
+    """Each upload to another collection came into that of the watched folder."""
+    watched(watcher, tmp_path)
+    jobs.upload([documents / "sky.txt"], "other")
+    (documents / "last.txt").write_text("This one is no upload.")
+    until(lambda: "last.txt" in names(workspaces))
+    assert idle(jobs)
+    assert {each.file.parent for each in workspaces.library.documents("default")} == {documents}
+
+
 def test_a_file_that_becomes_a_folder_loses_its_passages(watcher, workspaces, documents):
     watched(watcher, documents)
     until(lambda: names(workspaces).get("sky.txt") == "done")
