@@ -139,4 +139,5 @@ def _walk_folder(
         homes = {name for name in folders if is_home(os.path.join(parent, name), home)} - left_out
         skipped |= {Path(parent, name): HOME for name in homes}
         folders[:] = sorted(set(folders) - left_out - homes)
-        yield from (Path(parent, name) for name in sorted(set(names) - left_out))
+        links = {name for name in folders if os.path.islink(os.path.join(parent, name))}
+        yield from (Path(parent, name) for name in sorted((links | set(names)) - left_out))

@@ -599,7 +599,7 @@ def test_discovery_order_and_rules(tmp_path):
     found = discover([tmp_path, tmp_path / "b.txt", tmp_path / ".git" / "x.txt"])
     names = [str(path.relative_to(tmp_path)) for path in found.files]
     assert names == ["a.md", "b.txt", "sub/c.PDF", ".git/x.txt"]
-    assert [path.name for path in found.skipped] == [".git", "d.exe"] and found.failed == ()
+    assert [path.name for path in found.skipped] == [".git", "loop", "d.exe"] and found.failed == ()
 
 
 def test_only_links_given_by_the_user_are_followed(tmp_path):
@@ -614,7 +614,7 @@ def test_only_links_given_by_the_user_are_followed(tmp_path):
     (folder / "linked").symlink_to(outside)
     found = discover([folder])
     assert found.files == (folder / "a.txt",)
-    assert [path.name for path in found.skipped] == ["gone.txt", "inside.txt", "passwd.txt"]
+    assert [path.name for path in found.skipped] == ["gone.txt", "inside.txt", "linked", "passwd.txt"]
     assert discover([folder / "inside.txt", folder / "linked"]).files == (
         folder / "inside.txt",
         folder / "linked" / "a.txt",
