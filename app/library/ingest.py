@@ -107,8 +107,8 @@ def ingest_paths(
     """Make files and folders searchable, without KV. Ctrl-C ends the run early and keeps what is done
     (`report.interrupted`), and so does a KeyboardInterrupt of is_cancelled(), called between two passages or pages.
 
-    prune: remove the documents of these folders whose file is gone; those in whose place a folder stands, or the other
-    way round, are removed in any case. One bad document is listed and stops nothing; a
+    prune: remove the documents of these folders whose file is gone; those without passages, and those in whose place a
+    folder stands, or the other way round, are removed in any case. One bad document is listed and stops nothing; a
     full disk, a missing model and the like are raised. Between two files other threads may take the writer lock.
     """
     run, workspaces = _IngestRun(workspace, ProgressCounter(on_progress, is_cancelled)), workspace.workspaces
@@ -217,7 +217,7 @@ class _IngestRun:
             self._meter.count("parse", done=1)
             yield
         for document in self._missing_documents((*found.folders, *found.files)):
-            removes = prune or is_replaced(document.file)
+            removes = prune or not document.passages or is_replaced(document.file)
             (self.report.pruned if removes else self.report.gone).append(document.path)
             if removes:
                 remove_document(self._workspace, document)
@@ -349,9 +349,9 @@ class _IngestRun:
         self.report.passages += len(passages)
 
     def _missing_documents(self, paths: Sequence[Path]) -> list[Document]:
-        """Documents at or below these paths that have passages, and whose file no longer exists."""
-        above = frozenset(paths)
-        known = [each for each in self._library.documents(self._collection) if each.passages]
+        """Documents at or below these paths whose file no longer exists."""
+        above, failed = frozenset(paths), self.report.failed  # now, such as a link that leads nowhere
+        known = [d for d in self._library.documents(self._collection) if d.passages or d.path not in failed]
         inside = [each for each in known if not above.isdisjoint((each.file, *each.file.parents))]
         return [document for document in inside if is_gone(document.file)]
 

@@ -559,6 +559,19 @@ def test_missing_files_are_reported_and_removed_by_prune_alone(open_workspace, d
     assert_consistent(second)
 
 
+def test_a_file_that_could_not_be_read_leaves_the_list_when_it_is_gone(open_workspace, documents):
+    """It stayed there as failed, even with `--prune`. A link that leads nowhere is reported once, as failed."""
+    workspace, empty, link = open_workspace(), documents / "empty.txt", documents / "link.txt"
+    empty.touch()
+    link.symlink_to(documents / "never-there.txt")
+    ingest_paths(workspace, [documents])
+    empty.unlink()
+    report = ingest_paths(workspace, [documents, link])
+    assert (report.pruned, report.gone, list(report.failed)) == ([str(empty)], [], [str(link)])
+    names = {each.name for each in workspace.library.documents("default")}
+    assert names == {"sky.txt", "bread.md", "boats.txt", "link.txt"}
+
+
 @pytest.mark.parametrize("point", ["before-passages", "before-index", "before-entering", "before-done"])
 def test_next_run_resumes_after_a_kill_anywhere(open_workspace, home, documents, point):
     assert exit_code(killed_worker.ingest, home, signal.SIGKILL, point, documents) == -signal.SIGKILL
