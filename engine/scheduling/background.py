@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import thread as pools
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -138,4 +139,6 @@ class BackgroundTasks:
                 if not self.stopping and self.should_stop(task.priority):
                     self.add(task.work, task.name, task.priority)
             except Exception:
-                log.warning("a background task failed and was dropped", exc_info=True)
+                # Else the process exits, and the pools of threads that the task needs have ended before it.
+                if not pools._shutdown:
+                    log.warning("a background task failed and was dropped", exc_info=True)

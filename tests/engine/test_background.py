@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 
@@ -207,6 +209,31 @@ def test_an_answer_is_given_if_what_was_left_unstored_cannot_be_looked_up(engine
     unstored.write_text('{"default": ["node-0"]}')
     assert engine.generate(Prompt([Literal("Where?")]), max_new_tokens=2).token_ids
     assert not unstored.exists() and "the node index is locked" in caplog.text
+
+
+WHILE_EXITING = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from ragblend.engine.scheduling.background import BackgroundTasks, end_at_exit
+
+running = threading.Event()
+
+def load():
+    running.set()
+    threading.main_thread().join()
+    ThreadPoolExecutor().submit(print)
+
+tasks = BackgroundTasks()
+end_at_exit(tasks)
+tasks.add(load)
+running.wait()
+"""
+
+
+def test_a_task_that_fails_because_the_process_exits_is_no_news():
+    """After a question that needed no model there was a traceback, by which the model was damaged."""
+    done = subprocess.run([sys.executable, "-c", WHILE_EXITING], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
 
 
 def test_closing_does_not_wait_for_all_that_is_queued(engine, monkeypatch):
