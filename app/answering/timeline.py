@@ -35,13 +35,15 @@ class TimelineError(RagBlendError):
 
 
 def check_timeline(path: Path) -> None:
-    """Raise UsageError for an unknown file format, before any work is done."""
+    """Raise UsageError for an unknown file format or a folder that does not exist, before any work is done."""
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(
             f"a trace is written as .json (open it in ui.perfetto.dev) or .png (a picture), not as {path.name!r}"
         )
     if path.suffix.lower() == ".png":
         check_installed("Pictures", ("matplotlib",), "bench")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"writing the trace to {path}: there is no such folder; name another file")
 
 
 def write_timeline(trace: Trace, title: str, path: Path) -> None:

@@ -60,9 +60,9 @@ def ask(
         name, find = workspace.settings.collection, workspace.library.find
         only = tuple(find(name, each, cli.folder).id for each in document or ())
         answer = _print_answer(cli, conversations.answer(question, AskOptions(documents=only)))
-        cli.result(answer.to_json(), sources_text(answer.sources))
-        if trace is not None:
+        if trace is not None:  # first: with --json an error is the one object that is printed
             _write_trace(cli, answer, trace)
+        cli.result(answer.to_json(), sources_text(answer.sources))
         name_better_ones(cli, workspace)
         _finish_background(cli, conversations, answer)
 

@@ -77,10 +77,18 @@ def test_ask_streams_a_marked_answer_with_its_sources_and_notes(filled, capfd):
 
 def test_ask_writes_a_trace(filled, tmp_path, capfd):
     assert filled("ask", "Sky?", "--trace", tmp_path / "trace.gif") == 2
+    assert filled("ask", "Sky?", "--trace", tmp_path / "nowhere" / "trace.json") == 2
     assert filled.engine.requests == [], "refused before anything is asked"
     assert filled("ask", "What colour has the sky?", "--trace", tmp_path / "trace.json") == 0
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
     assert str(tmp_path / "trace.json") in capfd.readouterr().err
+
+
+def test_a_trace_that_cannot_be_written_is_the_one_object_on_stdout(filled, tmp_path, read):
+    """An error followed the answer."""
+    (tmp_path / "trace.json").mkdir()
+    assert filled("ask", "Sky?", "--json", "--trace", tmp_path / "trace.json") == 1
+    assert read()["error"]["type"] == "TimelineError"
 
 
 def test_ask_searches_one_document(filled, read, capfd):
