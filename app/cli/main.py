@@ -103,9 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = _exit_code(stop)
             if code == WRONG_USAGE:  # typer has said why on stderr
                 _print_json_error(given, "UsageError", "wrong usage: see the message on stderr")
-        except RagBlendError as error:
+        except (RagBlendError, OSError) as error:  # also of the disk that the output is written to
             code = WRONG_USAGE if isinstance(error, UsageError) else FAILED
-            with suppress(BrokenPipeError):
+            with suppress(OSError):
                 message = str(error) if isinstance(error, Cancelled) else f"error: {error}"
                 print(message, file=sys.stderr, flush=True)
                 _print_json_error(given, type(error).__name__, str(error))
@@ -157,13 +157,13 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _flush() -> None:
-    """Flush the output; if its reader is gone, redirect it, or Python would report an error at exit."""
+    """Flush the output; where that fails, redirect it, or Python would report an error at exit."""
     for stream in (sys.__stdout__, sys.__stderr__):  # typer may have wrapped sys.stdout and sys.stderr
         if stream is None:
             continue
         try:
             stream.flush()
-        except BrokenPipeError:
+        except OSError:
             with open(os.devnull, "w", encoding="utf-8") as nowhere:
                 os.dup2(nowhere.fileno(), stream.fileno())
 

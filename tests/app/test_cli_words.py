@@ -1,5 +1,6 @@
 """The command line's help, collections, interrupts, closed pipes and encodings."""
 
+import errno
 import io
 import json
 import os
@@ -146,6 +147,19 @@ def test_a_closed_pipe_is_no_error_and_changes_no_exit_code(two, home, closed, a
     assert done.returncode == code
     assert not done.stderr, done.stderr
     assert closed != "stderr" or done.stdout
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no device that is always full")
+@pytest.mark.parametrize("arguments", [["collections"], ["collections", "--json"], ["--version"]])
+def test_a_full_disk_behind_stdout_is_an_error_without_traceback(home, arguments):
+    at = [] if "--version" in arguments else ["--home", str(home)]
+    with open("/dev/full", "w") as full:
+        given = {"stdout": full, "stderr": subprocess.PIPE, "text": True, "timeout": SOON_S}
+        done = subprocess.run([sys.executable, "-c", CODE, *arguments, *at], **given)
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"error: {OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))}\n",
+    )
 
 
 def test_a_closed_stderr_does_not_end_an_answer(two, monkeypatch, capfd):
