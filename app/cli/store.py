@@ -87,7 +87,7 @@ def repair(cli: Cli, collection: OneOrAll = None) -> None:
 
 @command(store)
 def gc(cli: Cli) -> None:
-    """Remove files that nothing refers to, and quarantined ones."""
+    """Remove files that nothing refers to, quarantined ones, and KV beyond the budget, which a full disk lowers."""
     from ragblend.app.library.removal import finish_deletions
 
     with cli.open() as workspace, workspace.workspaces.writing():
