@@ -322,12 +322,15 @@ class Conversations:
             yield found, notice
 
     def _collections(self, options: AskOptions) -> Sequence[str]:
-        """The collections to search. Raises LibraryError for a document that is not there."""
+        """The collections to search. Raises LibraryError for a document that is not there, or without any text."""
         if not options.documents:
             return options.collections or (self.settings.collection,)
         found = self._workspaces.library.documents_with(options.documents)
         if len(found) < len(set(options.documents)):
             raise LibraryError("Asking: a document that was to be searched is not in the library any more.")
+        if not any(document.passages for document in found.values()):
+            named = ", ".join(document.name for document in found.values())
+            raise LibraryError(f"Asking: nothing was read of {named}. The list of documents says why.")
         return [document.collection for document in found.values()]
 
     def _prompt_of(self, answer: ChatMessage, messages: Sequence[ChatMessage]) -> Prompt:

@@ -98,6 +98,14 @@ def test_ask_searches_one_document(filled, read, capfd):
     assert "none.md" in capfd.readouterr().err
 
 
+def test_a_document_of_which_nothing_was_read_has_no_answer(filled, documents, capfd):
+    """The answer was that nothing was found about this."""
+    (documents / "empty.txt").touch()
+    assert filled("ingest", documents) == 1
+    assert filled("ask", "Sky?", "--document", "empty.txt") == 1
+    assert "nothing was read of empty.txt" in capfd.readouterr().err
+
+
 def test_where_nothing_was_found_no_times_and_no_sources_are_printed(filled, capfd, unrelated):
     """It printed `of 0 prompt tokens 0 reused`, an empty list of sources, and waited for work that there was not."""
     filled.engine.measures_answers = True
