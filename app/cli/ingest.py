@@ -1,5 +1,6 @@
 """`ragblend ingest`: read documents, embed their passages, and store each passage's KV."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,13 +66,18 @@ def ingest(
     return 1 if report.failed or report.interrupted else 0
 
 
-def _print_report(cli: Cli, report: "IngestReport") -> None:
-    for path, (_, reason) in report.failed.items():
+def note_left_out(cli: Cli, failed: Mapping[str, str], skipped: Mapping[str, str]) -> None:
+    """Note the files that were not read, and why."""
+    for path, reason in failed.items():
         cli.note(f"failed   {on_one_line(path)}\n         {on_one_line(reason)}")
+    for path, reason in skipped.items():
+        cli.note(f"skipped  {on_one_line(path)}: {reason}")
+
+
+def _print_report(cli: Cli, report: "IngestReport") -> None:
+    note_left_out(cli, {path: reason for path, (_, reason) in report.failed.items()}, report.skipped)
     for path, notes in report.notes.items():
         cli.note(f"noted    {on_one_line(path)}: {'; '.join(map(on_one_line, notes))}")
-    for path, reason in report.skipped.items():
-        cli.note(f"skipped  {on_one_line(path)}: {reason}")
     for label, listed in (("gone", report.gone), ("removed", report.pruned)):
         for path in listed:
             cli.note(f"{label:<8} {on_one_line(path)}")

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from ragblend.app.cli.common import UNENCRYPTED, Cli, option
+from ragblend.app.cli.ingest import note_left_out
 from ragblend.app.cli.models import install_default
 from ragblend.app.extras import check_installed
 from ragblend.app.home import absolute
@@ -92,7 +93,8 @@ def serve_page(cli: Cli, options: PageOptions, folder: Path | None = None) -> in
         def ready(landing_folder: Path) -> None:
             services.start()
             if folder is not None:
-                services.jobs.add([absolute(folder)], services.settings.collection)
+                queued = services.jobs.add([absolute(folder)], services.settings.collection)
+                note_left_out(cli, dict(queued.failed), dict(queued.skipped))
             cli.result({"url": link, "port": address.port}, f"RAGBlend is at {link}")
             cli.note("Keep that link to yourself. Ctrl-C ends the page.")
             if not address.is_loopback:

@@ -473,6 +473,17 @@ def test_page_for_other_machines_needs_a_password(tmp_path, monkeypatch, command
     assert matches(PASSWORD, open_login(tmp_path, Address("0.0.0.0")).password_hash)
 
 
+def test_up_names_the_files_that_it_does_not_read(tmp_path, monkeypatch, capfd) -> None:
+    monkeypatch.setattr("ragblend.ui.serving.serve", lambda *given: given[4](tmp_path))
+    tool = tmp_path / "tool.exe"
+    tool.touch()
+    at = ["--port", "0", "--no-browser", "--home", str(tmp_path / "home")]
+    assert main(["up", str(tool), *at]) == 0
+    assert f"failed   {tool}\n" in capfd.readouterr().err
+    assert main(["up", str(tmp_path), *at]) == 0
+    assert f"skipped  {tool}: .exe is not supported" in capfd.readouterr().err
+
+
 def test_the_password_opens_and_guesses_are_slowed_down_for_one_client_and_not_for_others(ask, kept) -> None:
     login = PageLogin(PORT, kept, token="right")
 
