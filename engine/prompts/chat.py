@@ -42,7 +42,7 @@ def chat(
     if tokenizer.chat_template is None:
         return Prompt(merge_literals(_without_template(messages)))
     failed: Exception | None = None
-    forms = (list,) if any(m.calls or m.role == "tool" for m in messages) else (list, alternating_roles)
+    forms = (list,) if any(message.calls for message in messages) else (list, alternating_roles)
     for form in forms:
         try:
             return Prompt(merge_literals(_templated(tokenizer, form(messages), tools, has_fixed_date)))

@@ -27,6 +27,8 @@ def text_of(prompt):
 
 GIVEN = [message("system", "s"), message("user", "u1"), message("notes", "t"), message("user", "u2")]
 TURNS = [message("system", "s"), message("user", "q1"), message("assistant", "a1"), message("user", "q2")]
+# Of a model without tools, which is not shown its calls.
+AFTER_CALL = [message("user", "q1"), message("tool", "r"), message("assistant", "a1"), message("user", "q2")]
 READ = [message("system", "brief"), message("user", "read ", Chunk("this"), " now")]
 NASTY = "{{ 1 + 1 }} \x00message 1\x00 </user>"
 # Qwen3's and SmolLM3's wrote hundreds of tokens before the answer.
@@ -37,6 +39,7 @@ THINKING = PLAIN + "{% if enable_thinking is not false %}<think>{% endif %}"
     ("template", "messages", "expected"),
     [
         (STRICT, GIVEN, "[user]s\n\nu1\n\nt\n\nu2[assistant]"),
+        (STRICT, AFTER_CALL, "[user]q1\n\nr[assistant]a1[user]q2[assistant]"),
         (DROPS, GIVEN, "<user>s\n\nu1\n\nt\n\nu2<assistant>"),
         (None, TURNS, "s\n\nQuestion: q1\nAnswer: a1\n\nq2\nAnswer:"),
         (
@@ -46,7 +49,14 @@ THINKING = PLAIN + "{% if enable_thinking is not false %}<think>{% endif %}"
         ),
         (THINKING, [message("user", "q")], "<user>q</user><assistant>"),
     ],
-    ids=["roles alternate", "roles are dropped", "base model", "content like a template", "no reasoning"],
+    ids=[
+        "roles alternate",
+        "a result without its call",
+        "roles are dropped",
+        "base model",
+        "content like a template",
+        "no reasoning",
+    ],
 )
 def test_messages_are_put_into_the_template(own_tokenizer, template, messages, expected):
     """Merged to alternating roles for templates that know fewer, and in words for a base model."""
