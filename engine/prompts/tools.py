@@ -181,8 +181,12 @@ def tools_grammar(
 
 def _arguments(name: str, function: Tool) -> str:
     parameters = function.get("parameters") or {"properties": {}}
-    if isinstance(parameters, Mapping):  # some name no type, but arguments are always an object
-        parameters = {"type": "object", **parameters}
+    if isinstance(parameters, Mapping):
+        if "object" not in str(parameters.get("type", "object")):
+            raise UsageError(
+                f"the arguments of the tool {name!r} must be an object, not {parameters['type']!r}"
+            )
+        parameters = {**parameters, "type": "object"}
     # No grammar keeps items apart; many published tools ask for it, and check what they are given.
     return json_rule(parameters, f"the schema of the tool {name!r}", ignored={"uniqueItems"})
 

@@ -182,7 +182,8 @@ def test_agents_end_with_an_answer_or_an_object(caller_llm):
     [
         ([7], None, "a tool is none"),
         ([{"type": "function", "function": {"name": "a b"}}], None, "letters, digits"),
-        ([{"name": "a", "parameters": {"type": "nonsense"}}], None, "'a' cannot be kept to"),
+        ([{"name": "a", "parameters": {"properties": {"b": {"type": "x"}}}}], None, "'a' cannot be kept to"),
+        ([{"name": "a", "parameters": {"type": "array"}}], None, "'a' must be an object, not 'array'"),
         ([double], "triple", "tool_choice names 'triple'; there are double"),
         ([double], {"mode": "required"}, "names no tool, and no type of"),
         ([double], {"type": "function", "function": {}}, "names no tool, and no type of"),
