@@ -33,7 +33,7 @@ from llama_index.core.llms.llm import ToolSelection, default_completion_to_promp
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.tools.types import BaseTool
 
-from ragblend.engine.prompts.segments import Literal, Prompt
+from ragblend.engine.prompts.segments import Prompt
 from ragblend.integrations.backend import (
     ChatTurn,
     kv_statistics,
@@ -163,8 +163,7 @@ class RAGBlendLLM(StructuredPrediction, ModelParameters, FunctionCallingLLM):
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text by the model's tokenizer, for LlamaIndex's packers and splitters."""
-        segment = Literal(text, verbatim=True)
-        return list(self.backend.engine.tokenize(Prompt([segment])).segment_ids[-1])
+        return self.backend.engine.runtime.tokenizing.passage_ids(text)
 
     @property
     def template_tokens(self) -> int:

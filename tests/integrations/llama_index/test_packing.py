@@ -52,6 +52,11 @@ def test_the_room_in_a_prompt_is_counted_in_the_models_tokens(llm):
     assert left - 20 < room < left  # less the roles
 
 
+def test_a_text_that_needs_cutting_is_counted_however_long_it_is(llm):
+    """It was refused as a prompt longer than the window."""
+    assert len(llm.tokenize("word " * 60_000)) > 60_000
+
+
 @pytest.fixture
 def narrowed(make_llm):
     """An LLM with a window in which about three of the six nodes have room, beside LlamaIndex's prompt and padding."""
