@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ragblend.integrations.passages import (
+    LEARNED_PREFIX,
     Passage,
     PassageRegistry,
     PassageSpan,
@@ -148,11 +149,23 @@ class Backend:
         for tools and a model without tool support.
         """
         self.engine.check_text(sum(len(turn.text) for turn in turns))  # before it is searched
-        found = [list(split_at_passages(turn.pieces, self.registry, named)) for turn in turns]
+        found = [self._passages_in(turn, named) for turn in turns]
         if learn and turns:
             self._learn_from_turns(turns, found)
         messages = self._messages(turns, [segments(pieces) for pieces in found])
         return self.engine.tokenize(self.engine.chat(messages, tools))
+
+    def _passages_in(self, turn: ChatTurn, named: Sequence[Passage]) -> list[Piece]:
+        """The turn's text and passages; what was learned from other prompts is no passage of short instructions."""
+        found = split_at_passages(turn.pieces, self.registry, named)
+        if turn.role != "system" or len(turn.text) >= SHORT_INSTRUCTIONS:
+            return list(found)
+        return [
+            piece.text
+            if isinstance(piece, Passage) and (piece.node_id or "").startswith(LEARNED_PREFIX)
+            else piece
+            for piece in found
+        ]
 
     def _learn_from_turns(self, turns: Sequence[ChatTurn], found: list[list[Piece]]) -> None:
         """Replace recurring text in `found` by passages, except in assistants' answers, which recur with every

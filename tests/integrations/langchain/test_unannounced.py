@@ -13,6 +13,10 @@ PROMPT = ChatPromptTemplate.from_messages(
     [("human", "Answer from these notes alone.\nNotes:\n{context}\nQuestion: {question}\nAnswer:")]
 )
 
+ORDERS = (
+    "You answer from the notes of the keepers alone, in one sentence, and say so where they do not tell. " * 3
+)
+
 
 def notes(store, question: str) -> str:
     return "\n\n".join(found.page_content for found in store.similarity_search(question, k=3))
@@ -55,15 +59,18 @@ def test_the_text_model_learns_no_text_with_control_tokens(place, store) -> None
 
 def test_short_repeated_instructions_are_no_passage_but_long_ones_are(make_tiny) -> None:
     """Short ones cost little to read, and matter most; long ones may contain passages."""
-    orders = (
-        "You answer from the notes of the keepers alone, in one sentence, and say so where they do not tell. "
-        * 3
-    )
     model = make_tiny()
     for question in QUESTIONS:
-        assert not kv(model.invoke([("system", orders), ("user", question)]))["chunks"]
-    longer = "\n".join(f"{n}. {orders.upper()}" for n in range(4))
+        assert not kv(model.invoke([("system", ORDERS), ("user", question)]))["chunks"]
+    longer = "\n".join(f"{n}. {ORDERS.upper()}" for n in range(4))
     found = [
         kv(model.invoke([("system", longer), ("user", question)]))["chunks"] for question in QUESTIONS[:2]
     ]
     assert [len(each) for each in found] == [0, 1]
+
+
+def test_short_instructions_are_no_passage_where_they_recurred_in_questions(make_tiny) -> None:
+    model = make_tiny()
+    found = [kv(model.invoke(f"{ORDERS}\n\n{question}"))["chunks"] for question in QUESTIONS]
+    assert found[-1]
+    assert not kv(model.invoke([("system", ORDERS), ("user", QUESTIONS[0])]))["chunks"]
