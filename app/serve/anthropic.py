@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ragblend.app.serve.bodies import MOST_MESSAGES, Body, ChatBody, Count, OwnOptions
+from ragblend.app.serve.bodies import MOST_MESSAGES, Body, ChatBody, Count, Items, OwnOptions
 from ragblend.app.serve.chat import CompletedChoice, EndpointFormat, respond_to_chat, usage_and_kv
 from ragblend.app.serve.errors import ApiError, Dialect
 from ragblend.kvstore.errors import UsageError
@@ -43,7 +43,7 @@ class AnthropicMessage(Body):
     """A message; content: a text, or blocks."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: str | Items[dict[str, Any]]
 
 
 class NoThinking(Body):
@@ -63,14 +63,14 @@ class MessagesBody(OwnOptions):
 
     model: str
     max_tokens: Count
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
-    system: str | list[dict[str, Any]] | None = None
-    stop_sequences: list[str] | None = None
+    messages: Annotated[Items[AnthropicMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+    system: str | Items[dict[str, Any]] | None = None
+    stop_sequences: Items[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: NoThinking | None = None
     output_config: OutputConfig | None = None

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -39,12 +39,16 @@ IGNORED_PARTS = ("refusal", "thinking", "redacted_thinking", "reasoning")
 MOST_MESSAGES = 10_000
 MOST_CHOICES = 8
 MOST_TEXTS = 2048
+MOST_FIELDS = 200
 _ANY_JSON = TypeAdapter(Any)
 Long = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 # Other servers' "no limit" is the same as none given.
 Limit = Annotated[Count | None, BeforeValidator(lambda value: None if value == -1 else value)]
 Text = Annotated[str, Field(min_length=1)]
+Item = TypeVar("Item")
+# Its first wrong item is the only error: a million of them took seconds, in which nothing else was answered.
+Items = Annotated[list[Item], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -58,6 +62,8 @@ class Body(BaseModel):
         """Refuse lone surrogates, which JSON can hold and no tokenizer takes, and NaN, which only Python's JSON has."""
         if not isinstance(values, dict):  # not JSON, or no object: a later check refuses it
             return values
+        if len(values) > MOST_FIELDS:  # each unknown one would be an error
+            raise ValueError(f"it has more than {MOST_FIELDS} fields")
         try:
             json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError:
@@ -129,7 +135,7 @@ class Options(OwnOptions):
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     # Accepted and ignored: they tell a hosted service who the user is, what it may keep and how long to reason, or
     # would only save time.
     user: Any = None
@@ -170,7 +176,7 @@ class MessageBody(Body):
     role: str
     content: Any = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Items[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     # Both would be input that no model here reads.
     audio: None = None
@@ -188,16 +194,16 @@ class MessageBody(Body):
 class ChatBody(Options):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[Items[MessageBody], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: Limit = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
     # Accepted with the values that change nothing.
-    modalities: list[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
     audio: None = None
     functions: None = None
@@ -229,18 +235,18 @@ class CompletionBody(Options):
 class ResponsesBody(Options):
     """`/v1/responses`: a chat with other field names. Nothing is stored, so earlier responses cannot be referred to."""
 
-    input: Text | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MOST_MESSAGES)]
+    input: Text | Annotated[Items[dict[str, Any]], Field(min_length=1, max_length=MOST_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Limit = None
     text: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     store: Literal[False] | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     # Only reasoning models return it; accepted, since no model here does.
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    include: Items[Literal["reasoning.encrypted_content"]] | None = None
     n: None = None
     max_tokens: None = None
     previous_response_id: None = None
@@ -303,7 +309,7 @@ class AskBody(Body):
     question: Text
     collection: str | None = None
     collections: Annotated[list[str], Field(max_length=100)] | None = None
-    history: Annotated[list[HistoryMessage], Field(max_length=MOST_MESSAGES)] = []
+    history: Annotated[Items[HistoryMessage], Field(max_length=MOST_MESSAGES)] = []
     mode: Literal["documents", "chat"] = "documents"
     method: str | None = None
     ratio: float | Literal["auto"] | None = None

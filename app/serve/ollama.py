@@ -19,6 +19,7 @@ from ragblend.app.serve.bodies import (
     CompletionBody,
     Count,
     EmbeddingBody,
+    Items,
     Long,
     OwnOptions,
 )
@@ -61,7 +62,7 @@ class OllamaOptions(OwnOptions):
     min_p: float | None = None
     repeat_penalty: float | None = None
     seed: Long | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     mirostat: Zero | None = None
@@ -145,7 +146,7 @@ class OllamaMessage(Body):
     content: str | None = None
     thinking: Any = None
     images: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Items[dict[str, Any]] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
@@ -153,8 +154,8 @@ class OllamaMessage(Body):
 class OllamaChatBody(OllamaAnswerBody):
     """`/api/chat`."""
 
-    messages: Annotated[list[OllamaMessage], Field(max_length=MOST_MESSAGES)] = Field(default_factory=list)
-    tools: list[dict[str, Any]] | None = None
+    messages: Annotated[Items[OllamaMessage], Field(max_length=MOST_MESSAGES)] = Field(default_factory=list)
+    tools: Items[dict[str, Any]] | None = None
 
     def chat(self) -> ChatBody:
         """Raises UsageError for what the model cannot do."""
@@ -192,7 +193,7 @@ class GenerateBody(OllamaAnswerBody):
 class OllamaEmbedBody(OllamaBody):
     """`/api/embed`. Long texts are embedded whole, in parts, so truncate changes nothing."""
 
-    input: str | list[str]
+    input: str | Items[str]
     truncate: bool | None = None
     dimensions: int | None = None
 

@@ -8,7 +8,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ragblend.app.serve.bodies import MOST_TEXTS, Body, Count, Text
+from ragblend.app.serve.bodies import MOST_TEXTS, Body, Count, Items, Text
 from ragblend.app.serve.errors import ApiError, json_response
 from ragblend.app.serve.service import client_of, is_named, service_of, until_gone
 from ragblend.engine.scheduling.queue import Cancel
@@ -27,7 +27,7 @@ class RerankBody(Body):
 
     model: str
     query: Text
-    documents: Annotated[list[Text | RerankDocument], Field(min_length=1, max_length=MOST_TEXTS)]
+    documents: Annotated[Items[Text | RerankDocument], Field(min_length=1, max_length=MOST_TEXTS)]
     top_n: Count | None = None
     return_documents: bool = True
 

@@ -14,9 +14,12 @@ from servers import events, post_raw, serving
 from waiting import SOON_S, until
 
 from ragblend.app import database
+from ragblend.app.serve.anthropic import MessagesBody
 from ragblend.app.serve.application import STATUSES
-from ragblend.app.serve.bodies import ChatBody
+from ragblend.app.serve.bodies import AskBody, ChatBody, ResponsesBody
 from ragblend.app.serve.errors import KNOWN, ApiError
+from ragblend.app.serve.ollama import OllamaChatBody, OllamaEmbedBody
+from ragblend.app.serve.rerank import RerankBody
 from ragblend.app.serve.service import Limits
 from ragblend.engine.model.decoder import TransformersDecoder
 
@@ -58,6 +61,7 @@ def check(response, status, code=None):
         (CHAT, {"presence_penalty": 3}, 400, "invalid_value", "presence_penalty must be from -2 to 2, not 3"),
         (CHAT, {"min_p": 1.5}, 400, "invalid_value", "min_p must be from 0"),
         (CHAT, {"logit_bias": {"x": 1}}, 400, "invalid_value", "logit_bias must have token ids"),
+        (CHAT, {"logit_bias": {"1": "x"}}, 400, "invalid_value", "logit_bias must have token ids"),
         (CHAT, {"logit_bias": {"1": 101}}, 400, "invalid_value", "token ids with numbers from -100 to 100"),
         (CHAT, {"logit_bias": {"400": 1}}, 400, "invalid_value", "names the token 400; the model has 400 tokens"),
         (CHAT, {"stop": ["a"] * 17}, 400, "invalid_value", "stop: List should have at most 16 items"),
@@ -137,6 +141,45 @@ def test_json_that_is_nested_too_deeply_is_refused() -> None:
         nested = [nested]
     with pytest.raises(ValidationError, match="nested too deeply"):
         ChatBody.model_validate({"model": "a", "messages": HI, "tools": nested})
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (ChatBody, {"tools": [1] * 9}),
+        (ChatBody, {"messages": [1] * 9}),
+        (ChatBody, {"messages": [{"role": "user", "tool_calls": [1] * 9}]}),
+        (ChatBody, {"modalities": [1] * 9}),
+        (ChatBody, {str(n): 1 for n in range(1000)}),
+        (ResponsesBody, {"input": [1] * 9}),
+        (ResponsesBody, {"tools": [1] * 9}),
+        (ResponsesBody, {"include": [1] * 9}),
+        (AskBody, {"history": [1] * 9}),
+        (MessagesBody, {"messages": [{"role": "user", "content": [1] * 9}]}),
+        (MessagesBody, {"system": [1] * 9}),
+        (MessagesBody, {"tools": [1] * 9}),
+        (MessagesBody, {"stop_sequences": [1] * 9}),
+        (OllamaChatBody, {"messages": [{"role": "user", "tool_calls": [1] * 9}]}),
+        (OllamaChatBody, {"tools": [1] * 9, "options": {"stop": [1] * 9}}),
+        (OllamaEmbedBody, {"input": [1] * 9}),
+        (RerankBody, {"documents": [1] * 9}),
+    ],
+)  # fmt: skip
+def test_a_body_of_many_faults_is_refused_for_the_first_ones(kind, change) -> None:
+    """Each item and each unknown field was an error: a body of 8 MiB held up all answers for half a minute."""
+    basis = {
+        "model": "",
+        "messages": HI,
+        "question": "a",
+        "query": "a",
+        "input": "a",
+        "documents": ["a"],
+        "max_tokens": 1,
+    }
+    given = {name: value for name, value in basis.items() if name in kind.model_fields}
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(given | change)
+    assert refused.value.error_count() < 5
 
 
 def test_control_tokens_in_user_text_are_plain_text(served) -> None:
