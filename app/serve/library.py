@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, File, Form, Query, UploadFile
+from fastapi import APIRouter, Depends, Form, Query, UploadFile
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -35,12 +36,28 @@ from ragblend.integrations.threads import in_thread, iterate_in_thread
 from ragblend.kvstore.errors import Cancelled
 from ragblend.kvstore.files import FOLDER_MODE
 
-router = APIRouter(prefix="/v1")
 UPLOAD_PATH = "/v1/documents"
 MAX_FILES = 100
 
 
-@router.post("/rag/ask")
+class Known(BaseModel):
+    """Parameters of a query or a form. An unknown one is refused: a collection that is ignored would be another one."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+
+async def without_query(request: Request) -> None:
+    """For routes whose parameters are in the body. Raises ApiError (400)."""
+    for name in request.query_params:
+        message = f"{name:.100}: this route's parameters belong in the body, not in the URL"
+        raise ApiError(400, message, "unknown_parameter", name)
+
+
+router = APIRouter(prefix="/v1")
+in_body = [Depends(without_query)]
+
+
+@router.post("/rag/ask", dependencies=in_body)
 async def ask(request: Request, body: AskBody) -> Response:
     """Answer a question about documents, with sources and statistics; streamed, `delta` events come first."""
     service, client = service_of(request), client_of(request)
@@ -110,22 +127,29 @@ async def _answer(
             timer.cancel()
 
 
-@router.post("/documents", status_code=202)
+class Upload(Known):
+    """The form of an upload."""
+
+    file: Annotated[list[UploadFile], Field(description="One file or several.")]
+    collection: str | None = None
+
+
+@router.post("/documents", status_code=202, dependencies=in_body)
 async def upload(
-    request: Request,
-    file: Annotated[list[UploadFile], File(description="One file or several.")],
-    collection: Annotated[str | None, Form()] = None,
+    request: Request, form: Annotated[Upload, Form(media_type="multipart/form-data")]
 ) -> Response:
     """Copy files into the home and queue them for ingest; `/v1/documents/jobs` shows their progress."""
     service, client = service_of(request), client_of(request)
-    if len(file) > MAX_FILES:
+    if len(form.file) > MAX_FILES:
         raise ApiError(
             400,
-            f"At most {MAX_FILES} files can be uploaded at once, not {len(file)}.",
+            f"At most {MAX_FILES} files can be uploaded at once, not {len(form.file)}.",
             "too_many_files",
             "file",
         )
-    return json_response(await in_thread(partial(_queue_files, service, client, file, collection)), 202)
+    return json_response(
+        await in_thread(partial(_queue_files, service, client, form.file, form.collection)), 202
+    )
 
 
 def _queue_files(
@@ -158,19 +182,19 @@ def _queue_files(
     return {"object": "upload", "collection": name, "queued": added.files, "failed": failed}
 
 
-@dataclass
-class Listing:
+class Listing(Known):
     """Query parameters of a list."""
 
-    request: Request
     collection: str | None = None
-    search: Annotated[str, Query(max_length=1000)] = ""
-    limit: Annotated[int, Query(ge=1, le=1000)] = 50
-    offset: Annotated[int, Query(ge=0, lt=2**31)] = 0
+    search: Annotated[str, Field(max_length=1000)] = ""
+    limit: Annotated[int, Field(ge=1, le=1000)] = 50
+    offset: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
-    async def of(self, page: Callable[[AppServices, str], tuple[list[dict[str, Any]], int]]) -> Response:
+    async def of(
+        self, request: Request, page: Callable[[AppServices, str], tuple[list[dict[str, Any]], int]]
+    ) -> Response:
         """The response. page: gives a collection's rows on this page, and the total count."""
-        service, client = service_of(self.request), client_of(self.request)
+        service, client = service_of(request), client_of(request)
 
         def listed() -> dict[str, Any]:
             name = service.collection(client, self.collection)
@@ -182,7 +206,7 @@ class Listing:
 
 
 @router.get("/documents")
-async def documents(asked: Annotated[Listing, Depends()]) -> Response:
+async def documents(request: Request, asked: Annotated[Listing, Query()]) -> Response:
     """List the documents of a collection, by name."""
 
     def page(services: AppServices, name: str) -> tuple[list[dict[str, Any]], int]:
@@ -191,11 +215,11 @@ async def documents(asked: Annotated[Listing, Depends()]) -> Response:
             _shown("document", each, "passages", "notes", "updated_at") for each in found.documents
         ], found.total
 
-    return await asked.of(page)
+    return await asked.of(request, page)
 
 
 @router.get("/documents/jobs")
-async def jobs(asked: Annotated[Listing, Depends()]) -> Response:
+async def jobs(request: Request, asked: Annotated[Listing, Query()]) -> Response:
     """List ingest jobs: running ones, then waiting ones, then finished ones."""
 
     def page(services: AppServices, name: str) -> tuple[list[dict[str, Any]], int]:
@@ -203,10 +227,10 @@ async def jobs(asked: Annotated[Listing, Depends()]) -> Response:
         more = ("kind", "added_at", "finished_at", "done", "total")
         return [_shown("job", job, *more) for job in found], total
 
-    return await asked.of(page)
+    return await asked.of(request, page)
 
 
-@router.delete("/documents/{document_id}")
+@router.delete("/documents/{document_id}", dependencies=in_body)
 async def remove(request: Request, document_id: str) -> Response:
     """Delete a document: text, vectors and KV."""
     service, client = service_of(request), client_of(request)

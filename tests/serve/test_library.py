@@ -111,6 +111,25 @@ def test_unreadable_files_are_named(ada) -> None:
 
 
 @pytest.mark.parametrize(
+    ("method", "path", "sent"),
+    [
+        ("POST", "/v1/documents?collection=default", {"files": {"file": ("a.txt", TRAMWAY)}}),
+        ("POST", "/v1/documents", {"files": {"file": ("a.txt", TRAMWAY)}, "data": {"colection": "default"}}),
+        ("POST", "/v1/rag/ask?collection=default", {"json": {"question": QUESTION, "max_tokens": 1}}),
+        ("DELETE", "/v1/documents/none?collection=default", {}),
+        ("GET", "/v1/documents?colection=default", {}),
+        ("GET", "/v1/documents/jobs?colection=default", {}),
+    ],
+)
+def test_a_collection_where_none_is_read_is_refused(ada, method, path, sent) -> None:
+    """It was ignored: a document came into the key's first collection, which others may share."""
+    refused = ada.request(method, path, **sent)
+    assert refused.status_code == 400 and "lection: " in refused.json()["error"]["message"], refused.text
+    assert refused.json()["error"]["code"] == "unknown_parameter"
+    assert ada.get("/v1/documents").json()["data"] == []
+
+
+@pytest.mark.parametrize(
     ("owner", "name", "nbytes", "why"),
     [
         (tempfile.SpooledTemporaryFile, "rollover", 3 << 20, errno.ENOSPC),
