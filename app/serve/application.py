@@ -219,9 +219,7 @@ async def models(request: Request) -> Response:
 async def model(request: Request, name: str) -> Response:
     """Describe one model."""
     service = service_of(request)
-    if name not in service.models:
-        name = service.check_model(name)
-    return json_response(_model(service, name))
+    return json_response(_model(service, service.listed_model(name)))
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

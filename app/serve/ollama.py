@@ -280,12 +280,12 @@ async def running(request: Request) -> Response:
 @router.post("/show")
 async def show(request: Request, body: ShowBody) -> Response:
     """What a model can do, and how long its prompts may be."""
-    service, name = service_of(request), body.model.removesuffix(LATEST)
+    service = service_of(request)
+    name = service.listed_model(body.model.removesuffix(LATEST))
     about: Json = {"details": DETAILS, "modified_at": _time(service.begun), "model_info": {}}
-    if name in service.models and name != service.model:
+    if name != service.model:
         kind = "embedding" if name != service.reranker else "rerank"
         return json_response(about | {"capabilities": [kind]})
-    service.check_model(name)
 
     def described() -> Json:
         backend = service.backend(client_of(request))

@@ -136,6 +136,11 @@ class Service:
             )
         return self.model
 
+    def listed_model(self, name: str) -> str:
+        """The same for a model of any kind."""
+        known = (each for each in self.models if each.lower() == name.lower())
+        return next(known, None) or self.check_model(name)
+
     def collection(self, client: Client, name: str | None = None) -> str:
         """The named collection, if the client may use it, or the client's first one. Raises ApiError (404).
 

@@ -106,7 +106,7 @@ def test_the_model_is_listed_shown_and_loaded(served, client) -> None:
     assert [each.model for each in client.list().models] == list(served.service.models)
     assert [each.model for each in client.ps().models] == [model]
     assert client.show(model).capabilities == ["completion"]
-    assert client.show(served.service.models[1]).capabilities == ["embedding"]
+    assert client.show(served.service.models[1].upper()).capabilities == ["embedding"]
     for loaded in (client.generate(model=model), client.chat(model=model)):
         assert (loaded.done, loaded.done_reason) == (True, "load")
     with served.client() as plain:
