@@ -41,6 +41,11 @@ FIELD = re.compile(r"(?:^|(?<=[.;] ))(?P<key>[^\W\d][\w '’-]{1,30}): (?P<value
 RECORD = re.compile(r"^[^:\n]{1,40}: [^\n]+(?:\n[^:\n]{1,40}: [^\n]+)+$", re.MULTILINE)  # a row of a table
 TABLE = re.compile(r"^.* \| .*(?:\n.* \| .*)+$", re.MULTILINE)  # of rows `a | b`
 ENDS_SENTENCE = re.compile(r"[.!?。！？]\W*\Z")
+# Of an answer to a question that can be answered so: it says nothing that a passage could.
+YES_OR_NO = re.compile(
+    r"\A\W*(?:yes|no|ja|nein|oui|non|sí|sì|sim|não|nee|да|нет|نعم|لا|是的|不是|はい|いいえ)\W*[,，、،:–—]\s*",
+    re.IGNORECASE,
+)
 LIST_ITEM = re.compile(r"\s*(?:[-–•*#|>]|\d{1,3}[.)]\s)")
 CODE_BEFORE, CODE_AFTER = re.compile(r"\d[-/]?\Z"), re.compile(r"[-/]?\d")
 STOP_WORDS = COMMON_WORDS | frozenset(  # words that need not be in the evidence
@@ -131,6 +136,7 @@ def supporting_span(
     sentence before, which names whom `She` is: the evidence must have one of its names. The clauses of a sentence may
     each be supported by another sentence of the passage; the span is then the first clause's.
     """
+    sentence = YES_OR_NO.sub("", sentence)
     if not is_statement(sentence, least_words):
         return None
     return (

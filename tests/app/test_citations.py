@@ -224,6 +224,9 @@ def test_words_of_another_statement_are_no_rephrasing(sentence, is_supported):
         ("The ferry costs ３５０ euros.", "The ｆｅｒｒｙ costs 350 euros."),
         ("लाल नाव आदा की है।", "लाल नाव आदा की है। वह नई है।"),
         ("Die STRASSE führt zum Hafen.", "Die Straße führt zum Hafen."),
+        ("Yes, the red boat is old.", "The red boat which Ada owns is old."),
+        ("No, engine four is not in the shed.", "Engine four is not in the shed."),
+        ("是的，红船属于阿达。", "码头上有三艘船。红船属于阿达。"),
     ],
 )
 def test_sentences_in_other_words_scripts_and_widths_are_supported(sentence, passage):
@@ -596,6 +599,7 @@ def test_ends_of_sentences(text, ends):
         ("Bob Hay trained Ann Lee for two years.", "Ann Lee trained Bob Hay for two years."),
         ("The lock was opened after the flood.", "The lock was opened before the flood."),
         ("Engine four is in the shed.", "Engine four is not in the shed."),
+        ("No, engine four is in the shed.", "Engine four is not in the shed."),
         ("红船属于阿达。", "红船不属于阿达。"),
         ("红船不属于阿达。", "红船属于阿达。"),
         ("赤い船は港に着いた。", "赤い船は港に着いたのではない。"),
