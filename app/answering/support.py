@@ -23,6 +23,7 @@ from ragblend.app.database import IS_UNSPACED, SIGNS, UNSPACED, folded, split_wo
 from ragblend.app.library.stop_words import COMMON_WORDS, languages_of, stop_word_share
 from ragblend.app.library.tables import CELL_END
 from ragblend.engine.decoding.text import SENTENCE_END
+from ragblend.engine.prompts.figures import plain_numbers
 
 LEAST_SHARE = 0.8  # of the claim's words that must occur in the evidence
 LEAST_WORDS, MOST_WORDS = 3, 100  # of a claim: fewer match by chance, more are not a sentence
@@ -372,7 +373,7 @@ def _tokens(text: str) -> Iterator[Token]:
     if is_german:
         stop, number_words = STOP_WORDS | GERMAN_STOP_WORDS, GERMAN_NUMBER_WORDS
     text = NO_ONE.sub("nobody", unicodedata.normalize("NFKC", SOURCE_NUMBERS.sub("", text)))
-    text = number_words.sub(_in_digits, CENTURY.sub(r"\1 hundred ", text))
+    text = plain_numbers(number_words.sub(_in_digits, CENTURY.sub(r"\1 hundred ", text)))
     for place, match in enumerate(TOKEN.finditer(text)):
         word = match.group().replace("’", "'")
         plain = folded(word).removesuffix("'s")
@@ -397,8 +398,7 @@ def _in_digits(words: re.Match[str]) -> str:
 
 def _token(word: str, plain: str, begins: bool, stop: Set[str]) -> Token:
     if plain[0].isdigit():
-        digits = re.sub(r",(?=\d{3})", "", plain)
-        return Token(digits, "word" if digits == "1" else "number")
+        return Token(plain, "word" if plain == "1" else "number")
     if plain in NEGATIONS or plain.endswith("n't"):
         return Token("not", "not")
     if word[0].isupper() and not begins and plain not in stop - {"may"}:

@@ -2,7 +2,8 @@
 
 A figure is a word with a digit, and the words joined to it: `41`, `18,642.50`, `4-1163`, `KX-7731-B`, `0471/55821`. A
 range (`1914–1918`, `9:00-17:00`) is two, and letters of scripts without blanks between words belong to none.
-Comparison ignores scripts and widths of digits, grouped thousands (18,642 and 18642), lengths of hyphens, and case.
+Comparison ignores scripts and widths of digits, grouped thousands (18,642 and 18642), the mark of decimals, cents that
+are none (140,00 and 140), lengths of hyphens, and case.
 Numbers in words are not figures: "twelve" is not found for 12. `figure_rows.py` finds figures in a prompt's tokens.
 """
 
@@ -19,6 +20,8 @@ _MAYBE_RANGE = re.compile(f"-(?:{'|'.join(_PAIRS)})")
 _THOUSANDS, _THOUSANDS_BY_MARKS = (
     re.compile(rf"(?<![\w.,-])\d{{1,3}}(?:[{marks}]\d{{3}})+(?!\d)") for marks in (".,'’ ", ".,'’")
 )
+_NO_CENTS = re.compile(r"(?<![\w.,-])(\d+)[.,]00(?!\w|[.,-]\d)")
+_OTHER_DIGIT = re.compile(r"(?![0-9])\d")
 _WITHOUT_BLANKS = r"\u0e00-\u109f\u1780-\u17ff\u2e80-\U0010ffff"  # Thai to Burmese, Khmer, Chinese, Japanese
 _BY_BLANK = re.compile(r"\d \d{3}(?!\d)")
 _LETTER = rf"[^\W\d_{_WITHOUT_BLANKS}]"
@@ -50,12 +53,18 @@ def _readings(text: str) -> str:
 
 
 def _folded(text: str) -> str:
-    return "".join(_ascii_digit(letter) for letter in unicodedata.normalize("NFKC", text)).casefold()
+    return unicodedata.normalize("NFKC", text).casefold()
 
 
 def _normalised(folded: str, thousands: re.Pattern[str] = _THOUSANDS) -> str:
-    joined = thousands.sub(lambda number: re.sub(r"\D", "", number[0]), folded.translate(_HYPHENS))
-    return " ".join(joined.split())
+    return " ".join(plain_numbers(folded.translate(_HYPHENS), thousands).split())
+
+
+def plain_numbers(text: str, thousands: re.Pattern[str] = _THOUSANDS_BY_MARKS) -> str:
+    """The text with numbers as they are compared: `1.250,00` as `1250`, `٤,٥` as `4.5`."""
+    text = _OTHER_DIGIT.sub(lambda digit: str(unicodedata.digit(digit[0])), text)
+    text = thousands.sub(lambda number: re.sub(r"\D", "", number[0]), text)
+    return re.sub(r"(?<=\d),(?=\d)", ".", _NO_CENTS.sub(r"\1", text))
 
 
 def contains(text: str, figure: str) -> bool:
@@ -96,7 +105,3 @@ def _occurs_in(figure: str, text: str) -> bool:
         and not _GOES_ON.match(text, place.end())
         for place in re.finditer(re.escape(figure), text)
     )
-
-
-def _ascii_digit(letter: str) -> str:
-    return str(unicodedata.digit(letter)) if letter.isdigit() and not letter.isascii() else letter
