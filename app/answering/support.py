@@ -11,7 +11,7 @@ claim: one character more may be its negation.
 
 import re
 import unicodedata
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
@@ -32,7 +32,7 @@ LEAST_ALIKE = 0.6  # of the letters of two words, from the first on, for them to
 MOST_STOP_WORDS = 0.25  # of a row's words
 SHORT_LINE = 0.5  # of the longest line's length: a shorter line (a heading, a cell) ends a sentence
 LETTERS = rf"(?:(?![{UNSPACED}])[^\W\d_]|[{SIGNS}])+"
-TOKEN = re.compile(rf"\d+(?:[.,:]\d+)*|[{UNSPACED}]+|{LETTERS}(?:['’]{LETTERS})*")
+TOKEN = re.compile(rf"\d+(?:[.,:]\d+)*|[$€£¥%]|[{UNSPACED}]+|{LETTERS}(?:['’]{LETTERS})*")
 SOURCE_NUMBERS = re.compile(r"\[(\d{1,4}(?:\s*[,;]\s*\d{1,4})*)\]")  # `[2]`, `[1, 3]`: no words of the claim
 CLAUSE = re.compile(r"[,;，；、]\s*(?!\d)(?:(?:and|und|y|et) )?|\s(?:and|und|y|et)\s")
 HEADING = re.compile(r"[^|:\s][^|:\n]{0,80}[^|:.;,!?。、\s]")
@@ -104,14 +104,21 @@ CENTURY = re.compile(  # of a year in words: `nineteen forty-five`
     rf"\b(?=[enst])((?:six|seven|eigh|nine)teen|twenty){GAP}(?=(?:{'|'.join([*TENS, *TEENS])})\b)",
     re.IGNORECASE,
 )
+# Signs and codes by the stems of their words.
+UNITS_OF = {
+    "€": "euro", "eur": "euro", "$": "dollar", "usd": "dollar", "£": "pound", "gbp": "pound", "¥": "yen", "jpy": "yen",
+    "%": "percent", "prozent": "percent",
+}  # fmt: skip
+CURRENCIES = frozenset(UNITS_OF.values()) - {"percent"}
+PER_CENT = re.compile(r"\bp(?:er|or|our) c(?:ent|iento|ento)\b", re.IGNORECASE)
 NO_ONE = re.compile(r"\bno[\s-]one\b", re.IGNORECASE)
-Kind = Literal["word", "name", "number", "not", "stop", "pair"]
+Kind = Literal["word", "name", "number", "unit", "not", "stop", "pair"]
 
 
 @dataclass(frozen=True)
 class Token:
-    """A word for comparison. stem: a word's without endings, a number's digits, `not` for any negation, or two
-    neighbouring characters in a script without blanks.
+    """A word for comparison. stem: a word's without endings, a number's digits, the word for a currency's sign or `%`,
+    `not` for any negation, or two neighbouring characters in a script without blanks.
     """
 
     stem: str
@@ -168,8 +175,10 @@ def _record_of(sentence: str, passage: str, about: str) -> SupportingSpan | None
             said[how].append(stems)
         says_one = len(said["names"]) == 1 or bool(not said["names"] and said["names all"])
         found = [*said["names"], *said["names all"], *said["tells record"]]
-        known = _stems(about) | _heading_stems(passage[: record.start])
         present = {token.stem for token in record.tokens}
+        known = (
+            _stems(about) | _heading_stems(passage[: record.start]) | _currencies_for(present, elsewhere)
+        )
         missing = [token for token in content if token.stem not in present | known]
         share = 1 - len(missing) / len(content)
         misses_much = any(token.kind != "word" or token.stem in elsewhere for token in missing)
@@ -307,7 +316,10 @@ def _span_of_all(sentence: str, passage: str, about: str, before: str = "") -> S
         if len(wanted & present) < LEAST_SHARE * len(wanted) / 2:  # too few, in whatever form
             continue
         known = (
-            _stems(about) | _heading_stems(passage[:start]) | _column_names(passage, start, sentence_tokens)
+            _stems(about)
+            | _heading_stems(passage[:start])
+            | _column_names(passage, start, sentence_tokens)
+            | _currencies_for(present, elsewhere)
         )
         claim = sentence_tokens
         if FIELD.match(passage, start, stop):
@@ -347,7 +359,7 @@ def names(text: str) -> list[str]:
         found += [
             match.group().removesuffix("'s").removesuffix("’s")
             for match in known
-            if match.group()[0].isupper() and folded(match.group()) not in STOP_WORDS
+            if match.group()[0].isupper() and folded(match.group()) not in STOP_WORDS | UNITS_OF.keys()
         ]
     return list(dict.fromkeys(found)) if len(found) <= MOST_NAMES * words else []
 
@@ -372,7 +384,7 @@ def _tokens(text: str) -> Iterator[Token]:
     stop, number_words = STOP_WORDS, NUMBER_WORDS
     if is_german:
         stop, number_words = STOP_WORDS | GERMAN_STOP_WORDS, GERMAN_NUMBER_WORDS
-    text = NO_ONE.sub("nobody", unicodedata.normalize("NFKC", SOURCE_NUMBERS.sub("", text)))
+    text = NO_ONE.sub("nobody", PER_CENT.sub("%", unicodedata.normalize("NFKC", SOURCE_NUMBERS.sub("", text))))
     text = plain_numbers(number_words.sub(_in_digits, CENTURY.sub(r"\1 hundred ", text)))
     for place, match in enumerate(TOKEN.finditer(text)):
         word = match.group().replace("’", "'")
@@ -399,6 +411,8 @@ def _in_digits(words: re.Match[str]) -> str:
 def _token(word: str, plain: str, begins: bool, stop: Set[str]) -> Token:
     if plain[0].isdigit():
         return Token(plain, "word" if plain == "1" else "number")
+    if (unit := UNITS_OF.get(_stem(plain), _stem(plain))) in UNITS_OF.values():
+        return Token(unit, "unit")
     if plain in NEGATIONS or plain.endswith("n't"):
         return Token("not", "not")
     if word[0].isupper() and not begins and plain not in stop - {"may"}:
@@ -418,6 +432,7 @@ def _stem(word: str) -> str:
 
 
 FRAME_STEMS, LIGHT_STEMS = frozenset(map(_stem, FRAME_WORDS)), frozenset(map(_stem, LIGHT_VERBS))
+LARGE_STEMS = frozenset(map(_stem, [*LARGE, "billion"]))
 HEDGE_STEMS = frozenset(map(_stem, HEDGES)) | HEDGES
 
 
@@ -427,7 +442,7 @@ def _content(found: Sequence[Token]) -> list[Token]:
 
 
 def _is_content(token: Token) -> bool:
-    return token.kind in ("name", "number", "pair") or (
+    return token.kind in ("name", "number", "unit", "pair") or (
         token.kind == "word" and token.stem not in FRAME_STEMS
     )
 
@@ -460,6 +475,11 @@ def _heading_stems(text: str) -> frozenset[str]:
             or (len(line) < short and HEADING.fullmatch(line) and not AMOUNT_LAST.search(line))
         )
     )
+
+
+def _currencies_for(present: Set[str], elsewhere: Set[str]) -> Set[str]:
+    """The passage's currencies, if the evidence names none: they are said once, above a list or below it."""
+    return elsewhere & CURRENCIES if present.isdisjoint(CURRENCIES) else frozenset()
 
 
 def _form_names(passage: str, start: int) -> set[str]:
@@ -566,7 +586,7 @@ def _share(
         return 0.0
     if _character_pairs(claim) != _character_pairs(evidence) or _is_negated_otherwise(claim, evidence):
         return 0.0
-    if _is_exchanged(claim, evidence):
+    if _is_exchanged(claim, evidence) or _has_other_units(claim, evidence):
         return 0.0
     if _is_hedged(evidence) and not (_is_hedged(claim) or any(token.stem == "can" for token in claim)):
         return 0.0
@@ -622,6 +642,8 @@ def _is_replaced(content: Sequence[Token], evidence: Sequence[Token]) -> bool:
     """Whether the evidence has other words than the claim between the same neighbours, or a number of the claim next to
     none of its neighbours.
     """
+    # A unit is on either side of its number.
+    content, evidence = ([each for each in found if each.kind != "unit"] for found in (content, evidence))
     claimed, present = [token.stem for token in content], [token.stem for token in evidence]
     neighbours = {*pairwise(present)}
     for how, start, stop, first, last in SequenceMatcher(
@@ -654,6 +676,24 @@ def _is_exchanged(claim: Sequence[Token], evidence: Sequence[Token]) -> bool:
             if any(one != other and (other, one) in moved for one, other in moved):
                 return True
     return False
+
+
+def _has_other_units(claim: Sequence[Token], evidence: Sequence[Token]) -> bool:
+    """Whether a number of the claim is of another unit in the evidence."""
+    units = _units(evidence)
+    return any(units[number].isdisjoint(own) for number, own in _units(claim).items() if number in units)
+
+
+def _units(found: Sequence[Token]) -> dict[str, set[str]]:
+    """The units beside each number that has some."""
+    plain = [token for token in found if token.stem not in LARGE_STEMS]
+    units = defaultdict[str, set[str]](set)
+    for first, second in pairwise(plain):
+        if first.kind == "number" and second.kind == "unit":
+            units[first.stem].add(second.stem)
+        if second.kind == "number" and first.stem in CURRENCIES:
+            units[second.stem].add(first.stem)
+    return units
 
 
 def _neighbours(found: Sequence[Token], step: int) -> dict[str, str]:

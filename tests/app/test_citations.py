@@ -91,6 +91,7 @@ def test_figures_and_names_lead_to_their_passage_or_are_marked():
     assert "from Oslo [?]." in with_marks(text, [SKY, manual], unsupported=["Oslo", "25"])
     text = "The policy has the number HC-5520-B, and the car that it is for has the plate YN19 KRB."
     assert names(text) == ["KRB"], "letters of a code were a name that is in no passage"
+    assert names("It costs them about EUR 420 and not a dollar more.") == [], "`€420` has no such name"
     assert names("Der Kiosk im Freibad nimmt heute kein Geld von Gästen.") == [], (
         "every noun looks like a name"
     )
@@ -234,6 +235,41 @@ def test_words_of_another_statement_are_no_rephrasing(sentence, is_supported):
 )
 def test_sentences_in_other_words_scripts_and_widths_are_supported(sentence, passage):
     assert supporting_span(sentence, passage) is not None
+
+
+@pytest.mark.parametrize(
+    ("sentence", "is_supported"),
+    [
+        ("The monthly rent is 1,250 euros.", True),
+        ("The monthly rent is EUR 1,250.", True),
+        ("The monthly rent is $1,250.", False),
+        ("Sales rose by 12 percent to 3.4 million dollars.", True),
+        ("Sales rose by 12 per cent to $3.4 million.", True),
+        ("Sales rose by 12% to €3.4 million.", False),
+        ("Sales rose by 12 million dollars.", False),
+        ("The fee for late payment is €50.", True),  # its currency is said elsewhere
+        ("The fee for late payment is £50.", False),
+        ("The fee for late payment is 50%.", False),
+        ("The price of the desk is €489.", True),
+        ("The price of the desk is $489.", False),
+        ("The share of repairs is 19%.", True),
+        ("The share of repairs is £19.", False),
+    ],
+)
+def test_a_unit_is_compared_by_its_sign_code_or_word(sentence, is_supported):
+    """A sum in dollars was supported by the same sum in euros, and one in `euros` not by one in `€`."""
+    passage = """The monthly rent is €1,250.00, payable in advance. The fee for late payment is 50.00.
+Sales rose by 12% to $3.4 million in the year.
+
+Item: Desk
+Price (EUR): 489.00
+
+Item: Lamp
+Price (EUR): 60.00
+
+Part | Share (%)
+Repairs | 19"""
+    assert (supporting_span(sentence, passage) is not None) is is_supported
 
 
 @pytest.mark.parametrize(
