@@ -176,9 +176,7 @@ def _record_of(sentence: str, passage: str, about: str) -> SupportingSpan | None
         says_one = len(said["names"]) == 1 or bool(not said["names"] and said["names all"])
         found = [*said["names"], *said["names all"], *said["tells record"]]
         present = {token.stem for token in record.tokens}
-        known = (
-            _stems(about) | _heading_stems(passage[: record.start]) | _currencies_for(present, elsewhere)
-        )
+        known = _stems(about) | _heading_stems(passage[: record.start]) | _currencies_for(present, elsewhere)
         missing = [token for token in content if token.stem not in present | known]
         share = 1 - len(missing) / len(content)
         misses_much = any(token.kind != "word" or token.stem in elsewhere for token in missing)
@@ -384,7 +382,9 @@ def _tokens(text: str) -> Iterator[Token]:
     stop, number_words = STOP_WORDS, NUMBER_WORDS
     if is_german:
         stop, number_words = STOP_WORDS | GERMAN_STOP_WORDS, GERMAN_NUMBER_WORDS
-    text = NO_ONE.sub("nobody", PER_CENT.sub("%", unicodedata.normalize("NFKC", SOURCE_NUMBERS.sub("", text))))
+    text = NO_ONE.sub(
+        "nobody", PER_CENT.sub("%", unicodedata.normalize("NFKC", SOURCE_NUMBERS.sub("", text)))
+    )
     text = plain_numbers(number_words.sub(_in_digits, CENTURY.sub(r"\1 hundred ", text)))
     for place, match in enumerate(TOKEN.finditer(text)):
         word = match.group().replace("’", "'")
@@ -646,6 +646,7 @@ def _is_replaced(content: Sequence[Token], evidence: Sequence[Token]) -> bool:
     content, evidence = ([each for each in found if each.kind != "unit"] for found in (content, evidence))
     claimed, present = [token.stem for token in content], [token.stem for token in evidence]
     neighbours = {*pairwise(present)}
+    neighbours |= {(b, a) for a, b in neighbours if not (a[0].isdigit() and b[0].isdigit())}  # `June 14`
     for how, start, stop, first, last in SequenceMatcher(
         None, claimed, present, autojunk=False
     ).get_opcodes():

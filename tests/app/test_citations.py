@@ -221,6 +221,7 @@ def test_words_of_another_statement_are_no_rephrasing(sentence, is_supported):
         ("The toll was 1,200 crowns.", "The toll was 1,200.00 crowns."),
         ("Der Zoll betrug 1.200 Kronen.", "Der Zoll betrug 1.200,00 Kronen."),
         ("الإيجار الشهري هو ٢٥٠٠ درهم", "الإيجار الشهري هو 2500 درهم"),
+        ("Line 7 opened on June 14, 1921.", "Line 7 opened on 14 June 1921 by the lake."),
         ("The bell came from Hull in 1926.", "The bell is new. It came from Hull in 1926 by cart."),
         ("According to the passages, Ada owns the red boat.", "The red boat which Ada owns is old."),
         ("红船属于阿达。", "码头上有三艘船。红船属于阿达。"),
