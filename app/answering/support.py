@@ -111,6 +111,9 @@ UNITS_OF = {
 }  # fmt: skip
 CURRENCIES = frozenset(UNITS_OF.values()) - {"percent"}
 PER_CENT = re.compile(r"\bp(?:er|or|our) c(?:ent|iento|ento)\b", re.IGNORECASE)
+OPPOSITES = tuple(
+    map(frozenset, (("on", "off"), ("in", "out"), ("ein", "aus"), ("an", "aus"), ("auf", "zu")))
+)
 NO_ONE = re.compile(r"\bno[\s-]one\b", re.IGNORECASE)
 Kind = Literal["word", "name", "number", "unit", "not", "stop", "pair"]
 
@@ -588,6 +591,8 @@ def _share(
         return 0.0
     if _is_exchanged(claim, evidence) or _has_other_units(claim, evidence):
         return 0.0
+    if _has_opposite_particle(claim, evidence):
+        return 0.0
     if _is_hedged(evidence) and not (_is_hedged(claim) or any(token.stem == "can" for token in claim)):
         return 0.0
     own = [token for token in content if token.stem in present or token.stem not in known]
@@ -677,6 +682,18 @@ def _is_exchanged(claim: Sequence[Token], evidence: Sequence[Token]) -> bool:
             if any(one != other and (other, one) in moved for one, other in moved):
                 return True
     return False
+
+
+def _has_opposite_particle(claim: Sequence[Token], evidence: Sequence[Token]) -> bool:
+    """Whether a word is followed by `on` in one of them, and by `off` in the other."""
+    ours, theirs = ({*pairwise(token.stem for token in found)} for found in (claim, evidence))
+    return any(
+        (word, other) in theirs
+        for word, particle in ours - theirs
+        for pair in OPPOSITES
+        for other in pair - {particle}
+        if particle in pair
+    )
 
 
 def _has_other_units(claim: Sequence[Token], evidence: Sequence[Token]) -> bool:

@@ -640,6 +640,8 @@ def test_ends_of_sentences(text, ends):
         ("The lock was opened after the flood.", "The lock was opened before the flood."),
         ("Engine four is in the shed.", "Engine four is not in the shed."),
         ("No, engine four is in the shed.", "Engine four is not in the shed."),
+        ("The pump switches on after 30 minutes.", "The pump switches off after 30 minutes."),
+        ("Die Pumpe schaltet sich nach einer Stunde ein.", "Die Pumpe schaltet sich nach einer Stunde aus."),
         ("红船属于阿达。", "红船不属于阿达。"),
         ("红船不属于阿达。", "红船属于阿达。"),
         ("赤い船は港に着いた。", "赤い船は港に着いたのではない。"),
