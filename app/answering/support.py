@@ -11,6 +11,7 @@ claim: one character more may be its negation.
 
 import re
 import unicodedata
+from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
@@ -591,7 +592,7 @@ def _share(
         return 0.0
     if _is_exchanged(claim, evidence) or _has_other_units(claim, evidence):
         return 0.0
-    if _has_opposite_particle(claim, evidence):
+    if _has_opposite_particle(claim, evidence) or _is_of_another(claim, evidence):
         return 0.0
     if _is_hedged(evidence) and not (_is_hedged(claim) or any(token.stem == "can" for token in claim)):
         return 0.0
@@ -694,6 +695,49 @@ def _has_opposite_particle(claim: Sequence[Token], evidence: Sequence[Token]) ->
         for other in pair - {particle}
         if particle in pair
     )
+
+
+def _is_of_another(claim: Sequence[Token], evidence: Sequence[Token]) -> bool:
+    """Whether the evidence has a number of the claim behind another word, and another number behind the claim's word:
+    `ends on 1 March` of `begins on 1 March and ends on 31 May`. Numbers before their words, `8 fair`, are not moved.
+    """
+    ours, theirs = _words_around(claim), _words_around(evidence)
+    begun = {before for before, _ in theirs.values()} - {""}
+    for number in ours.keys() & theirs.keys():
+        (before, after), (known_before, known_after) = ours[number], theirs[number]
+        if (
+            known_before
+            and before != known_before
+            and before in begun
+            and not (after and after == known_after)
+        ):
+            return True
+    return False
+
+
+def _words_around(found: Sequence[Token]) -> dict[str, tuple[str, str]]:
+    """The words before and after each number that occurs once, or "": no names, no short or large ones such as `le` and
+    `million`, none within a date (`31 mars 2027`).
+    """
+    digits = [token.stem[0].isdigit() for token in found]
+    stems = [
+        token.stem
+        for n, token in enumerate(found)
+        if digits[n]
+        or (token.kind == "word" and len(token.stem) > 2 and token.stem not in LARGE_STEMS)
+        and not (any(digits[n - 1 : n]) and any(digits[n + 1 : n + 2]))
+    ]
+    words = [n for n, stem in enumerate(stems) if not stem[0].isdigit()]
+    counted = Counter(stems)
+    around = {}
+    for place, stem in enumerate(stems):
+        if stem[0].isdigit() and counted[stem] == 1:
+            at = bisect(words, place)
+            around[stem] = (
+                stems[words[at - 1]] if at else "",
+                stems[words[at]] if at < len(words) else "",
+            )
+    return around
 
 
 def _has_other_units(claim: Sequence[Token], evidence: Sequence[Token]) -> bool:
