@@ -12,7 +12,7 @@ from ragblend.app.answering.breakdown import breakdown_of
 from ragblend.app.answering.chats import UNFINISHED, ChatMessage, Chats
 from ragblend.app.answering.citations import cite, marks_in
 from ragblend.app.answering.context import PromptContext
-from ragblend.app.answering.support import names
+from ragblend.app.answering.support import in_digits, names
 from ragblend.app.database import now
 from ragblend.app.settings import Settings
 from ragblend.app.words import plural
@@ -164,7 +164,9 @@ class AnswerStream(Closing):
     def _final_report(self, result: "Result") -> dict[str, Any]:
         engine, given = self._engine, " ".join(each.text or "" for each in result.prompt.segments)
         unknown = [name for name in names(self.text) if result.prompt.chunks and not contains(given, name)]
-        figures = tuple(dict.fromkeys((*result.report.unsupported_figures, *unknown)))
+        said = " ".join(in_digits(each.text or "") for each in result.prompt.segments)
+        missing = [figure for figure in result.report.unsupported_figures if not contains(said, figure)]
+        figures = tuple(dict.fromkeys((*missing, *unknown)))
         self._report = replace(result.report, unsupported_figures=figures)
         unsupported = unsupported_notice(figures)
         notice = " ".join(text for text in (self.notice, result.report.warning, unsupported) if text) or None

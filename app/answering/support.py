@@ -80,11 +80,16 @@ PERSONS = frozenset(("he", "she"))
 UNITS = "one two three four five six seven eight nine".split()  # noqa: SIM905
 TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()  # noqa: SIM905
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
-GERMAN_NUMBERS = "zwei drei vier fünf sechs sieben acht neun zehn elf zwölf".split()  # noqa: SIM905
+NUMBERS_FROM_2 = {  # in other languages, from two to twelve
+    "german": "zwei drei vier fünf sechs sieben acht neun zehn elf zwölf".split(),  # noqa: SIM905
+    "french": "deux trois quatre cinq six sept huit neuf dix onze douze".split(),  # noqa: SIM905
+    "spanish": "dos tres cuatro cinco seis siete ocho nueve diez once doce".split(),  # noqa: SIM905
+    "italian": "due tre quattro cinque sei sette otto nove dieci undici dodici".split(),  # noqa: SIM905
+}
 SMALL = (
     {word: n for n, word in enumerate(["zero", *UNITS, *TEENS])}
     | {word: 10 * n for n, word in enumerate(TENS, start=2)}
-    | {word: n for n, word in enumerate(GERMAN_NUMBERS, start=2)}
+    | {word: n for words in NUMBERS_FROM_2.values() for n, word in enumerate(words, start=2)}
 )
 LARGE = {"thousand": 1000, "million": 1_000_000}
 # `twenty five`, `three hundred and ten`, `two million four thousand`; other words in a row are numbers of their own.
@@ -100,7 +105,10 @@ NUMBER = BELOW_1000 + "".join(
 )
 # The look-ahead for the letters that they begin with makes the search three times as fast.
 NUMBER_WORDS = re.compile(rf"\b(?=[efnostz]){NUMBER}", re.IGNORECASE)
-GERMAN_NUMBER_WORDS = re.compile(rf"{NUMBER_WORDS.pattern}|\b(?:{'|'.join(GERMAN_NUMBERS)})\b", re.IGNORECASE)
+OTHER_NUMBER_WORDS = {
+    language: re.compile(rf"\b(?:{'|'.join(words)})\b", re.IGNORECASE)
+    for language, words in NUMBERS_FROM_2.items()
+}
 CENTURY = re.compile(  # of a year in words: `nineteen forty-five`
     rf"\b(?=[enst])((?:six|seven|eigh|nine)teen|twenty){GAP}(?=(?:{'|'.join([*TENS, *TEENS])})\b)",
     re.IGNORECASE,
@@ -382,14 +390,11 @@ def tokens(text: str) -> list[Token]:
 
 
 def _tokens(text: str) -> Iterator[Token]:
-    is_german = "german" in languages_of(text)
-    stop, number_words = STOP_WORDS, NUMBER_WORDS
-    if is_german:
-        stop, number_words = STOP_WORDS | GERMAN_STOP_WORDS, GERMAN_NUMBER_WORDS
+    stop = STOP_WORDS | GERMAN_STOP_WORDS if "german" in languages_of(text) else STOP_WORDS
     text = NO_ONE.sub(
         "nobody", PER_CENT.sub("%", unicodedata.normalize("NFKC", SOURCE_NUMBERS.sub("", text)))
     )
-    text = plain_numbers(number_words.sub(_in_digits, CENTURY.sub(r"\1 hundred ", text)))
+    text = plain_numbers(in_digits(text))
     for place, match in enumerate(TOKEN.finditer(text)):
         word = match.group().replace("’", "'")
         plain = folded(word).removesuffix("'s")
@@ -397,6 +402,13 @@ def _tokens(text: str) -> Iterator[Token]:
             yield from (Token(pair, "pair") for pair in split_words(word))
         else:
             yield _token(word, plain, place == 0, stop)
+
+
+def in_digits(text: str) -> str:
+    """The text with its numbers in words as digits."""
+    for language in languages_of(text) & OTHER_NUMBER_WORDS.keys():
+        text = OTHER_NUMBER_WORDS[language].sub(_in_digits, text)
+    return NUMBER_WORDS.sub(_in_digits, CENTURY.sub(r"\1 hundred ", text))
 
 
 def _in_digits(words: re.Match[str]) -> str:

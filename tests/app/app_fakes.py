@@ -120,6 +120,7 @@ class FakeEngine:
         self.sessions, self.prefilled, self.known_profile, self.on_piece = [], [], None, lambda number: None
         self.on_encode, self.on_prefill = lambda text: None, lambda: None
         self.reply = ("It ", "is ", "blue.")
+        self.unsupported: tuple[str, ...] = ()  # figures of the reply
         self.misses, self.left_out, self.prefetched = 0, 0, []
 
     def prefetch(self, chunks):
@@ -222,7 +223,17 @@ class FakeEngine:
         chunks = sum(isinstance(segment, Chunk) for segment in prompt.segments)
         trace = Trace((TraceEvent("compute", "host", 0.0, 1.0, 0),))
         hits = chunks - self.misses
-        report = Report(method, ratio, tokens, 0.15, timings, hits, self.misses, trace=trace)
+        report = Report(
+            method,
+            ratio,
+            tokens,
+            0.15,
+            timings,
+            hits,
+            self.misses,
+            trace=trace,
+            unsupported_figures=self.unsupported,
+        )
         self.stream_made = FakeStream(self.reply, report, prompt, self.on_piece)
         return self.stream_made
 

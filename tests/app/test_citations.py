@@ -290,6 +290,10 @@ Repairs | 19"""
         ("a hundred and five", [5]),
         ("No one has no two boats.", [2]),
         ("Es sind zwei Schlüssel, fünf oder Zwölf Sender.", [2, 5, 12]),
+        ("Le préavis est de deux mois.", [2]),
+        ("El contrato dura cinco años.", [5]),
+        ("La finestra resta chiusa per tre giorni.", [3]),
+        ("It was paid once, when due.", []),
     ],
 )
 def test_numbers_in_words_are_read_as_they_are_said(words, numbers):
@@ -644,7 +648,10 @@ def test_ends_of_sentences(text, ends):
         ("Die Pumpe schaltet sich nach einer Stunde ein.", "Die Pumpe schaltet sich nach einer Stunde aus."),
         ("The lease ends on 1 March 2023.", "The lease begins on 1 March 2023 and ends on 28 February 2026."),
         ("Sales fell by 12% to 34 million.", "Sales rose by 12% to 34 million, while costs fell by 5%."),
-        ("Le bail commence le 31 mars 2027.", "Le bail commence le 1er avril 2024 et prend fin le 31 mars 2027."),
+        (
+            "Le bail commence le 31 mars 2027.",
+            "Le bail commence le 1er avril 2024 et prend fin le 31 mars 2027.",
+        ),
         ("红船属于阿达。", "红船不属于阿达。"),
         ("红船不属于阿达。", "红船属于阿达。"),
         ("赤い船は港に着いた。", "赤い船は港に着いたのではない。"),

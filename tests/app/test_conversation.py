@@ -87,6 +87,12 @@ def test_names_of_no_passage_are_told_and_marked_in_exports(talks, chats, chat, 
     assert "harbour of Utrecht [?] is blue" in chats.export_markdown(chat)
 
 
+def test_a_figure_that_a_passage_has_in_words_is_no_doubt(talks, chat, engine):
+    """`3 boats` had a citation, and the mark of a figure that is in no passage."""
+    engine.reply, engine.unsupported = ("3 boats lie at the quay, ", "not 7."), ("3", "7")
+    assert asked(talks, chat, "Which boats lie at the quay?").report["unsupported_figures"] == ["7"]
+
+
 def test_a_code_that_no_passage_has_is_told(talks):
     """Asked for E77, a small model answered with the meaning of E12, and nothing said that there is no E77."""
     assert (
