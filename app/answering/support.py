@@ -42,6 +42,7 @@ AMOUNT_FIRST = re.compile(r"(?:[A-Z]{3} )?\W*\d")
 FIELD = re.compile(r"(?:^|(?<=[.;] ))(?P<key>[^\W\d][\w '’-]{1,30}): (?P<value>[^\n.;]+)", re.MULTILINE)
 RECORD = re.compile(r"^[^:\n]{1,40}: [^\n]+(?:\n[^:\n]{1,40}: [^\n]+)+$", re.MULTILINE)  # a row of a table
 TABLE = re.compile(r"^.* \| .*(?:\n.* \| .*)+$", re.MULTILINE)  # of rows `a | b`
+YEAR = re.compile(r"\b(?:1[5-9]|20)\d\d\b")
 ENDS_SENTENCE = re.compile(r"[.!?。！？]\W*\Z")
 # Of an answer to a question that can be answered so: it says nothing that a passage could.
 YES_OR_NO = re.compile(
@@ -243,7 +244,8 @@ def _said_of(field: RecordField, claim: Sequence[Token], others: Sequence[Set[st
     if is_named and not (field.numbers & stems if field.numbers else shared):
         return "contradicts", shared
     if is_named:
-        return ("names all" if not field.is_amount and field.value <= stems else "names"), shared
+        how: Said = "names all" if not field.is_amount and field.value <= stems else "names"
+        return how, shared | field.name  # a year may be a name
     is_whole = len(field.value) > 1 and field.value <= stems
     is_own = bool(others) and bool(shared - figures) and not any(shared <= other for other in others)
     return ("tells record" if not field.is_amount and (is_whole or is_own) else "nothing"), shared
@@ -515,6 +517,10 @@ def _column_names(passage: str, start: int, claim: Sequence[Token]) -> set[str]:
     """
     for first, last, columns in _rows(passage):
         if first <= start < last:
+            if _are_exchanged(
+                claim, [RecordField(*each, frozenset(), True, frozenset()) for each in columns]
+            ):
+                break
             said = {token.stem for token in _content(claim)} - columns[0][1]
             figures = {token.stem for token in claim if token.kind == "number"} & said
             return {stem for name, value in columns if value & (figures or said) for stem in name}
@@ -523,13 +529,13 @@ def _column_names(passage: str, start: int, claim: Sequence[Token]) -> set[str]:
 
 @lru_cache(maxsize=512)
 def _rows(passage: str) -> list[tuple[int, int, list[tuple[frozenset[str], frozenset[str]]]]]:
-    """Each row of its tables but the first, if that has no figures and may name the columns: start, stop, and stems of
-    each column's name and of the row's cell in it.
+    """Each row of its tables but the first, if that has no figures but years and may name the columns: start, stop, and
+    stems of each column's name and of the row's cell in it.
     """
     found = []
     for table in TABLE.finditer(passage):
         header, *lines = re.finditer(r"[^\n]+", table.group())
-        if re.search(r"\d", header.group()):
+        if re.search(r"\d", YEAR.sub("", header.group())):
             continue
         names = [_stems(cell) for cell in CELL_END.split(header.group())]
         for line in lines:

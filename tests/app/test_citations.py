@@ -466,6 +466,9 @@ def as_records(table):
     return "\n\n".join((*(line for line in table.split("\n") if line and " | " not in line), *lines))
 
 
+VISITORS = """City | 2022 | 2023
+Lyon | 1,204 | 1,310
+Turin | 980 | 875"""
 UNRULED = """No. Description Qty Unit price Amount
 1 Coptic-bound journal A5, marbled cover 12 £16.80 £201.60
 2 Coptic-bound journal A6, marbled cover 10 £12.40 £124.00
@@ -488,6 +491,10 @@ UNRULED = """No. Description Qty Unit price Amount
         ("E20 means that the water drains.", CODES, False),
         ("Error E12 means too much foam in the drum.", CODES, False),
         ("The journal A5 with marbled cover is £12.40.", UNRULED, False),
+        ("Lyon had 1,310 in 2023.", VISITORS, True),
+        ("Lyon had 1,204 in 2022 and 1,310 in 2023.", VISITORS, True),
+        ("Lyon had 1,204 in 2023.", VISITORS, False),
+        ("Lyon had 1,204 in 2023 and 1,310 in 2022.", VISITORS, False),
     ],
 )
 def test_a_row_supports_its_own_cells_under_the_names_of_their_columns(sentence, passage, is_supported):
@@ -495,7 +502,7 @@ def test_a_row_supports_its_own_cells_under_the_names_of_their_columns(sentence,
     place = supporting_span(sentence, passage)
     assert (place is not None) is is_supported
     assert place is None or "\n" not in passage[place.start : place.stop]
-    if passage != UNRULED:
+    if passage != UNRULED and " and 1," not in sentence:  # a record supports one figure
         records = as_records(passage)
         place = supporting_span(sentence, records)
         assert (place is not None) is is_supported
