@@ -742,8 +742,12 @@ def _words_around(found: Sequence[Token]) -> dict[str, tuple[str, str]]:
         token.stem
         for n, token in enumerate(found)
         if digits[n]
-        or (token.kind == "word" and len(token.stem) > 2 and token.stem not in LARGE_STEMS)
-        and not (any(digits[n - 1 : n]) and any(digits[n + 1 : n + 2]))
+        or (
+            token.kind == "word"
+            and len(token.stem) > 2
+            and token.stem not in LARGE_STEMS
+            and not (any(digits[n - 1 : n]) and any(digits[n + 1 : n + 2]))
+        )
     ]
     words = [n for n, stem in enumerate(stems) if not stem[0].isdigit()]
     counted = Counter(stems)
