@@ -1,4 +1,4 @@
-"""Login to the page: by the launch token, or beyond loopback the password; remembered in a signed cookie."""
+"""Login to the page: with the launch token, or from other machines the password; remembered in a signed cookie."""
 
 import hashlib
 import hmac
@@ -23,15 +23,15 @@ FORM_BYTES = 4096
 SECRET_BYTES = 32
 
 
-def load_or_create_secret(path: Path, anew: bool = False) -> bytes:
-    """The secret that signs cookies, created once for this user only. anew: replace it, which ends all sessions.
+def load_or_create_secret(path: Path, replace: bool = False) -> bytes:
+    """The secret that signs cookies, in a file that only this user can read.
 
-    A secret that others could read, or that is incomplete, is replaced.
+    replace: create a new one, which ends all sessions. One that others could read, or that is incomplete, is replaced.
     """
     with suppress(FileNotFoundError):
-        private = not HAS_MODES or path.stat().st_mode & 0o077 == 0
-        if not anew and private and len(kept := path.read_bytes()) == SECRET_BYTES:
-            return kept
+        is_private = not HAS_MODES or path.stat().st_mode & 0o077 == 0
+        if not replace and is_private and len(stored := path.read_bytes()) == SECRET_BYTES:
+            return stored
         path.unlink()
     secret = secrets.token_bytes(SECRET_BYTES)
     write_durably(path, [memoryview(secret)], SECRET_BYTES)
@@ -42,8 +42,8 @@ def load_or_create_secret(path: Path, anew: bool = False) -> bytes:
 class PageLogin:
     """The launch token, the hash of the password if there is one, and the secret that signs cookies.
 
-    The token is new at every start. A cookie stays valid after a restart until it is too old, or the password or the
-    secret is changed.
+    The token is new at every start. A cookie stays valid over restarts, until it expires or the password or the secret
+    changes.
     """
 
     port: int
@@ -54,7 +54,7 @@ class PageLogin:
 
     @property
     def cookie_name(self) -> str:
-        """Cookies are shared by all ports, so two pages on one machine need two names."""
+        """A name per port: browsers send a host's cookies to all its ports, and two pages may run on one machine."""
         return f"ragblend_{self.port}"
 
     def new_cookie(self) -> str:
@@ -74,21 +74,21 @@ class PageLogin:
         text = f"{self.password_hash or ''}\n{visit}"
         return hmac.new(self.secret, text.encode(), hashlib.sha256).hexdigest()
 
-    async def receive_visitor(self, scope: Scope, receive: Receive) -> Response:
+    async def answer_visitor(self, scope: Scope, receive: Receive) -> Response:
         """Answer a request without a session: log in if the token or the password is right, else 4xx."""
         if scope["path"] == "/login" and scope["method"] == "POST" and self.password_hash:
             form = await whole_body(receive, FORM_BYTES)
-            return self._log_in(scope, parse_qs(form.decode("utf-8", "replace")))
-        given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [])
-        is_read = scope["method"] == "GET"
-        is_right = len(given) == 1 and secrets.compare_digest(given[0].encode(), self.token.encode())
-        if scope["path"] == "/" and is_read and is_right:
-            return self._logged_in()
-        if scope["path"] in ("/", "/login") and is_read:
+            return self._check_password(scope, parse_qs(form.decode("utf-8", "replace")))
+        tokens = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [])
+        is_get = scope["method"] == "GET"
+        is_right = len(tokens) == 1 and secrets.compare_digest(tokens[0].encode(), self.token.encode())
+        if scope["path"] == "/" and is_get and is_right:
+            return self._start_session()
+        if scope["path"] in ("/", "/login") and is_get:
             return HTMLResponse(views.login.page(self.password_hash is not None), 401)
         return PlainTextResponse("Open the page with the link that `ragblend ui` printed.", 401)
 
-    def _log_in(self, scope: Scope, form: dict[str, list[str]]) -> Response:
+    def _check_password(self, scope: Scope, form: dict[str, list[str]]) -> Response:
         client = (scope.get("client") or ("unknown", 0))[0]
         wait_s = self.attempts.wait_s(client)
         if wait_s > 0:
@@ -100,9 +100,9 @@ class PageLogin:
         if not matches(form.get("password", [""])[0], self.password_hash or ""):
             return HTMLResponse(views.login.page(True, "Wrong password."), 401)
         self.attempts.forget(client)
-        return self._logged_in()
+        return self._start_session()
 
-    def _logged_in(self) -> Response:
+    def _start_session(self) -> Response:
         response = RedirectResponse("/", 303)
         cookie = self.cookie_name, self.new_cookie()
         response.set_cookie(*cookie, max_age=COOKIE_SECONDS, httponly=True, samesite="lax", path="/")

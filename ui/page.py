@@ -1,4 +1,7 @@
-"""The page: its header, its tabs, and the updates while documents are being ingested.   <- START HERE"""
+"""The page: its header, its tabs, and the updates while documents are being ingested.
+
+Main path: a click -> a callback of a tab -> the app's services -> `views`, which draws the result.
+"""
 
 from typing import Any
 
@@ -9,8 +12,15 @@ from ragblend.app.models import OFFLINE_DEMO
 from ragblend.app.settings import Settings
 from ragblend.app.words import plural
 from ragblend.ui import tab_chat, tab_compare, tab_library, tab_settings, tab_store, views
-from ragblend.ui.callback_checks import check_callbacks, dismissed
-from ragblend.ui.page_context import DIRECT_CALL, EVERY_CLICK, QUEUED_CALL, PageContext, Updates, drawn
+from ragblend.ui.callback_checks import check_callbacks, dismiss
+from ragblend.ui.page_context import (
+    DIRECT_CALL,
+    EVERY_CLICK,
+    QUEUED_CALL,
+    PageContext,
+    Updates,
+    html_component,
+)
 from ragblend.ui.page_sessions import PARTS, session_of
 from ragblend.ui.viewer import Viewer
 
@@ -20,8 +30,8 @@ TICK_S = 1.5
 def build_page(context: PageContext) -> gr.Blocks:
     """Build the whole page; it is not served yet."""
     with gr.Blocks(title="RAGBlend", analytics_enabled=False, fill_width=True) as page:
-        trouble = PageLayout(context, page).trouble
-    check_callbacks(page, trouble)
+        error_box = PageLayout(context, page).error_box
+    check_callbacks(page, error_box)
     return page
 
 
@@ -30,9 +40,9 @@ class PageLayout:
 
     def __init__(self, context: PageContext, page: gr.Blocks) -> None:
         self._context = context
-        self.header = drawn("rb-header", views.frame.header())
-        self.banner = drawn("rb-banner", acts=False)
-        self.trouble = drawn("rb-trouble")
+        self.header = html_component("rb-header", views.frame.header())
+        self.banner = html_component("rb-banner", has_buttons=False)
+        self.error_box = html_component("rb-trouble")
         viewer = Viewer(context.services)
         with gr.Tabs(elem_id="rb-tabs"):
             with gr.Tab("Chat", id="chat"):
@@ -49,60 +59,69 @@ class PageLayout:
 
     def _connect(self, page: gr.Blocks, library_tab: gr.Tab) -> None:
         chat, library, frame = self.chat, self.library, [self.header, self.banner]
-        asked = [chat.collections, self.compare.collection]
-        opening = [*frame, *asked, chat.chats, chat.hello, chat.transcript, chat.export, library.collection]
-        page.load(self.load, None, [*opening, *library.drawn], **DIRECT_CALL)
-        library.collection.change(self.choices, asked, asked, **DIRECT_CALL)
-        library_tab.select(library.refresh, library.view, library.drawn, **DIRECT_CALL)
+        collections = [chat.collections, self.compare.collection]
+        loaded = [
+            *frame,
+            *collections,
+            chat.chats,
+            chat.hello,
+            chat.transcript,
+            chat.export,
+            library.collection,
+        ]
+        page.load(self.load, None, [*loaded, *library.refreshed], **DIRECT_CALL)
+        library.collection.change(self.update_collections, collections, collections, **DIRECT_CALL)
+        library_tab.select(library.refresh, library.view, library.refreshed, **DIRECT_CALL)
         library.documents.submit(chat.digest, None, chat.streamed, **QUEUED_CALL | EVERY_CLICK)
         library.documents.click(
             chat.ask_document, None, [chat.document_id, chat.asked_document], **DIRECT_CALL | EVERY_CLICK
         )
-        inputs, moving = [library.seen, *library.view], [*frame, chat.hello]
-        gr.Timer(TICK_S).tick(self.tick, inputs, [*moving, *library.drawn], **DIRECT_CALL)
+        inputs, outputs = [library.fingerprint, *library.view], [*frame, chat.hello, *library.refreshed]
+        gr.Timer(TICK_S).tick(self.tick, inputs, outputs, **DIRECT_CALL)
         page.unload(self.close)
-        self.trouble.click(dismissed, None, None, **DIRECT_CALL)
+        self.error_box.click(dismiss, None, None, **DIRECT_CALL)
 
     def load(self, request: gr.Request) -> Updates:
         names = self._context.services.workspaces.names()
-        self._context.sessions.show(session_of(request), None)
+        self._context.sessions.set_shown(session_of(request), None)
         return {
             **self._frame(),
-            **self.choices([], None),
+            **self.update_collections([], None),
             self.library.collection: gr.update(choices=names, value=names[0]),
-            **self.chat.opening(request),
+            **self.chat.load(request),
             **self.library.refresh(names[0], "", "", 0),
         }
 
-    def choices(self, asked: list[str], compared: str | None) -> Updates:
+    def update_collections(self, in_chat: list[str], in_compare: str | None) -> Updates:
         """The collections to choose from, after one was created or removed; a chosen one stays chosen if it exists."""
         names = self._context.services.workspaces.names()
-        kept = [name for name in asked if name in names] or names[:1]
-        shown = compared if compared in names else names[0]
+        kept = [name for name in in_chat if name in names] or names[:1]
+        compared = in_compare if in_compare in names else names[0]
         return {
             self.chat.collections: gr.update(choices=names, value=kept, visible=len(names) > 1),
-            self.compare.collection: gr.update(choices=names, value=shown),
+            self.compare.collection: gr.update(choices=names, value=compared),
         }
 
-    def tick(self, seen: str, *view: Any) -> Updates:
-        """Draw the queue again if it has changed since `seen`, and the documents if a file was started or finished.
+    def tick(self, shown: str, *view: Any) -> Updates:
+        """Draw the queue if it has changed, and the documents if a file was started or finished.
 
-        Not before the first drawing of the page, which would overwrite this one.
+        shown: the fingerprint of what the page shows, empty before it is drawn for the first time; that drawing would
+        overwrite this one.
         """
-        if not seen:
+        if not shown:
             return {self.header: gr.skip()}
         overview = self._context.services.jobs.overview()
         startup = self._context.startup
         undoable = [document.id for document in self._context.services.deletions.pending()]
-        now = f"{fingerprint(overview, (*view, undoable))} {startup.is_loading} {startup.problem}"
-        if now == seen:
+        current = f"{fingerprint(overview, (*view, undoable))} {startup.is_loading} {startup.problem}"
+        if current == shown:
             return {self.header: gr.skip()}
         updates: Updates = {self.library.queue: views.library.queue(overview)}
-        if listed_in(now) != listed_in(seen):
+        if documents_part(current) != documents_part(shown):
             updates |= self.library.refresh(*view)
             if overview.finished:
                 updates[self.chat.hello] = self.chat.welcome()
-        return updates | {**self._frame(), self.library.seen: now}
+        return updates | {**self._frame(), self.library.fingerprint: current}
 
     def _frame(self) -> Updates:
         services, startup = self._context.services, self._context.startup
@@ -131,10 +150,10 @@ def state_line(overview: QueueOverview, settings: Settings, is_loading: bool = F
 
 
 def fingerprint(overview: QueueOverview, view: tuple[Any, ...] = ()) -> str:
-    """A text that differs whenever there is something new to draw; the list of documents depends on its first line.
+    """A text that changes whenever there is something new to draw; the list of documents depends on its first line.
 
-    view: the collection, search, state, page and deletions that are shown. A list for one view may arrive when another
-    is shown already; the next tick finds another text then, and draws again.
+    view: the collection, search, state, page and deletions that are shown. If a list arrives after the user has changed
+    the view, the next tick finds another fingerprint and draws the list again.
     """
     job = overview.current
     now = (job.id, job.state, job.done, job.total) if job else ()
@@ -144,6 +163,6 @@ def fingerprint(overview: QueueOverview, view: tuple[Any, ...] = ()) -> str:
     )
 
 
-def listed_in(fingerprint: str) -> str:
+def documents_part(fingerprint: str) -> str:
     """The part that changes when a file starts or ends, or when the view changes."""
     return fingerprint.partition("\n")[0]

@@ -10,23 +10,21 @@ import gradio as gr
 from ragblend.app.services import AppServices, ModelStartup
 from ragblend.ui.page_sessions import PageSessions
 
-MAX_SAMPLES = 500
-# Time by a monotonic clock; the process's hits and misses until then.
-Sample = tuple[float, int, int]
+MAX_HIT_COUNTS = 500
+# A time on the monotonic clock, and the process's hits and misses until then.
+HitCount = tuple[float, int, int]
 Updates = dict[Any, Any]  # component -> what it shows now
-# Connects the buttons in drawn HTML to Python, by the page's script.
+# Lets the page's script send clicks on a component's buttons to Python.
 BIND_BUTTONS = "window.ragblend && window.ragblend.bind(element, trigger);"
 
-# Callbacks are separate requests; those that yield use Gradio's queue, which has one stream of events per page. If that
-# breaks off, Gradio reloads the page.
+# A direct call is a request of its own. Callbacks that yield need Gradio's queue, which has one stream of events per
+# page. If that breaks off, Gradio reloads the page.
 DIRECT_CALL: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
 QUEUED_CALL: dict[str, Any] = {"concurrency_limit": None, "show_progress": "hidden"}
-# Otherwise Gradio drops a click while the one before, on any button of the same component, is not answered.
+# Otherwise Gradio drops a click while the previous one, on any button of the same component, is not answered.
 EVERY_CLICK: dict[str, Any] = {"trigger_mode": "multiple"}
-UNLABELLED: dict[str, Any] = {
-    "show_label": False,
-    "container": False,
-}  # a field whose label is for screen readers
+# A field whose label is for screen readers only.
+UNLABELLED: dict[str, Any] = {"show_label": False, "container": False}
 # Clears a message when its tab is opened again. In the browser, because Python's answer to the opening may arrive after
 # the answer to the next click, and would clear its message.
 CLEAR_MESSAGE = "() => ''"
@@ -36,10 +34,10 @@ CLEAR_MESSAGE = "() => ''"
 class PageContext:
     services: AppServices
     sessions: PageSessions = field(default_factory=PageSessions)
-    hit_counts: deque[Sample] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    hit_counts: deque[HitCount] = field(default_factory=lambda: deque(maxlen=MAX_HIT_COUNTS))
     startup: ModelStartup = field(default_factory=ModelStartup)
 
-    def note_store(self) -> None:
+    def note_hit_counts(self) -> None:
         """Record the store's hits and misses, if they changed since the last time."""
         stats = self.services.workspaces.first.engine.store.stats()
         counts = stats.hits, stats.misses
@@ -57,6 +55,8 @@ def collection_field(names: list[str], element: str, **more: Any) -> gr.Dropdown
     return gr.Dropdown(names, value=names[0], label="Collection", elem_id=element, **more)
 
 
-def drawn(elem_id: str, value: str = "", *, acts: bool = True) -> gr.HTML:
-    """A component for HTML drawn by `views`. acts: its buttons send click and submit events to Python."""
-    return gr.HTML(value, elem_id=elem_id, apply_default_css=False, js_on_load=BIND_BUTTONS if acts else None)
+def html_component(elem_id: str, value: str = "", *, has_buttons: bool = True) -> gr.HTML:
+    """A component for HTML drawn by `views`. has_buttons: its buttons send click and submit events to Python."""
+    return gr.HTML(
+        value, elem_id=elem_id, apply_default_css=False, js_on_load=BIND_BUTTONS if has_buttons else None
+    )

@@ -15,7 +15,7 @@ def session_of(request: gr.Request, part: str = CHAT) -> str:
 
 
 class PageRequest:
-    """One request of a page. stopped: it should end; is_outdated: a newer one has the page, so it may not draw."""
+    """One request of a page. stopped: it should end; is_outdated: a newer one replaced it, so it must not draw."""
 
     def __init__(self, session: str) -> None:
         self.session, self.stopped, self.is_outdated = session, threading.Event(), False
@@ -41,16 +41,16 @@ class PageRequest:
 
 
 class PageSessions:
-    """The newest request of each session, and the conversation and the list that its page shows. Thread-safe."""
+    """Each session's newest request, and the conversation and the list of conversations that it shows. Thread-safe."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._newest: dict[str, PageRequest] = {}
         self._shown: dict[str, int | None] = {}
-        self._listed: dict[str, tuple[str, int]] = {}
+        self._listings: dict[str, tuple[str, int]] = {}
 
     def begin(self, session: str) -> PageRequest:
-        """A new request; the one before is stopped and outdated."""
+        """Begin a new request; the previous one is stopped and outdated."""
         newer = PageRequest(session)
         with self._mutex:
             older = self._newest.pop(session, None)
@@ -65,23 +65,23 @@ class PageSessions:
         if (request := self._newest.get(session)) is not None:
             request.stop()
 
-    def show(self, session: str, chat_id: int | None) -> None:
-        """Note which conversation the page shows: answers in others are no longer drawn there."""
+    def set_shown(self, session: str, chat_id: int | None) -> None:
+        """Note which conversation the page shows: only answers in this one are drawn."""
         self._shown[session] = chat_id
 
-    def shows(self, session: str, chat_id: int | None) -> bool:
+    def is_shown(self, session: str, chat_id: int | None) -> bool:
         return self._shown.get(session) == chat_id
 
-    def list_as(self, session: str, search: str, limit: int) -> None:
-        """Note what the page searches conversations for, and how many it lists: answers draw the list again."""
-        self._listed[session] = search, limit
+    def set_listing(self, session: str, search: str, limit: int) -> None:
+        """Note what the page searches conversations for, and how many it lists: an answer draws this list again."""
+        self._listings[session] = search, limit
 
-    def listed(self, session: str) -> tuple[str, int] | None:
-        return self._listed.get(session)
+    def listing(self, session: str) -> tuple[str, int] | None:
+        return self._listings.get(session)
 
     def close(self, session: str) -> None:
         """The page was closed: stop its request, even if that is not running yet."""
         self.stop(session)
         self._shown.pop(session, None)
-        self._listed.pop(session, None)
+        self._listings.pop(session, None)
         self._newest.pop(session, None)

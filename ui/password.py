@@ -13,10 +13,10 @@ from ragblend.kvstore.errors import UsageError
 from ragblend.kvstore.files import replace_durably
 
 COST, BLOCK, PARALLEL = 1 << 14, 8, 1  # 16 MiB and about 50 ms per guess
-FILE = "ui-password"
+PASSWORD_FILE = "ui-password"
 LEAST_LENGTH = 10
 FREE_ATTEMPTS = 5
-LONGEST_WAIT_S, FORGOTTEN_S = 900.0, 24 * 3600.0
+LONGEST_WAIT_S, FORGET_AFTER_S = 900.0, 24 * 3600.0
 
 
 def hash_password(password: str) -> str:
@@ -28,13 +28,13 @@ def hash_password(password: str) -> str:
     if len(password) < LEAST_LENGTH:
         raise UsageError(f"The password of the page must have at least {LEAST_LENGTH} characters.")
     salt = secrets.token_bytes(16)
-    return json.dumps({"salt": _text(salt), "scrypt": _text(_scrypt(password, salt))})
+    return json.dumps({"salt": _base64(salt), "scrypt": _base64(_scrypt(password, salt))})
 
 
-def matches(password: str, kept: str) -> bool:
+def matches(password: str, stored_hash: str) -> bool:
     """Whether this is the password that was hashed; False for a hash that cannot be read."""
     try:
-        values = json.loads(kept)
+        values = json.loads(stored_hash)
         salt, expected = (base64.b64decode(values[name]) for name in ("salt", "scrypt"))
     except (ValueError, KeyError, TypeError):
         return False
@@ -42,14 +42,14 @@ def matches(password: str, kept: str) -> bool:
 
 
 def save_password(home: Path, password: str) -> None:
-    """Keep the hash in the home, for this user only. Raises UsageError as `hash_password` does."""
-    replace_durably(home / FILE, hash_password(password))
+    """Store the hash in the home, readable only by this user. Raises UsageError as `hash_password` does."""
+    replace_durably(home / PASSWORD_FILE, hash_password(password))
 
 
 def read_password(home: Path) -> str | None:
-    """The hash that the home keeps, or None."""
+    """The hash stored in the home, or None."""
     try:
-        return (home / FILE).read_text(encoding="utf-8") or None
+        return (home / PASSWORD_FILE).read_text(encoding="utf-8") or None
     except FileNotFoundError:
         return None
 
@@ -60,7 +60,7 @@ class Attempts:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._mutex = threading.Lock()
-        self._failures: dict[str, tuple[int, float]] = {}  # client -> how many, when the last
+        self._failures: dict[str, tuple[int, float]] = {}  # client -> how many, the time of the last
 
     def wait_s(self, client: str) -> float:
         """Seconds until this client may guess again."""
@@ -75,8 +75,11 @@ class Attempts:
         now = self._clock()
         with self._mutex:
             count, _ = self._failures.pop(client, (0, 0.0))
-            self._failures[client] = (count + 1, now)  # at the end: the first ones are the oldest
-            while now - next(iter(self._failures.values()))[1] > FORGOTTEN_S:
+            self._failures[client] = (
+                count + 1,
+                now,
+            )  # added at the end, so that the first entry is the oldest
+            while now - next(iter(self._failures.values()))[1] > FORGET_AFTER_S:
                 del self._failures[next(iter(self._failures))]
 
     def forget(self, client: str) -> None:
@@ -90,5 +93,5 @@ def _scrypt(password: str, salt: bytes) -> bytes:
     )
 
 
-def _text(value: bytes) -> str:
+def _base64(value: bytes) -> str:
     return base64.b64encode(value).decode()

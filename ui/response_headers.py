@@ -6,9 +6,9 @@ import secrets
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Send
 
-# Gradio draws `gr.HTML` through templates that it compiles, hence 'unsafe-eval'. Scripts in markup, and handlers in
-# attributes, are what documents could smuggle in: those need the nonce, which nothing in a document can know.
-POLICY = (
+# Gradio draws `gr.HTML` through templates that it compiles, hence 'unsafe-eval'. Documents could smuggle in scripts and
+# event handlers in attributes: inline scripts need the nonce, which no document can know, and such handlers never run.
+CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self' 'nonce-{nonce}' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; media-src 'self' blob:; "
     "worker-src 'self' blob:; manifest-src 'self'; form-action 'self'; base-uri 'self'; frame-ancestors 'none'"
@@ -20,7 +20,7 @@ SECURITY_HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
-    # Identifies this process: an open page notices by it that the server was restarted.
+    # Identifies this process, so that an open page notices when the server was restarted.
     "x-ragblend-start": secrets.token_hex(8),
 }
 SCRIPT_TAG = re.compile(rb"<script(?=[\s>])")
@@ -61,7 +61,7 @@ class ResponseRewriter:
         await self._send(message)
 
     async def end(self) -> None:
-        """End a response that was started and broke off."""
+        """End a response that broke off after its start."""
         if self.started and not self.ended:
             await self({"type": "http.response.body", "body": b""})
 
@@ -69,7 +69,7 @@ class ResponseRewriter:
         headers = MutableHeaders(raw=message.setdefault("headers", []))
         for name, value in SECURITY_HEADERS.items():
             headers[name] = value
-        headers["content-security-policy"] = POLICY.format(nonce=self._nonce)
+        headers["content-security-policy"] = CONTENT_SECURITY_POLICY.format(nonce=self._nonce)
         for name in ("access-control-allow-origin", "access-control-allow-credentials"):
             if name in headers:
                 del headers[name]

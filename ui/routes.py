@@ -1,4 +1,4 @@
-"""The page's own routes beside Gradio's: its assets, the export of conversations, and documents to save."""
+"""The page's own routes beside Gradio's: its assets, the export of conversations, and the download of documents."""
 
 import re
 from pathlib import Path
@@ -12,12 +12,12 @@ from starlette.types import Scope
 from ragblend.app.services import AppServices
 from ragblend.kvstore.errors import RagBlendError
 
-UNSAFE = re.compile(r"[^\w .-]+")
+UNSAFE_IN_NAMES = re.compile(r"[^\w .-]+")
 LARGEST_ID = 2**53
 
 
 class PageAssets(StaticFiles):
-    """Style, script and icon, which a browser asks for again whenever the page is opened."""
+    """Style, script and icon. Browsers check for a newer version whenever the page is opened."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
@@ -39,7 +39,7 @@ def add_routes(app: FastAPI, services: AppServices) -> None:
 
     @app.get("/ragblend/documents/{document_id}")
     def document(document_id: str) -> Response:
-        """The file of a document of the library, to save; not what has taken its place since, such as a link."""
+        """Download a document's file, unless something else, such as a link, has replaced it since it was read."""
         found = services.workspaces.library.documents_with([document_id]).get(document_id)
         if found is None or not found.facts.fit(found.file):
             return PlainTextResponse(
@@ -52,7 +52,7 @@ def add_routes(app: FastAPI, services: AppServices) -> None:
 
 def _exported(services: AppServices, chat_id: int, kind: str) -> Response:
     chats = services.chats
-    stem = UNSAFE.sub("", chats.get(chat_id).title).strip(" .")[:60] or "conversation"
+    stem = UNSAFE_IN_NAMES.sub("", chats.get(chat_id).title).strip(" .")[:60] or "conversation"
     headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(stem)}.{kind}"}
     if kind == "json":
         return JSONResponse(chats.export_json(chat_id), headers=headers)

@@ -21,7 +21,7 @@ LOG = logging.getLogger(__name__)
 
 
 class SecurityMiddleware:
-    """The middleware: refuses a request with 4xx and a sentence, or passes it on and completes the response headers."""
+    """Refuses a request with 4xx and a sentence, or passes it on and completes the response headers."""
 
     def __init__(self, app: ASGIApp, rules: Rules, login: PageLogin) -> None:
         self._app, self._rules, self._login = app, rules, login
@@ -37,7 +37,7 @@ class SecurityMiddleware:
         refused, visitor = refuse(scope, self._rules), self._visitor(scope)
         refusal = _response(refused) if refused else None
         if refusal is None and visitor is None:
-            refusal = await self._login.receive_visitor(scope, receive)
+            refusal = await self._login.answer_visitor(scope, receive)
         if refusal is not None:
             await refusal(scope, receive, rewriter)
             return
@@ -51,7 +51,9 @@ class SecurityMiddleware:
             await self._app({**scope, "visitor": visitor}, meter, answer)
         except TooLarge:
             pass
-        except Exception as error:  # its message may repeat what was sent, and its traceback fills the log
+        except (
+            Exception
+        ) as error:  # its message may repeat what was sent, and its traceback would fill the log
             LOG.error("%s %s failed: %s", scope["method"], scope["path"], type(error).__name__)
             LOG.debug("traceback", exc_info=error)
             await rewriter.end()

@@ -35,10 +35,10 @@ GRADIO_ENVIRONMENT = {
 }
 
 
-def open_login(home: Path, address: Address, anew: bool = False) -> PageLogin:
-    """The login with its launch token, and with the password where the page is reachable from other machines.
+def open_login(home: Path, address: Address, end_sessions: bool = False) -> PageLogin:
+    """The login with its launch token, and with the password if other machines can reach the page.
 
-    anew: end all sessions of browsers. Raises UsageError if a password is needed and there is none.
+    end_sessions: log all browsers out. Raises UsageError if a password is needed and there is none.
     """
     password = None if address.is_loopback else read_password(home)
     if not address.is_loopback and password is None:
@@ -46,7 +46,7 @@ def open_login(home: Path, address: Address, anew: bool = False) -> PageLogin:
             f"Serving the page at {address.host}: other machines can reach it there, so it needs a password. Set one "
             "with `ragblend ui --set-password`, or run without --host."
         )
-    return PageLogin(address.port, password, secret=load_or_create_secret(home / "ui-secret", anew))
+    return PageLogin(address.port, password, secret=load_or_create_secret(home / "ui-secret", end_sessions))
 
 
 def build_app(context: "PageContext", rules: Rules, login: PageLogin) -> ASGIApp:
@@ -78,19 +78,19 @@ def build_app(context: "PageContext", rules: Rules, login: PageLogin) -> ASGIApp
         theme=page_theme(),
         app_kwargs={"openapi_url": None},
     )
-    # As after `launch`: only then does Gradio check which files a call names, and keep pictures from becoming public.
+    # As `launch` sets them: otherwise Gradio does not check which files a call names, and makes pictures public.
     page.has_launched = page.is_running = True
     return SecurityMiddleware(RequestFilter(mounted, page), rules, login)
 
 
 @contextlib.contextmanager
 def gradio_environment(home: Path) -> Iterator[Path]:
-    """Set Gradio's environment, with a private folder for uploads in the home that is deleted afterwards."""
+    """Set Gradio's environment variables, with a private upload folder in the home that is deleted afterwards."""
     folder = home / "ui"
-    names = {**GRADIO_ENVIRONMENT, "GRADIO_TEMP_DIR": str(folder)}
-    before = {name: os.environ.get(name) for name in names}
+    variables = {**GRADIO_ENVIRONMENT, "GRADIO_TEMP_DIR": str(folder)}
+    before = {name: os.environ.get(name) for name in variables}
     with temporary_files_in(folder):
-        os.environ.update(names)
+        os.environ.update(variables)
         try:
             yield folder
         finally:
@@ -100,7 +100,7 @@ def gradio_environment(home: Path) -> Iterator[Path]:
 
 
 def write_landing(folder: Path, url: str) -> Path:
-    """Write a file that redirects to the page: the browser gets its path, so that no process list has the token."""
+    """Write a file that redirects to the page: the browser gets its path, so that no process list shows the token."""
     path = folder / "open.html"
     replace_durably(path, views.login.landing(url))
     return path
@@ -109,12 +109,12 @@ def write_landing(folder: Path, url: str) -> Path:
 def serve(
     services: AppServices,
     address: Address,
-    at: socket.socket,
+    listener: socket.socket,
     login: PageLogin,
     on_ready: Callable[[Path], None],
     max_upload_bytes: int = 512 * MIB,
 ) -> None:
-    """Serve until Ctrl-C. on_ready is called once the page answers, with a folder that is deleted at the end."""
+    """Serve until Ctrl-C. on_ready is called when the page answers, with a folder that is deleted at the end."""
     from ragblend.ui.page_context import PageContext
 
     rules = Rules(address, UPLOAD_PATH, max_upload_bytes)
@@ -127,4 +127,4 @@ def serve(
             context.startup.begin(services)
             on_ready(folder)
 
-        UvicornServer(app, ready, grace_s=1).run([at])
+        UvicornServer(app, ready, grace_s=1).run([listener])

@@ -26,7 +26,7 @@ from ragblend.ui.page_context import (
     UNLABELLED,
     PageContext,
     Updates,
-    drawn,
+    html_component,
     search_field,
 )
 from ragblend.ui.page_sessions import MEASUREMENT, PageRequest, session_of
@@ -49,33 +49,33 @@ class ChatTab:
             with gr.Column(elem_id="rb-middle"):
                 self._lay_out_conversation(context.services.workspaces.names())
             with gr.Column(elem_id="rb-more", scale=0):
-                drawn("rb-more-close", views.parts.close_cover())
+                html_component("rb-more-close", views.parts.close_cover())
                 with gr.Tabs(elem_id="rb-panel") as self.panel:
                     with gr.Tab("Source", id=SOURCE):
-                        self.source = drawn("rb-source", views.passage.empty())
+                        self.source = html_component("rb-source", views.passage.empty())
                     with gr.Tab("Under the hood", id=HOOD):
-                        self.hood = drawn("rb-hood", views.hood.empty())
+                        self.hood = html_component("rb-hood", views.hood.empty())
         self.chat_id = gr.State(None)
-        self.document_id = gr.State("")  # of the only document that is asked; "": all are
+        self.document_id = gr.State("")  # of the only document to search; "": search all
         self._connect()
         self.source.click(viewer.show, None, [viewer.component], **DIRECT_CALL)
 
     def _lay_out_conversations(self) -> None:
-        drawn("rb-side-close", views.parts.close_cover())
+        html_component("rb-side-close", views.parts.close_cover())
         self.new_button = gr.Button("New conversation", elem_id="rb-new", size="sm")
         self.search_box = search_field("Search  ( / )", "Search conversations", "rb-chat-search")
-        self.chats = drawn("rb-chats")
-        self.export = drawn("rb-export", acts=False)
+        self.chats = html_component("rb-chats")
+        self.export = html_component("rb-export", has_buttons=False)
 
     def _lay_out_conversation(self, names: list[str]) -> None:
         """The transcript and the form for a question; names: the collections."""
         with gr.Column(elem_id="rb-scroll"):
-            # Shown while there is no conversation; a component of its own, so that redrawing it hides none.
-            self.hello = drawn("rb-hello")
-            self.transcript = drawn("rb-transcript")
-            self.live = drawn("rb-live", acts=False)
+            # Shown while there is no conversation. A component of its own, so that a redraw hides no transcript.
+            self.hello = html_component("rb-hello")
+            self.transcript = html_component("rb-transcript")
+            self.live = html_component("rb-live", has_buttons=False)
         with gr.Column(elem_id="rb-composer"):
-            self.asked_document = drawn("rb-asked-document")
+            self.asked_document = html_component("rb-asked-document")
             self.question = gr.Textbox(
                 "",
                 placeholder="Ask your documents",
@@ -109,7 +109,7 @@ class ChatTab:
                     min_width=200,
                     **UNLABELLED,
                 )
-                drawn("rb-attach", views.chat.attach())
+                html_component("rb-attach", views.chat.attach())
                 self.send_button = gr.Button(
                     "Send", variant="primary", elem_id="rb-send", scale=1, min_width=84
                 )
@@ -117,9 +117,9 @@ class ChatTab:
 
     def _connect(self) -> None:
         choices = [self.chat_id, self.collections, self.mode, self.document_id]
-        shown = [self.hood, self.panel]
+        panel = [self.hood, self.panel]
         answered = [self.transcript, self.live, self.question, self.chat_id, self.chats]
-        self.streamed = [self.hello, *answered, self.send_button, self.stop_button, *shown, self.export]
+        self.streamed = [self.hello, *answered, self.send_button, self.stop_button, *panel, self.export]
         self.send_button.click(self.send, [self.question, *choices], self.streamed, **QUEUED_CALL)
         self.transcript.submit(self.again, choices, self.streamed, **QUEUED_CALL)
         self.stop_button.click(self.stop, None, None, **DIRECT_CALL)
@@ -128,10 +128,10 @@ class ChatTab:
         opened = [*self.streamed, self.source]
         self.new_button.click(self.new, None, opened, **DIRECT_CALL)
         self.search_box.change(self.search, [self.search_box, self.chat_id], [self.chats], **DIRECT_CALL)
-        each = QUEUED_CALL | EVERY_CLICK
-        self.chats.click(self.in_list, [self.chat_id], opened, **each)
-        in_transcript = [*shown, self.source, self.transcript]
-        self.transcript.click(self.in_transcript, None, in_transcript, **each)
+        every_click = QUEUED_CALL | EVERY_CLICK
+        self.chats.click(self.click_in_list, [self.chat_id], opened, **every_click)
+        in_transcript = [*panel, self.source, self.transcript]
+        self.transcript.click(self.click_in_transcript, None, in_transcript, **every_click)
         measuring = QUEUED_CALL | {"concurrency_limit": 4}
         self.hood.click(self.measure, None, [self.hood], **measuring)
 
@@ -201,13 +201,13 @@ class ChatTab:
         begin: Callable[[AskOptions], AnswerStream],
         options: AskOptions,
     ) -> Iterator[Updates]:
-        """Draw an answer while it is being written; afterwards the form is ready again, whatever happened.
+        """Draw an answer while it is being written, and make the form ready again afterwards, whatever happens.
 
-        begin: searches with these options, which are cancelled by Stop, and starts the answer.
+        begin: searches with these options and starts the answer; Stop cancels it by `options.cancel`.
         """
-        asked = self._sessions.begin(session_of(request))
-        ended = partial(self._ended, asked, chat_id, question)
-        self._sessions.show(asked.session, chat_id)
+        page_request = self._sessions.begin(session_of(request))
+        ended = partial(self._final_updates, page_request, chat_id, question)
+        self._sessions.set_shown(page_request.session, chat_id)
         yield {
             self.chat_id: chat_id,
             self.question: "",
@@ -216,7 +216,7 @@ class ChatTab:
             self.live: views.chat.live_turn(question, "", "Looking for passages …"),
         }
         try:
-            turn = begin(replace(options, cancel=asked.stopped))
+            turn = begin(replace(options, cancel=page_request.stopped))
         except Cancelled:  # the conversation says that the question was not answered
             yield ended()
             return
@@ -226,45 +226,52 @@ class ChatTab:
         except Exception:
             yield ended()
             raise
-        with asked.running(turn.stop):
+        with page_request.running(turn.stop):
             try:
-                yield from self._draw(asked, chat_id, turn)
+                yield from self._draw(page_request, chat_id, turn)
             except RagBlendError:
                 pass  # it is stored with the answer, and drawn from there
             except Exception:
                 LOG.exception("an answer failed")  # stored and drawn as well
         with suppress(RagBlendError):  # only the curve on the Store tab needs it
-            self._context.note_store()
+            self._context.note_hit_counts()
         yield ended()
 
-    def _draw(self, asked: PageRequest, chat_id: int, turn: AnswerStream) -> Iterator[Updates]:
-        def has_page() -> bool:
-            return self._sessions.shows(asked.session, chat_id) and not asked.is_outdated
+    def _draw(self, page_request: PageRequest, chat_id: int, turn: AnswerStream) -> Iterator[Updates]:
+        def may_draw() -> bool:
+            return self._sessions.is_shown(page_request.session, chat_id) and not page_request.is_outdated
 
-        if has_page():
-            listed = self._chats(asked.session, chat_id)
+        if may_draw():
+            listed = self._draw_list(page_request.session, chat_id)
             yield {self.transcript: self._transcript(chat_id, True), self.chats: listed}
         text = ""
         for piece in coalesced(turn):
             text += piece
-            if (piece or not text) and has_page():
+            if (piece or not text) and may_draw():
                 yield {self.live: views.chat.live_turn("", text, "" if text else turn.status, turn.notice)}
 
-    def _ended(self, asked: PageRequest, chat_id: int, question: str, note: str = "") -> Updates:
-        if asked.is_outdated:
+    def _final_updates(
+        self, page_request: PageRequest, chat_id: int, question: str, note: str = ""
+    ) -> Updates:
+        if page_request.is_outdated:
             return {self.live: gr.skip()}  # Gradio would repeat the last update
-        resting = {self.send_button: gr.update(visible=True), self.stop_button: gr.update(visible=False)}
-        if not self._sessions.shows(asked.session, chat_id):
-            return resting
+        form_ready = {self.send_button: gr.update(visible=True), self.stop_button: gr.update(visible=False)}
+        if not self._sessions.is_shown(page_request.session, chat_id):
+            return form_ready
         try:
-            return resting | self._shown(asked.session, chat_id) | {self.live: note}
+            return form_ready | self._draw_conversation(page_request.session, chat_id) | {self.live: note}
         except RagBlendError as error:  # the conversation was deleted: keep the question for a new one
-            self._sessions.show(asked.session, None)
-            typed = {self.question: question or gr.skip()}
-            return resting | self._shown(asked.session, None) | typed | {self.live: problem(str(error))}
+            self._sessions.set_shown(page_request.session, None)
+            kept_question = {self.question: question or gr.skip()}
+            return (
+                form_ready
+                | self._draw_conversation(page_request.session, None)
+                | kept_question
+                | {self.live: problem(str(error))}
+            )
 
-    def opening(self, request: gr.Request) -> Updates:
-        first = {self.chats: self._chats(session_of(request), None), self.hello: self.welcome()}
+    def load(self, request: gr.Request) -> Updates:
+        first = {self.chats: self._draw_list(session_of(request), None), self.hello: self.welcome()}
         return first | {self.transcript: "", self.export: ""}
 
     def stop(self, request: gr.Request) -> None:
@@ -275,14 +282,14 @@ class ChatTab:
     def new(self, request: gr.Request) -> Updates:
         return self._open(request, None) | {self.question: ""}
 
-    def in_list(self, chat_id: int | None, event: gr.EventData, request: gr.Request) -> Updates:
+    def click_in_list(self, chat_id: int | None, event: gr.EventData, request: gr.Request) -> Updates:
         chats, session = self._services.chats, session_of(request)
         try:
             if event.act == "open-chat":
                 return self._open(request, int(event.id))
             if event.act == "more-chats":
-                search, limit = self._listed(session)
-                self._sessions.list_as(session, search, limit + CHATS_PER_PAGE)
+                search, limit = self._listing(session)
+                self._sessions.set_listing(session, search, limit + CHATS_PER_PAGE)
             if event.act == "rename":
                 chats.rename(int(event.id), str(event.text))
             if event.act == "delete-chat":
@@ -292,12 +299,12 @@ class ChatTab:
                     return self._open(request, None)
         except RagBlendError as error:
             gr.Warning(str(error))
-        return {self.chats: self._chats(session, chat_id)}
+        return {self.chats: self._draw_list(session, chat_id)}
 
     def search(self, text: str, chat_id: int | None, request: gr.Request) -> Updates:
         session = session_of(request)
-        self._sessions.list_as(session, text, self._listed(session)[1])
-        return {self.chats: self._chats(session, chat_id)}
+        self._sessions.set_listing(session, text, self._listing(session)[1])
+        return {self.chats: self._draw_list(session, chat_id)}
 
     def _open(self, request: gr.Request, chat_id: int | None) -> Updates:
         session = session_of(request)
@@ -305,30 +312,34 @@ class ChatTab:
             self._services.chats.get(chat_id)  # raises before anything is stopped
         self._sessions.stop(session)
         self._sessions.stop(session_of(request, MEASUREMENT))
-        self._sessions.show(session, chat_id)
-        return {**self._shown(session, chat_id), self.live: "", self.source: views.passage.empty()}
+        self._sessions.set_shown(session, chat_id)
+        return {
+            **self._draw_conversation(session, chat_id),
+            self.live: "",
+            self.source: views.passage.empty(),
+        }
 
-    def _shown(self, session: str, chat_id: int | None) -> Updates:
+    def _draw_conversation(self, session: str, chat_id: int | None) -> Updates:
         messages = self._services.chats.messages(chat_id) if chat_id is not None else []
         answers = [message for message in messages if message.role == "assistant"]
         return {
             self.chat_id: chat_id,
             self.hello: gr.skip() if messages else self.welcome(),
             self.transcript: self._transcript(chat_id),
-            self.chats: self._chats(session, chat_id),
+            self.chats: self._draw_list(session, chat_id),
             self.hood: self._hood(answers[-1].id) if answers else views.hood.empty(),
             self.export: views.chat.export_links(chat_id if messages else None),
         }
 
-    def _chats(self, session: str, chat_id: int | None) -> str:
-        search, limit = self._listed(session)
+    def _draw_list(self, session: str, chat_id: int | None) -> str:
+        search, limit = self._listing(session)
         if search.strip():
             return views.chat.found_conversations(self._services.chats.search(search), chat_id)
         return views.chat.conversations(*self._services.chats.page(limit=limit), chat_id)
 
-    def _listed(self, session: str) -> tuple[str, int]:
+    def _listing(self, session: str) -> tuple[str, int]:
         """What the page searches conversations for, and how many it lists without a search."""
-        return self._sessions.listed(session) or ("", CHATS_PER_PAGE)
+        return self._sessions.listing(session) or ("", CHATS_PER_PAGE)
 
     def _transcript(self, chat_id: int | None, is_asking: bool = False) -> str:
         messages = self._services.chats.messages(chat_id) if chat_id is not None else []
@@ -366,10 +377,10 @@ class ChatTab:
             return []
 
     def _answerable_samples(self) -> list[str]:
-        """Suggested questions whose documents are in the library: others would be answered wrongly."""
+        """Suggested questions whose documents are in the library: without them, answers would be wrong."""
         library, collection = self._services.workspaces.library, self._services.settings.collection
         found = (library.document(collection, str(path)) for path in samples.documents_folder().iterdir())
-        there = {
+        ready = {
             document.name
             for document in found
             if document is not None and document.state is DocumentState.DONE
@@ -377,12 +388,12 @@ class ChatTab:
         return [
             each.question
             for each in samples.questions()
-            if each.suggested and there.issuperset(each.documents)
+            if each.suggested and ready.issuperset(each.documents)
         ]
 
     # --- one answer
 
-    def in_transcript(self, event: gr.EventData) -> Updates:
+    def click_in_transcript(self, event: gr.EventData) -> Updates:
         """A click on a citation or on an answer's speed."""
         try:
             if event.act == "cite":
@@ -408,12 +419,12 @@ class ChatTab:
     def measure(self, event: gr.EventData, request: gr.Request) -> Iterator[Updates]:
         """Run full prefill of that answer's prompt, and show its time beside the answer's."""
         message_id, message = int(event.message), ""
-        asked = self._sessions.begin(session_of(request, MEASUREMENT))
+        page_request = self._sessions.begin(session_of(request, MEASUREMENT))
         yield {
             self.hood: problem("Running full prefill over the same prompt …", "info") + self._hood(message_id)
         }
         try:
-            self._services.conversations.measure_full(message_id, asked.stopped)
+            self._services.conversations.measure_full(message_id, page_request.stopped)
         except Cancelled:  # another answer is measured, or another conversation opened
             yield {self.hood: gr.skip()}
             return

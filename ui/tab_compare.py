@@ -9,18 +9,26 @@ from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.kvstore.errors import Cancelled, RagBlendError
 from ragblend.measuring.variants import Variant
 from ragblend.ui import views
-from ragblend.ui.page_context import DIRECT_CALL, QUEUED_CALL, PageContext, Updates, collection_field, drawn
+from ragblend.ui.page_context import (
+    DIRECT_CALL,
+    QUEUED_CALL,
+    PageContext,
+    Updates,
+    collection_field,
+    html_component,
+)
 from ragblend.ui.page_sessions import COMPARISON, PageRequest, session_of
 from ragblend.ui.views import LABELS, WITHOUT_RATIO, problem
 
-CHOICES = [(label, name) for name, label in LABELS.items()]
+METHOD_CHOICES = [(label, name) for name, label in LABELS.items()]
 
 
 def _side(name: str, method: str) -> tuple[gr.Dropdown, gr.Slider]:
+    """The fields of one side: its method and its ratio. name: A or B."""
     with gr.Column(min_width=240):
-        asked, element = f"{name}: reuse method", f"rb-method-{name.lower()}"
-        chosen = gr.Dropdown(CHOICES, value=method, label=asked, elem_id=element)
-        share = gr.Slider(
+        label, element = f"{name}: reuse method", f"rb-method-{name.lower()}"
+        method_field = gr.Dropdown(METHOD_CHOICES, value=method, label=label, elem_id=element)
+        ratio_field = gr.Slider(
             0,
             100,
             value=100 * DEFAULT_RATIO,
@@ -30,12 +38,12 @@ def _side(name: str, method: str) -> tuple[gr.Dropdown, gr.Slider]:
             interactive=True,
             visible=method not in WITHOUT_RATIO,
         )
-    return chosen, share
+    return method_field, ratio_field
 
 
-def shown_for(share: gr.Slider) -> Callable[[str], Updates]:
-    """The callback that shows the slider for a method that has a ratio."""
-    return lambda method: {share: gr.update(visible=method not in WITHOUT_RATIO)}
+def slider_visibility(ratio: gr.Slider) -> Callable[[str], Updates]:
+    """A callback that shows the slider only for methods that have a ratio."""
+    return lambda method: {ratio: gr.update(visible=method not in WITHOUT_RATIO)}
 
 
 class CompareTab:
@@ -60,21 +68,24 @@ class CompareTab:
             with gr.Row():
                 sides = _side("A", DEFAULT_METHOD), _side("B", "full")
             with gr.Row():
-                self.go = gr.Button(
+                self.compare_button = gr.Button(
                     "Compare", variant="primary", elem_id="rb-compare-go", scale=0, min_width=130
                 )
                 self.stop_button = gr.Button(
                     "Stop", elem_id="rb-compare-stop", scale=0, min_width=90, visible=False
                 )
-            self.result = drawn("rb-compare-result", acts=False)
+            self.result = html_component("rb-compare-result", has_buttons=False)
         methods, ratios = zip(*sides, strict=True)
         inputs = [self.question, self.collection, *methods, *ratios]
-        outputs, running = [self.result, self.go, self.stop_button], QUEUED_CALL | {"concurrency_limit": 4}
-        for asked in (self.go.click, self.question.submit):
-            asked(self.run, inputs, outputs, **running)
+        outputs, running = (
+            [self.result, self.compare_button, self.stop_button],
+            QUEUED_CALL | {"concurrency_limit": 4},
+        )
+        for event in (self.compare_button.click, self.question.submit):
+            event(self.run, inputs, outputs, **running)
         self.stop_button.click(self.stop, None, None, **DIRECT_CALL)
         for method, ratio in sides:
-            method.change(shown_for(ratio), [method], [ratio], **DIRECT_CALL)
+            method.change(slider_visibility(ratio), [method], [ratio], **DIRECT_CALL)
 
     def run(
         self,
@@ -86,37 +97,41 @@ class CompareTab:
         right_ratio: float,
         request: gr.Request,
     ) -> Iterator[Updates]:
-        asked = self._sessions.begin(session_of(request, COMPARISON))
-        sides = [side_of(left, left_ratio), side_of(right, right_ratio)]
+        page_request = self._sessions.begin(session_of(request, COMPARISON))
+        sides = [variant_of(left, left_ratio), variant_of(right, right_ratio)]
         yield {
             self.result: views.compare.looking(),
-            self.go: gr.update(interactive=False),
+            self.compare_button: gr.update(interactive=False),
             self.stop_button: gr.update(visible=True),
         }
-        ended: Updates = {}
+        message: Updates = {}
+        conversations, stopped = self._services.conversations, page_request.stopped
         try:
-            for found in compare(self._services.conversations, question, collection, sides, asked.stopped):
-                if asked.is_outdated:
+            for found in compare(conversations, question, collection, sides, stopped):
+                if page_request.is_outdated:
                     break
                 yield {self.result: views.compare.comparison(found, len(found.sides) < len(sides))}
         except Cancelled:
-            ended = {self.result: problem("Stopped.", "info")}
+            message = {self.result: problem("Stopped.", "info")}
         except RagBlendError as error:
-            ended = {self.result: problem(str(error))}
+            message = {self.result: problem(str(error))}
         except Exception:
-            yield self._ended(asked, {})
+            yield self._final_updates(page_request, {})
             raise
-        yield self._ended(asked, ended)
+        yield self._final_updates(page_request, message)
 
-    def _ended(self, asked: PageRequest, message: Updates) -> Updates:
-        if asked.is_outdated:
+    def _final_updates(self, page_request: PageRequest, message: Updates) -> Updates:
+        if page_request.is_outdated:
             return {self.result: gr.skip()}  # Gradio would repeat the last update
-        return message | {self.go: gr.update(interactive=True), self.stop_button: gr.update(visible=False)}
+        return message | {
+            self.compare_button: gr.update(interactive=True),
+            self.stop_button: gr.update(visible=False),
+        }
 
     def stop(self, request: gr.Request) -> None:
         self._sessions.stop(session_of(request, COMPARISON))
 
 
-def side_of(method: str, percent: float) -> Variant:
-    """percent: of the stored tokens."""
+def variant_of(method: str, percent: float) -> Variant:
+    """One side to compare. percent: of the stored tokens, recomputed if the method has a ratio."""
     return Variant(method, None if method in WITHOUT_RATIO else percent / 100)

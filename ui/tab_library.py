@@ -18,13 +18,13 @@ from ragblend.ui.page_context import (
     PageContext,
     Updates,
     collection_field,
-    drawn,
+    html_component,
     search_field,
 )
 from ragblend.ui.viewer import Viewer
 from ragblend.ui.views import problem
 
-PAGE = 50
+DOCUMENTS_PER_PAGE = 50
 JOBS_SHOWN = 100
 OUT_OF_DATE = "out of date"  # instead of a fingerprint: the next tick draws everything again
 STATES = [("All", ""), ("Ready", "done"), ("Not finished", "pending"), ("Failed", "failed")]
@@ -41,19 +41,19 @@ class LibraryTab:
             with gr.Column(scale=5, min_width=320):
                 self._lay_out_documents()
         self.view = [self.collection, self.search, self.state, self.offset]
-        # The `fingerprint` of what the page shows. It is kept in the browser, where updates may arrive out of order:
-        # what was drawn last decides whether to draw again.
-        self.seen = gr.Textbox("", visible=False, elem_id="rb-seen")
-        self._page = [self.documents, self.tools, self.offset, self.seen]
-        self.drawn = [self.deleted, self.queue, self.jobs, self.watched, *self._page]
+        # The `fingerprint` of what the page shows. The browser keeps it, because updates may arrive there out of order:
+        # the update that arrived last decides whether to draw again.
+        self.fingerprint = gr.Textbox("", visible=False, elem_id="rb-seen")
+        self._page = [self.documents, self.tools, self.offset, self.fingerprint]
+        self.refreshed = [self.deleted, self.queue, self.jobs, self.watched, *self._page]
         self._connect()
 
     def _lay_out_adding(self, names: list[str]) -> None:
         """The collection, and what can be added to it: files, a folder, the samples. names: all collections."""
-        # Gradio checks against choices that may be older than what the page shows, and would refuse a new collection.
-        # The app checks the name.
-        free: dict[str, Any] = {"interactive": True, "allow_custom_value": True}
-        self.collection = collection_field(names, "rb-collection", **free)
+        # Gradio's list of choices may be older than the page's, and it would refuse a new collection. The app checks
+        # the name instead.
+        any_name: dict[str, Any] = {"interactive": True, "allow_custom_value": True}
+        self.collection = collection_field(names, "rb-collection", **any_name)
         formats = "PDF, DOCX, EPUB, HTML, Markdown, text, CSV"
         self.files = gr.File(label=formats, file_count="multiple", elem_id="rb-upload", height=150)
         self.folder = gr.Textbox(
@@ -67,19 +67,19 @@ class LibraryTab:
             self.watch = gr.Checkbox(label="Watch it for changes", elem_id="rb-watch", scale=2, min_width=150)
             self.add = gr.Button("Add", elem_id="rb-add-folder", scale=1, min_width=80)
         self.samples = gr.Button("Add the sample documents", elem_id="rb-add-samples", size="sm")
-        self.watched = drawn("rb-watched")
+        self.watched = html_component("rb-watched")
         # Not in an accordion: Gradio draws its contents twice when it opens, which loses what was typed in between.
         self.new_name = gr.Textbox("", label="New collection", elem_id="rb-new-collection", max_lines=1)
         self.new = gr.Button("Create", size="sm", elem_id="rb-create-collection")
 
     def _lay_out_documents(self) -> None:
-        """The last message, the queue, the collection's documents, and the tools for all of them."""
-        self.message = drawn("rb-library-message", acts=False)
-        self.deleted = drawn("rb-deleted")
-        self.queue, self.jobs = drawn("rb-queue"), drawn("rb-jobs")
+        """The last message, the queue, the collection's documents, and the tools for the whole collection."""
+        self.message = html_component("rb-library-message", has_buttons=False)
+        self.deleted = html_component("rb-deleted")
+        self.queue, self.jobs = html_component("rb-queue"), html_component("rb-jobs")
         with gr.Row():
-            hint, label = "Search documents  ( / )", "Search documents"
-            self.search = search_field(hint, label, "rb-document-search", scale=4, min_width=180)
+            placeholder, label = "Search documents  ( / )", "Search documents"
+            self.search = search_field(placeholder, label, "rb-document-search", scale=4, min_width=180)
             self.state = gr.Dropdown(
                 STATES,
                 value="",
@@ -89,33 +89,33 @@ class LibraryTab:
                 min_width=130,
                 **UNLABELLED,
             )
-        self.documents, self.tools = drawn("rb-documents"), drawn("rb-collection-tools")
+        self.documents, self.tools = html_component("rb-documents"), html_component("rb-collection-tools")
 
     def _connect(self) -> None:
-        view, listed = self.view, [self.message, *self.drawn]
-        page, each = self._page, DIRECT_CALL | EVERY_CLICK
-        for chosen in (self.collection, self.search, self.state):
-            chosen.change(self.first_page, view[:3], page, **DIRECT_CALL)
-        self.files.upload(self.upload, [self.files, *view], [*listed, self.files], **each)
-        for asked in (self.add.click, self.folder.submit):
-            asked(self.add_folder, [self.folder, self.watch, *view], [*listed, self.folder], **each)
-        self.samples.click(self.add_samples, view, listed, **DIRECT_CALL)
+        view, outputs = self.view, [self.message, *self.refreshed]
+        every_click = DIRECT_CALL | EVERY_CLICK
+        for field in (self.collection, self.search, self.state):
+            field.change(self.first_page, view[:3], self._page, **DIRECT_CALL)
+        self.files.upload(self.upload, [self.files, *view], [*outputs, self.files], **every_click)
+        for event in (self.add.click, self.folder.submit):
+            event(self.add_folder, [self.folder, self.watch, *view], [*outputs, self.folder], **every_click)
+        self.samples.click(self.add_samples, view, outputs, **DIRECT_CALL)
         self.new.click(
             self.create, [self.new_name], [self.collection, self.new_name, self.message], **DIRECT_CALL
         )
-        for drawing in (self.deleted, self.queue, self.jobs, self.watched):
-            drawing.click(self.act, view, listed, **each)
-        self.documents.click(self.act, view, [*listed, self._viewer.component], **each)
-        self.tools.click(self.remove_collection, view, [*listed, self.collection], **DIRECT_CALL)
+        for component in (self.deleted, self.queue, self.jobs, self.watched):
+            component.click(self.act, view, outputs, **every_click)
+        self.documents.click(self.act, view, [*outputs, self._viewer.component], **every_click)
+        self.tools.click(self.remove_collection, view, [*outputs, self.collection], **DIRECT_CALL)
 
     def upload(self, files: list[str] | None, *view: Any) -> Updates:
         paths = [Path(file) for file in files or []]
-        updates = self._after(lambda: self._services.jobs.upload(paths, view[0]), view)
-        discard(paths)
+        updates = self._add_and_refresh(lambda: self._services.jobs.upload(paths, view[0]), view)
+        delete_uploads(paths)
         return updates | {self.files: None}
 
     def add_folder(self, folder: str, watch: bool, *view: Any) -> Updates:
-        def work() -> Any:
+        def add() -> Any:
             if not folder.strip():
                 raise UsageError("Name a folder or a file first.")
             path = Path(folder.strip())
@@ -124,21 +124,23 @@ class LibraryTab:
                 self._services.watching.add(path, view[0])
             return added
 
-        return self._after(work, view) | {self.folder: gr.skip()}
+        return self._add_and_refresh(add, view) | {self.folder: gr.skip()}
 
     def add_samples(self, *view: Any) -> Updates:
-        return self._after(lambda: self._services.jobs.add([samples.documents_folder()], view[0]), view)
+        return self._add_and_refresh(
+            lambda: self._services.jobs.add([samples.documents_folder()], view[0]), view
+        )
 
-    def _after(self, work: Any, view: tuple[Any, ...]) -> Updates:
-        """Add something and show the result."""
+    def _add_and_refresh(self, add: Callable[[], Any], view: tuple[Any, ...]) -> Updates:
+        """Call `add` and show what it added, or its error."""
         try:
-            message = views.library.added(work())
+            message = views.library.added(add())
         except RagBlendError as error:
             message = problem(str(error))
         return {self.message: message, **self.refresh(*view)}
 
     def create(self, name: str) -> Updates:
-        """Create and show a collection; one that exists is shown, since a browser may miss that it was created."""
+        """Create a collection and show it. One that exists is shown, too: the browser may not list it yet."""
         workspaces, name, message = self._services.workspaces, name.strip(), ""
         try:
             if name in workspaces.names():
@@ -153,7 +155,7 @@ class LibraryTab:
     def remove_collection(
         self, collection: str, search: str, state: str, offset: int, event: gr.EventData
     ) -> Updates:
-        """Remove the collection that the button names: another one may be chosen meanwhile."""
+        """Remove the collection that the button names: the user may have chosen another one meanwhile."""
         services, shown = self._services, collection
         try:
             removed, _ = services.remove_collection(str(event.id))
@@ -168,19 +170,19 @@ class LibraryTab:
     def act(self, collection: str, search: str, state: str, offset: int, event: gr.EventData) -> Updates:
         if event.act == "view":
             return self._viewer.show(event)
-        if event.act == "ask-document":  # the Chat tab's
+        if event.act == "ask-document":  # the Chat tab handles it
             return {self.message: gr.skip()}
         message = ""
         try:
             if event.act == "page":
                 offset = int(event.offset)
             else:
-                message = self._do(event, collection)
+                message = self._run_action(event, collection)
         except RagBlendError as error:
             message = problem(str(error))
         return {self.message: message, **self.refresh(collection, search, state, offset)}
 
-    def _do(self, event: gr.EventData, collection: str) -> str:
+    def _run_action(self, event: gr.EventData, collection: str) -> str:
         jobs, act = self._services.jobs, event.act
         if act == "delete-document":
             deleted = self._services.deletions.delete([str(event.id)], collection)
@@ -188,7 +190,7 @@ class LibraryTab:
         if act == "retry-document":
             known = self._services.workspaces.of(collection).library.documents_with([str(event.id)])
             return views.library.added(jobs.add([each.file for each in known.values()], collection))
-        doing: dict[str, Callable[[], object]] = {
+        actions: dict[str, Callable[[], object]] = {
             "undo-delete": lambda: self._services.deletions.undo(str(event.id)),
             "unwatch": lambda: self._services.watching.remove(int(event.id)),
             "retry-job": lambda: jobs.retry([int(event.id)]),
@@ -199,14 +201,14 @@ class LibraryTab:
             "retry-all": jobs.retry,
             "clear": jobs.clear_finished,
         }
-        doing[act]()
+        actions[act]()
         return ""
 
     def first_page(self, collection: str, search: str, state: str) -> Updates:
-        return self._listed(collection, search, state, 0)
+        return self._draw_documents(collection, search, state, 0)
 
     def refresh(self, collection: str, search: str, state: str, offset: int) -> Updates:
-        """Draw the deletions that can be undone, the queue, the folders and the page of documents."""
+        """Draw the deletions that can be undone, the queue, the watched folders and the page of documents."""
         jobs = self._services.jobs
         overview, (shown, total) = jobs.overview(), jobs.page(limit=JOBS_SHOWN)
         return {
@@ -214,31 +216,31 @@ class LibraryTab:
             self.queue: views.library.queue(overview),
             self.jobs: views.library.jobs(shown, total, overview.finished >= overview.total),
             self.watched: views.library.watched(self._services.watching.folders()),
-            **self._listed(collection, search, state, offset),
+            **self._draw_documents(collection, search, state, offset),
         }
 
-    def _listed(self, collection: str, search: str, state: str, offset: int) -> Updates:
-        """Draw a page of documents and the collection's tools, or why the typed name is invalid."""
+    def _draw_documents(self, collection: str, search: str, state: str, offset: int) -> Updates:
+        """Draw a page of documents and the collection's tools, or say why the typed name is invalid."""
         try:
             shown = problem("Choose a collection.", "info"), ""
             if collection:
                 count = sum(self._services.workspaces.library.counts_by_state(collection).values())
                 tools = views.library.collection_tools(collection, count)
-                shown = self._documents(collection, search, state, offset), tools
+                shown = self._documents_table(collection, search, state, offset), tools
         except RagBlendError as error:
             shown = problem(str(error)), ""
         at = offset if collection else 0
         return dict(zip(self._page, (*shown, at, OUT_OF_DATE), strict=True))
 
-    def _documents(self, collection: str, search: str, state: str, offset: int) -> str:
+    def _documents_table(self, collection: str, search: str, state: str, offset: int) -> str:
         library = self._services.workspaces.of(collection).library
-        page = library.page(collection, search, state or None, offset, PAGE)
+        page = library.page(collection, search, state or None, offset, DOCUMENTS_PER_PAGE)
         paths = [document.path for document in page.documents]
         queued = self._services.jobs.store.open_among(collection, paths)
-        return views.library.documents(page, offset, PAGE, search, queued)
+        return views.library.documents(page, offset, DOCUMENTS_PER_PAGE, search, queued)
 
 
-def discard(paths: Sequence[Path]) -> None:
+def delete_uploads(paths: Sequence[Path]) -> None:
     """Delete uploaded files with the folders that Gradio made for them, and nothing elsewhere.
 
     Gradio's copy of an upload must go once the library has its own: a deleted document must not be left anywhere.

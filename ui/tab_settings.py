@@ -13,8 +13,15 @@ from ragblend.engine.config import DEFAULT_METHOD, DEFAULT_RATIO
 from ragblend.integrations.embeddings import find_embedder
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import views
-from ragblend.ui.page_context import CLEAR_MESSAGE, DIRECT_CALL, QUEUED_CALL, PageContext, Updates, drawn
-from ragblend.ui.tab_compare import CHOICES
+from ragblend.ui.page_context import (
+    CLEAR_MESSAGE,
+    DIRECT_CALL,
+    QUEUED_CALL,
+    PageContext,
+    Updates,
+    html_component,
+)
+from ragblend.ui.tab_compare import METHOD_CHOICES
 from ragblend.ui.views import LABELS, problem
 
 AUTO, MANUAL = "auto", "manual"
@@ -25,13 +32,13 @@ DEVICES = [
     ("NVIDIA graphics card (CUDA)", "cuda"),
     ("Apple graphics (MPS)", "mps"),
 ]
-SCANS = [("Latin letters, Chinese, Japanese", "default")]
-SCANS += [(name.replace("-", " ").capitalize(), name) for name in OCR_LANGUAGES if name != "default"]
-SEARCHES = [("Meaning and words", "hybrid"), ("Meaning only", "vectors")]
+SCAN_LANGUAGES = [("Latin letters, Chinese, Japanese", "default")]
+SCAN_LANGUAGES += [(name.replace("-", " ").capitalize(), name) for name in OCR_LANGUAGES if name != "default"]
+SEARCH_MODES = [("Meaning and words", "hybrid"), ("Meaning only", "vectors")]
 THEMES = [("Same as the system", "system"), ("Light", "light"), ("Dark", "dark")]
 SET_THEME = "(name) => { window.ragblend.theme(name); return name; }"
 GET_THEME = "() => window.ragblend.keptTheme()"
-INFO = {
+FIELD_HELP = {
     "model": "default (the offline demo), a folder, a .gguf file, or a hub id, which is downloaded on first use",
     "embedder": "default (bundled, knows English), or a folder or hub id of sentence-transformers. Passages are "
     "embedded anew in the background, while the embedder in use answers.",
@@ -54,23 +61,36 @@ SLIDERS = (  # name, element, label, least, most, value, step
 
 def _form() -> dict[str, Any]:
     """The fields by the settings' names, in the order in which callbacks get their values."""
-    method, modes = DEFAULT_METHOD, [("Manual", MANUAL), ("Automatic", AUTO)]
-    asked = "Reuse method"
+    modes = [("Manual", MANUAL), ("Automatic", AUTO)]
     return {
-        "model": gr.Textbox("default", label="Model", elem_id="rb-model", max_lines=1, info=INFO["model"]),
+        "model": gr.Textbox(
+            "default", label="Model", elem_id="rb-model", max_lines=1, info=FIELD_HELP["model"]
+        ),
         "device": gr.Dropdown(DEVICES, value="", label="Device", elem_id="rb-device"),
-        "search": gr.Dropdown(SEARCHES, value="hybrid", label="Search by", elem_id="rb-search"),
+        "search": gr.Dropdown(SEARCH_MODES, value="hybrid", label="Search by", elem_id="rb-search"),
         "embedder": gr.Textbox(
-            "default", label="Embedder", elem_id="rb-embedder", max_lines=1, info=INFO["embedder"]
+            "default", label="Embedder", elem_id="rb-embedder", max_lines=1, info=FIELD_HELP["embedder"]
         ),
         "reranker": gr.Textbox(
-            "", label="Reranker", elem_id="rb-reranker", max_lines=1, info=INFO["reranker"]
+            "", label="Reranker", elem_id="rb-reranker", max_lines=1, info=FIELD_HELP["reranker"]
         ),
         "ocr_language": gr.Dropdown(
-            SCANS, value="default", label="Scans are in", elem_id="rb-scans", info=INFO["ocr_language"]
+            SCAN_LANGUAGES,
+            value="default",
+            label="Scans are in",
+            elem_id="rb-scans",
+            info=FIELD_HELP["ocr_language"],
         ),
-        "skip": gr.Textbox("", label="Files to skip", elem_id="rb-skip", max_lines=2, info=INFO["skip"]),
-        "method": gr.Dropdown(CHOICES, value=method, label=asked, elem_id="rb-method", info=INFO["method"]),
+        "skip": gr.Textbox(
+            "", label="Files to skip", elem_id="rb-skip", max_lines=2, info=FIELD_HELP["skip"]
+        ),
+        "method": gr.Dropdown(
+            METHOD_CHOICES,
+            value=DEFAULT_METHOD,
+            label="Reuse method",
+            elem_id="rb-method",
+            info=FIELD_HELP["method"],
+        ),
         "mode": gr.Radio(modes, value=MANUAL, label="Share to re-read", elem_id="rb-ratio-mode"),
     } | {
         name: gr.Slider(
@@ -80,7 +100,7 @@ def _form() -> dict[str, Any]:
             step=step,
             label=label,
             elem_id=element,
-            info=INFO.get(name),
+            info=FIELD_HELP.get(name),
             interactive=True,
         )
         for name, element, label, least, most, value, step in SLIDERS
@@ -100,18 +120,18 @@ class SettingsTab:
                 self._form = _form()
             with gr.Column(min_width=300):
                 theme = gr.Radio(THEMES, value="system", label="Theme", elem_id="rb-theme")
-                self._meaning = drawn("rb-ratio-meaning", acts=False)
-                # Messages are below the button, so that it does not move away from under the mouse; the result of
-                # saving is separate from the cost of a change, which may arrive late.
+                self._meaning = html_component("rb-ratio-meaning", has_buttons=False)
+                # Messages are below the button, so that they do not move it away from under the mouse. The result of
+                # saving has its own component, because the cost of a change may arrive after it.
                 save = gr.Button("Save", variant="primary", elem_id="rb-save", scale=0)
-                self.outcome = drawn("rb-saved", acts=False)
+                self.outcome = html_component("rb-saved", has_buttons=False)
                 self._stop = gr.Button(
                     "Stop the download", size="sm", elem_id="rb-stop-download", visible=False, scale=0
                 )
-                self._cost = drawn("rb-cost", acts=False)
+                self._cost = html_component("rb-cost", has_buttons=False)
                 measure = gr.Button("Measure this device", size="sm", elem_id="rb-measure", scale=0)
-                self._measured = drawn("rb-measured", acts=False)
-        fields, priced = list(self._form.values()), [self._form["ratio"], self._meaning, self._cost]
+                self._measured = html_component("rb-measured", has_buttons=False)
+        fields, cost_outputs = list(self._form.values()), [self._form["ratio"], self._meaning, self._cost]
         one_by_one = QUEUED_CALL | {"concurrency_limit": 1}
         save.click(self.save, fields, [self.outcome, self._stop, self._cost], **one_by_one)
         self._stop.click(self.stop_download, None, None, **DIRECT_CALL)
@@ -120,25 +140,26 @@ class SettingsTab:
         tab.select(self.fill, None, [*fields, self._picker, self._meaning, self._cost], **DIRECT_CALL)
         tab.select(None, None, theme, js=GET_THEME)
         theme.input(None, theme, theme, js=SET_THEME)
-        self._picker.input(self.pick, [self._picker, *fields], [self._form["model"], *priced], **DIRECT_CALL)
+        picked = [self._form["model"], *cost_outputs]
+        self._picker.input(self.pick, [self._picker, *fields], picked, **DIRECT_CALL)
         for field in fields:
-            field.input(self.price, fields, priced, trigger_mode="always_last", **DIRECT_CALL)
+            field.input(self.price, fields, cost_outputs, trigger_mode="always_last", **DIRECT_CALL)
 
     def fill(self) -> Updates:
         settings, form = self._services.workspaces.settings, self._form
-        by_hand = not isinstance(settings.ratio, str)
-        share = settings.ratio if by_hand else DEFAULT_RATIO
-        as_they_are = ("model", "search", "ocr_language", "skip", "top_k", "chunk_tokens", "temperature")
+        is_manual = not isinstance(settings.ratio, str)
+        share = settings.ratio if is_manual else DEFAULT_RATIO
+        unconverted = ("model", "search", "ocr_language", "skip", "top_k", "chunk_tokens", "temperature")
         return {
-            **{form[name]: getattr(settings, name) for name in as_they_are},
+            **{form[name]: getattr(settings, name) for name in unconverted},
             form["max_new_tokens"]: settings.answer_tokens,
             form["device"]: settings.device or "",
             form["embedder"]: settings.embedder or self._services.workspaces.first.embedder_name,
             form["reranker"]: settings.reranker or "",
-            form["method"]: gr.update(choices=with_chosen(settings.method), value=settings.method),
-            form["mode"]: MANUAL if by_hand else AUTO,
-            form["ratio"]: gr.update(value=round(100 * float(share), 2), visible=by_hand),
-            self._meaning: _meaning(MANUAL if by_hand else AUTO, float(share)),
+            form["method"]: gr.update(choices=method_choices(settings.method), value=settings.method),
+            form["mode"]: MANUAL if is_manual else AUTO,
+            form["ratio"]: gr.update(value=round(100 * float(share), 2), visible=is_manual),
+            self._meaning: _meaning(MANUAL if is_manual else AUTO, float(share)),
             self._picker: gr.update(choices=self._choices(settings), value=settings.model),
             self._cost: "",
         }
@@ -155,35 +176,36 @@ class SettingsTab:
         return views.model_choices(here, fitting, settings.model)
 
     def pick(self, name: str | None, *values: Any) -> Updates:
-        """A chosen model goes into the form; it is fetched and used when that is saved."""
+        """Put the chosen model into the form; it is downloaded and used when the form is saved."""
         if not name:
             return {self._form["model"]: gr.skip()}
         return {**self.price(name, *values[1:]), self._form["model"]: name}
 
     def price(self, *values: Any) -> Updates:
-        given = dict(zip(self._form, values, strict=True))
-        mode, ratio = given["mode"], given["ratio"] / 100
+        """Show what saving the form would cost."""
+        form_values = dict(zip(self._form, values, strict=True))
+        mode, ratio = form_values["mode"], form_values["ratio"] / 100
         updates = {
             self._form["ratio"]: gr.update(visible=mode == MANUAL),
             self._meaning: _meaning(mode, ratio),
         }
         try:
-            return updates | {self._cost: views.settings.cost(self._priced(given)[1])}
+            return updates | {self._cost: views.settings.cost(self._changes_and_cost(form_values)[1])}
         except RagBlendError as error:
             return updates | {self._cost: problem(str(error))}
 
-    def _priced(self, given: dict[str, Any]) -> tuple[dict[str, Any], Cost]:
+    def _changes_and_cost(self, form_values: dict[str, Any]) -> tuple[dict[str, Any], Cost]:
         workspaces = self._services.workspaces
-        before, changes = workspaces.settings, chosen(given)
-        if changes["max_new_tokens"] == before.answer_tokens:  # the model's own, unless it was set
+        before, changes = workspaces.settings, settings_in(form_values)
+        if changes["max_new_tokens"] == before.answer_tokens:  # unchanged; the setting may be unset
             changes["max_new_tokens"] = before.max_new_tokens
         if before.embedder is None and changes["embedder"] == workspaces.first.embedder_name:
             changes["embedder"] = None
-        for name in ("device", "reranker"):  # None would leave it as it was
+        for name in ("device", "reranker"):  # "" unsets it; None would leave it unchanged
             changes[name] = changes[name] or (getattr(before, name) and "")
         wanted = before.changed(changes)
-        held = workspaces.count_documents(), workspaces.count_passages()
-        return changes, cost_of(before, wanted, *held, self._profile())
+        counts = workspaces.count_documents(), workspaces.count_passages()
+        return changes, cost_of(before, wanted, *counts, self._profile())
 
     def _profile(self) -> Any:
         workspaces = self._services.workspaces
@@ -199,60 +221,62 @@ class SettingsTab:
 
         workspaces = self._services.workspaces
         try:
-            changes, price = self._priced(dict(zip(self._form, values, strict=True)))
+            changes, cost = self._changes_and_cost(dict(zip(self._form, values, strict=True)))
             model = str(changes.get("model", workspaces.settings.model))
             before = workspaces.settings.model
             if model != before:
                 check_model(model, workspaces.home.models)
                 if must_be_fetched(model):
-                    yield from self._fetched(model)
+                    yield from self._download_model(model)
             for name, find in (("embedder", find_embedder), ("reranker", find_reranker)):
                 if (wanted := changes[name]) and wanted != getattr(workspaces.settings, name):
                     if must_be_fetched(wanted):
-                        yield from self._fetched(wanted)
+                        yield from self._download_model(wanted)
                     find(wanted)
             if device := changes.get("device"):
                 pick_device(device)
             save_settings(workspaces.home.settings, changes)
             workspaces.change(**changes)
-            way_back = before if model != before else None
-            again = self._read_again() if price.encodes_again else 0
-            self._services.jobs.wake()  # a new embedder is background work
-            saved = {self.outcome: views.settings.saved(again, way_back), self._cost: ""}
+            previous_model = before if model != before else None
+            queued_files = self._queue_all_documents() if cost.encodes_again else 0
+            self._services.jobs.wake()  # passages are embedded in the background if the embedder is new
+            updates = {self.outcome: views.settings.saved(queued_files, previous_model), self._cost: ""}
         except RagBlendError as error:
-            saved = {self.outcome: problem(str(error))}
-        yield saved | {self._stop: gr.update(visible=False)}
+            updates = {self.outcome: problem(str(error))}
+        yield updates | {self._stop: gr.update(visible=False)}
 
     def stop_download(self) -> None:
         if self._download is not None:
             self._download.stop()
 
-    def _fetched(self, model: str) -> Iterator[Updates]:
-        """Show a download until it ends; closing the page stops it."""
-        self._download = now = ModelDownload(model)
+    def _download_model(self, model: str) -> Iterator[Updates]:
+        """Download a model and show the progress; closing the page stops it."""
+        self._download = download = ModelDownload(model)
         try:
-            over = False
-            while not over:
-                shown = views.settings.downloading(model, now.done, now.total, now.seconds_left)
-                yield {self.outcome: shown, self._stop: gr.update(visible=True)}
-                over = now.wait(DRAW_EVERY_S)
+            has_ended = False
+            while not has_ended:
+                progress = views.settings.downloading(
+                    model, download.done, download.total, download.seconds_left
+                )
+                yield {self.outcome: progress, self._stop: gr.update(visible=True)}
+                has_ended = download.wait(DRAW_EVERY_S)
         finally:
-            now.stop()
+            download.stop()
             self._download = None
 
     def measure(self) -> Iterator[Updates]:
-        """Measure model and disk, for estimates of full prefill and for `auto`."""
+        """Measure model and disk, for estimates of full prefill and for the automatic ratio."""
         from ragblend.engine.engine import loaded_here
 
         yield {self._measured: problem("Measuring for about a minute; questions wait …", "info")}
-        said = problem("Measured. Answers now show how long full prefill would have taken.", "info")
+        message = problem("Measured. Answers now show how long full prefill would have taken.", "info")
         try:
             loaded_here(self._services.workspaces.first.engine, "measuring the device").profile()
         except RagBlendError as error:
-            said = problem(str(error))
-        yield {self._measured: said}
+            message = problem(str(error))
+        yield {self._measured: message}
 
-    def _read_again(self) -> int:
+    def _queue_all_documents(self) -> int:
         """Queue every document: those whose recipe has changed are ingested again."""
         workspaces, count = self._services.workspaces, 0
         for name in workspaces.names():
@@ -262,27 +286,27 @@ class SettingsTab:
         return count
 
 
-def with_chosen(method: str) -> list[tuple[str, str]]:
-    """The methods to choose from, and the current one if it has parameters (from a file or `tune`)."""
-    return CHOICES if method in LABELS else [*CHOICES, (method, method)]
+def method_choices(method: str) -> list[tuple[str, str]]:
+    """The methods to choose from, with the current one if the list lacks it: a file or `tune` may add parameters."""
+    return METHOD_CHOICES if method in LABELS else [*METHOD_CHOICES, (method, method)]
 
 
-def chosen(given: dict[str, Any]) -> dict[str, Any]:
-    """Settings, from the form's fields by their names."""
+def settings_in(form_values: dict[str, Any]) -> dict[str, Any]:
+    """The settings that the form's values, by field name, stand for."""
     return {
-        "model": (given["model"] or "").strip() or "default",
-        "device": given["device"] or None,
-        "search": given["search"],
-        "embedder": (given["embedder"] or "").strip() or "default",
-        "reranker": (given["reranker"] or "").strip(),
-        "ocr_language": given["ocr_language"] or None,
-        "skip": (given["skip"] or "").strip(),
-        "method": given["method"] or None,
-        "ratio": AUTO if given["mode"] == AUTO else round(given["ratio"] / 100, 4),
-        "top_k": int(given["top_k"]),
-        "chunk_tokens": int(given["chunk_tokens"]),
-        "max_new_tokens": int(given["max_new_tokens"]),
-        "temperature": float(given["temperature"]),
+        "model": (form_values["model"] or "").strip() or "default",
+        "device": form_values["device"] or None,
+        "search": form_values["search"],
+        "embedder": (form_values["embedder"] or "").strip() or "default",
+        "reranker": (form_values["reranker"] or "").strip(),
+        "ocr_language": form_values["ocr_language"] or None,
+        "skip": (form_values["skip"] or "").strip(),
+        "method": form_values["method"] or None,
+        "ratio": AUTO if form_values["mode"] == AUTO else round(form_values["ratio"] / 100, 4),
+        "top_k": int(form_values["top_k"]),
+        "chunk_tokens": int(form_values["chunk_tokens"]),
+        "max_new_tokens": int(form_values["max_new_tokens"]),
+        "temperature": float(form_values["temperature"]),
     }
 
 

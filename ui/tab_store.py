@@ -10,7 +10,14 @@ from ragblend.app.progress import silent
 from ragblend.app.settings import save_settings
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import views
-from ragblend.ui.page_context import CLEAR_MESSAGE, DIRECT_CALL, QUEUED_CALL, PageContext, Updates, drawn
+from ragblend.ui.page_context import (
+    CLEAR_MESSAGE,
+    DIRECT_CALL,
+    QUEUED_CALL,
+    PageContext,
+    Updates,
+    html_component,
+)
 from ragblend.ui.views import problem
 
 GIB = 1 << 30
@@ -23,11 +30,11 @@ class StoreTab:
     def __init__(self, context: PageContext, tab: gr.Tab) -> None:
         self._services, self._context = context.services, context
         with gr.Column(elem_id="rb-store"):
-            self.overview = drawn("rb-store-overview", acts=False)
+            self.overview = html_component("rb-store-overview", has_buttons=False)
             with gr.Row():
                 with gr.Column(scale=3, min_width=300):
                     gr.HTML('<h2 class="rb-section">Hit rate over time</h2>', apply_default_css=False)
-                    self.rates = drawn("rb-store-rates", acts=False)
+                    self.rates = html_component("rb-store-rates", has_buttons=False)
                 with gr.Column(scale=2, min_width=300):
                     self.budget = gr.Slider(
                         1,
@@ -43,7 +50,7 @@ class StoreTab:
             with gr.Row():
                 check = gr.Button("Check everything", elem_id="rb-check", scale=0, min_width=170)
                 repair = gr.Button("Repair", elem_id="rb-repair", scale=0, min_width=120)
-            self.message = drawn("rb-store-message", acts=False)
+            self.message = html_component("rb-store-message", has_buttons=False)
         tab.select(None, None, self.message, js=CLEAR_MESSAGE)
         tab.select(self.refresh, None, [self.overview, self.rates, self.budget, self.message], **DIRECT_CALL)
         set_budget.click(self.set_budget, [self.budget], [self.message, self.overview], **DIRECT_CALL)
@@ -53,7 +60,7 @@ class StoreTab:
     def refresh(self) -> Updates:
         try:
             store = self._services.workspaces.first.engine.store
-            self._context.note_store()
+            self._context.note_hit_counts()
             now = max(1, round(store.stats().budget_bytes / GIB))
             return {
                 self.overview: self._overview(),
@@ -64,12 +71,12 @@ class StoreTab:
             return {self.message: problem(str(error))}
 
     def _overview(self) -> str:
-        workspaces, takes = self._services.workspaces, None
+        workspaces, token_bytes = self._services.workspaces, None
         engine = workspaces.first.engine
-        with suppress(RagBlendError):  # without a model, or with one whose KV cannot be stored
-            takes = engine.token_bytes
-        held = workspaces.count_documents(), workspaces.count_passages()
-        return views.store.overview(maintenance.stats_value(engine.store), *held, takes)
+        with suppress(RagBlendError):  # there is no model, or its KV cannot be stored
+            token_bytes = engine.token_bytes
+        counts = workspaces.count_documents(), workspaces.count_passages()
+        return views.store.overview(maintenance.stats_value(engine.store), *counts, token_bytes)
 
     def set_budget(self, gib: float) -> Updates:
         try:
@@ -93,7 +100,8 @@ class StoreTab:
         workspaces = self._services.workspaces
         try:
             with workspaces.writing():
-                # Do not encode here: it may take hours with the writer lock. The queue does it without, and can pause.
+                # Do not encode here: that would hold the writer lock, maybe for hours. The queue encodes without the
+                # lock, and can be paused.
                 done = maintenance.repair(workspaces.first, silent, is_cancelled=lambda: True)
             self._services.jobs.wake()
             yield {self.message: views.store.repaired(done), self.overview: self._overview()}

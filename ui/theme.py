@@ -2,8 +2,8 @@
 
 import gradio as gr
 
-SYSTEM = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "sans-serif")
-MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace")
+SYSTEM_FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "sans-serif")
+MONO_FONTS = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace")
 # The theme's variables that use each of the page's colours.
 COLOURS = {
     "bg": "body_background_fill",
@@ -25,23 +25,23 @@ COLOURS = {
 
 
 def page_theme() -> gr.themes.Base:
-    """The theme; no font is downloaded, the system's are used."""
+    """The theme. It uses the system's fonts, so none is downloaded."""
     theme = gr.themes.Base(
         primary_hue="teal",
         neutral_hue="stone",
         radius_size="md",
         spacing_size="sm",
-        font=[gr.themes.Font(name) for name in SYSTEM],
-        font_mono=[gr.themes.Font(name) for name in MONO],
+        font=[gr.themes.Font(name) for name in SYSTEM_FONTS],
+        font_mono=[gr.themes.Font(name) for name in MONO_FONTS],
     )
-    painted = {name: f"var(--rb-{colour})" for colour, names in COLOURS.items() for name in names.split()}
-    dark = {f"{name}_dark": value for name, value in painted.items() if hasattr(theme, f"{name}_dark")}
+    light = {name: f"var(--rb-{colour})" for colour, names in COLOURS.items() for name in names.split()}
+    dark = {f"{name}_dark": value for name, value in light.items() if hasattr(theme, f"{name}_dark")}
     return theme.set(
         block_shadow="none",
         block_shadow_dark="none",
         input_border_width="1px",
         input_border_width_dark="1px",
         button_primary_shadow="none",
-        **painted,
+        **light,
         **dark,
     )

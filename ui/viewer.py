@@ -1,4 +1,4 @@
-"""The viewer: a document at reading size over the page, a PDF page by page, a cited passage marked. Wiring only."""
+"""The viewer: shows a document in a dialog, a PDF page by page, with a cited passage marked. Wiring only."""
 
 from dataclasses import replace
 from itertools import count
@@ -15,28 +15,28 @@ from ragblend.app.answering.highlight import (
 from ragblend.app.services import AppServices
 from ragblend.kvstore.errors import RagBlendError
 from ragblend.ui import views
-from ragblend.ui.page_context import DIRECT_CALL, EVERY_CLICK, Updates, drawn
+from ragblend.ui.page_context import DIRECT_CALL, EVERY_CLICK, Updates, html_component
 
 
 class Viewer:
-    """The page's script shows as a dialog what is drawn here. Any button may open it: see `views.parts.open_button`."""
+    """Draws the dialog, which the page's script opens. Any button may show a document (`views.parts.open_button`)."""
 
     def __init__(self, services: AppServices) -> None:
         self._services, self._drawings = services, count()
-        self.component = drawn("rb-viewer")
+        self.component = html_component("rb-viewer")
         self.component.click(self.show, None, [self.component], **DIRECT_CALL | EVERY_CLICK)
 
     def show(self, event: gr.EventData) -> Updates:
-        """Draw the document and page that a button names; for a source of an answer with the cited passage marked."""
+        """Draw the document and page that a button names; if it names an answer's source, mark the cited passage."""
         try:
-            found = self._found(event)
+            found = self._highlight(event)
         except RagBlendError as error:
             found = Highlight("", reason=str(error))
         origin = {name: str(getattr(event, name)) for name in ("document", "message", "number", "at")}
-        # Numbered, because Gradio does not draw again what has not changed, though the dialog may have been closed.
+        # Numbered, because Gradio draws nothing if the HTML is the same, and the user may have closed the dialog.
         return {self.component: views.passage.viewer(found, origin, next(self._drawings))}
 
-    def _found(self, event: gr.EventData) -> Highlight:
+    def _highlight(self, event: gr.EventData) -> Highlight:
         library, page = self._services.workspaces.library, int(event.page)
         if not event.message:
             return open_document(library, str(event.document), page)

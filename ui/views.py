@@ -36,14 +36,15 @@ ATTRIBUTES = {"a": {"href"}, "ol": {"start"}}
 SCHEMES = {"http", "https", "mailto"}
 # Private-use characters around the number of an insert, until the HTML is sanitised.
 OPEN_MARK, CLOSE_MARK = "\ue000", "\ue001"
-MARKS = re.compile(f"[{OPEN_MARK}{CLOSE_MARK}]")
-MARKED = re.compile(f"{OPEN_MARK}([0-9]+){CLOSE_MARK}")
-COMMAND = re.compile(r"`([^`\n]{1,200})`")
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
-WORD = re.compile(r"\s+|[^\s]+")
+INSERT_MARKS = re.compile(f"[{OPEN_MARK}{CLOSE_MARK}]")
+INSERT = re.compile(f"{OPEN_MARK}([0-9]+){CLOSE_MARK}")
+CODE_SPAN = re.compile(r"`([^`\n]{1,200})`")
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
+WORD_OR_SPACE = re.compile(r"\s+|[^\s]+")
 BESIDE_A_TAG = re.compile(r"(?<=[>}])\n\s*|\n\s*(?=[<{])")
 
-# The engine's methods without its controls, in the order of the menu; importing the engine's table would load torch.
+# The engine's methods, without those that only benches use, in the order of the menu. Repeated here, because importing
+# the engine's table would load torch.
 LABELS = {
     "probe-shift": "Re-read what the question needs, adjust the rest (recommended)",
     "full": "Re-read everything (exact, slowest)",
@@ -72,7 +73,7 @@ MOST_EVENTS = 3000  # in one timeline: a long context on a deep model has tens o
 
 
 class Views:
-    """A template file, with each of its macros as a function that returns HTML."""
+    """A template file; each of its macros is an attribute, a function that returns HTML."""
 
     def __init__(self, name: str) -> None:
         self._file = f"{name}.html"
@@ -101,23 +102,23 @@ class _OneLine(Extension):
 
 @cache
 def _environment() -> Environment:
-    made = Environment(
+    environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=_visible,
         extensions=[_OneLine],
     )
-    made.filters |= {
+    environment.filters |= {
         "day": day,
         "duration": duration,
         "lines": lambda text: escape(text).replace("\n", Markup("<br>")),
         "milliseconds": milliseconds,
         "size": size,
         "thousands": lambda count: f"{count:,}",
-        "words": lambda message: Markup(COMMAND.sub(r"<code>\1</code>", str(escape(message)))),
+        "with_code": lambda message: Markup(CODE_SPAN.sub(r"<code>\1</code>", str(escape(message)))),
     }
-    made.globals |= {
+    environment.globals |= {
         "INTERRUPTED": INTERRUPTED,
         "NESTED": NESTED,
         "PARTS": tuple(PART_COLOURS),
@@ -131,17 +132,17 @@ def _environment() -> Environment:
         "markdown": markdown,
         "offered": offered,
         "plural": plural,
-        "rates": rates,
+        "hit_rate_curve": hit_rate_curve,
         "speedup": speedup,
         "timeline_of": timeline_of,
     }
-    return made
+    return environment
 
 
 def _visible(value: object) -> str:
     """Replace control characters and those that change the writing direction."""
-    made = CONTROL.sub("\N{REPLACEMENT CHARACTER}", str(value))
-    return Markup(made) if isinstance(value, Markup) else made
+    text = CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", str(value))
+    return Markup(text) if isinstance(value, Markup) else text
 
 
 # --- texts
@@ -154,10 +155,12 @@ def markdown(pieces: str | Sequence[str | int], insert: Callable[[int], str] = s
     """
     parts = [pieces] if isinstance(pieces, str) else pieces
     text = "".join(
-        f"{OPEN_MARK}{part}{CLOSE_MARK}" if isinstance(part, int) else CONTROL.sub("", MARKS.sub("", part))
+        f"{OPEN_MARK}{part}{CLOSE_MARK}"
+        if isinstance(part, int)
+        else CONTROL_CHARACTERS.sub("", INSERT_MARKS.sub("", part))
         for part in parts
     )
-    made = nh3.clean(
+    html = nh3.clean(
         _parser().render(text),
         tags=set(TAGS.split()),
         attributes=ATTRIBUTES,
@@ -165,7 +168,7 @@ def markdown(pieces: str | Sequence[str | int], insert: Callable[[int], str] = s
         link_rel="noopener noreferrer nofollow",
         set_tag_attribute_values={"a": {"target": "_blank"}},
     )
-    return Markup(MARKED.sub(lambda found: insert(int(found[1])), made))
+    return Markup(INSERT.sub(lambda found: insert(int(found[1])), html))
 
 
 @cache
@@ -181,8 +184,8 @@ def cited_text(cited: CitedAnswer, caller: Callable[..., str]) -> Markup:
 
 
 def difference(text: str, other: str) -> list[tuple[str, bool]]:
-    """The text in pieces, and for each whether it is also in the other one, compared by words."""
-    words, others = WORD.findall(text), WORD.findall(other)
+    """The text in pieces, each with whether the other text has it, too; compared word by word."""
+    words, others = WORD_OR_SPACE.findall(text), WORD_OR_SPACE.findall(other)
     matcher = difflib.SequenceMatcher(None, others, words, autojunk=False)
     pieces = [
         ("".join(words[start:stop]), kind == "equal") for kind, _, _, start, stop in matcher.get_opcodes()
@@ -191,7 +194,7 @@ def difference(text: str, other: str) -> list[tuple[str, bool]]:
 
 
 def label(side: Variant) -> str:
-    """CacheBlend, 15%."""
+    """A method and its ratio for the user, such as `Re-read the first words of each passage (EPIC), 15%`."""
     name = LABELS.get(side.method, side.method)
     return name if side.ratio is None else f"{name}, {100 * side.ratio:.0f}%"
 
@@ -205,9 +208,9 @@ def model_choices(
     here: Sequence[LocalModel], fitting: Sequence[Offer], current: str
 ) -> list[tuple[str, str]]:
     """The entries of the model picker: a label with size and speed, and the model's name."""
-    found = {one.name: f"{one.name} ({one.kind}, {size(one.bytes)}, here)" for one in here}
-    more = {offer.model.name: f"{offered(offer)}, to download" for offer in fitting}
-    labels = {current: current} | more | found
+    local = {one.name: f"{one.name} ({one.kind}, {size(one.bytes)}, here)" for one in here}
+    downloads = {offer.model.name: f"{offered(offer)}, to download" for offer in fitting}
+    labels = {current: current} | downloads | local
     return [(label, name) for name, label in labels.items()]
 
 
@@ -251,7 +254,7 @@ def day(when: str) -> str:
 
 
 def context_bar(segments: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The context from left to right: for each segment its runs of tokens with their start, and its middle."""
+    """The bar of a prompt's context: for each segment its middle and its runs of tokens, each with its start."""
     gap = sum(segment["tokens"] for segment in segments) * 0.003
     bars, left = [], 0.0
     for segment in segments:
@@ -277,6 +280,6 @@ def timeline_of(timeline: Sequence[Sequence[Any]]) -> dict[str, Any]:
     }
 
 
-def rates(samples: Sequence[tuple[float, int, int]]) -> list[tuple[float, float]]:
-    """(time, hit rate until then) of each sample with requests."""
+def hit_rate_curve(samples: Sequence[tuple[float, int, int]]) -> list[tuple[float, float]]:
+    """(time, hit rate until then) of each sample in which there were hits or misses."""
     return [(at_s, hits / (hits + misses)) for at_s, hits, misses in samples if hits + misses]

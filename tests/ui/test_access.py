@@ -431,7 +431,7 @@ def test_a_secret_is_kept_until_it_is_replaced_or_unsafe(tmp_path, change) -> No
         path.chmod(0o640)
     elif change == "cut off":
         path.write_bytes(kept[:5])
-    now = load_or_create_secret(path, anew=change == "ended sessions")
+    now = load_or_create_secret(path, replace=change == "ended sessions")
     assert (now == kept) == (change == "nothing")
     assert len(now) == len(kept)
     assert path.stat().st_mode & 0o777 == 0o600

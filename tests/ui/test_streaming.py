@@ -16,7 +16,7 @@ from ragblend.ui.coalesce import coalesced
 from ragblend.ui.page import PageLayout
 from ragblend.ui.page_context import PageContext
 from ragblend.ui.page_sessions import PageSessions
-from ragblend.ui.tab_library import discard
+from ragblend.ui.tab_library import delete_uploads
 
 
 def test_all_text_arrives_in_order_and_in_fewer_pieces() -> None:
@@ -43,10 +43,10 @@ def test_stop_affects_only_the_pages_own_answer() -> None:
     sessions, yours, mine = PageSessions(), threading.Event(), threading.Event()
     asked = sessions.begin("mine")
     with sessions.begin("yours").running(yours.set), asked.running(mine.set):
-        sessions.show("mine", 3)
-        assert sessions.shows("mine", 3)
+        sessions.set_shown("mine", 3)
+        assert sessions.is_shown("mine", 3)
         sessions.close("mine")
-        assert not sessions.shows("mine", 3)
+        assert not sessions.is_shown("mine", 3)
         assert (mine.is_set(), yours.is_set()) == (True, False)
     assert yours.is_set(), "nobody waits for it any more"
     mine.clear()
@@ -69,7 +69,7 @@ class Page:
         return self.chat.send(question, chat_id, ["default"], "chat", "", self.request)
 
     def in_list(self, act, chat_id=None, **values):
-        return self.chat.in_list(chat_id, gr.EventData(None, {"act": act, **values}), self.request)
+        return self.chat.click_in_list(chat_id, gr.EventData(None, {"act": act, **values}), self.request)
 
     def edit(self, message_id, question, chat_id):
         event = gr.EventData(None, {"act": "edit", "id": str(message_id), "text": question})
@@ -282,7 +282,7 @@ def test_a_deletion_is_offered_to_be_undone_on_every_page(page, library) -> None
     drawn = click("delete-document")
     assert "sky.txt was deleted." in drawn[tab.deleted] and "No documents here" in drawn[tab.documents]
     assert tab.refresh(*view)[tab.deleted] == drawn[tab.deleted], "another page, or this one after a reload"
-    seen = page.frame.tick("earlier", *view)[tab.seen]
+    seen = page.frame.tick("earlier", *view)[tab.fingerprint]
     drawn = click("undo-delete")
     assert drawn[tab.deleted] == "" and "sky.txt" in drawn[tab.documents] and drawn[tab.message] == ""
     assert page.frame.tick(seen, *view)[tab.deleted] == "", "other pages see it"
@@ -295,7 +295,7 @@ def test_only_gradios_copy_of_an_upload_is_deleted(tmp_path, monkeypatch) -> Non
     for path in (mine, other):
         path.parent.mkdir(parents=True)
         path.write_text("x")
-    discard([mine, other, tmp_path / "temporary" / "c.txt"])
+    delete_uploads([mine, other, tmp_path / "temporary" / "c.txt"])
     assert not mine.parent.exists()
     assert other.exists()
     assert (tmp_path / "temporary").exists()

@@ -221,14 +221,14 @@ def test_fingerprint_changes_with_each_step() -> None:
     assert page.fingerprint(first) != page.fingerprint(second)
     # Tried again, and failed again between two looks: the page went on showing that it was being read.
     failed_again = queue(changes=9)
-    listed = [page.listed_in(page.fingerprint(each)) for each in (first, second, failed_again)]
+    listed = [page.documents_part(page.fingerprint(each)) for each in (first, second, failed_again)]
     assert listed[0] == listed[1] != listed[2]
 
 
 def test_fingerprint_depends_on_the_view() -> None:
     """If an earlier collection's list arrives last, the next poll replaces it."""
     views = [("default", "", "", 0), ("letters", "", "", 0), ("letters", "a\nb: c", "", 0)]
-    texts = [page.listed_in(page.fingerprint(queue(), view)) for view in views]
+    texts = [page.documents_part(page.fingerprint(queue(), view)) for view in views]
     assert len(set(texts)) == 3
 
 

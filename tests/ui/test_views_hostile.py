@@ -90,7 +90,7 @@ def drawn(text):
     yield "settings.meaning", text
     yield "frame.header", text
     yield "frame.banner", text, text
-    yield "frame.trouble", text
+    yield "frame.error_box", text
     yield ("parts.close_cover",)
     yield "login.page", False, text
 
