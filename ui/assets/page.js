@@ -1,4 +1,4 @@
-// The page in the browser: sends clicks in drawn HTML to Python; keys, scrolling, theme, restarts. Its state is the DOM.
+// The page in the browser: sends clicks to Python; handles keys, scrolling, the theme and restarts. Its state is the DOM.
 (() => {
   "use strict";
   const STREAMING = new Set(["regenerate", "edit", "digest"]); // answered in pieces, so they use another event
@@ -60,13 +60,13 @@
     (element.isConnected ? element : meant(element, root || document))?.click();
   }, true);
   const said = (element) => JSON.stringify(element.dataset);
-  // The pressed element: redrawn rows may reuse the buttons of others.
+  // Finds the element with the pressed one's data: a redraw may have given its button to another row.
   function meant(element, root) {
     if (!element || pressed?.element !== element || (element.isConnected && said(element) === pressed.said)) return element;
     return [...root.querySelectorAll("[data-act]")].find((each) => said(each) === pressed.said);
   }
 
-  // A second click within four seconds confirms; nothing opens, nothing moves.
+  // Asks for confirmation on the button itself: a second click within four seconds confirms.
   function ask(element) {
     const before = element.innerHTML;
     clearTimeout(element.rbTimer);
@@ -85,7 +85,7 @@
     element.classList.add("chosen");
   }
 
-  // On a narrow page the conversations ("side") and the source ("more") cover it, one at a time; none without a name.
+  // On a narrow page the conversations ("side") or the source ("more") cover it. Without a name, nothing covers it.
   let opener;
   function cover(name) {
     const shown = document.body.dataset.cover;
@@ -118,7 +118,7 @@
   }
   const VIEWER_KEYS = { ArrowLeft: "[data-turn=back]", ArrowRight: "[data-turn=next]", "+": "[data-by='1.25']", "-": "[data-by='0.8']" };
 
-  // Shows a form in place of what an element shows, until it is sent or closed with Escape.
+  // Shows a form in place of an element's content, until the form is sent or closed with Escape.
   function editIn(host, field, label, sent, ...more) {
     const form = document.createElement("form"), shown = [...host.children];
     const close = () => { field.onblur = editing = null; form.remove(); shown.forEach((child) => { child.style.display = ""; }); };
@@ -140,7 +140,7 @@
     return { form, close };
   }
 
-  let editing = null; // the open question, which a redrawn transcript would remove with its text
+  let editing = null; // the question being edited; if a redraw removes its form, keepEditing opens it again
   function keepEditing() {
     if (!editing || editing.form.isConnected) return;
     const { id, trigger, area } = editing, button = one(`[data-act=edit-open][data-id="${CSS.escape(id)}"]`);
@@ -167,7 +167,7 @@
   }
 
   // --- keys ---------------------------------------------------------------------------------------------------
-  const EDITED = ".rb-turn form, .rb-chat form"; // which Escape closes, and nothing else
+  const EDITED = ".rb-turn form, .rb-chat form"; // in these forms Escape closes the form only
   const box = () => one("#rb-question textarea");
   const visible = (element) => element && element.offsetParent !== null;
 
@@ -208,7 +208,7 @@
   const button = (id) => one(`button${id}`) || one(`${id} button`);
 
   function clickWhenReady(id) {
-    // Gradio sends the text a tick after the last key.
+    // Gradio takes over the typed text shortly after the last key.
     setTimeout(() => { const found = button(id); if (visible(found) && !found.disabled) found.click(); }, 60);
   }
 
@@ -231,7 +231,7 @@
     area.remove();
   }
 
-  // --- files: chosen beside the question or dropped anywhere, they go to the Library tab's upload --------------------
+  // --- files: chosen in the Chat tab or dropped anywhere, they go to the Library tab's upload ------------------------
   function chooseFiles() {
     const chooser = Object.assign(document.createElement("input"), { type: "file", multiple: true });
     chooser.onchange = () => upload(chooser.files);
@@ -306,7 +306,7 @@
 
   function loadAgain() {
     const chat = one(".rb-chat.current .rb-chat-open")?.dataset.id;
-    try { sessionStorage.setItem(KEPT, JSON.stringify({ text: box()?.value, chat })); } catch { /* then it is lost */ }
+    try { sessionStorage.setItem(KEPT, JSON.stringify({ text: box()?.value, chat })); } catch { /* storage is off: the text is lost */ }
     location.reload();
   }
 
